@@ -7,25 +7,30 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from open_instruct.config.flags import Flag, flags_of, is_met, spelled
+from open_instruct.config.flags import Flag, flags_of, spelled
 from open_instruct.config.help import asks_for_help
-from open_instruct.config.parser import called_here, parse
+from open_instruct.config.parser import called_here
 from open_instruct.config.suites.upstream_flags import EVERY, Entry, fate, upstream_behaviours, upstream_table
 from open_instruct.errors import EXIT_INPUT, InputError
-from open_instruct.losses.preference import PREFERENCE_LOSSES
-from open_instruct.migrate.launch import ALL_TRAINERS, Sheet, read_launch
+from open_instruct.migrate.from_suite import OPEN_INSTRUCT, READERS, Request, migrate_from, read_request
+from open_instruct.migrate.launch import ALL_TRAINERS, Sheet, read_launch, script_of
+from open_instruct.migrate.our_flags import default_here, drop_idle, find_problems, read_values
 from open_instruct.migrate.rules import settle
-from open_instruct.objectives.objective import Objective
 from open_instruct.objectives.registry import objective_named
 from open_instruct.wording import pages_in
 
 USAGE = f"""\
-usage: open-instruct migrate-args {"|".join(ALL_TRAINERS)} [--json] -- ARGS...
+usage: open-instruct migrate-args --from {"|".join((*READERS, OPEN_INSTRUCT))} [TRAINER] [--yaml] [--json]
+           [--num_gpus N] [--num_rows N] FILE or FLAGS
+       open-instruct migrate-args {"|".join(ALL_TRAINERS)} [--json] -- ARGS...
        open-instruct migrate-args {"|".join(ALL_TRAINERS)} [--json] FILE.yaml
 
-Tells a launch of open-instruct (of prm: of TRL or OpenRLHF) in our flags: what is called otherwise, what is left out
-and why, what cannot be had, and every default that differs. ARGS may be the whole line, launcher and script included.
-Nothing is started. The exit code is 0 where the run is the same, and 2 where it is not."""
+Tells a launch of another suite in our flags: what is called otherwise, what is left out and why, what cannot be had,
+and all that differs. FILE is the YAML, the shell script or (of TRL) the Python script of a launch, FLAGS may be the
+whole line, launcher and script included. A YAML file gives a YAML file, with what is said of it in comments, and so
+does --yaml. --num_gpus and --num_rows say how many GPUs learn and how many rows there are, where a batch or a length
+follows from them. Without --from the launch is open-instruct's (of prm: TRL's or OpenRLHF's).
+Nothing is started or executed. The exit code is 0 where all is translated, and 2 where it is not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +55,11 @@ class Migration:
 
 def migrate_args(words: Sequence[str]) -> int:
     """Print the migration that `words` ask for; returns the exit code."""
+    if _names_a_suite(words):
+        request = read_request(words)
+        if request.suite != OPEN_INSTRUCT:
+            return migrate_from(request)
+        words = _words_for_open_instruct(request)
     end = words.index("--") if "--" in words else len(words)
     ours, theirs = words[:end], words[end + 1 :]
     if not ours or asks_for_help(ours):
@@ -70,9 +80,34 @@ def migrate_args(words: Sequence[str]) -> int:
         print(json.dumps(asdict(migration), indent=2))
     else:
         pages = pages_in(Path(__file__).parent, trim_blocks=True, lstrip_blocks=True)
+        without_a_flag = [name for name in migration.defaults if f"--{name}" not in migration.arguments]
         names = {"command": command, "migration": migration, "spelled": spelled, "shlex": shlex}
+        names["without_a_flag"] = without_a_flag
         print(pages.get_template("migration.txt.jinja").render(names))
     return EXIT_INPUT if migration.refused else 0
+
+
+def _names_a_suite(words: Sequence[str]) -> bool:
+    """Whether `--from` stands among the words that are ours."""
+    end = words.index("--") if "--" in words else len(words)
+    return any(word.split("=", 1)[0] == "--from" for word in words[:end])
+
+
+def _words_for_open_instruct(request: Request) -> list[str]:
+    """The words of the form without `--from`, which needs the command: it is named, or read from the script's name."""
+    scripts = [script for word in request.launch if (script := script_of(word))]
+    found = next((name for name, trainers in ALL_TRAINERS.items() if scripts and scripts[0] in trainers), "")
+    command = request.trainer or found
+    if not command:
+        raise InputError(
+            f"the launch names no script: write migrate-args --from {OPEN_INSTRUCT} COMMAND ..., with one of "
+            f"{', '.join(ALL_TRAINERS)}",
+            kind="stray_word",
+        )
+    unused = [*(request.switches - {"--json"}), *(f"--{name}" for name in request.numbers)]
+    if unused:
+        raise InputError(f"{unused[0]} is not read for {OPEN_INSTRUCT}; leave it out", kind="foreign_flag")
+    return [command, *(["--json"] if "--json" in request.switches else []), "--", *request.launch]
 
 
 def migrate(command: str, sheet: Sheet) -> Migration:
@@ -82,12 +117,12 @@ def migrate(command: str, sheet: Sheet) -> Migration:
     settle(command, sheet)
     for name in list(sheet.asked):
         _translate(command, name, flags, sheet)
-    values = _values(flags, sheet)
-    _drop_idle(flags, values, sheet)
+    values = read_values(flags, sheet)
+    drop_idle(flags, values, sheet)
     migration = Migration(dropped=sheet.dropped, refused=sheet.refused)
     for ours in sorted(values, key=lambda name: sheet.ours[name][1] not in sheet.given):
         words, source = sheet.ours[ours]
-        here = _default_here(flags[ours], sheet)
+        here = default_here(flags[ours], sheet)
         if source not in sheet.given:
             if values[ours] == here:
                 continue
@@ -99,39 +134,14 @@ def migrate(command: str, sheet: Sheet) -> Migration:
         migration.defaults[what] = {"upstream": theirs, "here": here}
     if not sheet.refused:
         # What a run would refuse is not had.
-        for line in _problems(objective, migration.arguments):
+        for line in find_problems(objective, migration.arguments):
             flag, _, rest = line.partition(" ")
             _, source = sheet.ours.get(flag.removeprefix("--"), ([], flag.strip("-:")))
             sheet.refused[source] = rest or line
     deepspeed = ["--backend", "deepspeed", *sheet.deepspeed]
-    if sheet.deepspeed and not _problems(objective, [*migration.arguments, *deepspeed]):
+    if sheet.deepspeed and not find_problems(objective, [*migration.arguments, *deepspeed]):
         migration.deepspeed.extend(deepspeed)
     return migration
-
-
-def _values(flags: Mapping[str, Flag], sheet: Sheet) -> dict[str, Any]:
-    """The values of our flags that the launch sets; one that is no value of its flag is refused."""
-    values: dict[str, Any] = {}
-    for ours, (words, source) in sheet.ours.items():
-        try:
-            values[ours] = flags[ours].value_of(words)
-        except InputError as error:
-            sheet.refused[source] = str(error) if source == ours else f"is --{ours} here, which {error}"
-    return values
-
-
-def _drop_idle(flags: Mapping[str, Flag], values: dict[str, Any], sheet: Sheet) -> None:
-    """Leave out the flags that a run would not read, until all that are left are read."""
-    while True:
-        everything = {name: flag.default for name, flag in flags.items()} | values
-        idle = [name for name in values if flags[name].read_with and not is_met(flags[name].read_with, everything)]
-        if not idle:
-            return
-        for name in idle:
-            del values[name]
-            _, source = sheet.ours.pop(name)
-            if source in sheet.given:
-                sheet.dropped[source] = f"is read only with {flags[name].condition}"
 
 
 def _translate(command: str, name: str, flags: Mapping[str, Flag], sheet: Sheet) -> None:
@@ -149,19 +159,3 @@ def _translate(command: str, name: str, flags: Mapping[str, Flag], sheet: Sheet)
         sheet.refused[name] = becomes.refused
     elif name in sheet.given:
         sheet.dropped[name] = becomes.unneeded or ""
-
-
-def _default_here(flag: Flag, sheet: Sheet) -> Any:
-    if flag.name == "beta" and flag.default is None:
-        (loss, *_), _ = sheet.ours.get("loss_type", (["dpo_norm"], ""))
-        return PREFERENCE_LOSSES[loss].beta if loss in PREFERENCE_LOSSES else None
-    return flag.default
-
-
-def _problems(objective: Objective, arguments: list[str]) -> list[str]:
-    """The problems for which a run with these arguments would be refused."""
-    try:
-        objective.validate(parse(objective.config_class, arguments))
-    except InputError as error:
-        return str(error).splitlines()
-    return []

@@ -1,0 +1,145 @@
+"""`open-instruct migrate-args --from SUITE ...`: the files and flags that another suite's users have, in our flags."""
+
+import json
+import shlex
+import textwrap
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from open_instruct.config.flags import spelled
+from open_instruct.config.parser import YAML_SUFFIXES, nearest
+from open_instruct.errors import EXIT_INPUT, InputError
+from open_instruct.migrate.launch import ALL_TRAINERS
+from open_instruct.migrate.suites import trl
+from open_instruct.migrate.suites.settings import Settings
+from open_instruct.migrate.suites.tables import find_suite_name, find_table, find_trainers
+from open_instruct.migrate.translation import Translation, translate
+from open_instruct.migrate.yaml_words import yaml_lines
+from open_instruct.wording import one_of, pages_in
+
+READERS: dict[str, Callable[[list[str]], Settings]] = {
+    "trl": trl.read_settings,
+}
+OPEN_INSTRUCT = "open-instruct"
+SWITCHES = ("--json", "--yaml")
+NUMBERS = ("--num_gpus", "--num_rows")
+WIDTH = 110
+
+
+@dataclass(slots=True, kw_only=True)
+class Request:
+    """What the words of the command ask for: `launch` are those that are the suite's."""
+
+    suite: str
+    trainer: str = ""
+    switches: set[str] = field(default_factory=set)
+    numbers: dict[str, float] = field(default_factory=dict)
+    launch: list[str] = field(default_factory=list)
+
+
+def migrate_from(request: Request) -> int:
+    """Print the translation of a launch; returns the exit code."""
+    suite = request.suite
+    settings = READERS[suite](request.launch)
+    trainers = find_trainers(suite)
+    trainer = request.trainer or settings.trainer
+    if trainer not in trainers:
+        name = find_suite_name(suite)
+        problem = f"'{trainer}' is no trainer of {name} that is known here"
+        if not trainer:
+            problem = f"the launch does not say which trainer of {name} it is for"
+        remedy = f"write migrate-args --from {suite} TRAINER ..., with {one_of(trainers)}"
+        raise InputError(f"{problem}: {remedy}", kind="stray_word", remedy=remedy)
+    known = dict(request.numbers)
+    if settings.num_gpus is not None:
+        known.setdefault("num_gpus", settings.num_gpus)
+    translation = translate(find_table(suite, trainer), settings, known)
+    is_yaml = "--yaml" in request.switches or _is_yaml_file(request.launch)
+    if "--json" in request.switches:
+        print(json.dumps(asdict(translation), indent=2))
+    else:
+        print(_as_yaml(translation) if is_yaml else _as_command(translation))
+    return 0 if translation.is_whole else EXIT_INPUT
+
+
+def read_request(words: Sequence[str]) -> Request:
+    """The words behind `migrate-args`: options of ours, then the suite's words, or all of these behind `--`.
+
+    :raises InputError: the suite is not one that is known, or a number is none.
+    """
+    left = [part for word in words for part in (word.split("=", 1) if word.startswith("--from=") else [word])]
+    request = Request(suite="")
+    while left:
+        word = left.pop(0)
+        if word == "--":
+            break
+        if word in SWITCHES:
+            request.switches.add(word)
+        elif word == "--from":
+            request.suite = _find_suite(left.pop(0) if left else "")
+        elif word in NUMBERS:
+            request.numbers[word.removeprefix("--")] = _whole_number(word, left.pop(0) if left else "")
+        elif _names_a_trainer(word, request):
+            request.trainer = word
+        else:
+            left.insert(0, word)
+            break
+    request.launch = left
+    if not left:
+        raise InputError(
+            f"nothing to translate: write migrate-args --from {request.suite} FILE, or its flags", kind="stray_word"
+        )
+    return request
+
+
+def _names_a_trainer(word: str, request: Request) -> bool:
+    if request.trainer or word.startswith("-") or Path(word).is_file():
+        return False
+    if request.suite in READERS:
+        return word in find_trainers(request.suite)
+    return word in ALL_TRAINERS or any(word in find_trainers(suite) for suite in READERS)
+
+
+def _find_suite(word: str) -> str:
+    suite = word.lower().replace("_", "").replace("-", "")
+    names = {name.replace("-", ""): name for name in (*READERS, OPEN_INSTRUCT)}
+    if suite not in names:
+        raise InputError(
+            f"--from takes {one_of(names.values())}, not '{word}'{nearest(suite, names)}", kind="bad_value", flag="from"
+        )
+    return names[suite]
+
+
+def _whole_number(flag: str, word: str) -> float:
+    if not word.isdecimal() or not int(word):
+        raise InputError(f"{flag} takes a whole number above 0, not '{word}'", kind="bad_value")
+    return float(word)
+
+
+def _is_yaml_file(launch: Sequence[str]) -> bool:
+    return len(launch) == 1 and launch[0].lower().endswith(YAML_SUFFIXES)
+
+
+def _as_command(translation: Translation) -> str:
+    lines = [f"open-instruct {translation.command}"]
+    lines += [f"    --{name} {shlex.join(words)}".rstrip() for name, words in translation.arguments.items()]
+    return " \\\n".join(lines) + "\n" + _notes(translation)
+
+
+def _as_yaml(translation: Translation) -> str:
+    """A file of flags, with all that is said of it in comments."""
+    notes = "\n".join(f"# {line}".rstrip() for line in _notes(translation).splitlines())
+    head = f"# Translated from {translation.suite}. To run it: open-instruct {translation.command} FILE.yaml"
+    return "\n".join([head, *yaml_lines(translation.arguments), notes])
+
+
+def _notes(translation: Translation) -> str:
+    pages = pages_in(Path(__file__).parent, trim_blocks=True, lstrip_blocks=True)
+    names = {"translation": translation, "spelled": spelled}
+    text = pages.get_template("translation.txt.jinja").render(names)
+    lines = [
+        textwrap.fill(line, WIDTH, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)
+        for line in text.splitlines()
+    ]
+    return "\n".join(lines)

@@ -1,0 +1,186 @@
+"""What a Python script calls with which arguments, read from its syntax and never executed."""
+
+import ast
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from open_instruct.errors import InputError
+from open_instruct.whole_file import read_asked
+
+MAX_SCRIPT_BYTES = 2**20
+MAX_SHOWN = 60
+MAX_DEPTH = 20
+# Calls whose first argument says all that a setting needs.
+NAMING = ("from_pretrained", "load_dataset", "load_from_disk")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """A call of a class or function, with the words of each argument that is given by its name.
+
+    Example: `DPOConfig(beta=0.1, loss_type=["sigmoid", "sft"], output_dir=args.out)` is::
+
+        Call(name="DPOConfig", values={"beta": ["0.1"], "loss_type": ["sigmoid", "sft"]},
+             unreadable={"output_dir": "args.out"})
+    """
+
+    name: str
+    values: Mapping[str, list[str]] = field(default_factory=dict)
+    unreadable: Mapping[str, str] = field(default_factory=dict)
+
+
+class _Unknown(Exception):
+    """An expression whose value is not in the script."""
+
+
+def read_calls(path: str) -> list[Call]:
+    """Every call in a script, in the order of its lines.
+
+    :raises InputError: the file cannot be read, or is no Python.
+    """
+    text = read_asked(path, where=path, most=MAX_SCRIPT_BYTES)
+    try:
+        tree = ast.parse(text)
+    except (SyntaxError, ValueError, RecursionError) as error:
+        line = f" line {error.lineno}" if isinstance(error, SyntaxError) else ""
+        raise InputError(f"{path}{line}: not valid Python: {error}", kind="unreadable_file") from None
+    names = dict(_functions(tree, path)) | dict(_assignments(tree))
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    return [_read_call(node, names) for node in sorted(calls, key=lambda node: (node.lineno, node.col_offset))]
+
+
+def _assignments(tree: ast.Module) -> Iterator[tuple[str, ast.expr]]:
+    """The expression of each name that is assigned once; one that is assigned twice has no one value."""
+    found: dict[str, list[ast.expr]] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name):
+            found.setdefault(node.targets[0].id, []).append(node.value)
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.value is not None:
+            found.setdefault(node.target.id, []).append(node.value)
+    for name, expressions in found.items():
+        if len(expressions) == 1:
+            yield name, expressions[0]
+
+
+def _functions(tree: ast.Module, path: str) -> Iterator[tuple[str, ast.expr]]:
+    """Functions of the script as FILE.py:NAME, and what it imports as module:NAME."""
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef):
+            yield node.name, ast.Constant(f"{path}:{node.name}")
+        elif isinstance(node, ast.ImportFrom) and node.module is not None:
+            for alias in node.names:
+                yield alias.asname or alias.name, ast.Constant(f"{node.module}:{alias.name}")
+
+
+def _read_call(node: ast.Call, names: Mapping[str, ast.expr]) -> Call:
+    values: dict[str, list[str]] = {}
+    unreadable: dict[str, str] = {}
+    for keyword in node.keywords:
+        if keyword.arg is None:
+            unreadable[f"**{_shown(keyword.value)}"] = "several arguments at once"
+            continue
+        try:
+            values[keyword.arg] = _words(_value(keyword.value, names, 0))
+        except (_Unknown, ArithmeticError, TypeError, ValueError):
+            unreadable[keyword.arg] = _shown(keyword.value)
+            continue
+        for name, value in _loading_arguments(keyword.value, names).items():
+            values[f"{keyword.arg}.{name}"] = [value]
+    return Call(name=_called(node), values=values, unreadable=unreadable)
+
+
+def _loading_arguments(node: ast.expr, names: Mapping[str, ast.expr]) -> dict[str, str]:
+    """The named arguments of the call that loads a model or rows: `split` of `load_dataset("a", split="train")`."""
+    found: dict[str, str] = {}
+    for _ in range(MAX_DEPTH):
+        if isinstance(node, ast.Name) and node.id in names:
+            node = names[node.id]
+        elif isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
+            found["split"] = str(node.slice.value)
+            node = node.value
+    if isinstance(node, ast.Call) and _called(node) in NAMING:
+        found |= {keyword.arg: _shown(keyword.value).strip("'") for keyword in node.keywords if keyword.arg}
+    return found
+
+
+def _called(node: ast.Call) -> str:
+    """The last name of what is called: `from_pretrained` of `AutoTokenizer.from_pretrained`."""
+    if isinstance(node.func, ast.Attribute):
+        return node.func.attr
+    return node.func.id if isinstance(node.func, ast.Name) else ""
+
+
+def _value(node: ast.expr, names: Mapping[str, ast.expr], depth: int) -> Any:
+    """The value of an expression of constants, of names that are assigned one, and of arithmetic on numbers."""
+    if depth > MAX_DEPTH:
+        raise _Unknown
+    if isinstance(node, ast.Constant):
+        return node.value
+    if isinstance(node, ast.Name) and node.id in names:
+        return _value(names[node.id], names, depth + 1)
+    if isinstance(node, ast.List | ast.Tuple):
+        return [_value(item, names, depth + 1) for item in node.elts]
+    if isinstance(node, ast.Dict):
+        if None in node.keys:
+            raise _Unknown
+        keys = [_value(key, names, depth + 1) for key in node.keys if key is not None]
+        return dict(zip(keys, [_value(value, names, depth + 1) for value in node.values], strict=True))
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        return -_value(node.operand, names, depth + 1)
+    if isinstance(node, ast.BinOp):
+        return _arithmetic(node, names, depth)
+    if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "torch":
+        return node.attr  # torch.bfloat16
+    if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
+        return _value(node.value, names, depth + 1)
+    if isinstance(node, ast.Call) and _called(node) in NAMING and node.args:
+        return _named_thing(node, names, depth)
+    raise _Unknown
+
+
+def _arithmetic(node: ast.BinOp, names: Mapping[str, ast.expr], depth: int) -> Any:
+    left, right = _value(node.left, names, depth + 1), _value(node.right, names, depth + 1)
+    if not all(isinstance(side, int | float) for side in (left, right)):
+        raise _Unknown
+    if isinstance(node.op, ast.Mult):
+        return left * right
+    if isinstance(node.op, ast.Div):
+        return left / right
+    if isinstance(node.op, ast.FloorDiv):
+        return left // right
+    if isinstance(node.op, ast.Add):
+        return left + right
+    if isinstance(node.op, ast.Sub):
+        return left - right
+    raise _Unknown
+
+
+def _named_thing(node: ast.Call, names: Mapping[str, ast.expr], depth: int) -> str:
+    """The name of a model or of rows that a call loads; a configuration of rows is put behind it."""
+    parts = [_value(part, names, depth + 1) for part in node.args[:2]]
+    if not all(isinstance(part, str) for part in parts):
+        raise _Unknown
+    return ":".join(parts)
+
+
+def _words(value: Any) -> list[str]:
+    if isinstance(value, list):
+        return [_word(item) for item in value]
+    return [_word(value)]
+
+
+def _word(value: Any) -> str:
+    if value is None:
+        return "none"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, list | dict):
+        return json.dumps(value)
+    return str(value)
+
+
+def _shown(node: ast.expr) -> str:
+    text = ast.unparse(node)
+    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}…"

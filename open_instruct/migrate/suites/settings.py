@@ -1,0 +1,103 @@
+"""What a launch of another suite sets: the one form in which every reader of this folder hands it on."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import yaml
+
+from open_instruct.config.parser import YAML_NULL, groups_of, nodes_of
+from open_instruct.errors import InputError, Problem
+
+ENDS_OF_COMMANDS = ("&&", "||", ";", "|", "&")
+# The flags by which launchers are told how many processes they start.
+GPU_FLAGS = ("--num_processes", "--num-processes", "--nproc_per_node", "--nproc-per-node", "--num_gpus")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """The settings of a launch, by the suite's names.
+
+    Example: `accelerate launch --num_processes 2 trl/scripts/dpo.py --loss_type sigmoid sft` is::
+
+        Settings(trainer="dpo", values={"loss_type": ["sigmoid", "sft"]}, num_gpus=2)
+
+    Attributes:
+        trainer: which of the suite's trainers it is for; empty where it does not say.
+        values: the words of each setting. A key of nested YAML has its sections before it, with dots between.
+        unreadable: for each setting whose value is not known before the launch runs, how it is given.
+        num_gpus: processes that train, where the launch says how many.
+    """
+
+    trainer: str
+    values: Mapping[str, list[str]]
+    unreadable: Mapping[str, str] = field(default_factory=dict)
+    num_gpus: int | None = None
+
+
+def read_flags(words: Sequence[str]) -> dict[str, list[str]]:
+    """The words of each `--flag`, by its name with underscores; a flag without any is true.
+
+    :raises InputError: a word belongs to no flag.
+    """
+    problems: list[Problem] = []
+    end = next((index for index, word in enumerate(words) if word in ENDS_OF_COMMANDS), len(words))
+    groups = groups_of(words[:end], problems)
+    if problems:
+        raise InputError("\n".join(problems), problems=problems)
+    return {spelling.removeprefix("--").replace("-", "_"): its_words or ["true"] for spelling, its_words in groups}
+
+
+def count_gpus(launcher: Sequence[str]) -> int | None:
+    """The processes that a launcher's words start on one node; None where they do not say."""
+    words = [part for word in launcher for part in word.split("=", 1)]
+    for flag, count in pairwise(words):
+        if flag in GPU_FLAGS and count.isdecimal():
+            return int(count)
+    return None
+
+
+def read_yaml(path: str) -> dict[str, list[str]]:
+    """The settings of a YAML file, whose sections are put before their keys: `lora: {rank: 8}` is `lora.rank`.
+
+    :raises InputError: the file cannot be read, or is no mapping.
+    """
+    return flatten({key.value: plain_value(value) for key, value in nodes_of(path)})
+
+
+def plain_value(node: Any) -> Any:
+    """A YAML value as dicts, lists and the words that stand there, so that 5e-7 is not read as a text."""
+    if isinstance(node, yaml.ScalarNode):
+        return "none" if node.tag == YAML_NULL else node.value
+    if isinstance(node, yaml.SequenceNode):
+        return [plain_value(item) for item in node.value]
+    return {plain_value(key): plain_value(value) for key, value in node.value}
+
+
+def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, list[str]]:
+    """The words of nested settings. Of a list of mappings each key has a word for every mapping: none where it is not.
+
+    Example: `{"datasets": [{"path": "a", "split": "train"}, {"path": "b"}]}` is::
+
+        {"datasets.path": ["a", "b"], "datasets.split": ["train", "none"]}
+    """
+    words: dict[str, list[str]] = {}
+    for key, value in values.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, dict):
+            words |= flatten(value, f"{name}.")
+        elif isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
+            keys = list(dict.fromkeys(inner for item in value for inner in item))
+            for inner in keys:
+                words[f"{name}.{inner}"] = [_one_word(item.get(inner, "none")) for item in value]
+        elif isinstance(value, list):
+            words[name] = [_one_word(item) for item in value]
+        else:
+            words[name] = [value]
+    return words
+
+
+def _one_word(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)

@@ -1,0 +1,134 @@
+"""What each setting of another suite is called here, read from the YAML file of that suite in this folder.
+
+A file has the suite's `name`, the files whose sections it goes on from (`like`), its `trainers` (of each our command
+and the sections that hold for it, the most special first) and its `sections`. A section may have
+
+- `keys`: of each setting (or of several, with commas between) what becomes of it; see `Rule`
+- `defaults`: what the suite takes for a setting that is left out, where that has a counterpart here
+- `computed`: flags of ours that follow from several settings; see `Product`
+- `differs`: what is otherwise by no flag: there, and here
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+import yaml
+
+FOLDER = "open_instruct.migrate.suites"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """What becomes of one setting.
+
+    Example: `save_strategy: {as: checkpointing_steps, values: {epoch: "0", steps: null}}` is::
+
+        Rule(flag="checkpointing_steps", values={"epoch": "0", "steps": "null"})
+
+    Attributes:
+        flag: ours that says it.
+        values: our words for a value, or for each word of it; `null` leaves the flag out.
+        times: what a number is multiplied by, where the unit differs.
+        share_of: another setting: the value is a number of its steps where it is 1 or more, and here a share of them.
+        form: `whole` for names of data, of each of which all rows are taken; `commas` for a list in one word.
+        column: the field of our rows that the value names a column for.
+        part_of: a flag of ours that follows from it and other settings; see `Product`.
+        unneeded: why it is left out, and the run learns the same.
+        refused: why it cannot be had, but for the values in `unless`, which ask for nothing, and those in `values`.
+        differs: what is otherwise about it here, though it is taken; without a flag, what it asks for in vain, but for
+            the values in `unless`.
+        prevails: whether it is heard where another setting says something else of the same flag.
+    """
+
+    flag: str | None = None
+    values: Mapping[str, str] = field(default_factory=dict)
+    times: float | None = None
+    share_of: str | None = None
+    form: str = ""
+    column: str | None = None
+    part_of: str | None = None
+    unneeded: str | None = None
+    refused: str | None = None
+    unless: Sequence[str] = ()
+    differs: str | None = None
+    prevails: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Product:
+    """A flag of ours that is a product and quotient of settings.
+
+    Attributes:
+        flag: ours.
+        product: settings and numbers with `*` and `/` between; `num_gpus` and `num_rows` are what the user says.
+        without: what to give, where neither this nor another product of the flag can be computed.
+
+    Example: `{flag: num_learners_per_node, product: trainer.n_gpus_per_node * 1}`.
+    """
+
+    flag: str
+    product: str
+    without: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Table:
+    """All that holds for one trainer of a suite."""
+
+    suite: str
+    command: str
+    rules: Mapping[str, Rule]
+    defaults: Mapping[str, str]
+    computed: Sequence[Product]
+    differs: Mapping[str, Sequence[str]]
+
+
+def find_trainers(suite: str) -> dict[str, str]:
+    """Our command for each of the suite's trainers."""
+    return {name: facts["command"] for name, facts in _read(suite)["trainers"].items()}
+
+
+def find_suite_name(suite: str) -> str:
+    """How the suite writes its name."""
+    return str(_read(suite)["name"])
+
+
+@cache
+def find_table(suite: str, trainer: str) -> Table:
+    """The rules of the suite's `trainer`; where several sections have a setting, the first of them holds."""
+    facts = _read(suite)
+    trainer_facts = facts["trainers"][trainer]
+    sections = [_read(suite)["sections"].get(name, {}) for name in [*trainer_facts.get("sections", [trainer]), "every"]]
+    sections += [section for other in facts.get("like", []) for section in _read(other)["sections"].values()]
+    rules: dict[str, Rule] = {}
+    defaults: dict[str, str] = {}
+    differs: dict[str, Sequence[str]] = {}
+    for section in reversed(sections):
+        rules |= {name: _rule(**rule) for names, rule in section.get("keys", {}).items() for name in names.split(", ")}
+        defaults |= section.get("defaults", {})
+        differs |= section.get("differs", {})
+    return Table(
+        suite=facts["name"],
+        command=trainer_facts["command"],
+        rules=rules,
+        defaults=defaults,
+        computed=[Product(**product) for section in sections for product in section.get("computed", [])],
+        differs=differs,
+    )
+
+
+def _rule(**facts: Any) -> Rule:
+    times = facts.pop("times", None)
+    prevails = facts.pop("prevails", "false") == "true"
+    return Rule(flag=facts.pop("as", None), times=None if times is None else float(times), prevails=prevails, **facts)
+
+
+@cache
+def _read(suite: str) -> dict[str, Any]:
+    """A file of this folder, in which every scalar is the word that stands there."""
+    text = (files(FOLDER) / f"{suite}.yaml").read_text(encoding="utf-8")
+    table: dict[str, Any] = yaml.load(text, Loader=getattr(yaml, "CBaseLoader", yaml.BaseLoader))
+    return table

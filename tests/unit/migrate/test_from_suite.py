@@ -1,0 +1,195 @@
+"""Launches of other suites in our flags: files and flags of every form, and what is said of what differs."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from open_instruct.cli import main
+from open_instruct.config.flags import Flag, flags_of
+from open_instruct.config.parser import parse
+from open_instruct.config.resolved import as_flat_dict
+from open_instruct.migrate.from_suite import READERS
+from open_instruct.migrate.suites.rule_values import LEFT_OUT, words_here
+from open_instruct.migrate.suites.settings import Settings
+from open_instruct.migrate.suites.tables import Table, find_table, find_trainers
+from open_instruct.migrate.translation import Translation, translate
+from open_instruct.objectives.registry import objective_named
+
+CASES: dict[str, Any] = yaml.load(
+    Path(__file__).with_name("suite_cases.yaml").read_text(encoding="utf-8"), Loader=yaml.CSafeLoader
+)
+TABLES = [(suite, trainer) for suite in READERS for trainer in find_trainers(suite)]
+
+
+def translated(suite: str, words: str, trainer: str = "", **known: float) -> Translation:
+    settings = READERS[suite](words.split())
+    return translate(find_table(suite, trainer or settings.trainer), settings, known)
+
+
+def config_values(translation: Translation) -> dict[str, Any]:
+    """The flags of the run that a translation describes."""
+    return as_flat_dict(parse(objective_named(translation.command).config_class, translation.words))
+
+
+def cases(kind: str) -> list[tuple[Any, ...]]:
+    return [(suite, launch, expected) for suite, listed in CASES[kind].items() for launch, expected in listed.items()]
+
+
+class TestCases:
+    @pytest.mark.parametrize(("suite", "launch", "expected"), cases("same"))
+    def test_settings_keep_their_meaning(self, suite: str, launch: str, expected: dict[str, Any]) -> None:
+        known = {"num_gpus": 4.0, "num_rows": 1000.0}
+        translation = translated(suite, launch, **known)
+        assert translation.refused == {}
+        values = config_values(translation)
+        assert {name: values[name] for name in expected} == expected
+
+    @pytest.mark.parametrize(("suite", "launch", "keys"), cases("refused"))
+    def test_what_cannot_be_had_is_named(self, suite: str, launch: str, keys: list[str]) -> None:
+        translation = translated(suite, launch)
+        assert sorted(translation.refused) == sorted(keys)
+        assert config_values(translation)
+
+    @pytest.mark.parametrize(("suite", "launch", "flags"), cases("missing"))
+    def test_what_the_launch_does_not_say_is_asked_for(self, suite: str, launch: str, flags: list[str]) -> None:
+        translation = translated(suite, launch)
+        assert not translation.is_whole
+        assert set(flags) <= set(translation.missing)
+
+
+@pytest.mark.parametrize(("suite", "trainer"), TABLES)
+class TestTables:
+    def test_rules_name_flags_and_values_that_exist(self, suite: str, trainer: str) -> None:
+        table = find_table(suite, trainer)
+        flags = flags_of(objective_named(table.command).config_class)
+        for name, rule in table.rules.items():
+            outcomes = (rule.flag, rule.column, rule.part_of, rule.unneeded, rule.refused, rule.differs)
+            assert any(outcomes), name
+            # Rules of the sections that all trainers share may be of a flag that this command has not.
+            if rule.flag in flags:
+                for value in rule.values:
+                    words = words_here(rule, value.split())
+                    assert words == [LEFT_OUT] or _accepts(flags[rule.flag], words), (name, value)
+
+    def test_defaults_are_translated(self, suite: str, trainer: str) -> None:
+        table = find_table(suite, trainer)
+        flags = flags_of(objective_named(table.command).config_class)
+        for name, value in table.defaults.items():
+            rule = table.rules[name]
+            if rule.flag in flags and rule.share_of is None:
+                words = words_here(rule, value.split())
+                assert words == [LEFT_OUT] or _accepts(flags[rule.flag], words), name
+
+    def test_every_setting_that_is_given_is_translated_or_named(self, suite: str, trainer: str) -> None:
+        table = find_table(suite, trainer)
+        given = {name: ["3"] for name in table.rules if "*" not in name}
+        translation = translate(table, Settings(trainer=trainer, values=given), {})
+        assert [name for name in given if not _is_named(name, translation, table)] == []
+
+
+def _accepts(flag: Flag, words: list[str]) -> bool:
+    flag.value_of(words)
+    return True
+
+
+def _is_named(name: str, translation: Translation, table: Table) -> bool:
+    said = (translation.renamed, translation.dropped, translation.refused, translation.differs)
+    rule = table.rules[name]
+    return any(name in sentences for sentences in said) or (rule.flag == name and name in translation.arguments)
+
+
+class TestCommand:
+    def test_yaml_gives_yaml_that_is_the_same_run(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        theirs, ours = tmp_path / "theirs.yaml", tmp_path / "ours.yaml"
+        theirs.write_text("model_name_or_path: m\ndataset_name: a:b\nlearning_rate: 5e-7\nloss_type: [sigmoid, sft]\n")
+        assert main(["migrate-args", "--from", "trl", "dpo", str(theirs)]) == 0
+        ours.write_text(capsys.readouterr().out)
+        config = as_flat_dict(parse(objective_named("dpo").config_class, [str(ours)]))
+        assert (config["mixer_list"], config["learning_rate"]) == (["a:b", "1.0"], 5e-7)
+        assert (config["loss_type"], config["max_seq_length"]) == (["dpo", "sft"], 1024)
+
+    def test_json_has_all_of_it(self, capsys: pytest.CaptureFixture[str]) -> None:
+        words = "--from trl --json trl dpo --model_name_or_path m --dataset_name d --use_dora --logging_steps 1"
+        assert main(["migrate-args", *words.split()]) == 2
+        translation = json.loads(capsys.readouterr().out)
+        assert translation["command"] == "dpo"
+        assert list(translation["refused"]) == ["use_dora"] and list(translation["dropped"]) == ["logging_steps"]
+        assert translation["defaults"]["max_seq_length"] == {"there": 1024, "here": 2048}
+
+    def test_last_line_says_what_differs(self, capsys: pytest.CaptureFixture[str]) -> None:
+        main(["migrate-args", "--from", "trl", "trl", "sft", "--model_name_or_path", "m", "--dataset_name", "d"])
+        last = capsys.readouterr().out.splitlines()[-1]
+        assert "but for" in last and "what is learned" in last
+
+    @pytest.mark.parametrize(
+        ("words", "part"),
+        [
+            ("--from nemo x.yaml", "llamafactory" if "llamafactory" in READERS else "trl"),
+            ("--from trl --learning_rate 1e-6", "--from trl TRAINER"),
+            ("--from trl trl gkd --learning_rate 1e-6", "'gkd'"),
+            ("--from trl dpo", "FILE"),
+            ("--from trl dpo none.yaml", "none.yaml: no such file"),
+            ("--from trl --num_gpus two dpo --beta 1", "'two'"),
+            ("--from open-instruct --seed 1", "--from open-instruct COMMAND"),
+        ],
+    )
+    def test_request_that_cannot_be_followed_is_refused(
+        self, words: str, part: str, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        assert main(["migrate-args", *words.split()]) == 2
+        assert part in capsys.readouterr().err
+
+    def test_open_instructs_command_is_read_from_its_script(self, capsys: pytest.CaptureFixture[str]) -> None:
+        line = "open_instruct/dpo.py --model_name_or_path m --mixer_list r 1.0 --max_seq_length 8"
+        assert main(["migrate-args", "--from", "open-instruct", *line.split()]) == 0
+        output = capsys.readouterr().out
+        assert output.startswith("open-instruct dpo") and "but for: upload" in output
+
+
+class TestPythonScript:
+    SCRIPT = """
+from datasets import load_dataset
+from peft import LoraConfig
+from trl import GRPOConfig, GRPOTrainer
+
+BATCH = 4
+model_id = "m"
+
+def close_to_length(completions, **columns):
+    raise SystemExit("nothing of a script is executed")
+
+raise SystemExit("nothing of a script is executed")
+rows = load_dataset("prompts", "main", split="train")
+config = GRPOConfig(learning_rate=2e-6, per_device_train_batch_size=BATCH * 2, num_generations=4, max_steps=10,
+                    run_name=pick_name(), output_dir="out")
+trainer = GRPOTrainer(model=model_id, args=config, reward_funcs=[close_to_length], train_dataset=rows,
+                      peft_config=LoraConfig(r=8, target_modules=["q_proj", "v_proj"]))
+"""
+
+    def test_config_classes_are_read_and_not_executed(self, tmp_path: Path) -> None:
+        path = tmp_path / "train.py"
+        path.write_text(self.SCRIPT)
+        translation = translated("trl", str(path), num_gpus=2.0)
+        assert list(translation.refused) == ["run_name"] and "pick_name()" in translation.refused["run_name"]
+        values = config_values(translation)
+        expected = {
+            "model_name_or_path": "m",
+            "learning_rate": 2e-6,
+            "num_unique_prompts_rollout": 4,
+            "num_samples_per_prompt_rollout": 4,
+            "total_episodes": 160,
+            "dataset_mixer_list": ["prompts:main", "1.0"],
+            "verifier": [f"{path}:close_to_length"],
+            "lora_r": 8,
+            "lora_target_modules": ["q_proj", "v_proj"],
+        }
+        assert {name: values[name] for name in expected} == expected
+
+    def test_two_trainers_in_a_script_are_refused(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        path = tmp_path / "train.py"
+        path.write_text("SFTConfig(seed=1)\nDPOConfig(seed=1)\n")
+        assert main(["migrate-args", "--from", "trl", str(path)]) == 2
+        assert "sft, dpo" in capsys.readouterr().err
