@@ -33,7 +33,7 @@ from open_instruct.parallel.launch import TYPED, num_to_start, start_ranks
 from open_instruct.parallel.layout import layout_of
 from open_instruct.parallel.node_sizes import node_sizes_from_environment
 from open_instruct.parallel.triton_cache import remove_temporary_folders
-from open_instruct.report.closing import print_results
+from open_instruct.report.closing import describe_best_step, print_results
 from open_instruct.run import run_lock
 from open_instruct.run.cadence import set_handler, stop_signals_handled
 from open_instruct.run.run_directory import exported_by
@@ -160,7 +160,7 @@ def _walked(main: Callable[[ConfigT], int], config: ConfigT) -> int:
     if code == 0 and _rank() == 0:
         print_results(config, took_s=time.monotonic() - began_s)
         if config.run.push_to_hub:
-            print(upload(config.run, exported_by(config)))
+            print(upload(config.run, exported_by(config), step=describe_best_step(config)))
     return code
 
 

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
     from open_instruct.cluster.learner_group import LearnerProcess
     from open_instruct.packing.rollouts import RankStep
+    from open_instruct.run.best_step import BestStep
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -161,18 +162,26 @@ class PolicyTrainerOLMoCoreProcess:
         warnings: list[str] = []
         return self.learner.resume(warn=warnings.append), warnings
 
-    def save_state(self, drivers_state: dict[str, Any], *, waits: bool) -> None:
-        """Write a checkpoint of this step: policy, optimizer, reference, random state, and the driver's own."""
-        self.learner.save(drivers_state, waits=waits)
+    def save_state(self, drivers_state: dict[str, Any], *, waits: bool, best_step: int | None) -> None:
+        """Write a checkpoint of this step: policy, optimizer, reference, random state, and the driver's own.
 
-    def save_model(self) -> None:
-        """Write OUT/hf_model, and OUT/critic before it."""
+        The checkpoint of `best_step` is not removed.
+        """
+        self.learner.save(drivers_state, waits=waits, best_step=best_step)
+
+    def save_model(self, best: BestStep | None) -> None:
+        """Write OUT/hf_model, and OUT/critic before it, of the `best` step, or of the last."""
         from open_instruct.learner.export import export_policy
 
-        self.learner.loop.close()
+        loop = self.learner.loop
+        loop.close()
+        if best is not None and best.step != loop.step:
+            loop.go_back_to(best.step)
         if self.learner.critic is not None:
             self.learner.critic.export(run=self.run, config=self.config)
-        export_policy(self.learner.policy, self.pretrained, run=self.run, config=self.config, trained_by="grpo")
+        export_policy(
+            self.learner.policy, self.pretrained, run=self.run, config=self.config, trained_by="grpo", best=best
+        )
 
     def open_weight_channel(self, num_receivers: int) -> dict[str, Any]:
         """The facts with which engines connect; see `WeightSender.open`."""

@@ -6,6 +6,11 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
+from typing import Literal
+
+Better = Literal["higher", "lower"]
+
+HELD_OUT_PREFIX = "eval/"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -13,7 +18,8 @@ class MetricEntry:
     """A line of the table; `name` may be a pattern, and held-out rows have the same names behind `eval/`.
 
     `words` are its name in the line of a step. A number that is `exact` is never smoothed, one `of_its_loss`
-    is compared within one loss alone, and one that is not `drawn` has no curve.
+    is compared within one loss alone, and one that is not `drawn` has no curve. `better` says which values of it show
+    a better policy; None where neither does.
 
     Example: `MetricEntry(name="time/sync", group="Time", unit="s", meaning="sending the weights to the engines")`.
     """
@@ -26,6 +32,12 @@ class MetricEntry:
     exact: bool = False
     of_its_loss: bool = False
     drawn: bool = True
+    better: Better | None = None
+
+    def improves(self, value: float, other: float) -> bool:
+        """Whether `value` is better than `other`; never where one of them is NaN."""
+        assert self.better is not None, "a metric that says nothing of the policy is compared nowhere"
+        return value > other if self.better == "higher" else value < other
 
 
 @cache
@@ -46,7 +58,7 @@ def followed() -> tuple[MetricEntry, ...]:
 @cache
 def entry_of(name: str) -> MetricEntry:
     """The entry of a metric by its name in a run; an unknown one gets an entry of the last group, without a meaning."""
-    for asked in (name, name.removeprefix("eval/")):
+    for asked in (name, name.removeprefix(HELD_OUT_PREFIX)):
         for entry in metric_table():
             if fnmatchcase(asked, entry.name):
                 return entry

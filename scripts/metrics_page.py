@@ -23,7 +23,8 @@ global batch, whatever the ranks. How each objective comes by its rewards and lo
 [kto.md](kto.md#metrics), [reward_model.md](reward_model.md#metrics), [prm.md](prm.md#metrics) and
 [distill.md](distill.md#metrics). A number of
 your own may have any name: it is drawn in a last group. **Bold** names are in the line that a run prints of a step. A
-report smooths no curve that is `exact`, and draws one `by loss` for runs of the same loss alone.
+report smooths no curve that is `exact`, and draws one `by loss` for runs of the same loss alone. `better` says which
+values show a better policy, for [`--keep_best`](training.md#the-best-checkpoint); where it is empty, neither do.
 """
 
 
@@ -33,11 +34,12 @@ def markdown() -> str:
 
 def _tables() -> Iterator[str]:
     for group, entries in groupby(metric_table(), key=lambda entry: entry.group):
-        yield f"## {group}\n\n| metric | unit | meaning | curve |\n|---|---|---|---|"
+        yield f"## {group}\n\n| metric | unit | meaning | better | curve |\n|---|---|---|---|---|"
         for entry in entries:
             name = f"**`{entry.name}`**" if entry.words else f"`{entry.name}`"
             marks = {"exact": entry.exact, "by loss": entry.of_its_loss, "none": not entry.drawn}
-            yield f"| {name} | {entry.unit} | {entry.meaning} | {', '.join(mark for mark in marks if marks[mark])} |"
+            curve = ", ".join(mark for mark in marks if marks[mark])
+            yield f"| {name} | {entry.unit} | {entry.meaning} | {entry.better or ''} | {curve} |"
         yield ""
 
 

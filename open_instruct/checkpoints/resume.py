@@ -62,17 +62,21 @@ def save_checkpoint(trainer: Trainer, model: Transformer, *, waits: bool = True)
         trainer.save_checkpoint_async()
 
 
-def remove_old_checkpoints(folder: Path, *, keep_last_n: int, lasting_interval: int = 1) -> Future[None]:
-    """Have a thread remove all but the newest `keep_last_n` checkpoints (0 keeps all).
+def remove_old_checkpoints(
+    folder: Path, *, keep_last_n: int, lasting_interval: int = 1, best_step: int | None = None
+) -> Future[None]:
+    """Have a thread remove all but the newest `keep_last_n` checkpoints (0 keeps all) and that of `best_step`.
 
     Collective: rank 0 removes, once all are past it.
 
-    A checkpoint whose step is no multiple of `lasting_interval` stays only while it is the newest, and is not counted.
+    A checkpoint whose step is no multiple of `lasting_interval` stays only while it is the newest or the best, and is
+    not counted.
     """
     barrier()
     checkpoints = step_folder.find_checkpoints(folder) if get_rank() == 0 else []
     lasting = [path for path in checkpoints if step_folder.step_of(path) % lasting_interval == 0]
-    kept = {*checkpoints[-1:], *lasting[-keep_last_n:]}
+    best = [path for path in checkpoints if step_folder.step_of(path) == best_step]
+    kept = {*checkpoints[-1:], *lasting[-keep_last_n:], *best}
     old = [path for path in checkpoints if path not in kept]
 
     def remove_each() -> None:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from ray.actor import ActorHandle
 
     from open_instruct.packing.rollouts import RankStep
+    from open_instruct.run.best_step import BestStep
 
 START_TIMEOUT_S = 300.0
 
@@ -45,11 +46,14 @@ class LearnerProcess(Protocol):
             The driver's state that `save_state` got for it, or None; and warnings for people.
         """
 
-    def save_state(self, drivers_state: dict[str, Any], *, waits: bool) -> None:
-        """Write a checkpoint of this step, with the state of the driver; return once it is complete if it `waits`."""
+    def save_state(self, drivers_state: dict[str, Any], *, waits: bool, best_step: int | None) -> None:
+        """Write a checkpoint of this step, with the state of the driver; return once it is complete if it `waits`.
 
-    def save_model(self) -> None:
-        """Export the trained model."""
+        The checkpoint of `best_step` is not removed.
+        """
+
+    def save_model(self, best: BestStep | None) -> None:
+        """Export the trained model: of the `best` step, or of the last where there is none."""
 
     def open_weight_channel(self, num_receivers: int) -> dict[str, Any]:
         """Offer a channel for weights; returns what the engines need to connect, see `WeightSender.open`."""

@@ -8,8 +8,15 @@ from open_instruct.config import rollout_sections
 from open_instruct.config.flags import spelled
 from open_instruct.config.lora import RANKS_OF_ENGINES, LoRASection
 from open_instruct.config.run_sections import RolloutRunSection
-from open_instruct.config.training import LearnerConfig
-from open_instruct.config.validation import changed, learner_problems, learner_warnings, microbatch_problems, refuse
+from open_instruct.config.training import LearnerConfig, with_held_out
+from open_instruct.config.validation import (
+    changed,
+    idle_evaluation_problems,
+    learner_problems,
+    learner_warnings,
+    microbatch_problems,
+    refuse,
+)
 from open_instruct.errors import problems_of_kind
 from open_instruct.losses.policy import OVER_TOKENS, POLICY_LOSSES
 
@@ -37,6 +44,11 @@ class GRPOConfig(LearnerConfig):
     evaluation: rollout_sections.EvaluationSection
     run: RolloutRunSection
     critic: rollout_sections.CriticSection = field(default_factory=rollout_sections.CriticSection)
+
+    @property
+    def quality_metrics(self) -> tuple[str, ...]:
+        passes = [f"eval/pass_at_{k}" for k in sorted({1, *self.evaluation.eval_pass_at_k})]
+        return (*with_held_out("reward", "verifier/*"), *passes)
 
     @property
     def num_completions_per_step(self) -> int:
@@ -256,6 +268,7 @@ def _fleet_problems(config: GRPOConfig) -> Iterator[str]:
 @problems_of_kind("out_of_range")
 def _evaluation_problems(config: GRPOConfig) -> Iterator[str]:
     evaluation = config.evaluation
+    yield from idle_evaluation_problems(config, "local_eval_every", evaluation.local_eval_every)
     if config.run.checkpointing_steps == 0:
         yield "--checkpointing_steps 0: a run of prompts has no epochs; give a number of steps"
     least = rollout_sections.LEAST_TEMPERATURE

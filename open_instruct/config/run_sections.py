@@ -22,6 +22,11 @@ class RunSection:
     keep_last_n_checkpoints: int = free_flag(
         "older ones are removed; 0 or -1 keeps all", 3, minimum=0, note=" (0 keeps all)"
     )
+    keep_best: str | None = free_flag(
+        "metric, such as eval/loss, by which the best checkpoint is kept, and exported at the end: an evaluation with "
+        "the best value so far writes a checkpoint; of a metric of training the steps with a checkpoint are compared",
+        None,
+    )
     async_checkpoints: Switch = free_flag(
         "write checkpoints from a copy in host memory while the training goes on; 'auto': on GPUs", "auto"
     )

@@ -16,6 +16,7 @@ from open_instruct.config.parser import nearest
 from open_instruct.config.rollout_sections import PromptDataSection
 from open_instruct.config.run_sections import LoggingSection, RunSection
 from open_instruct.errors import InputError
+from open_instruct.metric_table import HELD_OUT_PREFIX
 from open_instruct.shard_layout import ShardLayout
 
 GROUP = "open_instruct.backends"
@@ -47,6 +48,14 @@ class LearnerConfig:
         """The precision of a start model that is not trained, on which all that it computes depends."""
         return f"{self.model.param_dtype}-nf4" if self.lora.use_qlora else self.model.param_dtype
 
+    @property
+    def quality_metrics(self) -> tuple[str, ...]:
+        """The metrics that say how good the policy is, by name or pattern; those behind `eval/` are of held-out rows.
+
+        An objective that has others says so in its config, and the table of metrics says which values are better.
+        """
+        return with_held_out("loss")
+
     def __post_init__(self) -> None:
         backend_named(self.parallel.backend).settle(self)
 
@@ -58,6 +67,11 @@ class TrainingConfig(LearnerConfig):
     data: sections.DataSection
     optim: sections.OptimSection
     parallel: sections.RanksSection
+
+
+def with_held_out(*names: str) -> tuple[str, ...]:
+    """The metrics of training with those names, and the same of held-out rows."""
+    return (*names, *(f"{HELD_OUT_PREFIX}{name}" for name in names))
 
 
 def on_one_process(config: ConfigT) -> ConfigT:

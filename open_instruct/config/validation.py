@@ -6,13 +6,16 @@ Nothing here reads a file or knows the number of GPUs.
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from fnmatch import fnmatchcase
 from typing import Any
 
 from open_instruct.config.flags import flags_of, flags_of_section, is_met, spelled
+from open_instruct.config.parser import nearest
 from open_instruct.config.sections import MemorySection, ParallelSection, PreferenceDataSection
 from open_instruct.config.training import LearnerConfig, TrainingConfig, backend_named
 from open_instruct.errors import InputError, Problem, problems_of_kind
-from open_instruct.wording import counted
+from open_instruct.metric_table import HELD_OUT_PREFIX, entry_of
+from open_instruct.wording import counted, one_of
 
 # Launches name a run for the hub and for trackers whether they use them or not.
 WARNED_OF_WITHOUT = ("push_to_hub", "report_to")
@@ -86,6 +89,34 @@ def split_problems(data: Any) -> Iterator[str]:
         if data.eval_split is not None and getattr(data, flag, None):
             given = f"--eval_split {data.eval_split}"
             yield f"{given} holds out rows of the training mixture, and --{flag} names others: keep one of them"
+
+
+@problems_of_kind("bad_value")
+def keep_best_problems(config: LearnerConfig) -> Iterator[str]:
+    """`--keep_best` takes a metric of this run of which it is known which values are better."""
+    metric = config.run.keep_best
+    if metric is None:
+        return
+    given = f"--keep_best {metric}"
+    has_held_out_rows = config.data.has_held_out_rows
+    names = [name for name in config.quality_metrics if entry_of(name).better]
+    known = [name for name in names if has_held_out_rows or not name.startswith(HELD_OUT_PREFIX)]
+    is_known = any(fnmatchcase(metric, name) for name in names)
+    if is_known and metric.startswith(HELD_OUT_PREFIX) and not has_held_out_rows:
+        yield f"{given} is a number of held-out rows: add --eval_split 0.05, or name their file"
+    elif not is_known:
+        why = "is no metric of this run"
+        if entry_of(metric).meaning and entry_of(metric).better is None:
+            why = "does not say how good the model is"
+        yield f"{given} {why}{nearest(metric, known)}; it takes {one_of(known)}"
+
+
+@problems_of_kind("conflict")
+def idle_evaluation_problems(config: LearnerConfig, flag: str, interval: int) -> Iterator[str]:
+    """The evaluation after the last step alone, which an interval of 0 asks for, is the best whatever it says."""
+    metric = config.run.keep_best or ""
+    if metric.startswith(HELD_OUT_PREFIX) and config.data.has_held_out_rows and interval == 0:
+        yield f"--keep_best {metric}: held-out rows are scored after the last step alone: add --{flag} N, steps between"
 
 
 @problems_of_kind("bad_value")
@@ -184,6 +215,7 @@ def learner_problems(config: LearnerConfig) -> Iterator[str]:
             yield Problem(empty, kind="bad_value")
         yield from mixer_problems(flag, words, splits)
     yield from split_problems(config.data)
+    yield from keep_best_problems(config)
     yield from column_problems(config.data.columns)
     yield from parallel_problems(config.parallel)
     yield from backend_named(config.parallel.backend).problems(config)
@@ -220,6 +252,7 @@ def learner_warnings(config: LearnerConfig) -> Iterator[str]:
 def training_problems(config: TrainingConfig) -> Iterator[str]:
     """Problems of a config that trains on the rows of a `DataSection`, whatever its loss."""
     yield from learner_problems(config)
+    yield from idle_evaluation_problems(config, "eval_steps", config.data.eval_steps)
     asked = config.parallel.num_processes
     if asked not in (None, "auto") and not (asked.isdecimal() and 1 <= int(asked) <= MAX_PROCESSES):
         wrong = f"--num_processes {asked}: takes 'auto', or a whole number from 1 to {MAX_PROCESSES}"

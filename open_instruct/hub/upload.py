@@ -40,8 +40,11 @@ def refuse_without_login() -> None:
         )
 
 
-def upload(run: RunSection, folder: Path) -> str:
+def upload(run: RunSection, folder: Path, *, step: str = "") -> str:
     """Upload the files in `folder`, and return a sentence with the model's address.
+
+    Args:
+        step: which step the model is of, where that is not the last: `step 40, the best by eval/loss (1.25)`.
 
     Raises:
         RunError: the upload failed; the message has the command that tries again. The folder is unchanged.
@@ -50,16 +53,18 @@ def upload(run: RunSection, folder: Path) -> str:
 
     doing("uploading the trained model")
     name = _name_of(run)
+    message = f"A trained model: {step}" if step else "A trained model"
     try:
         name = open_repository(run)
-        commit = HfApi().upload_folder(repo_id=name, folder_path=folder, commit_message="A trained model")
+        commit = HfApi().upload_folder(repo_id=name, folder_path=folder, commit_message=message)
     except Exception as error:  # the network, the hub or a token that has ended
         private = " --private" if run.hub_private else ""
         raise RunError(
             f"the trained model is in {folder}, and was not uploaded ({type(error).__name__}: {one_line(error)}). "
             f"To try again: hf upload {name} {folder} .{private}"
         ) from error
-    return f"the trained model is at {commit.repo_url}"
+    of_step = f" of {step}," if step else ""
+    return f"the trained model{of_step} is at {commit.repo_url}"
 
 
 def _name_of(run: RunSection) -> str:

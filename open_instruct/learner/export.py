@@ -10,6 +10,7 @@ from open_instruct.learner.policy import Policy
 from open_instruct.models.lora.adapters import weights_of, whole_adapter
 from open_instruct.models.lora.files import write_adapter
 from open_instruct.parallel.peers import doing
+from open_instruct.run.best_step import BestStep
 from open_instruct.run.card import card_of
 from open_instruct.run.opened import Run
 from open_instruct.run.pretrained import Pretrained
@@ -22,9 +23,12 @@ def export_policy(
     run: Run,
     config: LearnerConfig,
     trained_by: str,
+    best: BestStep | None = None,
     more_config: Mapping[str, Any] | None = None,
 ) -> None:
     """Write OUT/hf_model in the dtype of `--export_dtype`; see `Pretrained.export`. Every rank enters together.
+
+    The weights are those of the `best` step, if there is one, and otherwise those of the last.
 
     For a policy with adapters, OUT/hf_model is the model with the adapters merged, and OUT/adapter has them alone.
     """
@@ -32,6 +36,8 @@ def export_policy(
     dtype = pretrained.dtype_named(config.run.export_dtype)
     check_weights(policy.model, what="the trained model", folder=run.directory.path, dtype=dtype)
     lora = config.adapters
+    what = f" of {best}," if best else ""
+    card = partial(card_of, run.directory, trained_by=trained_by, until=best.step if best else None)
     if lora is not None and lora.export != "merged":
         write_adapter(
             run.directory.adapter,
@@ -42,9 +48,9 @@ def export_policy(
             fingerprint=pretrained.files.fingerprint,
             chat_template=pretrained.chat_template,
             more_config=more_config,
-            card=partial(card_of, run.directory, trained_by=trained_by, is_adapter=True),
+            card=partial(card, is_adapter=True),
         )
-        run.console.say(f"the adapter is in {run.directory.adapter}", style="green")
+        run.console.say(f"the adapter{what} is in {run.directory.adapter}", style="green")
     if lora is not None and lora.export == "adapter":
         return
     num_bytes = pretrained.export(
@@ -52,7 +58,8 @@ def export_policy(
         run.directory.hf_model,
         weights=weights_of(policy.model),
         dtype=dtype,
-        card=partial(card_of, run.directory, trained_by=trained_by),
+        card=card,
         more_config=more_config,
     )
-    run.console.say(f"the trained model is in {run.directory.hf_model} ({num_bytes / 1e6:,.1f} MB)", style="green")
+    size = f"{num_bytes / 1e6:,.1f} MB"
+    run.console.say(f"the trained model{what} is in {run.directory.hf_model} ({size})", style="green")

@@ -99,14 +99,15 @@ class GRPOLearner:
             "logprob_diff/probe_max": differences_N.max().item(),
         }
 
-    def save(self, drivers_state: dict[str, Any], *, waits: bool = True) -> None:
+    def save(self, drivers_state: dict[str, Any], *, waits: bool = True, best_step: int | None = None) -> None:
         """Write a checkpoint of this step, with `drivers_state`, an object of JSON.
 
         :param waits: whether it is written on return.
+        :param best_step: its checkpoint is not removed.
         :raises RunError: it cannot be written; earlier checkpoints are unharmed.
         """
         self.drivers_state = drivers_state
-        self.loop.save(waits=waits)
+        self.loop.save(waits=waits, best_step=best_step)
 
     def resume(self, *, warn: Callable[[str], None]) -> dict[str, Any] | None:
         """Load the newest checkpoint that is whole, if there is one, and return the driver's state with it."""

@@ -24,6 +24,8 @@ from open_instruct.checkpoints.background import in_background
 from open_instruct.checkpoints.resume import load_checkpoint, remove_old_checkpoints, resume, save_checkpoint
 from open_instruct.checkpoints.safe_checkpointer import SafeCheckpointer
 from open_instruct.config.training import LearnerConfig
+from open_instruct.errors import RunError
+from open_instruct.learner.best_step_watch import BestStepWatch
 from open_instruct.learner.measure.profile import profiling
 from open_instruct.learner.measure.speed import StepClock, flops_of_step, peak_flops_per_second
 from open_instruct.learner.optim.optimizers import SkipStepHistory
@@ -79,6 +81,7 @@ class Loop:
         self.folder = run.directory.path
         self.cadence = cadence
         self.keep_last_n = flags.keep_last_n_checkpoints
+        self.best_step: int | None = None
         self.saves_in_background = {"on": True, "off": False}.get(flags.async_checkpoints, learner.device.type != "cpu")
         own = profiling(config.logging.profile_steps, num_steps=cadence.num_steps, run_folder=self.folder)
         own |= callbacks or {}
@@ -171,11 +174,18 @@ class Loop:
         policy.backend.zero_grads()
         return merged(rows)
 
-    def fit(self, loader: SampleLoader, *, on_step: OnStep, heldout: Heldout | None = None) -> int | None:
+    def fit(
+        self,
+        loader: SampleLoader,
+        *,
+        on_step: OnStep,
+        heldout: Heldout | None = None,
+        best: BestStepWatch | None = None,
+    ) -> int | None:
         """Take all remaining steps, one update each; save a checkpoint at each due step and at the last.
 
         `on_step` is called with the number and the metrics of every step, on every rank; the metrics of `heldout` are
-        among them where it is due.
+        among them where it is due. A step that is the `best` so far is saved too.
 
         Returns the number of the signal that ended the training early (after a step and its checkpoint), or None.
         """
@@ -205,20 +215,23 @@ class Loop:
                 if heldout is not None and is_scored:
                     row |= heldout.metrics(self.step)
                 on_step(self.step, row)
-                if is_saved:
-                    self.save(waits=is_last)
+                is_best = best is not None and best.improves(self.step, row, is_saved=is_saved)
+                if is_saved or is_best:
+                    self.save(waits=is_last, best_step=best.step if best else None)
                 # Scoring held-out rows and writing a checkpoint do not count as slow training.
                 began_s = time.perf_counter()
         self.close()
         return signal
 
-    def save(self, *, waits: bool = True) -> None:
+    def save(self, *, waits: bool = True, best_step: int | None = None) -> None:
         """Write a checkpoint of this step, and remove those before the last `keep_last_n`.
 
         :param waits: whether it is written on return; otherwise it may be written while the next steps are taken.
+        :param best_step: its checkpoint, which may be this one, is not removed.
         :raises RunError: this checkpoint, or the one begun before, cannot be written; earlier ones are unharmed.
         """
         self._finish_save()
+        self.best_step = best_step  # not before: until this step's checkpoint is whole, the one before it is needed
         waits = waits or not self.saves_in_background
         with self._clock.timing("checkpoint"):
             save_checkpoint(self.trainer, self.learner.model, waits=waits)
@@ -235,7 +248,10 @@ class Loop:
         lasting_interval = self.cadence.lasting_interval
         if self.keep_last_n or lasting_interval > 1:
             self._removal = remove_old_checkpoints(
-                self.folder, keep_last_n=self.keep_last_n, lasting_interval=lasting_interval
+                self.folder,
+                keep_last_n=self.keep_last_n,
+                lasting_interval=lasting_interval,
+                best_step=self.best_step,
             )
         if waits:
             self._removal.result()
@@ -253,6 +269,20 @@ class Loop:
         if checkpoint is not None:
             load_checkpoint(self.trainer, checkpoint)
         self.trainer.global_step = step - 1
+
+    def go_back_to(self, step: int) -> None:
+        """Load the checkpoint of an earlier step, to export it.
+
+        :raises RunError: it is damaged, or has gone; the message says how to go on.
+        """
+        doing("loading the best checkpoint")
+        try:
+            load_checkpoint(self.trainer, self.folder / f"step{step}")
+        except RunError as error:
+            raise RunError(
+                f"{error}. It is the best one, and was to be exported: remove that folder and give the same command "
+                "again to export the best of the others, or leave --keep_best out to export the last"
+            ) from error
 
     def wait_for_device(self) -> None:
         """Wait until the device has done all its work, the optimizer's step last."""

@@ -5,6 +5,7 @@ Legend: N held-out rows, D documents of a row.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 from olmo_core.train.callbacks import Callback
@@ -13,6 +14,7 @@ from open_instruct.checkpoints.saved_place import read_saved_place
 from open_instruct.config.training import TrainingConfig, backend_named
 from open_instruct.data.token_dataset import cache_root
 from open_instruct.errors import InputError
+from open_instruct.learner.best_step_watch import BestStepWatch, find_idle_watch
 from open_instruct.learner.export import export_policy
 from open_instruct.learner.loop import Loop
 from open_instruct.learner.policy import Policy
@@ -20,8 +22,9 @@ from open_instruct.learner.reference import Comparison
 from open_instruct.learner.rows.datasets import load_datasets
 from open_instruct.learner.rows.sample_loader import SampleLoader, check_place_of_samples
 from open_instruct.learner.scoring import Heldout, Scorer, compare_with, open_reference_cache, reference_logprobs
+from open_instruct.metric_table import HELD_OUT_PREFIX, entry_of
 from open_instruct.models.lora.adapters import adapters_off
-from open_instruct.objectives.objective import Objective
+from open_instruct.objectives.objective import Evaluation, Objective
 from open_instruct.packing.balance import best_fit
 from open_instruct.packing.steps import BatchShape
 from open_instruct.parallel.process import on_main_process
@@ -31,7 +34,7 @@ from open_instruct.run.metrics_log import logging_steps
 from open_instruct.run.opened import Run, open_run, planned_run
 from open_instruct.run.pretrained import Pretrained, open_pretrained, start_model_of
 from open_instruct.run.untrained_rows import find_untrained_rows, learned_token_ids
-from open_instruct.wording import counted
+from open_instruct.wording import counted, one_of
 
 
 def train(config: TrainingConfig, *, objective: Objective, callbacks: Mapping[str, Callback] | None = None) -> int:
@@ -55,17 +58,27 @@ def train(config: TrainingConfig, *, objective: Objective, callbacks: Mapping[st
         loader = learning.loader(scores)
         loop = learning.loop(loader, callbacks)
         if heldout is not None and (loop.step == 0 or learning.cadence.evaluates_after(loop.step)):
-            heldout.evaluate(loop.step)
+            learning.check_metric(heldout.evaluate(loop.step))
+        best = learning.best_step_watch(until=loop.step)
         with logging_steps(run, config, first_step=loop.step, num_steps=learning.num_steps) as on_step:
-            signal = loop.fit(loader, on_step=on_step, heldout=heldout)
+            signal = loop.fit(loader, on_step=on_step, heldout=heldout, best=best)
         if signal is not None:
             message, code = stopped_by(signal, step=loop.step, folder=run.directory.path)
             run.console.say(message)
             return code
         if heldout is not None:
             more_config |= heldout.evaluate(loop.step).exported
-        policy = learning.policy
-        export_policy(policy, pretrained, run=run, config=config, trained_by=objective.name, more_config=more_config)
+        if best is not None:
+            more_config |= learning.load_best(loop, best, heldout)
+        export_policy(
+            learning.policy,
+            pretrained,
+            run=run,
+            config=config,
+            trained_by=objective.name,
+            best=best.best if best else None,
+            more_config=more_config,
+        )
         return 0
 
 
@@ -122,6 +135,7 @@ class _Learning:
             save_every=config.run.checkpointing_steps or steps_per_epoch,
             save_ephemeral_every=config.run.ephemeral_save_interval,
             evaluate_every=config.data.eval_steps or None,
+            saves_best=config.run.keep_best is not None,
         )
         num_rows_per_step = self.shape.max_samples_per_rank * run.layout.data_parallel_world_size
         for warning in (*pretrained.warnings, *objective.check_rows(self.rows, num_rows_per_step, config)):
@@ -175,6 +189,36 @@ class _Learning:
         if self.objective.only_scores(self.config):
             self.run.console.say(f"reference log-probs of {counted(len(cache), 'row')}: {cache.path}")
         return scores, heldout
+
+    def check_metric(self, evaluation: Evaluation) -> None:
+        """:raises InputError: `--keep_best` names a number of held-out rows that this evaluation has not."""
+        metric = self.config.run.keep_best or ""
+        if metric.startswith(HELD_OUT_PREFIX) and metric not in evaluation.row:
+            known = [name for name in evaluation.row if entry_of(name).better is not None]
+            raise InputError(
+                f"--keep_best {metric}: these held-out rows have no such number; give {one_of(known)}",
+                kind="bad_value",
+                flag="keep_best",
+            )
+
+    def best_step_watch(self, *, until: int) -> BestStepWatch | None:
+        """What follows the best step under `--keep_best`; None without it."""
+        metric = self.config.run.keep_best
+        if metric is None:
+            return None
+        if warning := find_idle_watch(metric, self.cadence, flag="--eval_steps"):
+            self.run.console.warn(warning)
+        return BestStepWatch(metric, self.run.directory, until=until)
+
+    def load_best(self, loop: Loop, watch: BestStepWatch, heldout: Heldout | None) -> Mapping[str, Any]:
+        """Give the model the weights of the best step, and return what its held-out scores add to its config.json."""
+        best = watch.best
+        if best is None:
+            self.run.console.warn(watch.nothing_found)
+        elif best.step != loop.step:
+            loop.go_back_to(best.step)
+            return heldout.score_again(best.step).exported if heldout else {}
+        return {}
 
     def loader(self, scores: Mapping[str, np.ndarray]) -> SampleLoader:
         return SampleLoader(

@@ -273,18 +273,31 @@ class Heldout:
         """Score the model as it is after `step` steps, once. Every rank enters together."""
         if self._last is not None and self._last[0] == step:
             return self._last[1]
-        logps_ND = self.reference_ND
-        if step > 0 or logps_ND is None:  # before the first step policy and reference are the same weights
-            title = f"held-out {self.objective.rows.unit}s at step {step}"
-            logps_ND = self.scorer.score(self.dataset, range(len(self.dataset)), title=title)
-        assert self.objective.evaluate is not None, "or there are no held-out rows"
-        evaluation = self.objective.evaluate(self.dataset, logps_ND, self.reference_ND, self.scorer.config)
+        evaluation = self._score(step)
         run = self.scorer.run
         if run.process.rank == 0:
             run.directory.write_evaluation({"step": step} | dict(evaluation.row))
         run.console.say(evaluation.sentence.format(when=f"at step {step}"))
         self._last = step, evaluation
         return evaluation
+
+    def score_again(self, step: int) -> Evaluation:
+        """The evaluation of an earlier `step`, whose weights the model has again; `eval.jsonl` has it already.
+
+        Rows are not scored for an objective whose evaluations add nothing to the exported config.json: the last
+        evaluation is returned then.
+        """
+        assert self._last is not None, "the last step was evaluated"
+        _, last = self._last
+        return self._score(step) if last.exported else last
+
+    def _score(self, step: int) -> Evaluation:
+        logps_ND = self.reference_ND
+        if step > 0 or logps_ND is None:  # before the first step policy and reference are the same weights
+            title = f"held-out {self.objective.rows.unit}s at step {step}"
+            logps_ND = self.scorer.score(self.dataset, range(len(self.dataset)), title=title)
+        assert self.objective.evaluate is not None, "or there are no held-out rows"
+        return self.objective.evaluate(self.dataset, logps_ND, self.reference_ND, self.scorer.config)
 
     def metrics(self, step: int) -> dict[str, float]:
         """The entries of an evaluation in a row of metrics.jsonl: its numbers, and the seconds that it took."""

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from open_instruct.config.sections import SFTOptimSection, flag
-from open_instruct.config.training import TrainingConfig
+from open_instruct.config.training import TrainingConfig, with_held_out
 from open_instruct.config.validation import validated
 from open_instruct.data.sft_rows import SFTBuilder
 from open_instruct.errors import problems_of_kind
@@ -78,6 +78,10 @@ class DistillConfig(TrainingConfig):
 
     distillation: DistillationSection
     optim: SFTOptimSection
+
+    @property
+    def quality_metrics(self) -> tuple[str, ...]:
+        return with_held_out("loss", "ce")
 
 
 @problems_of_kind("bad_value")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from open_instruct.config.flags import spelled
 from open_instruct.config.sections import PreferenceDataSection, PreferenceLossSection
-from open_instruct.config.training import TrainingConfig
+from open_instruct.config.training import TrainingConfig, with_held_out
 from open_instruct.config.validation import idle_problems, limit_problems, refuse, validated
 from open_instruct.data.preference_rows import PreferenceBuilder
 from open_instruct.errors import problems_of_kind
@@ -45,6 +45,10 @@ class DPOConfig(TrainingConfig):
 
     data: PreferenceDataSection
     loss: PreferenceLossSection
+
+    @property
+    def quality_metrics(self) -> tuple[str, ...]:
+        return ("eval/preference_accuracy", *with_held_out("loss", "rewards/accuracy", "rewards/margin"))
 
 
 def validate_dpo(config: DPOConfig) -> list[str]:

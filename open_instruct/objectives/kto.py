@@ -16,7 +16,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal
 
 from open_instruct.config.sections import OptimSection, PreferenceDataSection, flag, free_flag
-from open_instruct.config.training import TrainingConfig
+from open_instruct.config.training import TrainingConfig, with_held_out
 from open_instruct.data.eval_split import row_content
 from open_instruct.data.files.rows import MalformedRow, RawRow, RowSource, kind_of
 from open_instruct.data.messages import Message, check_is_learned, conversation_of
@@ -75,6 +75,10 @@ class KTOConfig(TrainingConfig):
     data: PreferenceDataSection
     loss: KTOLossSection
     optim: KTOOptimSection
+
+    @property
+    def quality_metrics(self) -> tuple[str, ...]:
+        return with_held_out("loss", "rewards/accuracy", "rewards/margin")
 
 
 def parse_labelled_row(row: Mapping[str, Any]) -> tuple[tuple[Message, ...], bool]:

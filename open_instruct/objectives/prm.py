@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from open_instruct.config.sections import OptimSection, flag
-from open_instruct.config.training import TrainingConfig
+from open_instruct.config.training import TrainingConfig, with_held_out
 from open_instruct.config.validation import validated
 from open_instruct.data.row_builder import RowBuilder
 from open_instruct.data.step_rows import PlaceholderBuilder, StepBuilder
@@ -85,6 +85,10 @@ class PRMConfig(TrainingConfig):
 
     steps: StepSection
     optim: PRMOptimSection
+
+    @property
+    def quality_metrics(self) -> tuple[str, ...]:
+        return with_held_out("loss", "accuracy")
 
 
 @problems_of_kind("bad_value")

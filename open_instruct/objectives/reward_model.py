@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from open_instruct.config.sections import OptimSection, PreferenceDataSection, flag
-from open_instruct.config.training import TrainingConfig
+from open_instruct.config.training import TrainingConfig, with_held_out
 from open_instruct.config.validation import validated
 from open_instruct.data.chat import ChatFormat
 from open_instruct.data.files.rows import MalformedRow, kind_of
@@ -67,6 +67,10 @@ class RewardModelConfig(TrainingConfig):
     data: PreferenceDataSection
     loss: RewardLossSection
     optim: RewardOptimSection
+
+    @property
+    def quality_metrics(self) -> tuple[str, ...]:
+        return with_held_out("loss", "rewards/accuracy", "rewards/margin")
 
 
 @problems_of_kind("conflict")

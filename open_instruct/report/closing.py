@@ -11,6 +11,7 @@ from open_instruct.config.training import LearnerConfig
 from open_instruct.data.files.foreign_json import read_object
 from open_instruct.metric_table import followed, in_order
 from open_instruct.report.ends import Rows, describe_ends, step_ends
+from open_instruct.run.best_step import read_best_step
 from open_instruct.run.console import Console, time_words
 from open_instruct.run.run_directory import RunDirectory, exported_by, rows_of
 from open_instruct.wording import counted
@@ -29,6 +30,7 @@ def print_results(config: LearnerConfig, *, took_s: float) -> None:
     facts = {
         f"{counted(rows[-1]['step'], 'step')}": describe_learning(rows),
         "held out": describe_held_out(list(rows_of(directory.evaluations))),
+        "exported": describe_best_step(config),
         "time": time_words(took_s),
         "model": str(model),
         **_next_command(model),
@@ -57,6 +59,13 @@ def describe_held_out(evaluations: Rows) -> str:
     ends = {name: step_ends(evaluations, name) for name in names}
     known = {name: pair for name, pair in ends.items() if pair}
     return describe_ends(dict(islice(known.items(), NUM_HELD_OUT)))
+
+
+def describe_best_step(config: LearnerConfig) -> str:
+    """The step of the exported weights, where `--keep_best` has chosen it; empty otherwise."""
+    directory = RunDirectory(path=Path(config.run.output_dir))
+    best = read_best_step(directory) if config.run.keep_best else None
+    return str(best) if best else ""
 
 
 def learning_metrics() -> list[str]:

@@ -12,6 +12,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Literal, get_args
 
+from open_instruct.metric_table import entry_of
 from open_instruct.report.ends import mean_ends
 from open_instruct.report.run_files import RunFiles
 from open_instruct.run.run_directory import is_number
@@ -23,13 +24,13 @@ PARTS_OF_TRAINING = ("time/data", "time/forward", "time/backward", "time/optimiz
 PARTS_OF_ROLLOUTS = ("time/generate", "time/train", "time/sync")
 # Of the larger of two mean rewards: a smaller change is chance.
 REWARD_CHANGE = 0.02
-# What is better where it is larger (1) or smaller (-1). The first of these that a run has is judged.
-HELD_OUT = (
-    ("eval/pass_at_1", 1, "share of held-out prompts that are answered right"),
-    ("eval/preference_accuracy", 1, "accuracy on held-out pairs"),
-    ("eval/accuracy", 1, "accuracy on held-out rows"),
-    ("eval/loss", -1, "loss on held-out rows"),
-)
+# The first of these that a run has is judged.
+HELD_OUT = {
+    "eval/pass_at_1": "share of held-out prompts that are answered right",
+    "eval/preference_accuracy": "accuracy on held-out pairs",
+    "eval/accuracy": "accuracy on held-out rows",
+    "eval/loss": "loss on held-out rows",
+}
 
 Level = Literal["bad", "fair", "good"]
 LEVELS: tuple[Level, ...] = get_args(Level)
@@ -151,7 +152,8 @@ def _preferences(run: RunFiles) -> Iterator[Finding]:
 
 
 def _held_out(run: RunFiles) -> Iterator[Finding]:
-    for name, sign, what in HELD_OUT:
+    for name, what in HELD_OUT.items():
+        sign = 1 if entry_of(name).better == "higher" else -1
         rows = [row for row in run.evaluations if is_number(row.get(name))]
         if len(rows) < 2:
             continue

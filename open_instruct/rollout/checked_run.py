@@ -26,14 +26,17 @@ from open_instruct.environments.registry import known_environments
 from open_instruct.episodes.bridge import check_bridges
 from open_instruct.errors import InputError, refuse_first
 from open_instruct.families import FAMILIES
+from open_instruct.learner.best_step_watch import find_idle_watch
 from open_instruct.learner.reference import open_beside
 from open_instruct.learner.rows.datasets import reading
 from open_instruct.losses.advantages import ADVANTAGES
 from open_instruct.losses.policy import POLICY_LOSSES
+from open_instruct.metric_table import HELD_OUT_PREFIX
 from open_instruct.parallel.layout import layout_of
 from open_instruct.parallel.peers import doing
 from open_instruct.planning.shown import check_plan
 from open_instruct.rollout.samples import load_conversations
+from open_instruct.run.cadence import cadence_of
 from open_instruct.run.console import Console
 from open_instruct.run.opened import made_ready, memory_of, say_plan, say_what_changes_nothing, shared_by, with_chosen
 from open_instruct.run.pretrained import Pretrained, open_pretrained
@@ -47,7 +50,7 @@ from open_instruct.verifiers.code import SHARE_OF_TIME, Code, CodeStdio
 from open_instruct.verifiers.registry import known_verifiers
 from open_instruct.verifiers.reward_models import ModelVerifier
 from open_instruct.verifiers.verifier import Verifier
-from open_instruct.wording import counted
+from open_instruct.wording import counted, one_of
 
 CONVERSATIONS = "conversations_fingerprint"
 """The key in the driver's state of the fingerprint of the rows of --sft_mixer_list."""
@@ -105,6 +108,10 @@ def open_rollout_run(config: GRPOConfig) -> Iterator[RolloutRun]:
         for warning in _warnings(config, pretrained, chat, verifiers):
             console.warn(warning)
         prompts, held_out = _read_prompts(config, pretrained, verifiers, environments, console)
+        if (metric := config.run.keep_best) is not None:
+            refuse_unknown_score(config, (prompts, held_out))
+            if idle := find_idle_watch(metric, cadence_of(config), flag="--local_eval_every"):
+                console.warn(idle)
         answering = _prepare_judges_and_environments(config, (prompts, held_out), verifiers, environments, console)
         if answering:
             check_bridges(chat)
@@ -200,6 +207,27 @@ def _read_prompts(
             "new; take them out of --dataset_mixer_list or --dataset_mixer_eval_list"
         )
     return prompts, held_out
+
+
+def refuse_unknown_score(config: GRPOConfig, datasets: tuple[Prompts, Prompts | None]) -> None:
+    """:raises InputError: `--keep_best` names the score of a verifier that judges none of the prompts it is of.
+
+    An environment's rewards have names that only its answers show.
+    """
+    metric = config.run.keep_best or ""
+    prompts = datasets[metric.startswith(HELD_OUT_PREFIX)]
+    what, _, name = metric.removeprefix(HELD_OUT_PREFIX).partition("/")
+    if what != "verifier" or prompts is None:
+        return
+    judges, answering = prompts.named()
+    names = judges | ({"format"} if config.reward.apply_r1_style_format_reward else set())
+    if name not in names and not answering:
+        known = one_of(f"{metric.removesuffix(name)}{each}" for each in sorted(names))
+        raise InputError(
+            f"--keep_best {metric}: no verifier of that name judges the prompts; give {known}",
+            kind="bad_value",
+            flag="keep_best",
+        )
 
 
 def refuse_other_rows(folder: Path, prompts: Prompts, conversations: TokenDataset | None, *, seed: int) -> None:

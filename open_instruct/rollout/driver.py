@@ -12,6 +12,7 @@ from olmo_core.train.callbacks import Callback
 from open_instruct.cluster.learner_call import LearnerLost
 from open_instruct.cluster.learner_group import LearnerMethod, LearnerProcess, P, R
 from open_instruct.errors import InputError, RunError
+from open_instruct.learner.best_step_watch import BestStepWatch
 from open_instruct.packing.rollouts import RankStep
 from open_instruct.parallel.peers import activity
 from open_instruct.records import RolloutGroup
@@ -51,6 +52,7 @@ class Driver:
         self.num_restarts = 0
         self.num_tokens = 0
         self.agreement = AgreementWatch(config)
+        self.best: BestStepWatch | None = None
 
     def fit(self) -> int:
         """Take every remaining step and export the model. Returns the exit code.
@@ -80,12 +82,7 @@ class Driver:
             if self._signal.number is not None:
                 return self._stop_early(self._signal.number)
             self._take_step()
-        with self.view.phase("exporting"):
-            self._learners(LearnerProcess.save_model)
-        self.metrics.close()
-        for name, folder in self.run.directory.exports.items():
-            if folder.exists():
-                self.console.say(f"the {name} is in {folder}", style="green")
+        self._export()
         return 0
 
     # One step
@@ -120,7 +117,9 @@ class Driver:
         row["tokens_per_second/engines"] = row["num_generated_tokens"] / max(row["time/step"], 1e-9)
         self.metrics.write(row)
         self.view.finished(row, asked[step % len(asked)])
-        if self.cadence.saves_after(step):
+        is_saved = self.cadence.saves_after(step)
+        is_best = self.best is not None and self.best.improves(step, row, is_saved=is_saved)
+        if is_saved or is_best:
             self._save(waits=self.cadence.is_last(step))
 
     def _learn_and_publish(self, work: Sequence[RankStep]) -> dict[str, float]:
@@ -175,7 +174,22 @@ class Driver:
         if self.run.conversations is not None:
             state[CONVERSATIONS] = self.run.conversations.fingerprint
         with self.view.phase("saving"):
-            self._learners(LearnerProcess.save_state, state, waits=waits)
+            best_step = self.best.step if self.best else None
+            self._learners(LearnerProcess.save_state, state, waits=waits, best_step=best_step)
+
+    def _export(self) -> None:
+        best = None
+        if self.best is not None:
+            best = self.best.best
+            if best is None:
+                self.console.warn(self.best.nothing_found)
+        with self.view.phase("exporting"):
+            self._learners(LearnerProcess.save_model, best)
+        self.metrics.close()
+        of_step = f" of {best}," if best else ""
+        for name, folder in self.run.directory.exports.items():
+            if folder.exists():
+                self.console.say(f"the {name}{of_step} is in {folder}", style="green")
 
     def _resume(self) -> None:
         """Load the newest checkpoint, or stand at the start."""
@@ -192,6 +206,8 @@ class Driver:
         else:
             self.step = self.num_tokens = 0
         self.metrics.keep_until(self.step)
+        if (metric := self.config.run.keep_best) is not None:
+            self.best = BestStepWatch(metric, self.run.directory, until=self.step)
         self.view.rewards = [row["reward"] for row in self.metrics.rows()]
         lora = self.config.lora
         begins_as_the_engines = lora.adapter_name_or_path is None and not lora.use_qlora

@@ -35,11 +35,13 @@ class Cadence:
     """Steps between checkpoints that are removed once there is a newer one; None for no such checkpoints."""
     evaluate_every: int | None = None
     """Steps between evaluations, of which one is after the last step; 0 for that one alone, None for no evaluation."""
+    saves_best: bool = False
+    """Whether there are further checkpoints of the best steps, each of which is removed once there is a better one."""
 
     @property
     def lasting_interval(self) -> int:
         """A checkpoint lasts if its step is a multiple of this."""
-        return self.save_every if self.save_ephemeral_every else 1
+        return self.save_every if self.save_ephemeral_every or self.saves_best else 1
 
     def is_last(self, step: int) -> bool:
         return step == self.num_steps
@@ -64,6 +66,7 @@ def cadence_of(config: GRPOConfig) -> Cadence:
         save_every=config.run.checkpointing_steps,
         save_ephemeral_every=config.run.ephemeral_save_interval,
         evaluate_every=config.evaluation.local_eval_every if evaluates else None,
+        saves_best=config.run.keep_best is not None,
     )
 
 

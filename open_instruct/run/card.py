@@ -8,6 +8,7 @@ from typing import Any
 import yaml
 
 from open_instruct.data.files.opening import looks_like_a_file
+from open_instruct.run.best_step import read_best_step
 from open_instruct.run.run_directory import RunDirectory, rows_of
 from open_instruct.wording import pages_in
 
@@ -29,6 +30,7 @@ def card_of(
         settings = directory.config.read_text(encoding="utf-8")  # whose comments have the versions
         flags = yaml.safe_load(settings)
         mixture = flags.get("mixer_list") or flags.get("dataset_mixer_list") or []
+        best = read_best_step(directory)
         base = flags["model_name_or_path"]
         data = list(zip(mixture[::2], mixture[1::2], strict=True))
         head = {
@@ -42,6 +44,7 @@ def card_of(
         pages = pages_in(Path(__file__).parent, trim_blocks=True, keep_trailing_newline=True)
         return pages.get_template("card.md.jinja").render(
             head=yaml.safe_dump(given, sort_keys=False),
+            best=best if best and best.step == until else None,
             title=Path(flags["output_dir"]).name or "Model",
             base=base,
             trained_by=trained_by,

@@ -17,7 +17,7 @@ from open_instruct.shard_layout import ShardLayout
 from open_instruct.whole_file import kind_of_other, replace_text
 
 OWN_FILES = (
-    *("config.yaml", "layout.json", "run.log", "metrics.jsonl", "eval.jsonl", "pids.json", "plan.json"),
+    *("config.yaml", "layout.json", "run.log", "metrics.jsonl", "eval.jsonl", "best.json", "pids.json", "plan.json"),
     *("wandb_id", "trackio_name", "mlflow_id", "swanlab_id"),
 )
 # A lease is renewed every few seconds; clocks of two machines may be some seconds apart.
@@ -36,6 +36,7 @@ class RunDirectory:
         self.log = path / "run.log"
         self.metrics = path / "metrics.jsonl"
         self.evaluations = path / "eval.jsonl"
+        self.best = path / "best.json"
         self.pids = path / "pids.json"
         self.plan = path / "plan.json"
         self.hf_model = path / "hf_model"

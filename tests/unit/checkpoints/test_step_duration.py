@@ -1,5 +1,6 @@
 """The loop: a step's time has all of its work in it, though a device does some when nobody waits; when it saves."""
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,9 +12,11 @@ from open_instruct.checkpoints import resume as resume_module
 from open_instruct.checkpoints.background import in_background
 from open_instruct.checkpoints.step_folder import MANIFEST, find_checkpoints, step_of
 from open_instruct.learner import loop as loop_module
+from open_instruct.learner.best_step_watch import BestStepWatch
 from open_instruct.learner.grpo import GRPOLearner
 from open_instruct.learner.loop import Loop
 from open_instruct.run.cadence import Cadence
+from open_instruct.run.run_directory import RunDirectory
 
 NO_LOADER: Any = None
 NUM_TOKENS = 1000
@@ -55,7 +58,8 @@ class FakeLoop(Loop):
     def wait_for_device(self) -> None:
         self.device.wait()
 
-    def save(self, *, waits: bool = True) -> None:
+    def save(self, *, waits: bool = True, best_step: int | None = None) -> None:
+        self.best_step = best_step
         self.device.wait()
         self.device.now_s += SAVE_S
         (self.folder / f"step{self.step}").mkdir()
@@ -104,6 +108,24 @@ def test_checkpoints_that_last_and_those_that_do_not(
     loop.fit(NO_LOADER, on_step=lambda step, row: None)
     assert [step_of(path) for path in find_checkpoints(tmp_path)] == left
     assert loop.saved == [step for step in range(1, 11) if cadence.saves_after(step)]
+
+
+def test_best_steps_are_saved_and_stay_until_there_is_a_better_one(device: Device, tmp_path: Path) -> None:
+    losses = {2: 5.0, 4: 3.0, 6: 4.0, 8: 2.0, 10: 6.0}
+
+    class Scored(FakeLoop):
+        def take_step(self, updates: Any, *, num_tokens: int) -> dict[str, float]:
+            return super().take_step(updates, num_tokens=num_tokens) | {"eval/loss": losses.get(self.step, math.nan)}
+
+    loop = Scored(device, tmp_path, Cadence(num_steps=10, save_every=5, saves_best=True), keep_last_n=1)
+    left: list[list[int]] = []
+    watch = BestStepWatch("eval/loss", RunDirectory(path=tmp_path), until=0)
+    loop.fit(
+        NO_LOADER, best=watch, on_step=lambda step, row: left.append(list(map(step_of, find_checkpoints(tmp_path))))
+    )
+    assert loop.saved == [2, 4, 5, 8, 10]
+    assert left[4:] == [[4], [4, 5], [4, 5], [4, 5], [5, 8], [5, 8]]
+    assert [step_of(path) for path in find_checkpoints(tmp_path)] == [8, 10]
 
 
 def test_step_of_grpo_ends_with_its_optimizer() -> None:
