@@ -68,6 +68,7 @@ class Flag:
     resume: Resume = "same"
     is_path: bool = False  # `~` and `$NAME` in it are filled in
     takes_own: bool = False  # beside the choices, `FILE.py:function` or `module:function`
+    replaces: str = ""  # flags of a file whose place this one takes where it is on the command line
     read_with: str = ""  # another flag, perhaps with its values, without which nothing reads this one; see `is_met`
     # The range that a number must lie in, and the end of the message of one that does not.
     minimum: float | None = None

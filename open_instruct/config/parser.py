@@ -37,7 +37,8 @@ def parse(
     """The config that `argv` (without the program's name) describes.
 
     The first word may name a YAML file, a flat mapping of flag names; flags on the command line
-    replace its values. Dashes in a flag's name count as underscores. Booleans are spelled `--flag`,
+    replace its values, and those of the flags whose place they take (`Flag.replaces`). Dashes in a
+    flag's name count as underscores. Booleans are spelled `--flag`,
     `--flag true|false` or `--no_flag`; a list takes every word up to the next flag; `none` unsets
     a flag that may be unset. Upstream's flags are translated by `upstream_flags`.
 
@@ -111,7 +112,19 @@ class _Reader:
             words[0] = settings_file(words[0])
         if words and words[0].lower().endswith(YAML_SUFFIXES) and not words[0].startswith("-"):
             values = self._values_of(self._in_file(words.pop(0)))
-        return values | self._values_of(self._on_command_line(words))
+        typed = self._values_of(self._on_command_line(words))
+        self._leave_out_replaced(values, typed)
+        return values | typed
+
+    def _leave_out_replaced(self, values: dict[str, Any], typed: Mapping[str, Any]) -> None:
+        """Take out of the `values` of a file what a typed flag takes the place of, and name it where it said more."""
+        for name, value in typed.items():
+            flag = self.flags[name]
+            if value == flag.default:
+                continue
+            for other in (each for each in flag.replaces.split() if each in values and each not in typed):
+                if values.pop(other) != self.flags[other].default and self.unneeded is not None:
+                    self.unneeded.append(f"{other} of the file (--{name} takes its place)")
 
     def _on_command_line(self, words: Sequence[str]) -> Iterator[_Given]:
         for spelling, its_words in groups_of(words, self.problems):

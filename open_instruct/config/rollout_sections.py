@@ -37,12 +37,18 @@ class PromptDataSection(RowsSection):
         is_path=True,
     )
     dataset_mixer_list_splits: list[str] = flag("split of each data set, or one for all", ["train"])
-    dataset_mixer_eval_list: list[str] = free_flag("held-out prompts, in the same form", [], is_path=True)
+    dataset_mixer_eval_list: list[str] = free_flag(
+        "held-out prompts, in the same form", [], is_path=True, replaces="eval_split"
+    )
     dataset_mixer_eval_list_splits: list[str] = free_flag(
         "split of each held-out data set, or one for all", ["train"], read_with=HELD_OUT
     )
     eval_split: float | None = flag(
-        "share of the prompts that is held out, chosen by what is in each", None, above=0, below=1
+        "share of the prompts that is held out, chosen by what is in each",
+        None,
+        above=0,
+        below=1,
+        replaces="dataset_mixer_eval_list dataset_mixer_eval_list_splits",
     )
     sft_mixer_list: list[str] = flag(
         "conversations, in the same form, that steps learn from beside completions", [], is_path=True

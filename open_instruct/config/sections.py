@@ -102,13 +102,14 @@ class DataSection(RowsSection):
     )
     mixer_list_splits: list[str] = flag("split of each data set, or one for all", ["train"])
     eval_mixer_list: list[str] = free_flag(
-        "held-out rows, in the same form; scored before and after training", [], is_path=True
+        "held-out rows, in the same form; scored before and after training", [], is_path=True, replaces="eval_split"
     )
     eval_split: float | None = flag(
         "share of the rows of --mixer_list that is held out, chosen by what is in each row",
         None,
         above=0,
         below=1,
+        replaces="eval_mixer_list eval_mixer_list_splits",
     )
     eval_steps: int = free_flag("steps between further scores; 0: none", 0, read_with=WITH_HELD_OUT, minimum=0)
     eval_mixer_list_splits: list[str] = free_flag(

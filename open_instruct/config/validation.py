@@ -88,7 +88,7 @@ def split_problems(data: Any) -> Iterator[str]:
     for flag in ("eval_mixer_list", "dataset_mixer_eval_list"):
         if data.eval_split is not None and getattr(data, flag, None):
             given = f"--eval_split {data.eval_split}"
-            yield f"{given} holds out rows of the training mixture, and --{flag} names others: keep one of them"
+            yield f"{given} holds out rows of the training mixture, and --{flag} names others: give one of them as none"
 
 
 @problems_of_kind("bad_value")

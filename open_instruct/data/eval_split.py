@@ -45,6 +45,11 @@ class Divider:
         self._places = [min([place, *self._places]), max([place, *self._places])]
         return False
 
+    @property
+    def num_held_out(self) -> int:
+        """The rows that are held out, where those to train on are read."""
+        return 0 if self.side.is_held_out else self.num_others
+
     def refusal(self) -> InputError:
         """The error where no row is on the side, with a share that would change that, if there is one."""
         least, greatest = self._places

@@ -77,6 +77,7 @@ class DataReport:
     """Counts over distinct rows, but for `num_pairs` and `num_tokens`, which count repeated rows again.
 
     `unit` names what a kept row becomes, such as "pair"; `num_pairs` counts these units.
+    `num_held_out` counts the rows of the other side, where these are what `--eval_split` leaves to train on.
     `num_rows` is always the sum of `bad`, `filtered` and `num_kept`. `sources` says, for each data set of the
     mixture, how many rows are taken (with repeats), and how many it has.
 
@@ -95,6 +96,7 @@ class DataReport:
     num_kept: int
     num_pairs: int
     num_tokens: int
+    num_held_out: int = 0
     warnings: list[str] = field(default_factory=list)
     unit: str = "pair"
     cache_file: str = ""

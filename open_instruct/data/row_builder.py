@@ -214,6 +214,7 @@ class RowBuilder(ABC):
             num_kept=len(self.kept),
             num_pairs=len(arrays["num_tokens"]),
             num_tokens=int(arrays["num_tokens"].sum()),
+            num_held_out=self.divider.num_held_out if self.divider is not None else 0,
             warnings=warnings,
             unit=self.unit,
         )

@@ -98,7 +98,12 @@ def sample_of(
         check_head(fields["model_type"], objective.head(config))
     tokenizer, chat = open_chat(config)
     builder = builder_of_run(config, objective, chat, known)
-    arrays, report = build_rows(builder, opened, num_read=num_read, seed=config.optim.seed)
+    share, seed = config.data.eval_split, config.optim.seed
+    side = None if share is None else Side(share=share, is_held_out=False)
+    arrays, report = build_rows(builder, opened, num_read=num_read, seed=seed, side=side, of_part_too=True)
+    if share is not None:  # a run refuses a share that holds out none
+        held_out = Side(share=share, is_held_out=True)
+        build_rows(builder_of_run(config, objective, chat, known), opened, num_read=num_read, seed=seed, side=held_out)
     dataset = TokenDataset(documents_per_row=builder.documents_per_row, reads_ends=builder.reads_ends, **arrays)
     documents = [document for row in range(len(dataset)) for document in dataset[row]]
     chosen = np.unique(np.linspace(0, len(dataset) - 1, num=min(num_shown, len(dataset))).round().astype(int))
@@ -138,15 +143,23 @@ def open_sources(config: LearnerConfig, flag: str) -> Opened:
 
 
 def build_rows(
-    builder: RowBuilder, opened: Opened, *, num_read: int, seed: int, side: Side | None = None
+    builder: RowBuilder,
+    opened: Opened,
+    *,
+    num_read: int,
+    seed: int,
+    side: Side | None = None,
+    of_part_too: bool = False,
 ) -> tuple[dict[str, np.ndarray], DataReport]:
     """Build the first `num_read` rows of each data set at most: the arrays of a `TokenDataset`, and the report.
 
     Args:
-        side: of `--eval_split`; whether it has any rows shows only where all of them are read.
+        side: of `--eval_split`; whether it has any rows shows only where all of them are read, so otherwise it is not
+            looked at.
+        of_part_too: give the rows of that side also where a part of them is read.
 
     Raises:
-        InputError: no row can be used.
+        InputError: no row can be used, or none of that part is on the side.
     """
     taken = [entry.count(len(source)) for entry, source in opened]
     entries = [  # the first rows of a large data set; the run takes them too
@@ -154,7 +167,19 @@ def build_rows(
         for (entry, _), count in zip(opened, taken, strict=True)
     ]
     sources = [source for _, source in opened]
-    return builder.build(entries, sources, seed=seed, side=side if max(taken) <= num_read else None)
+    is_whole = max(taken) <= num_read
+    if not is_whole and not of_part_too:
+        side = None
+    try:
+        return builder.build(entries, sources, seed=seed, side=side)
+    except InputError as error:
+        if is_whole or error.flag != "eval_split":
+            raise
+        raise InputError(
+            f"all of the first {num_read:,} rows are held out by --eval_split; give a larger --read to see others",
+            kind="out_of_range",
+            flag="read",
+        ) from error
 
 
 def builder_of_run(config: LearnerConfig, objective: Objective, chat: ChatFormat, known: dict[str, Any]) -> RowBuilder:

@@ -81,10 +81,10 @@ def test_killed_run_keeps_its_best_step_when_it_goes_on(dpo_case: TrainCase) -> 
     """Killed at any moment; and before the last checkpoint, of a step whose score nothing has any more."""
     undisturbed, killed, half = (dpo_case.folder / name for name in ("undisturbed", "killed", "half"))
     finish(start(write_command(dpo_case, undisturbed.name), ranks=2))
-    process = start(write_command(dpo_case, killed.name), ranks=2)
+    process = start(write_command(dpo_case, killed.name, async_checkpoints="on"), ranks=2)
     wait_for_rows(killed / "metrics.jsonl", BEST_STEP + 1, process)
     kill(process)
-    finish(start(write_command(dpo_case, killed.name), ranks=2))
+    finish(start(write_command(dpo_case, killed.name, async_checkpoints="on"), ranks=2))
 
     shutil.copytree(undisturbed, half, ignore=shutil.ignore_patterns("step8", "hf_model", "best.json"))
     write_row(half / "eval.jsonl", read_rows(half / "eval.jsonl")[-1] | {METRIC: 0.0})

@@ -223,6 +223,22 @@ class TestYaml:
         assert config.data.eval_mixer_list == ["a.jsonl", "1.0", "b.jsonl", "2"]
         assert config.loss.beta == 5.0
 
+    def test_held_out_rows_of_the_command_line_replace_those_of_the_file(self, tmp_path: Path) -> None:
+        file = yaml_file(
+            tmp_path, "eval_mixer_list: [held.jsonl, 1.0]\neval_mixer_list_splits: [test]\neval_steps: 5\n"
+        )
+        told: list[str] = []
+        data = parse(DPOConfig, [file, *REQUIRED, "--eval_split", "0.1"], unneeded=told).data
+        assert (data.eval_split, data.eval_mixer_list, data.eval_mixer_list_splits) == (0.1, [], ["train"])
+        assert data.eval_steps == 5 and [word.split()[0] for word in told] == [
+            "eval_mixer_list",
+            "eval_mixer_list_splits",
+        ]
+        assert parse(DPOConfig, [file, *REQUIRED, "--eval_split", "none"]).data.eval_mixer_list
+        file = yaml_file(tmp_path, "eval_split: 0.1\n")
+        data = parse(DPOConfig, [file, *REQUIRED, "--eval_mixer_list", "held.jsonl", "1.0"]).data
+        assert (data.eval_split, data.eval_mixer_list) == (None, ["held.jsonl", "1.0"])
+
     def test_command_line_replaces_and_completes_the_file(self, tmp_path: Path) -> None:
         path = yaml_file(tmp_path, "beta: 5\nreport_to: [wandb]\npacking: false\n")
         config = parse(DPOConfig, [path, "--beta", "2", "--report_to", "--packing"])

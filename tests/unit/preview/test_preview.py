@@ -52,6 +52,20 @@ def sample(name: str, model: Path, rows: Path, *words: str, num_read: int = 1000
     return sample_of(config, objective, known_of(config), num_read=num_read, num_shown=num_shown)
 
 
+def test_rows_to_train_on_are_shown_under_eval_split_and_the_others_counted(model: Path, pairs: Path) -> None:
+    whole, split = sample("dpo", model, pairs), sample("dpo", model, pairs, "--eval_split", "0.3")
+    num_held_out = split.report.num_held_out
+    assert split.report.num_pairs == 20 - num_held_out < 20 == whole.report.num_pairs
+    assert any(f"{num_held_out} rows held out by --eval_split" in line for line in split.report.lines())
+    part = sample("dpo", model, pairs, "--eval_split", "0.3", num_read=10)
+    assert part.report.num_pairs + part.report.num_held_out == 10 and part.report.num_held_out > 0
+    assert not any("held out" in line for line in whole.report.lines())
+    with refused("out_of_range", "eval_split"):  # as the run is
+        sample("dpo", model, pairs, "--eval_split", "0.0001")
+    with refused("out_of_range", "read"):
+        sample("dpo", model, pairs, "--eval_split", "0.999", num_read=2)
+
+
 def text_of(shown: Any, *, learned: bool) -> str:
     return "".join(token.text for token in shown.tokens if token.is_learned == learned)
 
