@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from open_instruct.cluster.learner_group import LearnerProcess
     from open_instruct.packing.rollouts import RankStep
-    from open_instruct.run.best_step import BestStep
+    from open_instruct.records import BestStep
 
 
 def main(argv: Sequence[str] | None = None) -> int:

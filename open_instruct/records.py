@@ -339,3 +339,18 @@ class RolloutSample:
     def weights_of(self, stream: str) -> tuple[float, ...]:
         """The weight of each labelled token in a loss."""
         return self.weights.get(stream, (USUAL_WEIGHTS[stream],) * len(self.engine_logprobs))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BestStep:
+    """The step of a run with the best value of the metric of `--keep_best`, among those that were compared.
+
+    Example: `BestStep(step=40, metric="eval/loss", value=1.25)`.
+    """
+
+    step: int
+    metric: str
+    value: float
+
+    def __str__(self) -> str:
+        return f"step {self.step}, the best by {self.metric} ({self.value:.6g})"

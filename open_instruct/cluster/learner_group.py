@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from ray.actor import ActorHandle
 
     from open_instruct.packing.rollouts import RankStep
-    from open_instruct.run.best_step import BestStep
+    from open_instruct.records import BestStep
 
 START_TIMEOUT_S = 300.0
 

@@ -12,6 +12,7 @@ from open_instruct.losses.policy import OVER_TOKENS, POLICY_LOSSES
 LEAST_TEMPERATURE = 0.01
 # What several flags are read with.
 HELD_OUT = "dataset_mixer_eval_list"
+HELD_OUT_FLAGS = f"{HELD_OUT} {HELD_OUT}_splits"
 R1_STYLE = "apply_r1_style_format_reward"
 JUDGE = "llm_judge_model"
 BOUNDS = "rho_correction bounds"
@@ -44,11 +45,7 @@ class PromptDataSection(RowsSection):
         "split of each held-out data set, or one for all", ["train"], read_with=HELD_OUT
     )
     eval_split: float | None = flag(
-        "share of the prompts that is held out, chosen by what is in each",
-        None,
-        above=0,
-        below=1,
-        replaces="dataset_mixer_eval_list dataset_mixer_eval_list_splits",
+        "share of the prompts that is held out, by what is in each", None, above=0, below=1, replaces=HELD_OUT_FLAGS
     )
     sft_mixer_list: list[str] = flag(
         "conversations, in the same form, that steps learn from beside completions", [], is_path=True

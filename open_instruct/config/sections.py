@@ -105,7 +105,7 @@ class DataSection(RowsSection):
         "held-out rows, in the same form; scored before and after training", [], is_path=True, replaces="eval_split"
     )
     eval_split: float | None = flag(
-        "share of the rows of --mixer_list that is held out, chosen by what is in each row",
+        "share of the rows of --mixer_list that is held out, by what is in each",
         None,
         above=0,
         below=1,

@@ -8,11 +8,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from open_instruct.checkpoints.step_folder import find_checkpoints, step_of
-from open_instruct.metric_table import HELD_OUT_PREFIX
+from open_instruct.metric_table import HELD_OUT_PREFIX, entry_of
 from open_instruct.parallel.process import on_main_process
-from open_instruct.run.best_step import BestStep, better_step, write_best_step
+from open_instruct.records import BestStep
 from open_instruct.run.cadence import Cadence
-from open_instruct.run.run_directory import RunDirectory, rows_of
+from open_instruct.run.run_directory import RunDirectory, is_number, rows_of
 from open_instruct.wording import counted
 
 
@@ -28,6 +28,16 @@ def find_idle_watch(metric: str, cadence: Cadence, *, flag: str) -> str | None:
         f"--keep_best {metric} compares nothing: of {counted(cadence.num_steps, 'step')} with {flag} {interval} only "
         f"the last is evaluated; give fewer steps between evaluations"
     )
+
+
+def better_step(best: BestStep | None, step: int, row: Mapping[str, Any], *, metric: str) -> BestStep | None:
+    """`step`, or the `best` before it where that is as good, or where `row` has no finite value of the metric."""
+    value = row.get(metric)
+    if value is None or not is_number(value):  # which NaN and infinity are not
+        return best
+    if best is not None and not entry_of(metric).improves(value, best.value):
+        return best
+    return BestStep(step=step, metric=metric, value=float(value))
 
 
 class BestStepWatch:
@@ -72,7 +82,7 @@ class BestStepWatch:
     def _compare(self, step: int, row: Mapping[str, Any]) -> BestStep | None:
         best = better_step(self.best, step, row, metric=self.metric)
         if best != self.best:
-            write_best_step(self.directory, best)
+            self.directory.write_best_step(best)
         return best
 
     def _find(self, until: int) -> BestStep | None:
@@ -83,5 +93,5 @@ class BestStepWatch:
         for row in rows_of(self.directory.evaluations if is_held_out else self.directory.metrics):
             if row["step"] <= until and row["step"] in steps:
                 best = better_step(best, int(row["step"]), row, metric=self.metric)
-        write_best_step(self.directory, best)
+        self.directory.write_best_step(best)
         return best

@@ -10,7 +10,7 @@ from open_instruct.learner.policy import Policy
 from open_instruct.models.lora.adapters import weights_of, whole_adapter
 from open_instruct.models.lora.files import write_adapter
 from open_instruct.parallel.peers import doing
-from open_instruct.run.best_step import BestStep
+from open_instruct.records import BestStep
 from open_instruct.run.card import card_of
 from open_instruct.run.opened import Run
 from open_instruct.run.pretrained import Pretrained

@@ -11,7 +11,6 @@ from open_instruct.config.training import LearnerConfig
 from open_instruct.data.files.foreign_json import read_object
 from open_instruct.metric_table import followed, in_order
 from open_instruct.report.ends import Rows, describe_ends, step_ends
-from open_instruct.run.best_step import read_best_step
 from open_instruct.run.console import Console, time_words
 from open_instruct.run.run_directory import RunDirectory, exported_by, rows_of
 from open_instruct.wording import counted
@@ -64,7 +63,7 @@ def describe_held_out(evaluations: Rows) -> str:
 def describe_best_step(config: LearnerConfig) -> str:
     """The step of the exported weights, where `--keep_best` has chosen it; empty otherwise."""
     directory = RunDirectory(path=Path(config.run.output_dir))
-    best = read_best_step(directory) if config.run.keep_best else None
+    best = directory.read_best_step() if config.run.keep_best else None
     return str(best) if best else ""
 
 

@@ -8,7 +8,6 @@ from typing import Any
 import yaml
 
 from open_instruct.data.files.opening import looks_like_a_file
-from open_instruct.run.best_step import read_best_step
 from open_instruct.run.run_directory import RunDirectory, rows_of
 from open_instruct.wording import pages_in
 
@@ -30,7 +29,7 @@ def card_of(
         settings = directory.config.read_text(encoding="utf-8")  # whose comments have the versions
         flags = yaml.safe_load(settings)
         mixture = flags.get("mixer_list") or flags.get("dataset_mixer_list") or []
-        best = read_best_step(directory)
+        best = directory.read_best_step()
         base = flags["model_name_or_path"]
         data = list(zip(mixture[::2], mixture[1::2], strict=True))
         head = {

@@ -8,11 +8,13 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
 
 from open_instruct.config.training import LearnerConfig
 from open_instruct.errors import InputError
+from open_instruct.records import BestStep
 from open_instruct.shard_layout import ShardLayout
 from open_instruct.whole_file import kind_of_other, replace_text
 
@@ -158,6 +160,20 @@ class RunDirectory:
     def write_pids(self, *, driver: int, learners: Sequence[int], engines: Sequence[int]) -> None:
         """The process ids of a run, for people and scripts, while it lives. Learners are in rank order."""
         replace_text(self.pids, json.dumps({"driver": driver, "learners": learners, "engines": engines}) + "\n")
+
+    def write_best_step(self, best: BestStep | None) -> None:
+        """Write `best.json`, for people and scripts, or remove it where there is no best step."""
+        if best is None:
+            self.best.unlink(missing_ok=True)
+        else:
+            replace_text(self.best, json.dumps(asdict(best)) + "\n")
+
+    def read_best_step(self) -> BestStep | None:
+        """What `best.json` says; None where there is none that can be read."""
+        try:
+            return BestStep(**json.loads(self.best.read_text(encoding="utf-8")))
+        except (OSError, ValueError, TypeError):
+            return None
 
     def write_evaluation(self, row: dict[str, Any]) -> None:
         """One row a step: a second evaluation of the same step replaces the first."""

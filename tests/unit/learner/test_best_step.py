@@ -12,7 +12,6 @@ from open_instruct.config.parser import parse
 from open_instruct.learner.best_step_watch import BestStepWatch, find_idle_watch
 from open_instruct.metric_table import entry_of
 from open_instruct.objectives.registry import OBJECTIVES, objective_named
-from open_instruct.run.best_step import read_best_step
 from open_instruct.run.cadence import Cadence
 from open_instruct.run.run_directory import RunDirectory
 
@@ -51,7 +50,7 @@ def test_best_step_is_the_same_during_a_run_and_from_its_files(
         before = watch.step
         assert watch.improves(step, {metric: value}, is_saved=True) == (watch.step != before)
     assert watch.step == best
-    told = read_best_step(directory)
+    told = directory.read_best_step()
     assert (told.step if told else None) == best
 
     rows = dict(enumerate(values, start=1))
