@@ -11,7 +11,7 @@ from open_instruct.config.flags import spelled
 from open_instruct.config.parser import YAML_SUFFIXES, nearest
 from open_instruct.errors import EXIT_INPUT, InputError
 from open_instruct.migrate.launch import ALL_TRAINERS
-from open_instruct.migrate.suites import trl
+from open_instruct.migrate.suites import openrlhf, trl, verl
 from open_instruct.migrate.suites.settings import Settings
 from open_instruct.migrate.suites.tables import find_suite_name, find_table, find_trainers
 from open_instruct.migrate.translation import Translation, translate
@@ -20,6 +20,8 @@ from open_instruct.wording import one_of, pages_in
 
 READERS: dict[str, Callable[[list[str]], Settings]] = {
     "trl": trl.read_settings,
+    "verl": verl.read_settings,
+    "openrlhf": openrlhf.read_settings,
 }
 OPEN_INSTRUCT = "open-instruct"
 SWITCHES = ("--json", "--yaml")

@@ -99,7 +99,7 @@ class _Translator:
             self._refuse_unreadable(name, how)
         self._compute()
         rules = {name: self._rule(name) for name in sheet.asked}
-        for name in sorted(rules, key=lambda name: bool((rule := rules[name]) and rule.prevails)):
+        for name in sorted(rules, key=lambda name: _place(rules[name])):
             self._translate(name, rules[name])
         self._set_columns()
         values = read_values(self.flags, sheet)
@@ -122,6 +122,18 @@ class _Translator:
         here = f"; here it is --{rule.flag}" if rule is not None and rule.flag else ""
         self.sheet.refused[name] = f"is only known when the launch runs ({how}){here}: write its value"
 
+    def _name_in_launch(self, name: str) -> str:
+        """The name by which the launch gives a setting: an older one, where it has that."""
+        older = self.table.older_names.get(name, name)
+        return older if older in self.sheet.given else name
+
+    def _is_read(self, condition: str) -> bool:
+        """Whether a setting has the value that another one is read with."""
+        name, value = condition.rsplit(" ", 1)
+        if value == ">0":
+            return self._number(name) is not None
+        return " ".join(self.sheet.asked.get(self._name_in_launch(name), [])).lower() == value
+
     def _is_said_elsewhere(self, flag: str) -> bool:
         """Whether a setting whose value is known says the same flag of ours."""
         rules = map(self._rule, self.settings.values)
@@ -135,7 +147,9 @@ class _Translator:
 
     def _translate(self, name: str, rule: Rule | None) -> None:
         words = self.sheet.asked[name]
-        if rule is None:
+        if rule is not None and rule.when and not self._is_read(rule.when):
+            self._drop(name, f"is read with {rule.when} alone")
+        elif rule is None:
             hint = nearest(name, self.table.rules)
             self._refuse(name, f"is no setting of {self.table.suite} that is known here{hint}")
         elif is_refused(rule, words):
@@ -143,7 +157,7 @@ class _Translator:
         elif rule.column is not None:
             self._name_column(name, rule.column, words)
         elif rule.part_of is not None:
-            self._note_part(name, rule.part_of)
+            self._note_part(name, rule, rule.part_of)
         elif rule.flag is not None and rule.flag not in self.flags:
             self._refuse(name, f"is --{rule.flag} of other commands, which open-instruct {self.table.command} has not")
         elif rule.flag is None and rule.differs is not None:
@@ -163,7 +177,15 @@ class _Translator:
                 self._refuse(name, f"is a number of steps, and {share_form}")
                 return
             words = [share]
-        self.sheet.set(rule.flag, words_here(rule, words), name)
+        words = words_here(rule, words)
+        amount_name = self._name_in_launch(rule.amount or "")
+        if amount_name in self.sheet.given and self._number(amount_name) is not None:
+            amount = self.sheet.asked[amount_name]
+            words = [part for word in words[::2] for part in (word, *amount)]
+        if rule.repeat is not None:
+            words = words * int(self._number(rule.repeat) or 1)
+        for place, flag in enumerate(rule.flags):
+            self.sheet.set(flag, words[place : place + 1] if rule.form == "each" else words, name)
         if rule.differs is not None and name in self.sheet.given:
             self.result.differs[name] = rule.differs
 
@@ -182,10 +204,12 @@ class _Translator:
         elif name in self.sheet.given:
             self.result.differs[name] = rule.differs
 
-    def _note_part(self, name: str, flag: str) -> None:
+    def _note_part(self, name: str, rule: Rule, flag: str) -> None:
         if name not in self.sheet.given:
             return
-        if flag in self.sheet.ours:
+        if " ".join(self.sheet.asked[name]).lower() in rule.unless:
+            self.sheet.dropped[name] = "asks for nothing"
+        elif flag in self.sheet.ours:
             self.result.renamed[name] = f"is a part of --{flag} {' '.join(self.sheet.ours[flag][0])}"
         elif flag in self.result.missing:
             self.result.renamed[name] = f"is a part of --{flag}, which see"
@@ -226,7 +250,8 @@ class _Translator:
 
     def _source(self, way: Product) -> str:
         """The setting that a computed flag is said to come from: a given one before a default."""
-        factors = [part for part in way.product.split() if part in self.sheet.asked]
+        factors = [self._name_in_launch(part) for part in way.product.split()]
+        factors = [name for name in factors if name in self.sheet.asked]
         given = [name for name in factors if name in self.sheet.given]
         return next(iter([*given, *factors]), "num_gpus")
 
@@ -241,11 +266,11 @@ class _Translator:
             if number is None:
                 return None
             result = result * number if operator == "*" else result / number
-        return f"{result:g}" if result < 1 else str(int(result)) if result.is_integer() else None
+        return str(int(result)) if result.is_integer() else None
 
     def _number(self, name: str) -> float | None:
         """A factor that is above 0: a number, what the user says, or a setting."""
-        word = str(self.known.get(name, " ".join(self.sheet.asked.get(name, [name]))))
+        word = str(self.known.get(name, " ".join(self.sheet.asked.get(self._name_in_launch(name), [name]))))
         try:
             number = float(word)
         except ValueError:
@@ -287,3 +312,10 @@ class _Translator:
             self.result.defaults.pop(flag, None)
             self.result.renamed.pop(source, None)
             self.result.refused[source] = line
+
+
+def _place(rule: Rule | None) -> int:
+    """Rules that prevail come after the others, and then those of settings that are a part of what these have set."""
+    if rule is None:
+        return 0
+    return 2 if rule.part_of is not None else int(rule.prevails)

@@ -1,7 +1,8 @@
 """What each setting of another suite is called here, read from the YAML file of that suite in this folder.
 
 A file has the suite's `name`, the files whose sections it goes on from (`like`), its `trainers` (of each our command
-and the sections that hold for it, the most special first) and its `sections`. A section may have
+and the sections that hold for it, the most special first), the `older_names` of settings and its
+`sections`. A section may have
 
 - `keys`: of each setting (or of several, with commas between) what becomes of it; see `Rule`
 - `defaults`: what the suite takes for a setting that is left out, where that has a counterpart here
@@ -26,35 +27,47 @@ class Rule:
 
     Example: `save_strategy: {as: checkpointing_steps, values: {epoch: "0", steps: null}}` is::
 
-        Rule(flag="checkpointing_steps", values={"epoch": "0", "steps": "null"})
+        Rule(flags=("checkpointing_steps",), values={"epoch": "0", "steps": "null"})
 
     Attributes:
-        flag: ours that says it.
+        flags: ours that say it, each of them with all of the words.
         values: our words for a value, or for each word of it; `null` leaves the flag out.
         times: what a number is multiplied by, where the unit differs.
         share_of: another setting: the value is a number of its steps where it is 1 or more, and here a share of them.
-        form: `whole` for names of data, of each of which all rows are taken; `commas` for a list in one word.
+        form: `whole` for names of data, of each of which all rows are taken; `commas` for a list in one word; `each`
+            where every flag has one of the words.
+        amount: with `whole`, the setting that says how many rows of each are taken, where it is given.
         column: the field of our rows that the value names a column for.
         part_of: a flag of ours that follows from it and other settings; see `Product`.
         unneeded: why it is left out, and the run learns the same.
         refused: why it cannot be had, but for the values in `unless`, which ask for nothing, and those in `values`.
         differs: what is otherwise about it here, though it is taken; without a flag, what it asks for in vain, but for
             the values in `unless`.
+        when: another setting and a value of it (`>0`: any above 0), without which this one is not read there.
+        repeat: another setting: the words stand as often as that says.
         prevails: whether it is heard where another setting says something else of the same flag.
     """
 
-    flag: str | None = None
+    flags: Sequence[str] = ()
     values: Mapping[str, str] = field(default_factory=dict)
     times: float | None = None
     share_of: str | None = None
     form: str = ""
+    amount: str | None = None
     column: str | None = None
     part_of: str | None = None
     unneeded: str | None = None
     refused: str | None = None
     unless: Sequence[str] = ()
     differs: str | None = None
+    when: str = ""
+    repeat: str | None = None
     prevails: bool = False
+
+    @property
+    def flag(self) -> str | None:
+        """The first of the flags."""
+        return self.flags[0] if self.flags else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +94,7 @@ class Table:
     suite: str
     command: str
     rules: Mapping[str, Rule]
+    older_names: Mapping[str, str]
     defaults: Mapping[str, str]
     computed: Sequence[Product]
     differs: Mapping[str, Sequence[str]]
@@ -114,6 +128,7 @@ def find_table(suite: str, trainer: str) -> Table:
         suite=facts["name"],
         command=trainer_facts["command"],
         rules=rules,
+        older_names=facts.get("older_names", {}),
         defaults=defaults,
         computed=[Product(**product) for section in sections for product in section.get("computed", [])],
         differs=differs,
@@ -123,7 +138,8 @@ def find_table(suite: str, trainer: str) -> Table:
 def _rule(**facts: Any) -> Rule:
     times = facts.pop("times", None)
     prevails = facts.pop("prevails", "false") == "true"
-    return Rule(flag=facts.pop("as", None), times=None if times is None else float(times), prevails=prevails, **facts)
+    flags = tuple(facts.pop("as", "").split())
+    return Rule(flags=flags, times=None if times is None else float(times), prevails=prevails, **facts)
 
 
 @cache

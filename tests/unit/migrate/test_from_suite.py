@@ -17,6 +17,7 @@ from open_instruct.migrate.suites.settings import Settings
 from open_instruct.migrate.suites.tables import Table, find_table, find_trainers
 from open_instruct.migrate.translation import Translation, translate
 from open_instruct.objectives.registry import objective_named
+from tests.refusals import refused
 
 CASES: dict[str, Any] = yaml.load(
     Path(__file__).with_name("suite_cases.yaml").read_text(encoding="utf-8"), Loader=yaml.CSafeLoader
@@ -41,8 +42,7 @@ def cases(kind: str) -> list[tuple[Any, ...]]:
 class TestCases:
     @pytest.mark.parametrize(("suite", "launch", "expected"), cases("same"))
     def test_settings_keep_their_meaning(self, suite: str, launch: str, expected: dict[str, Any]) -> None:
-        known = {"num_gpus": 4.0, "num_rows": 1000.0}
-        translation = translated(suite, launch, **known)
+        translation = translated(suite, launch, num_gpus=4.0, num_rows=1000.0)
         assert translation.refused == {}
         values = config_values(translation)
         assert {name: values[name] for name in expected} == expected
@@ -79,9 +79,11 @@ class TestTables:
         flags = flags_of(objective_named(table.command).config_class)
         for name, value in table.defaults.items():
             rule = table.rules[name]
-            if rule.flag in flags and rule.share_of is None:
-                words = words_here(rule, value.split())
-                assert words == [LEFT_OUT] or _accepts(flags[rule.flag], words), name
+            words = words_here(rule, value.split())
+            for place, flag in enumerate(rule.flags):
+                its_words = words[place : place + 1] if rule.form == "each" else words
+                if flag in flags and rule.share_of is None and words != [LEFT_OUT]:
+                    assert _accepts(flags[flag], its_words), name
 
     def test_every_setting_that_is_given_is_translated_or_named(self, suite: str, trainer: str) -> None:
         table = find_table(suite, trainer)
@@ -193,3 +195,60 @@ trainer = GRPOTrainer(model=model_id, args=config, reward_funcs=[close_to_length
         path.write_text("SFTConfig(seed=1)\nDPOConfig(seed=1)\n")
         assert main(["migrate-args", "--from", "trl", str(path)]) == 2
         assert "sft, dpo" in capsys.readouterr().err
+
+
+class TestShellScript:
+    SCRIPT = """#!/bin/bash
+# verl.trainer.main_ppo is not started by a comment
+HOME_OF_ROWS=${HOME_OF_ROWS:-"rows"}
+prompts=16
+answers=$((prompts / 4)) # of each
+FILES="['$HOME_OF_ROWS/a.parquet', '$HOME_OF_ROWS/b.parquet']"
+DATA=(
+    data.train_files="$FILES"   # both of them
+    data.train_batch_size=${prompts}
+)
+python3 -m verl.trainer.main_ppo "${DATA[@]}" \\
+    algorithm.adv_estimator=rloo \\
+    actor_rollout_ref.model.path=$UNSET_MODEL \\
+    actor_rollout_ref.rollout.n=$((answers * (1 + 1))) $@ && echo done
+"""
+
+    def test_variables_and_arithmetic_are_filled_in(self, tmp_path: Path) -> None:
+        path = tmp_path / "run.sh"
+        path.write_text(self.SCRIPT)
+        settings = READERS["verl"]([str(path)])
+        assert settings.trainer == "grpo"
+        assert settings.values == {
+            "data.train_files": ["rows/a.parquet", "rows/b.parquet"],
+            "data.train_batch_size": ["16"],
+            "algorithm.adv_estimator": ["rloo"],
+            "actor_rollout_ref.model.path": ["$UNSET_MODEL"],
+            "actor_rollout_ref.rollout.n": ["8"],
+        }
+
+    def test_text_that_is_read_into_a_variable_is_the_launch(self, tmp_path: Path) -> None:
+        path = tmp_path / "run.sh"
+        path.write_text(
+            "read -r -d '' training <<EOF\nopenrlhf.cli.train_sft \\\n  --pretrain m --dataset d,e\nEOF\n"
+            "if true; then\n    deepspeed --module $training\nfi\n"
+        )
+        settings = READERS["openrlhf"]([str(path)])
+        assert (settings.trainer, settings.values) == ("sft", {"pretrain": ["m"], "dataset": ["d", "e"]})
+
+    def test_script_without_a_launch_is_refused(self, tmp_path: Path) -> None:
+        path = tmp_path / "run.sh"
+        path.write_text("echo openrlhf.cli.train_sft\n")
+        with refused("unreadable_file", None, "run.sh"):
+            READERS["openrlhf"]([str(path)])
+
+
+def test_nested_yaml_of_verl_is_read_with_its_references(tmp_path: Path) -> None:
+    path = tmp_path / "verl.yaml"
+    path.write_text(
+        "trainer: {project_name: p, default_local_dir: 'out/${trainer.project_name}'}\n"
+        "actor_rollout_ref: {model: {path: m}, actor: {optim: {lr: 1e-6}}}\nalgorithm: {adv_estimator: grpo}\n"
+    )
+    settings = READERS["verl"]([str(path), "data.train_files=a"])
+    assert settings.values["trainer.default_local_dir"] == ["out/p"]
+    assert config_values(translate(find_table("verl", "grpo"), settings, {}))["learning_rate"] == 1e-6

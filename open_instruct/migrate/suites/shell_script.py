@@ -1,0 +1,141 @@
+"""The command of a shell script that starts a trainer, with its variables filled in; nothing is executed."""
+
+import ast
+import operator
+import re
+import shlex
+from collections.abc import Callable, Mapping
+
+from open_instruct.errors import InputError
+from open_instruct.whole_file import read_asked
+
+MAX_SCRIPT_BYTES = 2**20
+MAX_ROUNDS = 10
+SHELL_SUFFIXES = (".sh", ".bash", ".slurm", ".sbatch")
+ASSIGNMENT = re.compile(r"(?:export\s+|local\s+)?([A-Za-z_]\w*)=(.*)", re.DOTALL)
+ARRAY = re.compile(r"(?:export\s+)?([A-Za-z_]\w*)\+?=\((.*)\)\s*", re.DOTALL)
+HEREDOC = re.compile(r"read\s+(?:-\w+\s+(?:''\s+)?)*([A-Za-z_]\w*)\s*<<-?\s*['\"]?(\w+)['\"]?.*")
+VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)(?:\[[@*]\])?(?::?-((?:[^{}]|\{[^{}]*\})*))?\})")
+QUOTED_ARRAY = re.compile(r'"(\$\{\w+\[[@*]\]\})"')
+OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.floordiv,
+}
+COMMENT = re.compile(r"(?:^|(?<=\s))#[^\n'\"]*$", re.MULTILINE)
+
+
+def read_command(path: str, starts_trainer: Callable[[list[str]], bool]) -> list[str]:
+    """The words of the first command in a script that `starts_trainer`.
+
+    A variable that the script does not set is left as `$NAME`.
+
+    :raises InputError: the file cannot be read, or has no such command.
+    """
+    text = read_asked(path, where=path, most=MAX_SCRIPT_BYTES)
+    variables: dict[str, str] = {}
+    for line in _logical_lines(text, variables):
+        array, assignment = ARRAY.fullmatch(line), ASSIGNMENT.fullmatch(line)
+        if array is not None:
+            variables[array[1]] = f"{variables.get(array[1], '')} {_fill_in(array[2], variables)}".strip()
+            continue
+        value = _split(_fill_in(assignment[2], variables)) if assignment is not None else []
+        if assignment is not None and len(value) <= 1:
+            variables[assignment[1]] = " ".join(value)
+            continue
+        words = _split(_fill_in(line, variables))
+        if starts_trainer(words):
+            return words
+    raise InputError(
+        f"{path}: no line of it starts a trainer of that suite: give the words of the line that does",
+        kind="unreadable_file",
+    )
+
+
+def _logical_lines(text: str, variables: dict[str, str]) -> list[str]:
+    """Lines with those that they go on in, without comments; a text that is read into a variable is put there."""
+    lines: list[str] = []
+    left = [re.sub(r"\\\s+$", r"\\", line) for line in text.splitlines()]
+    while left:
+        line = left.pop(0)
+        heredoc = HEREDOC.fullmatch(line.strip())
+        if heredoc is not None:
+            end = left.index(heredoc[2]) if heredoc[2] in left else len(left)
+            variables[heredoc[1]] = " ".join(part.rstrip("\\") for part in left[:end])
+            del left[: end + 1]
+            continue
+        line = _without_comment(line)
+        while left and (line.endswith("\\") or _is_open(line)):
+            line = f"{line.removesuffix(chr(92))} {_without_comment(left.pop(0))}"
+        if line.strip():
+            lines.append(line.strip())
+    return lines
+
+
+def _is_open(line: str) -> bool:
+    """Whether a list in brackets goes on in the next line."""
+    return re.match(r"\s*(?:export\s+)?\w+\+?=\(", line) is not None and not line.rstrip().endswith(")")
+
+
+def _without_comment(line: str) -> str:
+    return COMMENT.sub("", line).rstrip()
+
+
+def _fill_in(text: str, variables: Mapping[str, str]) -> str:
+    """The text with its variables and its arithmetic filled in, as far as they are known."""
+    text = QUOTED_ARRAY.sub(r"\1", text)  # whose own words have quotes where they need them
+    for _ in range(MAX_ROUNDS):
+        before = text
+        text = VARIABLE.sub(lambda match: _value(match, variables), text)
+        text = _fill_in_arithmetic(text, variables)
+        if text == before:
+            break
+    return text
+
+
+def _value(match: re.Match[str], variables: Mapping[str, str]) -> str:
+    name = match[1] or match[2]
+    return variables.get(name, match[0] if match[3] is None else match[3].strip("'\""))
+
+
+def _fill_in_arithmetic(text: str, variables: Mapping[str, str]) -> str:
+    """The text with each `$((...))` computed, as far as its names are known."""
+    start = text.find("$((")
+    while start >= 0:
+        end = text.find("))", start)
+        while end >= 0 and text.count("(", start, end) > text.count(")", start, end) + 2:
+            end = text.find("))", end + 1)
+        if end < 0:
+            break
+        number = _compute(text[start + 3 : end], variables)
+        if number is not None:
+            text = f"{text[:start]}{number}{text[end + 2 :]}"
+        start = text.find("$((", start + 1)
+    return text
+
+
+def _compute(expression: str, variables: Mapping[str, str]) -> int | None:
+    """The whole number of an expression of numbers, variables, brackets and `+ - * /`; None where it is another."""
+    try:
+        return _number(ast.parse(expression.strip(), mode="eval").body, variables)
+    except (SyntaxError, ValueError, ArithmeticError, RecursionError):
+        return None
+
+
+def _number(node: ast.expr, variables: Mapping[str, str]) -> int:
+    if isinstance(node, ast.Constant):
+        return int(node.value)  # type: ignore[arg-type]
+    if isinstance(node, ast.Name):
+        return int(variables.get(node.id, ""))
+    if isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
+        return OPERATORS[type(node.op)](_number(node.left, variables), _number(node.right, variables))
+    raise ValueError
+
+
+def _split(text: str) -> list[str]:
+    """The words of a command; a text with a quote that is never closed is split at its spaces."""
+    try:
+        return [word for word in shlex.split(text) if not re.fullmatch(r"\$[@*]|\$\{@.*\}", word)]
+    except ValueError:
+        return text.split()

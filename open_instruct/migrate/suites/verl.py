@@ -1,0 +1,96 @@
+"""verl's launches: Hydra's `a.b=c` behind `python3 -m verl.trainer.main_ppo`, a shell script, or nested YAML."""
+
+import json
+import re
+
+from open_instruct.config.parser import YAML_SUFFIXES
+from open_instruct.errors import InputError
+from open_instruct.migrate.suites.settings import ENDS_OF_COMMANDS, Settings, count_gpus, read_yaml
+from open_instruct.migrate.suites.shell_script import SHELL_SUFFIXES, read_command
+
+PROGRAM = re.compile(r"(?:.*[./])?(main_ppo|main_dapo|fsdp_sft_trainer|sft_trainer)(?:\.py)?")
+TRAINERS = {"main_ppo": "ppo", "main_dapo": "ppo", "fsdp_sft_trainer": "sft", "sft_trainer": "sft"}
+OVERRIDE = re.compile(r"(?:\+\+|\+|~)?([A-Za-z_][\w.@/]*)=(.*)", re.DOTALL)
+REFERENCE = re.compile(r"\$\{([a-z_]+\.[\w.]+)\}")
+# Settings that only a run of reinforcement learning has.
+OF_PPO = ("actor_rollout_ref.", "algorithm.")
+# Settings that only supervised tuning has.
+OF_SFT = ("model.partial_pretrain", "data.multiturn.messages_key")
+# Words of Hydra's own, which choose where it writes and which file it reads.
+HYDRA_FLAGS = ("--config-path", "--config-name", "--config-dir")
+
+
+def read_settings(words: list[str]) -> Settings:
+    """Read the words of a launch.
+
+    :raises InputError: they are no launch of verl, or a file cannot be read.
+    """
+    if words[0].endswith(SHELL_SUFFIXES):
+        words = [*read_command(words[0], _starts_trainer), *words[1:]]
+    values: dict[str, list[str]] = {}
+    start = next((index for index, word in enumerate(words) if PROGRAM.fullmatch(word)), -1)
+    trainer = ""
+    if start >= 0 and (match := PROGRAM.fullmatch(words[start])):
+        trainer = TRAINERS[match[1]]
+    rest = words[start + 1 :]
+    end = next((index for index, word in enumerate(rest) if word in ENDS_OF_COMMANDS), len(rest))
+    rest = rest[:end]
+    if rest and rest[0].lower().endswith(YAML_SUFFIXES):
+        values |= read_yaml(rest.pop(0))
+    values |= _read_overrides(rest)
+    if not trainer and any(name.startswith(OF_PPO) for name in values):
+        trainer = "ppo"
+    elif not trainer and any(name in values for name in OF_SFT):
+        trainer = "sft"
+    if trainer == "ppo" and values.get("algorithm.adv_estimator", ["gae"]) != ["gae"]:
+        trainer = "grpo"
+    values = {name: [_fill_in(word, values) for word in its_words] for name, its_words in values.items()}
+    values.pop("defaults", None)  # Hydra's list of files, whose settings are defaults
+    return Settings(trainer=trainer, values=values, num_gpus=_count_gpus(values) or count_gpus(words[:start]))
+
+
+def _fill_in(word: str, values: dict[str, list[str]]) -> str:
+    """The word with `${a.b}` replaced by that setting, where it is given."""
+    return REFERENCE.sub(lambda match: " ".join(values.get(match[1], [match[0]])), word)
+
+
+def _starts_trainer(words: list[str]) -> bool:
+    return any(PROGRAM.fullmatch(word) for word in words) and any(OVERRIDE.fullmatch(word) for word in words)
+
+
+def _count_gpus(values: dict[str, list[str]]) -> int | None:
+    """GPUs of all nodes, on which learners and engines take turns."""
+    numbers = [" ".join(values.get(name, ["1"])) for name in ("trainer.nnodes", "trainer.n_gpus_per_node")]
+    if "trainer.n_gpus_per_node" not in values or not all(number.isdecimal() for number in numbers):
+        return None
+    return int(numbers[0]) * int(numbers[1])
+
+
+def _read_overrides(words: list[str]) -> dict[str, list[str]]:
+    values: dict[str, list[str]] = {}
+    words = list(words)
+    while words:
+        word = words.pop(0)
+        flag, equals, _ = word.partition("=")
+        if flag in HYDRA_FLAGS:
+            values[flag.removeprefix("--").replace("-", "_")] = [
+                word.partition("=")[2] if equals else words.pop(0) if words else ""
+            ]
+            continue
+        match = OVERRIDE.fullmatch(word)
+        if match is None:
+            raise InputError(f"'{word}' is no setting of verl, which are written a.b=c", kind="stray_word")
+        values[match[1]] = _read_value(match[2])
+    return values
+
+
+def _read_value(text: str) -> list[str]:
+    """The words of a value as Hydra writes it: a list in brackets, with quotes or without, or one word."""
+    text = text.strip().strip("'\"") if not text.strip().startswith(("[", "{")) else text.strip()
+    if text.startswith("[") and text.endswith("]"):
+        return [part.strip().strip("'\"") for part in text[1:-1].split(",") if part.strip()]
+    if text.lower() in ("null", "none", "~"):
+        return ["none"]
+    if text in ("True", "False"):
+        return [json.dumps(text == "True")]
+    return [text]
