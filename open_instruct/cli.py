@@ -31,7 +31,7 @@ COMMANDS = {
     "plan": ("say what memory, traffic and time a run would need, and how it would fit", "report.plan_command:main"),
     "preview": ("show rows of a run as the model will see them, and what is learned", "preview.command:main"),
     "report": ("make a page of what runs have left: curves, health, rollouts", "report.page:main"),
-    "migrate-args": ("translate a launch of TRL, verl, OpenRLHF or open-instruct", "migrate.migration:migrate_args"),
+    "migrate-args": ("translate a launch of another suite into our flags", "migrate.migration:migrate_args"),
     "replay": ("take one step of a GRPO run again, under its own or another loss", "replay:main"),
     "export": ("write a checkpoint of a run as a Hugging Face folder", "run.export_command:main"),
     "merge": ("add an adapter to the model that it was trained beside", "run.merge_command:main"),

@@ -11,7 +11,7 @@ from open_instruct.config.flags import spelled
 from open_instruct.config.parser import YAML_SUFFIXES, nearest
 from open_instruct.errors import EXIT_INPUT, InputError
 from open_instruct.migrate.launch import ALL_TRAINERS
-from open_instruct.migrate.suites import openrlhf, trl, verl
+from open_instruct.migrate.suites import axolotl, llamafactory, openrlhf, trl, verl
 from open_instruct.migrate.suites.settings import Settings
 from open_instruct.migrate.suites.tables import find_suite_name, find_table, find_trainers
 from open_instruct.migrate.translation import Translation, translate
@@ -22,6 +22,8 @@ READERS: dict[str, Callable[[list[str]], Settings]] = {
     "trl": trl.read_settings,
     "verl": verl.read_settings,
     "openrlhf": openrlhf.read_settings,
+    "axolotl": axolotl.read_settings,
+    "llamafactory": llamafactory.read_settings,
 }
 OPEN_INSTRUCT = "open-instruct"
 SWITCHES = ("--json", "--yaml")

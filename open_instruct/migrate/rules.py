@@ -87,12 +87,19 @@ def _schedule(sheet: Sheet) -> None:
 
 
 def _model(sheet: Sheet) -> None:
-    """A folder may have any name; one that names a family of others is most likely of that."""
-    name = sheet.word("model_name_or_path").rstrip("/").rpartition("/")[2]
+    if reason := family_problem(sheet.word("model_name_or_path")):
+        sheet.refuse("model_name_or_path", reason)
+
+
+def family_problem(model: str) -> str | None:
+    """Why a model cannot be loaded, by its name: one that names a family of others is most likely of that."""
+    name = model.lower().rstrip("/").rpartition("/")[2]
     others = read_table("defaults.yaml")["families"]
-    if family := next((family for family, form in others.items() if re.search(form, name)), ""):
-        known = ", ".join(each.name for each in FAMILIES.values())
-        sheet.refuse("model_name_or_path", f"names a model of the family {family}, which cannot be loaded: {known} can")
+    family = next((family for family, form in others.items() if re.search(form, name)), None)
+    if family is None:
+        return None
+    known = ", ".join(each.name for each in FAMILIES.values())
+    return f"names a model of the family {family}, which cannot be loaded: {known} can"
 
 
 def _names_of_files(sheet: Sheet) -> None:

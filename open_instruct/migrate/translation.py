@@ -9,6 +9,7 @@ from open_instruct.config.flags import Flag, flags_of
 from open_instruct.config.parser import nearest
 from open_instruct.migrate.launch import Sheet
 from open_instruct.migrate.our_flags import default_here, drop_idle, find_problems, read_values
+from open_instruct.migrate.rules import family_problem
 from open_instruct.migrate.suites.rule_values import LEFT_OUT, is_refused, share_of_steps, words_here
 from open_instruct.migrate.suites.settings import Settings
 from open_instruct.migrate.suites.tables import Product, Rule, Table
@@ -80,13 +81,15 @@ class _Translator:
         self.known = dict(known)
         self.objective: Objective = objective_named(table.command)
         self.flags: dict[str, Flag] = flags_of(self.objective.config_class)
-        given = settings.values.keys() | settings.unreadable.keys()
+        unset = {name for name, words in settings.values.items() if words == [table.unset]}
+        given = (settings.values.keys() | settings.unreadable.keys()) - unset
         defaults = {name: value.split() for name, value in table.defaults.items() if name not in given}
         self.sheet = Sheet(
             trainer=settings.trainer,
-            asked={name: list(words) for name, words in settings.values.items()} | defaults,
+            asked={name: list(words) for name, words in settings.values.items() if name in given} | defaults,
             given=frozenset(given),
         )
+        self.sheet.dropped.update(dict.fromkeys(unset, "has no value"))
         self.computed: set[str] = set()
         self.columns: dict[str, str] = {}  # of each field of our rows the column, and the setting behind it
         self.result = Translation(
@@ -103,6 +106,7 @@ class _Translator:
             self._translate(name, rules[name])
         self._set_columns()
         values = read_values(self.flags, sheet)
+        self._refuse_unknown_family()
         drop_idle(self.flags, values, sheet)
         for flag in sorted(values, key=lambda name: sheet.ours[name][1] not in sheet.given):
             self._take(flag, values[flag])
@@ -111,6 +115,11 @@ class _Translator:
         self._fill_in_missing()
         self._leave_out_refused()
         return self.result
+
+    def _refuse_unknown_family(self) -> None:
+        words, source = self.sheet.ours.get("model_name_or_path", ([], ""))
+        if reason := family_problem(" ".join(words)):
+            self.sheet.refused[source] = reason
 
     def _refuse_unreadable(self, name: str, how: str) -> None:
         rule = self._rule(name)
@@ -217,7 +226,10 @@ class _Translator:
             self.sheet.refused[name] = f"is a part of --{flag} here, and does not go with the other settings"
 
     def _name_column(self, name: str, column: str, words: list[str]) -> None:
-        if words in ([column], ["none"]):
+        words = list(dict.fromkeys(words))  # of several data sets
+        if len(words) > 1:
+            self._refuse(name, "is a column by another name in each data set: here all have the same columns")
+        elif words in ([column], ["none"]):
             self._drop(name, "names the column that is read anyway")
         elif column in self.columns:
             self._refuse(name, f"is a second column for {column}: rows of all data sets have the same columns here")
@@ -240,7 +252,8 @@ class _Translator:
         for flag, ways in products.items():
             if flag not in self.flags:
                 continue
-            numbers = ((self._product(way.product), way) for way in ways)
+            is_fraction = self.flags[flag].kind is float
+            numbers = ((self._product(way.product, is_fraction), way) for way in ways)
             number, way = next(((number, way) for number, way in numbers if number is not None), (None, ways[-1]))
             if number is not None:
                 self.sheet.set(flag, [number], self._source(way))
@@ -255,8 +268,8 @@ class _Translator:
         given = [name for name in factors if name in self.sheet.given]
         return next(iter([*given, *factors]), "num_gpus")
 
-    def _product(self, product: str) -> str | None:
-        """The value of `a * b / c`; None where a factor is not known, or where it is not a whole number."""
+    def _product(self, product: str, is_fraction: bool) -> str | None:
+        """The value of `a * b / c`; None where a factor is not known, or it has to be whole and is not."""
         result, operator = 1.0, "*"
         for part in product.split():
             if part in ("*", "/"):
@@ -266,7 +279,9 @@ class _Translator:
             if number is None:
                 return None
             result = result * number if operator == "*" else result / number
-        return str(int(result)) if result.is_integer() else None
+        if result.is_integer():
+            return str(int(result))
+        return f"{result:g}" if is_fraction else None
 
     def _number(self, name: str) -> float | None:
         """A factor that is above 0: a number, what the user says, or a setting."""

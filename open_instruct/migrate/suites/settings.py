@@ -59,6 +59,14 @@ def count_gpus(launcher: Sequence[str]) -> int | None:
     return None
 
 
+def name_configurations(values: dict[str, list[str]], name: str, configuration: str) -> None:
+    """Put the configurations of data sets behind their names, `name:configuration`, as they are written here."""
+    if name not in values or configuration not in values:
+        return
+    pairs = zip(values[name], values.pop(configuration), strict=False)
+    values[name] = [path if config == "none" else f"{path}:{config}" for path, config in pairs]
+
+
 def read_yaml(path: str) -> dict[str, list[str]]:
     """The settings of a YAML file, whose sections are put before their keys: `lora: {rank: 8}` is `lora.rank`.
 

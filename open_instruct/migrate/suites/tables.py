@@ -1,8 +1,8 @@
 """What each setting of another suite is called here, read from the YAML file of that suite in this folder.
 
 A file has the suite's `name`, the files whose sections it goes on from (`like`), its `trainers` (of each our command
-and the sections that hold for it, the most special first), the `older_names` of settings and its
-`sections`. A section may have
+and the sections that hold for it, the most special first), the `older_names` of settings, the word of
+one that is written down and not set (`unset`), and its `sections`. A section may have
 
 - `keys`: of each setting (or of several, with commas between) what becomes of it; see `Rule`
 - `defaults`: what the suite takes for a setting that is left out, where that has a counterpart here
@@ -95,6 +95,7 @@ class Table:
     command: str
     rules: Mapping[str, Rule]
     older_names: Mapping[str, str]
+    unset: str | None
     defaults: Mapping[str, str]
     computed: Sequence[Product]
     differs: Mapping[str, Sequence[str]]
@@ -129,6 +130,7 @@ def find_table(suite: str, trainer: str) -> Table:
         command=trainer_facts["command"],
         rules=rules,
         older_names=facts.get("older_names", {}),
+        unset=facts.get("unset"),
         defaults=defaults,
         computed=[Product(**product) for section in sections for product in section.get("computed", [])],
         differs=differs,

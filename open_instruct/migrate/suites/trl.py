@@ -7,7 +7,7 @@ from pathlib import Path
 from open_instruct.config.parser import YAML_SUFFIXES
 from open_instruct.errors import InputError
 from open_instruct.migrate.suites.python_script import read_calls
-from open_instruct.migrate.suites.settings import Settings, count_gpus, read_flags, read_yaml
+from open_instruct.migrate.suites.settings import Settings, count_gpus, name_configurations, read_flags, read_yaml
 
 # Classes of which arguments are settings, by the end of their names: TRL has a config and a trainer of each kind.
 CONFIG = re.compile(r"(\w+?)Config")
@@ -64,7 +64,8 @@ def read_settings(words: list[str]) -> Settings:
     num_gpus = count_gpus(launcher)
     if "num_processes" in values and not launcher:
         num_gpus = count_gpus(["--num_processes", *values.pop("num_processes")])
-    _name_configuration(values)
+    name_configurations(values, "dataset_name", "dataset_config")
+    name_configurations(values, "datasets.path", "datasets.name")
     unreadable = {name: how for name, how in unreadable.items() if name not in values}
     trainer = "reward" if trainer == "reward_modeling" else trainer  # the name of an older script
     return Settings(trainer=trainer, values=values, unreadable=unreadable, num_gpus=num_gpus)
@@ -78,14 +79,6 @@ def _split(words: Sequence[str]) -> tuple[list[str], list[str]]:
         if word.endswith(".py"):
             return list(words[:index]), list(words[index:])
     return [], list(words)
-
-
-def _name_configuration(values: dict[str, list[str]]) -> None:
-    """A data set's configuration is a part of its name here: `name:configuration`."""
-    for name, configuration in (("dataset_name", "dataset_config"), ("datasets.path", "datasets.name")):
-        if name in values and configuration in values:
-            pairs = zip(values[name], values.pop(configuration), strict=False)
-            values[name] = [path if config == "none" else f"{path}:{config}" for path, config in pairs]
 
 
 def _read_script(path: str) -> tuple[str, dict[str, list[str]], dict[str, str]]:

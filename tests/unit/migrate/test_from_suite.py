@@ -14,7 +14,7 @@ from open_instruct.config.resolved import as_flat_dict
 from open_instruct.migrate.from_suite import READERS
 from open_instruct.migrate.suites.rule_values import LEFT_OUT, words_here
 from open_instruct.migrate.suites.settings import Settings
-from open_instruct.migrate.suites.tables import Table, find_table, find_trainers
+from open_instruct.migrate.suites.tables import Rule, Table, find_table, find_trainers
 from open_instruct.migrate.translation import Translation, translate
 from open_instruct.objectives.registry import objective_named
 from tests.refusals import refused
@@ -71,19 +71,14 @@ class TestTables:
             # Rules of the sections that all trainers share may be of a flag that this command has not.
             if rule.flag in flags:
                 for value in rule.values:
-                    words = words_here(rule, value.split())
-                    assert words == [LEFT_OUT] or _accepts(flags[rule.flag], words), (name, value)
+                    assert _accept(flags, rule, value), (name, value)
 
     def test_defaults_are_translated(self, suite: str, trainer: str) -> None:
         table = find_table(suite, trainer)
         flags = flags_of(objective_named(table.command).config_class)
         for name, value in table.defaults.items():
             rule = table.rules[name]
-            words = words_here(rule, value.split())
-            for place, flag in enumerate(rule.flags):
-                its_words = words[place : place + 1] if rule.form == "each" else words
-                if flag in flags and rule.share_of is None and words != [LEFT_OUT]:
-                    assert _accepts(flags[flag], its_words), name
+            assert rule.share_of is not None or _accept(flags, rule, value), name
 
     def test_every_setting_that_is_given_is_translated_or_named(self, suite: str, trainer: str) -> None:
         table = find_table(suite, trainer)
@@ -92,8 +87,12 @@ class TestTables:
         assert [name for name in given if not _is_named(name, translation, table)] == []
 
 
-def _accepts(flag: Flag, words: list[str]) -> bool:
-    flag.value_of(words)
+def _accept(flags: dict[str, Flag], rule: Rule, value: str) -> bool:
+    """Whether our flags take the words that a value becomes."""
+    words = words_here(rule, value.split())
+    for place, name in enumerate(rule.flags if words != [LEFT_OUT] else ()):
+        if name in flags:
+            flags[name].value_of(words[place : place + 1] if rule.form == "each" else words)
     return True
 
 
@@ -252,3 +251,83 @@ def test_nested_yaml_of_verl_is_read_with_its_references(tmp_path: Path) -> None
     settings = READERS["verl"]([str(path), "data.train_files=a"])
     assert settings.values["trainer.default_local_dir"] == ["out/p"]
     assert config_values(translate(find_table("verl", "grpo"), settings, {}))["learning_rate"] == 1e-6
+
+
+class TestAxolotl:
+    def translation(self, tmp_path: Path, text: str, num_gpus: float = 1.0) -> Translation:
+        path = tmp_path / "axolotl.yaml"
+        path.write_text(text)
+        return translated("axolotl", f"axolotl train {path}", num_gpus=num_gpus)
+
+    def test_nested_yaml_keeps_its_meaning(self, tmp_path: Path) -> None:
+        text = """
+base_model: m
+rl: dpo
+datasets:
+  - path: a
+    name: main
+    split: train
+    type: chatml.intel
+    field_messages: talk
+  - path: b
+    type: chat_template
+    field_messages: talk
+adapter: qlora
+load_in_4bit: true
+lora_r: 32
+lora_target_linear: true
+sequence_len: 4096
+val_set_size: 0.05
+micro_batch_size: 2
+learning_rate: 2e-5
+saves_per_epoch: 1
+bf16: auto
+wandb_entity:
+dpo_loss_type: ["sigmoid"]
+"""
+        translation = self.translation(tmp_path, text)
+        assert translation.refused == {} and translation.missing == {}
+        assert translation.dropped["wandb_entity"] and translation.differs["datasets.type"]
+        values = config_values(translation)
+        expected = {
+            "mixer_list": ["a:main", "1.0", "b", "1.0"],
+            "mixer_list_splits": ["train", "train"],
+            "columns": ["messages=talk"],
+            "use_lora": True,
+            "use_qlora": True,
+            "lora_r": 32,
+            "lora_target_modules": ["all-linear"],
+            "max_seq_length": 4096,
+            "eval_split": 0.05,
+            "per_device_train_batch_size": 2,
+            "learning_rate": 2e-5,
+            "lr_scheduler_type": "cosine",
+            "checkpointing_steps": 0,
+            "loss_type": "dpo",
+            "beta": 0.1,
+        }
+        assert {name: values[name] for name in expected} == expected
+
+    def test_grpo_takes_its_own_section(self, tmp_path: Path) -> None:
+        text = "base_model: m\nrl: grpo\ndatasets: [{path: a}]\nmax_steps: 10\nmicro_batch_size: 8\n"
+        text += "trl: {num_generations: 4, loss_type: dr_grpo, max_completion_length: 64}\n"
+        values = config_values(self.translation(tmp_path, text, num_gpus=2.0))
+        expected = {"num_unique_prompts_rollout": 4, "total_episodes": 160, "response_length": 64, "loss_fn": "dr_grpo"}
+        assert {name: values[name] for name in expected} == expected
+
+    def test_what_cannot_be_had_is_named(self, tmp_path: Path) -> None:
+        text = (
+            "base_model: mistralai/Mistral-7B\nrl: kto\ndatasets: [{path: a}]\nload_in_8bit: true\nno_such: {key: 1}\n"
+        )
+        refused_settings = self.translation(tmp_path, text).refused
+        assert sorted(refused_settings) == ["base_model", "load_in_8bit", "no_such.key"]
+
+
+def test_names_of_llamafactorys_list_become_files_and_data_sets_of_the_hub(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    facts = {"here": {"file_name": "rows.json"}, "there": {"hf_hub_url": "owner/rows"}}
+    (tmp_path / "data" / "dataset_info.json").write_text(json.dumps(facts))
+    path = tmp_path / "run.yaml"
+    path.write_text("stage: sft\nmodel_name_or_path: m\ndataset: here,there,unknown\noutput_dir: o\n")
+    mixer_list = config_values(translated("llamafactory", str(path)))["mixer_list"]
+    assert mixer_list[::2] == [str(tmp_path / "data" / "rows.json"), "owner/rows", "unknown"]

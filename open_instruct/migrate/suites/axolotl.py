@@ -1,0 +1,29 @@
+"""axolotl's launches: nested YAML behind `axolotl train FILE.yaml --flag value`, or `-m axolotl.cli.train`."""
+
+from pathlib import Path
+
+from open_instruct.config.parser import YAML_SUFFIXES
+from open_instruct.errors import InputError
+from open_instruct.migrate.suites.settings import Settings, count_gpus, name_configurations, read_flags, read_yaml
+
+WORDS_OF_PROGRAM = ("axolotl", "train", "axolotl.cli.train")
+KIND = "rl"
+# Switches that name a trainer in a file without `rl`.
+SWITCHES = {"reward_model": "reward_model", "process_reward_model": "prm"}
+
+
+def read_settings(words: list[str]) -> Settings:
+    """Read the words of a launch.
+
+    :raises InputError: they name no YAML file, or it cannot be read.
+    """
+    start = next((index for index, word in enumerate(words) if word.lower().endswith(YAML_SUFFIXES)), -1)
+    if start < 0:
+        raise InputError("axolotl takes a YAML file: name it, as in axolotl train FILE.yaml", kind="stray_word")
+    launcher = [word for word in words[:start] if Path(word).name not in WORDS_OF_PROGRAM]
+    values = read_yaml(words[start]) | read_flags(words[start + 1 :])
+    name_configurations(values, "datasets.path", "datasets.name")
+    kind = " ".join(values.pop(KIND, ["none"])).lower()
+    switched = [trainer for name, trainer in SWITCHES.items() if values.get(name) == ["true"]]
+    trainer = kind if kind not in ("none", "false") else next(iter(switched), "sft")
+    return Settings(trainer=trainer, values=values, num_gpus=count_gpus(launcher))
