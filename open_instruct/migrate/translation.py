@@ -110,8 +110,9 @@ class _Translator:
         drop_idle(self.flags, values, sheet)
         for flag in sorted(values, key=lambda name: sheet.ours[name][1] not in sheet.given):
             self._take(flag, values[flag])
-        for what, (there, here) in self.table.differs.items():
-            self.result.differs[what] = {"there": there, "here": here}
+        for what, (there, here, *condition) in self.table.differs.items():
+            if all(map(self._is_read, condition)):
+                self.result.differs[what] = {"there": there, "here": here}
         self._fill_in_missing()
         self._leave_out_refused()
         return self.result
@@ -157,7 +158,7 @@ class _Translator:
     def _translate(self, name: str, rule: Rule | None) -> None:
         words = self.sheet.asked[name]
         if rule is not None and rule.when and not self._is_read(rule.when):
-            self._drop(name, f"is read with {rule.when} alone")
+            self._leave_unread(name, rule, words)
         elif rule is None:
             hint = nearest(name, self.table.rules)
             self._refuse(name, f"is no setting of {self.table.suite} that is known here{hint}")
@@ -175,6 +176,13 @@ class _Translator:
             self._drop(name, rule.unneeded or "asks for nothing")
         else:
             self._set(name, rule, words)
+
+    def _leave_unread(self, name: str, rule: Rule, words: list[str]) -> None:
+        """A setting beside one that it is not read with, there or here."""
+        if rule.otherwise is not None and " ".join(words).lower() not in rule.unless:
+            self._refuse(name, rule.otherwise)
+        else:
+            self._drop(name, f"is read with {rule.when} alone")
 
     def _set(self, name: str, rule: Rule, words: list[str]) -> None:
         assert rule.flag is not None

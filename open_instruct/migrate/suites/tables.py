@@ -7,7 +7,7 @@ one that is written down and not set (`unset`), and its `sections`. A section ma
 - `keys`: of each setting (or of several, with commas between) what becomes of it; see `Rule`
 - `defaults`: what the suite takes for a setting that is left out, where that has a counterpart here
 - `computed`: flags of ours that follow from several settings; see `Product`
-- `differs`: what is otherwise by no flag: there, and here
+- `differs`: what is otherwise by no flag: there, and here, and perhaps settings with the values at which that is so
 """
 
 from collections.abc import Mapping, Sequence
@@ -44,6 +44,7 @@ class Rule:
         differs: what is otherwise about it here, though it is taken; without a flag, what it asks for in vain, but for
             the values in `unless`.
         when: another setting and a value of it (`>0`: any above 0), without which this one is not read there.
+        otherwise: why it cannot be had where `when` does not hold; without it, it is left out there.
         repeat: another setting: the words stand as often as that says.
         prevails: whether it is heard where another setting says something else of the same flag.
     """
@@ -61,6 +62,7 @@ class Rule:
     unless: Sequence[str] = ()
     differs: str | None = None
     when: str = ""
+    otherwise: str | None = None
     repeat: str | None = None
     prevails: bool = False
 

@@ -60,6 +60,14 @@ class TestCases:
         assert set(flags) <= set(translation.missing)
 
 
+@pytest.mark.parametrize(
+    ("words", "is_listed"), [("", False), ("--loss_type simpo", True), ("--loss_type simpo --cpo_alpha 0.0", False)]
+)
+def test_difference_is_listed_where_it_is_one(words: str, is_listed: bool) -> None:
+    translation = translated("trl", f"trl cpo --model_name_or_path m --dataset_name d {words}")
+    assert ("the chosen reply's likelihood" in translation.differs) == is_listed
+
+
 @pytest.mark.parametrize(("suite", "trainer"), TABLES)
 class TestTables:
     def test_rules_name_flags_and_values_that_exist(self, suite: str, trainer: str) -> None:
