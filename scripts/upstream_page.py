@@ -27,7 +27,8 @@ HEAD = """\
 Written by `python scripts/upstream_page.py > docs/upstream.md`; a test holds it up to date.
 
 `open-instruct migrate-args` tells a launch of [allenai/open-instruct](https://github.com/allenai/open-instruct) in the
-flags of this project. It starts nothing and loads no torch.
+flags of this project. It starts nothing and loads no torch. Launches of other suites are told by `migrate-args --from`
+([migrate.md](migrate.md)).
 
 ```
 open-instruct migrate-args dpo -- --model_name_or_path allenai/OLMo-2-1124-7B-SFT --mixer_list pairs.jsonl 1.0 \\

@@ -250,7 +250,8 @@ class _Translator:
         pairs = [f"{column}={self.sheet.asked[name][0]}" for column, name in self.columns.items()]
         self.sheet.set("columns", pairs, next(iter(self.columns.values())))
         for pair, name in zip(pairs, self.columns.values(), strict=True):
-            self.result.renamed[name] = f"is --columns {pair}"
+            if name in self.sheet.given:
+                self.result.renamed[name] = f"is --columns {pair}"
 
     def _compute(self) -> None:
         """Set the flags that follow from several settings; of one flag's products the first that can be computed."""
@@ -315,6 +316,9 @@ class _Translator:
         self.result.arguments[flag] = words
 
     def _fill_in_missing(self) -> None:
+        for name, what in self.table.needs.items():
+            if name not in self.result.arguments:
+                self.result.missing[name] = what
         for flag in self.flags.values():
             if flag.required and flag.name not in self.result.arguments:
                 words = PLACEHOLDERS[flag.name]

@@ -7,6 +7,7 @@ one that is written down and not set (`unset`), and its `sections`. A section ma
 - `keys`: of each setting (or of several, with commas between) what becomes of it; see `Rule`
 - `defaults`: what the suite takes for a setting that is left out, where that has a counterpart here
 - `computed`: flags of ours that follow from several settings; see `Product`
+- `needs`: flags of ours that nothing in a launch determines, with what to give
 - `differs`: what is otherwise by no flag: there, and here, and perhaps settings with the values at which that is so
 """
 
@@ -100,6 +101,7 @@ class Table:
     unset: str | None
     defaults: Mapping[str, str]
     computed: Sequence[Product]
+    needs: Mapping[str, str]
     differs: Mapping[str, Sequence[str]]
 
 
@@ -122,10 +124,12 @@ def find_table(suite: str, trainer: str) -> Table:
     sections += [section for other in facts.get("like", []) for section in _read(other)["sections"].values()]
     rules: dict[str, Rule] = {}
     defaults: dict[str, str] = {}
+    needs: dict[str, str] = {}
     differs: dict[str, Sequence[str]] = {}
     for section in reversed(sections):
         rules |= {name: _rule(**rule) for names, rule in section.get("keys", {}).items() for name in names.split(", ")}
         defaults |= section.get("defaults", {})
+        needs |= section.get("needs", {})
         differs |= section.get("differs", {})
     return Table(
         suite=facts["name"],
@@ -135,6 +139,7 @@ def find_table(suite: str, trainer: str) -> Table:
         unset=facts.get("unset"),
         defaults=defaults,
         computed=[Product(**product) for section in sections for product in section.get("computed", [])],
+        needs=needs,
         differs=differs,
     )
 

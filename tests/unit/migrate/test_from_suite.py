@@ -339,3 +339,8 @@ def test_names_of_llamafactorys_list_become_files_and_data_sets_of_the_hub(tmp_p
     path.write_text("stage: sft\nmodel_name_or_path: m\ndataset: here,there,unknown\noutput_dir: o\n")
     mixer_list = config_values(translated("llamafactory", str(path)))["mixer_list"]
     assert mixer_list[::2] == [str(tmp_path / "data" / "rows.json"), "owner/rows", "unknown"]
+
+
+def test_page_names_every_suite() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "migrate.md").read_text(encoding="utf-8")
+    assert [name for name in (*READERS, "open-instruct") if f"| `{name}` |" not in page] == []
