@@ -82,10 +82,14 @@ def _read_call(node: ast.Call, names: Mapping[str, ast.expr]) -> Call:
             unreadable[f"**{_shown(keyword.value)}"] = "several arguments at once"
             continue
         try:
-            values[keyword.arg] = _words(_value(keyword.value, names, 0))
+            value = _value(keyword.value, names, 0)
         except (_Unknown, ArithmeticError, TypeError, ValueError):
-            unreadable[keyword.arg] = _shown(keyword.value)
+            unreadable[keyword.arg] = _shown(_resolve(keyword.value, names))
             continue
+        if isinstance(value, dict):
+            values |= {f"{keyword.arg}.{key}": _words(item) for key, item in value.items()}
+            continue
+        values[keyword.arg] = _words(value)
         for name, value in _loading_arguments(keyword.value, names).items():
             values[f"{keyword.arg}.{name}"] = [value]
     return Call(name=_called(node), values=values, unreadable=unreadable)
@@ -103,6 +107,15 @@ def _loading_arguments(node: ast.expr, names: Mapping[str, ast.expr]) -> dict[st
     if isinstance(node, ast.Call) and _called(node) in NAMING:
         found |= {keyword.arg: _shown(keyword.value).strip("'") for keyword in node.keywords if keyword.arg}
     return found
+
+
+def _resolve(node: ast.expr, names: Mapping[str, ast.expr]) -> ast.expr:
+    """The expression behind a name."""
+    for _ in range(MAX_DEPTH):
+        if not isinstance(node, ast.Name) or node.id not in names:
+            break
+        node = names[node.id]
+    return node
 
 
 def _called(node: ast.Call) -> str:

@@ -28,6 +28,8 @@ TRAINERS_OF_CLASSES = {
     "Distillation": "distillation",
     "BCO": "bco",
 }
+# Names of what a script of TRL's own reads from its flags: what follows from these is not given by the script.
+FROM_FLAGS = re.compile(r"\b(script_args|training_args|model_args)\b")
 # Of other classes in a script what is put before the names of their arguments.
 OTHER_CLASSES = {
     "LoraConfig": "LoraConfig.",
@@ -36,7 +38,6 @@ OTHER_CLASSES = {
     "ScriptArguments": "",
     "TrainingArguments": "",
 }
-MODEL_ARGUMENT = "model"
 
 
 def read_settings(words: list[str]) -> Settings:
@@ -96,7 +97,8 @@ def _read_script(path: str) -> tuple[str, dict[str, list[str]], dict[str, str]]:
         if prefix is None:
             continue
         values |= {f"{prefix}{name}": words for name, words in call.values.items()}
-        unreadable |= {f"{prefix}{name}": how for name, how in call.unreadable.items()}
+        unknown = {name: how for name, how in call.unreadable.items() if not FROM_FLAGS.search(how)}
+        unreadable |= {f"{prefix}{name}": how for name, how in unknown.items()}
     if len(set(trainers)) > 1:
         raise InputError(
             f"{path} has several trainers, {', '.join(dict.fromkeys(trainers))}: give a script with one of them",

@@ -197,6 +197,17 @@ trainer = GRPOTrainer(model=model_id, args=config, reward_funcs=[close_to_length
         }
         assert {name: values[name] for name in expected} == expected
 
+    def test_what_a_script_reads_from_its_flags_is_left_to_these(self, tmp_path: Path) -> None:
+        path = tmp_path / "dpo.py"
+        path.write_text(
+            "rows = load(script_args.dataset_name)\n"
+            "DPOTrainer(model=model_args.model_name_or_path, args=training_args, train_dataset=rows,"
+            " callbacks=[mine()])\n"
+        )
+        translation = translated("trl", f"accelerate launch {path} --model_name_or_path m --dataset_name d --beta 0.3")
+        assert list(translation.refused) == ["trainer.callbacks"]
+        assert config_values(translation)["beta"] == 0.3
+
     def test_two_trainers_in_a_script_are_refused(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         path = tmp_path / "train.py"
         path.write_text("SFTConfig(seed=1)\nDPOConfig(seed=1)\n")
