@@ -19,6 +19,8 @@ from open_instruct.commands.check import CheckFlags
 from open_instruct.config.flags import OWN, flags_of
 from open_instruct.config.suites.upstream_flags import upstream_table
 from open_instruct.families import FAMILIES
+from open_instruct.migrate.from_suite import READERS
+from open_instruct.migrate.suites.tables import find_table, find_trainers
 from open_instruct.parallel.layout_command import LayoutFlags
 from open_instruct.planning.request import PlanFlags
 from open_instruct.preview.command import PreviewFlags
@@ -486,6 +488,9 @@ def test_docs_name_only_flags_that_exist(path: Path) -> None:
     if path.name == "upstream.md":
         sections = ("every", *upstream_page.TRAINERS)  # the page says what becomes of their flags
         known |= {name for section in sections for name in upstream_table(section)}
+    if path.name == "migrate.md":
+        tables = [find_table(suite, trainer) for suite in READERS for trainer in find_trainers(suite)]
+        known |= {name.partition(".")[0] for table in tables for name in table.rules} | {"config", "module"}
     named = re.findall(r"(?<![\w!-])--([A-Za-z][\w-]*)", path.read_text(encoding="utf-8"))
     unknown = sorted({name for name in named if name.replace("-", "_") not in known})
     assert not unknown, f"{ids(path)} names flags that no command has: {unknown}"
