@@ -143,6 +143,7 @@ def _shown(run: RunFiles, name: str, max_rollouts: int) -> dict[str, Any]:
         "files": run,
         "objective": _objective(run),
         "headline": _headline(run),
+        "subject": _subject(run),
         "findings": findings_of(run),
         "curves": series_of(steps),
         "held_out": series_of(run.evaluations),
@@ -157,7 +158,13 @@ def _shown(run: RunFiles, name: str, max_rollouts: int) -> dict[str, Any]:
 
 
 def _headline(run: RunFiles) -> dict[str, str]:
-    """The facts on top of a run: model, objective, data, length and results."""
+    """What came of a run: the facts on top of its page."""
+    facts = {"first to last": _describe_means(run), "held out": describe_held_out(run.evaluations)}
+    return {name: words for name, words in facts.items() if words}
+
+
+def _subject(run: RunFiles) -> dict[str, str]:
+    """What was trained, how, on what and how long."""
     mixture = run.config.get("mixer_list") or run.config.get("dataset_mixer_list")
     sources = mixture[::2] if isinstance(mixture, list) else []
     seconds = _seconds(run)
@@ -165,8 +172,6 @@ def _headline(run: RunFiles) -> dict[str, str]:
         "model": str(run.config.get("model_name_or_path", "")),
         "objective": _objective(run),
         "data": ", ".join(map(str, sources)),
-        "first to last": _describe_means(run),
-        "held out": describe_held_out(run.evaluations),
         "time of its steps": time_words(seconds) if seconds else "",
     }
     return {name: words for name, words in facts.items() if words}
