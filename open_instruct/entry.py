@@ -380,7 +380,7 @@ def _advice(error: BaseException) -> str:
             "The GPU is out of memory: halve --per_device_train_batch_size and double --gradient_accumulation_steps, "
             "use --activation_checkpointing full, or raise --fsdp_shard_degree. "
         )
-    return "This is not about a flag. "
+    return "This is an internal error; please report it with the log. "
 
 
 def _way_on(log_file: Path | None) -> str:

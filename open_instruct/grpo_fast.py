@@ -23,7 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 class PolicyTrainerRayProcess(PolicyTrainerOLMoCoreProcess):
-    """A learner of a run that `grpo_fast.py` started. It does as the other: its flags say who steps."""
+    """A learner of a run that `grpo_fast.py` started. An alias, as its flags name the backend."""
 
 
 if __name__ == "__main__":

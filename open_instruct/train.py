@@ -65,7 +65,7 @@ def _run_own(words: list[str]) -> int:
 
 
 def entry_of(objective: Objective, module: str) -> Callable[..., int]:
-    """The public `main` of the file of `objective`, called at once where that `module` is the program.
+    """The public `main` of the file of `objective`, which runs at once where `module` is `__main__`.
 
     It runs with the flags in its argument (default: the command line) and returns the exit code.
     """

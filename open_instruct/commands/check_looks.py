@@ -26,6 +26,7 @@ from open_instruct.objectives.objective import Objective
 from open_instruct.parallel.launch import num_to_start
 from open_instruct.parallel.layout import layout_of
 from open_instruct.parallel.node_sizes import node_sizes_from_environment
+from open_instruct.parallel.wording import describe_layout
 from open_instruct.planning.plan import check_model
 from open_instruct.planning.shown import check_plan
 from open_instruct.planning.subject.workload import RunConfig, shape_of_run
@@ -35,7 +36,6 @@ from open_instruct.run.first_look import check_models, check_row_files, check_si
 from open_instruct.run.run_directory import RunDirectory
 from open_instruct.run.run_lock import refuse_folder_in_use
 from open_instruct.shard_layout import ShardLayout
-from open_instruct.wording import counted
 
 MOST_ROWS = 1000  # of each data set, that are tokenised
 GPU_DRIVERS = ("/proc/driver/nvidia/version", "/dev/kfd")
@@ -140,9 +140,8 @@ class RunLooks:
         layout = self.layout
         backend = backend_named(self.config.parallel.backend)
         backend.refuse_unfit()
-        who = counted(layout.world_size, "learner" if isinstance(self.config, GRPOConfig) else "process")
-        how = backend.sharing(self.config.parallel, layout)
-        found = who if layout.world_size == 1 else f"{who}: {how}"
+        who = "learner" if isinstance(self.config, GRPOConfig) else "process"
+        found = describe_layout(layout, self.config.parallel, who=who)
         return "\n".join([found, *(f"warning: {each}" for each in layout.warnings)])
 
     def find_model(self) -> str:
@@ -235,7 +234,8 @@ class RunLooks:
             memory_bytes=memory_of_process(sum(nodes), has_gpu=has_gpu),
             on_cuda=has_gpu,
         )
-        return "\n".join([check.line, *([f"warning: {check.warning}"] if check.warning else [])])
+        line = check.line.removeprefix("memory: ")
+        return "\n".join([line, *([f"warning: {check.warning}"] if check.warning else [])])
 
 
 def nodes_of_run(config: LearnerConfig) -> tuple[int, ...]:

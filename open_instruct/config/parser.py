@@ -55,8 +55,9 @@ def parse(
     reader = _Reader(flags_of(config_class), unneeded=unneeded, passed_over=passed_over)
     values = {name: value for name, value in (assumed or {}).items() if name in reader.flags}
     values |= reader.read(argv)
-    missing = [f"--{flag.name}" for flag in reader.flags.values() if flag.required and flag.name not in values]
-    if missing:
+    named = values.keys() | reader.renamed
+    missing = [f"--{flag.name}" for flag in reader.flags.values() if flag.required and flag.name not in named]
+    if missing and not reader.has_sections:
         text = f"missing: {', '.join(missing)} (as flags, or in a YAML file)"
         reader.problems.append(Problem(text, kind="missing_flag", remedy=f"give {', '.join(missing)}"))
     if reader.problems:
@@ -87,6 +88,7 @@ class _Given:
     words: Sequence[str]
     where: str = ""  # empty on the command line
     is_null: bool = False  # YAML's null, whose words are ["none"]
+    is_section: bool = False  # its value in the file is a mapping
 
     @property
     def origin(self) -> str:
@@ -94,7 +96,12 @@ class _Given:
 
 
 class _Reader:
-    """Reads the flags of one command. What is wrong is listed in `problems`, and the value is then None."""
+    """Reads the flags of one command. What is wrong is listed in `problems`, and the value is then None.
+
+    Attributes:
+        renamed: flags that were given by the name that another suite has for them.
+        has_sections: a file has sections, whose flags are not read.
+    """
 
     def __init__(
         self, flags: Mapping[str, Flag], *, unneeded: list[str] | None, passed_over: list[str] | None = None
@@ -103,6 +110,8 @@ class _Reader:
         self.unneeded = unneeded
         self.passed_over = passed_over
         self.problems: list[Problem] = []
+        self.renamed: set[str] = set()
+        self.has_sections = False
 
     def read(self, argv: Sequence[str]) -> dict[str, Any]:
         """The values of the file that the first word may name, and of the flags after it, which replace them."""
@@ -154,6 +163,7 @@ class _Reader:
                     words=words_of(value),
                     where=where,
                     is_null=value.tag == YAML_NULL,
+                    is_section=isinstance(value, yaml.MappingNode),
                 )
 
     def _values_of(self, all_given: Iterable[_Given]) -> dict[str, Any]:
@@ -218,6 +228,11 @@ class _Reader:
         prefix = "" if is_in_file else "--"
         nearest_flag = nearest(given.name, sorted(names), prefix=prefix)
         hint = called_here(given.name, names, prefix) or f"is not a flag{nearest_flag}"
+        if given.is_section:
+            hint = "settings are flat here, without sections: write each flag of this one on a line of its own"
+            self.has_sections = True
+        elif ours := flag_here(given.name, names):
+            self.renamed.add(ours)
         self._add(given, hint, kind="unknown_flag")
 
     def _leave_out(self, given: _Given, fate: Fate) -> None:
@@ -318,14 +333,25 @@ def called_here(name: str, known: Iterable[str], prefix: str) -> str | None:
 
     Example: of `num_generations`, `is called --num_samples_per_prompt_rollout here`.
     """
-    table = names_of_other_suites()
-    hint = table.get(name) or table.get(".".join(name.split(".")[-2:])) or table.get(name.split(".")[-1])
+    hint = _hint_about(name)
     if hint is None or isinstance(hint, str):
         return hint
     if isinstance(hint, dict):
         return next((sentence for flag, sentence in hint.items() if flag in known), hint.get("else"))
-    ours = next((flag for flag in hint if flag in known), None)
+    ours = flag_here(name, known)
     return None if ours is None else f"is called {prefix}{ours} here"
+
+
+def flag_here(name: str, known: Iterable[str]) -> str | None:
+    """The flag among `known` that only has another name in the other suite; None if there is none."""
+    hint = _hint_about(name)
+    return next((flag for flag in hint if flag in known), None) if isinstance(hint, list) else None
+
+
+def _hint_about(name: str) -> str | list[str] | dict[str, str] | None:
+    """What the table has of a name, or of the last parts of a dotted one."""
+    table = names_of_other_suites()
+    return table.get(name) or table.get(".".join(name.split(".")[-2:])) or table.get(name.split(".")[-1])
 
 
 @cache

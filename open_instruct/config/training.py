@@ -106,7 +106,7 @@ class BackendRecord(Protocol):
         """
 
     def sharing(self, parallel: sections.ParallelSection, layout: ShardLayout) -> str:
-        """The layout in a few words, for people: `2 x 4 (replicas x shard degree)`."""
+        """The layout in a few words, for people: `2 copies of the model, each split over 4`."""
 
     def planned(self, config: LearnerConfig) -> Any:
         """The backend as a plan sees it: a `planning.plan.Backend`."""

@@ -77,7 +77,7 @@ def mixer_problems(flag: str, words: Sequence[str], splits: Sequence[str]) -> It
     if len(names) != len(amounts):
         name, _, amount = names[-1].rpartition(":")
         pair = f"{name} {amount}" if name and amount.replace(".", "", 1).isdecimal() else f"{names[-1]} 1.0"
-        yield f"--{flag}: '{names[-1]}' has no amount; names and amounts alternate: '{pair}'"
+        yield f"--{flag}: '{names[-1]}' has no amount; write `--{flag} {pair}`"
     if len(splits) not in (1, len(names)):
         sets = counted(len(names), "data set")
         yield f"--{flag}_splits: {len(splits)} splits for {sets} in --{flag}; give one for all, or one for each"

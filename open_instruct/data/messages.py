@@ -8,6 +8,7 @@ import json
 import re
 from collections import UserDict
 from collections.abc import Iterator, Mapping, Sequence
+from difflib import get_close_matches
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final, Literal, NotRequired, TypedDict, cast
@@ -29,6 +30,7 @@ _TURNS = ("messages", "conversations", "conversation")
 _ASKED = ("prompt", "instruction", "question")
 _SAID = ("completion", "response", "output")
 _SYSTEM = ("system", "system_prompt")
+_ALIKE = 0.75  # the least likeness of a name that was mistyped, as `get_close_matches` measures it
 _FEWEST_WORDS = 3  # of a prompt that replies repeat: they may begin with fewer words by chance
 # One text for a conversation, as Anthropic's hh-rlhf has it.
 _TRANSCRIPT = re.compile(r"(?:^|\n\n)(Human|Assistant): ?")
@@ -130,7 +132,7 @@ def parse_conversation(
         MalformedRow: the turns are of another form, or the last one is empty.
     """
     if key not in row:
-        raise MalformedRow("missing_key", f"no key {key!r}; the row has {keys_of(row)}")
+        raise MalformedRow("missing_key", f"no key {key!r}; the row has {keys_of(row)}", missing_key=key)
     value = row[key]
     if not isinstance(value, list):
         raise MalformedRow("not_messages", f"{key!r} must be a list of messages, not {kind_of(value)}")
@@ -176,10 +178,11 @@ def guessed_columns(row: Mapping[str, Any], wanted: Sequence[str]) -> str:
     for ours in wanted:
         if _key(row, (ours,)) or (ours == "prompt" and _key(row, (*_TURNS, *_ASKED))):
             continue
-        theirs = next((name for name in _OTHERS["columns"][ours] if reach(row, name) is not None), None)
-        if theirs is None:
+        known = [name for name in _OTHERS["columns"][ours] if reach(row, name) is not None]
+        alike = get_close_matches(ours, [name for name in row if name not in wanted], n=1, cutoff=_ALIKE)
+        if not known and not alike:
             return ""
-        words.append(f"{ours}={theirs}")
+        words.append(f"{ours}={[*known, *alike][0]}")
     return " ".join(words)
 
 

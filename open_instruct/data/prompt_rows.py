@@ -131,7 +131,7 @@ def _checks(
         raise MalformedRow("bad_verifier", "'dataset' names no verifier")
     truths = row.get("ground_truth")
     if truths is None and any(known[name].needs_ground_truth for name in verifiers):
-        raise MalformedRow("missing_key", f"no 'ground_truth'; the row has {keys_of(row)}")
+        raise MalformedRow("missing_key", f"no 'ground_truth'; the row has {keys_of(row)}", missing_key="ground_truth")
     if not isinstance(names, list):
         truths = [truths]  # one verifier: the list itself is its ground truth
     elif not isinstance(truths, list):

@@ -26,6 +26,7 @@ class BadRowLog:
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
+        self._missing_keys: set[str] = set()  # of each bad row the key that it lacks, or ""
         self._first: dict[str, str] = {}
         self._rows_by_reason: Counter[str] = Counter()
         self._found: Mapping[str, Any] | None = None
@@ -36,6 +37,7 @@ class BadRowLog:
             return read(row.content())
         except MalformedRow as error:
             self.counts[error.kind] += 1
+            self._missing_keys.add(error.missing_key)
             is_well_formed = error.kind in WELL_FORMED
             reason = error.kind if is_well_formed else error.reason
             if reason in self._first or len(self._first) < NUM_REASONS_SHOWN:
@@ -65,6 +67,11 @@ class BadRowLog:
         if self._found is not None and wanted:
             found, guess = shortened(self._found), guessed_columns(self._found, columns)
         return InputError(macro_text(REPORT, "refused", self, num_rows, found, guess, wanted, page), kind="bad_row")
+
+    @property
+    def missing_key(self) -> str:
+        """The key that every bad row lacks, or ""."""
+        return next(iter(self._missing_keys)) if len(self._missing_keys) == 1 else ""
 
     @property
     def num_shown(self) -> int:

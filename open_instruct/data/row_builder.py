@@ -75,6 +75,7 @@ class RowBuilder(ABC):
     documents_per_row: ClassVar[int] = 1
     titles: ClassVar[tuple[str, ...]] = ("",)  # of the documents of a row, for the preview
     reads_ends: ClassVar[bool] = False  # see `Document`
+    read_with: ClassVar[Mapping[str, str]] = {}  # keys of a row that only a flag has read, with that flag
     ends_per_document: ClassVar[int] = 1  # how many of these plans assume
 
     def __init__(self, chat: ChatFormat, *, max_seq_length: int, on_bad_row: str) -> None:
@@ -344,7 +345,11 @@ class RowBuilder(ABC):
         if self.unread:
             keys = ", ".join(f"{key!r}" for key, _ in self.unread.most_common(_MOST_KEYS))
             more = f" and {len(self.unread) - _MOST_KEYS} more" if len(self.unread) > _MOST_KEYS else ""
-            warnings.append(f"{keys}{more} of {counted(max(self.unread.values()), 'row')}: nothing reads what is there")
+            rows = counted(max(self.unread.values()), "row")
+            warnings.append(f"not read by this run: {keys}{more} of {rows}")
+            warnings += [
+                f"{key!r} is read with {flag} only" for key, flag in self.read_with.items() if key in self.unread
+            ]
         if warning := self.cut_warning():
             warnings.append(warning)
         return warnings

@@ -67,7 +67,7 @@ class StepBuilder(RowBuilder):
     def find_prompt(self, row: Mapping[str, Any]) -> str:
         """The text before the first step: messages are rendered, a text stands as it is behind any bos token."""
         if "prompt" not in row:
-            raise MalformedRow("missing_key", f"no key 'prompt'; the row has {keys_of(row)}")
+            raise MalformedRow("missing_key", f"no key 'prompt'; the row has {keys_of(row)}", missing_key="prompt")
         prompt: Any = row["prompt"]
         if isinstance(prompt, list):
             text, _ = self.chat.render(parse_conversation(row, "prompt", last_role="user"), ())
@@ -86,7 +86,8 @@ class StepBuilder(RowBuilder):
         """
         if "completions" not in row:
             hint = "; with --placeholder_token a row is one text, 'input'" if "input" in row else ""
-            raise MalformedRow("missing_key", f"no key 'completions'; the row has {keys_of(row)}{hint}")
+            reason = f"no key 'completions'; the row has {keys_of(row)}{hint}"
+            raise MalformedRow("missing_key", reason, missing_key="completions")
         return _checked_steps(row["completions"], "completions")
 
     def find_labels(self, row: Mapping[str, Any], steps: Sequence[str]) -> list[Any]:
@@ -178,7 +179,8 @@ class PlaceholderBuilder(StepBuilder):
     def find_steps(self, row: Mapping[str, Any]) -> list[str]:
         if "input" not in row:
             hint = "; without --placeholder_token a row has a list of steps" if "completions" in row else ""
-            raise MalformedRow("missing_key", f"no key 'input'; the row has {keys_of(row)}{hint}")
+            reason = f"no key 'input'; the row has {keys_of(row)}{hint}"
+            raise MalformedRow("missing_key", reason, missing_key="input")
         text = row["input"]
         if not isinstance(text, str):
             raise MalformedRow("bad_step", f"'input' must be text, not {kind_of(text)}")

@@ -158,7 +158,7 @@ class EnginePool:
         return {index for index, call in enumerate(self.start_all(self._timeout_s, Engine.pid)) if call.exception()}
 
     def paces(self) -> list[float | None]:
-        """By engine the median seconds for a token of a request's own; all have as many requests at once."""
+        """Each engine's median seconds of decoding per token; all have as many requests at once."""
         with self._lock:
             latest = [list(member.token_s) for member in self._members]
         return [median(each) if len(each) >= PACE_OF // 4 else None for each in latest]

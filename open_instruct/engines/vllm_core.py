@@ -127,7 +127,7 @@ class VLLMCore:
         return {int(output.request_id): self._completion_of(output) for output in outputs}
 
     def settle(self) -> Mapping[int, Completion]:
-        """Take in what is on its way, after which nothing is computed until the next step; returns as `step` does."""
+        """Finish the steps that vLLM runs ahead; nothing is computed until the next one. Returns as `step` does."""
         self._engine.sleep(level=0, mode="keep")  # schedules nothing any more
         client: Any = self._engine.engine_core
         finished: dict[int, Completion] = {}

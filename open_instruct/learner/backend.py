@@ -65,7 +65,14 @@ def kept_of_weights(names: Iterable[str]) -> set[str]:
 
 
 def refuse_others(flag: str, own: object, is_own: bool) -> None:
-    """:raises InputError: the checkpoints of a run are of another value of `flag` than its `own`."""
+    """Refuse checkpoints that were written under another value of `flag`.
+
+    Args:
+        own: the value of this run.
+
+    Raises:
+        InputError: not `is_own`: the checkpoints are of another value.
+    """
     if not is_own:
         raise InputError(
             f"the checkpoints in --output_dir are of another {flag} than {own}: give theirs again, or start in another "

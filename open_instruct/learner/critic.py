@@ -137,7 +137,7 @@ def sampled(update: StepBatch) -> tuple[Batch, ...]:
 
 
 def given(update: StepBatch) -> tuple[Batch, ...]:
-    """The microbatches behind those, of written conversations."""
+    """The SFT microbatches, which stand behind those of completions."""
     return update.microbatches[update.counts["rl_microbatches"] :]
 
 

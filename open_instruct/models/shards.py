@@ -108,7 +108,7 @@ class Held:
 
     @property
     def limits(self) -> torch.Tensor:
-        """What is there anyway, with a value at least as large as any of `local`, and NaN where these have one."""
+        """A cheap upper bound of `local`, for a check that all values are finite: NaN where these have one."""
         return self.stored if self.scales is None else self.scales
 
     def fill(self, rows: slice, values: torch.Tensor) -> None:

@@ -90,7 +90,9 @@ def parse_labelled_row(row: Mapping[str, Any]) -> tuple[tuple[Message, ...], boo
     messages = conversation_of(row)
     check_is_learned(messages[-1], "the row")
     if "label" not in row:
-        raise MalformedRow("missing_key", f"no key 'label'; the row has {', '.join(map(repr, row))}")
+        raise MalformedRow(
+            "missing_key", f"no key 'label'; the row has {', '.join(map(repr, row))}", missing_key="label"
+        )
     label = row["label"]
     if isinstance(label, str):  # tables hold text only
         label = {"true": True, "1": True, "false": False, "0": False}.get(label.strip().lower(), label)

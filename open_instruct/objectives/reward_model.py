@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from open_instruct.config.sections import OptimSection, PreferenceDataSection, flag
 from open_instruct.config.training import TrainingConfig, with_held_out
@@ -86,6 +86,7 @@ class RewardBuilder(PreferenceBuilder):
     """Builds pairs whose replies are read at their ends; with `margin` also that number of the row."""
 
     reads_ends = True
+    read_with: ClassVar[Mapping[str, str]] = {MARGIN: "--margin"}
     check = staticmethod(parse_preference_row)
 
     def __init__(self, chat: ChatFormat, *, margin: bool, **common: Any) -> None:

@@ -228,9 +228,9 @@ stop: BaseException | None = None
 
 
 def doing(what: str) -> None:
-    """Note the activity of this process from now on, in words that follow "while": "training step 5".
+    """Set the status of this process, in words that follow "while": "training step 5".
 
-    If a signal has asked the process to stop and no exception is on its way yet, the stop is raised here.
+    A pending stop is raised here: a signal has asked for it, and no exception is on its way yet.
     """
     global _doing
     if stop is not None and sys.exception() is None:

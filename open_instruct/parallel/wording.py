@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from string import ascii_uppercase
 
+from open_instruct.config.sections import ParallelSection
+from open_instruct.config.training import backend_named
 from open_instruct.shard_layout import ShardLayout
 from open_instruct.wording import counted
 
@@ -41,3 +43,13 @@ def nodes_text(gpus_per_node: Sequence[int], device: str = "GPU") -> str:
     if len(gpus_per_node) <= 4:
         return f"nodes of {', '.join(map(str, gpus_per_node[:-1]))} and {gpus_per_node[-1]} {device}s"
     return f"{len(gpus_per_node)} nodes of {min(sizes)} to {max(sizes)} {device}s"
+
+
+def describe_layout(layout: ShardLayout, parallel: ParallelSection, *, who: str = "process") -> str:
+    """The layout in words, with the number of processes: `2 processes, DeepSpeed ZeRO-3`."""
+    words = [counted(layout.world_size, who), backend_named(parallel.backend).sharing(parallel, layout)]
+    if layout.context_parallel_degree > 1:
+        words.append(f"context degree {layout.context_parallel_degree}")
+    if layout.tensor_parallel_degree > 1:
+        words.append(f"tensor degree {layout.tensor_parallel_degree}")
+    return ", ".join(words)

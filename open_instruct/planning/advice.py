@@ -122,7 +122,7 @@ def changed(setting: Setting, values: dict[str, Any]) -> Change | None:
 
 
 def fitting(setting: Setting, values: dict[str, Any]) -> Change | None:
-    """The same, None also where it leaves no room."""
+    """The plan with these flags; None if the run would refuse them, or if it does not fit."""
     change = changed(setting, values)
     return change if change and change.plan.has_room else None
 

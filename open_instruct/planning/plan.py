@@ -228,7 +228,7 @@ class Backend:
         return Moments(shape, layout, workload)
 
     def exchanges(self, run: Moments) -> Iterable[Exchange]:
-        """To learn in one step, and to add adapters to the weights that are sent."""
+        """The collectives of one step, and of adding adapters to the weights that are sent."""
         merging = traffic_of_merging(run.shape, run.layout) if run.workload.merges_adapters else ()
         return (*traffic_per_step(run.shape, run.layout, run.workload), *merging)
 

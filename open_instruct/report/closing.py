@@ -1,6 +1,7 @@
 """The last lines of a finished run: its results, the folder of its model, and the next commands."""
 
 import shlex
+from collections.abc import Mapping
 from itertools import islice
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from open_instruct.run.run_directory import RunDirectory, exported_by, rows_of
 from open_instruct.wording import counted
 
 ADAPTER_KIND = ("adapter_config.json", "task_type")
+FRAME_COLUMNS = 6  # of the frame and of the space between its two columns
 NUM_HELD_OUT = 3  # the first ones in the table of metrics, which say most about the objective
 
 
@@ -37,7 +39,7 @@ def print_results(config: LearnerConfig, *, took_s: float) -> None:
     }
     facts = {name: words for name, words in facts.items() if words}
     console = Console(speaks=True)
-    if not console.is_live:
+    if not console.is_live or not _fits_in_frame(facts, console.rich.width):
         for name, words in facts.items():
             console.say(f"{name}: {words}")
         return
@@ -45,6 +47,12 @@ def print_results(config: LearnerConfig, *, took_s: float) -> None:
     for name, words in facts.items():
         table.add_row(name, words)
     console.rich.print(Panel(table, title="what happened", title_align="left", expand=False))
+
+
+def _fits_in_frame(facts: Mapping[str, str], width: int) -> bool:
+    """Whether each word, such as a path, stays whole in its line of the frame."""
+    longest_word = max(len(word) for words in facts.values() for word in words.split())
+    return max(map(len, facts)) + longest_word + FRAME_COLUMNS <= width
 
 
 def describe_learning(rows: Rows) -> str:
@@ -55,6 +63,7 @@ def describe_learning(rows: Rows) -> str:
 def describe_held_out(evaluations: Rows) -> str:
     """The first and the last values of the first metrics of the evaluations."""
     names = in_order({name for row in evaluations for name in row} - {"step", "samples"})
+    names = [name for name in names if not name.startswith("eval/num_")]
     ends = {name: step_ends(evaluations, name) for name in names}
     known = {name: pair for name, pair in ends.items() if pair}
     return describe_ends(dict(islice(known.items(), NUM_HELD_OUT)))

@@ -34,11 +34,18 @@ from open_instruct.losses.policy import POLICY_LOSSES
 from open_instruct.metric_table import HELD_OUT_PREFIX
 from open_instruct.parallel.layout import layout_of
 from open_instruct.parallel.peers import doing
+from open_instruct.parallel.wording import describe_layout
 from open_instruct.planning.shown import check_plan
 from open_instruct.rollout.samples import load_conversations
 from open_instruct.run.cadence import cadence_of
 from open_instruct.run.console import Console
-from open_instruct.run.opened import made_ready, memory_of, say_plan, say_what_changes_nothing, shared_by, with_chosen
+from open_instruct.run.opened import (
+    made_ready,
+    memory_of,
+    say_plan,
+    say_what_changes_nothing,
+    with_chosen,
+)
 from open_instruct.run.pretrained import Pretrained, open_pretrained
 from open_instruct.run.run_directory import RunDirectory, log_to
 from open_instruct.run.trackers import Tracker, build_trackers
@@ -94,7 +101,7 @@ def open_rollout_run(config: GRPOConfig) -> Iterator[RolloutRun]:
         trackers = build_trackers(config.logging, folder=directory.path, config=as_flat_dict(config))
         for warning in layout.warnings:
             console.warn(warning)
-        console.say(shared_by(layout, config.parallel, who="learner"))
+        console.say(describe_layout(layout, config.parallel, who="learner"))
         pretrained = open_pretrained(config, directory.hf_model, layout=layout)
         if config.fleet.routing_replay == "on" and not getattr(pretrained.hf_config, "num_experts", None):
             raise InputError(
@@ -291,7 +298,10 @@ def _planned(config: GRPOConfig, folder: Path, console: Console, directory: RunD
     on_cuda = torch.cuda.is_available()
     if not on_cuda and config.fleet.ray_address is not None:
         if config.memory.activation_checkpointing == "auto":
-            console.say("no plan without a GPU here: learners keep all activations, or give --activation_checkpointing")
+            console.say(
+                "activation checkpointing is off: there is no GPU here to plan for "
+                "(--activation_checkpointing turns it on)"
+            )
         return config
     say_what_changes_nothing(config, console, on_cuda=on_cuda)
     memory_bytes = memory_of(torch.device("cuda", 0) if on_cuda else torch.device("cpu"), num_sharing=sum(learners))

@@ -26,7 +26,7 @@ from open_instruct.rollout.publisher import WeightPublisher
 from open_instruct.run.console import Console
 from open_instruct.verifiers.pool import VerifierPool
 from open_instruct.weights.folder import folder_of_run, make_folder
-from open_instruct.weights.ways import FOLDER, choose_backend
+from open_instruct.weights.ways import FOLDER, IN_WORDS, choose_backend
 from open_instruct.wording import counted
 
 LOGS_FOLDER = "logs"
@@ -185,7 +185,8 @@ def start_fleet(learner_class: type[LearnerProcess], run: RolloutRun) -> Iterato
             folder = folder_of_run(config.fleet.weight_sync_folder, run.directory.path)
             stack.callback(shutil.rmtree, make_folder(folder), ignore_errors=True)
         sync, why = config.choose_sync(same_host=same_host)
-        console.say(f"weight sync: {sync} over {backend}, {why}")
+        changes = f": what has changed alone, {why}" if sync == "delta" else ""
+        console.say(f"weights go to engines {IN_WORDS[backend]}{changes}")
         environment = dict[str, str]()
         if config.rollout.async_steps > 0 and not placement.on_gpus and same_host:
             # Threads wait for each other in loops: a thread for every core in the learner and in the engine makes

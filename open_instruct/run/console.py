@@ -7,8 +7,10 @@ from contextlib import contextmanager, nullcontext
 from textwrap import TextWrapper
 
 from rich.console import Console as RichConsole
+from rich.console import RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Column
+from rich.text import Text
 
 from open_instruct.data.report import WARNING
 from open_instruct.wording import escaped
@@ -17,6 +19,8 @@ log = logging.getLogger(__name__)
 
 OnProgress = Callable[[int, int], None]
 SECONDS_BETWEEN_PLAIN_LINES = 5.0
+NARROW = 72
+"""A terminal of fewer columns has no room for the numbers of a step beside a bar."""
 
 
 def time_words(seconds: float) -> str:
@@ -113,12 +117,22 @@ class Console:
         yield line
 
     def _bar(self) -> Progress:
-        return Progress(
-            TextColumn("{task.description}"),
+        columns = [
+            TextColumn("{task.description}", table_column=Column()),
             BarColumn(bar_width=10, table_column=Column(min_width=4)),
             MofNCompleteColumn(table_column=Column(no_wrap=True, min_width=9)),
             TimeRemainingColumn(compact=True, table_column=Column(no_wrap=True, min_width=5)),
-            # In a narrow terminal it is this that goes on in another line; the others stay whole.
-            TextColumn("{task.fields[detail]}", table_column=Column()),
-            console=self.rich,
-        )
+        ]
+        if self.rich.width < NARROW:
+            return BarAboveWords(*columns, console=self.rich)
+        return Progress(*columns, TextColumn("{task.fields[detail]}", table_column=Column()), console=self.rich)
+
+
+class BarAboveWords(Progress):
+    """Has the numbers of each loop below its bar, where they go on in another line between words."""
+
+    def get_renderables(self) -> Iterator[RenderableType]:
+        yield self.make_tasks_table(self.tasks)
+        for task in self.tasks:
+            if detail := task.fields["detail"]:
+                yield Text(detail, no_wrap=False, overflow="fold")

@@ -12,7 +12,6 @@ import torch
 from open_instruct.checkpoints.step_folder import latest_step, refuse_another_format
 from open_instruct.config.parser import parse
 from open_instruct.config.resolved import as_flat_dict, changed_lengths, provenance, refuse_conflicts, write_config
-from open_instruct.config.sections import ParallelSection
 from open_instruct.config.training import LearnerConfig, TrainingConfig, backend_named
 from open_instruct.config.validation import changed
 from open_instruct.errors import InputError
@@ -20,6 +19,7 @@ from open_instruct.parallel import peers
 from open_instruct.parallel.launch import idle_gpus, refuse_other_number
 from open_instruct.parallel.layout import layout_of
 from open_instruct.parallel.process import Process, gathered, on_main_process, start_process, stop_process
+from open_instruct.parallel.wording import describe_layout
 from open_instruct.planning.plan import BATCH
 from open_instruct.planning.shown import StartCheck, check_plan
 from open_instruct.planning.subject.workload import RunConfig
@@ -27,7 +27,6 @@ from open_instruct.run.console import Console
 from open_instruct.run.run_directory import RunDirectory, log_to
 from open_instruct.run.run_lock import locked
 from open_instruct.shard_layout import ShardLayout
-from open_instruct.wording import counted
 
 ConfigT = TypeVar("ConfigT", bound=LearnerConfig)
 CHOSEN_BY_PLAN = ("activation_checkpointing", "activation_checkpointing_modules")
@@ -63,20 +62,10 @@ def open_run(config: TrainingConfig, command: str) -> Iterator[Run]:
         idle = idle_gpus(config.parallel, num_ranks=layout.world_size, num_gpus=torch.cuda.device_count())
         for warning in filter(None, [*layout.warnings, idle]):
             console.warn(warning)
-        console.say(f"{shared_by(layout, config.parallel)} on {process.device.type}")
+        console.say(f"{describe_layout(layout, config.parallel)} on {process.device.type}")
         yield Run(process=process, layout=layout, directory=directory, console=console)
         # A failed run does not leave the group, since leaving waits for peers that may be gone.
         stop_process()
-
-
-def shared_by(layout: ShardLayout, parallel: ParallelSection, *, who: str = "rank") -> str:
-    """The layout in words, with the number of ranks: `2 ranks: DeepSpeed ZeRO-3`."""
-    degrees = [backend_named(parallel.backend).sharing(parallel, layout)]
-    if layout.context_parallel_degree > 1:
-        degrees.append(f"{layout.context_parallel_degree} context")
-    if layout.tensor_parallel_degree > 1:
-        degrees.append(f"{layout.tensor_parallel_degree} tensor")
-    return f"{counted(layout.world_size, who)}: {' x '.join(degrees)}"
 
 
 def join_run(config: LearnerConfig) -> Run:
@@ -199,8 +188,8 @@ def refuse_another_run(
     now = backend_named(config.parallel.backend).sharing(config.parallel, layout)
     if was != now:
         console.say(
-            f"the run in {directory.path} was on {was}, and goes on on {now} with the same weights and optimizer "
-            "states; sums are taken in another order, so losses may differ in their last digits"
+            f"the run in {directory.path} had {was}, and goes on with {now}. Weights and optimizer states "
+            "stay the same; sums are taken in another order, so losses may differ in their last digits"
         )
     if lengths := changed_lengths(saved, config):
         schedule = config.optim.lr_scheduler_type

@@ -144,7 +144,7 @@ class Forks:
         self._server: Popen[bytes] | None = None
 
     def fork(self) -> "tuple[socket.socket, socket.socket, Popen[bytes]]":
-        """The ends of the two sockets of a new one, of which the second ends it, and the process that has forked it."""
+        """Fork a child. Returns its data socket, a socket whose end ends it, and the process that has forked it."""
         connection, work = socket.socketpair()
         life, end = socket.socketpair()
         with self._lock, work, end:
@@ -184,7 +184,7 @@ class Forks:
 
 
 class Sandbox(Forks):
-    """Its others are interpreters behind walls."""
+    """A server whose children are sandboxed interpreters."""
 
     def __init__(self) -> None:
         libraries = {name: os.environ[name] for name in os.environ if name == "LD_LIBRARY_PATH"}

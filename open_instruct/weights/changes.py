@@ -69,7 +69,7 @@ class SentParts:
         return [_aligned(torch.tensor(rows, dtype=torch.int64).view(-1)), *told]
 
     def _changed(self, key: tuple[int, str], values_N: torch.Tensor) -> Told:
-        """How a part is told; from now on it is as last sent."""
+        """Encode the part (whole, or what has changed), and note it as what was last sent."""
         if (sent_N := self._sent.get(key)) is not None:
             return renew(sent_N, values_N, dtype=self._manifest.dtype)
         kept_N = torch.empty(len(values_N), dtype=self._manifest.dtype, pin_memory=values_N.is_cuda)

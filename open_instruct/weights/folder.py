@@ -112,7 +112,7 @@ class FolderWeights:
         yield self._mirror.weights()
 
     def fail(self, error: BaseException) -> None:
-        """Nobody waits for this receiver; the driver gets the error."""
+        """Do nothing: the driver gets the error, and no sender waits for this receiver."""
 
     def close(self) -> None:
         """Nothing is open between two versions."""

@@ -14,6 +14,15 @@ WAYS: dict[str, tuple[type[Outgoing], type[Incoming]]] = {
 }
 """Both ends of each way, by the values of `--weight_sync_backend`."""
 
+IN_WORDS = {
+    "nccl": "over NCCL",
+    "gloo": "over gloo",
+    "ipc": "by CUDA IPC",
+    "shm": "by shared memory",
+    "files": "by files in a folder",
+}
+"""How weights go to engines, in a sentence."""
+
 ON_DEVICE = ("nccl", "ipc")
 """Those by which weights go from CUDA device to CUDA device; by others they go through the CPU."""
 

@@ -136,7 +136,7 @@ def test_from_the_command_line_to_a_model_that_transformers_loads(case: TrainCas
     torchrun = [*programs.TORCHRUN, "--nproc_per_node", "2", "--master_port", str(free_ports(1)[0])]
     code, said = run([*torchrun, "open_instruct/kto.py", *command])
     assert code == 0, said
-    assert "\nplan: needs " in said
+    assert "\nmemory: at most " in said
     # 11 desirable rows and 6 that are not: the range of the paper is left, and the way back is told.
     assert "--desirable_weight 0.545 to 0.727 would do" in " ".join(said.split())
     rows = case.metrics("cli")

@@ -64,7 +64,7 @@ def test_two_ranks_train_it_to_a_model(case: TrainCase) -> None:
     flags = {"strength": 0.25, "height": 4, "learning_rate": 1e-3, "checkpointing_steps": 5}
     code, said = run(case, case.command("run", ranks=2, batch=2, **flags), ranks=2)
     assert code == 0, said
-    assert "plan: needs " in said
+    assert "memory: at most " in said
 
     rows = case.metrics("run")
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]

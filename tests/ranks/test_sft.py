@@ -220,7 +220,7 @@ def test_from_the_command_line_to_a_model_that_transformers_loads(case: TrainCas
     process = programs.start([*torchrun, "open_instruct/sft.py", *command])
     said, _ = process.communicate(timeout=HANGS_AFTER_S)
     assert process.returncode == 0, said
-    assert "\nplan: needs " in said
+    assert "\nmemory: at most " in said
     losses = [loss for loss, _ in case.trajectory("cli")]
     assert losses[-1] < 0.6 * losses[0]
     before, after = read(case.folder / "cli" / "eval.jsonl")

@@ -17,6 +17,22 @@ KINDS = {
 }
 
 
+def refuse_list_of_rows(path: Path, name: str, *, flag: str) -> None:
+    """Refuse a file that is called .jsonl and is one JSON list, on one line or on many.
+
+    :raises InputError: it is one.
+    """
+    with unpacked(path) as file:
+        lines = (line.strip() for line in file if line.strip())
+        first = next(lines, b"")
+        if not first.startswith(b"["):
+            return
+        is_one_list = not first.endswith(b"]") or next(lines, None) is None
+    if is_one_list:
+        remedy = "give it a name that ends in .json"
+        raise InputError(f"{flag}: {name} is one JSON list: {remedy}", kind="unreadable_file", remedy=remedy)
+
+
 def refuse_other_kinds(path: Path, name: str, *, flag: str) -> None:
     """Refuse a file of text that is none.
 

@@ -9,7 +9,7 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 
 from open_instruct.data.files.arrow_values import row_conversion
-from open_instruct.data.files.first_bytes import refuse_other_kinds
+from open_instruct.data.files.first_bytes import refuse_list_of_rows, refuse_other_kinds
 from open_instruct.data.files.rows import RawRow, RowSource, is_json_lines, json_lines, json_list
 from open_instruct.data.files.tables import column_file, text_table
 from open_instruct.errors import InputError
@@ -83,6 +83,8 @@ def _open_file(path: Path, name: str, flag: str) -> RowSource:
     try:
         if suffix not in (".parquet", ".arrow"):
             refuse_other_kinds(path, name, flag=flag)
+        if suffix.startswith(".jsonl"):
+            refuse_list_of_rows(path, name, flag=flag)
         if suffix.startswith(".jsonl") or (suffix == ".json" and is_json_lines(path)):
             return json_lines(path, name)
         if suffix == ".json":

@@ -26,10 +26,17 @@ MAX_REASON = 800  # characters of why a row cannot be used
 
 
 class MalformedRow(ValueError):
-    """One row cannot be used. `kind` is the word that reports count it under, `reason` a sentence for the user."""
+    """One row cannot be used.
 
-    def __init__(self, kind: str, reason: str) -> None:
+    Attributes:
+        kind: the word that reports count it under.
+        reason: a sentence for the user.
+        missing_key: the key that the row lacks, if that is the reason.
+    """
+
+    def __init__(self, kind: str, reason: str, *, missing_key: str = "") -> None:
         self.kind = kind
+        self.missing_key = missing_key
         self.reason = reason if len(reason) <= MAX_REASON else f"{reason[:MAX_REASON]}…"  # it may repeat the row
         super().__init__(self.reason)
 

@@ -88,7 +88,7 @@ def build_backend(pretrained: Pretrained, *, run: Run, config: LearnerConfig, nu
     if run.layout.context_parallel_degree > 1:
         module.model.apply_cp(olmo_core_parallel.get_cp_mesh(mesh))
     module.fill(pretrained, run=run, config=config)
-    run.console.say(f"{type(module.optim).__name__} takes the steps")
+    run.console.say(f"optimizer: {type(module.optim).__name__}")
     dist.barrier()  # no rank is ready before all are
     return module
 
@@ -128,7 +128,7 @@ def choose_adam(adamw: OptimConfig[Any], adam: Adam, *, warn: Callable[[str], No
     if adam == "AdamW":
         return adamw
     if problems := [why for why in gathered(building_problem(adam)) if why]:
-        warn(f"DeepSpeed's {adam} cannot be compiled here ({problems[0]}); PyTorch's AdamW takes the steps")
+        warn(f"DeepSpeed's {adam} cannot be compiled here ({problems[0]}); PyTorch's AdamW is used")
         return adamw
     kind = FusedAdamConfig if adam == "FusedAdam" else CPUAdamConfig
     return kind(**{each.name: getattr(adamw, each.name) for each in fields(kind)})

@@ -47,8 +47,12 @@ class OlmoCore:
         return layout_of_degrees(parallel, gpus_per_node)
 
     def sharing(self, parallel: ParallelSection, layout: ShardLayout) -> str:
-        splits_experts = ", which splits experts" if layout.expert_parallel_degree > 1 else ""
-        return f"{layout.num_replicas} x {layout.shard_degree} (replicas x shard degree{splits_experts})"
+        copies, each = "one copy of the model", ""
+        if layout.num_replicas > 1:
+            copies, each = f"{layout.num_replicas} copies of the model", "each "
+        split = f", {each}split over {layout.shard_degree}" if layout.shard_degree > 1 else ""
+        experts = ", experts too" if layout.expert_parallel_degree > 1 else ""
+        return f"{copies}{split}{experts}"
 
     def planned(self, config: LearnerConfig) -> Planned:
         from open_instruct.planning.plan import Backend

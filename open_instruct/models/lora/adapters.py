@@ -126,7 +126,7 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
 
 @torch.no_grad()
 def fill_adapter(model: nn.Module, lora: LoRASection, *, seed: int, start: Mapping[str, torch.Tensor] | None) -> None:
-    """Give this rank's parts their first values: of `start` by names in OLMo-core's way, or drawn, with B zero.
+    """Load this rank's parts from `start`, by their names in OLMo-core; or initialise A, and set B to zero.
 
     Each matrix is drawn whole, from a seed of its name, so that it is the same on any number of ranks.
     """

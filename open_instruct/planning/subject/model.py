@@ -199,7 +199,7 @@ class ModelShape:
         return {f"feed_forward.{each}.weight": (size, 1 if each == "w2" else 0) for each, size in sizes.items()}
 
     def met(self, parameter: ParameterShape) -> int:
-        """The numbers of a matrix that one token is multiplied with: of experts, those of a few."""
+        """How many of its parameters are active for a token: of a stack of experts, those of the chosen few."""
         return parameter.num_params * self.experts_per_token // (parameter.shape[0] if is_stack(parameter.name) else 1)
 
     @cached_property
@@ -238,12 +238,12 @@ class ModelShape:
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        """Those of the layers that attend."""
+        """The attention window of each attention layer; None is one without."""
         return tuple(layer.window for layer in self.layers if layer.delta is None)
 
     @property
     def num_experts(self) -> int:
-        """Those of the layers that have experts."""
+        """The number of experts in a layer that has them."""
         return max(layer.num_experts for layer in self.layers)
 
     @property

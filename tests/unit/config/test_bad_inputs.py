@@ -125,7 +125,7 @@ def test_all_bad_rows_are_told_with_their_lines(tmp_path: Path, stderr_of: Calla
     rows = tmp_path / "rows.jsonl"
     rows.write_bytes(b"\n".join([row("yes", "no"), b"{not json", row("yes"), row("same", "same"), b'{"a": "\xff"}']))
     told = stderr_of(mixer_list=[rows, "1.0"])
-    assert "4 rows of 5" in told and "--on_bad_row skip" in told
+    assert "4 of 5 rows" in told and "--on_bad_row skip" in told
     for line, reason in ((2, "not JSON"), (3, "'rejected'"), (4, "equals"), (5, "UTF-8")):
         assert f"{rows}, line {line}: " in told and reason in told
 

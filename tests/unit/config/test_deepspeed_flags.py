@@ -22,8 +22,8 @@ from open_instruct.learner.model.kernels import kernel_warnings
 from open_instruct.learner.optim.optimizers import build_optimizer_config
 from open_instruct.objectives.dpo import DPOConfig, validate_dpo
 from open_instruct.parallel.layout import layout_of
+from open_instruct.parallel.wording import describe_layout
 from open_instruct.rollout import checked_run
-from open_instruct.run.opened import shared_by
 from tests.refusals import refused
 
 REQUIRED = ["--model_name_or_path", "model", "--mixer_list", "rows.jsonl", "1.0", "--output_dir", "out"]
@@ -107,8 +107,10 @@ def test_neighbours_hold_a_second_copy_where_there_are_several_nodes(words: str,
     assert zpg_of(config.parallel) == zpg
     settings = engine_settings(config, on_cuda=False)
     assert settings["zero_optimization"]["zero_hpz_partition_size"] == zpg
-    told = shared_by(layout_of(config.parallel, config.parallel.num_learners_per_node), config.parallel, who="learner")
-    assert f"learners: DeepSpeed ZeRO-{config.parallel.deepspeed_stage}" in told
+    told = describe_layout(
+        layout_of(config.parallel, config.parallel.num_learners_per_node), config.parallel, who="learner"
+    )
+    assert f"learners, DeepSpeed ZeRO-{config.parallel.deepspeed_stage}" in told
     assert (f"second copies of the weights shared by {zpg} neighbours" in told) is (zpg > 1)
 
 
@@ -267,7 +269,7 @@ class TestAdam:
         chosen = zero.choose_adam(torchs, "FusedAdam", warn=said.append)
         assert chosen is torchs
         assert said == [
-            "DeepSpeed's FusedAdam cannot be compiled here (RuntimeError: no nvcc); PyTorch's AdamW takes the steps"
+            "DeepSpeed's FusedAdam cannot be compiled here (RuntimeError: no nvcc); PyTorch's AdamW is used"
         ]
 
     def test_error_of_the_builder_is_the_reason(self, monkeypatch: pytest.MonkeyPatch) -> None:

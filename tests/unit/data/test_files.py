@@ -122,6 +122,8 @@ def test_packed_lines(tmp_path: Path) -> None:
     ("name", "content", "remedy"),
     [
         ("rows.jsonl", gzip.compress(b"{}"), ".gz"),
+        ("rows.jsonl", b'[{"n": 0}, {"n": 1}]\n', ".json"),
+        ("rows.jsonl", b'[\n{"n": 0}\n]\n', ".json"),
         ("rows.csv.gz", b"PK\x03\x04" + bytes(9), ".gz"),
         ("rows.jsonl", '{"n": 1}'.encode("utf-16"), "iconv"),
         ("rows.csv", b"\xfe\xff" + "n\n1\n".encode("utf-16-be"), "iconv"),
@@ -129,7 +131,7 @@ def test_packed_lines(tmp_path: Path) -> None:
         ("rows.jsonl", b"PAR1" + bytes(9), ".parquet"),
         ("rows.jsonl.gz", gzip.compress(b"\xff\xfe{\x00"), "iconv"),
     ],
-    ids=range(7),  # what gzip packs has the time in it
+    ids=range(9),  # what gzip packs has the time in it
 )
 def test_file_of_another_kind_is_refused_by_its_first_bytes(
     tmp_path: Path, name: str, content: bytes, remedy: str

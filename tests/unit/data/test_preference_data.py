@@ -164,7 +164,7 @@ def test_bad_rows_stop_with_the_first_few_and_the_count(load: Load, bad_file: Pa
     with pytest.raises(InputError) as caught:
         load(bad_file, "1.0")
     lines = str(caught.value).splitlines()
-    assert lines[0].startswith("7 rows of 9 cannot be used (not_json 1, not_utf8 1, not_object 1, empty_reply 1")
+    assert lines[0].startswith("7 of 9 rows cannot be used (not_json 1, not_utf8 1, not_object 1, empty_reply 1")
     assert [line.split(": ")[0].strip() for line in lines[1:6]] == [f"{bad_file}, line {i}" for i in range(2, 7)]
     assert lines[6].strip() == "... and 2 more"
     assert lines[7].startswith('found   {"chosen": [{') and '"content": "  "' in lines[7]
@@ -178,7 +178,7 @@ def test_same_reason_is_given_once(load: Load, tmp_path: Path) -> None:
     with pytest.raises(InputError) as caught:
         load(path, "1.0", on_bad_row="skip")
     lines = str(caught.value).splitlines()
-    assert lines[0] == "31 rows of 31 cannot be used (missing_key 30, not_object 1):"
+    assert lines[0] == "none of the 31 rows can be used (missing_key 30, not_object 1):"
     assert lines[1].strip() == f"{path}, line 1: no key 'chosen'; the row has 'text', 'n' (and so 29 rows more)"
     assert lines[2].strip().startswith(f"{path}, line 31: the row is a JSON list")
     assert lines[3] == f'found   {{"text": "Hello 0 {"o" * 32}…", "n": 0}}'

@@ -225,7 +225,7 @@ def test_bad_rows_name_file_and_line(load: Load, tmp_path: Path) -> None:
     with pytest.raises(InputError) as raised:
         load(rows, "1.0")
     told = str(raised.value)
-    assert "2 rows of 3 cannot be used (unknown_verifier 2)" in told
+    assert "2 of 3 rows cannot be used (unknown_verifier 2)" in told
     assert f"{rows}, line 2: 'dataset': there is no verifier 'math1'" in told
     assert f"{rows}, line 3: 'dataset': there is no verifier 'string_match'; did you mean string_matcher?" in told
 

@@ -243,9 +243,10 @@ def test_reply_of_weight_0_is_refused_in_pairs_and_labelled_rows(key: str) -> No
             "prompt=input chosen=winner rejected=loser",
         ),
         ({"prompt": "q", "winner": "a"}, ("prompt", "chosen", "rejected"), ""),
+        ({"prompt": "q", "choosen": "a", "rejected": "b"}, ("prompt", "chosen", "rejected"), "chosen=choosen"),
     ],
 )
-def test_columns_are_guessed_by_names_of_other_data_sets(row: Any, wanted: tuple[str, ...], guess: str) -> None:
+def test_columns_are_guessed_by_known_and_like_names(row: Any, wanted: tuple[str, ...], guess: str) -> None:
     assert guessed_columns(row, wanted) == guess
 
 

@@ -1,6 +1,7 @@
 """Flags of TRL, axolotl, LLaMA-Factory, verl and OpenRLHF lead to ours."""
 
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -59,6 +60,22 @@ def test_each_leads_to_a_flag_that_exists(name: str, hint: str | list[str] | dic
 )
 def test_flag_of_another_suite_is_answered_with_ours(command: str, name: str, ours: str) -> None:
     assert refusal(command, name) == f"--{name} is called --{ours} here"
+
+
+def test_flag_that_another_name_fills_is_not_missing() -> None:
+    with pytest.raises(InputError) as caught:
+        parse(CONFIGS["dpo"], ["--pretrain", "M", "--mixer_list", "rows.jsonl", "1.0"])
+    missing = [problem for problem in caught.value.problems if problem.kind == "missing_flag"]
+    assert len(missing) == 1 and "--output_dir" in missing[0] and "--model_name_or_path" not in missing[0]
+
+
+def test_sections_of_a_file_are_refused_as_such(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("model:\n  name: M\ndata:\n  path: rows.jsonl\n")
+    with pytest.raises(InputError) as caught:
+        parse(CONFIGS["dpo"], [str(file)])
+    assert [problem.flag for problem in caught.value.problems] == ["model", "data"]
+    assert all("flat" in problem for problem in caught.value.problems)
 
 
 @pytest.mark.parametrize(

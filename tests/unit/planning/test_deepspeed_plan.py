@@ -135,7 +135,7 @@ def test_run_says_its_plan(tmp_path) -> None:  # type: ignore[no-untyped-def]
     words += ["--mixer_list", "rows.jsonl", "1.0", "--output_dir", "out"]
     config = parse(objective_named("sft").config_class, words)
     said = check_plan(config, [2], model_folder=str(model), memory_bytes=64 * 2**30, on_cuda=False)
-    assert said.line.startswith("plan: needs ") and "cannot fit" not in said.warning
+    assert said.line.startswith("memory: at most ") and "cannot fit" not in said.warning
     config = parse(objective_named("sft").config_class, [*words, "--no_plan_check"])
     refused = check_plan(config, [2], model_folder=str(model), memory_bytes=2**20, on_cuda=False)
     assert "the run cannot fit" in refused.warning

@@ -65,7 +65,7 @@ def start(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.
 
 def test_processes_of_a_node_share_its_memory(start: Start) -> None:
     said = start(64, (2, 2))
-    assert said.startswith("plan: needs ") and " of 32.0 GiB for each process of a node (most in: " in said
+    assert said.startswith("memory: at most ") and " of 32.0 GiB per process (" in said
 
 
 def test_run_that_surely_cannot_fit_is_refused_unless_told_to(start: Start) -> None:
@@ -73,7 +73,7 @@ def test_run_that_surely_cannot_fit_is_refused_unless_told_to(start: Start) -> N
     with refused("machine", None, "17.0 GiB", "--no_plan_check"):
         start(64, (4,), *words)
     said = start(64, (4,), *words, "--no_plan_check")
-    assert "plan: needs" in said and "warning: the run cannot fit" in said
+    assert "memory: at most" in said and "warning: the run cannot fit" in said
 
 
 def test_plan_that_does_not_fit_is_said_in_colour_with_the_change_that_fits(
@@ -83,11 +83,11 @@ def test_plan_that_does_not_fit_is_said_in_colour_with_the_change_that_fits(
     monkeypatch.setenv("FORCE_COLOR", "1")
     yellow = "\x1b[33m"
     said = start(4 * 20, (4,), "--per_device_train_batch_size", "64", "--max_seq_length", "1024")
-    assert said.startswith(f"{yellow}plan: needs ")  # states need 4.3 of 20 GiB
+    assert said.startswith(f"{yellow}memory: at most ")  # states need 4.3 of 20 GiB
     _, warning = said.split(f"{yellow}warning: the plan does not fit: memory will most likely run out. ")
     assert "--per_device_train_batch_size" in warning and "--gradient_accumulation_steps" in warning
     said = start(4 * 20, (4,), "--activation_checkpointing", "full")
-    assert said.startswith("plan: needs ") and "warning" not in said and yellow not in said
+    assert said.startswith("memory: at most ") and "warning" not in said and yellow not in said
 
 
 @pytest.mark.parametrize("text", ["no json", '{"model_type": "gpt2"}', json.dumps(FIELDS | {"vocab_size": "x"})])
@@ -103,7 +103,7 @@ def test_model_with_differing_layers_has_no_plan_and_runs(folder: Path) -> None:
     verdict = checked(folder, *words, "blocks.0.feed_forward", memory_gib=80)
     assert verdict.line.startswith("plan: none (InputError: ") and "treats layers differently" in verdict.line
     assert not verdict.warning
-    assert checked(folder, *words, "blocks.*.feed_forward", memory_gib=80).line.startswith("plan: needs")
+    assert checked(folder, *words, "blocks.*.feed_forward", memory_gib=80).line.startswith("memory: at most")
 
 
 def checked(folder: Path, *words: str, memory_gib: float) -> StartCheck:
@@ -132,13 +132,13 @@ class TestCheckpointing:
         assert self.chosen(folder, 140) == "none"
         assert "--activation_checkpointing" not in capsys.readouterr().out
         assert self.chosen(folder, 36) == "selected_modules"
-        (line,) = " ".join(capsys.readouterr().out.split()).split("plan: ")[1:]
+        (line,) = " ".join(capsys.readouterr().out.split()).split("memory: ")[1:]
         chosen = ["blocks.*.attention_norm", "blocks.*.feed_forward_norm", "blocks.*.feed_forward"]
         assert self.memory.activation_checkpointing_modules == chosen
         assert line.endswith(f"selected_modules {' '.join(chosen)}, in 1 microbatch a step")
         assert json.loads(RunDirectory(path=folder).plan.read_text())["activation_checkpointing_modules"] == chosen
         assert self.chosen(folder, 24) == "full"
-        (line,) = " ".join(capsys.readouterr().out.split()).split("plan: ")[1:]
+        (line,) = " ".join(capsys.readouterr().out.split()).split("memory: ")[1:]
         assert line.endswith("with --activation_checkpointing full, in 1 microbatch a step") and "warning" not in line
         assert json.loads(RunDirectory(path=folder).plan.read_text())["activation_checkpointing"] == "full"
 
@@ -190,7 +190,7 @@ class TestLauncher:
         directory = RunDirectory(path=tmp_path)
         _planned(config, folder, Console(speaks=True), directory)
         assert json.loads(directory.plan.read_text())["memory_bytes"] == 16 * GIB
-        assert " of 16.0 GiB for each process" in (said := capsys.readouterr().out) and "changes nothing" not in said
+        assert " of 16.0 GiB per process" in (said := capsys.readouterr().out) and "changes nothing" not in said
         _planned(self.config(folder, "--offload"), folder, Console(speaks=True), directory)
         assert "--offload true changes nothing without CUDA" in capsys.readouterr().out
         too_many = self.config(folder, "--num_learners_per_node", *"1111")
@@ -201,7 +201,7 @@ class TestLauncher:
         config = self.config(folder, "--num_learners_per_node", *"1111", "--ray_address", "auto")
         _planned(config, folder, Console(speaks=True), RunDirectory(path=tmp_path))
         assert not RunDirectory(path=tmp_path).plan.exists()
-        assert "learners keep all activations" in " ".join(capsys.readouterr().out.split())
+        assert "activation checkpointing is off" in " ".join(capsys.readouterr().out.split())
         full = self.config(folder, "--ray_address", "auto", "--activation_checkpointing", "full")
         _planned(full, folder, Console(speaks=True), RunDirectory(path=tmp_path))
         assert capsys.readouterr().out == ""

@@ -61,7 +61,7 @@ def without_time_left(line: str) -> str:
 
 
 def test_numbers_of_a_step_in_words() -> None:
-    words = "loss -0.0123  41.3 tokens each  0.8 steps old  waited 3.0s  trained 2.5s  synced 0.1s"
+    words = "loss -0.0123  41.3 tokens/answer  weights 0.8 steps old  idle 3.0 s  trained 2.5 s  synced 0.1 s"
     assert step_words(row(2)) == f"reward 0.250  {words}"
     assert step_words(row(2) | {"eval/reward": 0.5}) == f"reward 0.250  held-out 0.500  {words}"
 
@@ -86,7 +86,7 @@ class TestPlainLines:
         for step in (2, 3, 4, 5):  # of a run that goes on behind its first step
             clock.now += 30
             view.finished(row(step))
-        assert [line.partition("synced 0.1s")[2] for line in lines(view)] == ["", "  60 s left", "  30 s left", ""]
+        assert [line.partition("synced 0.1 s")[2] for line in lines(view)] == ["", "  60 s left", "  30 s left", ""]
         assert "3 of 5" not in drawn(view) and "5 of 5" in drawn(view)
 
     def test_sample_is_one_line_that_steers_no_terminal(self) -> None:
