@@ -163,7 +163,9 @@ def _held_out(run: RunFiles) -> Iterator[Finding]:
         is_better = sign * last > sign * first
         yield _found("held_out_better" if is_better else "held_out_not_better", what, first, last)
         if sign * (best - last) > 0.05 * abs(best):
-            yield _found("held_out_best_before", what, best_row["step"], best, last)
+            is_kept = run.config.get("keep_best") == name and best_row["step"] > 0  # the start model has no checkpoint
+            found = "held_out_best_kept" if is_kept else "held_out_best_before"
+            yield _found(found, what, best_row["step"], best, last, name)
         return
 
 

@@ -14,21 +14,23 @@ from open_instruct.checkpoints.step_folder import find_checkpoints
 from open_instruct.objectives.registry import OBJECTIVES, objective_named
 from open_instruct.run import export_command
 from tests.ranks.objective_rows import write_objective_case
+from tests.ranks.test_deepspeed import of_stage
 from tests.ranks.test_dpo_resume import finish, kill, start, wait_for_rows
 from tests.ranks.train_case import TrainCase, free_ports
 
 NUM_STEPS, BEST_STEP = 8, 4
 METRIC = "eval/loss"
+JOB = "tests.ranks.jobs.train_runs:run_each"
 
 RunRanks = Callable[..., list[Any]]
 
 
-def write_command(case: TrainCase, name: str, **flags: Any) -> list[str]:
+def write_command(case: TrainCase, name: str, *, ranks: int = 2, **flags: Any) -> list[str]:
     """A run whose held-out loss falls for four steps, and rises then."""
     own = {"eval_mixer_list": [case.rows, "6"], "eval_steps": 2, "keep_best": METRIC}
     own |= {"checkpointing_steps": 5, "keep_last_n_checkpoints": 1}
     own |= {"learning_rate": 3e-2, "lr_scheduler_type": "constant"}
-    return case.command(name, ranks=2, max_train_steps=NUM_STEPS, **own | flags)
+    return case.command(name, ranks=ranks, max_train_steps=NUM_STEPS, **own | flags)
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
@@ -97,6 +99,27 @@ def test_killed_run_keeps_its_best_step_when_it_goes_on(dpo_case: TrainCase) -> 
 
 
 @pytest.mark.extended
+@pytest.mark.parametrize(
+    ("ranks", "flags"),
+    [
+        (2, of_stage(3)),
+        (2, {"use_lora": True}),
+        (1, {"single_gpu_mode": True, "param_dtype": "bfloat16", "learning_rate": 1e-2}),
+    ],
+)
+def test_weights_of_every_backend_go_back_to_the_best_step(
+    dpo_case: TrainCase, run_ranks: RunRanks, ranks: int, flags: dict[str, Any]
+) -> None:
+    name = f"back_{next(iter(flags))}"
+    command = write_command(dpo_case, name, ranks=ranks, **flags)
+    run_ranks(ranks, JOB, commands=[command], ports=free_ports(1))
+    run = dpo_case.folder / name
+    best = json.loads((run / "best.json").read_text())["step"]
+    assert best < NUM_STEPS, "another learning rate has its best step before the last"
+    assert dpo_case.weights_digest(name) == digest_of_step(run, best) != digest_of_step(run, NUM_STEPS)
+
+
+@pytest.mark.extended
 @pytest.mark.parametrize("entry", OBJECTIVES)
 def test_every_metric_that_it_takes_is_in_the_rows_of_such_a_run(
     tmp_path: Path, entry: str, run_ranks: RunRanks
@@ -104,7 +127,7 @@ def test_every_metric_that_it_takes_is_in_the_rows_of_such_a_run(
     case = write_objective_case(tmp_path, entry, family="qwen2")
     held_out = {"eval_mixer_list": [case.rows, "6"], "eval_steps": 1, "keep_best": "eval/loss"}
     command = case.command("run", **held_out | {"max_train_steps": 2, "learning_rate": 1.0})
-    run_ranks(1, "tests.ranks.jobs.train_runs:run_each", commands=[command], ports=free_ports(1), entry=entry)
+    run_ranks(1, JOB, commands=[command], ports=free_ports(1), entry=entry)
     run = case.folder / "run"
     rows, scores = case.metrics("run"), read_rows(run / "eval.jsonl")
     config = objective_named(entry).config_class

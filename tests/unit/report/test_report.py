@@ -443,6 +443,18 @@ class TestHealth:
             word in finding.text for word, finding in zip(words, found, strict=True)
         )
 
+    @pytest.mark.parametrize(("scores", "is_kept"), [((0.5, 0.9, 0.75), True), ((0.75, 0.5), False)])
+    def test_best_step_that_is_kept_asks_for_nothing(self, scores: tuple[float, ...], is_kept: bool) -> None:
+        metric = "eval/preference_accuracy"
+        evaluations = [{"step": step, metric: score} for step, score in enumerate(scores)]
+
+        def remedy(**config: str) -> str:
+            found = said_of(rows_with(num_steps=2), evaluations=evaluations, config=config)
+            return next(finding.remedy for finding in found if "best in step" in finding.text)
+
+        assert f"--keep_best {metric}" in remedy()
+        assert (remedy(keep_best=metric) == "") == is_kept
+
     def test_memory(self) -> None:
         phase = PlannedPhase(name="backward", total_bytes=40 * 2**30, parts={})
         plan = PlannedMemory(memory_bytes=80 * 2**30, peak_phase="backward", phases=(phase,))
