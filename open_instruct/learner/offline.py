@@ -195,8 +195,9 @@ class _Learning:
         metric = self.config.run.keep_best or ""
         if metric.startswith(HELD_OUT_PREFIX) and metric not in evaluation.row:
             known = [name for name in evaluation.row if entry_of(name).better is not None]
+            remedy = f"give {one_of(known)}" if known else "give a metric of training, such as loss"
             raise InputError(
-                f"--keep_best {metric}: these held-out rows have no such number; give {one_of(known)}",
+                f"--keep_best {metric}: an evaluation of this run has no such number; {remedy}",
                 kind="bad_value",
                 flag="keep_best",
             )
