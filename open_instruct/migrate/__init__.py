@@ -1,1 +1,1 @@
-"""Launches of open-instruct, translated into our flags."""
+"""Launches of other suites, translated into our flags."""

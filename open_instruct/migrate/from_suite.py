@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from open_instruct.config.flags import spelled
+from open_instruct.config.help import asks_for_help
 from open_instruct.config.parser import YAML_SUFFIXES, nearest
 from open_instruct.errors import EXIT_INPUT, InputError
 from open_instruct.migrate.launch import ALL_TRAINERS
@@ -40,6 +41,7 @@ class Request:
     switches: set[str] = field(default_factory=set)
     numbers: dict[str, float] = field(default_factory=dict)
     launch: list[str] = field(default_factory=list)
+    asks_for_help: bool = False
 
 
 def migrate_from(request: Request) -> int:
@@ -77,7 +79,11 @@ def read_request(words: Sequence[str]) -> Request:
     while left:
         word = left.pop(0)
         if word == "--":
+            request.launch = left
             break
+        if asks_for_help([word]):
+            request.asks_for_help = True
+            return request
         if word in SWITCHES:
             request.switches.add(word)
         elif word == "--from":
@@ -87,10 +93,10 @@ def read_request(words: Sequence[str]) -> Request:
         elif _names_a_trainer(word, request):
             request.trainer = word
         else:
-            left.insert(0, word)
+            request.launch = [word for word in (word, *left) if word not in SWITCHES]
+            request.switches |= {word for word in left if word in SWITCHES}
             break
-    request.launch = left
-    if not left:
+    if not request.launch:
         raise InputError(
             f"nothing to translate: write migrate-args --from {request.suite} FILE, or its flags", kind="stray_word"
         )
@@ -100,7 +106,7 @@ def read_request(words: Sequence[str]) -> Request:
 def _names_a_trainer(word: str, request: Request) -> bool:
     if request.trainer or word.startswith("-") or Path(word).is_file():
         return False
-    if request.suite in READERS:
+    if request.suite in READERS and word != "prm":
         return word in find_trainers(request.suite)
     return word in ALL_TRAINERS or any(word in find_trainers(suite) for suite in READERS)
 

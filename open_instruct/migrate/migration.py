@@ -57,7 +57,10 @@ def migrate_args(words: Sequence[str]) -> int:
     """Print the migration that `words` ask for; returns the exit code."""
     if _names_a_suite(words):
         request = read_request(words)
-        if request.suite != OPEN_INSTRUCT:
+        if request.asks_for_help:
+            print(USAGE)
+            return 0
+        if request.suite != OPEN_INSTRUCT and not _is_of_steps(request):
             return migrate_from(request)
         words = _words_for_open_instruct(request)
     end = words.index("--") if "--" in words else len(words)
@@ -93,6 +96,14 @@ def _names_a_suite(words: Sequence[str]) -> bool:
     return any(word.split("=", 1)[0] == "--from" for word in words[:end])
 
 
+def _is_of_steps(request: Request) -> bool:
+    """Whether a launch trains a process reward model, whose tables are those of `migrate-args prm`."""
+    scripts = {script_of(word) for word in request.launch}
+    return request.suite in ("trl", "openrlhf") and (
+        request.trainer == "prm" or bool(scripts & {"trl_prm", "train_prm"})
+    )
+
+
 def _words_for_open_instruct(request: Request) -> list[str]:
     """The words of the form without `--from`, which needs the command: it is named, or read from the script's name."""
     scripts = [script for word in request.launch if (script := script_of(word))]
@@ -100,13 +111,13 @@ def _words_for_open_instruct(request: Request) -> list[str]:
     command = request.trainer or found
     if not command:
         raise InputError(
-            f"the launch names no script: write migrate-args --from {OPEN_INSTRUCT} COMMAND ..., with one of "
+            f"the launch names no script: write migrate-args --from {request.suite} COMMAND ..., with one of "
             f"{', '.join(ALL_TRAINERS)}",
             kind="stray_word",
         )
     unused = [*(request.switches - {"--json"}), *(f"--{name}" for name in request.numbers)]
     if unused:
-        raise InputError(f"{unused[0]} is not read for {OPEN_INSTRUCT}; leave it out", kind="foreign_flag")
+        raise InputError(f"{unused[0]} is not read for such a launch; leave it out", kind="foreign_flag")
     return [command, *(["--json"] if "--json" in request.switches else []), "--", *request.launch]
 
 

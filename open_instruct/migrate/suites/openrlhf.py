@@ -6,11 +6,10 @@ from open_instruct.config.parser import YAML_SUFFIXES
 from open_instruct.migrate.suites.settings import Settings, count_gpus, read_flags, read_yaml
 from open_instruct.migrate.suites.shell_script import SHELL_SUFFIXES, read_command
 
-PROGRAM = re.compile(r"(?:.*openrlhf[./]cli[./])?train_(dpo|sft|rm|kto|ppo_ray|ppo|prm|kd)(?:\.py)?")
+PROGRAM = re.compile(r"(?:.*openrlhf[./]cli[./])?train_(dpo|sft|rm|kto|ppo_ray|ppo|kd)(?:\.py)?")
 # Flags by which a launch that names no program is known.
 OF_TRAINERS = {
     "ppo_ray": ("prompt_data", "data.prompt_dataset", "actor.model_name_or_path", "rollout_batch_size"),
-    "prm": ("placeholder_token",),
     "kd": ("teacher_model",),
 }
 

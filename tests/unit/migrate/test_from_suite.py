@@ -128,6 +128,30 @@ class TestCommand:
         assert list(translation["refused"]) == ["use_dora"] and list(translation["dropped"]) == ["logging_steps"]
         assert translation["defaults"]["max_seq_length"] == {"there": 1024, "here": 2048}
 
+    @pytest.mark.parametrize("place", ["in front", "behind"])
+    def test_switches_stand_in_front_of_the_launch_or_behind(
+        self, place: str, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        launch = ["trl", "dpo", "--model_name_or_path", "m", "--dataset_name", "d"]
+        words = ["--json", *launch] if place == "in front" else [*launch, "--json"]
+        assert main(["migrate-args", "--from", "trl", *words]) == 0
+        assert json.loads(capsys.readouterr().out)["command"] == "dpo"
+
+    @pytest.mark.parametrize("suite", ["trl", "openrlhf"])
+    def test_process_reward_models_have_the_tables_of_their_own_command(
+        self, suite: str, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        launch = "--model_name_or_path m --dataset_name rows.jsonl"
+        if suite == "openrlhf":
+            launch = "--module openrlhf.cli.train_prm --pretrain m --dataset rows.jsonl --placeholder_token @ "
+            launch += "--reward_tokens + - --gradient_accumulation_steps 4"
+        assert main(["migrate-args", "--from", suite, "prm", *launch.split()]) == 0
+        assert capsys.readouterr().out.startswith("open-instruct prm")
+
+    def test_help_is_given_behind_the_suites_name(self, capsys: pytest.CaptureFixture[str]) -> None:
+        assert main(["migrate-args", "--from", "trl", "--help"]) == 0
+        assert "--num_gpus" in capsys.readouterr().out
+
     def test_last_line_says_what_differs(self, capsys: pytest.CaptureFixture[str]) -> None:
         main(["migrate-args", "--from", "trl", "trl", "sft", "--model_name_or_path", "m", "--dataset_name", "d"])
         last = capsys.readouterr().out.splitlines()[-1]
