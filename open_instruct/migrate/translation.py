@@ -81,8 +81,8 @@ class _Translator:
         self.known = dict(known)
         self.objective: Objective = objective_named(table.command)
         self.flags: dict[str, Flag] = flags_of(self.objective.config_class)
-        unset = {name for name, words in settings.values.items() if words == [table.unset]}
-        given = (settings.values.keys() | settings.unreadable.keys()) - unset
+        unset = [name for name, words in settings.values.items() if words == [table.unset]]
+        given = (settings.values.keys() | settings.unreadable.keys()) - set(unset)
         defaults = {name: value.split() for name, value in table.defaults.items() if name not in given}
         self.sheet = Sheet(
             trainer=settings.trainer,
@@ -107,7 +107,7 @@ class _Translator:
         self._set_columns()
         values = read_values(self.flags, sheet)
         self._refuse_unknown_family()
-        drop_idle(self.flags, values, sheet)
+        self._drop_idle(values)
         for flag in sorted(values, key=lambda name: sheet.ours[name][1] not in sheet.given):
             self._take(flag, values[flag])
         for what, (there, here, *condition) in self.table.differs.items():
@@ -116,6 +116,13 @@ class _Translator:
         self._fill_in_missing()
         self._leave_out_refused()
         return self.result
+
+    def _drop_idle(self, values: dict[str, Any]) -> None:
+        """Leave out flags that nothing reads; a setting of which another flag is read is not left out for that."""
+        before = dict(self.sheet.dropped)
+        drop_idle(self.flags, values, self.sheet)
+        for source in {source for _, source in self.sheet.ours.values()} - before.keys():
+            self.sheet.dropped.pop(source, None)
 
     def _refuse_unknown_family(self) -> None:
         words, source = self.sheet.ours.get("model_name_or_path", ([], ""))
@@ -228,6 +235,8 @@ class _Translator:
             self.sheet.dropped[name] = "asks for nothing"
         elif flag in self.sheet.ours:
             self.result.renamed[name] = f"is a part of --{flag} {' '.join(self.sheet.ours[flag][0])}"
+            if rule.differs is not None:
+                self.result.differs[name] = rule.differs
         elif flag in self.result.missing:
             self.result.renamed[name] = f"is a part of --{flag}, which see"
         else:

@@ -61,11 +61,21 @@ class TestCases:
 
 
 @pytest.mark.parametrize(
-    ("words", "is_listed"), [("", False), ("--loss_type simpo", True), ("--loss_type simpo --cpo_alpha 0.0", False)]
+    ("trainer", "words", "what", "is_listed"),
+    [
+        ("cpo", "", "the chosen reply's likelihood", False),
+        ("cpo", "--loss_type simpo", "the chosen reply's likelihood", True),
+        ("cpo", "--loss_type simpo --cpo_alpha 0.0", "the chosen reply's likelihood", False),
+        ("sft", "", "what is learned", True),
+        ("sft", "--assistant_only_loss true", "what is learned", False),
+        ("dpo", "--eval_strategy epoch", "eval_strategy", True),
+        ("dpo", "--eval_strategy no --save_strategy no", "eval_strategy", False),
+        ("grpo", "--loss_type cispo", "bound of cispo", True),
+    ],
 )
-def test_difference_is_listed_where_it_is_one(words: str, is_listed: bool) -> None:
-    translation = translated("trl", f"trl cpo --model_name_or_path m --dataset_name d {words}")
-    assert ("the chosen reply's likelihood" in translation.differs) == is_listed
+def test_difference_is_listed_where_it_is_one(trainer: str, words: str, what: str, is_listed: bool) -> None:
+    translation = translated("trl", f"trl {trainer} --model_name_or_path m --dataset_name d {words}")
+    assert translation.refused == {} and (what in translation.differs) == is_listed
 
 
 @pytest.mark.parametrize(("suite", "trainer"), TABLES)
@@ -379,3 +389,9 @@ def test_names_of_llamafactorys_list_become_files_and_data_sets_of_the_hub(tmp_p
 def test_page_names_every_suite() -> None:
     page = (Path(__file__).parents[3] / "docs" / "migrate.md").read_text(encoding="utf-8")
     assert [name for name in (*READERS, "open-instruct") if f"| `{name}` |" not in page] == []
+
+
+def test_setting_that_one_flag_reads_is_not_left_out_for_another() -> None:
+    launch = "llamafactory-cli train stage=dpo model_name_or_path=m dataset=a pref_beta=0.3 output_dir=o"
+    translation = translated("llamafactory", launch)
+    assert "pref_beta" not in translation.dropped and config_values(translation)["beta"] == 0.3
