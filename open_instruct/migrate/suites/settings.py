@@ -72,16 +72,27 @@ def read_yaml(path: str) -> dict[str, list[str]]:
 
     :raises InputError: the file cannot be read, or is no mapping.
     """
-    return flatten({key.value: plain_value(value) for key, value in nodes_of(path)})
+    try:
+        values = {_key(key, path): plain_value(value, path) for key, value in nodes_of(path)}
+    except RecursionError:
+        raise InputError(f"{path}: lists or mappings nested too deep", kind="unreadable_file") from None
+    return flatten(values)
 
 
-def plain_value(node: Any) -> Any:
+def _key(node: Any, path: str) -> str:
+    if not isinstance(node, yaml.ScalarNode):
+        line = node.start_mark.line + 1
+        raise InputError(f"{path} line {line}: a setting's name is one word, not a list", kind="unreadable_file")
+    return str(node.value)
+
+
+def plain_value(node: Any, path: str) -> Any:
     """A YAML value as dicts, lists and the words that stand there, so that 5e-7 is not read as a text."""
     if isinstance(node, yaml.ScalarNode):
         return "none" if node.tag == YAML_NULL else node.value
     if isinstance(node, yaml.SequenceNode):
-        return [plain_value(item) for item in node.value]
-    return {plain_value(key): plain_value(value) for key, value in node.value}
+        return [plain_value(item, path) for item in node.value]
+    return {_key(key, path): plain_value(value, path) for key, value in node.value}
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, list[str]]:
@@ -94,7 +105,9 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, list[str]]
     words: dict[str, list[str]] = {}
     for key, value in values.items():
         name = f"{prefix}{key}"
-        if isinstance(value, dict):
+        if value in ({}, []):
+            words[name] = ["none"]
+        elif isinstance(value, dict):
             words |= flatten(value, f"{name}.")
         elif isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
             keys = list(dict.fromkeys(inner for item in value for inner in item))

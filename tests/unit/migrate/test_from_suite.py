@@ -66,7 +66,7 @@ class TestCases:
         ("cpo", "", "the chosen reply's likelihood", False),
         ("cpo", "--loss_type simpo", "the chosen reply's likelihood", True),
         ("cpo", "--loss_type simpo --cpo_alpha 0.0", "the chosen reply's likelihood", False),
-        ("sft", "", "what is learned", True),
+        ("sft", "--packing", "what is learned", True),
         ("sft", "--assistant_only_loss true", "what is learned", False),
         ("dpo", "--eval_strategy epoch", "eval_strategy", True),
         ("dpo", "--eval_strategy no --save_strategy no", "eval_strategy", False),
@@ -395,3 +395,17 @@ def test_setting_that_one_flag_reads_is_not_left_out_for_another() -> None:
     launch = "llamafactory-cli train stage=dpo model_name_or_path=m dataset=a pref_beta=0.3 output_dir=o"
     translation = translated("llamafactory", launch)
     assert "pref_beta" not in translation.dropped and config_values(translation)["beta"] == 0.3
+
+
+@pytest.mark.parametrize("text", ["? [a, b]\n: 3\n", "a: {b: {? [c] : 1}}\n", "- a\n", "a: [1\n", "a: &x [*x]\n"])
+def test_yaml_that_is_no_mapping_of_settings_is_refused(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "a.yaml"
+    path.write_text(text)
+    with refused("unreadable_file", None, "a.yaml"):
+        READERS["axolotl"]([str(path)])
+
+
+def test_empty_list_or_mapping_is_a_setting_too(tmp_path: Path) -> None:
+    path = tmp_path / "a.yaml"
+    path.write_text("base_model: m\nplugins: []\nno_such: {}\n")
+    assert READERS["axolotl"]([str(path)]).values == {"base_model": ["m"], "plugins": ["none"], "no_such": ["none"]}
