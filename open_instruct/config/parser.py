@@ -229,7 +229,7 @@ class _Reader:
         nearest_flag = nearest(given.name, sorted(names), prefix=prefix)
         hint = called_here(given.name, names, prefix) or f"is not a flag{nearest_flag}"
         if given.is_section:
-            hint = "settings are flat here, without sections: write each flag of this one on a line of its own"
+            hint = "is a section, and settings are flat here: write each of its flags on a line of its own"
             self.has_sections = True
         elif ours := flag_here(given.name, names):
             self.renamed.add(ours)

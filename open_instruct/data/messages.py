@@ -175,8 +175,9 @@ def unread_of_messages(row: Mapping[str, Any], reads_reasoning: bool) -> set[str
 def guessed_columns(row: Mapping[str, Any], wanted: Sequence[str]) -> str:
     """The words of `--columns` that would map other columns of a row to `wanted`; "" if one has no likely column."""
     words = []
+    has_prompt = _key(row, (*_TURNS, *_ASKED)) or any(isinstance(value, list) for value in row.values())
     for ours in wanted:
-        if _key(row, (ours,)) or (ours == "prompt" and _key(row, (*_TURNS, *_ASKED))):
+        if _key(row, (ours,)) or (ours == "prompt" and has_prompt):
             continue
         known = [name for name in _OTHERS["columns"][ours] if reach(row, name) is not None]
         alike = get_close_matches(ours, [name for name in row if name not in wanted], n=1, cutoff=_ALIKE)

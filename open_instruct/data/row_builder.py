@@ -342,14 +342,11 @@ class RowBuilder(ABC):
                 f"{self.chat.template.name} chat template ends {counted(self.num_without_end, 'reply')} without an "
                 "end-of-turn token, so the model will not learn where a reply stops"
             )
-        if self.unread:
-            keys = ", ".join(f"{key!r}" for key, _ in self.unread.most_common(_MOST_KEYS))
-            more = f" and {len(self.unread) - _MOST_KEYS} more" if len(self.unread) > _MOST_KEYS else ""
-            rows = counted(max(self.unread.values()), "row")
-            warnings.append(f"not read by this run: {keys}{more} of {rows}")
-            warnings += [
-                f"{key!r} is read with {flag} only" for key, flag in self.read_with.items() if key in self.unread
-            ]
+        if unread := [key for key, _ in self.unread.most_common() if key not in self.read_with]:
+            keys = ", ".join(map(repr, unread[:_MOST_KEYS]))
+            more = f" and {len(unread) - _MOST_KEYS} more" if len(unread) > _MOST_KEYS else ""
+            warnings.append(f"not read by this run: {keys}{more} of {counted(self.unread[unread[0]], 'row')}")
+        warnings += [f"{key!r} is read with {flag} only" for key, flag in self.read_with.items() if key in self.unread]
         if warning := self.cut_warning():
             warnings.append(warning)
         return warnings
