@@ -175,7 +175,9 @@ def unread_of_messages(row: Mapping[str, Any], reads_reasoning: bool) -> set[str
 def guessed_columns(row: Mapping[str, Any], wanted: Sequence[str]) -> str:
     """The words of `--columns` that would map other columns of a row to `wanted`; "" if one has no likely column."""
     words = []
-    has_prompt = _key(row, (*_TURNS, *_ASKED)) or any(isinstance(value, list) for value in row.values())
+    # The prompt of a pair may be in its conversations.
+    is_whole = "chosen" in wanted and any(isinstance(value, list) for value in row.values())
+    has_prompt = is_whole or _key(row, (*_TURNS, *_ASKED)) is not None
     for ours in wanted:
         if _key(row, (ours,)) or (ours == "prompt" and has_prompt):
             continue

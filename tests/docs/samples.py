@@ -114,7 +114,11 @@ def draw_rows(folder: Path, page: Path) -> Iterator[tuple[str, list[dict[str, An
     path.unlink()
     chats = [{"messages": row["chosen"]} for row in pairs]
     prompts = [{"prompt": "1 + 1?", "ground_truth": "2", "dataset": "gsm8k"}] * 8
-    of_page = {"after": chats, "your_own_loss": [{"question": "One?", "answer": str(n)} for n in range(8)]}
+    of_page = {
+        "after": chats,
+        "report": chats,
+        "your_own_loss": [{"question": "One?", "answer": str(n)} for n in range(8)],
+    }
     yield "rows.jsonl", of_page.get(page.stem, pairs)
     yield "pairs.jsonl", pairs
     yield "pairs.json", pairs

@@ -245,6 +245,7 @@ def test_reply_of_weight_0_is_refused_in_pairs_and_labelled_rows(key: str) -> No
         ({"prompt": "q", "winner": "a"}, ("prompt", "chosen", "rejected"), ""),
         ({"prompt": "q", "choosen": "a", "rejected": "b"}, ("prompt", "chosen", "rejected"), "chosen=choosen"),
         ({"choosen": [{}], "rejected": [{}]}, ("prompt", "chosen", "rejected"), "chosen=choosen"),
+        ({"chosen": [{}], "rejected": [{}]}, ("prompt", "completion"), ""),
     ],
 )
 def test_columns_are_guessed_by_known_and_like_names(row: Any, wanted: tuple[str, ...], guess: str) -> None:
