@@ -108,7 +108,7 @@ def keep_best_problems(config: LearnerConfig) -> Iterator[str]:
         why = "is no metric of this run"
         if entry_of(metric).meaning and entry_of(metric).better is None:
             why = "does not say how good the model is"
-        yield f"{given} {why}{nearest(metric, known)}; it takes {one_of(known)}"
+        yield f"{given} {why}: give {one_of(known)}{nearest(metric, names)}"
 
 
 @problems_of_kind("conflict")
