@@ -39,7 +39,8 @@ def drop_idle(flags: Mapping[str, Flag], values: dict[str, Any], sheet: Sheet) -
 def default_here(flag: Flag, sheet: Sheet) -> Any:
     """The default of our flag in this run; that of beta is the loss's own."""
     if flag.name == "beta" and flag.default is None:
-        (loss, *_), _ = sheet.ours.get("loss_type", (["dpo_norm"], ""))
+        words, _ = sheet.ours.get("loss_type", (["dpo_norm"], ""))
+        loss = next(iter(words), "")
         return PREFERENCE_LOSSES[loss].beta if loss in PREFERENCE_LOSSES else None
     return flag.default
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
 
-from open_instruct.config.flags import Flag, flags_of
+from open_instruct.config.flags import LARGEST_INT, Flag, flags_of
 from open_instruct.config.parser import nearest
 from open_instruct.migrate.launch import Sheet
 from open_instruct.migrate.our_flags import default_here, drop_idle, find_problems, read_values
@@ -16,6 +16,7 @@ from open_instruct.migrate.suites.tables import Product, Rule, Table
 from open_instruct.objectives.objective import Objective
 from open_instruct.objectives.registry import objective_named
 
+MOST_NODES = 10_000
 # What stands in the command for a flag that a run needs and the launch does not give.
 PLACEHOLDERS = {
     "model_name_or_path": ["MODEL"],
@@ -207,7 +208,7 @@ class _Translator:
             amount = self.sheet.asked[amount_name]
             words = [part for word in words[::2] for part in (word, *amount)]
         if rule.repeat is not None:
-            words = words * int(self._number(rule.repeat) or 1)
+            words = words * min(int(self._number(rule.repeat) or 1), MOST_NODES)
         for place, flag in enumerate(rule.flags):
             self.sheet.set(flag, words[place : place + 1] if rule.form == "each" else words, name)
         if rule.differs is not None and name in self.sheet.given:
@@ -246,7 +247,7 @@ class _Translator:
         words = list(dict.fromkeys(words))  # of several data sets
         if len(words) > 1:
             self._refuse(name, "is a column by another name in each data set: here all have the same columns")
-        elif words in ([column], ["none"]):
+        elif words in ([column], ["none"], []):
             self._drop(name, "names the column that is read anyway")
         elif column in self.columns:
             self._refuse(name, f"is a second column for {column}: rows of all data sets have the same columns here")
@@ -308,7 +309,7 @@ class _Translator:
             number = float(word)
         except ValueError:
             return None
-        return number if number > 0 else None
+        return number if 0 < number <= LARGEST_INT else None
 
     def _take(self, flag: str, value: Any) -> None:
         """Write a flag with its value: one that is given, or a default that differs from ours."""
@@ -328,6 +329,9 @@ class _Translator:
         for name, what in self.table.needs.items():
             if name not in self.result.arguments:
                 self.result.missing[name] = what
+        self._fill_in_required()
+
+    def _fill_in_required(self) -> None:
         for flag in self.flags.values():
             if flag.required and flag.name not in self.result.arguments:
                 words = PLACEHOLDERS[flag.name]
@@ -343,11 +347,12 @@ class _Translator:
             if flag not in self.result.arguments:
                 self.result.refused["all of it"] = line
                 return
-            _, source = self.sheet.ours[flag]
+            _, source = self.sheet.ours.pop(flag)
             del self.result.arguments[flag]
             self.result.defaults.pop(flag, None)
             self.result.renamed.pop(source, None)
             self.result.refused[source] = line
+            self._fill_in_required()
 
 
 def _place(rule: Rule | None) -> int:

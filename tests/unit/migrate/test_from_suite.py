@@ -1,6 +1,7 @@
 """Launches of other suites in our flags: files and flags of every form, and what is said of what differs."""
 
 import json
+import random
 from pathlib import Path
 from typing import Any
 
@@ -409,3 +410,19 @@ def test_empty_list_or_mapping_is_a_setting_too(tmp_path: Path) -> None:
     path = tmp_path / "a.yaml"
     path.write_text("base_model: m\nplugins: []\nno_such: {}\n")
     assert READERS["axolotl"]([str(path)]).values == {"base_model": ["m"], "plugins": ["none"], "no_such": ["none"]}
+
+
+STRANGE_VALUES = ["none", "true", "-1", "0", "a b", "", "1 2", "1e400", "nan", "0.5", "{}", "$NOT_SET", "\u00e9\ud800"]
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize(("suite", "trainer"), TABLES)
+def test_any_values_give_a_run_that_is_accepted_and_lose_no_setting(suite: str, trainer: str) -> None:
+    table = find_table(suite, trainer)
+    names = [name for name in table.rules if "*" not in name]
+    drawn = random.Random(7)
+    for number in (1, 5, 40):
+        given = {name: drawn.choice(STRANGE_VALUES).split() for name in drawn.sample(names, min(number, len(names)))}
+        translation = translate(table, Settings(trainer=trainer, values=given), {"num_gpus": 8.0})
+        config_values(translation)
+        assert [name for name in given if not _is_named(name, translation, table)] == []
