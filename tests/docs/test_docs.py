@@ -28,7 +28,8 @@ from tests.unit.run.fake_hub import FakeHub, fake_hub
 # --- every command is parsed ----------------------------------------------------------------------------
 
 # Those of the programs that start ours, and have a value each.
-LAUNCHER_FLAGS = {"--rdzv_backend", "--nproc_per_node", "--nodes"}
+LAUNCHER_FLAGS = {"--rdzv_backend", "--rdzv_endpoint", "--nproc_per_node", "--nodes"}
+SHAPE_OF_TINY = "allenai/OLMo-2-0425-1B"  # of a plan, which reads the shape of a model that a page has made
 SCRIPT = re.compile(r"(?:open_instruct|benchmarks|scripts|tests)/\S+")
 PLACEHOLDER = re.compile(r"[A-Z_]+(?:\.\w+)?|NAME|\[.*")
 COMMANDS_OF_PAGES = [
@@ -82,7 +83,7 @@ def test_command_of_a_page_is_accepted(command: str, monkeypatch: pytest.MonkeyP
     elif name == "preview":
         parse_preview(words)
     elif name == "plan" and "|" not in words[0]:
-        parse_request(words)
+        parse_request([SHAPE_OF_TINY if word == "tiny" else word for word in words])
 
 
 # --- pages are pasted ----------------------------------------------------------------------------------
