@@ -97,7 +97,7 @@ def serve(address: str, hub: str) -> int:
                 message, streams, _, _ = socket.recv_fds(connection, 1 << 16, 3)
                 if os.fork() == 0:
                     listener.close()
-                    _become_command(connection, streams, *json.loads(message))
+                    _answer(connection, streams, *json.loads(message))
             for stream in streams:
                 os.close(stream)
             with suppress(ChildProcessError):
@@ -105,7 +105,16 @@ def serve(address: str, hub: str) -> int:
                     pass
 
 
-def _become_command(connection: socket.socket, streams: list[int], folder: str, words: list[str]) -> None:
+def _answer(connection: socket.socket, streams: list[int], folder: str, words: list[str]) -> None:
+    """Fork the command, which may end as it likes, and say its exit code."""
+    if (pid := os.fork()) == 0:
+        _become_command(streams, folder, words)
+    _, status = os.waitpid(pid, 0)
+    connection.send(str(os.waitstatus_to_exitcode(status)).encode())
+    os._exit(0)
+
+
+def _become_command(streams: list[int], folder: str, words: list[str]) -> None:
     code: object = 1
     try:
         for number, stream in enumerate(streams):
@@ -124,8 +133,7 @@ def _become_command(connection: socket.socket, streams: list[int], folder: str, 
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
-        connection.send(str(code if isinstance(code, int) else 1).encode())
-        os._exit(0)
+        os._exit(code if isinstance(code, int) else 1)
 
 
 def run_command(words: list[str]) -> int:
