@@ -14,6 +14,7 @@ import yaml
 from open_instruct.config.flags import Flag, flags_of, sections_of, spelled
 from open_instruct.config.packaged import packaged_settings, settings_file
 from open_instruct.config.suites.upstream_flags import Fate, read_table, taken
+from open_instruct.config.yaml_depth import check_depth
 from open_instruct.errors import InputError, Kind, Problem
 from open_instruct.whole_file import read_asked
 
@@ -286,6 +287,7 @@ def nodes_of(path: str) -> list[tuple[Any, Any]]:
     """
     text = read_asked(path, where=path, most=MAX_YAML_BYTES)
     try:
+        check_depth(text)
         root = yaml.compose(text, Loader=yaml.SafeLoader)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark

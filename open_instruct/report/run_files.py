@@ -21,6 +21,7 @@ import yaml
 from pyarrow import compute, parquet
 
 from open_instruct.config.parser import MAX_YAML_BYTES
+from open_instruct.config.yaml_depth import check_depth
 from open_instruct.data.files.unfolding import check_unfolding
 from open_instruct.errors import InputError
 from open_instruct.report.run_forms import PlannedMemory, parse_layout, parse_plan, read_form
@@ -125,6 +126,7 @@ def _settings_in(path: Path) -> tuple[dict[str, Any], tuple[str, ...]]:
     """
     try:
         text = read_whole(path, most=MAX_YAML_BYTES).decode("utf-8", "replace")
+        check_depth(text)
         if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, Loader=yaml.SafeLoader)):
             raise ValueError("it has aliases, of which a small file makes a large page")
         config = yaml.safe_load(text)
