@@ -400,7 +400,7 @@ class TestValidation:
         ("words", "problem"),
         [
             ([], ("bad_value", "mixer_list")),
-            (["a"], ("bad_value", "mixer_list", "'a'", "'a 1.0'")),
+            (["a"], ("bad_value", "mixer_list", "'a'", "a 1.0")),
             (["a", "1.0", "b"], ("bad_value", "mixer_list", "'b'")),
             (["1.0", "a"], ("bad_value", "mixer_list", "'a'", "'1.0'")),
             (["a", "1e-1"], ("bad_value", "mixer_list", "'1e-1'", "'a'")),

@@ -24,6 +24,7 @@ from open_instruct.models.hf.hf_config import load_hf_config
 from open_instruct.models.hf.names import TensorNames, as_in_files
 from open_instruct.models.shards import held_of
 from tests.refusals import refused
+from tests.tiers import mark_extended
 from tests.unit.small_models import CPU
 from tests.unit.small_models import hf_config as small_config
 
@@ -201,7 +202,7 @@ def with_rope_by_layer(family: str, fields: dict[str, Any]) -> dict[str, Any]:
 
 
 # Mistral as a record that forgets its windows.
-@pytest.mark.parametrize("family", [*FAMILIES, "mistral"])
+@pytest.mark.parametrize("family", mark_extended([*FAMILIES, "mistral"], but=["olmo2", "mistral"]))
 def test_every_field_of_a_config_is_read_or_refused(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -297,6 +297,7 @@ def test_lines_of_the_page_score_a_file(judge: Path, tmp_path: Path, monkeypatch
         assert row == before | {"score": pytest.approx(ours, abs=1e-5)}
 
 
+@pytest.mark.slow
 def test_verifier_gives_the_reward_of_prompt_and_completion(judge: Path) -> None:
     messages = chat("Is it?", "It is, surely.")
     render: Any = partial(AutoTokenizer.from_pretrained(judge).apply_chat_template, tokenize=False)

@@ -15,6 +15,7 @@ from open_instruct.learner.model.forward import token_logprobs
 from open_instruct.packing.documents import pack_documents
 from open_instruct.packing.prefixes import branches_of, shared_prefix_length
 from open_instruct.records import Document, PackedBatch, Span
+from tests.tiers import mark_extended
 from tests.unit.small_models import CPU, VOCAB_SIZE, random_model
 from tests.unit.varlen_on_cpu import as_on_cuda, varlen_kernels
 
@@ -80,7 +81,7 @@ def compare(model: Transformer, documents: list[Document], seed: int) -> None:
     torch.testing.assert_close(results(model, [together], values), alone, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", mark_extended(FAMILIES, but=["olmo2", "olmo_hybrid"]))
 def test_tree_computes_what_separate_rows_compute(family: str) -> None:
     @settings(max_examples=12, deadline=None)
     @given(trees, st.integers(0, 99))
@@ -90,7 +91,7 @@ def test_tree_computes_what_separate_rows_compute(family: str) -> None:
     check()
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", mark_extended(FAMILIES, but=["olmo2", "olmo_hybrid"]))
 def test_cuda_attention_over_a_tree_gives_the_same(family: str, as_on_cuda: None) -> None:
     documents = a_tree(37, depth=5, branching=3)
     together = pack_documents(documents, groups=[tuple(range(len(documents)))])

@@ -56,6 +56,7 @@ def test_plan_knows_what_auto_takes(words: list[str], takes: str) -> None:
     assert said("weight_sync", plan)[0].startswith("What has changed" if takes == "delta" else "All weights")
 
 
+@pytest.mark.extended
 def test_bytes_and_memory_are_those_of_the_learners() -> None:
     """Of changes at random, in a bucket that has one part of each of two ranks."""
     plan = planned(*NODES, "--fsdp_shard_degree", "2")

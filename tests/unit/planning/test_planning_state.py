@@ -32,6 +32,7 @@ from open_instruct.planning.subject.model import Adapters, ModelShape, shape_of_
 from open_instruct.planning.subject.workload import Scoring, Workload
 from open_instruct.shard_layout import ShardLayout
 from open_instruct.toys.tiny import SIZES, tiny_config
+from tests.tiers import mark_extended
 from tests.unit.conftest import JoinAs
 from tests.unit.planning.test_planning_memory import phases_of
 
@@ -142,9 +143,14 @@ CASES = [
     *(("qwen3_moe", False, name) for name in ("8 as 2 replicas", "24")),
     *((family, is_tied, "24") for family, is_tied in [("olmo3", False), ("qwen3", False), ("llama", True)]),
 ]
+FEW_CASES = [
+    *(("olmo2", False, name) for name in ("1", "8 as 2 replicas", "24 tensor 2")),
+    ("qwen3", True, "24 tensor 2"),
+    ("qwen3_moe", False, "24"),
+]
 
 
-@pytest.mark.parametrize(("family", "is_tied", "layout_name"), CASES)
+@pytest.mark.parametrize(("family", "is_tied", "layout_name"), mark_extended(CASES, but=FEW_CASES))
 def test_state_is_what_the_sharded_model_holds(join_as: JoinAs, family: str, is_tied: bool, layout_name: str) -> None:
     layout, hf_config = LAYOUTS[layout_name], config_of(family, is_tied)
     for rank in sorted({0, layout.world_size * 2 // 3, layout.world_size - 1}):
