@@ -14,6 +14,8 @@ MAX_SHOWN = 60
 MAX_DEPTH = 20
 # Calls whose first argument says all that a setting needs.
 NAMING = ("from_pretrained", "load_dataset", "load_from_disk")
+# Of the datasets library: what reads files, which stand in another argument.
+FILE_READERS = ("arrow", "csv", "json", "parquet")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,6 +108,9 @@ def _loading_arguments(node: ast.expr, names: Mapping[str, ast.expr]) -> dict[st
             node = node.value
     if isinstance(node, ast.Call) and _called(node) in NAMING:
         found |= {keyword.arg: _shown(keyword.value).strip("'") for keyword in node.keywords if keyword.arg}
+        found.pop("name", None)  # of a configuration of rows: `_named_thing` has it
+        if found.pop("data_files", None) is not None and found.get("split") == "train":
+            del found["split"]  # all rows of files are its "train"
     return found
 
 
@@ -170,12 +175,23 @@ def _arithmetic(node: ast.BinOp, names: Mapping[str, ast.expr], depth: int) -> A
     raise _Unknown
 
 
-def _named_thing(node: ast.Call, names: Mapping[str, ast.expr], depth: int) -> str:
-    """The name of a model or of rows that a call loads; a configuration of rows is put behind it."""
+def _named_thing(node: ast.Call, names: Mapping[str, ast.expr], depth: int) -> str | list[str]:
+    """The name of a model or of rows that a call loads; a configuration of rows is put behind it.
+
+    Of `load_dataset("json", data_files="pairs.jsonl")` that is the file, or a list of files.
+    """
+    arguments = {keyword.arg: keyword.value for keyword in node.keywords}
     parts = [_value(part, names, depth + 1) for part in node.args[:2]]
+    if _called(node) == "load_dataset" and "name" in arguments:
+        parts.append(_value(arguments["name"], names, depth + 1))
     if not all(isinstance(part, str) for part in parts):
         raise _Unknown
-    return ":".join(parts)
+    if "data_files" not in arguments:
+        return ":".join(parts)
+    files = _value(arguments["data_files"], names, depth + 1)
+    if isinstance(files, dict) or parts[0] not in FILE_READERS:
+        raise _Unknown  # a file for each split, or some files of a folder or of a data set of the hub
+    return files
 
 
 def _words(value: Any) -> list[str]:

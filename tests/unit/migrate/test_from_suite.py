@@ -243,6 +243,27 @@ trainer = GRPOTrainer(model=model_id, args=config, reward_funcs=[close_to_length
         assert list(translation.refused) == ["trainer.callbacks"]
         assert config_values(translation)["beta"] == 0.3
 
+    @pytest.mark.parametrize(
+        ("arguments", "names", "untranslated"),
+        [
+            ('"json", data_files="a.jsonl", split="train"', ["a.jsonl", "1.0"], []),
+            ('"csv", data_files=["a.csv", "b.csv"]', ["a.csv", "1.0", "b.csv", "1.0"], []),
+            ('"them", name="en", split="train"', ["them:en", "1.0"], []),
+            ('"json", data_files={"train": "a.jsonl"}', None, ["trainer.train_dataset"]),
+            ('"them", data_files="a.jsonl"', None, ["trainer.train_dataset"]),
+            ('"them", revision="v2"', ["them", "1.0"], ["trainer.train_dataset.revision"]),
+        ],
+    )
+    def test_files_that_a_script_loads_are_named(
+        self, tmp_path: Path, arguments: str, names: list[str] | None, untranslated: list[str]
+    ) -> None:
+        path = tmp_path / "train.py"
+        path.write_text(f'DPOTrainer(model="m", args=DPOConfig(), train_dataset=load_dataset({arguments}))')
+        translation = translated("trl", str(path))
+        assert [name for name in translation.refused if name.startswith("trainer.")] == untranslated
+        if names is not None:
+            assert config_values(translation)["mixer_list"] == names
+
     def test_two_trainers_in_a_script_are_refused(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         path = tmp_path / "train.py"
         path.write_text("SFTConfig(seed=1)\nDPOConfig(seed=1)\n")
