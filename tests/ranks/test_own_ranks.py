@@ -41,7 +41,7 @@ def test_refusal_of_a_rank_is_the_last_word_and_exit_code_2(dpo_case: TrainCase,
     rows.write_text('{}\n{"prompt": "Name a prime.", "chosen": "Two.", "rejected": "Ten."}\n')
     said = said_by(process := start(dpo_case.command("own_refused", ranks=2, mixer_list=[rows, "1.0"])))
     assert process.returncode == 2, said
-    assert said.count("dpo.py: 1 row of 2 cannot be used") == 1 and "--on_bad_row skip" in said.splitlines()[-1], said
+    assert said.count("dpo.py: 1 of 2 rows cannot be used") == 1 and "--on_bad_row skip" in said.splitlines()[-1], said
     assert "Traceback" not in said and "Error" not in said
 
 

@@ -145,7 +145,7 @@ def test_bad_rows_are_told_of_beside_the_good(model: Path, tmp_path: Path) -> No
     shown = sample("kto", model, rows)
     assert shown.rows[0].note == "given to the loss: 1"
     assert shown.rows[0].documents[1].title == "a reply of another row, for z0"
-    assert "1 row of 3 cannot be used" in str(shown.refusal) and "docs/kto.md" in str(shown.refusal)
+    assert "1 of 3 rows cannot be used" in str(shown.refusal) and "docs/kto.md" in str(shown.refusal)
     assert sample("kto", model, rows, "--on_bad_row", "skip").refusal is None
 
 
@@ -277,6 +277,6 @@ def test_command_loads_no_torch(model: Path, pairs: Path, tmp_path: Path) -> Non
     assert done.stdout.splitlines()[0] == f"the page is in {page}"
     assert done.stdout.splitlines()[-1] == f"[0, 0, {EXIT_INPUT}, {EXIT_INPUT}]"
     assert "⟦a<|eos|>⟧" in done.stdout and "⟦of a hub copy<|eos|>⟧" in done.stdout
-    assert "1 row of 2 cannot be used" in done.stderr and "'dpoo' is not a run; did you mean dpo?" in done.stderr
+    assert "1 of 2 rows cannot be used" in done.stderr and "'dpoo' is not a run; did you mean dpo?" in done.stderr
     assert "PyTorch" not in done.stderr
     assert page.read_text().startswith("<!doctype html>")
