@@ -170,7 +170,7 @@ def test_other_stage_of_zero_is_named(tmp_path: Path, capsys: pytest.CaptureFixt
     start(with_checkpoint(tmp_path, *stage, "2"), speaks=True)
     assert "ZeRO" not in capsys.readouterr().out
     start(config_of(tmp_path, *stage, "3"), speaks=True)
-    assert "was on DeepSpeed ZeRO-2, and goes on on DeepSpeed ZeRO-3" in capsys.readouterr().out
+    assert "had DeepSpeed ZeRO-2, and goes on with DeepSpeed ZeRO-3" in capsys.readouterr().out
 
 
 BAD_LINES = b'{"step": 2, "loss": \xff\xfe}\n\xff\n\n[1]\n{"loss": 1}\n{"step": null}\n{"step": 3, "lo'
