@@ -132,7 +132,7 @@ def parse_conversation(
         MalformedRow: the turns are of another form, or the last one is empty.
     """
     if key not in row:
-        raise MalformedRow("missing_key", f"no key {key!r}; the row has {keys_of(row)}", missing_key=key)
+        raise without_key(row, key)
     value = row[key]
     if not isinstance(value, list):
         raise MalformedRow("not_messages", f"{key!r} must be a list of messages, not {kind_of(value)}")
@@ -202,6 +202,11 @@ def reach(row: Mapping[str, Any], name: str) -> Any:
     first, _, rest = name.partition(".")
     inner = row.get(first)
     return reach(inner, rest) if isinstance(inner, Mapping) else None
+
+
+def without_key(row: Mapping[str, Any], key: str, hint: str = "") -> MalformedRow:
+    """The error of a row that lacks a key; a `hint` follows the keys that it has."""
+    return MalformedRow("missing_key", f"no key {key!r}; the row has {keys_of(row)}{hint}", missing_key=key)
 
 
 def keys_of(row: Mapping[str, Any]) -> str:

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 from open_instruct.data.chat import ChatFormat
 from open_instruct.data.files.rows import MalformedRow, kind_of
-from open_instruct.data.messages import keys_of, parse_conversation
+from open_instruct.data.messages import keys_of, parse_conversation, without_key
 from open_instruct.data.row_builder import RenderedRow, RowBuilder
 from open_instruct.data.tokenizer import single_token_id
 from open_instruct.errors import InputError
@@ -67,7 +67,7 @@ class StepBuilder(RowBuilder):
     def find_prompt(self, row: Mapping[str, Any]) -> str:
         """The text before the first step: messages are rendered, a text stands as it is behind any bos token."""
         if "prompt" not in row:
-            raise MalformedRow("missing_key", f"no key 'prompt'; the row has {keys_of(row)}", missing_key="prompt")
+            raise without_key(row, "prompt")
         prompt: Any = row["prompt"]
         if isinstance(prompt, list):
             text, _ = self.chat.render(parse_conversation(row, "prompt", last_role="user"), ())
@@ -86,8 +86,7 @@ class StepBuilder(RowBuilder):
         """
         if "completions" not in row:
             hint = "; with --placeholder_token a row is one text, 'input'" if "input" in row else ""
-            reason = f"no key 'completions'; the row has {keys_of(row)}{hint}"
-            raise MalformedRow("missing_key", reason, missing_key="completions")
+            raise without_key(row, "completions", hint)
         return _checked_steps(row["completions"], "completions")
 
     def find_labels(self, row: Mapping[str, Any], steps: Sequence[str]) -> list[Any]:
@@ -179,8 +178,7 @@ class PlaceholderBuilder(StepBuilder):
     def find_steps(self, row: Mapping[str, Any]) -> list[str]:
         if "input" not in row:
             hint = "; without --placeholder_token a row has a list of steps" if "completions" in row else ""
-            reason = f"no key 'input'; the row has {keys_of(row)}{hint}"
-            raise MalformedRow("missing_key", reason, missing_key="input")
+            raise without_key(row, "input", hint)
         text = row["input"]
         if not isinstance(text, str):
             raise MalformedRow("bad_step", f"'input' must be text, not {kind_of(text)}")

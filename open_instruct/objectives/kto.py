@@ -19,7 +19,7 @@ from open_instruct.config.sections import OptimSection, PreferenceDataSection, f
 from open_instruct.config.training import TrainingConfig, with_held_out
 from open_instruct.data.eval_split import row_content
 from open_instruct.data.files.rows import MalformedRow, RawRow, RowSource, kind_of
-from open_instruct.data.messages import Message, check_is_learned, conversation_of
+from open_instruct.data.messages import Message, check_is_learned, conversation_of, without_key
 from open_instruct.data.preference_rows import parse_preference_row
 from open_instruct.data.row_builder import RenderedRow, RowBuilder
 from open_instruct.errors import InputError
@@ -90,9 +90,7 @@ def parse_labelled_row(row: Mapping[str, Any]) -> tuple[tuple[Message, ...], boo
     messages = conversation_of(row)
     check_is_learned(messages[-1], "the row")
     if "label" not in row:
-        raise MalformedRow(
-            "missing_key", f"no key 'label'; the row has {', '.join(map(repr, row))}", missing_key="label"
-        )
+        raise without_key(row, "label")
     label = row["label"]
     if isinstance(label, str):  # tables hold text only
         label = {"true": True, "1": True, "false": False, "0": False}.get(label.strip().lower(), label)

@@ -140,8 +140,8 @@ def _entry(**facts: Any) -> Entry:
 
 
 @cache
-def read_table(file: str) -> dict[str, Any]:
-    """The content of a YAML file of this folder, in which every scalar is the word that stands there."""
-    text = (files("open_instruct.config.suites") / file).read_text(encoding="utf-8")
+def read_table(file: str, *, package: str = "open_instruct.config.suites") -> dict[str, Any]:
+    """The content of a YAML file of a package, in which every scalar is the word that stands there."""
+    text = (files(package) / file).read_text(encoding="utf-8")
     table: dict[str, Any] = yaml.load(text, Loader=getattr(yaml, "CBaseLoader", yaml.BaseLoader))
     return table

@@ -8,7 +8,7 @@ from typing import Any
 from open_instruct.config.parser import YAML_SUFFIXES
 from open_instruct.errors import InputError
 from open_instruct.migrate.suites.settings import Settings, count_gpus, read_flags, read_yaml
-from open_instruct.migrate.suites.shell_script import SHELL_SUFFIXES, read_command
+from open_instruct.migrate.suites.shell_script import expand_script
 from open_instruct.whole_file import read_asked
 
 PROGRAMS = ("llamafactory-cli", "lmf", "train.py", "train_bash.py")
@@ -22,8 +22,7 @@ def read_settings(words: list[str]) -> Settings:
 
     :raises InputError: a file cannot be read, or a word is no setting.
     """
-    if words[0].endswith(SHELL_SUFFIXES):
-        words = read_command(words[0], lambda command: any(Path(word).name in PROGRAMS for word in command))
+    words = expand_script(words, lambda command: any(Path(word).name in PROGRAMS for word in command))
     start = next((index for index, word in enumerate(words) if Path(word).name in PROGRAMS), -1)
     launcher, rest = words[: max(start, 0)], [word for word in words[start + 1 :] if word != "train"]
     values: dict[str, list[str]] = {}

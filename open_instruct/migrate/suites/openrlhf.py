@@ -3,8 +3,8 @@
 import re
 
 from open_instruct.config.parser import YAML_SUFFIXES
-from open_instruct.migrate.suites.settings import Settings, count_gpus, read_flags, read_yaml
-from open_instruct.migrate.suites.shell_script import SHELL_SUFFIXES, read_command
+from open_instruct.migrate.suites.settings import Settings, count_gpus, read_flags, read_yaml, split_at_program
+from open_instruct.migrate.suites.shell_script import expand_script
 
 PROGRAM = re.compile(r"(?:.*openrlhf[./]cli[./])?train_(dpo|sft|rm|kto|ppo_ray|ppo|kd)(?:\.py)?")
 # Flags by which a launch that names no program is known.
@@ -19,22 +19,17 @@ def read_settings(words: list[str]) -> Settings:
 
     :raises InputError: they are no launch of OpenRLHF, or a file cannot be read.
     """
-    if words[0].endswith(SHELL_SUFFIXES):
-        words = [*read_command(words[0], _starts_trainer), *words[1:]]
+    launcher, trainer, rest = split_at_program(expand_script(words, _starts_trainer), PROGRAM)
     values: dict[str, list[str]] = {}
-    start = next((index for index, word in enumerate(words) if PROGRAM.fullmatch(word)), -1)
-    match = PROGRAM.fullmatch(words[start]) if start >= 0 else None
-    rest = words[start + 1 :]
     if rest and rest[0].lower().endswith(YAML_SUFFIXES):
         values |= read_yaml(rest.pop(0))
     values |= read_flags(rest)
-    trainer = match[1] if match else ""
     if not trainer:
         trainer = next((name for name, flags in OF_TRAINERS.items() if any(flag in values for flag in flags)), "")
     trainer = "ppo_ray" if trainer == "ppo" else trainer
     for name, words_of_value in values.items():
         values[name] = [part for word in words_of_value for part in _parts(name, word)]
-    return Settings(trainer=trainer, values=values, num_gpus=count_gpus(words[: max(start, 0)]))
+    return Settings(trainer=trainer, values=values, num_gpus=count_gpus(launcher))
 
 
 def _parts(name: str, word: str) -> list[str]:

@@ -1,6 +1,7 @@
 """What a launch of another suite sets: the one form in which every reader of this folder hands it on."""
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -50,6 +51,17 @@ def read_flags(words: Sequence[str]) -> dict[str, list[str]]:
     return {spelling.removeprefix("--").replace("-", "_"): its_words or ["true"] for spelling, its_words in groups}
 
 
+def split_at_program(words: Sequence[str], program: re.Pattern[str]) -> tuple[list[str], str, list[str]]:
+    """The launcher's words, what the first group of `program` matched, and the words behind the program.
+
+    Where no word is the program, all words are behind it.
+    """
+    for index, word in enumerate(words):
+        if match := program.fullmatch(word):
+            return list(words[:index]), match[1], list(words[index + 1 :])
+    return [], "", list(words)
+
+
 def count_gpus(launcher: Sequence[str]) -> int | None:
     """The processes that a launcher's words start on one node; None where they do not say."""
     words = [part for word in launcher for part in word.split("=", 1)]
@@ -74,7 +86,7 @@ def read_yaml(path: str) -> dict[str, list[str]]:
     """
     try:
         values = {_key(key, path): plain_value(value, path) for key, value in nodes_of(path)}
-    except RecursionError:
+    except RecursionError:  # a list that has itself in it, by an alias
         raise InputError(f"{path}: lists or mappings nested too deep", kind="unreadable_file") from None
     return flatten(values)
 

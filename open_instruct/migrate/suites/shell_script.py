@@ -26,6 +26,13 @@ OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
 COMMENT = re.compile(r"(?:^|(?<=\s))#[^\n'\"]*$", re.MULTILINE)
 
 
+def expand_script(words: list[str], starts_trainer: Callable[[list[str]], bool]) -> list[str]:
+    """The words of a launch; of a shell script, those of its command, and behind them what follows the script."""
+    if not words[0].endswith(SHELL_SUFFIXES):
+        return words
+    return [*read_command(words[0], starts_trainer), *words[1:]]
+
+
 def read_command(path: str, starts_trainer: Callable[[list[str]], bool]) -> list[str]:
     """The words of the first command in a script that `starts_trainer`.
 

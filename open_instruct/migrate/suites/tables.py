@@ -14,10 +14,9 @@ one that is written down and not set (`unset`), and its `sections`. A section ma
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from importlib.resources import files
 from typing import Any
 
-import yaml
+from open_instruct.config.suites.upstream_flags import read_table
 
 FOLDER = "open_instruct.migrate.suites"
 
@@ -151,9 +150,5 @@ def _rule(**facts: Any) -> Rule:
     return Rule(flags=flags, times=None if times is None else float(times), prevails=prevails, **facts)
 
 
-@cache
 def _read(suite: str) -> dict[str, Any]:
-    """A file of this folder, in which every scalar is the word that stands there."""
-    text = (files(FOLDER) / f"{suite}.yaml").read_text(encoding="utf-8")
-    table: dict[str, Any] = yaml.load(text, Loader=getattr(yaml, "CBaseLoader", yaml.BaseLoader))
-    return table
+    return read_table(f"{suite}.yaml", package=FOLDER)

@@ -5,8 +5,8 @@ import re
 
 from open_instruct.config.parser import YAML_SUFFIXES
 from open_instruct.errors import InputError
-from open_instruct.migrate.suites.settings import ENDS_OF_COMMANDS, Settings, count_gpus, read_yaml
-from open_instruct.migrate.suites.shell_script import SHELL_SUFFIXES, read_command
+from open_instruct.migrate.suites.settings import ENDS_OF_COMMANDS, Settings, count_gpus, read_yaml, split_at_program
+from open_instruct.migrate.suites.shell_script import expand_script
 
 PROGRAM = re.compile(r"(?:.*[./])?(main_ppo|main_dapo|fsdp_sft_trainer|sft_trainer)(?:\.py)?")
 TRAINERS = {"main_ppo": "ppo", "main_dapo": "ppo", "fsdp_sft_trainer": "sft", "sft_trainer": "sft"}
@@ -25,14 +25,9 @@ def read_settings(words: list[str]) -> Settings:
 
     :raises InputError: they are no launch of verl, or a file cannot be read.
     """
-    if words[0].endswith(SHELL_SUFFIXES):
-        words = [*read_command(words[0], _starts_trainer), *words[1:]]
+    launcher, program, rest = split_at_program(expand_script(words, _starts_trainer), PROGRAM)
+    trainer = TRAINERS.get(program, "")
     values: dict[str, list[str]] = {}
-    start = next((index for index, word in enumerate(words) if PROGRAM.fullmatch(word)), -1)
-    trainer = ""
-    if start >= 0 and (match := PROGRAM.fullmatch(words[start])):
-        trainer = TRAINERS[match[1]]
-    rest = words[start + 1 :]
     end = next((index for index, word in enumerate(rest) if word in ENDS_OF_COMMANDS), len(rest))
     rest = rest[:end]
     if rest and rest[0].lower().endswith(YAML_SUFFIXES):
@@ -46,7 +41,7 @@ def read_settings(words: list[str]) -> Settings:
         trainer = "grpo"
     values = {name: [_fill_in(word, values) for word in its_words] for name, its_words in values.items()}
     values.pop("defaults", None)  # Hydra's list of files, whose settings are defaults
-    return Settings(trainer=trainer, values=values, num_gpus=_count_gpus(values) or count_gpus(words[:start]))
+    return Settings(trainer=trainer, values=values, num_gpus=_count_gpus(values) or count_gpus(launcher))
 
 
 def _fill_in(word: str, values: dict[str, list[str]]) -> str:

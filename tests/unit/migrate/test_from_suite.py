@@ -398,6 +398,12 @@ dpo_loss_type: ["sigmoid"]
         assert sorted(refused_settings) == ["base_model", "load_in_8bit", "no_such.key"]
 
 
+def test_words_behind_a_script_of_llamafactory_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "run.sh"
+    path.write_text("llamafactory-cli train --stage sft --model_name_or_path m --dataset d --output_dir o\n")
+    assert config_values(translated("llamafactory", f"{path} learning_rate=0.5"))["learning_rate"] == 0.5
+
+
 def test_names_of_llamafactorys_list_become_files_and_data_sets_of_the_hub(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     facts = {"here": {"file_name": "rows.json"}, "there": {"hf_hub_url": "owner/rows"}}
