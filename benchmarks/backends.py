@@ -1,11 +1,14 @@
-"""FSDP2, ZeRO 1, 2 and 3, and TRL on ZeRO-2 at the same DPO: model, rows, precision, global batch and ranks.
+"""FSDP2, ZeRO 1, 2 and 3, and TRL on ZeRO-2 at the same DPO: model, rows, precision, global batch
+and ranks.
 
-As in dpo_vs_trl.py: gloo ranks under torchrun, float32, reference log-probs computed beforehand and not timed; only
-real tokens count, and steps of warm-up do not. All take turns, so that a busy machine slows each. Ours pack rows and
-share prompts, as they do by default; TRL pads. The peak is of a whole process, DeepSpeed's bucket of 2 GB among it as
-far as it is used; loading is until the policy can step, of TRL until its first step, less the reference's pass.
+As in dpo_vs_trl.py: gloo ranks under torchrun, float32, reference log-probs computed beforehand and
+not timed; only real tokens count, and steps of warm-up do not. All take turns, so that a busy
+machine slows each. Ours pack rows and share prompts, as they do by default; TRL pads. The peak is
+of a whole process, DeepSpeed's bucket of 2 GB among it as far as it is used; loading is until the
+policy can step, of TRL until its first step, less the reference's pass.
 
-    python benchmarks/backends.py [--rows FILE] [--num_steps 10] [--num_rounds 2] [--size mini] [--ranks 2]
+    python benchmarks/backends.py [--rows FILE] [--num_steps 10] [--num_rounds 2] [--size mini]
+    [--ranks 2]
 
 TRL has an environment of its own and DeepSpeed beside it, both made on the first run.
 """
@@ -25,12 +28,23 @@ from harness.rounds import in_turns
 from harness.training import our_speed, run_timed_dpo, run_trl
 from harness.trl_environment import beside, our_version, trl_python
 
-from open_instruct.toys.tiny import write_tiny_model
+from open_instruct.commands.tiny_model import write_tiny_model
 
-DEEPSPEED = (our_version("deepspeed"), "hjson", "ninja", "py-cpuinfo", "msgpack", "einops", "psutil")
+DEEPSPEED = (
+    our_version("deepspeed"),
+    "hjson",
+    "ninja",
+    "py-cpuinfo",
+    "msgpack",
+    "einops",
+    "psutil",
+)
 OURS = {
     "FSDP2": [],
-    **{f"ZeRO-{stage}": ["--backend", "deepspeed", "--deepspeed_stage", str(stage)] for stage in (1, 2, 3)},
+    **{
+        f"ZeRO-{stage}": ["--backend", "deepspeed", "--deepspeed_stage", str(stage)]
+        for stage in (1, 2, 3)
+    },
 }
 THEIRS, AGAINST = "TRL, ZeRO-2", "ZeRO-2"
 
@@ -52,7 +66,9 @@ def main() -> None:
     path = beside(python, "trl_deepspeed", [*DEEPSPEED])
     with tempfile.TemporaryDirectory(prefix="backends_") as name:
         folder = Path(name)
-        model = write_tiny_model(folder / "model", family="olmo2", size=args.size, vocab_size=args.vocab_size)
+        model = write_tiny_model(
+            folder / "model", family="olmo2", size=args.size, vocab_size=args.vocab_size
+        )
         rows = args.rows or write_pairs(folder / "rows.jsonl")
 
         def ours(backend: str, number: int) -> Run:
@@ -104,13 +120,17 @@ def report(runs: dict[str, list[Run]]) -> None:
         return statistics.median(values) if values else float("nan")
 
     theirs = median(THEIRS, "tokens_per_second")
-    print(f"\n{'':12}{'tokens/s':>10}{'x TRL':>8}{'x FSDP2':>9}{'peak GiB':>10}{'load s':>8}{'export s':>10}  loss")
+    print(
+        f"\n{'':12}{'tokens/s':>10}{'x TRL':>8}{'x FSDP2':>9}{'peak GiB':>10}{'load s':>8}{'export s':>10} "
+        ""
+        " loss"
+    )
     for name, of_name in runs.items():
         speed, losses = median(name, "tokens_per_second"), of_name[0].losses
         print(
-            f"{name:12}{speed:>10,.0f}{speed / theirs:>8.2f}{speed / median('FSDP2', 'tokens_per_second'):>9.2f}"
-            f"{median(name, 'peak_gib'):>10.2f}{median(name, 'load_s'):>8.1f}{median(name, 'export_s'):>10.1f}"
-            f"  {losses[0]:.4f} -> {statistics.mean(losses[-3:]):.4f}"
+            f"{name:12}{speed:>10,.0f}{speed / theirs:>8.2f}{speed / median('FSDP2', 'tokens_per_second'):>9.2f}{median(name, 'peak_gib'):>10.2f}{median(name, 'load_s'):>8.1f}{median(name, 'export_s'):>10.1f} "
+            ""
+            f" {losses[0]:.4f} -> {statistics.mean(losses[-3:]):.4f}"
         )
     print_ratio("ours to TRL on ZeRO-2", median(AGAINST, "tokens_per_second") / theirs)
 

@@ -3,8 +3,9 @@
     python benchmarks/batches_ahead.py
     python benchmarks/batches_ahead.py --device_s 0.5 --microbatches 4
 
-The device is a stand-in: it sleeps for --device_s a step. Steps are of packed preference pairs with a shared prompt of
-512 tokens and replies of 512, 32,768 tokens a microbatch. What a step takes beyond the sleep is what the device waits.
+The device is a stand-in: it sleeps for --device_s a step. Steps are of packed preference pairs with
+a shared prompt of 512 tokens and replies of 512, 32,768 tokens a microbatch. What a step takes
+beyond the sleep is what the device waits.
 """
 
 import time
@@ -15,10 +16,10 @@ import torch
 import torch.distributed as dist
 from harness.program import parser_of
 
+from open_instruct.batching.steps import BatchShape, step_batch
+from open_instruct.core.records import StepBatch
 from open_instruct.data.token_dataset import TokenDataset
-from open_instruct.learner.rows.sample_loader import SampleLoader
-from open_instruct.packing.steps import BatchShape, step_batch
-from open_instruct.records import StepBatch
+from open_instruct.training.rows.sample_loader import SampleLoader
 
 PROMPT, REPLY, PAIRS_OF_MICROBATCH = 512, 512, 16
 
@@ -69,13 +70,20 @@ def main() -> None:
     )
     size = shape.max_samples_per_rank
     asked_for = (
-        step_batch(rows, [(row,) for row in range(start, start + size)], shape=shape, rank=0, num_ranks=1)
+        step_batch(
+            rows, [(row,) for row in range(start, start + size)], shape=shape, rank=0, num_ranks=1
+        )
         for start in range(0, len(rows), size)
     )
     samples = [(row,) for row in range(len(rows))]
     ahead = SampleLoader(rows, samples, shape=shape, seed=0, dp_group=None).rest_of_epoch()
-    plain_s, ahead_s = (np.median(waited_s(steps, options.device_s)) for steps in (asked_for, ahead))
-    print(f"the device waits a step: built when asked for {1e3 * plain_s:.1f} ms, built ahead {1e3 * ahead_s:.1f} ms")
+    plain_s, ahead_s = (
+        np.median(waited_s(steps, options.device_s)) for steps in (asked_for, ahead)
+    )
+    print(
+        f"the device waits a step: built when asked for {1e3 * plain_s:.1f} ms, built ahead "
+        f"{1e3 * ahead_s:.1f} ms"
+    )
     print(f"ratio {ahead_s / plain_s:.3f}")
     dist.destroy_process_group()
 

@@ -2,16 +2,18 @@
 
     python benchmarks/distill_memory.py                    # counts of tensors, and a real run of each in a process
 
-One forward and backward of half the cross-entropy and half KL(teacher || student), from the hidden states of both
-models. Plain is the usual way with a single copy of everything: float32 logits of both, log_softmax, `F.kl_div`. Ours
-is what a run calls: the student's `LogprobHead` with the comparison of `open_instruct/learner/reference.py`, as it is.
+One forward and backward of half the cross-entropy and half KL(teacher || student), from the hidden
+states of both models. Plain is the usual way with a single copy of everything: float32 logits of
+both, log_softmax, `F.kl_div`. Ours is what a run calls: the student's `LogprobHead` with the
+comparison of `open_instruct/training/reference.py`, as it is.
 
-- counted: tensors that are alive at the same time, on fake tensors, so at the size of a real microbatch, and computed
-  in bfloat16;
-- measured: the peak of a process's memory (VmHWM) above what it held before, at a size that a laptop has, in float32.
+- counted: tensors that are alive at the same time, on fake tensors, so at the size of a real
+  microbatch, and computed in bfloat16;
+- measured: the peak of a process's memory (VmHWM) above what it held before, at a size that a
+  laptop has, in float32.
 
-What is held before is left out: weights and hidden states. Gradients of the student's are in both. The program exits
-with 1 where ours is more than 0.3 of plain.
+What is held before is left out: weights and hidden states. Gradients of the student's are in both.
+The program exits with 1 where ours is more than 0.3 of plain.
 """
 
 import argparse
@@ -30,9 +32,15 @@ WAYS = ("plain", "ours")
 
 def parse_args() -> argparse.Namespace:
     parser = parser_of(__doc__)
-    parser.add_argument("--counted_tokens", type=int, default=8192, help="labelled tokens of the count")
-    parser.add_argument("--counted_width", type=int, default=4096, help="of both models, in the count")
-    parser.add_argument("--measured_tokens", type=int, default=2048, help="of the real run; 0 leaves it out")
+    parser.add_argument(
+        "--counted_tokens", type=int, default=8192, help="labelled tokens of the count"
+    )
+    parser.add_argument(
+        "--counted_width", type=int, default=4096, help="of both models, in the count"
+    )
+    parser.add_argument(
+        "--measured_tokens", type=int, default=2048, help="of the real run; 0 leaves it out"
+    )
     parser.add_argument("--measured_width", type=int, default=128)
     parser.add_argument("--worker", choices=WAYS, help=argparse.SUPPRESS)
     return parser.parse_args()
@@ -68,8 +76,9 @@ def main() -> int:
             plain, ours = (function(way, num_tokens, width) for way in WAYS)
             within &= ours <= AT_MOST * plain
             print(
-                f"{name}: {num_tokens:,} labelled tokens, width {width:,}, vocabulary {VOCAB_SIZE:,}: plain "
-                f"{plain / MIB:,.0f} MiB, ours {ours / MIB:,.0f} MiB, {ours / plain:.3f}x",
+                f"{name}: {num_tokens:,} labelled tokens, width {width:,}, vocabulary "
+                f"{VOCAB_SIZE:,}: plain {plain / MIB:,.0f} MiB, ours {ours / MIB:,.0f} MiB, "
+                f"{ours / plain:.3f}x",
                 flush=True,
             )
     return 0 if within else 1

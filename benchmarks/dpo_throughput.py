@@ -1,14 +1,16 @@
-"""Tokens a second, model FLOPs utilisation and peak memory of packed DPO, with the shape of OLMo 2 1B.
+"""Tokens a second, model FLOPs utilisation and peak memory of packed DPO, with the shape of OLMo 2
+1B.
 
     python benchmarks/dpo_throughput.py                                       # one GPU, bfloat16
     python benchmarks/dpo_throughput.py --prefix_sharing on -- --compile_model
     python benchmarks/dpo_throughput.py --ranks 8                             # FSDP; figures of memory are of rank 0
     python benchmarks/dpo_throughput.py --size mini --peak_tflops 0.1         # a CPU, to see that it runs
 
-FLOPs of a token, forward and backward: 6 for each weight of the blocks; 6 for each weight of the head where there
-is a label; and for attention 12 x layers x width for each earlier token of its conversation, of which a
-conversation of L tokens has L/2 on average (Chowdhery et al. 2022, PaLM, appendix B, with causality counted).
-What activation checkpointing computes again does not count; what sharing prompts saves does, as if it were computed.
+FLOPs of a token, forward and backward: 6 for each weight of the blocks; 6 for each weight of the
+head where there is a label; and for attention 12 x layers x width for each earlier token of its
+conversation, of which a conversation of L tokens has L/2 on average (Chowdhery et al. 2022, PaLM,
+appendix B, with causality counted). What activation checkpointing computes again does not count;
+what sharing prompts saves does, as if it were computed.
 """
 
 import json
@@ -22,13 +24,13 @@ from gpu_check.devices import peak_flops
 from gpu_check.runner import check_environment
 from harness.program import parser_of
 
+from open_instruct.commands.tiny_model import SIZES, write_tiny_model
 from open_instruct.data.chat import ChatFormat
 from open_instruct.data.mixer import parse_mixer_list
 from open_instruct.data.preference_rows import PreferenceBuilder
 from open_instruct.data.token_dataset import TokenDataset, load_token_dataset
 from open_instruct.data.tokenizer import load_tokenizer
 from open_instruct.models.hf.hf_config import load_hf_config
-from open_instruct.toys.tiny import SIZES, write_tiny_model
 from scripts.demo_data.pairs import write_synthetic_preferences
 
 GOAL_MFU = 0.45
@@ -37,15 +39,25 @@ GOAL_MFU = 0.45
 def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--size", choices=SIZES, default="olmo2-1b")
-    parser.add_argument("--rows", type=Path, help="preference pairs (.jsonl); default: 512 made-up ones")
+    parser.add_argument(
+        "--rows", type=Path, help="preference pairs (.jsonl); default: 512 made-up ones"
+    )
     parser.add_argument("--max_seq_length", type=int, default=2048)
     parser.add_argument("--batch", type=int, default=8, help="pairs a microbatch of a rank")
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--num_steps", type=int, default=12)
     parser.add_argument("--num_warmup_steps", type=int, default=4)
-    parser.add_argument("--prefix_sharing", choices=("off", "on"), default="off", help="of the prompts of pairs")
-    parser.add_argument("--peak_tflops", type=float, help="of the device in bfloat16; default: of the GPU found")
-    parser.add_argument("--folder", type=Path, help="keep the model and what is cached here; default: nothing is kept")
+    parser.add_argument(
+        "--prefix_sharing", choices=("off", "on"), default="off", help="of the prompts of pairs"
+    )
+    parser.add_argument(
+        "--peak_tflops", type=float, help="of the device in bfloat16; default: of the GPU found"
+    )
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        help="keep the model and what is cached here; default: nothing is kept",
+    )
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     parser.add_argument("flags", nargs="*", help="more flags for dpo.py, after --")
     args = parser.parse_args()
@@ -63,20 +75,54 @@ def main() -> None:
             rows = kept / "rows.jsonl"
             write_synthetic_preferences(rows, num_rows=512, seed=0)
         flags: list[object] = [
-            *("--model_name_or_path", model, "--mixer_list", rows, "1.0", "--output_dir", Path(name) / "run"),
-            *("--cache_dir", kept / "cache", "--max_seq_length", args.max_seq_length, "--param_dtype", "bfloat16"),
-            *("--per_device_train_batch_size", args.batch, "--prefix_sharing", args.prefix_sharing, *args.flags),
+            *(
+                "--model_name_or_path",
+                model,
+                "--mixer_list",
+                rows,
+                "1.0",
+                "--output_dir",
+                Path(name) / "run",
+            ),
+            *(
+                "--cache_dir",
+                kept / "cache",
+                "--max_seq_length",
+                args.max_seq_length,
+                "--param_dtype",
+                "bfloat16",
+            ),
+            *(
+                "--per_device_train_batch_size",
+                args.batch,
+                "--prefix_sharing",
+                args.prefix_sharing,
+                *args.flags,
+            ),
         ]
         file = Path(name) / "figures.json"
         words = ["dpo", "--figures", file, "--num_steps", args.num_steps, "--", *flags]
-        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(args.ranks)]
-        program = [sys.executable, *(launcher if args.ranks > 1 else []), "-m", "gpu_check.measured_run"]
+        launcher = [
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc_per_node",
+            str(args.ranks),
+        ]
+        program = [
+            sys.executable,
+            *(launcher if args.ranks > 1 else []),
+            "-m",
+            "gpu_check.measured_run",
+        ]
         program += map(str, words)
         subprocess.run(program, check=True, env=check_environment(rehearse=False))
         run = json.loads(file.read_text())
         timed = run["steps"][args.num_warmup_steps :]
         tokens_per_second = statistics.median(step["tokens"] / step["seconds"] for step in timed)
-        flops_per_token = mean_flops_per_token(model, read_pairs(model, rows, args.max_seq_length, kept / "cache"))
+        flops_per_token = mean_flops_per_token(
+            model, read_pairs(model, rows, args.max_seq_length, kept / "cache")
+        )
 
     figures = {
         "tokens/s": tokens_per_second,
@@ -90,7 +136,10 @@ def main() -> None:
     }
     for title, figure in figures.items():
         print(f"{title:18s}{figure:,.4g}" if figure < 1000 else f"{title:18s}{figure:,.0f}")
-    print(f"the goal of MFU is {GOAL_MFU:.0%} of {peak / 1e12:,.0f} TFLOP/s a device: {figures['MFU'] / GOAL_MFU:.2f}x")
+    print(
+        f"the goal of MFU is {GOAL_MFU:.0%} of {peak / 1e12:,.0f} TFLOP/s a device: "
+        f"{figures['MFU'] / GOAL_MFU:.2f}x"
+    )
     if args.json is not None:
         args.json.write_text(json.dumps(figures), encoding="utf-8")
 
@@ -114,7 +163,9 @@ def mean_flops_per_token(model: Path, pairs: TokenDataset) -> float:
     config = load_hf_config(str(model))
     width, layers = config.hidden_size, config.num_hidden_layers
     head_width = width // config.num_attention_heads
-    attention = width * head_width * (2 * config.num_attention_heads + 2 * config.num_key_value_heads)
+    attention = (
+        width * head_width * (2 * config.num_attention_heads + 2 * config.num_key_value_heads)
+    )
     block_weights = layers * (attention + 3 * width * config.intermediate_size)
     lengths = [len(document) for pair in pairs for document in pair]
     num_labels = int(pairs.num_label_tokens.sum())

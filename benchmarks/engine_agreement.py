@@ -1,12 +1,15 @@
-"""Log-probs of sampled tokens: a learner against a vLLM engine, before and after syncs of changed weights.
+"""Log-probs of sampled tokens: a learner against a vLLM engine, before and after syncs of changed
+weights.
 
-    python benchmarks/engine_agreement.py [--families olmo2 qwen3] [--num_tokens 1000] [--num_syncs 3]
+    python benchmarks/engine_agreement.py [--families olmo2 qwen3] [--num_tokens 1000] [--num_syncs
+    3]
 
-For each family and dtype a tiny model is written. A vLLM engine in a process of its own samples from it; this
-process, the only learner, takes the log-probs of the same tokens with the forward pass that GRPO trains with.
-Then, several times over, noise is added to the learner's weights, they are sent to the engine, and the same
-prompts are asked again. "moved" is what the noise did: the mean difference between the new weights and the
-engine's log-probs from before. rho is exp(learner - engine).
+For each family and dtype a tiny model is written. A vLLM engine in a process of its own samples
+from it; this process, the only learner, takes the log-probs of the same tokens with the forward
+pass that GRPO trains with. Then, several times over, noise is added to the learner's weights, they
+are sent to the engine, and the same prompts are asked again. "moved" is what the noise did: the
+mean difference between the new weights and the engine's log-probs from before. rho is exp(learner -
+engine).
 
 CPUs only. The exit code is 1 if float32 log-probs are more than 1e-4 apart anywhere.
 """
@@ -24,8 +27,8 @@ from typing import TYPE_CHECKING
 from agreement.engine import TIMEOUT_S
 from harness.program import parser_of
 
-from open_instruct.families import FAMILIES
-from open_instruct.toys.tiny import write_tiny_model
+from open_instruct.commands.tiny_model import write_tiny_model
+from open_instruct.core.families import FAMILIES
 
 if TYPE_CHECKING:
     from agreement.measure import Agreement
@@ -39,13 +42,18 @@ def main() -> int:
     served = [name for name, family in FAMILIES.items() if family.delta is None]
     parser.add_argument("--families", nargs="+", choices=served, default=served)
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=DTYPES)
-    parser.add_argument("--size", default="tiny", help="of the models (see open-instruct tiny-model --help)")
-    parser.add_argument("--num_tokens", type=int, default=1000, help="sampled from each version, at least")
+    parser.add_argument(
+        "--size", default="tiny", help="of the models (see open-instruct tiny-model --help)"
+    )
+    parser.add_argument(
+        "--num_tokens", type=int, default=1000, help="sampled from each version, at least"
+    )
     parser.add_argument("--num_syncs", type=int, default=3)
     args = parser.parse_args()
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
-    # The engine's process imports this file too, and vLLM and transformers' models must not share one.
+    # The engine's process imports this file too, and vLLM and transformers' models must not share
+    # one.
     from agreement.measure import measure
 
     from open_instruct.parallel.process import start_process, stop_process
@@ -53,26 +61,37 @@ def main() -> int:
     with contextlib.redirect_stdout(sys.stderr):  # OLMo-core's words on it
         start_process(timeout_s=TIMEOUT_S, seed=0)
     apart = dict.fromkeys(args.dtypes, 0.0)
-    print("family  dtype     version  tokens   largest      mean    rho: mean      std      min      max    moved")
+    print(
+        "family  dtype     version  tokens   largest      mean    rho: mean      std      min    "
+        "  max    moved"
+    )
     for family in args.families:
         with tempfile.TemporaryDirectory(prefix="engine_agreement_") as name:
             folder = write_tiny_model(Path(name) / "model", family=family, size=args.size)
             for dtype in args.dtypes:
-                for each in measure(folder, dtype=dtype, num_tokens=args.num_tokens, num_syncs=args.num_syncs):
+                for each in measure(
+                    folder, dtype=dtype, num_tokens=args.num_tokens, num_syncs=args.num_syncs
+                ):
                     print(row(family, dtype, each), flush=True)
                     # A NaN is as far apart as can be.
-                    apart[dtype] = max(apart[dtype], math.inf if math.isnan(each.largest) else each.largest)
+                    apart[dtype] = max(
+                        apart[dtype], math.inf if math.isnan(each.largest) else each.largest
+                    )
     stop_process()
     for dtype, largest in apart.items():
-        print(f"{dtype}: at most {largest:.1e} apart" + (f" (bound {BOUND:g})" if dtype == "float32" else ""))
+        print(
+            f"{dtype}: at most {largest:.1e} apart"
+            + (f" (bound {BOUND:g})" if dtype == "float32" else "")
+        )
     return int(apart.get("float32", 0.0) > BOUND)
 
 
 def row(family: str, dtype: str, each: Agreement) -> str:
     moved = "" if each.moved is None else f"{each.moved:9.2g}"
     return (
-        f"{family:7} {dtype:9} {each.version:7} {each.num_tokens:7} {each.largest:9.1e} {each.mean:9.1e}    "
-        f"{each.rho_mean:9.6f} {each.rho_std:8.1e} {each.rho_min:8.5f} {each.rho_max:8.5f}{moved}"
+        f"{family:7} {dtype:9} {each.version:7} {each.num_tokens:7} {each.largest:9.1e} "
+        f"{each.mean:9.1e}    {each.rho_mean:9.6f} {each.rho_std:8.1e} {each.rho_min:8.5f} "
+        f"{each.rho_max:8.5f}{moved}"
     )
 
 

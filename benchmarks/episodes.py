@@ -1,14 +1,16 @@
-"""Episodes in environments that take their time: what an engine loses by them, and what becomes of those that fail.
+"""Episodes in environments that take their time: what an engine loses by them, and what becomes of
+those that fail.
 
     python benchmarks/episodes.py [--num_episodes 400] [--at_once 200] [--num_rounds 3]
 
-A tiny model's engine, the pool of engines and the walk of episodes are those of a run, in one process. Each episode has
-three replies of 24 tokens, and its environment takes 50 ms to answer each. Then the engine is given the same requests
-by themselves, all at once: "own". Both are counted in tokens for a second of the engine's CPU, since the wall clock of
-two cores tells more of the neighbours. Prompts are not kept in memory, which would make the second of the two quicker.
+A tiny model's engine, the pool of engines and the walk of episodes are those of a run, in one
+process. Each episode has three replies of 24 tokens, and its environment takes 50 ms to answer
+each. Then the engine is given the same requests by themselves, all at once: "own". Both are counted
+in tokens for a second of the engine's CPU, since the wall clock of two cores tells more of the
+neighbours. Prompts are not kept in memory, which would make the second of the two quicker.
 
-Last, a tenth of the environments hang and a twentieth raise: every episode must come back, each that hung within its
-time.
+Last, a tenth of the environments hang and a twentieth raise: every episode must come back, each
+that hung within its time.
 
 CPUs only. The exit code is 1 if the ratio is under 0.9, or an episode is lost or late.
 """
@@ -28,20 +30,26 @@ from typing import TYPE_CHECKING, Any
 from harness.program import end, parser_of, print_ratio
 from harness.rounds import in_turns, paired_median
 
+from open_instruct.commands.tiny_model import write_tiny_model
 from open_instruct.config.grpo import GRPOConfig
 from open_instruct.config.parser import parse
 from open_instruct.config.rollout_sections import EnvironmentSection, FleetSection
+from open_instruct.core.records import Completion, Prompt
 from open_instruct.data.chat import ChatFormat
 from open_instruct.data.tokenizer import load_tokenizer
-from open_instruct.engines.requests import Batching, EngineSettings, GenerationRequest, Home, SamplingSettings
 from open_instruct.environments.environment import Opening, Reply, Turn
-from open_instruct.episodes.conversations import Conversations
-from open_instruct.episodes.walk import samples_of
-from open_instruct.records import Completion, Prompt
-from open_instruct.toys.tiny import write_tiny_model
+from open_instruct.generation.requests import (
+    Batching,
+    EngineSettings,
+    GenerationRequest,
+    Home,
+    SamplingSettings,
+)
+from open_instruct.rl.episodes.conversations import Conversations
+from open_instruct.rl.episodes.walk import samples_of
 
 if TYPE_CHECKING:
-    from open_instruct.engines.engine import Engine
+    from open_instruct.generation.engine import Engine
 
 NUM_TURNS, REPLY_TOKENS, MAX_TOKENS = 3, 24, 400
 ANSWER_S, TIMEOUT_S, LATE_S = 0.05, 2.0, 1.0
@@ -109,8 +117,8 @@ class Setting:
     """The engine with what asks it."""
 
     def __init__(self, folder: Path, at_once: int) -> None:
-        from open_instruct.engines.engine import Engine
-        from open_instruct.engines.engine_pool import EnginePool
+        from open_instruct.generation.engine import Engine
+        from open_instruct.generation.engine_pool import EnginePool
 
         settings = EngineSettings(
             model_folder=str(folder),
@@ -118,7 +126,9 @@ class Setting:
             dtype="float32",
             max_model_len=MAX_TOKENS + 64,
             batching=Batching(max_num_seqs=64, max_num_batched_tokens=4096, schedules_ahead=False),
-            fleet=FleetSection(vllm_kv_cache_mib=256, vllm_enforce_eager=True, vllm_enable_prefix_caching=False),
+            fleet=FleetSection(
+                vllm_kv_cache_mib=256, vllm_enforce_eager=True, vllm_enable_prefix_caching=False
+            ),
             seed=0,
         )
         self._engine = Engine(settings)
@@ -135,7 +145,15 @@ class Setting:
         self.noted = Noted(self._pool)
         self._chat = ChatFormat.choose(load_tokenizer(str(folder), flag="model"), None)
         noted: Any = self.noted
-        needed = ["--model_name_or_path", str(folder), "--dataset_mixer_list", "none", "1.0", "--output_dir", "none"]
+        needed = [
+            "--model_name_or_path",
+            str(folder),
+            "--dataset_mixer_list",
+            "none",
+            "1.0",
+            "--output_dir",
+            "none",
+        ]
         config = parse(GRPOConfig, [*needed, "--max_prompt_token_length", "64"])
         config.environment = EnvironmentSection(
             max_turns=NUM_TURNS, turn_length=REPLY_TOKENS, environment_timeout_s=TIMEOUT_S
@@ -143,7 +161,9 @@ class Setting:
         self.conversations = Conversations(noted, self._chat, {"slow": Slow}, config)
         self._at_once = at_once
 
-    def episodes(self, fails: Sequence[str], *, seed: int) -> list[tuple[Future[Completion], list[float]]]:
+    def episodes(
+        self, fails: Sequence[str], *, seed: int
+    ) -> list[tuple[Future[Completion], list[float]]]:
         """All completions, at most so many at once, each with the time at which it came."""
         (token_ids,) = self._chat.tokenize([self._chat.render([QUESTION], ())[0]])  # type: ignore[list-item]
         sampling = SamplingSettings(temperature=1.0, top_p=1.0, max_tokens=MAX_TOKENS)
@@ -151,12 +171,21 @@ class Setting:
         asked = []
         for number, fate in enumerate(fails):
             row = {"messages": [QUESTION], "number": number, "fails": fate}
-            prompt = Prompt(row_id=number, token_ids=tuple(token_ids), text="", checks=(), environment="slow", row=row)
+            prompt = Prompt(
+                row_id=number,
+                token_ids=tuple(token_ids),
+                text="",
+                checks=(),
+                environment="slow",
+                row=row,
+            )
             (request,) = samples_of(prompt, 1, sampling, seed=seed, place=(number,))
             slots.acquire()
             came_s: list[float] = []
             future = self.conversations.ask(prompt, request)
-            future.add_done_callback(lambda _, came_s=came_s: (came_s.append(time.monotonic()), slots.release()))
+            future.add_done_callback(
+                lambda _, came_s=came_s: (came_s.append(time.monotonic()), slots.release())
+            )
             asked.append((future, came_s))
         wait([future for future, _ in asked])
         return asked
@@ -185,11 +214,13 @@ def main() -> None:
     args = parser.parse_args()
     # The engine computes on its own thread alone, whose clock is read.
     os.environ.update(OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="", VLLM_LOGGING_LEVEL="ERROR")
-    from open_instruct.engines.vllm_options import engine_environment
+    from open_instruct.generation.vllm_options import engine_environment
 
     os.environ.update(engine_environment(on_cuda=False))
     with tempfile.TemporaryDirectory(prefix="episodes_") as name:
-        setting = Setting(write_tiny_model(Path(name) / "model", family="olmo2", size="tiny"), args.at_once)
+        setting = Setting(
+            write_tiny_model(Path(name) / "model", family="olmo2", size="tiny"), args.at_once
+        )
 
         def in_environments(number: int) -> float:
             asked = lambda: setting.episodes(["no"] * args.num_episodes, seed=number)  # noqa: E731
@@ -200,7 +231,9 @@ def main() -> None:
         for way, all_speeds in speeds.items():
             print(f"{way:9} {median(all_speeds):8,.0f} tokens for a second of the engine's CPU")
         ratio = paired_median(speeds["episodes"], speeds["own"])
-        print_ratio(f"{args.at_once} environments of {1000 * ANSWER_S:.0f} ms to the engine's own", ratio)
+        print_ratio(
+            f"{args.at_once} environments of {1000 * ANSWER_S:.0f} ms to the engine's own", ratio
+        )
         missed = [f"the ratio is under {WANTED_RATIO}"] if ratio < WANTED_RATIO else []
         missed += failing(setting, args.num_episodes)
         setting.close()
@@ -209,11 +242,16 @@ def main() -> None:
 
 def failing(setting: Setting, num_episodes: int) -> list[str]:
     """Sentences about episodes that were lost or late, where a tenth hang and a twentieth raise."""
-    fates = ["raises" if number % 20 == 7 else "hangs" if number % 10 == 3 else "no" for number in range(num_episodes)]
+    fates = [
+        "raises" if number % 20 == 7 else "hangs" if number % 10 == 3 else "no"
+        for number in range(num_episodes)
+    ]
     asked = setting.episodes(fates, seed=99)
     statuses = Counter(future.result().episode.status for future, _ in asked)  # type: ignore[union-attr]
     late_s = [
-        came_s[0] - Slow.hung_s[number] - TIMEOUT_S for number, (_, came_s) in enumerate(asked) if number in Slow.hung_s
+        came_s[0] - Slow.hung_s[number] - TIMEOUT_S
+        for number, (_, came_s) in enumerate(asked)
+        if number in Slow.hung_s
     ]
     print(
         f"{num_episodes} episodes, a tenth hang and a twentieth raise: "
@@ -222,7 +260,9 @@ def failing(setting: Setting, num_episodes: int) -> list[str]:
     print(f"those that hung came at most {max(late_s):.2f} s after their {TIMEOUT_S:g} s")
     expected = {"timeout": fates.count("hangs"), "env_error": fates.count("raises")}
     missed = [
-        f"{wanted} episodes should be {status}" for status, wanted in expected.items() if statuses[status] != wanted
+        f"{wanted} episodes should be {status}"
+        for status, wanted in expected.items()
+        if statuses[status] != wanted
     ]
     return missed + (["an episode was late"] if max(late_s) > LATE_S else [])
 

@@ -1,9 +1,10 @@
-"""Real tokens a second of KTO against TRL's KTOTrainer: same model, rows, precision and global batch.
+"""Real tokens a second of KTO against TRL's KTOTrainer: same model, rows, precision and global
+batch.
 
-Both run under torchrun on the same number of gloo ranks, float32, with reference log-probs computed beforehand and not
-timed, and both score a mismatched reply of each row besides. Only real tokens count, those of mismatched replies too;
-steps of warm-up do not. The two take turns, so that a busy machine slows both. See `dpo_vs_trl.py` for TRL's
-environment.
+Both run under torchrun on the same number of gloo ranks, float32, with reference log-probs computed
+beforehand and not timed, and both score a mismatched reply of each row besides. Only real tokens
+count, those of mismatched replies too; steps of warm-up do not. The two take turns, so that a busy
+machine slows both. See `dpo_vs_trl.py` for TRL's environment.
 
     python benchmarks/kto_vs_trl.py [--rows FILE] [--num_steps 10] [--num_rounds 2]
 """
@@ -15,7 +16,10 @@ from harness.against_trl import arguments, compare, write_pairs
 from harness.training import BETA, Objective
 
 KTO = Objective(
-    ours="kto", theirs="kto", our_flags=("--loss_type", "kto", "--beta", BETA), their_flags=("--beta", BETA)
+    ours="kto",
+    theirs="kto",
+    our_flags=("--loss_type", "kto", "--beta", BETA),
+    their_flags=("--beta", BETA),
 )
 LAYOUTS = {"packed": ["--packing"], "padded": ["--no_packing"]}
 
@@ -32,5 +36,7 @@ def write_rows(path: Path) -> Path:
 
 if __name__ == "__main__":
     # As many documents in a forward pass as DPO's pairs have there, and the default of both suites.
-    args = arguments(__doc__, 'rows of "prompt", "completion" and "label"', batch=8, layouts=LAYOUTS)
+    args = arguments(
+        __doc__, 'rows of "prompt", "completion" and "label"', batch=8, layouts=LAYOUTS
+    )
     compare(args, KTO, LAYOUTS, write_rows=write_rows)

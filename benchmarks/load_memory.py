@@ -3,14 +3,15 @@
     python benchmarks/load_memory.py                     # ~520M parameters, on 2 and on 4 ranks
     python benchmarks/load_memory.py --size tiny --ranks 2
 
-Each measurement is a fresh set of processes over gloo. Load: from the build of the model to loaded shards
-(fp32 master weights from a bf16 checkpoint), against build + initialisation + `load_hf_model`. Export: of
-the loaded model to bf16, against gathering the full state dict and saving it with `save_hf_model`.
+Each measurement is a fresh set of processes over gloo. Load: from the build of the model to loaded
+shards (fp32 master weights from a bf16 checkpoint), against build + initialisation +
+`load_hf_model`. Export: of the loaded model to bf16, against gathering the full state dict and
+saving it with `save_hf_model`.
 
-Memory is anonymous memory (RssAnon) above what the same process held after its imports and the start of
-the process group (export: after loading); "resident" counts mapped pages of files too. The budget is
-1.1 x (the rank's shard + the largest tensor) while loading, and the same without the shard, which is there
-already, plus a tenth of it, while exporting.
+Memory is anonymous memory (RssAnon) above what the same process held after its imports and the
+start of the process group (export: after loading); "resident" counts mapped pages of files too. The
+budget is 1.1 x (the rank's shard + the largest tensor) while loading, and the same without the
+shard, which is there already, plus a tenth of it, while exporting.
 """
 
 import argparse
@@ -22,8 +23,8 @@ from harness.memory import MIB
 from harness.processes import numbers_of_ranks
 from harness.program import parser_of
 
+from open_instruct.commands.tiny_model import write_tiny_model
 from open_instruct.models.hf.checkpoint_files import CheckpointFiles
-from open_instruct.toys.tiny import write_tiny_model
 
 WAYS = {"load": ("ours", "load_hf_model"), "export": ("ours", "save_hf_model")}
 GOAL_TIME_RATIO = 0.15
@@ -31,10 +32,14 @@ GOAL_TIME_RATIO = 0.15
 
 def main() -> None:
     parser = parser_of(__doc__)
-    parser.add_argument("--size", default="base", help="of `open-instruct tiny-model`: tiny, mini, small, base")
+    parser.add_argument(
+        "--size", default="base", help="of `open-instruct tiny-model`: tiny, mini, small, base"
+    )
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--tasks", nargs="+", choices=list(WAYS), default=list(WAYS))
-    parser.add_argument("--scratch_dir", help="where the checkpoint is written; default: a temporary folder")
+    parser.add_argument(
+        "--scratch_dir", help="where the checkpoint is written; default: a temporary folder"
+    )
     parser.add_argument("--worker", nargs=4, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.worker:
@@ -44,11 +49,19 @@ def main() -> None:
         return run_rank(task, way, Path(checkpoint), Path(scratch))
 
     with tempfile.TemporaryDirectory(dir=arguments.scratch_dir) as folder:
-        checkpoint = write_tiny_model(Path(folder, "model"), family="olmo2", size=arguments.size, dtype="bfloat16")
+        checkpoint = write_tiny_model(
+            Path(folder, "model"), family="olmo2", size=arguments.size, dtype="bfloat16"
+        )
         files = CheckpointFiles.open(checkpoint)
         num_params = sum(map(math.prod, files.shapes.values()))
-        print(f"{num_params / 1e6:.0f}M parameters, bf16 on disk, fp32 shards; MiB of the largest rank above the start")
-        print(f"{'task':8}{'ranks':>6} {'way':16}{'seconds':>9}{'anonymous':>11}{'resident':>10}{'budget':>8}")
+        print(
+            f"{num_params / 1e6:.0f}M parameters, bf16 on disk, fp32 shards; MiB of the largest "
+            "rank above the start"
+        )
+        print(
+            f"{'task':8}{'ranks':>6} "
+            f"{'way':16}{'seconds':>9}{'anonymous':>11}{'resident':>10}{'budget':>8}"
+        )
         for num_ranks in arguments.ranks:
             for task in arguments.tasks:
                 results = {way: measure(task, way, checkpoint, num_ranks) for way in WAYS[task]}
@@ -58,7 +71,9 @@ def main() -> None:
 
 
 def measure(task: str, way: str, checkpoint: Path, num_ranks: int) -> dict[str, float]:
-    """The slowest rank's time and the largest rank's memory of one measurement in processes of its own."""
+    """The slowest rank's time and the largest rank's memory of one measurement in processes of its
+    own.
+    """
     words = [task, way, checkpoint]
     of_ranks = numbers_of_ranks(Path(__file__), num_ranks, words, scratch_dir=checkpoint.parent)
     return {key: max(of_rank[key] for of_rank in of_ranks) for key in of_ranks[0]}
@@ -72,7 +87,10 @@ def _budget(task: str, result: dict[str, float]) -> float:
 def _row(task: str, num_ranks: int, way: str, result: dict[str, float]) -> str:
     sizes = (result["anonymous"], result["resident"], _budget(task, result))
     anonymous, resident, budget = (f"{size / MIB:.0f}" for size in sizes)
-    return f"{task:8}{num_ranks:>6} {way:16}{result['wall_time_s']:>9.2f}{anonymous:>11}{resident:>10}{budget:>8}"
+    return (
+        f"{task:8}{num_ranks:>6} "
+        f"{way:16}{result['wall_time_s']:>9.2f}{anonymous:>11}{resident:>10}{budget:>8}"
+    )
 
 
 def _ratio(task: str, num_ranks: int, results: dict[str, dict[str, float]]) -> str:

@@ -1,24 +1,27 @@
-"""What `open-instruct plan` predicts of a rank's memory, beside what PyTorch tracks and what a real run takes.
+"""What `open-instruct plan` predicts of a rank's memory, beside what PyTorch tracks and what a real
+run takes.
 
     python benchmarks/plan_memory.py                # all cases, some minutes on two cores
     python benchmarks/plan_memory.py --cases fp32 full --no_measured
 
 One optimizer step after another of our DPO train module, at its worst moment, on rank 0, in MiB:
 
-- predicted: `planning/memory/phases.py`, the largest of its phases forward, backward and optimizer step;
-- tracked (`memory_runs/tracked.py`): PyTorch's `FSDPMemTracker` on fake tensors, in a fake process group of as many
-  ranks: the real model, sharded and checkpointed by the code that a run uses. Nothing is computed, so this counts
-  tensors;
-- measured (`memory_runs/measured.py`): real ranks over gloo. Their anonymous memory (RssAnon), sampled from a process
-  of its own every millisecond, above what a rank had before its model was built, after one product of matrices and one
-  collective had made the libraries' own buffers.
+- predicted: `planning/memory/phases.py`, the largest of its phases forward, backward and optimizer
+  step;
+- tracked (`memory_runs/tracked.py`): PyTorch's `FSDPMemTracker` on fake tensors, in a fake process
+  group of as many ranks: the real model, sharded and checkpointed by the code that a run uses.
+  Nothing is computed, so this counts tensors;
+- measured (`memory_runs/measured.py`): real ranks over gloo. Their anonymous memory (RssAnon),
+  sampled from a process of its own every millisecond, above what a rank had before its model was
+  built, after one product of matrices and one collective had made the libraries' own buffers.
 
 Before these come the optimizer's states, as planned.
 
-What makes the last one sound on a CPU is the allocator: glibc keeps freed memory for later, so that a process holds
-more than its tensors. Here every allocation from 64 KiB on is a mapping of its own that goes back when it is freed
-(MALLOC_MMAP_THRESHOLD_), there is one arena, and each rank has one thread. The program exits with 1 if prediction
-and tracker differ by more than 5%, or prediction and measurement by more than 10%.
+What makes the last one sound on a CPU is the allocator: glibc keeps freed memory for later, so that
+a process holds more than its tensors. Here every allocation from 64 KiB on is a mapping of its own
+that goes back when it is freed (MALLOC_MMAP_THRESHOLD_), there is one arena, and each rank has one
+thread. The program exits with 1 if prediction and tracker differ by more than 5%, or prediction and
+measurement by more than 10%.
 """
 
 import json
@@ -41,7 +44,9 @@ TRACKED_WITHIN, MEASURED_WITHIN = 0.05, 0.10
 
 
 def tracked(case: Case) -> int:
-    """Peak bytes that the tracker counts, in a process of its own, since a process has one fake process group."""
+    """Peak bytes that the tracker counts, in a process of its own, since a process has one fake
+    process group.
+    """
     command = [sys.executable, "-m", "benchmarks.memory_runs.tracked", json.dumps(asdict(case))]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     ended = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=REPOSITORY)
@@ -52,14 +57,20 @@ def tracked(case: Case) -> int:
 
 def measured(case: Case) -> int:
     """Peak bytes of rank 0 in a real run."""
-    torchrun = ["torch.distributed.run", "--standalone", f"--nproc_per_node={case.layout.world_size}"]
+    torchrun = [
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc_per_node={case.layout.world_size}",
+    ]
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         rank = ["-m", "benchmarks.memory_runs.measured", json.dumps(asdict(case)), scratch]
         command = [sys.executable, "-m", *torchrun, *rank]
         with open(folder / "log", "w") as log:
             environment = {**os.environ, **ALLOCATOR, "OMP_NUM_THREADS": "1"}
-            running = subprocess.Popen(command, env=environment, stdout=log, stderr=log, cwd=REPOSITORY)
+            running = subprocess.Popen(
+                command, env=environment, stdout=log, stderr=log, cwd=REPOSITORY
+            )
             samples = []
             while running.poll() is None and not (folder / "done-0").exists():
                 built = folder / "built-0"
@@ -81,7 +92,9 @@ def _anonymous_bytes(pid: str) -> int:
 
 def main() -> int:
     parser = parser_of(__doc__)
-    parser.add_argument("--cases", nargs="+", choices=[case.name for case in CASES], help="default: all")
+    parser.add_argument(
+        "--cases", nargs="+", choices=[case.name for case in CASES], help="default: all"
+    )
     parser.add_argument("--no_measured", action="store_true", help="leave out the real runs")
     parser.add_argument("--no_tracked", action="store_true", help="leave out the tracker")
     flags = parser.parse_args()
@@ -89,7 +102,9 @@ def main() -> int:
     columns["measured"] = (flags.no_measured, measured, MEASURED_WITHIN)
     is_good = True
     print(
-        f"{'case':18}{'states':>8}{'predicted':>10}{'tracked':>10}{'ratio':>8}{'measured':>10}{'ratio':>8}  worst phase"
+        f"{'case':18}{'states':>8}{'predicted':>10}{'tracked':>10}{'ratio':>8}{'measured':>10}{'ratio':>8} "
+        ""
+        " worst phase"
     )
     for case in CASES:
         if flags.cases and case.name not in flags.cases:

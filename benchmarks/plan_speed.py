@@ -1,4 +1,5 @@
-"""Time and memory of planning a 32B model on 1,024 GPUs, and of ranking all its layouts, against their bounds.
+"""Time and memory of planning a 32B model on 1,024 GPUs, and of ranking all its layouts, against
+their bounds.
 
     python benchmarks/plan_speed.py
     python benchmarks/plan_speed.py --model meta-llama/Llama-3.1-405B --num_nodes 512
@@ -24,7 +25,8 @@ from open_instruct.planning.request import parse_request
 setting = parse_request(sys.argv[1:]).setting
 """
 PROGRAMS = {
-    "one plan": IMPORTS + "plan = plan_of(setting); print('1 layout,', f'{plan.time.step_s:.2f} s a step')",
+    "one plan": IMPORTS
+    + "plan = plan_of(setting); print('1 layout,', f'{plan.time.step_s:.2f} s a step')",
     "all layouts ranked": IMPORTS + "print(len(Advice(plan_of(setting)).ranked), 'layouts')",
 }
 BOUNDS_S = {"one plan": PLAN_BOUND_S, "all layouts ranked": RANKING_BOUND_S}
@@ -32,7 +34,9 @@ BOUNDS_S = {"one plan": PLAN_BOUND_S, "all layouts ranked": RANKING_BOUND_S}
 
 def main() -> int:
     parser = parser_of(__doc__)
-    parser.add_argument("--model", default="allenai/OLMo-2-0325-32B", help="a public model, or a config.json")
+    parser.add_argument(
+        "--model", default="allenai/OLMo-2-0325-32B", help="a public model, or a config.json"
+    )
     parser.add_argument("--num_nodes", type=int, default=128)
     parser.add_argument("--gpus_per_node", type=int, default=8)
     flags = parser.parse_args()
@@ -43,7 +47,11 @@ def main() -> int:
     for name, program in PROGRAMS.items():
         start = time.monotonic()
         done = subprocess.run(
-            [sys.executable, "-c", program, *words], cwd=REPOSITORY, capture_output=True, text=True, check=False
+            [sys.executable, "-c", program, *words],
+            cwd=REPOSITORY,
+            capture_output=True,
+            text=True,
+            check=False,
         )
         wall_s = time.monotonic() - start
         if done.returncode:
@@ -53,8 +61,8 @@ def main() -> int:
         memory_gib = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 2**20
         within = within and wall_s < BOUNDS_S[name] and memory_gib < MEMORY_BOUND_GIB
         print(
-            f"{name:<20} {wall_s:6.2f} s of {BOUNDS_S[name]:g} s   {memory_gib:.2f} GiB of {MEMORY_BOUND_GIB:g} GiB   "
-            f"{done.stdout.strip()}"
+            f"{name:<20} {wall_s:6.2f} s of {BOUNDS_S[name]:g} s   {memory_gib:.2f} GiB of "
+            f"{MEMORY_BOUND_GIB:g} GiB   {done.stdout.strip()}"
         )
     print("within all bounds" if within else "BEYOND A BOUND")
     return 0 if within else 1

@@ -1,12 +1,14 @@
-"""A learner's step of PPO beside GRPO's: what a critic of the policy's own size costs in time and in memory.
+"""A learner's step of PPO beside GRPO's: what a critic of the policy's own size costs in time and
+in memory.
 
     python benchmarks/ppo_step.py [--num_ranks 2] [--size mini]
 
-The same completions, model and flags, in float32 on a CPU, but for `--advantages gae`; nothing is generated or sent.
-The two take turns, each in processes of its own, and the first steps do not count. The bound of the time is the
-arithmetic: a policy's forward and backward passes are 3 of a forward pass, a critic's 4, with that of its values; it
-has no vocabulary, and so needs less. The bound of the memory is twice GRPO's peak: two models with gradients and
-optimizers. The exit code is 1 where the ratio of times is above 7/3, or that of peaks above 2.
+The same completions, model and flags, in float32 on a CPU, but for `--advantages gae`; nothing is
+generated or sent. The two take turns, each in processes of its own, and the first steps do not
+count. The bound of the time is the arithmetic: a policy's forward and backward passes are 3 of a
+forward pass, a critic's 4, with that of its values; it has no vocabulary, and so needs less. The
+bound of the memory is twice GRPO's peak: two models with gradients and optimizers. The exit code is
+1 where the ratio of times is above 7/3, or that of peaks above 2.
 """
 
 import argparse
@@ -23,14 +25,14 @@ from harness.processes import leave_numbers, numbers_of_ranks
 from harness.program import end, parser_of, print_ratio
 from harness.rounds import in_turns, paired_median
 
+from open_instruct.batching.rollouts import plan_steps_of_ranks
+from open_instruct.commands.tiny_model import write_tiny_model
 from open_instruct.config.grpo import GRPOConfig, validate_grpo
 from open_instruct.config.parser import parse
-from open_instruct.learner.grpo import GRPOLearner
-from open_instruct.packing.rollouts import plan_steps_of_ranks
-from open_instruct.records import Document, RolloutSample, Span
+from open_instruct.core.records import Document, RolloutSample, Span
 from open_instruct.run.opened import join_run
 from open_instruct.run.pretrained import open_pretrained
-from open_instruct.toys.tiny import write_tiny_model
+from open_instruct.training.grpo import GRPOLearner
 
 MOST_TIME, MOST_MEMORY = 7 / 3, 2.0
 NUM_COMPLETIONS, PROMPT, RESPONSE = 16, 64, 192
@@ -40,7 +42,9 @@ WAYS = {"GRPO": "standard", "PPO": "gae"}
 
 def main() -> None:
     parser = parser_of(__doc__)
-    parser.add_argument("--size", default="mini", help="of the random model (see open-instruct tiny-model --help)")
+    parser.add_argument(
+        "--size", default="mini", help="of the random model (see open-instruct tiny-model --help)"
+    )
     parser.add_argument("--num_ranks", type=int, default=1)
     parser.add_argument("--num_steps", type=int, default=6)
     parser.add_argument("--num_rounds", type=int, default=3)
@@ -58,13 +62,25 @@ def main() -> None:
             ranks = numbers_of_ranks(Path(__file__).resolve(), args.num_ranks, words)
             return {name: max(rank[name] for rank in ranks) for name in ranks[0]}
 
-        ways = {name: lambda number, advantages=advantages: measured(advantages) for name, advantages in WAYS.items()}
+        ways = {
+            name: lambda number, advantages=advantages: measured(advantages)
+            for name, advantages in WAYS.items()
+        }
         runs = in_turns(ways, num_rounds=args.num_rounds, say=say)
-    ratios = {what: paired_median(*([run[what] for run in runs[name]] for name in ("PPO", "GRPO"))) for what in UNITS}
+    ratios = {
+        what: paired_median(*([run[what] for run in runs[name]] for name in ("PPO", "GRPO")))
+        for what in UNITS
+    }
     for what, ratio in ratios.items():
         print_ratio(f"PPO's {what} to GRPO's", ratio)
     most = {"seconds": MOST_TIME, "peak": MOST_MEMORY}
-    end([f"{what}: {ratio:.2f} is above {most[what]:.2f}" for what, ratio in ratios.items() if ratio > most[what]])
+    end(
+        [
+            f"{what}: {ratio:.2f} is above {most[what]:.2f}"
+            for what, ratio in ratios.items()
+            if ratio > most[what]
+        ]
+    )
 
 
 UNITS = {"seconds": (1e-3, "ms a step"), "peak": (MIB, "MiB at the peak")}
@@ -76,11 +92,21 @@ def say(number: int, name: str, run: dict[str, float]) -> None:
 
 
 def worker(advantages: str, model: Path, num_steps: int, folder: Path) -> None:
-    """One rank takes its steps, and leaves the median of their seconds and the most memory that they added."""
+    """One rank takes its steps, and leaves the median of their seconds and the most memory that
+    they added.
+    """
     num_ranks = int(os.environ["WORLD_SIZE"])
-    words = f"--model_name_or_path {model} --dataset_mixer_list none 1.0 --output_dir {folder / 'run'}"
-    words += f" --advantages {advantages} --max_prompt_token_length {PROMPT} --response_length {RESPONSE}"
-    words += f" --pack_length {4 * (PROMPT + RESPONSE)} --param_dtype float32 --num_learners_per_node {num_ranks}"
+    words = (
+        f"--model_name_or_path {model} --dataset_mixer_list none 1.0 --output_dir {folder / 'run'}"
+    )
+    words += (
+        f" --advantages {advantages} --max_prompt_token_length {PROMPT} --response_length "
+        f"{RESPONSE}"
+    )
+    words += (
+        f" --pack_length {4 * (PROMPT + RESPONSE)} --param_dtype float32 --num_learners_per_node "
+        f"{num_ranks}"
+    )
     (folder / "run").mkdir(exist_ok=True)
     config: Any = parse(GRPOConfig, words.split())
     validate_grpo(config)
@@ -101,7 +127,9 @@ def worker(advantages: str, model: Path, num_steps: int, folder: Path) -> None:
         learner.step(work)
         seconds.append(time.perf_counter() - began_s)
     (peak,) = memory_bytes("VmHWM")
-    leave_numbers(folder, {"seconds": statistics.median(seconds[FIRST_STEP:]), "peak": float(peak - before)})
+    leave_numbers(
+        folder, {"seconds": statistics.median(seconds[FIRST_STEP:]), "peak": float(peak - before)}
+    )
 
 
 def samples(step: int, vocab_size: int) -> list[RolloutSample]:

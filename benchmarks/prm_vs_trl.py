@@ -1,11 +1,13 @@
-"""Losses of a process reward model beside those of TRL's PRMTrainer: same model, rows and updates, in float32.
+"""Losses of a process reward model beside those of TRL's PRMTrainer: same model, rows and updates,
+in float32.
 
     python benchmarks/prm_vs_trl.py
     python benchmarks/prm_vs_trl.py --record tests/unit/objectives/trl_prm_losses.json
 
-A tiny Qwen 3 with a head of two classes learns steps of sums, all rows in every step, so that their order does not
-matter; AdamW, a constant learning rate, no clipping. TRL is 1.13.0, the last that has process reward models, in an
-environment of its own. The exit code is 1 where a loss of the five steps differs by more than 1e-6.
+A tiny Qwen 3 with a head of two classes learns steps of sums, all rows in every step, so that their
+order does not matter; AdamW, a constant learning rate, no clipping. TRL is 1.13.0, the last that
+has process reward models, in an environment of its own. The exit code is 1 where a loss of the five
+steps differs by more than 1e-6.
 
 --record writes what TRL computed, for the test that holds it without TRL.
 """
@@ -19,7 +21,13 @@ from harness.processes import read_metrics, run
 from harness.program import end, parser_of
 from harness.trl_environment import DEFAULT_VENV, beside, trl_python
 
-from tests.unit.objectives.trl_prm import LEARNING_RATE, NUM_STEPS, TOLERANCE, train_ours, write_problem
+from tests.unit.objectives.trl_prm import (
+    LEARNING_RATE,
+    NUM_STEPS,
+    TOLERANCE,
+    train_ours,
+    write_problem,
+)
 
 TRL_WITH_PRM = "trl==1.13.0"
 
@@ -36,7 +44,9 @@ def main() -> None:
         train_ours(model, rows, folder / "ours")
         ours = [row["loss"] for row in read_metrics(folder / "ours")]
     if args.record is not None:
-        args.record.write_text(json.dumps({"made_with": TRL_WITH_PRM, "losses": theirs}, indent=1) + "\n")
+        args.record.write_text(
+            json.dumps({"made_with": TRL_WITH_PRM, "losses": theirs}, indent=1) + "\n"
+        )
     end(list(compare(ours, theirs)))
 
 
@@ -45,7 +55,18 @@ def run_trl(venv: Path, model: Path, rows: Path, out: Path) -> list[float]:
     out.mkdir()
     python = trl_python(venv)
     packages = beside(python, "trl_prm", [TRL_WITH_PRM])
-    flags = ["--model", model, "--rows", rows, "--out", out, "--learning_rate", LEARNING_RATE, "--steps", NUM_STEPS]
+    flags = [
+        "--model",
+        model,
+        "--rows",
+        rows,
+        "--out",
+        out,
+        "--learning_rate",
+        LEARNING_RATE,
+        "--steps",
+        NUM_STEPS,
+    ]
     program = BENCHMARKS / "trl_programs" / "prm.py"
     run([python, program, *flags], environment={"PYTHONPATH": str(packages)})
     losses: list[float] = json.loads((out / "losses.json").read_text())

@@ -1,4 +1,5 @@
-"""How long the page of a run with 10,000 saved rollouts takes to make, and how large it is. Exit code 1 above 5 s.
+"""How long the page of a run with 10,000 saved rollouts takes to make, and how large it is. Exit
+code 1 above 5 s.
 
 python benchmarks/report_page.py --num_rollouts 10240 --mean_tokens 340
 """
@@ -14,10 +15,10 @@ from pathlib import Path
 from harness.program import parser_of
 
 from open_instruct.config.rollout_sections import RolloutSection
-from open_instruct.records import Check, Completion, Prompt, RolloutGroup, Verdict
+from open_instruct.core.records import Check, Completion, Prompt, RolloutGroup, Verdict
 from open_instruct.report.page import report_page
-from open_instruct.rollout.samples import RolloutStepBatch, training_samples
-from open_instruct.rollout.traces import write_traces
+from open_instruct.rl.samples import RolloutStepBatch, training_samples
+from open_instruct.rl.traces import write_traces
 
 BOUND_S = 5.0
 GROUP_SIZE, GROUPS_OF_A_STEP = 8, 32
@@ -34,16 +35,26 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         run = Path(folder)
         num_steps = -(-args.num_rollouts // (GROUP_SIZE * GROUPS_OF_A_STEP))
-        rows = [{"step": step, "reward": chance.random(), "time/step": 1.0} for step in range(1, num_steps + 1)]
+        rows = [
+            {"step": step, "reward": chance.random(), "time/step": 1.0}
+            for step in range(1, num_steps + 1)
+        ]
         (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         for step in range(1, num_steps + 1):
-            groups = tuple(_group(chance, step, index, args.mean_tokens) for index in range(GROUPS_OF_A_STEP))
+            groups = tuple(
+                _group(chance, step, index, args.mean_tokens) for index in range(GROUPS_OF_A_STEP)
+            )
             batch = RolloutStepBatch(groups=groups)
-            write_traces(run, step, batch, training_samples(batch, config=RolloutSection(), version=step - 1))
+            write_traces(
+                run, step, batch, training_samples(batch, config=RolloutSection(), version=step - 1)
+            )
         began_s, began_cpu_s = time.perf_counter(), time.process_time()
         page = report_page([run], max_rollouts=args.num_rollouts)
         took_s, cpu_s = time.perf_counter() - began_s, time.process_time() - began_cpu_s
-    print(f"{args.num_rollouts:,} rollouts: {took_s:.2f} s ({cpu_s:.2f} s of one core), {len(page) / 1e6:.1f} MB")
+    print(
+        f"{args.num_rollouts:,} rollouts: {took_s:.2f} s ({cpu_s:.2f} s of one core), "
+        f"{len(page) / 1e6:.1f} MB"
+    )
     print(f"at most {BOUND_S:g} s: {'yes' if took_s <= BOUND_S else 'no'}")
     return int(took_s > BOUND_S)
 
@@ -64,7 +75,10 @@ def _group(chance: random.Random, step: int, index: int, mean_tokens: int) -> Ro
     return RolloutGroup(
         ticket=step * GROUPS_OF_A_STEP + index,
         prompt=Prompt(
-            row_id=index, token_ids=(1, 2), text="<|user|>\nWhat?\n", checks=(Check(verifier="math", ground_truth="4"),)
+            row_id=index,
+            token_ids=(1, 2),
+            text="<|user|>\nWhat?\n",
+            checks=(Check(verifier="math", ground_truth="4"),),
         ),
         completions=tuple(map(completion, range(GROUP_SIZE))),
         verdicts=tuple(Verdict(reward=reward, scores={"math": reward}) for reward in rewards),

@@ -1,7 +1,9 @@
-"""Real tokens a second of reward models against TRL's RewardTrainer: same model, rows, precision and global batch.
+"""Real tokens a second of reward models against TRL's RewardTrainer: same model, rows, precision
+and global batch.
 
-Both run under torchrun on the same number of gloo ranks, float32. Only real tokens count; steps of warm-up do not. The
-two take turns, so that a busy machine slows both. TRL lives in an environment of its own, made on the first run.
+Both run under torchrun on the same number of gloo ranks, float32. Only real tokens count; steps of
+warm-up do not. The two take turns, so that a busy machine slows both. TRL lives in an environment
+of its own, made on the first run.
 
     python benchmarks/reward_vs_trl.py [--rows FILE] [--num_steps 10] [--num_rounds 2]
 """
@@ -20,4 +22,8 @@ LAYOUTS = {"shared": ["--prefix_sharing", "auto"], "packed": ["--prefix_sharing"
 
 
 if __name__ == "__main__":
-    compare(arguments(__doc__, "preference pairs", always_sharded=True, layouts=LAYOUTS), REWARD, LAYOUTS)
+    compare(
+        arguments(__doc__, "preference pairs", always_sharded=True, layouts=LAYOUTS),
+        REWARD,
+        LAYOUTS,
+    )

@@ -1,4 +1,5 @@
-"""How long a check in the sandbox takes, and one in a process of its own. Exit code 1 above 25 ms p50, 80 ms p95.
+"""How long a check in the sandbox takes, and one in a process of its own. Exit code 1 above 25 ms
+p50, 80 ms p95.
 
 python benchmarks/sandbox.py --num_checks 300
 """
@@ -13,9 +14,9 @@ from contextlib import closing
 from harness.program import end, parser_of, print_ratio
 
 from open_instruct.config.rollout_sections import RewardSection
-from open_instruct.sandbox.sandbox import SANDBOX
-from open_instruct.sandbox.trial import try_walls
-from open_instruct.verifiers.code import Code
+from open_instruct.rewards.code import Code
+from open_instruct.rewards.sandbox.sandbox import SANDBOX
+from open_instruct.rewards.sandbox.trial import try_walls
 
 P50_BOUND_MS, P95_BOUND_MS = 25.0, 80.0
 PROGRAM = "import math, itertools, collections\n\ndef add(a, b):\n    return a + b\n"
@@ -43,7 +44,9 @@ def main() -> None:
 
 def in_a_process() -> None:
     command = [sys.executable, "-I", "-S", "-c", f"{PROGRAM}\n{TEST}"]
-    subprocess.run(command, env={}, check=True, timeout=10, start_new_session=True, preexec_fn=limit)
+    subprocess.run(
+        command, env={}, check=True, timeout=10, start_new_session=True, preexec_fn=limit
+    )
 
 
 def limit() -> None:
@@ -52,7 +55,9 @@ def limit() -> None:
 
 
 def timed(what: str, check: Callable[[], None], num_checks: int) -> tuple[float, float]:
-    """Milliseconds, p50 and p95, of one check after the other; the first, which starts the rest, does not count."""
+    """Milliseconds, p50 and p95, of one check after the other; the first, which starts the rest,
+    does not count.
+    """
     check()
     took_ms = []
     for _ in range(num_checks):

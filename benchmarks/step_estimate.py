@@ -1,11 +1,11 @@
 """An estimate of a 7B training step on 8 H100s, from what our own steps run, counted without a GPU.
 
-    python benchmarks/step_estimate.py
-    python benchmarks/step_estimate.py --only "dpo, 2 pairs, 4 times" --flags "--float8_linears tensorwise"
+    python benchmarks/step_estimate.py python benchmarks/step_estimate.py --only "dpo, 2 pairs, 4
+    times" --flags "--float8_linears tensorwise"
 
-A step is taken on the pretended GPU of `tests/fake_cuda` with one and with two layers, and drawn out to all of them;
-what a compiled block runs is read from the graphs that PyTorch's compiler makes of it. Nothing here is measured: the
-rates below turn counts into seconds.
+A step is taken on the pretended GPU of `tests/fake_cuda` with one and with two layers, and drawn
+out to all of them; what a compiled block runs is read from the graphs that PyTorch's compiler makes
+of it. Nothing here is measured: the rates below turn counts into seconds.
 """
 
 import json
@@ -21,7 +21,8 @@ from harness.program import parser_of
 
 PEAK_FLOPS = 989e12
 PRODUCT_SHARE = 0.70  # of the peak, that large products in bfloat16 reach
-ATTENTION_SHARE = 0.33  # PyTorch's own kernel, FlashAttention 2; FlashAttention 3 reaches about 0.55
+# PyTorch's own kernel, FlashAttention 2; FlashAttention 3 reaches about 0.55.
+ATTENTION_SHARE = 0.33
 MEMORY_BYTES_S = 3.35e12
 LINK_BYTES_S = 450e9
 LINK_SHARE = 0.75  # of NVLink, that NCCL reaches with 8 GPUs and large messages
@@ -35,7 +36,8 @@ FORWARD, BACKWARD = "forward", "backward"
 class Estimate:
     """Seconds of one step, by what takes them, and the counts beside.
 
-    Example: of parts {"products": 2.0, "attention": 0.2} and hidden {"collectives": 0.4} a step takes 2.2 s.
+    Example: of parts {"products": 2.0, "attention": 0.2} and hidden {"collectives": 0.4} a step
+    takes 2.2 s.
     """
 
     useful_flops: float
@@ -67,7 +69,10 @@ def counts_of(name: str, num_layers: int, flags: list[str]) -> dict[str, int]:
 def drawn_out(one: Mapping[str, int], two: Mapping[str, int], num_layers: int) -> dict[str, int]:
     """The counts of so many layers: all of them are alike."""
     assert one != two, "two layers run what one does"
-    return {name: one.get(name, 0) + (two.get(name, 0) - one.get(name, 0)) * (num_layers - 1) for name in {*one, *two}}
+    return {
+        name: one.get(name, 0) + (two.get(name, 0) - one.get(name, 0)) * (num_layers - 1)
+        for name in {*one, *two}
+    }
 
 
 def total(counts: Mapping[str, int], kind: str, what: str, *phases: str) -> int:
@@ -80,17 +85,21 @@ def total(counts: Mapping[str, int], kind: str, what: str, *phases: str) -> int:
 
 
 def attention_flops(case: Any, shape: Any) -> tuple[float, float]:
-    """Of all forward and of all backward passes of a step: two products for each pair forward, five backward."""
+    """Of all forward and of all backward passes of a step: two products for each pair forward, five
+    backward.
+    """
     num_documents = case.rows * 2 * case.accumulation if case.objective != "grpo" else case.group
     pairs = case.longest * (case.longest + 1) / 2 * num_documents * shape.num_layers
     return 4 * shape.q_width * pairs, 10 * shape.q_width * pairs
 
 
 def collectives_s(counts: Mapping[str, int]) -> tuple[float, float]:
-    """Seconds of all gathers and reductions of weights and gradients, and of those that nothing hides.
+    """Seconds of all gathers and reductions of weights and gradients, and of those that nothing
+    hides.
 
-    A ring sends (n - 1) / n of the bytes. The first gathers of a step, of the root, of the embeddings and of the first
-    block, have nothing before them, and its last reductions nothing behind.
+    A ring sends (n - 1) / n of the bytes. The first gathers of a step, of the root, of the
+    embeddings and of the first block, have nothing before them, and its last reductions nothing
+    behind.
     """
     rate = LINK_BYTES_S * LINK_SHARE * WORLD / (WORLD - 1)
     gathered = total(counts, "allgather_base", "bytes")
@@ -129,9 +138,15 @@ def uncompiled(case: Any, shape: Any, counts: Mapping[str, int]) -> Estimate:
     )
 
 
-def compiled(plain: Estimate, ends: Mapping[str, int], passes: Sequence[Any], num_runs: int) -> Estimate:
-    """The same with the graphs that a compiled block runs, so often; what lies outside of blocks stays as it was."""
-    flops = sum(each.product_flops for each in passes) * num_runs + total(ends, "product", "bf16_flops")
+def compiled(
+    plain: Estimate, ends: Mapping[str, int], passes: Sequence[Any], num_runs: int
+) -> Estimate:
+    """The same with the graphs that a compiled block runs, so often; what lies outside of blocks
+    stays as it was.
+    """
+    flops = sum(each.product_flops for each in passes) * num_runs + total(
+        ends, "product", "bf16_flops"
+    )
     memory = sum(each.memory_bytes for each in passes) * num_runs
     memory += total(ends, "memory", "bytes", FORWARD, BACKWARD)
     parts = plain.parts | {
@@ -145,7 +160,9 @@ def compiled(plain: Estimate, ends: Mapping[str, int], passes: Sequence[Any], nu
 
 
 def estimated(name: str, flags: list[str]) -> tuple[str, Estimate, Estimate]:
-    """The checkpointing that the plan takes, and a step of a case without and with compiled blocks."""
+    """The checkpointing that the plan takes, and a step of a case without and with compiled
+    blocks.
+    """
     from benchmarks.speed_runs.blocks import compiled_block
     from benchmarks.speed_runs.steps import CASES
     from open_instruct.planning.plan import plan_of
@@ -161,12 +178,16 @@ def estimated(name: str, flags: list[str]) -> tuple[str, Estimate, Estimate]:
     one, two = (counts_of(name, num_layers, [*flags, *chosen]) for num_layers in (1, 2))
     counts, ends = (drawn_out(one, two, num_layers) for num_layers in (shape.num_layers, 0))
     # The root, the embeddings and one block: gathered in bfloat16, reduced in float32.
-    counts["bytes at the ends"] = 6 * sum(parameter.num_params for unit in shape.units for parameter in unit.parameters)
+    counts["bytes at the ends"] = 6 * sum(
+        parameter.num_params for unit in shape.units for parameter in unit.parameters
+    )
     counts["tokens"] = workload.num_microbatches * workload.tokens_per_microbatch
     plain = uncompiled(case, shape, counts)
     lengths = [case.longest] * (workload.tokens_per_microbatch // case.longest)
     float8 = plan.setting.config.model.float8_linears
-    forward, backward = compiled_block(case.hf_config(), lengths, recomputed_modules=modules, float8=float8)
+    forward, backward = compiled_block(
+        case.hf_config(), lengths, recomputed_modules=modules, float8=float8
+    )
     passes = [forward, *([forward] if mode in ("full", "offload") else []), backward]
     fused = compiled(plain, ends, passes, shape.num_layers * workload.num_microbatches)
     return " ".join([mode, *(module.removeprefix("blocks.*.") for module in modules)]), plain, fused
@@ -175,9 +196,8 @@ def estimated(name: str, flags: list[str]) -> tuple[str, Estimate, Estimate]:
 def line(words: str, each: Estimate) -> str:
     parts = " ".join(f"{seconds * 1e3:8,.0f}" for seconds in each.parts.values())
     return (
-        f"  {words:<11}{each.run_flops / each.useful_flops:6.2f}{parts}{each.launches:9,}"
-        f"{sum(each.hidden.values()) * 1e3:9,.0f}{each.step_s * 1e3:9,.0f}{each.num_tokens / each.step_s:9,.0f}"
-        f"{each.mfu:7.1%}"
+        "  "
+        f"{words:<11}{each.run_flops / each.useful_flops:6.2f}{parts}{each.launches:9,}{sum(each.hidden.values()) * 1e3:9,.0f}{each.step_s * 1e3:9,.0f}{each.num_tokens / each.step_s:9,.0f}{each.mfu:7.1%}"
     )
 
 

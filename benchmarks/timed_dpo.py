@@ -1,5 +1,5 @@
-"""dpo.py, with the seconds that the policy takes to be there and to be exported, and its processor time at the end of
-each step; run by `backends.py` and `lora.py` under torchrun.
+"""dpo.py, with the seconds that the policy takes to be there and to be exported, and its processor
+time at the end of each step; run by `backends.py` and `lora.py` under torchrun.
 
 Rank 0 writes OUT/times.json, where OUT is the first word; the others are dpo.py's.
 """
@@ -15,9 +15,9 @@ from typing import Any
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from open_instruct.dpo import main
-from open_instruct.learner.olmo_core import fsdp2 as on_fsdp2
 from open_instruct.run import pretrained
 from open_instruct.run.metrics_log import MetricsLog
+from open_instruct.training.olmo_core import fsdp2 as on_fsdp2
 
 
 def timed(module: Any, name: str, seconds: dict[str, Any]) -> None:
@@ -50,7 +50,7 @@ if __name__ == "__main__":
     stamped(seconds["processor_stamps"])
     timed(pretrained, "export_hf", seconds)
     if "--backend" in words:
-        from open_instruct.learner.deepspeed import zero as on_deepspeed
+        from open_instruct.training.deepspeed import zero as on_deepspeed
 
         timed(on_deepspeed, "build_backend", seconds)
     else:

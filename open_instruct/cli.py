@@ -7,53 +7,82 @@ from pkgutil import resolve_name
 from typing import NoReturn
 
 from open_instruct import __version__
+from open_instruct.commands.process import leave, run_to_exit_code
 from open_instruct.config.help import asks_for_help, print_help
 from open_instruct.config.packaged import packaged_name, packaged_settings
 from open_instruct.config.parser import nearest
-from open_instruct.entry import leave, run_to_exit_code
-from open_instruct.errors import EXIT_INPUT, InputError
+from open_instruct.core.errors import EXIT_INPUT, InputError
 from open_instruct.objectives.registry import OBJECTIVES, objective_named, objective_names
 
 PROGRAM = "open-instruct"
 CONFIGS_USAGE = """\
 usage: open-instruct configs            lists the files
-       open-instruct configs NAME       prints one, as in: open-instruct configs dpo/tiny_cpu > mine.yaml"""
+       open-instruct configs NAME       prints one: open-instruct configs sft/tiny_cpu > my.yaml"""
 
 
-# Each command with its summary, and its `module:function`, which takes the words after it and returns the exit code.
+# Each command with its summary, and its `module:function`, which takes the words after it and
+# returns the exit code.
 COMMANDS = {
-    **{name: (f"train on {rows} (all GPUs: --num_processes auto)", "") for name, (_, rows) in OBJECTIVES.items()},
+    **{
+        name: (f"train on {rows} (all GPUs: --num_processes auto)", "")
+        for name, (_, rows) in OBJECTIVES.items()
+    },
     "train": ("train on an objective of your own (all GPUs: --num_processes auto)", "train:main"),
-    "grpo": ("train on verifiable rewards: starts Ray, learners and engines", "grpo_olmo_core_actor:main"),
+    "grpo": (
+        "train on verifiable rewards: starts Ray, learners and engines",
+        "grpo_olmo_core_actor:main",
+    ),
     "configs": ("list the files of settings in the package, or print one", "cli:configs_command"),
-    "layout": ("show how a model would be sharded over nodes of GPUs", "parallel.layout_command:layout_command"),
-    "check": ("look at everything that a run could be refused for, and start nothing", "commands.check:main"),
-    "plan": ("say what memory, traffic and time a run would need, and how it would fit", "report.plan_command:main"),
-    "preview": ("show rows of a run as the model will see them, and what is learned", "preview.command:main"),
-    "report": ("make a page of what runs have left: curves, health, rollouts", "report.page:main"),
-    "migrate-args": ("translate a launch of another suite into our flags", "migrate.migration:migrate_args"),
-    "replay": ("take one step of a GRPO run again, under its own or another loss", "replay:main"),
-    "export": ("write a checkpoint of a run as a Hugging Face folder", "run.export_command:main"),
-    "merge": ("add an adapter to the model that it was trained beside", "run.merge_command:main"),
-    "score": ("write a file's rows with a reward model's score of each, or of its steps", "run.score_command:main"),
+    "layout": ("show how a model would be sharded over nodes of GPUs", "commands.layout:main"),
+    "check": (
+        "look at everything that a run could be refused for, and start nothing",
+        "commands.check:main",
+    ),
+    "plan": (
+        "say what memory, traffic and time a run would need, and how it would fit",
+        "commands.plan:main",
+    ),
+    "preview": (
+        "show rows of a run as the model will see them, and what is learned",
+        "commands.preview:main",
+    ),
+    "report": (
+        "make a page of what runs have left: curves, health, rollouts",
+        "commands.report:main",
+    ),
+    "migrate-args": (
+        "translate a launch of another suite into our flags",
+        "migrate.migration:migrate_args",
+    ),
+    "replay": (
+        "take one step of a GRPO run again, under its own or another loss",
+        "commands.replay:main",
+    ),
+    "export": ("write a checkpoint of a run as a Hugging Face folder", "commands.export:main"),
+    "merge": ("add an adapter to the model that it was trained beside", "commands.merge:main"),
+    "score": (
+        "write a file's rows with a reward model's score of each, or of its steps",
+        "commands.score:main",
+    ),
     "chat": ("talk to what a run has trained, or to any model", "commands.chat:main"),
     "serve": ("serve what a run has trained as OpenAI's API does, by vLLM", "commands.serve:main"),
-    "tiny-model": ("write a small random checkpoint, to try things on", "toys.tiny:tiny_model_command"),
+    "tiny-model": ("write a small random checkpoint, to try things on", "commands.tiny_model:main"),
 }
 RUN = "{commands} [FILE.yaml] --model_name_or_path STR"
-# For `--help` of commands with flags of their own: where these are, how it begins, and a usage line if not theirs.
+# For `--help` of commands with flags of their own: where these are, how it begins, and a usage line
+# if not theirs.
 FLAGS = {
-    "layout": ("parallel.layout_command:LayoutFlags", "layout", ""),
+    "layout": ("commands.layout:LayoutFlags", "layout", ""),
     "check": ("commands.check:CheckFlags", "check", RUN + " --output_dir STR"),
     "plan": ("planning.request:PlanFlags", "plan", f"{RUN} --gpus_per_node N ..."),
-    "preview": ("preview.command:PreviewFlags", "preview", f"{RUN} --mixer_list WORD ..."),
-    "report": ("report.page:ReportFlags", "report RUN [RUN ...]", ""),
-    "replay": ("replay:ReplayFlags", "replay", "RUN --step N"),
-    "export": ("run.export_command:ExportFlags", "export RUN", ""),
-    "merge": ("run.merge_command:MergeFlags", "merge", ""),
-    "score": ("run.score_command:ScoreFlags", "score MODEL FILE", ""),
+    "preview": ("commands.preview:PreviewFlags", "preview", f"{RUN} --mixer_list WORD ..."),
+    "report": ("commands.report:ReportFlags", "report RUN [RUN ...]", ""),
+    "replay": ("commands.replay:ReplayFlags", "replay", "RUN --step N"),
+    "export": ("commands.export:ExportFlags", "export RUN", ""),
+    "merge": ("commands.merge:MergeFlags", "merge", ""),
+    "score": ("commands.score:ScoreFlags", "score MODEL FILE", ""),
     "chat": ("commands.chat:ChatFlags", "chat RUN|MODEL", ""),
-    "tiny-model": ("toys.tiny:TinyModelFlags", "tiny-model DIR", ""),
+    "tiny-model": ("commands.tiny_model:TinyModelFlags", "tiny-model DIR", ""),
 }
 
 
@@ -72,7 +101,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     if name not in COMMANDS:
         print(f"{PROGRAM}: '{name}' is not a command{nearest(name, COMMANDS)}", file=sys.stderr)
-        print(f"The commands are {', '.join(COMMANDS)}; `{PROGRAM} --help` says what they do.", file=sys.stderr)
+        print(
+            f"The commands are {', '.join(COMMANDS)}; `{PROGRAM} --help` says what they do.",
+            file=sys.stderr,
+        )
         return EXIT_INPUT
     return run_to_exit_code(lambda: _run(name, rest), program=f"{PROGRAM} {name}")
 
@@ -101,8 +133,9 @@ def usage() -> str:
     return f"""\
 usage: {PROGRAM} COMMAND [--flag value ...]
 
-To begin: `{PROGRAM} tiny-model DIR` writes a small model, `{PROGRAM} preview dpo --model_name_or_path DIR
---mixer_list rows.jsonl 1.0` shows what would be learned, and `dpo` with the same flags and --output_dir OUT learns it.
+To begin: `{PROGRAM} tiny-model DIR` writes a small model, `{PROGRAM} preview dpo
+--model_name_or_path DIR --mixer_list rows.jsonl 1.0` shows what would be learned, and `dpo`
+with the same flags and --output_dir OUT learns it.
 
 {listed}
 
@@ -126,7 +159,11 @@ def configs_command(words: Sequence[str]) -> int:
     name = packaged_name(words[0])
     if len(words) > 1 or name not in configs:
         raise InputError(
-            f"'{' '.join(words)}' is not one of the files{nearest(name, configs)}\n{CONFIGS_USAGE}", kind="bad_value"
+            (
+                f"'{' '.join(words)}' is not one of the "
+                f"files{nearest(name, configs)}\n{CONFIGS_USAGE}"
+            ),
+            kind="bad_value",
         )
     print(configs[name].read_text(encoding="utf-8"), end="")
     return 0
@@ -135,7 +172,11 @@ def configs_command(words: Sequence[str]) -> int:
 def _first_sentence(path: Path) -> str:
     """The first sentence of the comment that a file begins with."""
     comment = path.read_text(encoding="utf-8").partition("\n#\n")[0]
-    return " ".join(comment.replace("\n# ", " ").removeprefix("# ").split()).partition(". ")[0].rstrip(".")
+    return (
+        " ".join(comment.replace("\n# ", " ").removeprefix("# ").split())
+        .partition(". ")[0]
+        .rstrip(".")
+    )
 
 
 if __name__ == "__main__":

@@ -1,7 +1,9 @@
-"""Train GRPO with learners on DeepSpeed: the walk of `grpo_olmo_core_actor.py`, where `--backend deepspeed` is set.
+"""Train GRPO with learners on DeepSpeed: the walk of `grpo_olmo_core_actor.py`, where `--backend
+deepspeed` is set.
 
-    python open_instruct/grpo_fast.py --model_name_or_path DIR --dataset_mixer_list prompts.jsonl 1.0 \
-        --num_learners_per_node 2 --deepspeed_stage 3 --output_dir OUT
+    python open_instruct/grpo_fast.py --model_name_or_path DIR \
+        --dataset_mixer_list prompts.jsonl 1.0 --num_learners_per_node 2 --deepspeed_stage 3 \
+        --output_dir OUT
 """
 
 import sys
@@ -12,9 +14,9 @@ if __name__ == "__main__":
     # Our own folder must not come first: a file of ours would shadow a library of the same name.
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from open_instruct.entry import leave
+from open_instruct.commands.process import leave
 from open_instruct.grpo_olmo_core_actor import PolicyTrainerOLMoCoreProcess, run_grpo
-from open_instruct.learner.deepspeed.grpo_flags import GRPOFastConfig
+from open_instruct.training.deepspeed.grpo_flags import GRPOFastConfig
 
 
 def main(argv: Sequence[str] | None = None) -> int:

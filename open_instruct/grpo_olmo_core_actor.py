@@ -1,10 +1,11 @@
 """Train GRPO: engines generate, verifiers judge, sharded learners train, weights flow back.
 
-    python open_instruct/grpo_olmo_core_actor.py --model_name_or_path DIR --dataset_mixer_list prompts.jsonl 1.0 \
-        --num_learners_per_node 2 --vllm_num_engines 1 --output_dir OUT
+    python open_instruct/grpo_olmo_core_actor.py --model_name_or_path DIR \
+        --dataset_mixer_list prompts.jsonl 1.0 --num_learners_per_node 2 --vllm_num_engines 1 \
+        --output_dir OUT
 
-This process is the driver: it starts (or joins) Ray, places learners and engines, and walks the steps. A learner is
-an actor of `PolicyTrainerOLMoCoreProcess`.
+This process is the driver: it starts (or joins) Ray, places learners and engines, and walks the
+steps. A learner is an actor of `PolicyTrainerOLMoCoreProcess`.
 """
 
 from __future__ import annotations
@@ -20,36 +21,46 @@ if __name__ == "__main__":
     # Our own folder must not come first: a file of ours would shadow a library of the same name.
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
+from open_instruct.commands.process import check_in_place_of_run, leave, run_entry
 from open_instruct.config.grpo import GRPOConfig, validate_grpo
 from open_instruct.config.help import asks_for_check
 from open_instruct.data.prompt_rows import parse_prompt_row
 from open_instruct.data.prompts import PromptBuilder, row_changes
-from open_instruct.entry import check_in_place_of_run, leave, run_entry
 from open_instruct.environments.registry import known_environments
+from open_instruct.rewards.registry import known_verifiers
 from open_instruct.run.earlier_command import refuse_another_command
 from open_instruct.run.first_look import look_at, look_at_rows
-from open_instruct.verifiers.registry import known_verifiers
 
 if TYPE_CHECKING:
     from olmo_core.train.callbacks import Callback
 
+    from open_instruct.batching.rollouts import RankStep
     from open_instruct.cluster.learner_group import LearnerProcess
-    from open_instruct.packing.rollouts import RankStep
-    from open_instruct.records import BestStep
+    from open_instruct.core.records import BestStep
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run with the flags in `argv` (default: the command line) and return the exit code."""
-    return run_grpo(GRPOConfig, PolicyTrainerOLMoCoreProcess, argv, program="grpo_olmo_core_actor.py")
+    return run_grpo(
+        GRPOConfig, PolicyTrainerOLMoCoreProcess, argv, program="grpo_olmo_core_actor.py"
+    )
 
 
 def run_grpo(
-    config_class: type[GRPOConfig], learner_class: type[LearnerProcess], argv: Sequence[str] | None, *, program: str
+    config_class: type[GRPOConfig],
+    learner_class: type[LearnerProcess],
+    argv: Sequence[str] | None,
+    *,
+    program: str,
 ) -> int:
-    """Run with the flags in `argv`, whose learners are `learner_class`es, and return the exit code."""
+    """Run with the flags in `argv`, whose learners are `learner_class`es, and return the exit
+    code.
+    """
     words = sys.argv[1:] if argv is None else list(argv)
     if asks_for_check(words):
-        return check_in_place_of_run(partial(check, config_class=config_class), words, program=program)
+        return check_in_place_of_run(
+            partial(check, config_class=config_class), words, program=program
+        )
     return run_entry(
         config_class,
         partial(train, learner_class=learner_class),
@@ -61,7 +72,9 @@ def run_grpo(
 
 
 def check(words: Sequence[str], *, config_class: type[GRPOConfig]) -> int:
-    """Look at everything that a run with these words could be refused for; returns the exit code."""
+    """Look at everything that a run with these words could be refused for; returns the exit
+    code.
+    """
     from open_instruct.commands.check import check_run
     from open_instruct.objectives.policy_gradient import GRPO
 
@@ -75,8 +88,15 @@ def look_at_run(config: GRPOConfig) -> None:
     verifiers = known_verifiers(config.reward)
     look_at(config)
     environments = known_environments(config.environment)
-    check = partial(parse_prompt_row, known_verifiers=verifiers, known_environments=environments, **row_changes(config))
-    look_at_rows(PromptBuilder, config, "dataset_mixer_list", "dataset_mixer_eval_list", check=check)
+    check = partial(
+        parse_prompt_row,
+        known_verifiers=verifiers,
+        known_environments=environments,
+        **row_changes(config),
+    )
+    look_at_rows(
+        PromptBuilder, config, "dataset_mixer_list", "dataset_mixer_eval_list", check=check
+    )
 
 
 def train(
@@ -85,12 +105,15 @@ def train(
     learner_class: type[LearnerProcess] | None = None,
     callbacks: Mapping[str, Callback] | None = None,
 ) -> int:
-    """The whole run, as the driver walks it, which tells `callbacks` of every step. Returns the exit code."""
+    """The whole run, as the driver walks it, which tells `callbacks` of every step.
+
+    Returns the exit code.
+    """
     # torch, Ray, and all that hangs on them, load only once the flags are known to be good.
     from open_instruct.cluster.ray_cluster import refuse_imported_ray
-    from open_instruct.rollout.checked_run import open_rollout_run
-    from open_instruct.rollout.driver import Driver, Listener
-    from open_instruct.rollout.fleet import start_fleet
+    from open_instruct.rl.checked_run import open_rollout_run
+    from open_instruct.rl.driver import Driver, Listener
+    from open_instruct.rl.fleet import start_fleet
 
     listening = [Listener(*each) for each in (callbacks or {}).items()]
     if config.fleet.ray_address is None:
@@ -101,10 +124,11 @@ def train(
 
 
 class PolicyTrainerOLMoCoreProcess:
-    """A learner: one process, one device, one rank of the sharded policy, on --backend. Usable once constructed.
+    """A learner: one process, one device, one rank of the sharded policy, on --backend. Usable once
+    constructed.
 
-    Ray makes one of each rank, with torchrun's variables in its environment. Every method is collective: the driver
-    calls it on all ranks at once.
+    Ray makes one of each rank, with torchrun's variables in its environment. Every method is
+    collective: the driver calls it on all ranks at once.
     """
 
     def __init__(self, config: GRPOConfig, *, weight_sync_backend: str, weight_sync: str) -> None:
@@ -112,18 +136,19 @@ class PolicyTrainerOLMoCoreProcess:
 
         Args:
             config: of the run.
-            weight_sync_backend: as `choose_backend` gives it, once it is known where the engines are.
+            weight_sync_backend: as `choose_backend` gives it, once it is known where the engines
+                are.
             weight_sync: "dense", or "delta" where only what has changed is sent.
         """
         import torch
 
-        from open_instruct.learner.grpo import GRPOLearner
         from open_instruct.run.opened import join_run
         from open_instruct.run.pretrained import open_pretrained
-        from open_instruct.weights.folder import folder_of_run
-        from open_instruct.weights.folder_sender import FolderSender
-        from open_instruct.weights.sender import WeightSender
-        from open_instruct.weights.ways import FOLDER
+        from open_instruct.training.grpo import GRPOLearner
+        from open_instruct.weight_sync.folder import folder_of_run
+        from open_instruct.weight_sync.folder_sender import FolderSender
+        from open_instruct.weight_sync.sender import WeightSender
+        from open_instruct.weight_sync.ways import FOLDER
 
         self.config = config
         self.run = join_run(config)
@@ -157,13 +182,17 @@ class PolicyTrainerOLMoCoreProcess:
     def resume(self) -> tuple[dict[str, Any] | None, list[str]]:
         """Stand where the newest whole checkpoint stands.
 
-        Returns what `save_state` was given for it, None at the start; and what people should be warned of.
+        Returns what `save_state` was given for it, None at the start; and what people should be
+        warned of.
         """
         warnings: list[str] = []
         return self.learner.resume(warn=warnings.append), warnings
 
-    def save_state(self, drivers_state: dict[str, Any], *, waits: bool, best_step: int | None) -> None:
-        """Write a checkpoint of this step: policy, optimizer, reference, random state, and the driver's own.
+    def save_state(
+        self, drivers_state: dict[str, Any], *, waits: bool, best_step: int | None
+    ) -> None:
+        """Write a checkpoint of this step: policy, optimizer, reference, random state, and the
+        driver's own.
 
         The checkpoint of `best_step` is not removed.
         """
@@ -171,7 +200,7 @@ class PolicyTrainerOLMoCoreProcess:
 
     def save_model(self, best: BestStep | None) -> None:
         """Write OUT/hf_model, and OUT/critic before it, of the `best` step, or of the last."""
-        from open_instruct.learner.export import export_policy
+        from open_instruct.training.export import export_policy
 
         loop = self.learner.loop
         loop.close()
@@ -180,7 +209,12 @@ class PolicyTrainerOLMoCoreProcess:
         if self.learner.critic is not None:
             self.learner.critic.export(run=self.run, config=self.config)
         export_policy(
-            self.learner.policy, self.pretrained, run=self.run, config=self.config, trained_by="grpo", best=best
+            self.learner.policy,
+            self.pretrained,
+            run=self.run,
+            config=self.config,
+            trained_by="grpo",
+            best=best,
         )
 
     def open_weight_channel(self, num_receivers: int) -> dict[str, Any]:

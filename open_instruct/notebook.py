@@ -1,6 +1,8 @@
-"""A whole run from a notebook or a script: rows in memory, metrics through a callback, a model on disk.
+"""A whole run from a notebook or a script: rows in memory, metrics through a callback, a model on
+disk.
 
-The same walks as the commands': on one device, or with the learners and engines of GRPO; docs/notebook.md shows them.
+The same walks as the commands': on one device, or with the learners and engines of GRPO;
+docs/notebook.md shows them.
 """
 
 from __future__ import annotations
@@ -19,14 +21,14 @@ from open_instruct import grpo_olmo_core_actor
 from open_instruct.config.grpo import GRPOConfig
 from open_instruct.config.parser import parse
 from open_instruct.config.training import TrainingConfig
-from open_instruct.errors import InputError, Problem, RunError
-from open_instruct.hub.upload import open_repository, upload
+from open_instruct.core.errors import InputError, Problem, RunError
+from open_instruct.core.files import replace_text
 from open_instruct.objectives.objective import Objective
 from open_instruct.objectives.policy_gradient import GRPO
+from open_instruct.rewards.function import file_with
+from open_instruct.run.hub.upload import open_repository, upload
 from open_instruct.run.run_directory import RunDirectory, exported_by, is_number, rows_of
 from open_instruct.train import look_at_run, train
-from open_instruct.verifiers.function import file_with
-from open_instruct.whole_file import replace_text
 
 if TYPE_CHECKING:
     from olmo_core.train.callbacks import Callback
@@ -43,7 +45,8 @@ class Fitted:
     """
 
     model: Path  # the folder that transformers opens
-    metrics: dict[str, list[float | None]]  # a column a metric, with an entry a step; None where a step has none
+    # A column a metric, with an entry a step; None where a step has none.
+    metrics: dict[str, list[float | None]]
     held_out: dict[str, list[float | None]]  # the same of the evaluations of `eval_mixer_list`
 
 
@@ -59,42 +62,53 @@ def fit(
 ) -> Fitted:
     """Train `objective` on `rows`.
 
-    Rows that are no file are kept as `rows.jsonl` in `output_dir`, and a reward as `reward.py`, so that the run can be
-    given again, or gone on with, from the command line. Nothing in that folder is touched before flags, rows and reward
-    are known to be good.
+    Rows that are no file are kept as `rows.jsonl` in `output_dir`, and a reward as `reward.py`, so
+    that the run can be given again, or gone on with, from the command line. Nothing in that folder
+    is touched before flags, rows and reward are known to be good.
 
     Args:
         objective: as those in `open_instruct/objectives/`; or `GRPO`.
-        rows: of the form that the objective reads: a list, a `datasets.Dataset`, or the path of a file.
+        rows: of the form that the objective reads: a list, a `datasets.Dataset`, or the path of a
+            file.
         output_dir: of the run.
         prompts: another name for the rows of `GRPO`.
-        reward: of `GRPO`: a function that stands alone, `FILE.py:NAME` of one in a file, or the name of a verifier. It
-            judges the rows that name no verifier.
-        callbacks: OLMo-core's, by a name of your own; `log_metrics(step, metrics)` is called after every step, and
-            nothing else in a run of `GRPO`, whose learners are other processes.
+        reward: of `GRPO`: a function that stands alone, `FILE.py:NAME` of one in a file, or the
+            name of a verifier. It judges the rows that name no verifier.
+        callbacks: OLMo-core's, by a name of your own; `log_metrics(step, metrics)` is called after
+            every step, and nothing else in a run of `GRPO`, whose learners are other processes.
         flags: the command's, without dashes; `docs/flags.md` lists them.
 
     Raises:
-        InputError: an argument or a row cannot work, or the folder has a run on other rows; says what would.
+        InputError: an argument or a row cannot work, or the folder has a run on other rows; says
+            what would.
         RunError: the run failed, or a signal stopped it.
     """
     try:
-        given, texts = _named(objective, rows if prompts is None else prompts, reward, Path(output_dir))
+        given, texts = _named(
+            objective, rows if prompts is None else prompts, reward, Path(output_dir)
+        )
         if twice := sorted(given.keys() & flags.keys()):
             raise InputError(
-                f"{', '.join(twice)}: rows and reward say that; leave it out", kind="conflict", flag=twice[0]
+                f"{', '.join(twice)}: rows and reward say that; leave it out",
+                kind="conflict",
+                flag=twice[0],
             )
         with _keeping(texts):
-            config: Any = parse(objective.config_class, _words(given | {"output_dir": output_dir} | flags))
+            config: Any = parse(
+                objective.config_class, _words(given | {"output_dir": output_dir} | flags)
+            )
             code = _run(config, objective, callbacks)
         if code != 0:
             raise RunError(
-                f"the run was stopped; give the same again to go on from the last checkpoint in {output_dir}"
+                "the run was stopped; give the same again to go on from the last checkpoint in "
+                f"{output_dir}"
             )
         if config.run.push_to_hub:
             print(upload(config.run, exported_by(config)))
     except InputError as error:  # which speaks of flags
-        raise InputError(_without_dashes(error), problems=map(_without_dashes, error.problems)) from error
+        raise InputError(
+            _without_dashes(error), problems=map(_without_dashes, error.problems)
+        ) from error
     directory = RunDirectory(path=Path(output_dir))
     return Fitted(
         model=exported_by(config),
@@ -103,7 +117,11 @@ def fit(
     )
 
 
-def _run(config: GRPOConfig | TrainingConfig, objective: Objective, callbacks: Mapping[str, Callback] | None) -> int:
+def _run(
+    config: GRPOConfig | TrainingConfig,
+    objective: Objective,
+    callbacks: Mapping[str, Callback] | None,
+) -> int:
     """Check what the flags name, and walk the run in this process; returns the exit code."""
     for warning in objective.validate(config):
         print(f"warning: {warning}")
@@ -141,8 +159,12 @@ def _words(flags: Mapping[str, Any]) -> list[str]:
     return words
 
 
-def _named(objective: Objective, rows: Any, reward: Any, folder: Path) -> tuple[dict[str, Any], dict[Path, str]]:
-    """The flags that name rows and reward; and of those that are no file yet, the text of one in the run's folder."""
+def _named(
+    objective: Objective, rows: Any, reward: Any, folder: Path
+) -> tuple[dict[str, Any], dict[Path, str]]:
+    """The flags that name rows and reward; and of those that are no file yet, the text of one in
+    the run's folder.
+    """
     rows_flag = "dataset_mixer_list" if objective is GRPO else "mixer_list"
     flags: dict[str, Any] = {rows_flag: [rows, 1.0]}
     texts: dict[Path, str] = {}
@@ -150,7 +172,9 @@ def _named(objective: Objective, rows: Any, reward: Any, folder: Path) -> tuple[
         try:
             texts[folder / ROWS] = "".join(f"{json.dumps(row)}\n" for row in rows)
         except (TypeError, ValueError) as error:
-            raise InputError(f"rows: they cannot be written as JSON: {error}", kind="bad_row", flag="rows") from None
+            raise InputError(
+                f"rows: they cannot be written as JSON: {error}", kind="bad_row", flag="rows"
+            ) from None
         flags[rows_flag] = [folder / ROWS, 1.0]
     if reward is not None and objective is not GRPO:
         raise InputError("reward: GRPO alone has one; leave it out", kind="conflict", flag="reward")
@@ -170,18 +194,21 @@ def _keeping(texts: Mapping[Path, str]) -> Iterator[None]:
         if file.read_text(encoding="utf-8") != texts[file]:
             other = "another reward" if file.name == REWARD else "other rows"
             raise InputError(
-                f"{file} has {other}: choose another output_dir, or move what is there away", kind="other_run"
+                f"{file} has {other}: choose another output_dir, or move what is there away",
+                kind="other_run",
             )
     for file in new:
         file.parent.mkdir(parents=True, exist_ok=True)
         replace_text(file, texts[file])
-        sys.modules.pop(str(file.resolve()), None)  # a reward that was there, and was refused or moved away
+        # A reward that was there, and was refused or moved away.
+        sys.modules.pop(str(file.resolve()), None)
     try:
         yield
     except InputError:
         for file in [file for file in new if not RunDirectory(path=file.parent).metrics.exists()]:
             file.unlink(missing_ok=True)
-            shutil.rmtree(file.parent / "__pycache__", ignore_errors=True)  # of a reward that has been looked at
+            # Of a reward that has been looked at.
+            shutil.rmtree(file.parent / "__pycache__", ignore_errors=True)
             with suppress(OSError):  # there is something else in it
                 file.parent.rmdir()
         raise

@@ -1,4 +1,7 @@
-"""`SFTTrainModule`, `DPOTrainModule`, `GRPOTrainModule`: OLMo-core's train module with an objective bound to it."""
+"""`SFTTrainModule`, `DPOTrainModule`, `GRPOTrainModule`:
+
+OLMo-core's train module with an objective bound to it.
+"""
 
 from typing import Any
 
@@ -6,17 +9,18 @@ from olmo_core.distributed.utils import get_local_rank
 
 from open_instruct.config.rollout_sections import PolicyLossSection
 from open_instruct.config.sections import PreferenceLossSection
-from open_instruct.learner.backend import Metrics
-from open_instruct.learner.olmo_core.fsdp2 import FSDP2Backend
-from open_instruct.learner.policy import Policy
 from open_instruct.objectives import dpo, policy_gradient
 from open_instruct.objectives.objective import BoundLoss
 from open_instruct.objectives.sft import cross_entropy
 from open_instruct.parallel.triton_cache import set_triton_cache
+from open_instruct.training.backend import Metrics
+from open_instruct.training.olmo_core.fsdp2 import FSDP2Backend
+from open_instruct.training.policy import Policy
 
 
 class ObjectiveTrainModule(FSDP2Backend):
-    """A train module for OLMo-core's own `Trainer`: a batch is `{"step": StepBatch}`, see `packing/steps.py`.
+    """A train module for OLMo-core's own `Trainer`: a batch is `{"step": StepBatch}`, see
+    `batching/steps.py`.
 
     Args:
         loss: the objective's, bound to its settings.
@@ -29,7 +33,9 @@ class ObjectiveTrainModule(FSDP2Backend):
         self.policy = Policy(self, loss)
 
     def pre_train(self) -> None:
-        """OLMo-core checks here that batches divide evenly in tokens; ours are planned in documents."""
+        """OLMo-core checks here that batches divide evenly in tokens; ours are planned in
+        documents.
+        """
 
     def global_num_flops_in_batch(self, batch: dict[str, Any]) -> int | None:
         return None
@@ -71,6 +77,8 @@ class GRPOTrainModule(ObjectiveTrainModule):
     :param response_length: tokens that a completion may have at most; the denominator of dr_grpo.
     """
 
-    def __init__(self, *, loss: PolicyLossSection, temperature: float, response_length: int, **olmo_core: Any) -> None:
+    def __init__(
+        self, *, loss: PolicyLossSection, temperature: float, response_length: int, **olmo_core: Any
+    ) -> None:
         bound = policy_gradient.bind(loss, temperature=temperature, response_length=response_length)
         super().__init__(loss=bound, **olmo_core)

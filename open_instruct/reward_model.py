@@ -1,7 +1,7 @@
 """Train a reward model: parse, build, fit, export.
 
-    open-instruct reward_model --num_processes 2 --model_name_or_path DIR --mixer_list rows.jsonl 1.0 \
-        --output_dir OUT
+    open-instruct reward_model --num_processes 2 --model_name_or_path DIR \
+        --mixer_list rows.jsonl 1.0 --output_dir OUT
 """
 
 import sys

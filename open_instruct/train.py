@@ -1,4 +1,5 @@
-"""The entry of every offline objective: flags are parsed and checked, and then `learner/offline.py` walks the run.
+"""The entry of every offline objective: flags are parsed and checked, and then
+`training/offline.py` walks the run.
 
 `dpo.py`, `sft.py` and the other entries are this file with an objective; with one of your own it is
 
@@ -17,18 +18,24 @@ if __name__ == "__main__":
     # Our own folder must not come first: a file of ours would shadow a library of the same name.
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
+from open_instruct.commands.process import (
+    check_in_place_of_run,
+    leave,
+    run_entry,
+    run_to_exit_code,
+    typed,
+)
 from open_instruct.config.help import asks_for_check, asks_for_help
 from open_instruct.config.training import TrainingConfig
+from open_instruct.core.errors import InputError
+from open_instruct.core.user_code import load_named
 from open_instruct.data.tokenizer import given_folder
-from open_instruct.entry import check_in_place_of_run, leave, run_entry, run_to_exit_code, typed
-from open_instruct.errors import InputError
 from open_instruct.models.hf.head_kinds import check_head
 from open_instruct.models.hf.hf_config import config_fields
 from open_instruct.objectives.objective import Objective
 from open_instruct.objectives.registry import OBJECTIVES
 from open_instruct.run.earlier_command import refuse_another_command
 from open_instruct.run.first_look import look_at, look_at_rows
-from open_instruct.users_code import load_named
 
 if TYPE_CHECKING:
     from olmo_core.train.callbacks import Callback
@@ -42,7 +49,9 @@ Those that are built in are commands of their own: {", ".join(OBJECTIVES)}."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Train the objective that `--objective` names with the other flags in `argv`; returns the exit code."""
+    """Train the objective that `--objective` names with the other flags in `argv`; returns the exit
+    code.
+    """
     words = sys.argv[1:] if argv is None else list(argv)
     return run_to_exit_code(lambda: _run_own(words), program=typed("train.py"))
 
@@ -58,14 +67,16 @@ def _run_own(words: list[str]) -> int:
     objective = load_named(word, origin=f"{OBJECTIVE_FLAG} {word}", what="NAME")
     if not isinstance(objective, Objective):
         raise InputError(
-            f"{OBJECTIVE_FLAG} {word} is no objective; make it an open_instruct.objectives.objective.Objective",
+            f"{OBJECTIVE_FLAG} {word} is no objective; make it an "
+            "open_instruct.objectives.objective.Objective",
             kind="own_code",
         )
     return run_objective(objective, words[:at] + words[at + 2 :], own=words[at : at + 2])
 
 
 def entry_of(objective: Objective, module: str) -> Callable[..., int]:
-    """The public `main` of the file of `objective`, which runs at once where `module` is `__main__`.
+    """The public `main` of the file of `objective`, which runs at once where `module` is
+    `__main__`.
 
     It runs with the flags in its argument (default: the command line) and returns the exit code.
     """
@@ -75,8 +86,11 @@ def entry_of(objective: Objective, module: str) -> Callable[..., int]:
     return main
 
 
-def run_objective(objective: Objective, argv: Sequence[str] | None = None, *, own: Sequence[str] = ()) -> int:
-    """Train `objective` with the flags in `argv` (default: the command line) and return the exit code.
+def run_objective(
+    objective: Objective, argv: Sequence[str] | None = None, *, own: Sequence[str] = ()
+) -> int:
+    """Train `objective` with the flags in `argv` (default: the command line) and return the exit
+    code.
 
     `own` are the words that name it, where it is not built in.
     """
@@ -97,14 +111,18 @@ def run_objective(objective: Objective, argv: Sequence[str] | None = None, *, ow
 
 
 def check(words: Sequence[str], *, objective: Objective) -> int:
-    """Look at everything that a run with these words could be refused for; returns the exit code."""
+    """Look at everything that a run with these words could be refused for; returns the exit
+    code.
+    """
     from open_instruct.commands.check import check_run
 
     return check_run(objective, words)
 
 
 def look_at_run(config: TrainingConfig, *, objective: Objective) -> None:
-    """:raises InputError: what the flags name, or the first of the rows, will not do, as far as shows without torch."""
+    """:raises InputError: what the flags name, or the first of the rows, will not do, as far as
+    shows without torch.
+    """
     refuse_another_command(config, objective.name)
     look_at(config)
     if (folder := given_folder(config.model.model_name_or_path)) is not None:
@@ -114,10 +132,15 @@ def look_at_run(config: TrainingConfig, *, objective: Objective) -> None:
         look_at_rows(form, config, "mixer_list", "eval_mixer_list", check=check)
 
 
-def train(config: TrainingConfig, *, objective: Objective, callbacks: Mapping[str, Callback] | None = None) -> int:
-    """The whole run, as every rank walks it; `callbacks` are OLMo-core's, by name. Returns the exit code."""
+def train(
+    config: TrainingConfig, *, objective: Objective, callbacks: Mapping[str, Callback] | None = None
+) -> int:
+    """The whole run, as every rank walks it;
+
+    `callbacks` are OLMo-core's, by name. Returns the exit code.
+    """
     # torch, and all that hangs on it, loads only once the flags are known to be good.
-    from open_instruct.learner import offline
+    from open_instruct.training import offline
 
     return offline.train(config, objective=objective, callbacks=callbacks)
 

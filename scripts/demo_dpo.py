@@ -1,6 +1,7 @@
 """DPO on a small scale: a tiny model, made-up preferences, four sharded ranks, export, a reply.
 
-Every step is the command that a user would type, and is shown before it runs. Start it with `make demo-dpo`.
+Every step is the command that a user would type, and is shown before it runs. Start it with `make
+demo-dpo`.
 """
 
 import json
@@ -31,7 +32,9 @@ from rich.text import Text
 
 from open_instruct.report.terminal_curve import draw_curve
 
-MODEL, TRAIN_ROWS, HELD_OUT_ROWS, RUN = (OUTPUT / name for name in ("model", "train.jsonl", "held_out.jsonl", "run"))
+MODEL, TRAIN_ROWS, HELD_OUT_ROWS, RUN = (
+    OUTPUT / name for name in ("model", "train.jsonl", "held_out.jsonl", "run")
+)
 
 NUM_TRAIN_ROWS, NUM_HELD_OUT_ROWS = 512, 128
 NUM_RANKS, NUM_STEPS = 4, 40
@@ -45,9 +48,14 @@ def main() -> int:
 
     step(2, "made-up preference pairs, and others held out")
     write_synthetic_preferences(
-        TRAIN_ROWS, num_rows=NUM_TRAIN_ROWS, holdout_path=HELD_OUT_ROWS, num_holdout_rows=NUM_HELD_OUT_ROWS
+        TRAIN_ROWS,
+        num_rows=NUM_TRAIN_ROWS,
+        holdout_path=HELD_OUT_ROWS,
+        num_holdout_rows=NUM_HELD_OUT_ROWS,
     )
-    console.print(f"{TRAIN_ROWS}: {NUM_TRAIN_ROWS} pairs; {HELD_OUT_ROWS}: {NUM_HELD_OUT_ROWS} pairs")
+    console.print(
+        f"{TRAIN_ROWS}: {NUM_TRAIN_ROWS} pairs; {HELD_OUT_ROWS}: {NUM_HELD_OUT_ROWS} pairs"
+    )
 
     step(3, "DPO on four processes: two copies, each in two shards (HSDP)")
     torchrun(
@@ -62,7 +70,8 @@ def main() -> int:
     reply = generate(RUN / "hf_model", prompt)
     console.print(f"user:      {prompt[-1]['content']}\nassistant: {reply}", markup=False)
     console.print(
-        "(The model began as noise, and DPO teaches no language: what it learned is which of two replies to prefer.)",
+        "(The model began as noise, and DPO teaches no language: what it learned is which of two "
+        "replies to prefer.)",
         style="dim",
     )
 
@@ -80,7 +89,9 @@ def main() -> int:
 
 
 def dpo_flags() -> list[str]:
-    """What `dpo.py` is given: short rows, a learning rate for a model that knows nothing yet, four gloo ranks."""
+    """What `dpo.py` is given: short rows, a learning rate for a model that knows nothing yet, four
+    gloo ranks.
+    """
     return f"""
         --model_name_or_path {MODEL} --mixer_list {TRAIN_ROWS} 1.0 --eval_mixer_list {HELD_OUT_ROWS} 1.0
         --output_dir {RUN} --overwrite_output_dir --cache_dir {OUTPUT / "cache"}
@@ -100,8 +111,12 @@ def generate(model_dir: Path, prompt: list[dict[str, str]]) -> str:
     # The template writes the special tokens itself.
     text = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False)
     prompt_ids = tokenizer(text, add_special_tokens=False, return_tensors="pt")["input_ids"]
-    output_ids = model.generate(prompt_ids, max_new_tokens=24, do_sample=False, pad_token_id=tokenizer.pad_token_id)
-    return str(tokenizer.decode(output_ids[0, prompt_ids.shape[1] :], skip_special_tokens=True)).strip()
+    output_ids = model.generate(
+        prompt_ids, max_new_tokens=24, do_sample=False, pad_token_id=tokenizer.pad_token_id
+    )
+    return str(
+        tokenizer.decode(output_ids[0, prompt_ids.shape[1] :], skip_special_tokens=True)
+    ).strip()
 
 
 def summary(
@@ -117,25 +132,36 @@ def summary(
     # Two curves beside each other where there is room, each within the panel's frame.
     curve_width = (width - 6) // 2 if width >= 100 else width - 4
     curves = [
-        Text(draw_curve([row[key] for row in metrics], width=curve_width, height=CURVE_HEIGHT, title=title))
-        for key, title in (("loss", "loss"), ("rewards/margin", "reward margin (chosen - rejected)"))
+        Text(
+            draw_curve(
+                [row[key] for row in metrics], width=curve_width, height=CURVE_HEIGHT, title=title
+            )
+        )
+        for key, title in (
+            ("loss", "loss"),
+            ("rewards/margin", "reward margin (chosen - rejected)"),
+        )
     ]
 
     facts = Table.grid(padding=(0, 2))
     facts.add_row(
         "held-out preference accuracy",
-        f"[bold]{before['eval/preference_accuracy']:.1%} -> {after['eval/preference_accuracy']:.1%}[/]"
-        f" of {after['eval/num_pairs']:.0f} pairs",
+        f"[bold]{before['eval/preference_accuracy']:.1%} -> "
+        f"{after['eval/preference_accuracy']:.1%}[/] of {after['eval/num_pairs']:.0f} pairs",
     )
-    facts.add_row("loss", f"{metrics[0]['loss']:.4f} -> {metrics[-1]['loss']:.4f} in {len(metrics)} steps")
+    facts.add_row(
+        "loss", f"{metrics[0]['loss']:.4f} -> {metrics[-1]['loss']:.4f} in {len(metrics)} steps"
+    )
     facts.add_row(
         "speed",
         # The first step pays for what the later ones find ready.
-        f"{statistics.median(row['tokens_per_second'] for row in metrics[1:] or metrics):,.0f} tokens/s, "
-        f"{metrics[-1]['num_tokens']:,} tokens in all",
+        f"{statistics.median(row['tokens_per_second'] for row in metrics[1:] or metrics):,.0f} "
+        f"tokens/s, {metrics[-1]['num_tokens']:,} tokens in all",
     )
     groups = ", ".join(str(group) for group in layout["shard_groups"])
-    facts.add_row("sharding", f"{layout['num_replicas']} copies of {layout['shard_degree']} shards: {groups}")
+    facts.add_row(
+        "sharding", f"{layout['num_replicas']} copies of {layout['shard_degree']} shards: {groups}"
+    )
     facts.add_row("the model", f"{RUN / 'hf_model'}")
     facts.add_row("every step", f"{RUN / 'metrics.jsonl'}")
     facts.add_row("time", f"{elapsed_s / 60:.1f} minutes")

@@ -1,8 +1,10 @@
-"""GRPO on a small scale: a tiny model learns sums from examples, then from its own answers, judged right or wrong.
+"""GRPO on a small scale: a tiny model learns sums from examples, then from its own answers, judged
+right or wrong.
 
-The examples show two habits: most blurt out a number near the sum, some work it out. Nothing tells the model which
-is better; the reward, which looks at the last number of an answer alone, does. The held-out sums appear in no other
-file. Every step is the command that a user would type, and is shown before it runs. Start it with `make demo-grpo`.
+The examples show two habits: most blurt out a number near the sum, some work it out. Nothing tells
+the model which is better; the reward, which looks at the last number of an answer alone, does. The
+held-out sums appear in no other file. Every step is the command that a user would type, and is
+shown before it runs. Start it with `make demo-grpo`.
 """
 
 import os
@@ -42,8 +44,12 @@ def main() -> int:
 
     step(2, "made-up sums: examples, prompts, and others held out")
     DATA.mkdir(parents=True, exist_ok=True)
-    write_arithmetic(DATA, num_sft_rows=NUM_SFT_ROWS, num_prompts=NUM_PROMPTS, num_held_out=NUM_HELD_OUT, seed=0)
-    console.print(f"{DATA}: {NUM_SFT_ROWS} examples, {NUM_PROMPTS} prompts, {NUM_HELD_OUT} held-out sums")
+    write_arithmetic(
+        DATA, num_sft_rows=NUM_SFT_ROWS, num_prompts=NUM_PROMPTS, num_held_out=NUM_HELD_OUT, seed=0
+    )
+    console.print(
+        f"{DATA}: {NUM_SFT_ROWS} examples, {NUM_PROMPTS} prompts, {NUM_HELD_OUT} held-out sums"
+    )
 
     step(3, "a warm start on the examples")
     torchrun(
@@ -80,27 +86,42 @@ def samples(before: Sequence[dict[str, Any]], after: Sequence[dict[str, Any]]) -
         table.add_column(column)
     for first, last in zip(before, after, strict=True):
         question = first["prompt"].split("\n")[1]
-        table.add_row(Text(question), judged(first), judged(last), Text(", ".join(first["ground_truth"])))
+        table.add_row(
+            Text(question), judged(first), judged(last), Text(", ".join(first["ground_truth"]))
+        )
     return table
 
 
 def judged(sample: dict[str, Any]) -> Text:
     is_right = sample["reward"] > 0
-    return Text(f"{sample['completion'].strip()} {'✓' if is_right else '✗'}", style="green" if is_right else "red")
+    return Text(
+        f"{sample['completion'].strip()} {'✓' if is_right else '✗'}",
+        style="green" if is_right else "red",
+    )
 
 
 def summary(
-    *, metrics: Sequence[dict[str, Any]], evaluations: Sequence[dict[str, Any]], elapsed_s: float, width: int
+    *,
+    metrics: Sequence[dict[str, Any]],
+    evaluations: Sequence[dict[str, Any]],
+    elapsed_s: float,
+    width: int,
 ) -> Panel:
     """What a person wants to know of the run, to fit a terminal `width` characters wide."""
     facts = Table.grid(padding=(0, 2))
     facts.add_row(
         "held-out reward",
-        "[bold]" + " -> ".join(f"{row['eval/reward']:.1%}" for row in (evaluations[0], evaluations[-1])) + "[/]"
+        "[bold]"
+        + " -> ".join(f"{row['eval/reward']:.1%}" for row in (evaluations[0], evaluations[-1]))
+        + "[/]"
         f" of sums that no file but theirs has, in {len(metrics)} steps",
     )
     facts.add_row(
-        "length", f"{metrics[0]['sequence_length/mean']:.1f} -> {metrics[-1]['sequence_length/mean']:.1f} tokens"
+        "length",
+        (
+            f"{metrics[0]['sequence_length/mean']:.1f} -> "
+            f"{metrics[-1]['sequence_length/mean']:.1f} tokens"
+        ),
     )
     facts.add_row(
         "seconds a step",
@@ -115,7 +136,8 @@ def summary(
     )
     facts.add_row(
         "agreement",
-        f"in the first step, log-probs of learners and engine differ by {metrics[0]['logprob_diff/max']:.1e} at most",
+        "in the first step, log-probs of learners and engine differ by "
+        f"{metrics[0]['logprob_diff/max']:.1e} at most",
     )
     facts.add_row("the model", f"{GRPO / 'hf_model'}")
     facts.add_row("every step", f"{GRPO / 'metrics.jsonl'}")

@@ -57,10 +57,16 @@ def run(program: str, *arguments: object) -> None:
     console.print(f"$ {shlex.join([program, *words])}", style="dim", markup=False, soft_wrap=True)
     executable = Path(sys.executable).with_name(program)
     # One thread a process: several of them share two cores or so. Nothing here needs the hub.
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    environment = os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
     finished = subprocess.run([executable, *words], env=environment)
     if finished.returncode != 0:
-        console.print(f"[red]{program} ended with code {finished.returncode}; what went wrong is said above.")
+        console.print(
+            f"[red]{program} ended with code {finished.returncode}; what went wrong is said above."
+        )
         sys.exit(finished.returncode)
 
 
@@ -69,7 +75,11 @@ def rows_of(path: Path) -> list[dict[str, Any]]:
 
 
 def show_what_happened(
-    run_folder: Path, *, samples: Callable[..., RenderableType], summary: Callable[..., RenderableType], began_s: float
+    run_folder: Path,
+    *,
+    samples: Callable[..., RenderableType],
+    summary: Callable[..., RenderableType],
+    began_s: float,
 ) -> None:
     """Answers to held-out prompts before and after a run of GRPO, and its summary."""
     console.print()
@@ -77,7 +87,9 @@ def show_what_happened(
     console.print(samples(evaluations[0]["samples"], evaluations[-1]["samples"]))
     metrics = rows_of(run_folder / "metrics.jsonl")
     elapsed_s = time.monotonic() - began_s
-    console.print(summary(metrics=metrics, evaluations=evaluations, elapsed_s=elapsed_s, width=console.width))
+    console.print(
+        summary(metrics=metrics, evaluations=evaluations, elapsed_s=elapsed_s, width=console.width)
+    )
 
 
 def panel_of(rewards: Sequence[float], facts: Table, *, width: int) -> Panel:

@@ -1,9 +1,10 @@
-"""GRPO with a tool, on a small scale: a tiny model learns to ask a calculator for products that it cannot work out.
+"""GRPO with a tool, on a small scale: a tiny model learns to ask a calculator for products that it
+cannot work out.
 
-The examples show two habits: most say a round number near the product, some call the tool and repeat what it says.
-Nothing tells the model which is better; the reward, which looks at the last number of the last reply alone, does. The
-held-out products appear in no other file. Every step is the command that a user would type, and is shown before it
-runs. Start it with `make demo-tools`.
+The examples show two habits: most say a round number near the product, some call the tool and
+repeat what it says. Nothing tells the model which is better; the reward, which looks at the last
+number of the last reply alone, does. The held-out products appear in no other file. Every step is
+the command that a user would type, and is shown before it runs. Start it with `make demo-tools`.
 """
 
 import os
@@ -48,7 +49,10 @@ TEMPLATE_TEXT = """\
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{- '<|assistant|>\\n' -}}{%- endif -%}
 """
-TOOL = {"type": "function", "function": {"name": "calculate", "parameters": {"type": "object", "properties": {}}}}
+TOOL = {
+    "type": "function",
+    "function": {"name": "calculate", "parameters": {"type": "object", "properties": {}}},
+}
 
 
 def main() -> int:
@@ -59,7 +63,10 @@ def main() -> int:
 
     step(2, "made-up products: examples, prompts, and others held out")
     write_products(FOLDER, seed=0)
-    console.print(f"{FOLDER}: {NUM_SFT_ROWS} examples, {NUM_PROMPTS} prompts, {NUM_HELD_OUT} held-out products")
+    console.print(
+        f"{FOLDER}: {NUM_SFT_ROWS} examples, {NUM_PROMPTS} prompts, {NUM_HELD_OUT} held-out "
+        "products"
+    )
 
     step(3, "a warm start on the examples, of which few call the tool")
     torchrun(2, "open_instruct/sft.py", *sft_flags())
@@ -72,11 +79,15 @@ def main() -> int:
 
 
 def write_products(folder: Path, *, seed: int) -> None:
-    """Writes rows, prompts, held-out prompts and the chat template; the same seed writes the same bytes."""
+    """Writes rows, prompts, held-out prompts and the chat template; the same seed writes the same
+    bytes.
+    """
     rng = random.Random(seed)
     pairs = rng.sample([(a, b) for a in range(11, 100) for b in range(11, 100)], 89 * 89)
     held_out, known = pairs[:NUM_HELD_OUT], pairs[NUM_HELD_OUT:]
-    write_rows(folder / "sft.jsonl", (example(rng, *rng.choice(known)) for _ in range(NUM_SFT_ROWS)))
+    write_rows(
+        folder / "sft.jsonl", (example(rng, *rng.choice(known)) for _ in range(NUM_SFT_ROWS))
+    )
     write_rows(folder / "prompts.jsonl", (prompt(*pair) for pair in known[:NUM_PROMPTS]))
     write_rows(folder / "held_out.jsonl", (prompt(*pair) for pair in held_out))
     TEMPLATE.write_text(TEMPLATE_TEXT, encoding="utf-8")
@@ -85,7 +96,10 @@ def write_products(folder: Path, *, seed: int) -> None:
 def example(rng: random.Random, a: int, b: int) -> dict[str, Any]:
     if rng.random() >= CALLING_SHARE:
         guess = str(round(a * b, -3))
-        return {"messages": [question(a, b), {"role": "assistant", "content": guess}], "tools": [TOOL]}
+        return {
+            "messages": [question(a, b), {"role": "assistant", "content": guess}],
+            "tools": [TOOL],
+        }
     call = {"role": "assistant", "content": f'[calculate(expression=" {a} * {b}")]'}
     said = {"role": "tool", "content": str(a * b)}
     answer = {"role": "assistant", "content": str(a * b)}
@@ -124,23 +138,37 @@ def samples(before: Sequence[dict[str, Any]], after: Sequence[dict[str, Any]]) -
         table.add_column(column)
     for first, last in zip(before, after, strict=True):
         asked = next(line for line in first["prompt"].split("\n") if line.startswith("What"))
-        table.add_row(Text(asked), judged(first), judged(last), Text(", ".join(first["ground_truth"])))
+        table.add_row(
+            Text(asked), judged(first), judged(last), Text(", ".join(first["ground_truth"]))
+        )
     return table
 
 
-def facts_of(metrics: Sequence[dict[str, Any]], evaluations: Sequence[dict[str, Any]]) -> Iterator[tuple[str, str]]:
+def facts_of(
+    metrics: Sequence[dict[str, Any]], evaluations: Sequence[dict[str, Any]]
+) -> Iterator[tuple[str, str]]:
     rewards = " -> ".join(f"{row['eval/reward']:.1%}" for row in (evaluations[0], evaluations[-1]))
-    yield "held-out reward", f"[bold]{rewards}[/] of products that no file but theirs has, in {len(metrics)} steps"
+    yield (
+        "held-out reward",
+        f"[bold]{rewards}[/] of products that no file but theirs has, in {len(metrics)} steps",
+    )
     calls = " -> ".join(f"{row['episodes/turns'] - 1:.0%}" for row in (metrics[0], metrics[-1]))
     yield "calls of the tool", f"{calls} of the completions of a step"
     difference = f"{metrics[0]['logprob_diff/max']:.1e}"
-    yield "agreement", f"in the first step, log-probs of learners and engine differ by {difference} at most"
+    yield (
+        "agreement",
+        f"in the first step, log-probs of learners and engine differ by {difference} at most",
+    )
     yield "the model", f"{GRPO / 'hf_model'}"
     yield "every step", f"{GRPO / 'metrics.jsonl'}; a page of it: open-instruct report {GRPO}"
 
 
 def summary(
-    *, metrics: Sequence[dict[str, Any]], evaluations: Sequence[dict[str, Any]], elapsed_s: float, width: int
+    *,
+    metrics: Sequence[dict[str, Any]],
+    evaluations: Sequence[dict[str, Any]],
+    elapsed_s: float,
+    width: int,
 ) -> Panel:
     """What a person wants to know of the run, to fit a terminal `width` characters wide."""
     facts = Table.grid(padding=(0, 2))

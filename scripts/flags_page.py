@@ -9,11 +9,11 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from open_instruct.commands.check import CheckFlags
+from open_instruct.commands.preview import PreviewFlags
 from open_instruct.config.flags import flags_of, sections_of, spelled
 from open_instruct.config.help import title_of, told_of
 from open_instruct.objectives.registry import OBJECTIVES, objective_named
 from open_instruct.planning.request import PlanFlags
-from open_instruct.preview.command import PreviewFlags
 
 MARKDOWN_HEAD = """\
 # Flags
@@ -39,7 +39,9 @@ What becomes of those is in [upstream.md](upstream.md).
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommandFlags:
-    """A command of the page of flags: its name, the script that does the same, and what it reads."""
+    """A command of the page of flags: its name, the script that does the same, and what it
+    reads.
+    """
 
     name: str
     script: str
@@ -59,7 +61,9 @@ def commands_with_flags() -> tuple[CommandFlags, ...]:
 
 def markdown(commands: Sequence[CommandFlags]) -> str:
     """The page `docs/flags.md`: for every command a table a section."""
-    pairs = ", ".join(f"`open-instruct {command.name}` and `{command.script}`" for command in commands)
+    pairs = ", ".join(
+        f"`open-instruct {command.name}` and `{command.script}`" for command in commands
+    )
     parts = [MARKDOWN_HEAD.format(commands=pairs)]
     for command in commands:
         parts.append(f"## {command.name}\n\n{told_of(command.config_class)[0]}\n")
@@ -77,8 +81,9 @@ def markdown(commands: Sequence[CommandFlags]) -> str:
 def _section_tables(config_class: type) -> Iterator[str]:
     for section, section_class in sections_of(config_class).items():
         rows = "\n".join(
-            f"| `--{flag.name}` | {_cell(flag.metavar)} | {_cell('' if flag.required else spelled(flag.default))} "
-            f"| {'**Required.** ' if flag.required else ''}{_escaped(flag.meaning)} |"
+            f"| `--{flag.name}` | {_cell(flag.metavar)} | "
+            f"{_cell('' if flag.required else spelled(flag.default))} | "
+            f"{'**Required.** ' if flag.required else ''}{_escaped(flag.meaning)} |"
             for flag in flags_of(config_class).values()
             if flag.section == section
         )

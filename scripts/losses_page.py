@@ -1,8 +1,10 @@
-"""Writes the tables of losses and advantages into `docs/losses.md`, from the functions that compute them.
+"""Writes the tables of losses and advantages into `docs/losses.md`, from the functions that compute
+them.
 
     python scripts/losses_page.py
 
-Between `<!-- NAME -->` and `<!-- end -->` of the page stands what the function NAME of this file makes.
+Between `<!-- NAME -->` and `<!-- end -->` of the page stands what the function NAME of this file
+makes.
 """
 
 import re
@@ -24,7 +26,9 @@ DENOMINATORS = {"response_length": "completions × `--response_length`"}
 
 
 def preference_losses() -> str:
-    rows = [(f"`{name}`", loss.formula, linked(loss.paper)) for name, loss in PREFERENCE_LOSSES.items()]
+    rows = [
+        (f"`{name}`", loss.formula, linked(loss.paper)) for name, loss in PREFERENCE_LOSSES.items()
+    ]
     return table(("`--loss_type`", "loss of a pair", "paper"), rows)
 
 
@@ -54,7 +58,9 @@ def policy_losses() -> str:
         )
         for name, loss in POLICY_LOSSES.items()
     ]
-    return table(("`--loss_fn`", "loss of a token", "the sum is divided by", "reads", "paper"), rows)
+    return table(
+        ("`--loss_fn`", "loss of a token", "the sum is divided by", "reads", "paper"), rows
+    )
 
 
 def advantages() -> str:
@@ -63,7 +69,9 @@ def advantages() -> str:
 
 
 def first(name: str) -> str:
-    """The loss of a policy that equals its reference, with the loss's own beta; nothing where that is not known."""
+    """The loss of a policy that equals its reference, with the loss's own beta; nothing where that
+    is not known.
+    """
     loss = PREFERENCE_LOSSES[name]
     if not (loss.needs_reference and loss.knows_first_loss):
         return ""
@@ -92,7 +100,12 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "".join(lines)
 
 
-TABLES: tuple[Callable[[], str], ...] = (preference_losses, preference_facts, policy_losses, advantages)
+TABLES: tuple[Callable[[], str], ...] = (
+    preference_losses,
+    preference_facts,
+    policy_losses,
+    advantages,
+)
 
 
 def page(text: str) -> str:

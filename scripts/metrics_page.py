@@ -1,4 +1,6 @@
-"""`docs/metrics.md` on stdout: the table of metrics that pages, consoles and tests read, for people."""
+"""`docs/metrics.md` on stdout: the table of metrics that pages, consoles and tests read, for
+people.
+"""
 
 import sys
 from collections.abc import Iterator
@@ -8,14 +10,14 @@ from pathlib import Path
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from open_instruct.metric_table import metric_table
+from open_instruct.core.metrics import metric_table
 
 HEAD = """\
 # Metrics
 
 What a row of `metrics.jsonl` has, by group, in the order in which [a report](report.md) draws it.
 
-Written by `python scripts/metrics_page.py > docs/metrics.md` from `open_instruct/metrics.json`; a test holds them
+Written by `python scripts/metrics_page.py > docs/metrics.md` from `open_instruct/core/metrics.json`; a test holds them
 equal.
 
 A `*` stands for any words. Held-out rows have the same names behind `eval/`, in `eval.jsonl`. Means are over the

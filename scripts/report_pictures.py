@@ -1,6 +1,8 @@
-"""The pictures of docs/report.md, from the runs that `make demo` leaves: `python scripts/report_pictures.py`.
+"""The pictures of docs/report.md, from the runs that `make demo` leaves: `python
+scripts/report_pictures.py`.
 
-Needs Chromium. A second DPO run, with another loss, is trained first where it is not there: a minute on a CPU.
+Needs Chromium. A second DPO run, with another loss, is trained first where it is not there: a
+minute on a CPU.
 """
 
 import os
@@ -35,7 +37,10 @@ def main() -> int:
         print(f"there is no run in {' and '.join(missing)}: make demo leaves them", file=sys.stderr)
         return 1
     if not CHROMIUM:
-        print("there is no chromium here; apt-get install chromium, or brew install chromium", file=sys.stderr)
+        print(
+            "there is no chromium here; apt-get install chromium, or brew install chromium",
+            file=sys.stderr,
+        )
         return 1
     if not (OTHER / "hf_model").exists():
         flags = [str(OTHER) if flag == str(demo_dpo.RUN) else flag for flag in demo_dpo.dpo_flags()]
@@ -45,12 +50,27 @@ def main() -> int:
         picture(tab, "dpo", [demo_dpo.RUN], width=1200, height=1500)
         picture(tab, "grpo_phone", [demo_grpo.GRPO], width=400, height=1150, scheme="dark")
         picture(tab, "compared", [demo_dpo.RUN, OTHER], width=1200, height=1500)
-        picture(tab, "rollout", [demo_grpo.GRPO], width=800, height=760, scheme="dark", script=OPEN_A_ROLLOUT)
+        picture(
+            tab,
+            "rollout",
+            [demo_grpo.GRPO],
+            width=800,
+            height=760,
+            scheme="dark",
+            script=OPEN_A_ROLLOUT,
+        )
     return 0
 
 
 def picture(
-    tab: Tab, name: str, runs: list[Path], *, width: int, height: int, scheme: Scheme = "light", script: str = ""
+    tab: Tab,
+    name: str,
+    runs: list[Path],
+    *,
+    width: int,
+    height: int,
+    scheme: Scheme = "light",
+    script: str = "",
 ) -> None:
     """Write the top of the page of `runs`, once `script` has run in it, as `name`."""
     with tempfile.TemporaryDirectory() as folder:

@@ -1,8 +1,9 @@
-"""Whether pyproject.toml resolves where nobody has tried it: python scripts/resolves.py. Nothing is installed.
+"""Whether pyproject.toml resolves where nobody has tried it: python scripts/resolves.py. Nothing is
+installed.
 
-Needs the program `uv` on the PATH, and PyPI. Every extra is resolved for each Python and platform below as
-`uv pip compile` does it, from wheels alone but for what is published as sources alone. It ends with 1 where one does
-not resolve, and says why.
+Needs the program `uv` on the PATH, and PyPI. Every extra is resolved for each Python and platform
+below as `uv pip compile` does it, from wheels alone but for what is published as sources alone. It
+ends with 1 where one does not resolve, and says why.
 """
 
 import subprocess
@@ -20,7 +21,9 @@ PLATFORMS = ("x86_64-manylinux_2_34", "aarch64-manylinux_2_34", "aarch64-apple-d
 
 
 def resolved(*flags: str) -> tuple[int, str]:
-    """How many packages these flags of `uv pip compile` give, and what uv says where they give none."""
+    """How many packages these flags of `uv pip compile` give, and what uv says where they give
+    none.
+    """
     command = [
         "uv",
         "pip",
@@ -32,23 +35,36 @@ def resolved(*flags: str) -> tuple[int, str]:
         "--default-index",
         PYPI,
     ]
-    command += ["--only-binary", ":all:", *(word for name in SOURCES_ALONE for word in ("--no-binary", name))]
-    done = subprocess.run([*command, *flags, "pyproject.toml"], cwd=REPOSITORY, capture_output=True, text=True)
+    command += [
+        "--only-binary",
+        ":all:",
+        *(word for name in SOURCES_ALONE for word in ("--no-binary", name)),
+    ]
+    done = subprocess.run(
+        [*command, *flags, "pyproject.toml"], cwd=REPOSITORY, capture_output=True, text=True
+    )
     return (0, done.stderr.strip()) if done.returncode else (len(done.stdout.splitlines()), "")
 
 
 def main() -> int:
-    extras = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    extras = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
     code = 0
     for python, platform in product(PYTHONS, PLATFORMS):
         told = []
         for extra in (None, *extras):
             wanted = ["--extra", extra] if extra else []
-            count, error = resolved("--python-version", python, "--python-platform", platform, *wanted)
+            count, error = resolved(
+                "--python-version", python, "--python-platform", platform, *wanted
+            )
             told.append(f"{extra or 'alone'} {count or 'NOT'}")
             if error:
                 code = 1
-                print(f"Python {python} on {platform}, {extra or 'without extras'}: {error}", file=sys.stderr)
+                print(
+                    f"Python {python} on {platform}, {extra or 'without extras'}: {error}",
+                    file=sys.stderr,
+                )
         print(f"Python {python} on {platform}, packages: {', '.join(told)}", flush=True)
     return code
 

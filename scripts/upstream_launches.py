@@ -1,4 +1,5 @@
-"""Every launch in a checkout of open-instruct, and whether `open-instruct migrate-args` makes the same run of it.
+"""Every launch in a checkout of open-instruct, and whether `open-instruct migrate-args` makes the
+same run of it.
 
 python scripts/upstream_launches.py CHECKOUT
 """
@@ -13,7 +14,7 @@ from pathlib import Path
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from open_instruct.errors import InputError
+from open_instruct.core.errors import InputError
 from open_instruct.migrate.launch import ENDS_OF_COMMANDS, TRAINERS, read_launch, script_of
 from open_instruct.migrate.migration import migrate
 
@@ -41,7 +42,9 @@ class Launch:
 
 
 class Shell:
-    """Just so much of a shell as launch scripts need: words, quotes, variables, and of a loop the first turn."""
+    """Just so much of a shell as launch scripts need: words, quotes, variables, and of a loop the
+    first turn.
+    """
 
     def __init__(self, text: str, variables: dict[str, str] | None = None) -> None:
         self.text = text.replace("\\\r\n", " ").replace("\\\n", " ")
@@ -69,11 +72,15 @@ class Shell:
         while self.place < len(self.text):
             character = self.text[self.place]
             self.place += 1
-            if character in SEPARATORS and not (character == "(" and word is not None and word.endswith("=")):
+            if character in SEPARATORS and not (
+                character == "(" and word is not None and word.endswith("=")
+            ):
                 break
             if character == "(":  # an array: its words
                 inside = Shell(self._until(")").replace("\n", " "), self.variables)
-                word = (word or "") + " ".join(each for words in inside.statements() for each in words)
+                word = (word or "") + " ".join(
+                    each for words in inside.statements() for each in words
+                )
             elif character in " \t\r":
                 words += [] if word is None else [word]
                 word = None
@@ -151,7 +158,9 @@ class Shell:
 
     def _computed(self, expression: str) -> str:
         """The value of whole numbers, * and /; of any other command the word OUTPUT."""
-        known = NAME.sub(lambda match: self.variables.get(match[0], match[0]), expression.replace("$", ""))
+        known = NAME.sub(
+            lambda match: self.variables.get(match[0], match[0]), expression.replace("$", "")
+        )
         factors = re.split(r"\s*([*/])\s*", known.strip())
         if not all(map(str.isdecimal, factors[::2])):
             return "OUTPUT"
@@ -168,10 +177,15 @@ def launches_of(file: Path, text: str) -> Iterator[Launch]:
 
 
 def _of_words(file: Path, words: list[str]) -> Iterator[Launch]:
-    """Of one statement; a launcher's `-- … && …` holds several, and a quoted word may hold a whole line."""
+    """Of one statement; a launcher's `-- … && …` holds several, and a quoted word may hold a whole
+    line.
+    """
     at = next((index for index, word in enumerate(words) if script_of(word)), None)
     if at is not None:
-        end = next((index for index in range(at, len(words)) if words[index] in ENDS_OF_COMMANDS), len(words))
+        end = next(
+            (index for index in range(at, len(words)) if words[index] in ENDS_OF_COMMANDS),
+            len(words),
+        )
         if words[0] not in READERS:
             known = tuple(word.replace(*OF_JOBS) for word in words[at:end])
             yield Launch(file=file, trainer=script_of(words[at]), words=known)
@@ -184,7 +198,9 @@ def _of_words(file: Path, words: list[str]) -> Iterator[Launch]:
 
 
 def launches_in(checkout: Path) -> Iterator[Launch]:
-    """Those of all shell scripts, and the YAML files of configs/train_configs, each as one launch."""
+    """Those of all shell scripts, and the YAML files of configs/train_configs, each as one
+    launch.
+    """
     for path in sorted(checkout.rglob("*.sh")):
         text = path.read_text(encoding="utf-8", errors="replace")
         yield from launches_of(path.relative_to(checkout), text)
@@ -200,7 +216,9 @@ def table(checkout: Path) -> Iterator[str]:
     reasons: Counter[str] = Counter()
     for launch in launches_in(checkout):
         kind = "YAML files" if launch.file.suffix == ".yaml" else "commands"
-        command = next((name for name, trainers in TRAINERS.items() if launch.trainer in trainers), None)
+        command = next(
+            (name for name, trainers in TRAINERS.items() if launch.trainer in trainers), None
+        )
         if command is None:
             counts[kind, f"of {launch.trainer}, which has no command here"] += 1
             continue
@@ -208,13 +226,17 @@ def table(checkout: Path) -> Iterator[str]:
         counts[kind, f"{command}: {'not the same' if refused else 'the same'}"] += 1
         reasons.update(f"{command} --{name}" for name in refused)
         told = "; ".join(f"--{name} {reason}" for name, reason in refused.items())
-        yield f"{'not the same' if refused else 'the same    '}  {command:12}  {launch.file}  {told}".rstrip()
+        yield (
+            f"{'not the same' if refused else 'the same    '}  {command:12}  {launch.file}  {told}"
+        ).rstrip()
     yield "\nReasons, and how many launches have each:"
     yield from (f"{count:5}  {reason}" for reason, count in reasons.most_common())
     for kind in ("commands", "YAML files"):
         of_kind = {what: count for (each, what), count in sorted(counts.items()) if each == kind}
         same = sum(count for what, count in of_kind.items() if what.endswith(": the same"))
-        judged = same + sum(count for what, count in of_kind.items() if what.endswith("not the same"))
+        judged = same + sum(
+            count for what, count in of_kind.items() if what.endswith("not the same")
+        )
         yield f"\n{kind}: {same} of {judged} are the same run here"
         yield from (f"{count:5}  {what}" for what, count in of_kind.items())
 

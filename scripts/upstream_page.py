@@ -1,4 +1,6 @@
-"""`docs/upstream.md` on stdout: what becomes of upstream's flags and defaults, from the tables that commands read."""
+"""`docs/upstream.md` on stdout: what becomes of upstream's flags and defaults, from the tables that
+commands read.
+"""
 
 import sys
 from collections.abc import Iterator
@@ -11,13 +13,23 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from open_instruct.config.flags import spelled
-from open_instruct.config.suites.upstream_flags import LEFT_OUT, Entry, upstream_behaviours, upstream_table
+from open_instruct.config.suites.upstream_flags import (
+    LEFT_OUT,
+    Entry,
+    upstream_behaviours,
+    upstream_table,
+)
 from open_instruct.migrate.launch import DEFAULTS_OF, TRAINERS, read_launch
 from open_instruct.migrate.migration import migrate
 
 # What makes each of upstream's sections count.
 ALL_SECTIONS_READ = (
-    *("--with_tracking", "--use_lora", "--additive_format_reward", "--apply_r1_style_format_reward"),
+    *(
+        "--with_tracking",
+        "--use_lora",
+        "--additive_format_reward",
+        "--apply_r1_style_format_reward",
+    ),
     *("--dataset_mixer_eval_list", "r", "1.0"),
 )
 
@@ -107,18 +119,25 @@ def page() -> str:
             cells = f"`{theirs}` | `{ours}`"
             parts.append(f"| `--{name}` ({', '.join(commands)}) | {cells} | {reasons[name]} |\n")
     parts.append(BEHAVIOURS)
-    for of in dict.fromkeys(name for command, trainers in TRAINERS.items() for name in (command, *trainers)):
+    for of in dict.fromkeys(
+        name for command, trainers in TRAINERS.items() for name in (command, *trainers)
+    ):
         for what, (theirs, ours) in upstream_behaviours(of).items():
             parts.append(f"| {of} | {what} | {theirs} | {ours} |\n")
     parts += [ROWS_OF_TOKENS, FLAGS]
     for section in ("every", *TRAINERS):
         parts.append(f"\n### {section}\n\n| flag | |\n|---|---|\n")
-        parts += [f"| `--{name}` | {_told(entry)} |\n" for name, entry in sorted(upstream_table(section).items())]
+        parts += [
+            f"| `--{name}` | {_told(entry)} |\n"
+            for name, entry in sorted(upstream_table(section).items())
+        ]
     return "".join(parts)
 
 
 def default_differences() -> dict[str, dict[tuple[str, str], list[str]]]:
-    """Of each of our flags the defaults (upstream's, ours) that differ, and upstream's trainers of which that is so."""
+    """Of each of our flags the defaults (upstream's, ours) that differ, and upstream's trainers of
+    which that is so.
+    """
     found: dict[str, dict[tuple[str, str], list[str]]] = {}
     for command, trainers in TRAINERS.items():
         for trainer in trainers:
@@ -130,7 +149,9 @@ def default_differences() -> dict[str, dict[tuple[str, str], list[str]]]:
                 theirs, ours = map(spelled, migration.defaults[name].values())
                 trainers_of = found.setdefault(name, {}).setdefault((theirs, ours), [])
                 trainers_of += (
-                    [] if DEFAULTS_OF.get(trainer, trainer) in trainers_of else [DEFAULTS_OF.get(trainer, trainer)]
+                    []
+                    if DEFAULTS_OF.get(trainer, trainer) in trainers_of
+                    else [DEFAULTS_OF.get(trainer, trainer)]
                 )
     return found
 
@@ -148,7 +169,9 @@ def _sentences(entry: Entry) -> Iterator[str]:
         yield f"not needed: {entry.unneeded}"
     if entry.refused is not None:
         yield entry.refused + (
-            f" (nothing is asked with {' or '.join(f'`{v}`' for v in entry.unless)})" if entry.unless else ""
+            f" (nothing is asked with {' or '.join(f'`{v}`' for v in entry.unless)})"
+            if entry.unless
+            else ""
         )
 
 

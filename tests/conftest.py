@@ -13,11 +13,12 @@ from hypothesis import settings
 
 import open_instruct  # noqa: F401  (before OLMo-core, which it keeps from writing into /tmp)
 
-# Models here are small, and files run beside each other: threads of one would take the cores of another. It is read
-# when torch is imported.
+# Models here are small, and files run beside each other: threads of one would take the cores of
+# another. It is read when torch is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# A test asserts behaviour, never wall time. Examples are others in every run, so that few a run come to many.
+# A test asserts behaviour, never wall time. Examples are others in every run, so that few a run
+# come to many.
 settings.register_profile("any_time", deadline=None, max_examples=30)
 settings.load_profile("any_time")
 
@@ -28,7 +29,9 @@ gc.disable()
 
 @pytest.fixture(autouse=True, scope="session")
 def empty_folder_to_work_in(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Tests work in an empty folder: a relative name must not find what lies beside the sources, as a demo does."""
+    """Tests work in an empty folder: a relative name must not find what lies beside the sources, as
+    a demo does.
+    """
     folder = tmp_path_factory.mktemp("empty")
     before = Path.cwd()
     os.chdir(folder)
@@ -39,7 +42,9 @@ def empty_folder_to_work_in(tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 @pytest.fixture(autouse=True, scope="module")
 def environment_to_put_back() -> Iterator[None]:
-    """What a file's tests let libraries set, such as OLMo-core's TORCH_DIST_INIT_BARRIER, ends with that file."""
+    """What a file's tests let libraries set, such as OLMo-core's TORCH_DIST_INIT_BARRIER, ends with
+    that file.
+    """
     before = dict(os.environ)
     yield
     os.environ.clear()

@@ -2,8 +2,9 @@
 
     python -m pytest -p tests.core_seconds tests/ranks
 
-A worker of pytest adopts the orphans of its descendants, and looks at its whole tree four times a second: a process
-counts with what it had used when it was last seen. Parents cannot be asked, as Ray's raylet reaps without counting.
+A worker of pytest adopts the orphans of its descendants, and looks at its whole tree four times a
+second: a process counts with what it had used when it was last seen. Parents cannot be asked, as
+Ray's raylet reaps without counting.
 """
 
 import ctypes
@@ -68,7 +69,9 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, Any, Any]:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Generator[None, Any, Any]:
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, Any, Any]:
     report = yield
     if call.when == "teardown":
         before = dict(item.user_properties)["core_seconds_before"]

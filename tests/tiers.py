@@ -8,10 +8,16 @@ from _pytest.mark.structures import ParameterSet
 
 
 def mark_extended(cases: Iterable[Any], *, but: Collection[Any]) -> list[ParameterSet]:
-    """Cases for `pytest.mark.parametrize`: `make test` runs those in `but`, and `make test-all` the others too."""
+    """Cases for `pytest.mark.parametrize`:
+
+    `make test` runs those in `but`, and `make test-all` the others too.
+    """
     cases = list(cases)
     assert {*but} <= {*cases}, "a case of the quick tier is not in the table"
     return [
-        pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=() if case in but else pytest.mark.extended)
+        pytest.param(
+            *(case if isinstance(case, tuple) else (case,)),
+            marks=() if case in but else pytest.mark.extended,
+        )
         for case in cases
     ]

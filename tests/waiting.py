@@ -8,7 +8,11 @@ HANGS_AFTER_S = 600.0  # far above what a busy machine needs: it is no test of s
 
 
 def eventually(
-    condition: Callable[[], Any], *, timeout_s: float = HANGS_AFTER_S, nap_s: float = 0.01, what: str = "it never came"
+    condition: Callable[[], Any],
+    *,
+    timeout_s: float = HANGS_AFTER_S,
+    nap_s: float = 0.01,
+    what: str = "it never came",
 ) -> None:
     """Return once `condition` holds; fail after `timeout_s`."""
     deadline_s = time.monotonic() + timeout_s

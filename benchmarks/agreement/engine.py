@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from open_instruct.config.rollout_sections import FleetSection
-from open_instruct.engines.requests import Batching, EngineSettings, GenerationRequest
-from open_instruct.records import Completion
+from open_instruct.core.records import Completion
+from open_instruct.generation.requests import Batching, EngineSettings, GenerationRequest
 
 LONGEST_PROMPT, LONGEST_COMPLETION = 48, 48
 NUM_AT_ONCE = 16
@@ -21,7 +21,9 @@ def settings_of(folder: Path, *, dtype: str) -> EngineSettings:
         tokenizer_folder=str(folder),
         dtype=dtype,  # type: ignore[arg-type]
         max_model_len=LONGEST_PROMPT + LONGEST_COMPLETION,
-        batching=Batching(max_num_seqs=NUM_AT_ONCE, max_num_batched_tokens=4096, schedules_ahead=False),
+        batching=Batching(
+            max_num_seqs=NUM_AT_ONCE, max_num_batched_tokens=4096, schedules_ahead=False
+        ),
         fleet=FleetSection(vllm_kv_cache_mib=64, vllm_enforce_eager=True),
         seed=0,
     )
@@ -75,12 +77,12 @@ class EngineProcess:
 def serve(connection: Connection, settings: EngineSettings) -> None:
     """What the engine's process runs, until the other end closes."""
     from open_instruct.cluster.actor_host import ActorHost
-    from open_instruct.engines.vllm_options import engine_environment
+    from open_instruct.generation.vllm_options import engine_environment
 
     host = ActorHost()
     environment = {"VLLM_LOGGING_LEVEL": "ERROR", **engine_environment(on_cuda=False)}
     host.set_environment("engine-0", environment, meeting_address="127.0.0.1")
-    from open_instruct.engines.engine import Engine
+    from open_instruct.generation.engine import Engine
 
     host.construct(Engine, {"settings": settings})
     connection.send((None, None))

@@ -6,17 +6,17 @@ from pathlib import Path
 import torch
 
 from agreement.engine import LONGEST_COMPLETION, LONGEST_PROMPT, TIMEOUT_S, EngineProcess
-from open_instruct.engines.requests import GenerationRequest
-from open_instruct.learner.model.forward import token_logprobs
+from open_instruct.batching.documents import pack_documents
+from open_instruct.core.records import Completion, Document, Span
+from open_instruct.generation.requests import GenerationRequest
 from open_instruct.models.build import build_model
 from open_instruct.models.hf.checkpoint_files import CheckpointFiles
 from open_instruct.models.hf.hf_config import load_hf_config
 from open_instruct.models.hf.names import TensorNames
 from open_instruct.models.load import stream_load
-from open_instruct.packing.documents import pack_documents
-from open_instruct.records import Completion, Document, Span
-from open_instruct.weights.sender import WeightSender
-from open_instruct.weights.ways import choose_backend
+from open_instruct.training.model.forward import token_logprobs
+from open_instruct.weight_sync.sender import WeightSender
+from open_instruct.weight_sync.ways import choose_backend
 
 TEMPERATURE = 0.7
 NOISE = 0.1  # standard deviations of each parameter
@@ -30,7 +30,9 @@ class Learner:
         names = TensorNames(hf_config)
         self.vocab_size: int = hf_config.vocab_size
         self.model = build_model(hf_config, init_device="cpu").to(getattr(torch, dtype)).eval()
-        self.model.init_weights(max_seq_len=LONGEST_PROMPT + LONGEST_COMPLETION, device=torch.device("cpu"))
+        self.model.init_weights(
+            max_seq_len=LONGEST_PROMPT + LONGEST_COMPLETION, device=torch.device("cpu")
+        )
         files = CheckpointFiles.open(folder)
         stream_load(self.model, files, names)
         self.sender = WeightSender(
@@ -51,7 +53,10 @@ class Learner:
             documents.append(Document(token_ids=token_ids, responses=(response,)))
         with torch.no_grad():
             tokens = token_logprobs(
-                self.model, pack_documents(documents), device=torch.device("cpu"), temperature=TEMPERATURE
+                self.model,
+                pack_documents(documents),
+                device=torch.device("cpu"),
+                temperature=TEMPERATURE,
             )
         return tokens.logprobs_N
 

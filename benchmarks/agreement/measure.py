@@ -6,10 +6,16 @@ from pathlib import Path
 
 import torch
 
-from agreement.engine import LONGEST_COMPLETION, LONGEST_PROMPT, NUM_AT_ONCE, EngineProcess, settings_of
+from agreement.engine import (
+    LONGEST_COMPLETION,
+    LONGEST_PROMPT,
+    NUM_AT_ONCE,
+    EngineProcess,
+    settings_of,
+)
 from agreement.learner import TEMPERATURE, Learner, send_weights
-from open_instruct.engines.requests import GenerationRequest, SamplingSettings
-from open_instruct.records import Completion
+from open_instruct.core.records import Completion
+from open_instruct.generation.requests import GenerationRequest, SamplingSettings
 
 Sample = list[tuple[GenerationRequest, Completion]]
 
@@ -39,15 +45,21 @@ def measure(folder: Path, *, dtype: str, num_tokens: int, num_syncs: int) -> lis
         learner.change()
         moved = float((learner.logprobs(sample) - engine_logprobs(sample)).abs().mean())
         send_weights(learner, engine, version=version)
-        sample = sample_tokens(engine, num_tokens=num_tokens, vocab_size=learner.vocab_size, version=version)
+        sample = sample_tokens(
+            engine, num_tokens=num_tokens, vocab_size=learner.vocab_size, version=version
+        )
         agreements.append(compare(learner, sample, version=version, moved=moved))
     learner.sender.close()
     engine.stop()
     return agreements
 
 
-def sample_tokens(engine: EngineProcess, *, num_tokens: int, vocab_size: int, version: int) -> Sample:
-    """Completions of random prompts with `num_tokens` tokens at least; the same prompts for every version."""
+def sample_tokens(
+    engine: EngineProcess, *, num_tokens: int, vocab_size: int, version: int
+) -> Sample:
+    """Completions of random prompts with `num_tokens` tokens at least; the same prompts for every
+    version.
+    """
     rng = random.Random(0)
     sampling = SamplingSettings(temperature=TEMPERATURE, top_p=1.0, max_tokens=LONGEST_COMPLETION)
     sample: Sample = []
@@ -57,7 +69,9 @@ def sample_tokens(engine: EngineProcess, *, num_tokens: int, vocab_size: int, ve
             prompt = tuple(rng.randrange(vocab_size) for _ in range(rng.randint(1, LONGEST_PROMPT)))
             seed = rng.randrange(2**31)
             requests.append(
-                GenerationRequest(request_id=str(seed), prompt_token_ids=prompt, seed=seed, sampling=sampling)
+                GenerationRequest(
+                    request_id=str(seed), prompt_token_ids=prompt, seed=seed, sampling=sampling
+                )
             )
         sample += zip(requests, engine.generate(requests), strict=True)
     assert {number for _, completion in sample for number in completion.versions} == {version}

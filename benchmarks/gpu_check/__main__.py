@@ -4,8 +4,9 @@
     python benchmarks/gpu_check --node                     # a node of 8 GPUs; also: make gpu-check-node
     python benchmarks/gpu_check [--node] --rehearse        # every check's code on the CPU: says nothing of a GPU
 
-Writes gpu_check.json, gpu_check.html (one page, nothing is fetched) and gpu_check.log. The exit code is 0 where every
-check that ran has passed, 1 where one failed, 2 where there are too few GPUs or a package is missing: docs/gpu.md.
+Writes gpu_check.json, gpu_check.html (one page, nothing is fetched) and gpu_check.log. The exit
+code is 0 where every check that ran has passed, 1 where one failed, 2 where there are too few GPUs
+or a package is missing: docs/gpu.md.
 """
 
 import argparse
@@ -33,7 +34,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the checks and write the report; returns the exit code."""
     args = parsed(argv)
     suite = SUITES[args.suite]
-    if (problem := missing_package(suite) or (None if args.rehearse else missing_gpus(suite))) is not None:
+    if (
+        problem := missing_package(suite) or (None if args.rehearse else missing_gpus(suite))
+    ) is not None:
         print(f"gpu_check: {problem}", file=sys.stderr)
         return 2
     from gpu_check.page import html_page  # only once jinja2 is known to be there
@@ -52,7 +55,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         last = outcomes[-1]
         if not args.only or last.name in args.only:
             print(
-                f"{last.name:16s} {last.state:8s} {last.seconds:6.1f} s  {'; '.join(last.why) or last.headline}",
+                f"{last.name:16s} {last.state:8s} {last.seconds:6.1f} s  "
+                f"{'; '.join(last.why) or last.headline}",
                 flush=True,
             )
         record = report | {"checks": [outcome.as_json() for outcome in outcomes]}
@@ -71,7 +75,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     states = [outcome.state for outcome in outcomes]
     said = "a rehearsal on the CPU, which proves nothing about a GPU: " if args.rehearse else ""
-    print(f"{said}{states.count(PASSED)} passed, {states.count(FAILED)} failed: {args.out / 'gpu_check.html'}")
+    print(
+        f"{said}{states.count(PASSED)} passed, {states.count(FAILED)} failed: "
+        f"{args.out / 'gpu_check.html'}"
+    )
     return 1 if FAILED in states else 0
 
 
@@ -81,14 +88,22 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     named = {name: [check.name for check in suite.checks] for name, suite in SUITES.items()}
     suites = parser.add_mutually_exclusive_group()
-    suites.add_argument("--one", dest="suite", action="store_const", const="one", help="one GPU: the default")
-    suites.add_argument("--node", dest="suite", action="store_const", const="node", help="a node of eight GPUs")
+    suites.add_argument(
+        "--one", dest="suite", action="store_const", const="one", help="one GPU: the default"
+    )
+    suites.add_argument(
+        "--node", dest="suite", action="store_const", const="node", help="a node of eight GPUs"
+    )
     parser.set_defaults(suite="one")
-    parser.add_argument("--out", type=Path, default=Path("gpu_check_output"), help="folder of the report")
+    parser.add_argument(
+        "--out", type=Path, default=Path("gpu_check_output"), help="folder of the report"
+    )
     parser.add_argument("--rehearse", action="store_true", help="on the CPU, at a tiny size")
     listed = "; ".join(f"--{name}: {', '.join(names)}" for name, names in named.items())
     parser.add_argument("--only", nargs="+", default=[], metavar="CHECK", help=listed)
-    parser.add_argument("--limit_s", type=float, default=LIMIT_S, help="for all checks together (%(default)g)")
+    parser.add_argument(
+        "--limit_s", type=float, default=LIMIT_S, help="for all checks together (%(default)g)"
+    )
     args = parser.parse_args(argv)
     if unknown := set(args.only) - set(named[args.suite]):
         parser.error(f"--only: no check {', '.join(sorted(unknown))} of --{args.suite}; {listed}")
@@ -96,13 +111,19 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def missing_package(suite: Suite) -> str | None:
-    """What to say of the first of the needed packages that cannot be imported; None where all can."""
+    """What to say of the first of the needed packages that cannot be imported;
+
+    None where all can.
+    """
     for name in suite.needed:
         try:
             importlib.import_module(name)
         except ModuleNotFoundError as error:
             needed_by = "" if error.name == name else f", which {name} needs,"
-            return f"the package {error.name}{needed_by} is missing from {sys.executable}; see docs/gpu.md"
+            return (
+                f"the package {error.name}{needed_by} is missing from {sys.executable}; see "
+                "docs/gpu.md"
+            )
     return None
 
 
@@ -111,7 +132,11 @@ def missing_gpus(suite: Suite) -> str | None:
     if (found := num_gpus()) >= suite.num_gpus:
         return None
     seen = "no CUDA device" if found == 0 else f"{found} CUDA device{'s' if found > 1 else ''}"
-    others = "" if suite is SUITES["one"] else f" and --node takes {suite.num_gpus}: --one checks one of them, and"
+    others = (
+        ""
+        if suite is SUITES["one"]
+        else f" and --node takes {suite.num_gpus}: --one checks one of them, and"
+    )
     return f"PyTorch sees {seen} here;{others} --rehearse runs the checks' code on the CPU"
 
 

@@ -1,7 +1,9 @@
-"""One process at either end of a weight channel: python -m gpu_check.channel_ends learner|RECEIVER FOLDER [--rehearse]
+"""One process at either end of a weight channel: python -m gpu_check.channel_ends learner|RECEIVER
+FOLDER [--rehearse]
 
-Learners are two shards under torchrun; RECEIVER is the number of a process that holds weights of an engine, without the
-engine. The first learner leaves what receivers connect by, and checksums; each receiver leaves those of what came.
+Learners are two shards under torchrun; RECEIVER is the number of a process that holds weights of an
+engine, without the engine. The first learner leaves what receivers connect by, and checksums; each
+receiver leaves those of what came.
 """
 
 import argparse
@@ -14,7 +16,7 @@ import torch
 
 from gpu_check.checks.handing_over import checksum
 from gpu_check.devices import device_of
-from open_instruct.weights.ways import choose_backend
+from open_instruct.weight_sync.ways import choose_backend
 
 NUM_RECEIVERS = 3
 """An engine of one device, and one of two."""
@@ -30,13 +32,15 @@ def send(folder: Path, *, rehearse: bool) -> None:
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import DTensor
 
+    from open_instruct.commands.tiny_model import SIZES, tiny_config
     from open_instruct.models.build import build_model
     from open_instruct.models.hf.names import TensorNames
     from open_instruct.parallel.process import start_process, stop_process
-    from open_instruct.toys.tiny import SIZES, tiny_config
-    from open_instruct.weights.sender import WeightSender
+    from open_instruct.weight_sync.sender import WeightSender
 
-    backend = choose_backend("gloo" if rehearse else "nccl", on_cuda=not rehearse, single_device=False, same_host=True)
+    backend = choose_backend(
+        "gloo" if rehearse else "nccl", on_cuda=not rehearse, single_device=False, same_host=True
+    )
     size, bucket_mib = ("tiny", 1) if rehearse else ("base", 256)
     process = start_process(timeout_s=60, seed=0)
     hf_config = tiny_config("olmo2", SIZES[size], vocab_size=SIZES[size]["vocab_size"], tie=False)
@@ -74,7 +78,12 @@ def send(folder: Path, *, rehearse: bool) -> None:
             for parameter in parameters.values():
                 parameter.mul_(2)
     if process.rank == 0:
-        sent = {"sums": sums, "seconds": seconds, "bytes": sender.manifest.num_bytes, "backend": backend}
+        sent = {
+            "sums": sums,
+            "seconds": seconds,
+            "bytes": sender.manifest.num_bytes,
+            "backend": backend,
+        }
         leave(folder / "sent.json", json.dumps(sent).encode())
     sender.close()
     stop_process()
@@ -85,7 +94,7 @@ def whole(parameter: torch.Tensor, sharded: type) -> torch.Tensor:
 
 
 def receive(folder: Path, *, index: int, rehearse: bool) -> None:
-    from open_instruct.weights.receiver import IncomingWeights
+    from open_instruct.weight_sync.receiver import IncomingWeights
 
     while not (folder / "info.pickle").exists():
         time.sleep(0.05)
@@ -106,7 +115,9 @@ def leave(path: Path, content: bytes) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("end")
     parser.add_argument("folder", type=Path)
     parser.add_argument("--rehearse", action="store_true")

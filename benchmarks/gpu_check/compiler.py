@@ -10,7 +10,9 @@ import torch
 
 
 def compiled_versions(model: Any) -> dict[str, int]:
-    """How many versions the compiler keeps of a block's forward pass and of the head's; 0 where it is not compiled."""
+    """How many versions the compiler keeps of a block's forward pass and of the head's; 0 where it
+    is not compiled.
+    """
     from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 
     def versions(functions: Iterable[Any]) -> int:
@@ -25,9 +27,14 @@ def compiled_versions(model: Any) -> dict[str, int]:
         )
 
     head, block = model.lm_head, next(iter(model.blocks.values()))
-    block = getattr(block, "_checkpoint_wrapped_module", block)  # one that is recomputed lies within another module
+    # One that is recomputed lies within another module.
+    block = getattr(block, "_checkpoint_wrapped_module", block)
     # Of the head it may be functions beside its class that are compiled.
-    beside = [value for value in vars(sys.modules[type(head).__module__]).values() if inspect.isfunction(value)]
+    beside = [
+        value
+        for value in vars(sys.modules[type(head).__module__]).values()
+        if inspect.isfunction(value)
+    ]
     return {
         "block": versions(forwards(block)),
         "head": versions([*forwards(head), *beside]),

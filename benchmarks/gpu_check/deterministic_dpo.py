@@ -1,10 +1,12 @@
-"""open_instruct/dpo.py, with operations that give the same numbers every time wherever PyTorch has such."""
+"""open_instruct/dpo.py, with operations that give the same numbers every time wherever PyTorch has
+such.
+"""
 
 import warnings
 
 import torch
 
-from open_instruct.entry import leave
+from open_instruct.commands.process import leave
 from open_instruct.objectives.dpo import DPO
 from open_instruct.train import run_objective
 

@@ -39,7 +39,9 @@ def wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def median_seconds(work: Callable[[], object], device: torch.device, *, num_rounds: int = 10) -> float:
+def median_seconds(
+    work: Callable[[], object], device: torch.device, *, num_rounds: int = 10
+) -> float:
     """Of one call of `work`, after two calls that are not timed."""
     for _ in range(2):
         work()

@@ -2,4 +2,6 @@
 
 
 def share_of_digits(completions: list[str]) -> list[float]:
-    return [sum(character.isdigit() for character in text) / max(len(text), 1) for text in completions]
+    return [
+        sum(character.isdigit() for character in text) / max(len(text), 1) for text in completions
+    ]

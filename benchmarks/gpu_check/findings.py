@@ -13,8 +13,9 @@ Row = Mapping[str, object]
 class Findings:
     """Kept in `file` as it grows, so that a check that is ended early leaves what it had found.
 
-    Example: `{"headline": "3 waits a DPO step", "failures": [], "notes": [], "tables": [{"title": "Waits", "rows":
-    [{"objective": "dpo", "waits": 3}]}]}`. The rows of a table need not have the same columns.
+    Example: `{"headline": "3 waits a DPO step", "failures": [], "notes": [], "tables": [{"title":
+    "Waits", "rows": [{"objective": "dpo", "waits": 3}]}]}`. The rows of a table need not have the
+    same columns.
     """
 
     file: Path

@@ -16,12 +16,19 @@ WARNED = "synchronizing CUDA operation"
 """What PyTorch's warning says, under `torch.cuda.set_sync_debug_mode("warn")`."""
 OURS = (str(REPOSITORY / "open_instruct"), "olmo_core")
 # What waits by its name is not warned of.
-ASKED_TO_WAIT = ((torch.cuda, "synchronize"), (torch.cuda.Stream, "synchronize"), (torch.cuda.Event, "synchronize"))
+ASKED_TO_WAIT = (
+    (torch.cuda, "synchronize"),
+    (torch.cuda.Stream, "synchronize"),
+    (torch.cuda.Event, "synchronize"),
+)
 
 
 @contextlib.contextmanager
 def counted_host_waits(*, on_cuda: bool) -> Iterator[Counter[str]]:
-    """The places at which the block waits, and how often. What NCCL and gloo wait for is not seen."""
+    """The places at which the block waits, and how often.
+
+    What NCCL and gloo wait for is not seen.
+    """
     waits: Counter[str] = Counter()
 
     def showwarning(
@@ -57,10 +64,16 @@ def counted_host_waits(*, on_cuda: bool) -> Iterator[Counter[str]]:
 
 
 def place(otherwise: str) -> str:
-    """The innermost line of this package or of OLMo-core that is being run, and what is written there."""
+    """The innermost line of this package or of OLMo-core that is being run, and what is written
+    there.
+    """
     for frame in reversed(traceback.extract_stack()):
         if frame.filename.startswith(OURS[0]) or f"/{OURS[1]}/" in frame.filename:
             path = Path(frame.filename)
-            short = path.relative_to(REPOSITORY) if path.is_relative_to(REPOSITORY) else Path(*path.parts[-3:])
+            short = (
+                path.relative_to(REPOSITORY)
+                if path.is_relative_to(REPOSITORY)
+                else Path(*path.parts[-3:])
+            )
             return f"{short}:{frame.lineno} in {frame.name}: {frame.line}"
     return otherwise

@@ -1,11 +1,13 @@
-"""A run of an offline objective whose steps are measured, and that ends after the last of them without a checkpoint.
+"""A run of an offline objective whose steps are measured, and that ends after the last of them
+without a checkpoint.
 
 python -m gpu_check.measured_run dpo --figures FILE --num_steps 12 -- FLAGS OF THE RUN
 
-FILE gets one JSON object: `steps` (seconds of each, its tokens and metrics), `planned_gib` (what the planner says of
-this run with its fullest row, but for its allowance for CUDA itself), `allocated_gib` and `reserved_gib` (PyTorch's
-peaks; without CUDA the process's own; of rank 0), `versions` (of a block and of the head, if they are compiled),
-`compiler` (what the compiler warned of), `waits` (see --waits_in_step).
+FILE gets one JSON object: `steps` (seconds of each, its tokens and metrics), `planned_gib` (what
+the planner says of this run with its fullest row, but for its allowance for CUDA itself),
+`allocated_gib` and `reserved_gib` (PyTorch's peaks; without CUDA the process's own; of rank 0),
+`versions` (of a block and of the head, if they are compiled), `compiler` (what the compiler warned
+of), `waits` (see --waits_in_step).
 """
 
 import argparse
@@ -35,7 +37,9 @@ from open_instruct.train import train
 def measured(
     objective_name: str, words: list[str], *, num_steps: int, waits_in_step: int | None = None
 ) -> dict[str, Any] | None:
-    """Run the objective with the flags in `words`, and give what the module's text lists; on rank 0 alone."""
+    """Run the objective with the flags in `words`, and give what the module's text lists; on rank 0
+    alone.
+    """
     objective = objective_named(objective_name)
     config: Any = parse(objective.config_class, [*words, "--max_train_steps", str(num_steps + 1)])
     objective.validate(config)
@@ -54,7 +58,10 @@ def measured(
         stop_process()
     if os.environ.get("RANK", "0") != "0":
         return None
-    rows = [json.loads(line) for line in Path(config.run.output_dir, "metrics.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line)
+        for line in Path(config.run.output_dir, "metrics.jsonl").read_text().splitlines()
+    ]
     steps = [
         {"seconds": seconds, "tokens": tokens, **row}
         for seconds, tokens, row in zip(meter.seconds, meter.tokens, rows, strict=True)
@@ -62,7 +69,10 @@ def measured(
     own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return {
         "steps": steps,
-        "planned_gib": planned_bytes(objective_name, words, num_tokens=meter.most_tokens, on_cuda=on_cuda) / GIB,
+        "planned_gib": planned_bytes(
+            objective_name, words, num_tokens=meter.most_tokens, on_cuda=on_cuda
+        )
+        / GIB,
         "allocated_gib": (torch.cuda.max_memory_allocated() if on_cuda else own) / GIB,
         "reserved_gib": (torch.cuda.max_memory_reserved() if on_cuda else own) / GIB,
         "versions": meter.versions,
@@ -72,30 +82,39 @@ def measured(
 
 
 def planned_bytes(objective_name: str, words: list[str], *, num_tokens: int, on_cuda: bool) -> int:
-    """The peak of the plan of this run on these devices, without what CUDA and its libraries take beside PyTorch.
+    """The peak of the plan of this run on these devices, without what CUDA and its libraries take
+    beside PyTorch.
 
     Its rows are taken to have as many tokens as the fullest one that was met.
     """
     given = ["--gpus_per_node", os.environ.get("WORLD_SIZE", "1")]
     if (gpu := known_gpu()) is not None:
         given += ["--gpu", gpu]
-    plan = plan_of(replace(parse_request([objective_name, *words, *given]).setting, on_cuda=on_cuda))
+    plan = plan_of(
+        replace(parse_request([objective_name, *words, *given]).setting, on_cuda=on_cuda)
+    )
     num_labels = min(num_tokens, plan.workload.label_tokens_per_microbatch)
-    met = replace(plan.workload, tokens_per_microbatch=num_tokens, label_tokens_per_microbatch=num_labels)
+    met = replace(
+        plan.workload, tokens_per_microbatch=num_tokens, label_tokens_per_microbatch=num_labels
+    )
     setting = plan.setting
     phases = memory_by_phase(setting.backend.moments(setting.shape, plan.layout, met))
     return max(phase.total_bytes - dict(phase.parts).get(CUDA, 0) for phase in phases)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("objective", choices=OBJECTIVES)
     parser.add_argument("--figures", type=Path, required=True)
     parser.add_argument("--num_steps", type=int, default=12)
     parser.add_argument("--waits_in_step", type=int, help="count the host's waits in this step")
     at = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
     args, flags = parser.parse_args(sys.argv[1:at]), sys.argv[at + 1 :]
-    figures = measured(args.objective, flags, num_steps=args.num_steps, waits_in_step=args.waits_in_step)
+    figures = measured(
+        args.objective, flags, num_steps=args.num_steps, waits_in_step=args.waits_in_step
+    )
     if figures is not None:
         args.figures.write_text(json.dumps(figures), encoding="utf-8")
 

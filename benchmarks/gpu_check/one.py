@@ -1,4 +1,6 @@
-"""Run one check in this process: python -m gpu_check.one MODULE --result FILE --work FOLDER [--rehearse]."""
+"""Run one check in this process: python -m gpu_check.one MODULE --result FILE --work FOLDER
+[--rehearse].
+"""
 
 import argparse
 import importlib

@@ -8,7 +8,9 @@ PASSED, FAILED, NOT_RUN = "passed", "failed", "not run"
 
 @dataclass(slots=True, kw_only=True)
 class Outcome:
-    """Of one check: its state, why, what it found and, where it failed, the last lines that it wrote."""
+    """Of one check: its state, why, what it found and, where it failed, the last lines that it
+    wrote.
+    """
 
     name: str
     title: str

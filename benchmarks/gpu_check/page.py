@@ -9,9 +9,18 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 
 def html_page(report: Mapping[str, Any]) -> str:
-    """The whole file; `report` is that of gpu_check.json, of which some checks may be still to come."""
+    """The whole file;
+
+    `report` is that of gpu_check.json, of which some checks may be still to come.
+    """
     loader = FileSystemLoader(Path(__file__).parent)
-    pages = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    pages = Environment(
+        loader=loader,
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
     pages.filters["shown"] = shown
     counts = Counter(check["state"] for check in report["checks"])
     return pages.get_template("page.html.jinja").render(

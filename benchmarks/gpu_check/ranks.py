@@ -14,7 +14,8 @@ SAME_NUMBERS = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 class Run:
     """`python -m MODULE WORDS` on ranks that have the devices from `first_device` on.
 
-    Example: `Run(name="FSDP 8", module="gpu_check.deterministic_dpo", words=("--seed", "1"), num_ranks=8)`.
+    Example: `Run(name="FSDP 8", module="gpu_check.deterministic_dpo", words=("--seed", "1"),
+    num_ranks=8)`.
     """
 
     name: str
@@ -24,11 +25,19 @@ class Run:
     first_device: int = 0
 
     def start(self, *, rehearse: bool) -> subprocess.Popen[bytes]:
-        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(self.num_ranks)]
+        launcher = [
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc_per_node",
+            str(self.num_ranks),
+        ]
         environment = os.environ | SAME_NUMBERS
         if not rehearse:
             environment |= devices(self.first_device, self.num_ranks)
-        return subprocess.Popen([sys.executable, *launcher, "-m", self.module, *self.words], env=environment)
+        return subprocess.Popen(
+            [sys.executable, *launcher, "-m", self.module, *self.words], env=environment
+        )
 
 
 def devices(first: int, count: int) -> dict[str, str]:
@@ -39,7 +48,9 @@ def devices(first: int, count: int) -> dict[str, str]:
 
 
 def codes_of(runs: Sequence[Run], *, rehearse: bool) -> dict[str, int]:
-    """The exit code of each, all at the same time; in a rehearsal they take turns on a few cores."""
+    """The exit code of each, all at the same time; in a rehearsal they take turns on a few
+    cores.
+    """
     if rehearse:
         return {run.name: run.start(rehearse=True).wait() for run in runs}
     running = {run.name: run.start(rehearse=False) for run in runs}

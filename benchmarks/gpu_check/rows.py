@@ -9,9 +9,16 @@ VARIED = (0.25, 1.75)
 
 
 def write_rows(
-    path: Path, *, num_rows: int, prompt_words: int, reply_words: int, in_pairs: bool = True, seed: int = 0
+    path: Path,
+    *,
+    num_rows: int,
+    prompt_words: int,
+    reply_words: int,
+    in_pairs: bool = True,
+    seed: int = 0,
 ) -> Path:
-    """Preference pairs, or conversations of one reply; lengths lie a quarter to seven quarters around those given.
+    """Preference pairs, or conversations of one reply; lengths lie a quarter to seven quarters
+    around those given.
 
     A word is random letters: about three tokens of the toy tokenizer.
     """

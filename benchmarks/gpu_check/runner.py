@@ -1,4 +1,6 @@
-"""Checks one after the other, each in a process of its own that is ended at its time limit with all it started."""
+"""Checks one after the other, each in a process of its own that is ended at its time limit with all
+it started.
+"""
 
 import contextlib
 import json
@@ -25,13 +27,17 @@ LEAST_S = 15.0
 MOST_TO_END_S = 10.0
 
 MARK_VARIABLE = "GPU_CHECK"
-"""Ranks of torchrun and Ray's servers lead sessions of their own; they inherit this one from the check."""
+"""Ranks of torchrun and Ray's servers lead sessions of their own; they inherit this one from the
+check.
+"""
 
 Command = Callable[[Check, Path, Path], Sequence[str]]
 """The words that start a check, from it, the file for its findings and a folder to work in."""
 
 
-def run_check(check: Check, command: Command, *, limit_s: float, log: Path, environment: dict[str, str]) -> Outcome:
+def run_check(
+    check: Check, command: Command, *, limit_s: float, log: Path, environment: dict[str, str]
+) -> Outcome:
     """Run it for at most `limit_s`; what it writes is added to `log`."""
     work = Path(tempfile.mkdtemp(prefix=f"gpu_check_{check.name}_"))
     mark = uuid.uuid4().hex
@@ -92,7 +98,9 @@ def end_marked(mark: str) -> None:
     entry = f"{MARK_VARIABLE}={mark}".encode()
     ends_s = time.monotonic() + MOST_TO_END_S  # what a driver holds does not end at once
     while time.monotonic() < ends_s:
-        pids = [int(folder.name) for folder in Path("/proc").glob("[0-9]*") if has_entry(folder, entry)]
+        pids = [
+            int(folder.name) for folder in Path("/proc").glob("[0-9]*") if has_entry(folder, entry)
+        ]
         if not pids:
             return
         for pid in pids:
@@ -104,21 +112,33 @@ def end_marked(mark: str) -> None:
 def has_entry(folder: Path, entry: bytes) -> bool:
     """Whether a process that lives has the entry in its environment."""
     try:
-        return entry in (folder / "environ").read_bytes().split(b"\0")  # of one that has ended it is empty
+        # Of one that has ended it is empty.
+        return entry in (folder / "environ").read_bytes().split(b"\0")
     except OSError:  # it is another user's, or gone
         return False
 
 
 def check_command(rehearse: bool) -> Command:
     def command(check: Check, result: Path, work: Path) -> list[str]:
-        words = [sys.executable, "-m", "gpu_check.one", check.module, "--result", str(result), "--work", str(work)]
+        words = [
+            sys.executable,
+            "-m",
+            "gpu_check.one",
+            check.module,
+            "--result",
+            str(result),
+            "--work",
+            str(work),
+        ]
         return [*words, "--rehearse"] if rehearse else words
 
     return command
 
 
 def check_environment(rehearse: bool) -> dict[str, str]:
-    """That of the checks: they find this checkout first, ask no hub, and see no GPU in a rehearsal."""
+    """That of the checks: they find this checkout first, ask no hub, and see no GPU in a
+    rehearsal.
+    """
     folders = [str(REPOSITORY), str(REPOSITORY / "benchmarks"), os.environ.get("PYTHONPATH", "")]
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(filter(None, folders)),
@@ -142,7 +162,10 @@ def run_all(
     log: Path,
     show: Callable[[list[Outcome]], None],
 ) -> list[Outcome]:
-    """All outcomes, in order; `show` is given those there are after each check. They share `limit_s`."""
+    """All outcomes, in order;
+
+    `show` is given those there are after each check. They share `limit_s`.
+    """
     ends_s = time.monotonic() + limit_s
     outcomes: list[Outcome] = []
     for check in checks:
@@ -154,9 +177,13 @@ def run_all(
         else:
             reason = ""
         if reason:
-            outcomes.append(Outcome(name=check.name, title=check.title, state=NOT_RUN, why=[reason]))
+            outcomes.append(
+                Outcome(name=check.name, title=check.title, state=NOT_RUN, why=[reason])
+            )
         else:
             limited_s = min(check.limit_s, left_s)
-            outcomes.append(run_check(check, command, limit_s=limited_s, log=log, environment=environment))
+            outcomes.append(
+                run_check(check, command, limit_s=limited_s, log=log, environment=environment)
+            )
         show(outcomes)
     return outcomes

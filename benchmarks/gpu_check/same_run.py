@@ -10,7 +10,7 @@ from safetensors import safe_open
 
 from gpu_check.findings import Findings
 from gpu_check.rows import write_rows
-from open_instruct.toys.tiny import write_tiny_model
+from open_instruct.commands.tiny_model import write_tiny_model
 
 DPO = "gpu_check.deterministic_dpo"
 EVEN_STEPS = (
@@ -39,8 +39,12 @@ def all_ended_well(findings: Findings, codes: Mapping[str, int]) -> bool:
 
 
 def judge_resumed(findings: Findings, work: Path) -> str:
-    """Hold the run "stopped" against "whole", where "whole_again" is the same as that; returns what to say of it."""
-    same = {name: outcome(work / name) == outcome(work / "whole") for name in ("whole_again", "stopped")}
+    """Hold the run "stopped" against "whole", where "whole_again" is the same as that; returns what
+    to say of it.
+    """
+    same = {
+        name: outcome(work / name) == outcome(work / "whole") for name in ("whole_again", "stopped")
+    }
     apart = furthest(work / "stopped", work / "whole")
     findings.table(
         "Against the run of four steps",
@@ -54,9 +58,13 @@ def judge_resumed(findings: Findings, work: Path) -> str:
         ],
     )
     if same["whole_again"]:
-        findings.require(same["stopped"], "the resumed run is not bit for bit the run that was not stopped")
+        findings.require(
+            same["stopped"], "the resumed run is not bit for bit the run that was not stopped"
+        )
     else:
-        findings.note("Two runs of the same flags differ here: that the resumed one does says nothing.")
+        findings.note(
+            "Two runs of the same flags differ here: that the resumed one does says nothing."
+        )
         findings.require(apart < 1e-3, f"a weight of the resumed run is {apart:.2g} apart")
     return f"resumed: {'bit for bit the same' if same['stopped'] else f'{apart:.1e} apart'}"
 
@@ -69,7 +77,9 @@ def steps_of(run: Path) -> list[tuple[float, float]]:
 
 def outcome(run: Path) -> tuple[object, ...]:
     """Its steps, and a digest of the exported weights."""
-    digest = hashlib.sha256(b"".join(file.read_bytes() for file in sorted((run / "hf_model").glob("*.safetensors"))))
+    digest = hashlib.sha256(
+        b"".join(file.read_bytes() for file in sorted((run / "hf_model").glob("*.safetensors")))
+    )
     return (*steps_of(run), digest.hexdigest())
 
 

@@ -12,7 +12,7 @@ from olmo_core.train.callbacks import Callback
 from gpu_check.compiler import compiled_versions
 from gpu_check.devices import wait
 from gpu_check.host_waits import counted_host_waits
-from open_instruct.learner.backend import Backend
+from open_instruct.training.backend import Backend
 
 
 class Enough(Exception):
@@ -21,7 +21,9 @@ class Enough(Exception):
 
 @dataclass
 class StepMeter(Callback):
-    """Times the steps, counts the host's waits in one of them, and ends the run after `num_steps`."""
+    """Times the steps, counts the host's waits in one of them, and ends the run after
+    `num_steps`.
+    """
 
     num_steps: int
     waits_in_step: int | None
@@ -35,14 +37,19 @@ class StepMeter(Callback):
 
     def pre_load_batch(self) -> None:
         if self.step + 1 == self.waits_in_step:
-            self.waits = self._held.enter_context(counted_host_waits(on_cuda=self._device.type == "cuda"))
+            self.waits = self._held.enter_context(
+                counted_host_waits(on_cuda=self._device.type == "cuda")
+            )
         self._began_s = time.perf_counter()
 
     def pre_step(self, batch: dict[str, Any]) -> None:
-        if self.step > self.num_steps:  # not before: only now the metrics of the last one are written
+        # Not before: only now the metrics of the last one are written.
+        if self.step > self.num_steps:
             raise Enough
         self.tokens.append(sum(update.counts["tokens"] for update in batch["updates"]))
-        rows = (each.packed.input_ids_BT for update in batch["updates"] for each in update.microbatches)
+        rows = (
+            each.packed.input_ids_BT for update in batch["updates"] for each in update.microbatches
+        )
         self.most_tokens = max(self.most_tokens, *(row.numel() for row in rows))
 
     def post_step(self) -> None:

@@ -18,7 +18,9 @@ PHASES = ("time/generate", "time/train", "time/sync")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Speed:
-    """Means over the steps that count: of completions, their tokens, their rewards, and our own clock's phases."""
+    """Means over the steps that count: of completions, their tokens, their rewards, and our own
+    clock's phases.
+    """
 
     completions_per_second: float
     length: float
@@ -32,15 +34,51 @@ def run_ours(args: Namespace, model: Path, prompts: Path, out: Path) -> Speed:
     longest_prompt = LONGEST_QUESTION + LONGEST_SHOT * args.num_shots
     longest = longest_prompt + args.response_length
     flags: list[object] = [
-        *("--model_name_or_path", model, "--dataset_mixer_list", prompts, "1.0", "--output_dir", out),
+        *(
+            "--model_name_or_path",
+            model,
+            "--dataset_mixer_list",
+            prompts,
+            "1.0",
+            "--output_dir",
+            out,
+        ),
         *("--cache_dir", out.parent / "cache", "--max_prompt_token_length", longest_prompt),
-        *("--response_length", args.response_length, "--num_unique_prompts_rollout", args.num_prompts),
-        *("--num_samples_per_prompt_rollout", args.group, "--total_episodes", per_step * (args.num_steps + 1)),
+        *(
+            "--response_length",
+            args.response_length,
+            "--num_unique_prompts_rollout",
+            args.num_prompts,
+        ),
+        *(
+            "--num_samples_per_prompt_rollout",
+            args.group,
+            "--total_episodes",
+            per_step * (args.num_steps + 1),
+        ),
         *("--no_filter_zero_std_samples", "--async_steps", 1, "--pack_length", per_step * longest),
         # As in TRL, a whole copy of the model on each.
-        *(["--fsdp_num_replicas", args.num_learners, "--fsdp_shard_degree", 1] if args.num_learners > 1 else []),
-        *("--num_learners_per_node", args.num_learners, "--vllm_num_engines", 1, "--vllm_max_num_seqs", per_step),
-        *("--param_dtype", "float32", "--learning_rate", LEARNING_RATE, "--lr_scheduler_type", "constant"),
+        *(
+            ["--fsdp_num_replicas", args.num_learners, "--fsdp_shard_degree", 1]
+            if args.num_learners > 1
+            else []
+        ),
+        *(
+            "--num_learners_per_node",
+            args.num_learners,
+            "--vllm_num_engines",
+            1,
+            "--vllm_max_num_seqs",
+            per_step,
+        ),
+        *(
+            "--param_dtype",
+            "float32",
+            "--learning_rate",
+            LEARNING_RATE,
+            "--lr_scheduler_type",
+            "constant",
+        ),
         *("--warmup_ratio", 0, "--checkpointing_steps", args.num_steps + 1),
     ]
     program = REPOSITORY / "open_instruct" / "grpo_olmo_core_actor.py"
@@ -59,7 +97,14 @@ def run_trl(args: Namespace, python: Path, model: Path, prompts: Path, out: Path
     out.mkdir()
     flags: list[object] = [
         *("--model", model, "--prompts", prompts, "--out", out, "--ranks", 2),
-        *("--num_prompts", args.num_prompts, "--group", args.group, "--response_length", args.response_length),
+        *(
+            "--num_prompts",
+            args.num_prompts,
+            "--group",
+            args.group,
+            "--response_length",
+            args.response_length,
+        ),
         *("--steps", args.num_steps, "--learning_rate", LEARNING_RATE),
         *(["--continuous_batching"] if args.continuous_batching else []),
     ]

@@ -1,4 +1,6 @@
-"""The task: sums of two numbers, behind some that are worked out, and a model that has learned from examples of it."""
+"""The task: sums of two numbers, behind some that are worked out, and a model that has learned from
+examples of it.
+"""
 
 import json
 import sys
@@ -20,7 +22,14 @@ def warmed_up(model: Path, rows: Path, out: Path, *, num_steps: int) -> Path:
     """The model after so many steps of sft.py, as configs/sft/tiny_cpu.yaml takes them."""
     flags: list[object] = [
         *("--model_name_or_path", model, "--mixer_list", rows, "1.0", "--output_dir", out),
-        *("--cache_dir", out.parent / "cache", "--max_seq_length", LONGEST_SHOT, "--param_dtype", "float32"),
+        *(
+            "--cache_dir",
+            out.parent / "cache",
+            "--max_seq_length",
+            LONGEST_SHOT,
+            "--param_dtype",
+            "float32",
+        ),
         *("--per_device_train_batch_size", EXAMPLES_A_STEP // 2, "--max_train_steps", num_steps),
         *("--learning_rate", 3e-3, "--lr_scheduler_type", "linear", "--adam_beta2", 0.95),
         *("--checkpointing_steps", num_steps + 1),

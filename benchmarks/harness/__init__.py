@@ -1,4 +1,7 @@
-"""What the programs here share. Importing it puts this checkout first on the path, whatever else is installed."""
+"""What the programs here share.
+
+Importing it puts this checkout first on the path, whatever else is installed.
+"""
 
 import sys
 from pathlib import Path

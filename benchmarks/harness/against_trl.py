@@ -1,4 +1,6 @@
-"""Real tokens a second of an offline objective and of TRL's trainer: same model, rows, precision and global batch."""
+"""Real tokens a second of an offline objective and of TRL's trainer: same model, rows, precision
+and global batch.
+"""
 
 import statistics
 import tempfile
@@ -11,7 +13,7 @@ from harness.program import parser_of, print_ratio
 from harness.rounds import in_turns
 from harness.training import Objective, Speed, run_ours, run_trl
 from harness.trl_environment import DEFAULT_VENV, trl_python
-from open_instruct.toys.tiny import write_tiny_model
+from open_instruct.commands.tiny_model import write_tiny_model
 from scripts.demo_data.pairs import write_synthetic_preferences
 
 TRL = "TRL"
@@ -28,13 +30,17 @@ def arguments(
     """The flags of a comparison; `layouts` are those of ours that --layouts chooses from."""
     parser = parser_of(text)
     parser.add_argument("--rows", type=Path, help=f"{rows} (.jsonl); default: 512 made-up ones")
-    parser.add_argument("--size", default="mini", help="of the tiny model (see open-instruct tiny-model --help)")
+    parser.add_argument(
+        "--size", default="mini", help="of the tiny model (see open-instruct tiny-model --help)"
+    )
     parser.add_argument("--vocab_size", type=int, help="of its tokenizer; default: the size's own")
     parser.add_argument("--ranks", type=int, default=2)
     if always_sharded:
         parser.set_defaults(sharded=True)
     else:
-        parser.add_argument("--sharded", action="store_true", help="ours: shards, not a whole copy on each rank")
+        parser.add_argument(
+            "--sharded", action="store_true", help="ours: shards, not a whole copy on each rank"
+        )
     parser.add_argument("--batch", type=int, default=batch, help="rows (or pairs) a microbatch")
     parser.add_argument("--accumulation", type=int, default=2)
     parser.add_argument("--max_length", type=int, default=512)
@@ -43,7 +49,9 @@ def arguments(
     parser.add_argument("--num_rounds", type=int, default=2)
     if layouts:
         names = [*layouts]
-        parser.add_argument("--layouts", nargs="+", choices=names, default=names, help="of ours; default: all")
+        parser.add_argument(
+            "--layouts", nargs="+", choices=names, default=names, help="of ours; default: all"
+        )
     parser.add_argument("--trl_venv", type=Path, default=DEFAULT_VENV)
     return parser.parse_args()
 
@@ -68,7 +76,9 @@ def compare(
     python = trl_python(args.trl_venv)
     with tempfile.TemporaryDirectory(prefix=f"{objective.ours}_vs_trl_") as name:
         folder = Path(name)
-        model = write_tiny_model(folder / "model", family="olmo2", size=args.size, vocab_size=args.vocab_size)
+        model = write_tiny_model(
+            folder / "model", family="olmo2", size=args.size, vocab_size=args.vocab_size
+        )
         rows = args.rows or write_rows(folder / "rows.jsonl")
 
         def ours(layout: str, number: int) -> Speed:
@@ -92,8 +102,13 @@ def say(number: int, name: str, speed: Speed) -> None:
 
 
 def report(runs: Mapping[str, list[Speed]], *, ours: str) -> None:
-    """Speeds and ratios, and the first and last loss of each as a check that all train the same thing."""
-    speed = {name: statistics.median(each.tokens_per_second for each in speeds) for name, speeds in runs.items()}
+    """Speeds and ratios, and the first and last loss of each as a check that all train the same
+    thing.
+    """
+    speed = {
+        name: statistics.median(each.tokens_per_second for each in speeds)
+        for name, speeds in runs.items()
+    }
     print()
     for name, speeds in runs.items():
         losses = speeds[0].losses

@@ -8,7 +8,8 @@ import psutil
 
 MIB = 2**20
 SAMPLE_EVERY_S, SAMPLE_CHILDREN_EVERY_S = 0.003, 0.2
-# glibc keeps freed memory for later. So every allocation from 64 KiB on is a mapping that goes back when it is freed.
+# glibc keeps freed memory for later. So every allocation from 64 KiB on is a mapping that goes back
+# when it is freed.
 ALLOCATOR = {
     "MALLOC_MMAP_THRESHOLD_": "65536",
     "MALLOC_TRIM_THRESHOLD_": "65536",
@@ -18,8 +19,13 @@ ALLOCATOR = {
 
 
 def memory_bytes(*names: str, pid: str = "self") -> tuple[int, ...]:
-    """Fields of /proc/PID/status: RssAnon (anonymous), VmRSS (mapped pages of files too), VmHWM (the peak of that)."""
-    fields = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    """Fields of /proc/PID/status:
+
+    RssAnon (anonymous), VmRSS (mapped pages of files too), VmHWM (the peak of that).
+    """
+    fields = dict(
+        line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines()
+    )
     return tuple(int(fields[name].split()[0]) * 1024 for name in names)
 
 
@@ -50,10 +56,12 @@ class PeakMemory(threading.Thread):
 
 
 class PeakOfChildren(threading.Thread):
-    """Samples the memory of all processes that this one has started, and that they have, until stopped.
+    """Samples the memory of all processes that this one has started, and that they have, until
+    stopped.
 
-    It is what no file backs, anonymous and shared memory, each page counted once; libraries would be counted with all
-    others that have loaded them. `most_bytes` is the most of the sum, of which `parts` are the processes by name.
+    It is what no file backs, anonymous and shared memory, each page counted once; libraries would
+    be counted with all others that have loaded them. `most_bytes` is the most of the sum, of which
+    `parts` are the processes by name.
     """
 
     def __init__(self) -> None:
@@ -77,7 +85,11 @@ def own_bytes(process: psutil.Process) -> tuple[str, int]:
     """Its name, and its proportional share of memory that no file backs: none if it has ended."""
     try:
         lines = Path(f"/proc/{process.pid}/smaps_rollup").read_text().splitlines()
-        sizes = [int(line.split()[1]) * 1024 for line in lines if line.startswith(("Pss_Anon:", "Pss_Shmem:"))]
+        sizes = [
+            int(line.split()[1]) * 1024
+            for line in lines
+            if line.startswith(("Pss_Anon:", "Pss_Shmem:"))
+        ]
         return (process.cmdline() or [process.name()])[0], sum(sizes)
     except (OSError, psutil.Error):
         return "", 0

@@ -13,7 +13,9 @@ from typing import Any
 NUM_LAST_CHARACTERS = 3000
 
 
-def run(command: Sequence[object], *, num_threads: int = 1, environment: Mapping[str, str] | None = None) -> str:
+def run(
+    command: Sequence[object], *, num_threads: int = 1, environment: Mapping[str, str] | None = None
+) -> str:
     """What it wrote to its standard output; ends this program if it fails."""
     words = [str(word) for word in command]
     done = subprocess.run(
@@ -31,24 +33,44 @@ def run(command: Sequence[object], *, num_threads: int = 1, environment: Mapping
 
 
 def torchrun(
-    python: str | Path, num_ranks: int, program: Path, flags: Sequence[object], *, num_threads: int = 1
+    python: str | Path,
+    num_ranks: int,
+    program: Path,
+    flags: Sequence[object],
+    *,
+    num_threads: int = 1,
 ) -> None:
-    """Run `program` on `num_ranks` ranks of `num_threads` threads each; ends this program if it fails."""
-    launcher = [python, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", num_ranks]
+    """Run `program` on `num_ranks` ranks of `num_threads` threads each; ends this program if it
+    fails.
+    """
+    launcher = [
+        python,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc_per_node",
+        num_ranks,
+    ]
     run([*launcher, program, *flags], num_threads=num_threads)
 
 
 def numbers_of_ranks(
     program: Path, num_ranks: int, words: Sequence[object], *, scratch_dir: Path | None = None
 ) -> list[dict[str, Any]]:
-    """What each rank of `program --worker WORDS FOLDER` leaves with `leave_numbers`, under torchrun."""
+    """What each rank of `program --worker WORDS FOLDER` leaves with `leave_numbers`, under
+    torchrun.
+    """
     with tempfile.TemporaryDirectory(dir=scratch_dir) as name:
         torchrun(sys.executable, num_ranks, program, ["--worker", *words, name])
         return read_numbers(Path(name), num_ranks)
 
 
-def numbers_of_workers(program: Path, num_ranks: int, num_others: int, words: Sequence[object]) -> list[dict[str, Any]]:
-    """The same of ranks that can form a process group, and of processes beside them, whose RANK is beyond theirs."""
+def numbers_of_workers(
+    program: Path, num_ranks: int, num_others: int, words: Sequence[object]
+) -> list[dict[str, Any]]:
+    """The same of ranks that can form a process group, and of processes beside them, whose RANK is
+    beyond theirs.
+    """
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     group = {"WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks), "NUM_NODES": "1"}
@@ -65,7 +87,9 @@ def numbers_of_workers(program: Path, num_ranks: int, num_others: int, words: Se
         if any(codes):
             rank = next(rank for rank, code in enumerate(codes) if code)
             text = (folder / f"{rank}.log").read_text()
-            sys.exit(f"{' '.join(command)} failed on process {rank}:\n{text[-NUM_LAST_CHARACTERS:]}")
+            sys.exit(
+                f"{' '.join(command)} failed on process {rank}:\n{text[-NUM_LAST_CHARACTERS:]}"
+            )
         return read_numbers(folder, num_ranks + num_others)
 
 

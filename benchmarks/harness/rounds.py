@@ -1,4 +1,6 @@
-"""Several ways of doing the same, in turns: other work on the machine comes and goes, and so slows each of them."""
+"""Several ways of doing the same, in turns: other work on the machine comes and goes, and so slows
+each of them.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from statistics import median
@@ -17,8 +19,10 @@ def in_turns(
     """What each way gave in each round but those of warm-up.
 
     Args:
-        ways: each is called once a round, with the number of the round from 1 on; those of warm-up come before 1.
-        say: called with the number of the round, the name and what came of it, as soon as it is there.
+        ways: each is called once a round, with the number of the round from 1 on; those of warm-up
+            come before 1.
+        say: called with the number of the round, the name and what came of it, as soon as it is
+            there.
     """
     results: dict[str, list[Result]] = {name: [] for name in ways}
     for number in range(1 - num_warmup_rounds, num_rounds + 1):

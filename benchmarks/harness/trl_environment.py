@@ -12,7 +12,9 @@ DEFAULT_VENV = Path("~/.cache/open_instruct/trl_venv").expanduser()
 
 
 def trl_python(venv: Path) -> Path:
-    """The interpreter of an environment with TRL, with the same torch as ours; made if it is not there."""
+    """The interpreter of an environment with TRL, with the same torch as ours; made if it is not
+    there.
+    """
     python = venv / "bin" / "python"
     if (venv / ".complete").exists():
         return python
@@ -21,13 +23,17 @@ def trl_python(venv: Path) -> Path:
     subprocess.run([sys.executable, "-m", "venv", str(venv)], check=True)
     pip = [str(python), "-m", "pip", "install", "--quiet", "--progress-bar", "off"]
     for packages in ([our_version("torch"), "numpy"], [TRL, our_version("transformers")]):
-        subprocess.run([*pip, *packages], check=True, stderr=subprocess.DEVNULL, env=os.environ | cpu_wheels())
+        subprocess.run(
+            [*pip, *packages], check=True, stderr=subprocess.DEVNULL, env=os.environ | cpu_wheels()
+        )
     (venv / ".complete").touch()
     return python
 
 
 def beside(python: Path, name: str, packages: list[str]) -> Path:
-    """A folder of packages for that environment, whose other users had better not find them; made if not there."""
+    """A folder of packages for that environment, whose other users had better not find them; made
+    if not there.
+    """
     folder = DEFAULT_VENV.with_name(name)
     if not (folder / ".complete").exists():
         pip = [str(python), "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(folder)]

@@ -1,4 +1,6 @@
-"""One rank that loads or exports a checkpoint, in our way or in OLMo-core's, and checks what came of it."""
+"""One rank that loads or exports a checkpoint, in our way or in OLMo-core's, and checks what came
+of it.
+"""
 
 import math
 import time
@@ -73,7 +75,10 @@ def run_rank(task: str, way: str, checkpoint: Path, scratch: Path) -> None:
     files = CheckpointFiles.open(checkpoint)
     problems = wrong_shards(model, files, names) if task == "load" else wrong_files(out, files)
     assert not problems, f"{way}: wrong numbers in {problems[:3]}"
-    shard = sum(p.to_local().numel() * 4 if isinstance(p, DTensor) else p.numel() * 4 for p in model.parameters())
+    shard = sum(
+        p.to_local().numel() * 4 if isinstance(p, DTensor) else p.numel() * 4
+        for p in model.parameters()
+    )
     largest = max(p.numel() for p in model.parameters()) * (4 if task == "load" else 2)
     leave_numbers(scratch, {**numbers, "shard": shard, "largest_tensor": largest})
     dist.destroy_process_group()
@@ -89,7 +94,11 @@ def measured(action: Callable[[], Any]) -> tuple[Any, dict[str, float]]:
     dist.barrier()
     wall_time_s = time.perf_counter() - started_s
     memory.stop()
-    numbers = {"wall_time_s": wall_time_s, "anonymous": memory.anonymous_bytes, "resident": memory.resident_bytes}
+    numbers = {
+        "wall_time_s": wall_time_s,
+        "anonymous": memory.anonymous_bytes,
+        "resident": memory.resident_bytes,
+    }
     return result, numbers
 
 
@@ -98,7 +107,9 @@ def wrong_shards(model: Any, files: CheckpointFiles, names: TensorNames) -> list
         name
         for name, parameter in model.named_parameters()
         if isinstance(parameter, DTensor)
-        and not torch.equal(parameter.to_local(), files.read(names.hf_name(name), own_box(parameter)).float())
+        and not torch.equal(
+            parameter.to_local(), files.read(names.hf_name(name), own_box(parameter)).float()
+        )
     ]
 
 

@@ -1,1 +1,3 @@
-"""What `plan_memory.py` compares: the steps, their memory as PyTorch tracks it, and as real ranks hold it."""
+"""What `plan_memory.py` compares: the steps, their memory as PyTorch tracks it, and as real ranks
+hold it.
+"""

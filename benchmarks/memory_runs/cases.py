@@ -6,20 +6,20 @@ from typing import Any
 
 import torch
 
+from open_instruct.batching.prefixes import FullRows
+from open_instruct.commands.tiny_model import tiny_config
 from open_instruct.config.lora import LoRASection
 from open_instruct.config.sections import MemorySection, OptimSection
-from open_instruct.learner.model.kernels import build_activation_checkpointing
-from open_instruct.learner.optim.optimizers import build_optimizer_config
+from open_instruct.core.shard_layout import ShardLayout
 from open_instruct.models.build import build_model
 from open_instruct.models.lora.adapters import adapt
-from open_instruct.packing.prefixes import FullRows
 from open_instruct.parallel.data_parallel import parallel_configs
 from open_instruct.parallel.layout import resolve_layout
 from open_instruct.planning.memory.phases import Moments, memory_by_phase
 from open_instruct.planning.subject.model import shape_of_fields
 from open_instruct.planning.subject.workload import Workload, adapted
-from open_instruct.shard_layout import ShardLayout
-from open_instruct.toys.tiny import tiny_config
+from open_instruct.training.model.kernels import build_activation_checkpointing
+from open_instruct.training.optim.optimizers import build_optimizer_config
 
 NUM_STEPS = 2
 CPU = torch.device("cpu")
@@ -29,7 +29,10 @@ SHORT_PAIR = ((150, 106), (140, 116))
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A model and a step of it: `pairs` are the lengths of (chosen, rejected) documents of one microbatch."""
+    """A model and a step of it:
+
+    `pairs` are the lengths of (chosen, rejected) documents of one microbatch.
+    """
 
     name: str
     family: Any = "olmo2"
@@ -53,7 +56,9 @@ class Case:
 
     @property
     def layout(self) -> ShardLayout:
-        return resolve_layout([self.shard_degree * self.num_replicas], fsdp_shard_degree=self.shard_degree)
+        return resolve_layout(
+            [self.shard_degree * self.num_replicas], fsdp_shard_degree=self.shard_degree
+        )
 
     @property
     def hf_config(self) -> Any:
@@ -84,11 +89,29 @@ CASES = [
     Case(name="bf16-full", param_dtype="bfloat16", checkpointing="full"),
     Case(name="bf16-qwen3-tied", param_dtype="bfloat16", family="qwen3", is_tied=True),
     Case(name="llama-accumulate", family="llama", num_microbatches=2, pairs=SHORT_PAIR),
-    Case(name="reduced-last", num_microbatches=3, reduces_last=True, pairs=SHORT_PAIR, param_dtype="bfloat16"),
-    Case(name="replicas", shard_degree=1, num_replicas=2, pairs=SHORT_PAIR, optimizer="skip_step_adamw"),
+    Case(
+        name="reduced-last",
+        num_microbatches=3,
+        reduces_last=True,
+        pairs=SHORT_PAIR,
+        param_dtype="bfloat16",
+    ),
+    Case(
+        name="replicas",
+        shard_degree=1,
+        num_replicas=2,
+        pairs=SHORT_PAIR,
+        optimizer="skip_step_adamw",
+    ),
     Case(name="adamw-8bit", optimizer="adamw_8bit"),
     Case(name="adapters", lora_rank=16),
-    Case(name="bf16-adapters", lora_rank=16, param_dtype="bfloat16", num_microbatches=2, checkpointing="full"),
+    Case(
+        name="bf16-adapters",
+        lora_rank=16,
+        param_dtype="bfloat16",
+        num_microbatches=2,
+        checkpointing="full",
+    ),
     Case(name="four-shards", shard_degree=4, pairs=SHORT_PAIR, checkpointing="full"),
 ]
 
@@ -121,11 +144,15 @@ def planned(case: Case) -> Moments:
 def predicted(case: Case) -> dict[str, int]:
     """Bytes of each phase of a step."""
     phases = memory_by_phase(planned(case))
-    return {p.name: p.total_bytes for p in phases if p.name in ("forward", "backward", "optimizer step")}
+    return {
+        p.name: p.total_bytes for p in phases if p.name in ("forward", "backward", "optimizer step")
+    }
 
 
 def build(case: Case) -> tuple[Any, dict[str, Any]]:
-    """The model of a run, not yet sharded, and how a train module is to shard, recompute and step it."""
+    """The model of a run, not yet sharded, and how a train module is to shard, recompute and step
+    it.
+    """
     model = build_model(case.hf_config)
     if case.lora is not None:
         adapt(model, case.lora, dtype=getattr(torch, case.param_dtype))

@@ -1,4 +1,5 @@
-"""One rank of a real run over gloo: it says when its model is about to be built, and when its steps are done.
+"""One rank of a real run over gloo: it says when its model is about to be built, and when its steps
+are done.
 
 torchrun -m benchmarks.memory_runs.measured CASE FOLDER      # a case as JSON
 """
@@ -13,11 +14,11 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.memory_runs.cases import NUM_STEPS, Case, build, case_of, optimizer_of
+from open_instruct.batching.documents import pack_documents
 from open_instruct.config.sections import PreferenceLossSection
+from open_instruct.core.records import REFERENCE, Batch, Document, Span, StepBatch
 from open_instruct.models.shards import local_part
 from open_instruct.olmo_core_train_modules import DPOTrainModule
-from open_instruct.packing.documents import pack_documents
-from open_instruct.records import REFERENCE, Batch, Document, Span, StepBatch
 
 
 class Recorder:
@@ -31,7 +32,9 @@ class Recorder:
 
 
 def run_rank(case: Case, folder: Path) -> None:
-    """Take the steps of a case, and write this rank's process id to `built-RANK` before, and `done-RANK` after."""
+    """Take the steps of a case, and write this rank's process id to `built-RANK` before, and
+    `done-RANK` after.
+    """
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
     # One product and one collective make the libraries' own buffers.
@@ -78,7 +81,9 @@ def build_module(case: Case) -> Any:
 
 
 def batch_of(case: Case) -> Batch:
-    """One microbatch of random pairs, with a label at every token but the first of each document."""
+    """One microbatch of random pairs, with a label at every token but the first of each
+    document.
+    """
     draw = torch.Generator().manual_seed(0)
     documents = [
         Document(

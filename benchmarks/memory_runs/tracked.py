@@ -1,4 +1,5 @@
-"""The peak bytes of rank 0 in a step by PyTorch's `FSDPMemTracker`, on fake tensors in a fake process group.
+"""The peak bytes of rank 0 in a step by PyTorch's `FSDPMemTracker`, on fake tensors in a fake
+process group.
 
 python -m benchmarks.memory_runs.tracked CASE      # a case as JSON
 """
@@ -27,12 +28,15 @@ def track(case: Case) -> int:
     The loss is the plain sum of the log-probs; DPO's is a few numbers more.
     """
     dist.init_process_group("fake", rank=0, world_size=case.layout.world_size, store=FakeStore())
-    mesh = build_world_mesh(dp=parallel_configs(case.layout, param_dtype=case.param_dtype)["dp"], device_type="cpu")
+    mesh = build_world_mesh(
+        dp=parallel_configs(case.layout, param_dtype=case.param_dtype)["dp"], device_type="cpu"
+    )
     with FakeTensorMode():
         model, how = build(case)
         model = parallelize_model(model, world_mesh=mesh, **how)
         optimizer = optimizer_of(case).build(model)
-        # DTensor works out shapes with tensors of the global shape the first time; the tracker would count those.
+        # DTensor works out shapes with tensors of the global shape the first time; the tracker
+        # would count those.
         for parameter in model.parameters():
             parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
         optimizer.step()
@@ -57,7 +61,11 @@ def _peak(case: Case, model: Any, optimizer: Any) -> dict[str, int]:
             for index in range(case.num_microbatches):
                 is_last = index == case.num_microbatches - 1
                 model.set_is_last_backward(is_last)
-                (model.set_requires_gradient_sync if case.reduces_last else model.set_requires_all_reduce)(is_last)
+                (
+                    model.set_requires_gradient_sync
+                    if case.reduces_last
+                    else model.set_requires_all_reduce
+                )(is_last)
                 output = model(
                     ids_BT,
                     labels=ids_BT,
@@ -70,7 +78,9 @@ def _peak(case: Case, model: Any, optimizer: Any) -> dict[str, int]:
                 del output
                 tracker.reset_mod_stats()  # it follows a module through one pass only
             optimizer.step()
-    (peak,) = (kinds for at, kinds in tracker.get_tracker_snapshot("peak").items() if at.type == "cpu")
+    (peak,) = (
+        kinds for at, kinds in tracker.get_tracker_snapshot("peak").items() if at.type == "cpu"
+    )
     return peak
 
 

@@ -1,4 +1,5 @@
-"""dpo.py, with the peaks of each rank's memory before its first step and since; run by `offload_vs_trl.py`.
+"""dpo.py, with the peaks of each rank's memory before its first step and since; run by
+`offload_vs_trl.py`.
 
 Each rank writes OUT/rank{N}.json, where OUT is the first word; the others are dpo.py's.
 """
@@ -13,11 +14,13 @@ from harness.memory import forget_peak, memory_bytes
 from harness.processes import leave_numbers
 
 from open_instruct.dpo import main
-from open_instruct.learner.policy import Policy
+from open_instruct.training.policy import Policy
 
 
 def noted_peaks() -> dict[str, int]:
-    """The most that this process held before the first step, and since, until the end of the last."""
+    """The most that this process held before the first step, and since, until the end of the
+    last.
+    """
     peaks = {"before": 0, "steps": 0}
     forward_backward, update = Policy.forward_backward, Policy.update
 

@@ -1,4 +1,5 @@
-"""The device's memory in a step of our DPO as rank 0 of a pretended world, beside trl_programs/dpo_traced.py.
+"""The device's memory in a step of our DPO as rank 0 of a pretended world, beside
+trl_programs/dpo_traced.py.
 
 Run by `offload_vs_trl.py`; its word is a case as JSON.
 """
@@ -20,7 +21,9 @@ from tests.fake_cuda.memory import TracedCase, traced
 
 @dataclass(frozen=True)
 class Cut(TracedCase):
-    """A public model of so many layers; documents have a prompt of so many tokens, a step so many microbatches."""
+    """A public model of so many layers; documents have a prompt of so many tokens, a step so many
+    microbatches.
+    """
 
     num_layers: int = 4
     prompt: int = 8

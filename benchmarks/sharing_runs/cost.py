@@ -8,15 +8,22 @@ from typing import Any
 import torch
 from olmo_core.nn.transformer import Transformer
 
-from open_instruct.learner.model.forward import token_logprobs
+from open_instruct.core.records import PackedBatch
 from open_instruct.models.build import build_model
 from open_instruct.models.hf.hf_config import load_hf_config
-from open_instruct.records import PackedBatch
+from open_instruct.training.model.forward import token_logprobs
 
 KINDS: dict[str, tuple[str, ...]] = {
     "matrix products": ("aten::mm", "aten::addmm", "aten::bmm", "gemm"),
     "attention": ("_attention", "flash"),
-    "gathering and scattering": ("index_select", "index_copy", "index_add", "aten::cat", "split", "stack"),
+    "gathering and scattering": (
+        "index_select",
+        "index_copy",
+        "index_add",
+        "aten::cat",
+        "split",
+        "stack",
+    ),
     "other": (),
 }
 
@@ -25,7 +32,9 @@ def random_model(checkpoint: Path, device: torch.device) -> Transformer:
     model = build_model(load_hf_config(str(checkpoint)))
     model.init_weights(device=device)
     for name, parameter in model.named_parameters():
-        torch.nn.init.ones_(parameter) if "norm" in name else torch.nn.init.normal_(parameter, std=0.02)
+        torch.nn.init.ones_(parameter) if "norm" in name else torch.nn.init.normal_(
+            parameter, std=0.02
+        )
     return model.to(torch.bfloat16) if device.type == "cuda" else model
 
 
@@ -34,22 +43,34 @@ def forward_backward(model: Transformer, batch: PackedBatch, device: torch.devic
     token_logprobs(model, batch, device=device).logprobs_N.sum().backward()
 
 
-def print_profile(model: Transformer, batches: dict[str, PackedBatch], device: torch.device) -> None:
+def print_profile(
+    model: Transformer, batches: dict[str, PackedBatch], device: torch.device
+) -> None:
     """Shares of the time of packed and of shared rows by kind of operation."""
     for name in ("packed", "shared"):
-        forward_backward(model, batches[name], device)  # the first touch of the memory would count as work
+        # The first touch of the memory would count as work.
+        forward_backward(model, batches[name], device)
         with torch.profiler.profile() as profiler:
             forward_backward(model, batches[name], device)
         seconds = dict.fromkeys(KINDS, 0.0)
         for event in profiler.key_averages():
-            kind = next((kind for kind, parts in KINDS.items() if any(part in event.key for part in parts)), "other")
-            seconds[kind] += event.self_device_time_total if device.type == "cuda" else event.self_cpu_time_total
-        shares = ", ".join(f"{kind} {value / sum(seconds.values()):.0%}" for kind, value in seconds.items())
+            kind = next(
+                (kind for kind, parts in KINDS.items() if any(part in event.key for part in parts)),
+                "other",
+            )
+            seconds[kind] += (
+                event.self_device_time_total if device.type == "cuda" else event.self_cpu_time_total
+            )
+        shares = ", ".join(
+            f"{kind} {value / sum(seconds.values()):.0%}" for kind, value in seconds.items()
+        )
         print(f"  time of {name}: {shares}")
 
 
 def timed(call: Callable[[], Any], device: torch.device) -> float:
-    """Seconds on a GPU; on a CPU the process's own, which other work on the machine disturbs less."""
+    """Seconds on a GPU; on a CPU the process's own, which other work on the machine disturbs
+    less.
+    """
     clock = time.perf_counter if device.type == "cuda" else time.process_time
     began_s = clock()
     call()
@@ -59,7 +80,9 @@ def timed(call: Callable[[], Any], device: torch.device) -> float:
 
 
 def activation_bytes(model: Transformer, batch: PackedBatch, device: torch.device) -> int:
-    """Bytes of the storages that the forward pass keeps for the backward pass, the parameters' own left out."""
+    """Bytes of the storages that the forward pass keeps for the backward pass, the parameters' own
+    left out.
+    """
     of_parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     kept: dict[int, torch.UntypedStorage] = {}
 

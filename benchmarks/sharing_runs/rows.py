@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from open_instruct.core.records import Document, Span
 from open_instruct.data.chat import ChatFormat
 from open_instruct.data.mixer import parse_mixer_list
 from open_instruct.data.preference_rows import PreferenceBuilder
 from open_instruct.data.token_dataset import load_token_dataset
 from open_instruct.data.tokenizer import load_tokenizer
-from open_instruct.records import Document, Span
 
 PAIRS_GOAL, GROUPS_GOAL, TREE_GOAL, NOTHING_GOAL = 1.3, 0.7, 0.85, 0.97
 GROUP = 8
@@ -20,7 +20,9 @@ NUM_SHOTS = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rows:
-    """Documents of one microbatch, which of them may share, and the ratio of shared to packed that is wanted."""
+    """Documents of one microbatch, which of them may share, and the ratio of shared to packed that
+    is wanted.
+    """
 
     name: str
     documents: list[Document]
@@ -33,7 +35,9 @@ class Rows:
 
     @property
     def num_distinct(self) -> int:
-        """Positions that no two documents compute alike: tokens that differ, or that other tokens come before."""
+        """Positions that no two documents compute alike: tokens that differ, or that other tokens
+        come before.
+        """
         places: dict[tuple[int, int], int] = {}  # of a token behind another place
         for each in self.documents:
             place = 0
@@ -43,12 +47,17 @@ class Rows:
 
 
 def made_up_pairs(scale: int, *, with_prompt: bool) -> Rows:
-    """Prompt and replies of equal length; without a common prompt, each conversation has its own."""
+    """Prompt and replies of equal length; without a common prompt, each conversation has its
+    own.
+    """
     rng, length = random.Random(0), 192 * scale
     documents: list[Document] = []
     for _ in range(4):
         prompt = tokens(length, rng)
-        documents += [document(prompt if with_prompt else tokens(length, rng), tokens(length, rng)) for _ in range(2)]
+        documents += [
+            document(prompt if with_prompt else tokens(length, rng), tokens(length, rng))
+            for _ in range(2)
+        ]
     return Rows(
         name="pairs, prompt as long as a reply" if with_prompt else "pairs that share nothing",
         documents=documents,
@@ -74,7 +83,9 @@ def made_up_groups(scale: int) -> Rows:
 
 
 def made_up_tree(scale: int) -> Rows:
-    """8 episodes of three learned turns, each turn followed by two others; prompt and turns are of one length."""
+    """8 episodes of three learned turns, each turn followed by two others; prompt and turns are of
+    one length.
+    """
     rng, length = random.Random(0), 96 * scale
     paths = [tokens(length, rng)]
     for _ in range(3):
@@ -106,9 +117,14 @@ def real_pairs(file: Path, checkpoint: Path, folder: Path) -> Rows:
 
 def real_groups(file: Path, checkpoint: Path) -> Rows:
     """A problem behind 8 solved ones, with 8 solutions of other problems for their lengths."""
-    problems = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()[: NUM_SHOTS + 1 + GROUP]]
+    problems = [
+        json.loads(line)
+        for line in file.read_text(encoding="utf-8").splitlines()[: NUM_SHOTS + 1 + GROUP]
+    ]
     encode = load_tokenizer(str(checkpoint)).encode
-    shots = "\n\n".join(f"{p['messages'][0]['content']}\n{p['solution']}" for p in problems[:NUM_SHOTS])
+    shots = "\n\n".join(
+        f"{p['messages'][0]['content']}\n{p['solution']}" for p in problems[:NUM_SHOTS]
+    )
     documents, groups = [], []
     for problem in problems[NUM_SHOTS : NUM_SHOTS + 1]:
         prompt = tuple(encode(f"{shots}\n\n{problem['messages'][0]['content']}\n"))
@@ -119,7 +135,10 @@ def real_groups(file: Path, checkpoint: Path) -> Rows:
 
 
 def document(prompt: Sequence[int], reply: Sequence[int]) -> Document:
-    return Document(token_ids=(*prompt, *reply), responses=(Span(start=len(prompt), stop=len(prompt) + len(reply)),))
+    return Document(
+        token_ids=(*prompt, *reply),
+        responses=(Span(start=len(prompt), stop=len(prompt) + len(reply)),),
+    )
 
 
 def tokens(count: int, rng: random.Random) -> tuple[int, ...]:

@@ -1,9 +1,11 @@
-"""What one training step runs, counted on the pretended GPU of `tests/fake_cuda`, as rank 0 of a node.
+"""What one training step runs, counted on the pretended GPU of `tests/fake_cuda`, as rank 0 of a
+node.
 
     python -m benchmarks.speed_runs.steps CASE NUM_LAYERS       # the counts as JSON
 
-The step is a run's own, uncompiled: forward and backward passes of all microbatches over FSDP2, clipping, the
-optimizer. It runs in a process of its own, since the pretended device needs hooks that are loaded before torch.
+The step is a run's own, uncompiled: forward and backward passes of all microbatches over FSDP2,
+clipping, the optimizer. It runs in a process of its own, since the pretended device needs hooks
+that are loaded before torch.
 """
 
 import json
@@ -21,17 +23,40 @@ from tests.fake_cuda.device import WAITS, load_hooks, pretend_cuda
 from tests.fake_cuda.memory import TracedCase
 
 MODEL = "allenai/OLMo-2-1124-7B"
-COLLECTIVES = ("_allgather_base_", "_reduce_scatter_base_", "allreduce_", "allgather_into_tensor_coalesced_")
-COPIES = ("split_with_sizes_copy", "_foreach_copy_", "_chunk_cat", "chunk_cat", "all_gather_copy_in")
+COLLECTIVES = (
+    "_allgather_base_",
+    "_reduce_scatter_base_",
+    "allreduce_",
+    "allgather_into_tensor_coalesced_",
+)
+COPIES = (
+    "split_with_sizes_copy",
+    "_foreach_copy_",
+    "_chunk_cat",
+    "chunk_cat",
+    "all_gather_copy_in",
+)
 ATTENTION = ("_varlen_attn", "_varlen_attn_backward")
 HALVED = ("_scaled_mm",)  # products in float8, at twice the speed
 # What starts no kernel, beside views.
-FREE = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view", "detach", "alias")
+FREE = (
+    "empty",
+    "empty_like",
+    "empty_strided",
+    "new_empty",
+    "new_empty_strided",
+    "_unsafe_view",
+    "detach",
+    "alias",
+)
 
 
 @dataclass(frozen=True)
 class SpeedCase(TracedCase):
-    """A step as a run of these flags takes it. `group`: documents of a row, or completions of a prompt."""
+    """A step as a run of these flags takes it.
+
+    `group`: documents of a row, or completions of a prompt.
+    """
 
     family: str = MODEL
     num_layers: int = 32
@@ -56,23 +81,31 @@ class SpeedCase(TracedCase):
         if self.objective == "grpo":
             words += f" --dataset_mixer_list none 1.0 --num_learners_per_node {self.world}"
             words += f" --pack_length {self.pack_length} --max_prompt_token_length {self.prompt}"
-            words += f" --response_length {self.longest - self.prompt} --num_unique_prompts_rollout {self.world}"
+            words += (
+                f" --response_length {self.longest - self.prompt} --num_unique_prompts_rollout "
+                f"{self.world}"
+            )
             words += f" --num_samples_per_prompt_rollout {self.group}"
             return words.split()
         words += f" --mixer_list none 1.0 --max_seq_length {self.longest}"
-        words += f" --per_device_train_batch_size {self.rows} --gradient_accumulation_steps {self.accumulation}"
+        words += (
+            f" --per_device_train_batch_size {self.rows} --gradient_accumulation_steps "
+            f"{self.accumulation}"
+        )
         return words.split()
 
     def lengths(self, num_rows: int, num_replies: int) -> list[list[int]]:
         return [[self.prompt, *(self.longest - self.prompt,) * num_replies]] * num_rows
 
     def samples(self, num_ranks: int, seed: int) -> Any:
-        from open_instruct.records import Document, RolloutSample, Span
+        from open_instruct.core.records import Document, RolloutSample, Span
 
         span = Span(start=self.prompt, stop=self.longest)
         return [
             RolloutSample(
-                document=Document(token_ids=(3 + index // self.group,) * self.longest, responses=(span,)),
+                document=Document(
+                    token_ids=(3 + index // self.group,) * self.longest, responses=(span,)
+                ),
                 engine_logprobs=(-11.0,) * (self.longest - self.prompt),
                 advantage=(-1.0) ** index,
             )
@@ -91,7 +124,8 @@ class SpeedCase(TracedCase):
 
 
 CASES = {
-    # What the plan makes of 8 pairs a step and rank, the default, and what it would be in one piece.
+    # What the plan makes of 8 pairs a step and rank, the default, and what it would be in one
+    # piece.
     "dpo, 2 pairs, 4 times": SpeedCase(rows=2, longest=2048, accumulation=4),
     "dpo, 8 pairs at once": SpeedCase("--activation_checkpointing full", rows=8, longest=2048),
     "dpo, 2 x 8,192 tokens": SpeedCase(rows=1, longest=8192, accumulation=2),
@@ -121,12 +155,21 @@ def counting(counts: Counts) -> Any:
     from torch.utils.flop_counter import flop_registry
 
     def bytes_on_gpu(values: Any) -> int:
-        locals_ = (leaf._local_tensor if isinstance(leaf, DTensor) else leaf for leaf in tree_leaves(values))
-        leaves = (leaf for leaf in locals_ if isinstance(leaf, FakeTensor) and leaf.device.type == "cuda")
-        return sum(min(leaf.numel() * leaf.itemsize, leaf.untyped_storage().nbytes()) for leaf in leaves)
+        locals_ = (
+            leaf._local_tensor if isinstance(leaf, DTensor) else leaf
+            for leaf in tree_leaves(values)
+        )
+        leaves = (
+            leaf for leaf in locals_ if isinstance(leaf, FakeTensor) and leaf.device.type == "cuda"
+        )
+        return sum(
+            min(leaf.numel() * leaf.itemsize, leaf.untyped_storage().nbytes()) for leaf in leaves
+        )
 
     class Count(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+        ) -> Any:
             kwargs = kwargs or {}
             made = func(*args, **kwargs)
             name, packet = func._opname, func._overloadpacket
@@ -134,14 +177,21 @@ def counting(counts: Counts) -> Any:
             if name in COLLECTIVES:
                 whole = args[1] if name.startswith("_reduce_scatter") else args[0]
                 counts.add(f"{name.strip('_')}", calls=1, bytes=bytes_on_gpu(whole))
-            elif not (given or put_out) or func.is_view or name in FREE or name.startswith("record_stream"):
+            elif (
+                not (given or put_out)
+                or func.is_view
+                or name in FREE
+                or name.startswith("record_stream")
+            ):
                 pass
             elif name in ATTENTION:
                 counts.add(name.strip("_"), calls=1, bytes=given + put_out)
             elif packet in flop_registry:
                 flops = flop_registry[packet](*args, **kwargs, out_val=made)
                 taken = int(flops) // (2 if name in HALVED else 1)
-                counts.add("product", calls=1, flops=int(flops), bf16_flops=taken, bytes=given + put_out)
+                counts.add(
+                    "product", calls=1, flops=int(flops), bf16_flops=taken, bytes=given + put_out
+                )
             else:
                 counts.add("copies" if name in COPIES else "memory", calls=1, bytes=given + put_out)
             return made
@@ -183,7 +233,11 @@ def main(words: list[str]) -> None:
 
     name, num_layers, *flags = words
     case = CASES[name]
-    case = replace(case, num_layers=int(num_layers), flags=" ".join([case.flags, *flags, "--compile_model false"]))
+    case = replace(
+        case,
+        num_layers=int(num_layers),
+        flags=" ".join([case.flags, *flags, "--compile_model false"]),
+    )
     with tempfile.TemporaryDirectory() as scratch:
         load_hooks(Path(scratch))
         pretend_cuda()

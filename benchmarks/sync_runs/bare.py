@@ -1,4 +1,6 @@
-"""What the way of travelling costs without us: copies through the slot for shm, broadcasts for gloo."""
+"""What the way of travelling costs without us: copies through the slot for shm, broadcasts for
+gloo.
+"""
 
 import time
 from pathlib import Path
@@ -7,9 +9,9 @@ from typing import Any
 import torch
 
 from open_instruct.cluster.addresses import LOOPBACK
-from open_instruct.weights import broadcasts, slots
-from open_instruct.weights.manifest import WeightManifest
-from open_instruct.weights.progress import SyncProgress
+from open_instruct.weight_sync import broadcasts, slots
+from open_instruct.weight_sync.manifest import WeightManifest
+from open_instruct.weight_sync.progress import SyncProgress
 from sync_runs.told import TIMEOUT_S, awaited, publish
 
 
@@ -30,7 +32,8 @@ class Bare:
             told = awaited(port_path)
             path = told["path"]
             self.roll = SyncProgress.join(
-                {"address": LOOPBACK, "port": told["port"], "timeout_s": TIMEOUT_S}, member="receiver 0"
+                {"address": LOOPBACK, "port": told["port"], "timeout_s": TIMEOUT_S},
+                member="receiver 0",
             )
         # The sender's are as many as the weights: fewer would stay in the processor's cache.
         self.memory = torch.ones(slot_bytes if rank else self.manifest.num_bytes, dtype=torch.uint8)
@@ -38,7 +41,13 @@ class Bare:
         self.roll.report("mapped")
         self.roll.wait("mapped", ["learner 0", "receiver 0"], to="map the file")
         Path(path).unlink(missing_ok=True)
-        meeting = {"backend": "gloo", "address": LOOPBACK, "port": 1, "num_receivers": 1, "timeout_s": TIMEOUT_S}
+        meeting = {
+            "backend": "gloo",
+            "address": LOOPBACK,
+            "port": 1,
+            "num_receivers": 1,
+            "timeout_s": TIMEOUT_S,
+        }
         self.group = broadcasts.broadcast_group(
             meeting, self.roll, sender="learner 0", rank=rank, device=torch.device("cpu")
         )
@@ -68,7 +77,9 @@ class Bare:
         for bucket in self.manifest.buckets:
             if self.is_shared:
                 self.roll.wait(f"filled/{self.position}", ["learner 0"], to="copy")
-                self.memory[: bucket.num_bytes].copy_(slots.slot_of(self.slots, self.position, bucket))
+                self.memory[: bucket.num_bytes].copy_(
+                    slots.slot_of(self.slots, self.position, bucket)
+                )
             else:
                 broadcasts.broadcast(self.group, self.memory[: bucket.num_bytes]).wait()
             self.roll.report(f"done/{self.position}")

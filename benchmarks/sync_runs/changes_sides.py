@@ -1,4 +1,6 @@
-"""The learners of a weight sync by changes, each beside one of all weights, and the process that receives both."""
+"""The learners of a weight sync by changes, each beside one of all weights, and the process that
+receives both.
+"""
 
 import time
 import zlib
@@ -13,16 +15,16 @@ from harness.memory import PeakMemory
 from harness.processes import leave_numbers
 from harness.sharding import sharder
 
+from open_instruct.commands.tiny_model import SIZES, tiny_config
 from open_instruct.models.build import build_model
 from open_instruct.models.hf.names import TensorNames
-from open_instruct.toys.tiny import SIZES, tiny_config
-from open_instruct.weights import sender as sender_module
-from open_instruct.weights.broadcasts import PartBroadcaster
-from open_instruct.weights.changes import Message, SentParts
-from open_instruct.weights.receiver import IncomingWeights
-from open_instruct.weights.sender import WeightSender
-from open_instruct.weights.way import NUM_SLOTS, LocalOf
-from open_instruct.weights.ways import WAYS
+from open_instruct.weight_sync import sender as sender_module
+from open_instruct.weight_sync.broadcasts import PartBroadcaster
+from open_instruct.weight_sync.changes import Message, SentParts
+from open_instruct.weight_sync.receiver import IncomingWeights
+from open_instruct.weight_sync.sender import WeightSender
+from open_instruct.weight_sync.way import NUM_SLOTS, LocalOf
+from open_instruct.weight_sync.ways import WAYS
 from sync_runs.measure import NUM_LEARNERS, Sync
 from sync_runs.sides import new_sender
 from sync_runs.told import awaited, publish
@@ -32,9 +34,11 @@ KINDS = {"dense": False, "delta": True}
 
 
 class HeldBack(PartBroadcaster):
-    """A learner's end of gloo over a network of `gb_s`, which all learners share and buckets pass one by one.
+    """A learner's end of gloo over a network of `gb_s`, which all learners share and buckets pass
+    one by one.
 
-    It sleeps where a bucket has not passed yet: before its slot is used again, and at the end of a version.
+    It sleeps where a bucket has not passed yet: before its slot is used again, and at the end of a
+    version.
     """
 
     gb_s = 1.0
@@ -58,7 +62,9 @@ class HeldBack(PartBroadcaster):
 
 
 class TimedParts(SentParts):
-    """Counts the processor's time that finding changes takes, which other work on the machine does not lengthen."""
+    """Counts the processor's time that finding changes takes, which other work on the machine does
+    not lengthen.
+    """
 
     cpu_s = 0.0
 
@@ -75,7 +81,9 @@ def learner(sync: Sync, folder: Path, *, gb_s: float, compresses: bool) -> None:
     HeldBack.gb_s = gb_s
     WAYS["gloo"] = (HeldBack, WAYS["gloo"][1])
     sender_module.SentParts = TimedParts  # type: ignore[misc]
-    hf_config = tiny_config("olmo2", SIZES[sync.size], vocab_size=SIZES[sync.size]["vocab_size"], tie=False)
+    hf_config = tiny_config(
+        "olmo2", SIZES[sync.size], vocab_size=SIZES[sync.size]["vocab_size"], tie=False
+    )
     model = sharder(NUM_LEARNERS)(build_model(hf_config))
     parameters = [each.to_local().detach() for each in model.parameters()]
     for each in parameters:
@@ -83,8 +91,13 @@ def learner(sync: Sync, folder: Path, *, gb_s: float, compresses: bool) -> None:
     masters = [each.view_as(each).requires_grad_() for each in parameters]
     optimizer = torch.optim.AdamW(masters, lr=LEARNING_RATE, weight_decay=0.0, foreach=False)
     names = TensorNames(hf_config)
-    senders = {kind: new_sender(sync, model, names, changes_alone=changes) for kind, changes in KINDS.items()}
-    taken: dict[str, Any] = {what: {kind: [] for kind in KINDS} for what in ("began", "seconds", "bytes", "cpu")}
+    senders = {
+        kind: new_sender(sync, model, names, changes_alone=changes)
+        for kind, changes in KINDS.items()
+    }
+    taken: dict[str, Any] = {
+        what: {kind: [] for kind in KINDS} for what in ("began", "seconds", "bytes", "cpu")
+    }
     taken["memory"] = {kind: _first_sync(kind, sender, folder) for kind, sender in senders.items()}
     for version in range(1, sync.num_syncs + 1):
         before = [each.bfloat16() for each in parameters[:4]]
@@ -92,10 +105,14 @@ def learner(sync: Sync, folder: Path, *, gb_s: float, compresses: bool) -> None:
             each.grad = torch.randn_like(each)
         optimizer.step()
         optimizer.zero_grad()
-        differ = sum((old != new.bfloat16()).sum() for old, new in zip(before, parameters, strict=False))
+        differ = sum(
+            (old != new.bfloat16()).sum() for old, new in zip(before, parameters, strict=False)
+        )
         taken["changed"] = float(differ) / sum(each.numel() for each in before)
         for kind, sender in senders.items():
-            HeldBack.kept = [] if compresses and kind == "delta" and version == sync.num_syncs else None
+            HeldBack.kept = (
+                [] if compresses and kind == "delta" and version == sync.num_syncs else None
+            )
             HeldBack.num_bytes, TimedParts.cpu_s = 0, 0.0
             dist.barrier()
             taken["began"][kind].append(time.perf_counter())
@@ -124,12 +141,17 @@ def _first_sync(kind: str, sender: WeightSender, folder: Path) -> int:
 
 
 def compressed(told: bytes) -> dict[str, tuple[float, float]]:
-    """By compressor, the share of the bytes that is left, and the MB that one thread compresses in a second."""
+    """By compressor, the share of the bytes that is left, and the MB that one thread compresses in
+    a second.
+    """
     compressors: dict[str, Callable[[bytes], bytes]] = {}
     if told:
         import zstandard  # of this measurement alone
 
-        levels = {f"zstd level {level}": zstandard.ZstdCompressor(level=level).compress for level in (1, 3)}
+        levels = {
+            f"zstd level {level}": zstandard.ZstdCompressor(level=level).compress
+            for level in (1, 3)
+        }
         compressors = {"zlib level 1": lambda data: zlib.compress(data, 1), **levels}
     found = {}
     for name, compress in compressors.items():
@@ -142,7 +164,8 @@ def compressed(told: bytes) -> dict[str, tuple[float, float]]:
 def receiver(sync: Sync, folder: Path) -> None:
     """The process of an engine, without an engine: it copies what comes into weights of its own.
 
-    Leaves when it had all weights, and how long it took to copy those that changes were put into before.
+    Leaves when it had all weights, and how long it took to copy those that changes were put into
+    before.
     """
     engines: dict[str, dict[str, torch.Tensor]] = {kind: {} for kind in KINDS}
     ended: dict[str, list[float]] = {kind: [] for kind in KINDS}
@@ -165,7 +188,9 @@ def receiver(sync: Sync, folder: Path) -> None:
             if changes:
                 copying_s.append(ended[kind][-1] - began_s)
         for name, tensor in engines["dense"].items():
-            assert torch.equal(tensor.view(torch.int16), engines["delta"][name].view(torch.int16)), name
+            assert torch.equal(
+                tensor.view(torch.int16), engines["delta"][name].view(torch.int16)
+            ), name
     cpu = {what: each[1:] for what, each in cpu_s.items()}
     leave_numbers(folder, {"ended": ended["dense"][1:], "copying": copying_s[1:], "cpu": cpu})
 

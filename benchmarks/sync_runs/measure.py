@@ -1,4 +1,7 @@
-"""A weight sync that is measured, and its start in fresh processes. The processes' own code is in sides.py."""
+"""A weight sync that is measured, and its start in fresh processes.
+
+The processes' own code is in sides.py.
+"""
 
 import json
 from dataclasses import asdict, dataclass
@@ -14,8 +17,8 @@ BUCKET_MIB = {"mini": 4, "small": 32, "base": 64}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sync:
-    """`num_syncs` are timed. `lora_sync` is "plain", "merged" or "adapter"; all but "plain" have adapters, and with ""
-    there are none and the vocabulary is small.
+    """`num_syncs` are timed. `lora_sync` is "plain", "merged" or "adapter"; all but "plain" have
+    adapters, and with "" there are none and the vocabulary is small.
     """
 
     backend: str

@@ -12,13 +12,13 @@ from harness.processes import leave_numbers
 from harness.rounds import paired_median
 from harness.sharding import sharder
 
+from open_instruct.commands.tiny_model import SIZES, tiny_config
 from open_instruct.config.lora import LoRASection
 from open_instruct.models.build import build_model
 from open_instruct.models.hf.names import TensorNames
 from open_instruct.models.lora.adapters import adapt
-from open_instruct.toys.tiny import SIZES, tiny_config
-from open_instruct.weights.receiver import IncomingWeights
-from open_instruct.weights.sender import WeightSender
+from open_instruct.weight_sync.receiver import IncomingWeights
+from open_instruct.weight_sync.sender import WeightSender
 from sync_runs.bare import Bare
 from sync_runs.measure import NUM_LEARNERS, Sync
 from sync_runs.told import TIMEOUT_S, awaited, publish
@@ -41,7 +41,8 @@ def learner(sync: Sync, folder: Path) -> None:
     sender.join()
     ours_s, bare_s = [], []
     bare = None
-    for repetition in range(sync.num_syncs + 1):  # the first one touches the memory for the first time
+    # The first one touches the memory for the first time.
+    for repetition in range(sync.num_syncs + 1):
         dist.barrier()
         started_s = time.perf_counter()
         sender.send(repetition)

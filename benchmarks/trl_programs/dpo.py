@@ -1,4 +1,6 @@
-"""TRL's DPOTrainer on the same model and rows; run by the programs above with an interpreter that has TRL."""
+"""TRL's DPOTrainer on the same model and rows; run by the programs above with an interpreter that
+has TRL.
+"""
 
 import importlib
 from functools import partial
@@ -14,7 +16,10 @@ if __name__ == "__main__":
     if args.lora_r is not None:
         lora_config = importlib.import_module("peft").LoraConfig
         adapters["peft_config"] = lora_config(
-            r=args.lora_r, lora_alpha=2 * args.lora_r, target_modules="all-linear", task_type="CAUSAL_LM"
+            r=args.lora_r,
+            lora_alpha=2 * args.lora_r,
+            target_modules="all-linear",
+            task_type="CAUSAL_LM",
         )
     if args.load_in_4bit:
         rounded = BitsAndBytesConfig(
@@ -23,5 +28,7 @@ if __name__ == "__main__":
             bnb_4bit_use_double_quant=True,
             bnb_4bit_compute_dtype="float32",
         )
-        adapters["load"] = partial(AutoModelForCausalLM.from_pretrained, quantization_config=rounded)
+        adapters["load"] = partial(
+            AutoModelForCausalLM.from_pretrained, quantization_config=rounded
+        )
     train_timed(args, DPOTrainer, DPOConfig, ["attention_mask"], own=frozen, **adapters)

@@ -1,10 +1,12 @@
-"""The device's memory in a step of TRL's DPOTrainer on accelerate's FSDP2, as rank 0 of a pretended world traces it.
+"""The device's memory in a step of TRL's DPOTrainer on accelerate's FSDP2, as rank 0 of a pretended
+world traces it.
 
-Run by `offload_vs_trl.py` with an interpreter that has TRL; its word is a case as JSON. TRL, accelerate, transformers
-and torch run as they are, on the pretended GPU of tests/fake_cuda. Put in the place of theirs is what cannot run there:
-files of weights (`fsdp2_load_full_state_dict`), values that are read (log-probs of the reference, whether a row is
-padded: none is), and kernels of CUDA, which work in tensors that are there already: TRL's of Triton, and the product
-that adds bfloat16 up in float32. Attention is the flash kernel, which PyTorch takes for such rows.
+Run by `offload_vs_trl.py` with an interpreter that has TRL; its word is a case as JSON. TRL,
+accelerate, transformers and torch run as they are, on the pretended GPU of tests/fake_cuda. Put in
+the place of theirs is what cannot run there: files of weights (`fsdp2_load_full_state_dict`),
+values that are read (log-probs of the reference, whether a row is padded: none is), and kernels of
+CUDA, which work in tensors that are there already: TRL's of Triton, and the product that adds
+bfloat16 up in float32. Attention is the flash kernel, which PyTorch takes for such rows.
 """
 
 import json
@@ -31,7 +33,9 @@ class NoKernel:
 
 
 def flash(query: Any, key: Any, value: Any, **how: Any) -> Any:
-    """What `scaled_dot_product_attention` is on a GPU where nothing is masked but what is to come."""
+    """What `scaled_dot_product_attention` is on a GPU where nothing is masked but what is to
+    come.
+    """
     import torch
 
     assert how["attn_mask"] is None and how["is_causal"]
@@ -50,19 +54,25 @@ def in_place_of_kernels() -> None:
     chunked_logprob.triton = SimpleNamespace(cdiv=lambda size, by: -(-size // by))
     chunked_logprob._forward_kernel = chunked_logprob._backward_kernel = NoKernel()
     chunked_logprob._addmm_fp32 = lambda *arguments: None
-    masking_utils._ignore_causal_mask_sdpa = lambda *arguments, **more: True  # it asks whether a row is padded
+    # It asks whether a row is padded.
+    masking_utils._ignore_causal_mask_sdpa = lambda *arguments, **more: True
     torch.nn.functional.scaled_dot_product_attention = flash
 
 
 def leave_weights_alone() -> None:
-    """Shards are made where they belong, and not filled; nobody reads a reference, or a value to name it by."""
+    """Shards are made where they belong, and not filled; nobody reads a reference, or a value to
+    name it by.
+    """
     import torch
     from accelerate.utils import fsdp_utils
     from trl.trainer import dpo_trainer
 
     def load_nothing(accelerator: Any, model: Any, full: Any, cpu_offload: bool = False) -> Any:
         device = "cpu" if cpu_offload else "cuda"
-        shards = {name: torch.empty_like(shard, device=device) for name, shard in model.state_dict().items()}
+        shards = {
+            name: torch.empty_like(shard, device=device)
+            for name, shard in model.state_dict().items()
+        }
         model.load_state_dict(shards, assign=True)
         return model
 
@@ -112,8 +122,13 @@ def trainer_of(case: dict[str, Any], out: Path) -> Any:
         report_to="none",
         disable_tqdm=True,
     )
-    if case.get("reduces_in_float32"):  # accelerate's own is bfloat16, which flags of transformers leave as it is
-        dtypes = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32, "output_dtype": torch.bfloat16}
+    # Accelerate's own is bfloat16, which flags of transformers leave as it is.
+    if case.get("reduces_in_float32"):
+        dtypes = {
+            "param_dtype": torch.bfloat16,
+            "reduce_dtype": torch.float32,
+            "output_dtype": torch.bfloat16,
+        }
         args.fsdp_plugin_args["mixed_precision_policy"] = MixedPrecisionPolicy(**dtypes)
     return DPOTrainer(
         model=model,
@@ -157,7 +172,11 @@ def traced(case: dict[str, Any], out: Path) -> dict[str, int]:
         trainer = trainer_of(case, out)
         watched(trainer, alive)
         trainer.train()
-    return {phase: most for phase in PHASES if (most := alive.most.get(f"{phase} {NUM_STEPS - 1}")) is not None}
+    return {
+        phase: most
+        for phase in PHASES
+        if (most := alive.most.get(f"{phase} {NUM_STEPS - 1}")) is not None
+    }
 
 
 def main(words: str) -> None:

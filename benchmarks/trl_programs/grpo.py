@@ -1,6 +1,8 @@
-"""TRL's GRPOTrainer on the same model and prompts; run by `grpo_vs_trl.py` with an interpreter that has TRL.
+"""TRL's GRPOTrainer on the same model and prompts; run by `grpo_vs_trl.py` with an interpreter that
+has TRL.
 
-Rank 0 writes OUT/steps.json: when each step ended, its mean reward, and the mean length of its completions.
+Rank 0 writes OUT/steps.json: when each step ended, its mean reward, and the mean length of its
+completions.
 """
 
 import argparse
@@ -18,7 +20,7 @@ from timed import PLAIN
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
-from open_instruct.verifiers.answers import GSM8K
+from open_instruct.rewards.answers import GSM8K
 
 
 class StepClock(TrainerCallback):
@@ -32,7 +34,9 @@ class StepClock(TrainerCallback):
     def on_step_end(self, *_: Any, **__: Any) -> None:
         self.ended_s.append(time.perf_counter())
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **_: Any) -> None:
+    def on_log(
+        self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **_: Any
+    ) -> None:
         if logs and "reward" in logs:
             self.rewards.append(logs["reward"])
             self.lengths.append(logs["completions/mean_length"])
@@ -57,7 +61,9 @@ def main() -> None:
     args = parser.parse_args()
 
     clock = StepClock()
-    rows = load_dataset("json", data_files=str(args.prompts), split="train").rename_column("messages", "prompt")
+    rows = load_dataset("json", data_files=str(args.prompts), split="train").rename_column(
+        "messages", "prompt"
+    )
     trainer = GRPOTrainer(
         model=AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32),
         reward_funcs=last_number_is_right,

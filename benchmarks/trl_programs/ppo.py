@@ -1,7 +1,7 @@
 """TRL's PPOTrainer on the same model; run by `ppo_vs_trl.py` with an interpreter that has TRL 1.12.
 
-Writes OUT/trl.json: the token ids and rewards of each step's completions and the losses of policy and critic, and the
-memory of the process, before the models were loaded and at its peak.
+Writes OUT/trl.json: the token ids and rewards of each step's completions and the losses of policy
+and critic, and the memory of the process, before the models were loaded and at its peak.
 """
 
 import argparse
@@ -27,7 +27,9 @@ assert olmo2.Olmo2ForCausalLM and olmo2.Olmo2ForSequenceClassification
 
 
 class EvenTokens(torch.nn.Module):
-    """The share of a completion's tokens that have an even id, asked as a reward model; it notes what it is given."""
+    """The share of a completion's tokens that have an even id, asked as a reward model; it notes
+    what it is given.
+    """
 
     base_model_prefix = "rule"
 
@@ -53,9 +55,13 @@ class Losses(TrainerCallback):
     def __init__(self) -> None:
         self.of_steps: list[dict[str, float]] = []
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **_: Any) -> None:
+    def on_log(
+        self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **_: Any
+    ) -> None:
         if logs and "loss/value_avg" in logs:
-            self.of_steps.append({"policy_loss": logs["loss/policy_avg"], "value_loss": logs["loss/value_avg"]})
+            self.of_steps.append(
+                {"policy_loss": logs["loss/policy_avg"], "value_loss": logs["loss/value_avg"]}
+            )
 
 
 def settings(args: argparse.Namespace, num_prompts: int) -> PPOConfig:
@@ -88,20 +94,28 @@ def main() -> None:
 
     per_step = args.batch * args.accumulation
     num_prompts = per_step * args.steps
-    # In the last step of an epoch of prompts Accelerate accumulates nothing, so there are prompts for one step more.
+    # In the last step of an epoch of prompts Accelerate accumulates nothing, so there are prompts
+    # for one step more.
     num_rows = num_prompts + per_step
     (before,) = memory_bytes("VmRSS")
     policy = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)
     vocab_size = policy.config.vocab_size
-    prompts = torch.randint(4, vocab_size, (num_rows, args.prompt_length), generator=torch.Generator().manual_seed(0))
+    prompts = torch.randint(
+        4, vocab_size, (num_rows, args.prompt_length), generator=torch.Generator().manual_seed(0)
+    )
     reward, losses = EvenTokens(args.prompt_length), Losses()
     trainer = PPOTrainer(
         model=policy,
         ref_model=None,  # a copy of the policy
-        value_model=AutoModelForSequenceClassification.from_pretrained(args.critic, num_labels=1, dtype=torch.float32),
+        value_model=AutoModelForSequenceClassification.from_pretrained(
+            args.critic, num_labels=1, dtype=torch.float32
+        ),
         reward_model=reward,
-        # Two ids are all that is read of a tokenizer. No model says this pad, so no token of a completion is masked.
-        processing_class=SimpleNamespace(pad_token_id=vocab_size, eos_token_id=policy.config.eos_token_id),
+        # Two ids are all that is read of a tokenizer. No model says this pad, so no token of a
+        # completion is masked.
+        processing_class=SimpleNamespace(
+            pad_token_id=vocab_size, eos_token_id=policy.config.eos_token_id
+        ),
         train_dataset=Dataset.from_dict({"input_ids": prompts.tolist()}),
         data_collator=lambda rows: {"input_ids": torch.tensor([row["input_ids"] for row in rows])},
         args=settings(args, num_prompts),
@@ -110,7 +124,10 @@ def main() -> None:
     trainer.train()
     (peak,) = memory_bytes("VmHWM")
     steps = [
-        {"token_ids": reward.token_ids[first : first + per_step], "rewards": reward.rewards[first : first + per_step]}
+        {
+            "token_ids": reward.token_ids[first : first + per_step],
+            "rewards": reward.rewards[first : first + per_step],
+        }
         for first in range(0, num_prompts, per_step)
     ]
     steps = [step | logged for step, logged in zip(steps, losses.of_steps, strict=True)]

@@ -1,4 +1,5 @@
-"""TRL's PRMTrainer on the given model and rows, all of them in every step; run by `prm_vs_trl.py` with TRL 1.13.
+"""TRL's PRMTrainer on the given model and rows, all of them in every step; run by `prm_vs_trl.py`
+with TRL 1.13.
 
 It leaves the loss of each step as it was computed: what the trainer logs is rounded.
 """

@@ -1,4 +1,6 @@
-"""TRL's RewardTrainer on the same model and rows; run by `reward_vs_trl.py` with an interpreter that has TRL."""
+"""TRL's RewardTrainer on the same model and rows; run by `reward_vs_trl.py` with an interpreter
+that has TRL.
+"""
 
 from functools import partial
 

@@ -1,7 +1,9 @@
-"""Flags, steps that are timed, and what is written of them, of TRL's trainers of offline objectives.
+"""Flags, steps that are timed, and what is written of them, of TRL's trainers of offline
+objectives.
 
-Each rank writes OUT/rank{N}.json: seconds, real tokens and loss of every step, the peak of its memory, how long it took
-until the first step, and its processor time at the end of each; with --offload the peaks before that step and since.
+Each rank writes OUT/rank{N}.json: seconds, real tokens and loss of every step, the peak of its
+memory, how long it took until the first step, and its processor time at the end of each; with
+--offload the peaks before that step and since.
 """
 
 import argparse
@@ -53,7 +55,9 @@ class StepClock(TrainerCallback):
         self.seconds.append(time.perf_counter() - self._began_s)
         self.processor_stamps.append(time.process_time())
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **_: Any) -> None:
+    def on_log(
+        self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **_: Any
+    ) -> None:
         if logs and "loss" in logs:
             self.losses.append(logs["loss"])
 
@@ -81,9 +85,13 @@ def parsed(strength: str) -> argparse.Namespace:
     for flag in ("batch", "accumulation", "steps", "max_length"):
         parser.add_argument(f"--{flag}", type=int, required=True)
     parser.add_argument("--lora_r", type=int, help="with peft, which must be on the path")
-    parser.add_argument("--load_in_4bit", action="store_true", help="with bitsandbytes, which must be on the path")
+    parser.add_argument(
+        "--load_in_4bit", action="store_true", help="with bitsandbytes, which must be on the path"
+    )
     parser.add_argument("--zero_stage", type=int, help="with DeepSpeed, which must be on the path")
-    parser.add_argument("--offload", action="store_true", help="accelerate's FSDP2 with shards in host memory")
+    parser.add_argument(
+        "--offload", action="store_true", help="accelerate's FSDP2 with shards in host memory"
+    )
     for flag in (strength, "learning_rate"):
         parser.add_argument(f"--{flag}", type=float, required=True)
     return parser.parse_args()
@@ -92,7 +100,8 @@ def parsed(strength: str) -> argparse.Namespace:
 def with_deepspeed(args: argparse.Namespace) -> dict[str, Any]:
     """What `TrainingArguments` are given: torch's AdamW, and nothing that is compiled first.
 
-    Accelerate takes DeepSpeed on accelerators alone, so it is told of gloo where it looks for theirs.
+    Accelerate takes DeepSpeed on accelerators alone, so it is told of gloo where it looks for
+    theirs.
     """
     os.environ["DS_ACCELERATOR"] = "cpu"
     deepspeed = importlib.import_module("deepspeed")
@@ -100,7 +109,11 @@ def with_deepspeed(args: argparse.Namespace) -> dict[str, Any]:
     state = importlib.import_module("accelerate.state")
     state.PartialState._prepare_backend = lambda *_, **__: ("gloo", state.DistributedType.NO)
     zero = {"stage": args.zero_stage}
-    settings = {"zero_optimization": zero, "zero_allow_untested_optimizer": True, "gradient_clipping": 1.0}
+    settings = {
+        "zero_optimization": zero,
+        "zero_allow_untested_optimizer": True,
+        "gradient_clipping": 1.0,
+    }
     sizes = {"train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto"}
     return {"deepspeed": settings | sizes}
 
@@ -108,7 +121,8 @@ def with_deepspeed(args: argparse.Namespace) -> dict[str, Any]:
 def with_offload() -> dict[str, Any]:
     """What `TrainingArguments` are given: FSDP2 with torch's `CPUOffloadPolicy`.
 
-    Accelerate takes FSDP on accelerators alone too. Without one memory cannot be pinned, which it would be.
+    Accelerate takes FSDP on accelerators alone too. Without one memory cannot be pinned, which it
+    would be.
     """
     os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
     state, utils = (importlib.import_module(f"accelerate.{name}") for name in ("state", "utils"))
@@ -177,10 +191,15 @@ def train_timed(
     trainer.data_collator = counting
     trainer.train()
     per_step = [
-        sum(num_tokens[step * args.accumulation : (step + 1) * args.accumulation]) for step in range(args.steps)
+        sum(num_tokens[step * args.accumulation : (step + 1) * args.accumulation])
+        for step in range(args.steps)
     ]
     result = {"seconds": clock.seconds, "num_tokens": per_step, "losses": clock.losses}
     peak_gib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-    result |= {"load_s": clock.began_s - began_s, "peak_gib": peak_gib, "processor_stamps": clock.processor_stamps}
+    result |= {
+        "load_s": clock.began_s - began_s,
+        "peak_gib": peak_gib,
+        "processor_stamps": clock.processor_stamps,
+    }
     result |= {"peak_bytes": peaks.bytes}
     (args.out / f"rank{os.environ['RANK']}.json").write_text(json.dumps(result))

@@ -12,10 +12,12 @@ T = TypeVar("T")
 def in_background(work: Callable[[], T]) -> Future[T]:
     """Do `work` in a thread, and return the future of its result.
 
-    The thread takes the caller's GPU: by default it would use the first GPU, and make a context of half a GiB there.
+    The thread takes the caller's GPU: by default it would use the first GPU, and make a context of
+    half a GiB there.
     """
     executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
-    device = torch.cuda.current_device() if torch.cuda.is_initialized() else -1  # which `set_device` passes over
+    # Which `set_device` passes over.
+    device = torch.cuda.current_device() if torch.cuda.is_initialized() else -1
 
     def on_device() -> T:
         torch.cuda.set_device(device)
@@ -27,11 +29,14 @@ def in_background(work: Callable[[], T]) -> Future[T]:
 
 
 @torch.no_grad()
-def copied_to_host(tensors: Mapping[str, torch.Tensor], kept: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Copies of all of `tensors` in host memory, in their order. They overwrite those `kept` from the last call.
+def copied_to_host(
+    tensors: Mapping[str, torch.Tensor], kept: dict[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Copies of all of `tensors` in host memory, in their order. They overwrite those `kept` from
+    the last call.
 
-    Pages that were touched once cost nothing again. A GPU makes the copies on a stream of their own, while it goes on
-    computing.
+    Pages that were touched once cost nothing again. A GPU makes the copies on a stream of their
+    own, while it goes on computing.
     """
     device = next((tensor.device for tensor in tensors.values() if tensor.is_cuda), None)
     stream = None if device is None else torch.cuda.Stream(device)
@@ -41,7 +46,9 @@ def copied_to_host(tensors: Mapping[str, torch.Tensor], kept: dict[str, torch.Te
         for name, tensor in tensors.items():
             copy = kept.get(name)
             if copy is None or (copy.shape, copy.dtype) != (tensor.shape, tensor.dtype):
-                copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=stream is not None)
+                copy = torch.empty(
+                    tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=stream is not None
+                )
                 kept[name] = copy
             copy.copy_(tensor, non_blocking=True)
     if stream is not None:

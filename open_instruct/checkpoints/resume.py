@@ -17,7 +17,7 @@ from olmo_core.train import Trainer
 
 from open_instruct.checkpoints import step_folder
 from open_instruct.checkpoints.background import in_background
-from open_instruct.errors import InputError, RunError
+from open_instruct.core.errors import InputError, RunError
 from open_instruct.models.shards import held_of
 from open_instruct.parallel.process import gathered, on_main_process
 
@@ -28,34 +28,49 @@ LARGEST_WEIGHT = math.sqrt(torch.finfo(torch.float32).max)
 
 
 @torch.no_grad()
-def check_weights(model: Transformer, *, what: str, folder: Path, dtype: torch.dtype = torch.float32) -> None:
-    """Look at every weight once, before `what` is written in `dtype`. Collective: all ranks raise, or none.
+def check_weights(
+    model: Transformer, *, what: str, folder: Path, dtype: torch.dtype = torch.float32
+) -> None:
+    """Look at every weight once, before `what` is written in `dtype`. Collective: all ranks raise,
+    or none.
 
     `folder` has the run's checkpoints.
 
-    :raises RunError: if a weight is not finite, is not finite in `dtype`, or is larger than `LARGEST_WEIGHT`.
+    :raises RunError: if a weight is not finite, is not finite in `dtype`, or is larger than
+        `LARGEST_WEIGHT`.
     """
     limit = min(LARGEST_WEIGHT, torch.finfo(dtype).max)
     held = [*held_of(model).values(), *held_of(model, adapters_only=True).values()]
     shards = [each.limits for each in held if each.limits.numel()]
-    # A NaN is passed on by each of these, and is not at most the limit. No temporary of a shard's size.
-    bounds = torch.stack([bound.float() for shard in shards for bound in shard.aminmax()]) if shards else torch.zeros(1)
+    # A NaN is passed on by each of these, and is not at most the limit. No temporary of a shard's
+    # size.
+    bounds = (
+        torch.stack([bound.float() for shard in shards for bound in shard.aminmax()])
+        if shards
+        else torch.zeros(1)
+    )
     is_broken = (~(bounds.abs().max() <= limit)).float()
     if all_reduce_value(is_broken, next(model.parameters()).device).item():
         raise RunError(
-            f"some weights are not finite, or larger than {limit:.0e}, so {what} was not written: start again with a "
-            f"lower --learning_rate in another --output_dir. {last_checkpoint(folder)}"
+            f"some weights are not finite, or larger than {limit:.0e}, so {what} was not written: "
+            "start again with a lower --learning_rate in another --output_dir. "
+            f"{last_checkpoint(folder)}"
         )
 
 
 def save_checkpoint(trainer: Trainer, model: Transformer, *, waits: bool = True) -> None:
-    """Write a checkpoint of the trainer's step, or begin to, to be ended by `SafeCheckpointer.finish`. Collective.
+    """Write a checkpoint of the trainer's step, or begin to, to be ended by
+    `SafeCheckpointer.finish`. Collective.
 
     Nothing is written if a weight of `model` is not finite.
 
     :raises RunError: this checkpoint, or the one under way, cannot be written.
     """
-    check_weights(model, what=f"the checkpoint of step {trainer.global_step}", folder=Path(trainer.save_folder))
+    check_weights(
+        model,
+        what=f"the checkpoint of step {trainer.global_step}",
+        folder=Path(trainer.save_folder),
+    )
     if waits:
         trainer.save_checkpoint()
     else:
@@ -65,12 +80,13 @@ def save_checkpoint(trainer: Trainer, model: Transformer, *, waits: bool = True)
 def remove_old_checkpoints(
     folder: Path, *, keep_last_n: int, lasting_interval: int = 1, best_step: int | None = None
 ) -> Future[None]:
-    """Have a thread remove all but the newest `keep_last_n` checkpoints (0 keeps all) and that of `best_step`.
+    """Have a thread remove all but the newest `keep_last_n` checkpoints (0 keeps all) and that of
+    `best_step`.
 
     Collective: rank 0 removes, once all are past it.
 
-    A checkpoint whose step is no multiple of `lasting_interval` stays only while it is the newest or the best, and is
-    not counted.
+    A checkpoint whose step is no multiple of `lasting_interval` stays only while it is the newest
+    or the best, and is not counted.
     """
     barrier()
     checkpoints = step_folder.find_checkpoints(folder) if get_rank() == 0 else []
@@ -94,7 +110,10 @@ def last_checkpoint(folder: Path) -> str:
     step = step_folder.latest_step(folder)
     if step is None:
         return "This run has no checkpoint"
-    return f"The newest checkpoint, {folder / f'step{step}'}, is from before that, and all of its weights are finite"
+    return (
+        f"The newest checkpoint, {folder / f'step{step}'}, is from before that, and all of its "
+        "weights are finite"
+    )
 
 
 def load_checkpoint(trainer: Trainer, folder: Path) -> None:
@@ -109,7 +128,8 @@ def load_checkpoint(trainer: Trainer, folder: Path) -> None:
 
 
 def resume(trainer: Trainer, *, warn: Callable[[str], None]) -> int | None:
-    """Load the newest checkpoint of the run directory that is whole, if there is one, and return its step. Collective.
+    """Load the newest checkpoint of the run directory that is whole, if there is one, and return
+    its step. Collective.
 
     Newer checkpoints that are not whole are kept under another name, and `warn` is called for each.
 
@@ -127,14 +147,16 @@ def resume(trainer: Trainer, *, warn: Callable[[str], None]) -> int | None:
         for damaged, reason in reasons.items():
             kept = on_main_process(partial(step_folder.set_aside, damaged, step_folder.DAMAGED))
             warn(
-                f"the checkpoint {damaged.name} is damaged: {reason}. Going on from {path.name}, the newest that is "
-                f"whole; the damaged one is kept as {kept}, to be looked at and removed"
+                f"the checkpoint {damaged.name} is damaged: {reason}. Going on from {path.name}, "
+                f"the newest that is whole; the damaged one is kept as {kept}, to be looked at "
+                "and removed"
             )
         return trainer.global_step
     if reasons:
         raise RunError(
-            f"no checkpoint in {folder} can be gone on from: {'; '.join(reasons.values())}. Put back what was "
-            "there, or start afresh with another --output_dir or --overwrite_output_dir"
+            f"no checkpoint in {folder} can be gone on from: {'; '.join(reasons.values())}. Put "
+            "back what was there, or start afresh with another --output_dir or "
+            "--overwrite_output_dir"
         )
     return None
 
@@ -147,12 +169,16 @@ def _load(trainer: Trainer, folder: Path) -> None:
     except Exception as error:
         log.exception("the checkpoint cannot be read")
         raise RunError(
-            f"the checkpoint {folder} cannot be read ({error}). Remove that folder to go on from the one before it, "
-            "or start afresh with another --output_dir or --overwrite_output_dir"
+            f"the checkpoint {folder} cannot be read ({error}). Remove that folder to go on from "
+            "the one before it, or start afresh with another --output_dir or "
+            "--overwrite_output_dir"
         ) from error
 
 
 def _damage_on_any_rank(folder: Path) -> list[str]:
-    """The problems of a checkpoint's files. Each rank reads a share of the files, and all ranks return the same."""
+    """The problems of a checkpoint's files.
+
+    Each rank reads a share of the files, and all ranks return the same.
+    """
     own = step_folder.damage_of(folder, share=get_rank(), num_shares=get_world_size())
     return [problem for problems in gathered(own) for problem in problems]

@@ -1,12 +1,14 @@
-"""OLMo-core's interface to checkpoints of safetensors and JSON. Nothing is pickled, and nothing is unpickled.
+"""OLMo-core's interface to checkpoints of safetensors and JSON. Nothing is pickled, and nothing is
+unpickled.
 
-Values that are no tensors of the model or the optimizer are written as JSON, exactly: what JSON has no form for is
-tagged.
+Values that are no tensors of the model or the optimizer are written as JSON, exactly: what JSON has
+no form for is tagged.
 
-A save has three parts: all ranks agree on who writes which box, each rank writes its files, and rank 0 gives the folder
-its name when all files are there. The first and the last are collective and run on the main thread. A thread may write
-the files, from a copy, while the training goes on. It makes that copy while the gradients of the next step are
-computed, as the weights change only in the update after them.
+A save has three parts: all ranks agree on who writes which box, each rank writes its files, and
+rank 0 gives the folder its name when all files are there. The first and the last are collective and
+run on the main thread. A thread may write the files, from a copy, while the training goes on. It
+makes that copy while the gradients of the next step are computed, as the weights change only in the
+update after them.
 """
 
 import base64
@@ -31,8 +33,16 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from open_instruct.checkpoints import step_folder
 from open_instruct.checkpoints.background import copied_to_host, in_background
-from open_instruct.checkpoints.step_folder import INDEX, MANIFEST, Damaged, Files, Manifest, step_of, write_own_files
-from open_instruct.errors import RunError
+from open_instruct.checkpoints.step_folder import (
+    INDEX,
+    MANIFEST,
+    Damaged,
+    Files,
+    Manifest,
+    step_of,
+    write_own_files,
+)
+from open_instruct.core.errors import RunError
 from open_instruct.models.box_files import Claim, Part, part_of, read_parts, share_out
 from open_instruct.models.load import raise_together
 from open_instruct.parallel.process import gathered
@@ -57,7 +67,8 @@ class UnderWay:
 class SafeCheckpointer(Checkpointer):
     """Writes and reads `step{N}` folders; see `step_folder` for what is in one.
 
-    :param start_model: fingerprint of the start model; a checkpoint with another start model is refused.
+    :param start_model: fingerprint of the start model; a checkpoint with another start model is
+        refused.
     """
 
     start_model: str = ""
@@ -67,36 +78,56 @@ class SafeCheckpointer(Checkpointer):
     _under_way: UnderWay | None = field(default=None, repr=False)
 
     def save(
-        self, dir: PathOrStr, train_module: TrainModule, train_state: dict[str, Any], ephemeral: bool = False
+        self,
+        dir: PathOrStr,
+        train_module: TrainModule,
+        train_state: dict[str, Any],
+        ephemeral: bool = False,
     ) -> None:
-        """:raises RunError: on every rank, if any could not write; what was there before is unharmed."""
+        """:raises RunError: on every rank, if any could not write; what was there before is
+        unharmed.
+        """
         assert not ephemeral, "all checkpoints are alike"
         self._begin(Path(dir), train_module, train_state)
         self.finish()
 
     def save_async(
-        self, dir: PathOrStr, train_module: TrainModule, train_state: dict[str, Any], ephemeral: bool = False
+        self,
+        dir: PathOrStr,
+        train_module: TrainModule,
+        train_state: dict[str, Any],
+        ephemeral: bool = False,
     ) -> Future[None]:
-        """As `save`, without waiting for the thread that writes: it meets no other rank, and writes a copy.
+        """As `save`, without waiting for the thread that writes: it meets no other rank, and writes
+        a copy.
 
-        Call `wait_for_copy` before the weights or the optimizer change. The future has its result, and OLMo-core's
-        callbacks are called, within the `finish` that finds it written: on the main thread, after the same step on
-        every rank.
+        Call `wait_for_copy` before the weights or the optimizer change. The future has its result,
+        and OLMo-core's callbacks are called, within the `finish` that finds it written: on the main
+        thread, after the same step on every rank.
         """
         assert not ephemeral, "all checkpoints are alike"
         return self._begin(Path(dir), train_module, train_state, from_copy=True)
 
     @torch.no_grad()
     def _begin(
-        self, final: Path, train_module: TrainModule, train_state: dict[str, Any], *, from_copy: bool = False
+        self,
+        final: Path,
+        train_module: TrainModule,
+        train_state: dict[str, Any],
+        *,
+        from_copy: bool = False,
     ) -> Future[None]:
-        """Have a thread write this rank's files, from the weights or from a copy that it makes first. Collective."""
+        """Have a thread write this rank's files, from the weights or from a copy that it makes
+        first. Collective.
+        """
         self.finish()  # one at a time
         rank = get_rank()
         tensors, values = split(train_module.state_dict_to_save())
         parts = {name: part_of(tensor) for name, tensor in tensors.items()}
         index = self._index_of(parts)
-        writers = {name: [box_rank for box_rank, *_ in entry["boxes"]] for name, entry in index.items()}
+        writers = {
+            name: [box_rank for box_rank, *_ in entry["boxes"]] for name, entry in index.items()
+        }
         own = {name: parts[name].local for name in index if rank in writers[name]}
 
         def documents_of_now() -> dict[str, Any]:
@@ -118,16 +149,21 @@ class SafeCheckpointer(Checkpointer):
                 copied.set()
             return write_own_files(part, rank, written, documents)
 
-        self._under_way = UnderWay(part=part, final=final, copied=copied, written=in_background(write))
+        self._under_way = UnderWay(
+            part=part, final=final, copied=copied, written=in_background(write)
+        )
         return self._under_way.saved
 
     def wait_for_copy(self) -> None:
-        """Return when the weights and the optimizer may change: the save under way, if any, has its copy of them."""
+        """Return when the weights and the optimizer may change: the save under way, if any, has its
+        copy of them.
+        """
         if self._under_way is not None:
             self._under_way.copied.wait()
 
     def finish(self, *, waits: bool = True) -> bool:
-        """Give the save under way its name, if there is one and all ranks have written; `waits` until they have.
+        """Give the save under way its name, if there is one and all ranks have written; `waits`
+        until they have.
 
         Returns whether one was finished. Collective while one is under way.
 
@@ -139,7 +175,9 @@ class SafeCheckpointer(Checkpointer):
         if waits:
             wait([save.written])
         # Over gloo, so that no device is waited for.
-        elif not all_reduce_value(int(save.written.done()), torch.device("cpu"), op=dist.ReduceOp.MIN):
+        elif not all_reduce_value(
+            int(save.written.done()), torch.device("cpu"), op=dist.ReduceOp.MIN
+        ):
             return False
         self._under_way = None
         try:
@@ -155,9 +193,13 @@ class SafeCheckpointer(Checkpointer):
     def _publish(self, save: UnderWay, rank_files: Sequence[Files]) -> None:
         """Rank 0 writes the manifest and gives the folder its name."""
         if get_rank() == 0:
-            files = {name: file for files_of_rank in rank_files for name, file in files_of_rank.items()}
+            files = {
+                name: file for files_of_rank in rank_files for name, file in files_of_rank.items()
+            }
             step = step_of(save.final)
-            manifest = Manifest(step=step, num_ranks=len(rank_files), start_model=self.start_model, files=files)
+            manifest = Manifest(
+                step=step, num_ranks=len(rank_files), start_model=self.start_model, files=files
+            )
             step_folder.write_manifest(save.part, manifest)
             step_folder.publish(save.part, save.final)
 
@@ -174,7 +216,8 @@ class SafeCheckpointer(Checkpointer):
 
         The files are not compared with their digests, as the caller has done that.
 
-        :raises RunError: on every rank, if any cannot read its part, or another model is in the checkpoint.
+        :raises RunError: on every rank, if any cannot read its part, or another model is in the
+            checkpoint.
         """
         assert not reset_optimizer_states_on_load, "a checkpoint is gone on from whole"
         self.wait_for_copy()
@@ -189,7 +232,11 @@ class SafeCheckpointer(Checkpointer):
 
         def fill() -> dict[str, Any]:
             tensors, _ = split(state)
-            read_parts(folder, index["tensors"], {name: part_of(tensor) for name, tensor in tensors.items()})
+            read_parts(
+                folder,
+                index["tensors"],
+                {name: part_of(tensor) for name, tensor in tensors.items()},
+            )
             # Fused AdamW has settings that AdamW with moments on the host has not: these stay.
             for name, holder, key in _leaves(state):
                 if name in index["values"]:
@@ -197,7 +244,9 @@ class SafeCheckpointer(Checkpointer):
             own = f"rank{get_rank()}.json" if manifest.num_ranks > get_rank() else "rank0.json"
             train_state = cast(dict[str, Any], from_json(json.loads((folder / own).read_bytes())))
             if (step := train_state["global_step"]) != manifest.step:
-                raise Damaged(f"{folder / own} is of step {step}, and {MANIFEST} of step {manifest.step}")
+                raise Damaged(
+                    f"{folder / own} is of step {step}, and {MANIFEST} of step {manifest.step}"
+                )
             return train_state
 
         train_state = together(fill, kind=RunError)
@@ -209,7 +258,10 @@ class SafeCheckpointer(Checkpointer):
         return (Path(dir) / MANIFEST).is_file()
 
     def _index_of(self, parts: Mapping[str, Part]) -> Mapping[str, Any]:
-        """The rank that writes each box; agreed on once, as a layout does not change within a run. Collective."""
+        """The rank that writes each box; agreed on once, as a layout does not change within a run.
+
+        Collective.
+        """
         claims = {name: part.claim for name, part in parts.items()}
         if self._claims != claims:
             self._claims = claims
@@ -220,19 +272,30 @@ class SafeCheckpointer(Checkpointer):
 def unwritten(final: Path) -> Callable[[str], RunError]:
     """The error that a checkpoint cannot be written, as a function of what went wrong."""
     before = f"the checkpoint of step {step_of(final)} cannot be written to {final.parent}"
-    after = "Those written before are unharmed: make room, or mend what is said here, then give the same command again"
+    after = (
+        "Those written before are unharmed: make room, or mend what is said here, then give the "
+        "same command again"
+    )
     return lambda why: RunError(f"{before} ({why}). {after}")
 
 
 def split(state: dict[str, Any]) -> tuple[dict[str, torch.Tensor | Part], dict[str, Any]]:
-    """The tensors, or parts of them, and the other values of a state dict, by their dotted names, in order."""
-    leaves = {name: holder[key] for name, holder, key in sorted(_leaves(state), key=lambda leaf: leaf[0])}
-    tensors = {name: value for name, value in leaves.items() if isinstance(value, torch.Tensor | Part)}
+    """The tensors, or parts of them, and the other values of a state dict, by their dotted names,
+    in order.
+    """
+    leaves = {
+        name: holder[key] for name, holder, key in sorted(_leaves(state), key=lambda leaf: leaf[0])
+    }
+    tensors = {
+        name: value for name, value in leaves.items() if isinstance(value, torch.Tensor | Part)
+    }
     return tensors, {name: value for name, value in leaves.items() if name not in tensors}
 
 
 def _leaves(state: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, dict[str, Any], str]]:
-    """The dotted name of each value that is no dictionary, the dictionary that holds it, and its key there."""
+    """The dotted name of each value that is no dictionary, the dictionary that holds it, and its
+    key there.
+    """
     for key, value in state.items():
         if isinstance(value, dict):
             yield from _leaves(value, f"{prefix}{key}.")
@@ -241,7 +304,10 @@ def _leaves(state: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, dict
 
 
 def together(work: Callable[[], T], *, kind: Callable[[str], Exception]) -> T:
-    """Do `work` on every rank; if it fails on any, all raise one `kind` that says what and where. Collective."""
+    """Do `work` on every rank; if it fails on any, all raise one `kind` that says what and where.
+
+    Collective.
+    """
     failures, result = [], None
     try:
         result = work()
@@ -255,7 +321,8 @@ def together(work: Callable[[], T], *, kind: Callable[[str], Exception]) -> T:
 def to_json(value: Any) -> Any:
     """The value in a form that `json.dumps` accepts. Tensors are moved to the CPU.
 
-    :raises TypeError: for a value that could not be read back exactly: an object, an enum, a subclass.
+    :raises TypeError: for a value that could not be read back exactly: an object, an enum, a
+        subclass.
 
     Example::
 
@@ -293,4 +360,8 @@ def from_json(value: Any) -> Any:
         return {from_json(key): from_json(item) for key, item in value["dict"]}
     if "tensor" in value:
         return load(base64.b64decode(value["tensor"], validate=True))[""]
-    return from_json(value["array"]).numpy() if "array" in value else from_json(value["number"]).numpy()[()]
+    return (
+        from_json(value["array"]).numpy()
+        if "array" in value
+        else from_json(value["number"]).numpy()[()]
+    )

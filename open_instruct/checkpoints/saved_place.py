@@ -1,4 +1,6 @@
-"""A run's place in its data, read from its newest checkpoint before a model is loaded or Ray is started."""
+"""A run's place in its data, read from its newest checkpoint before a model is loaded or Ray is
+started.
+"""
 
 import json
 from collections.abc import Mapping
@@ -16,8 +18,9 @@ STATE = "rank0.json"
 def read_saved_place(folder: Path) -> Mapping[str, Any] | None:
     """The place in the data of the newest checkpoint in `folder` whose state is as it was written.
 
-    It is what the loop's `place` gave as its `state_dict`. A damaged checkpoint is passed over here without a word: it
-    is named when the run's checkpoint is loaded. Returns None where there is none to read.
+    It is what the loop's `place` gave as its `state_dict`. A damaged checkpoint is passed over here
+    without a word: it is named when the run's checkpoint is loaded. Returns None where there is
+    none to read.
     """
     for checkpoint in step_folder.candidates(folder):
         try:

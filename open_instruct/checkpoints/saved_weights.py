@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from open_instruct.checkpoints.step_folder import INDEX
-from open_instruct.errors import InputError
+from open_instruct.core.errors import InputError
 from open_instruct.models.box_files import part_of, read_parts
 from open_instruct.models.hf.checkpoint_files import DTYPES
 from open_instruct.models.shards import Held, held, rows_of
@@ -18,25 +18,35 @@ BACKENDS = ("model.", "zero.weights.")
 
 
 class SavedWeights(Mapping[str, Held]):
-    """The weights of a checkpoint by OLMo-core's names, each assembled from all ranks' files on access.
+    """The weights of a checkpoint by OLMo-core's names, each assembled from all ranks' files on
+    access.
 
-    Example: `SavedWeights(Path("OUT/step4"), parameter_shapes(model))["embeddings.weight"]`, on the CPU.
+    Example: `SavedWeights(Path("OUT/step4"), parameter_shapes(model))["embeddings.weight"]`, on the
+    CPU.
 
-    :param shapes: shapes of the parameters; the checkpoint may hold fewer, as after training adapters.
+    :param shapes: shapes of the parameters; the checkpoint may hold fewer, as after training
+        adapters.
     """
 
     def __init__(self, folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
         """:raises InputError: the matrices were split over ranks by DeepSpeed."""
         self._folder, self._shapes = folder, shapes
         self._index: dict[str, Any] = json.loads((folder / INDEX).read_bytes())["tensors"]
-        self._full_names = {name: kind + name for kind in BACKENDS for name in shapes if kind + name in self._index}
+        self._full_names = {
+            name: kind + name for kind in BACKENDS for name in shapes if kind + name in self._index
+        }
         names = self._full_names
-        self._rows = {row: (name, index) for name in names for row, index in rows_of(name, shapes[name]).items()}
+        self._rows = {
+            row: (name, index)
+            for name in names
+            for row, index in rows_of(name, shapes[name]).items()
+        }
         self._last = ("", torch.empty(0))
         if not self._full_names:
             raise InputError(
-                f"the checkpoint {folder} has matrices that DeepSpeed had split (--tensor_parallel_degree): give the "
-                "command of the run again to end it with an export",
+                f"the checkpoint {folder} has matrices that DeepSpeed had split "
+                "(--tensor_parallel_degree): give the command of the run again to end it with an "
+                "export",
                 kind="bad_checkpoint",
             )
 

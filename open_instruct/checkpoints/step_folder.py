@@ -1,10 +1,11 @@
-"""The folder of one checkpoint, `step{N}`: its files, whether they are whole, and how it is published and removed.
+"""The folder of one checkpoint, `step{N}`: its files, whether they are whole, and how it is
+published and removed.
 
-It is written as `step{N}-tmp` and renamed. The last file written is `checkpoint.json`, which has size and digest of
-every other. A folder that is removed or damaged gets another name first, so that half of a checkpoint is never named
-`step{N}`.
+It is written as `step{N}-tmp` and renamed. The last file written is `checkpoint.json`, which has
+size and digest of every other. A folder that is removed or damaged gets another name first, so that
+half of a checkpoint is never named `step{N}`.
 
-    checkpoint.json       format, step, start model; size and digest of the files below, and of itself
+    checkpoint.json       format, step, start model; size and digest of the files and of itself
     index.json            which box of which tensor is in which file; values that are no tensors
     rank{R}.safetensors   the boxes that rank R wrote
     rank{R}.json          the trainer's state on rank R
@@ -23,9 +24,9 @@ import torch
 import xxhash
 from olmo_core.utils import wait_for
 
-from open_instruct.errors import InputError
+from open_instruct.core.errors import InputError
+from open_instruct.core.files import sync_folder
 from open_instruct.models.box_files import WrittenFile, digest_of, write_hashed, write_tensors
-from open_instruct.whole_file import sync_folder
 
 FORMAT = 3
 PART, REMOVED, DAMAGED = "-tmp", "-removed", "-damaged"
@@ -50,7 +51,8 @@ class Damaged(ValueError):
 class Manifest:
     """The content of `checkpoint.json`.
 
-    Example: `Manifest(step=4, num_ranks=2, start_model="9f…", files={"index.json": WrittenFile(…), …})`.
+    Example: `Manifest(step=4, num_ranks=2, start_model="9f…", files={"index.json": WrittenFile(…),
+    …})`.
     """
 
     step: int
@@ -59,11 +61,16 @@ class Manifest:
     files: Files
 
 
-def write_own_files(part: Path, rank: int, tensors: Mapping[str, torch.Tensor], documents: Mapping[str, Any]) -> Files:
+def write_own_files(
+    part: Path, rank: int, tensors: Mapping[str, torch.Tensor], documents: Mapping[str, Any]
+) -> Files:
     """This rank's files of a checkpoint; no other rank is asked anything."""
     wait_for(part.exists, f"waiting for {part}", timeout=VISIBLE_WITHIN_S)
     name = f"rank{rank}.safetensors"
-    written = {name: write_hashed(part / name, [json.dumps(content).encode()]) for name, content in documents.items()}
+    written = {
+        name: write_hashed(part / name, [json.dumps(content).encode()])
+        for name, content in documents.items()
+    }
     return {name: write_tensors(part / name, tensors)} | written
 
 
@@ -97,7 +104,9 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def damage_of(folder: Path, *, share: int = 0, num_shares: int = 1) -> list[str]:
-    """Problems of a checkpoint: of its manifest or else of its files, every `num_shares`th of them from `share`."""
+    """Problems of a checkpoint: of its manifest or else of its files, every `num_shares`th of them
+    from `share`.
+    """
     try:
         manifest = read_manifest(folder)
     except Damaged as error:
@@ -124,10 +133,17 @@ def step_of(folder: Path) -> int:
 
 
 def candidates(folder: Path) -> list[Path]:
-    """Folders that are named like checkpoints and hold anything, whole ones or not; newest first."""
+    """Folders that are named like checkpoints and hold anything, whole ones or not; newest
+    first.
+    """
     # Another rank may be removing one of them: glob() passes over a folder that is gone.
-    folders = {folder / Path(found).parent for found in glob("step*/*", root_dir=folder, include_hidden=True)}
-    return sorted((path for path in folders if NAME.fullmatch(path.name)), key=step_of, reverse=True)
+    folders = {
+        folder / Path(found).parent
+        for found in glob("step*/*", root_dir=folder, include_hidden=True)
+    }
+    return sorted(
+        (path for path in folders if NAME.fullmatch(path.name)), key=step_of, reverse=True
+    )
 
 
 def find_checkpoints(folder: Path) -> list[Path]:
@@ -141,12 +157,17 @@ def latest_step(folder: Path) -> int | None:
 
 
 def refuse_another_format(folder: Path) -> None:
-    """:raises InputError: `folder` has checkpoints of OLMo-core's own format, and none of this one."""
-    others = [path for path in candidates(folder) if any((path / name).exists() for name in OLMO_CORE)]
+    """:raises InputError: `folder` has checkpoints of OLMo-core's own format, and none of this
+    one.
+    """
+    others = [
+        path for path in candidates(folder) if any((path / name).exists() for name in OLMO_CORE)
+    ]
     if others and not find_checkpoints(folder):
         raise InputError(
-            f"{others[0]} is a checkpoint of OLMo-core's own format, whose pickles can run code and are never read: "
-            "give its model, converted to Hugging Face's form, as --model_name_or_path, and another --output_dir",
+            f"{others[0]} is a checkpoint of OLMo-core's own format, whose pickles can run code "
+            "and are never read: give its model, converted to Hugging Face's form, as "
+            "--model_name_or_path, and another --output_dir",
             kind="bad_checkpoint",
         )
 
@@ -155,15 +176,17 @@ def refuse_another_start_model(checkpoint: Path, own: str) -> None:
     """:raises InputError: `own` is not the fingerprint of the checkpoint's start model."""
     if read_manifest(checkpoint).start_model != own:
         raise InputError(
-            f"the start model is not the one that the run of {checkpoint} began with: its weights or its config.json "
-            "were changed in place. Put those back to go on, or start afresh with another --output_dir or "
-            "--overwrite_output_dir",
+            f"the start model is not the one that the run of {checkpoint} began with: its weights "
+            "or its config.json were changed in place. Put those back to go on, or start afresh "
+            "with another --output_dir or --overwrite_output_dir",
             kind="other_run",
         )
 
 
 def beside(final: Path, suffix: str = PART) -> Path:
-    """The folder beside a checkpoint whose name has `suffix`; with the default one a checkpoint is written there."""
+    """The folder beside a checkpoint whose name has `suffix`; with the default one a checkpoint is
+    written there.
+    """
     return final.with_name(final.name + suffix)
 
 
@@ -190,7 +213,9 @@ def remove(folder: Path) -> None:
 
 
 def tidy(folder: Path) -> None:
-    """Remove folders that a killed run left half written or half removed; name a complete checkpoint without a name."""
+    """Remove folders that a killed run left half written or half removed; name a complete
+    checkpoint without a name.
+    """
     for part in folder.glob(f"step*{PART}"):
         final = part.with_name(part.name.removesuffix(PART))
         try:
@@ -203,11 +228,16 @@ def tidy(folder: Path) -> None:
 
 
 def set_aside(folder: Path, suffix: str) -> Path:
-    """Give a checkpoint's folder the name with `suffix`, and return it. A damaged one may still be looked at there."""
+    """Give a checkpoint's folder the name with `suffix`, and return it.
+
+    A damaged one may still be looked at there.
+    """
     aside = beside(folder, suffix)
     shutil.rmtree(aside, ignore_errors=True)
     return folder.replace(aside)
 
 
 def _digest(content: Any) -> str:
-    return xxhash.xxh3_128(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+    return xxhash.xxh3_128(
+        json.dumps(content, sort_keys=True, separators=(",", ":")).encode()
+    ).hexdigest()

@@ -1,4 +1,6 @@
-"""Addresses at which the processes of a run reach each other: loopback, or the one that other machines see."""
+"""Addresses at which the processes of a run reach each other: loopback, or the one that other
+machines see.
+"""
 
 import os
 import socket
@@ -9,7 +11,10 @@ from open_instruct.parallel.listening import LOOPBACK
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """One machine. Neither half is unique: containers on two machines may share a name, or an address."""
+    """One machine.
+
+    Neither half is unique: containers on two machines may share a name, or an address.
+    """
 
     address: str
     name: str
@@ -27,14 +32,17 @@ class Whereabouts:
     engines: frozenset[Host]
 
     def share_memory(self) -> bool:
-        """Whether learners and engines are on one host. The driver may be elsewhere: it holds no weights."""
+        """Whether learners and engines are on one host.
+
+        The driver may be elsewhere: it holds no weights.
+        """
         return len(self.learners | self.engines) == 1
 
     def meeting_address(self) -> str:
         """The address at which learners and engines meet the driver.
 
-        It is loopback only if everything is on the driver's host: learners that meet on loopback would offer the
-        engines no other address for the weights.
+        It is loopback only if everything is on the driver's host: learners that meet on loopback
+        would offer the engines no other address for the weights.
         """
         return LOOPBACK if self.learners | self.engines == {self.driver} else self.driver.address
 
@@ -49,8 +57,12 @@ def address_towards(host: str, port: int) -> str:
 
 
 def outward_address() -> str:
-    """The address at which peers reach this process: the one towards the meeting point of its process group."""
-    return address_towards(os.environ.get("MASTER_ADDR", LOOPBACK), int(os.environ.get("MASTER_PORT", "1")))
+    """The address at which peers reach this process: the one towards the meeting point of its
+    process group.
+    """
+    return address_towards(
+        os.environ.get("MASTER_ADDR", LOOPBACK), int(os.environ.get("MASTER_PORT", "1"))
+    )
 
 
 def interface_of(address: str) -> str | None:

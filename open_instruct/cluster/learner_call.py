@@ -1,7 +1,7 @@
 """One call to all learners, and the first cause of its failures.
 
-Learners meet in collectives. When one dies the others hang, or fail with words about a closed connection. The error
-names the rank that died, not those that waited for it.
+Learners meet in collectives. When one dies the others hang, or fail with words about a closed
+connection. The error names the rank that died, not those that waited for it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from open_instruct.cluster.actor_host import HostFacts
-from open_instruct.errors import InputError, RunError
+from open_instruct.core.errors import InputError, RunError
 from open_instruct.parallel import peers
 
 if TYPE_CHECKING:
@@ -43,7 +43,8 @@ class LearnerLost(RunError):
 class LearnerCall(Generic[Result]):
     """A method that every learner is running.
 
-    `refs` are Ray's promises in rank order. `facts` are empty while the processes are being started.
+    `refs` are Ray's promises in rank order. `facts` are empty while the processes are being
+    started.
     """
 
     what: str
@@ -55,8 +56,8 @@ class LearnerCall(Generic[Result]):
         """The return values of all learners, in rank order.
 
         Raises:
-            LearnerLost: a learner died, is frozen, or its machine is silent, or some did not answer within `timeout_s`;
-                names the ranks.
+            LearnerLost: a learner died, is frozen, or its machine is silent, or some did not answer
+                within `timeout_s`; names the ranks.
             Exception: as raised in a learner, InputError and RunError as they are.
         """
         import ray
@@ -78,13 +79,17 @@ class LearnerCall(Generic[Result]):
                 self._raise_first_cause(done[0], error, pending)
         return [results[ref] for ref in self.refs]
 
-    def _raise_first_cause(self, ref: ObjectRef, error: Exception, pending: list[ObjectRef]) -> None:
+    def _raise_first_cause(
+        self, ref: ObjectRef, error: Exception, pending: list[ObjectRef]
+    ) -> None:
         import ray
 
         failures = [(ref, error)]
         deadline = time.monotonic() + CAUSE_TIMEOUT_S
         while pending and _distance_from_cause(failures[-1][1]) and time.monotonic() < deadline:
-            done, pending = ray.wait(pending, num_returns=1, timeout=max(0.0, deadline - time.monotonic()))
+            done, pending = ray.wait(
+                pending, num_returns=1, timeout=max(0.0, deadline - time.monotonic())
+            )
             for other in done:
                 try:
                     ray.get(other)
@@ -93,9 +98,13 @@ class LearnerCall(Generic[Result]):
         ref, error = min(failures, key=lambda failure: _distance_from_cause(failure[1]))
         if isinstance(error, ray.exceptions.RayTaskError):
             # The text of an error is the traceback over there, of which a sentence has no need.
-            raise error.cause from (None if isinstance(error.cause, InputError | RunError) else error)
+            raise error.cause from (
+                None if isinstance(error.cause, InputError | RunError) else error
+            )
         rank = self.refs.index(ref)
-        raise LearnerLost(f"{self._name(rank)} was lost during {self.what}: {reason_of_loss(error)}") from None
+        raise LearnerLost(
+            f"{self._name(rank)} was lost during {self.what}: {reason_of_loss(error)}"
+        ) from None
 
     def _raise_for_frozen(self) -> None:
         """Raise if a learner's process does nothing at all, long before a step may be over."""
@@ -104,7 +113,8 @@ class LearnerCall(Generic[Result]):
             losses = self.signs.losses(silent_s=peers.SILENT_S)
         if losses:
             words = "; ".join(
-                f"{self._name(loss.sign.rank)} was lost during {self.what}, while {loss.sign.doing}: {loss.reason}"
+                f"{self._name(loss.sign.rank)} was lost during {self.what}, while "
+                f"{loss.sign.doing}: {loss.reason}"
                 for loss in losses
             )
             raise LearnerLost(words)
@@ -125,9 +135,12 @@ class LearnerCall(Generic[Result]):
 
 
 def _distance_from_cause(error: Exception) -> int:
-    """A rank of failures by cause: 0 is a cause itself, 1 an error in a learner, 2 a connection lost to another one."""
+    """A rank of failures by cause: 0 is a cause itself, 1 an error in a learner, 2 a connection
+    lost to another one.
+    """
     cause = getattr(error, "cause", None)
-    if cause is None or isinstance(cause, InputError):  # without a cause: the process itself is gone
+    # Without a cause: the process itself is gone.
+    if cause is None or isinstance(cause, InputError):
         return 0
     if any(words in str(cause) for words in peers.LOST_PEER_WORDS):
         return 2

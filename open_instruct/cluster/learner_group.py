@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from ray import ObjectRef
     from ray.actor import ActorHandle
 
-    from open_instruct.packing.rollouts import RankStep
-    from open_instruct.records import BestStep
+    from open_instruct.batching.rollouts import RankStep
+    from open_instruct.core.records import BestStep
 
 START_TIMEOUT_S = 300.0
 
@@ -28,9 +28,11 @@ R = TypeVar("R")
 
 
 class LearnerProcess(Protocol):
-    """One rank of the learners, such as `PolicyTrainerOLMoCoreProcess`; every method is called on all ranks at once.
+    """One rank of the learners, such as `PolicyTrainerOLMoCoreProcess`; every method is called on
+    all ranks at once.
 
-    A call names the method of this class: `learners.start(LearnerProcess.broadcast_to_vllm, 3).result(timeout_s)`.
+    A call names the method of this class: `learners.start(LearnerProcess.broadcast_to_vllm,
+    3).result(timeout_s)`.
     """
 
     def step(self, work: RankStep) -> dict[str, float]:
@@ -46,8 +48,11 @@ class LearnerProcess(Protocol):
             The driver's state that `save_state` got for it, or None; and warnings for people.
         """
 
-    def save_state(self, drivers_state: dict[str, Any], *, waits: bool, best_step: int | None) -> None:
-        """Write a checkpoint of this step, with the state of the driver; return once it is complete if it `waits`.
+    def save_state(
+        self, drivers_state: dict[str, Any], *, waits: bool, best_step: int | None
+    ) -> None:
+        """Write a checkpoint of this step, with the state of the driver; return once it is complete
+        if it `waits`.
 
         The checkpoint of `best_step` is not removed.
         """
@@ -56,7 +61,9 @@ class LearnerProcess(Protocol):
         """Export the trained model: of the `best` step, or of the last where there is none."""
 
     def open_weight_channel(self, num_receivers: int) -> dict[str, Any]:
-        """Offer a channel for weights; returns what the engines need to connect, see `WeightSender.open`."""
+        """Offer a channel for weights; returns what the engines need to connect, see
+        `WeightSender.open`.
+        """
 
     def join_weight_channel(self) -> None:
         """Wait until every engine has connected."""
@@ -71,9 +78,9 @@ LearnerMethod = Callable[Concatenate[LearnerProcess, P], R]
 class LearnerGroup(Generic[L]):
     """One Ray actor for each learner, in rank order, with the name of the learners' class.
 
-    Every process gets what torchrun would set (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, NUM_NODES,
-    FS_LOCAL_RANK, MASTER_ADDR, MASTER_PORT) before the class is imported there. On GPUs it sees those of all
-    learners of its node, so that LOCAL_RANK is the index of its own.
+    Every process gets what torchrun would set (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE,
+    NUM_NODES, FS_LOCAL_RANK, MASTER_ADDR, MASTER_PORT) before the class is imported there. On GPUs
+    it sees those of all learners of its node, so that LOCAL_RANK is the index of its own.
     """
 
     def __init__(
@@ -113,10 +120,14 @@ class LearnerGroup(Generic[L]):
         """Return when every learner is constructed; raises as `LearnerCall.result` does."""
         self._construction.result(timeout_s)
 
-    def start(self, method: Callable[Concatenate[L, P], R], *args: P.args, **kwargs: P.kwargs) -> LearnerCall[R]:
+    def start(
+        self, method: Callable[Concatenate[L, P], R], *args: P.args, **kwargs: P.kwargs
+    ) -> LearnerCall[R]:
         """Have every learner begin a method, with the same arguments."""
         name = method.__name__
-        return self._watching(name, [actor.call.remote(name, *args, **kwargs) for actor in self._actors])
+        return self._watching(
+            name, [actor.call.remote(name, *args, **kwargs) for actor in self._actors]
+        )
 
     def start_each(self, method: Callable[[L, A], R], arguments: Sequence[A]) -> LearnerCall[R]:
         """Have every learner begin a method, each with the argument of its rank."""
@@ -126,7 +137,9 @@ class LearnerGroup(Generic[L]):
 
     def check(self, timeout_s: float) -> None:
         """Return once every learner has answered; raises as `LearnerCall.result` does."""
-        self._watching("health check", [actor.facts.remote() for actor in self._actors]).result(timeout_s)
+        self._watching("health check", [actor.facts.remote() for actor in self._actors]).result(
+            timeout_s
+        )
 
     def restart(self, *, timeout_s: float) -> None:
         """End the learners that live, and start new ones in the same places; see `wait_ready`.
@@ -159,16 +172,22 @@ class LearnerGroup(Generic[L]):
         # Ray knows an actor by the name of its class.
         host: Any = ray.remote(type(self._learner_class.__name__, (ActorHost,), {}))
         ranks = range(len(self))
-        self._actors = [host.options(**self._placement.learner_options(rank)).remote() for rank in ranks]
+        self._actors = [
+            host.options(**self._placement.learner_options(rank)).remote() for rank in ranks
+        ]
         # The store through which the ranks of a process group find each other.
         self._meeting_address = self._placement.whereabouts().meeting_address()
         self._store = listen_at(self._meeting_address)
         self._signs = Signs(self._store, ranks)
-        self._facts = self._watching("start", [actor.facts.remote() for actor in self._actors]).result(START_TIMEOUT_S)
+        self._facts = self._watching(
+            "start", [actor.facts.remote() for actor in self._actors]
+        ).result(START_TIMEOUT_S)
         refs: list[ObjectRef] = []
         for rank, actor in enumerate(self._actors):
             environment = {**self._environment_of(rank), **self._environment}
-            actor.set_environment.remote(f"learner-{rank}", environment, meeting_address=self._meeting_address)
+            actor.set_environment.remote(
+                f"learner-{rank}", environment, meeting_address=self._meeting_address
+            )
             refs.append(actor.construct.remote(self._learner_class, self._arguments))
         self._construction = self._watching(f"construction of {self._learner_class.__name__}", refs)
 

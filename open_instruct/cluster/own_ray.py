@@ -1,8 +1,9 @@
 """The Ray of one run, started by a small process in a session of its own.
 
-Ray starts its servers as children of whoever calls `ray.init`, in that process's group, and has no public way to say
-otherwise. A signal to the group of a run (Ctrl-C, `timeout`, systemd, a job scheduler) would end them together with
-the driver, which still has a checkpoint to write through them. So another process calls it, and the driver joins.
+Ray starts its servers as children of whoever calls `ray.init`, in that process's group, and has no
+public way to say otherwise. A signal to the group of a run (Ctrl-C, `timeout`, systemd, a job
+scheduler) would end them together with the driver, which still has a checkpoint to write through
+them. So another process calls it, and the driver joins.
 
 The file is also run by its path, and imports the standard library and Ray only.
 """
@@ -73,14 +74,23 @@ def main(options: str) -> None:
     """Start Ray, print its address, and wait until stdin or one of Ray's servers ends."""
     import ray
 
-    # Some (systemd, a job scheduler) signal every process of a run, in whichever session; Ray's servers and workers
-    # inherit the mask.
+    # Some (systemd, a job scheduler) signal every process of a run, in whichever session; Ray's
+    # servers and workers inherit the mask.
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
-    context: Any = ray.init(address="local", log_to_driver=False, configure_logging=False, **json.loads(options))
+    context: Any = ray.init(
+        address="local", log_to_driver=False, configure_logging=False, **json.loads(options)
+    )
     print(f"{ADDRESS}{context.address_info['address']}", flush=True)
-    # None where there is no /proc: there Ray itself looks for a lost server for a minute, and ends the driver.
-    children = " ".join(path.read_text() for path in Path("/proc/self/task").glob("*/children")).split()
-    servers = [pid for pid in children if Path(f"/proc/{pid}/comm").read_text().strip() in ("gcs_server", "raylet")]
+    # None where there is no /proc: there Ray itself looks for a lost server for a minute, and ends
+    # the driver.
+    children = " ".join(
+        path.read_text() for path in Path("/proc/self/task").glob("*/children")
+    ).split()
+    servers = [
+        pid
+        for pid in children
+        if Path(f"/proc/{pid}/comm").read_text().strip() in ("gcs_server", "raylet")
+    ]
     select.select([sys.stdin, *(os.pidfd_open(int(pid)) for pid in servers)], [], [])
     os._exit(0)  # the kernel ends Ray's servers with this process
 

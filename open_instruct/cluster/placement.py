@@ -1,8 +1,8 @@
 """Places for learners and engines: Ray's placement groups, and messages about what is missing.
 
-One bundle holds all learners of a node, so they are on one node. Bundles go to different nodes in the order of
-`--num_learners_per_node`, so ranks are counted node by node, and the sharding layout gets the real node sizes.
-Each engine has a bundle of its own, wherever there is room.
+One bundle holds all learners of a node, so they are on one node. Bundles go to different nodes in
+the order of `--num_learners_per_node`, so ranks are counted node by node, and the sharding layout
+gets the real node sizes. Each engine has a bundle of its own, wherever there is room.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 from open_instruct.cluster.addresses import Host, Whereabouts
 from open_instruct.config.rollout_sections import FleetSection, LearnerParallelSection
-from open_instruct.errors import InputError, RunError
+from open_instruct.core.errors import InputError, RunError
+from open_instruct.core.text import counted
 from open_instruct.parallel.wording import nodes_text
-from open_instruct.wording import counted
 
 if TYPE_CHECKING:
     from ray.util.placement_group import PlacementGroup
@@ -30,8 +30,8 @@ SECONDS_BETWEEN_REPORTS = 10.0
 class FleetShape:
     """The learners and engines that a run needs places for.
 
-    Example: `--num_learners_per_node 2 4 --vllm_num_engines 2` is `FleetShape(learners_per_node=(2, 4),
-    num_engines=2, devices_per_engine=1, shares_device=False)`.
+    Example: `--num_learners_per_node 2 4 --vllm_num_engines 2` is `FleetShape(learners_per_node=(2,
+    4), num_engines=2, devices_per_engine=1, shares_device=False)`.
     """
 
     learners_per_node: tuple[int, ...]
@@ -56,7 +56,11 @@ class FleetShape:
     @property
     def num_devices(self) -> int:
         """The number of GPUs, or of CPU slots on a cluster without GPUs."""
-        return 1 if self.shares_device else self.num_learners + self.num_engines * self.devices_per_engine
+        return (
+            1
+            if self.shares_device
+            else self.num_learners + self.num_engines * self.devices_per_engine
+        )
 
     @property
     def num_cpu_slots(self) -> int:
@@ -67,7 +71,9 @@ class FleetShape:
         """In words: "nodes of 2 and 4 GPUs for learners, and 1 engine of 1 GPU"."""
         if self.shares_device:
             return f"1 {device} for learner and engine together"
-        engines = f"{counted(self.num_engines, 'engine')} of {counted(self.devices_per_engine, device)}"
+        engines = (
+            f"{counted(self.num_engines, 'engine')} of {counted(self.devices_per_engine, device)}"
+        )
         return f"{nodes_text(self.learners_per_node, device)} for learners, and {engines}"
 
 
@@ -85,9 +91,15 @@ class Placement:
         import ray
         from ray.util.placement_group import placement_group_table
 
-        hosts = {node["NodeID"]: Host(node["NodeManagerAddress"], node["NodeManagerHostname"]) for node in ray.nodes()}
+        hosts = {
+            node["NodeID"]: Host(node["NodeManagerAddress"], node["NodeManagerHostname"])
+            for node in ray.nodes()
+        }
         learners, engines = (
-            frozenset(hosts[node] for node in placement_group_table(bundles)["bundles_to_node_id"].values())
+            frozenset(
+                hosts[node]
+                for node in placement_group_table(bundles)["bundles_to_node_id"].values()
+            )
             for bundles in (self.learner_bundles, self.engine_bundles)
         )
         driver = hosts[ray.get_runtime_context().get_node_id()]
@@ -99,31 +111,44 @@ class Placement:
         return self._options(self.learner_bundles, node, num_devices=1)
 
     def engine_options(self, index: int) -> dict[str, Any]:
-        """The arguments of `.options(**…)` for the actor of an engine; its place stays the same after a restart."""
+        """The arguments of `.options(**…)` for the actor of an engine; its place stays the same
+        after a restart.
+        """
         bundle = 0 if self.shape.shares_device else index
         return self._options(self.engine_bundles, bundle, num_devices=self.shape.devices_per_engine)
 
     def node_and_local_rank(self, rank: int) -> tuple[int, int]:
-        """The node of a rank, and its index there: `(1, 0)` for rank 2 of nodes with 2 and 4 learners."""
+        """The node of a rank, and its index there:
+
+        `(1, 0)` for rank 2 of nodes with 2 and 4 learners.
+        """
         nodes = enumerate(self.shape.learners_per_node)
-        return [(node, local_rank) for node, num_learners in nodes for local_rank in range(num_learners)][rank]
+        return [
+            (node, local_rank) for node, num_learners in nodes for local_rank in range(num_learners)
+        ][rank]
 
     def wait(self, *, timeout_s: float, say: Say) -> None:
         """Return once every place is reserved, also after a node was lost.
 
         Raises:
-            RunError: it took longer than `timeout_s`; the message says what was asked and what the cluster has.
+            RunError: it took longer than `timeout_s`; the message says what was asked and what the
+                cluster has.
         """
         began_s = time.monotonic()
         for bundles in (self.learner_bundles, self.engine_bundles):
-            while not bundles.wait(max(0.0, min(SECONDS_BETWEEN_REPORTS, began_s + timeout_s - time.monotonic()))):
+            while not bundles.wait(
+                max(0.0, min(SECONDS_BETWEEN_REPORTS, began_s + timeout_s - time.monotonic()))
+            ):
                 waited_s = time.monotonic() - began_s
                 if waited_s >= timeout_s:
                     raise RunError(
-                        f"{self._missing_text()} after {waited_s:.0f} s. Add nodes, ask for less, free what other "
-                        "runs hold, or raise --cluster_timeout_s"
+                        f"{self._missing_text()} after {waited_s:.0f} s. Add nodes, ask for less, "
+                        "free what other runs hold, or raise --cluster_timeout_s"
                     )
-                say(f"waiting for the cluster ({waited_s:.0f} of {timeout_s:.0f} s): {self._missing_text()}")
+                say(
+                    f"waiting for the cluster ({waited_s:.0f} of {timeout_s:.0f} s): "
+                    f"{self._missing_text()}"
+                )
 
     def _options(self, bundles: PlacementGroup, index: int, *, num_devices: int) -> dict[str, Any]:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -132,7 +157,9 @@ class Placement:
         return {
             "num_cpus": 1 if self.on_gpus else num_devices,
             "num_gpus": num_gpus if self.on_gpus else 0,
-            "scheduling_strategy": PlacementGroupSchedulingStrategy(bundles, placement_group_bundle_index=index),
+            "scheduling_strategy": PlacementGroupSchedulingStrategy(
+                bundles, placement_group_bundle_index=index
+            ),
             # An actor that Ray starts again would be alone: its peers, or its weights, are gone.
             "max_restarts": 0,
         }
@@ -143,19 +170,23 @@ class Placement:
 
 
 @contextmanager
-def place(shape: FleetShape, *, timeout_s: float, say: Say, is_one_machine: bool) -> Iterator[Placement]:
-    """Reserve places in the Ray cluster that this process is connected to; actors in them end with the block.
+def place(
+    shape: FleetShape, *, timeout_s: float, say: Say, is_one_machine: bool
+) -> Iterator[Placement]:
+    """Reserve places in the Ray cluster that this process is connected to; actors in them end with
+    the block.
 
     Args:
         shape: the places, on GPUs if the cluster has any, else on CPU slots.
         timeout_s: how long nodes may take to appear.
         say: called with the progress.
-        is_one_machine: no node will join. Too large a shape is refused at once, and without GPUs this machine may
-            stand for several nodes.
+        is_one_machine: no node will join. Too large a shape is refused at once, and without GPUs
+            this machine may stand for several nodes.
 
     Raises:
         InputError: this one machine has too little.
-        RunError: the cluster had too little until `timeout_s` passed; the message says what was asked and what it has.
+        RunError: the cluster had too little until `timeout_s` passed; the message says what was
+            asked and what it has.
     """
     import ray
     from ray.util.placement_group import placement_group, remove_placement_group
@@ -179,9 +210,12 @@ def place(shape: FleetShape, *, timeout_s: float, say: Say, is_one_machine: bool
         )
         num_devices = shape.devices_per_engine
         engine_bundles = placement_group(
-            [bundle(num_devices, 1 if on_gpus else num_devices)] * shape.num_engines, strategy="PACK"
+            [bundle(num_devices, 1 if on_gpus else num_devices)] * shape.num_engines,
+            strategy="PACK",
         )
-    placement = Placement(shape=shape, on_gpus=on_gpus, learner_bundles=learner_bundles, engine_bundles=engine_bundles)
+    placement = Placement(
+        shape=shape, on_gpus=on_gpus, learner_bundles=learner_bundles, engine_bundles=engine_bundles
+    )
     try:
         placement.wait(timeout_s=timeout_s, say=say)
         yield placement
@@ -199,8 +233,9 @@ def _refuse_what_cannot_fit(shape: FleetShape, on_gpus: bool) -> None:
     if shape.num_devices > num_devices or (on_gpus and len(shape.learners_per_node) > 1):
         single = ", use --single_gpu_mode" if num_devices == 1 else ""
         raise InputError(
-            f"asked: {shape.text(device)}; this machine is one node, with {counted(num_devices, device)}. Ask for "
-            f"less{single}, or join a cluster with --ray_address",
+            f"asked: {shape.text(device)}; this machine is one node, with "
+            f"{counted(num_devices, device)}. Ask for less{single}, or join a cluster with "
+            "--ray_address",
             kind="machine",
         )
 

@@ -1,4 +1,6 @@
-"""The Ray cluster of a run: joined by its address and left running, or a local one that ends with the run."""
+"""The Ray cluster of a run: joined by its address and left running, or a local one that ends with
+the run.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ from open_instruct.cluster.own_ray import OwnRay
 from open_instruct.cluster.placement import FleetShape, Placement, Say, place
 from open_instruct.cluster.watchdog import Watchdog
 from open_instruct.config.rollout_sections import FleetSection
-from open_instruct.errors import InputError, RunError
+from open_instruct.core.errors import InputError, RunError
 from open_instruct.parallel import peers
 from open_instruct.parallel.listening import LOOPBACK
 from open_instruct.run.cadence import set_handler
@@ -32,7 +34,10 @@ MIN_OBJECT_STORE_BYTES = 96 << 20
 SHARE_OF_MEMORY = 0.05
 CONNECT_TIMEOUT_S = 10.0
 WAY_OUT = "start a cluster with `ray start --head`, or leave the flag out for a local one"
-AGAIN = "Give the same command again, free memory first, or `ray start --head` by hand and give --ray_address auto"
+AGAIN = (
+    "Give the same command again, free memory first, or `ray start --head` by hand and give "
+    "--ray_address auto"
+)
 HTTP2_SETTINGS = b"\0\0\0\4\0\0\0\0\0"  # a frame without any; its fourth byte is the type of frame
 RAY_FOLDER = "r"
 TOKEN_VARIABLES = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
@@ -42,19 +47,24 @@ TOKEN_VARIABLES = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
 def start_cluster(
     fleet: FleetSection, shape: FleetShape, *, say: Say, logs_folder: Path | None = None
 ) -> Iterator[Placement]:
-    """Join the cluster of `--ray_address`, or start a local one with room for `shape`; reserve the places of `shape`.
+    """Join the cluster of `--ray_address`, or start a local one with room for `shape`; reserve the
+    places of `shape`.
 
-    Whatever ends the driver, `kill -9` included, ends the local Ray with all its actors. Nothing stays in shared memory
-    or on the disk but the workers' logs, in `logs_folder`. A cluster that was joined is left running.
+    Whatever ends the driver, `kill -9` included, ends the local Ray with all its actors. Nothing
+    stays in shared memory or on the disk but the workers' logs, in `logs_folder`. A cluster that
+    was joined is left running.
 
     Raises:
-        InputError: there is no cluster at the address, the dashboard cannot be started, or this machine has too little.
-        RunError: the local Ray did not start, or a joined cluster had too little until --cluster_timeout_s passed.
+        InputError: there is no cluster at the address, the dashboard cannot be started, or this
+            machine has too little.
+        RunError: the local Ray did not start, or a joined cluster had too little until
+            --cluster_timeout_s passed.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     # When a learner dies, the failures of its peers are never asked for.
     os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
-    # By default Ray's workers give way to all other processes of the machine; here they are the run.
+    # By default Ray's workers give way to all other processes of the machine; here they are the
+    # run.
     os.environ.setdefault("RAY_worker_niceness", "0")
     is_local = fleet.ray_address is None
     with contextlib.ExitStack() as stack:
@@ -65,7 +75,9 @@ def start_cluster(
             _join(fleet.ray_address)
             stack.callback(_disconnect)
             say(f"joined Ray at {fleet.ray_address}")
-        yield stack.enter_context(place(shape, timeout_s=fleet.cluster_timeout_s, say=say, is_one_machine=is_local))
+        yield stack.enter_context(
+            place(shape, timeout_s=fleet.cluster_timeout_s, say=say, is_one_machine=is_local)
+        )
 
 
 def _join(address: str) -> None:
@@ -80,17 +92,23 @@ def _join(address: str) -> None:
     except (ConnectionError, RuntimeError, ValueError, ray.exceptions.AuthenticationError) as error:
         reason = _first_line(error)
         way = WAY_OUT
-        if isinstance(error, ray.exceptions.AuthenticationError) or reason.startswith("Failed to connect"):
+        if isinstance(error, ray.exceptions.AuthenticationError) or reason.startswith(
+            "Failed to connect"
+        ):
             reason = (
-                "what answers there does not let this process in. If the cluster has a token, give it here too, as "
-                f"RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH (now: {token or 'none'})"
+                "what answers there does not let this process in. If the cluster has a token, "
+                "give it here too, as RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH (now: "
+                f"{token or 'none'})"
             )
             way = f"if it is no cluster, {way}"
         raise InputError(f"--ray_address {address}: {reason}; {way}", kind="remote") from error
 
 
 def _given_token() -> str | None:
-    """The variable or file that Ray takes its token from, in Ray's own order; None if there is none."""
+    """The variable or file that Ray takes its token from, in Ray's own order;
+
+    None if there is none.
+    """
     for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
         if os.environ.get(name):
             return name
@@ -103,23 +121,33 @@ def _check_address(address: str) -> None:
     host, colon, port = address.rpartition(":")
     if "://" in address or not (host and colon and port.isdecimal()):
         raise InputError(
-            f"--ray_address {address}: takes 'auto', or HOST:PORT of a node that runs this command too", kind="remote"
+            (
+                f"--ray_address {address}: takes 'auto', or HOST:PORT of a node that runs this "
+                "command too"
+            ),
+            kind="remote",
         )
     # A server with TLS does not answer plain bytes.
     is_encrypted = os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true")
     try:
-        with socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_TIMEOUT_S) as connection:
+        with socket.create_connection(
+            (host.strip("[]"), int(port)), timeout=CONNECT_TIMEOUT_S
+        ) as connection:
             is_ray = is_encrypted or _answers_as_grpc(connection)
     except OSError as error:
         raise InputError(
             f"--ray_address {address}: nothing answers there ({error}); {WAY_OUT}", kind="remote"
         ) from error
     if not is_ray:
-        raise InputError(f"--ray_address {address}: what answers there is no Ray; {WAY_OUT}", kind="remote")
+        raise InputError(
+            f"--ray_address {address}: what answers there is no Ray; {WAY_OUT}", kind="remote"
+        )
 
 
 def _answers_as_grpc(connection: socket.socket) -> bool:
-    """Whether the server answers a client's preface of HTTP/2 (RFC 9113, section 3.4), on which gRPC is built."""
+    """Whether the server answers a client's preface of HTTP/2 (RFC 9113, section 3.4), on which
+    gRPC is built.
+    """
     connection.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + HTTP2_SETTINGS)
     with connection.makefile("rb") as answer:
         return answer.read(len(HTTP2_SETTINGS))[3:4] == HTTP2_SETTINGS[3:4]
@@ -146,7 +174,8 @@ def _own_token(folder: Path) -> Iterator[None]:
     path.touch(mode=0o600)
     path.write_text(_token())
     before = {name: os.environ.pop(name) for name in TOKEN_VARIABLES if name in os.environ}
-    # Without these Ray takes the user's token, or leaves one in the home folder that others can read.
+    # Without these Ray takes the user's token, or leaves one in the home folder that others can
+    # read.
     os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN_PATH=str(path))
     try:
         yield
@@ -163,18 +192,22 @@ def _token() -> str:
 
 
 def refuse_imported_ray() -> None:
-    """:raises InputError: Ray was imported before the first run of this process, and has read who may talk to it."""
+    """:raises InputError: Ray was imported before the first run of this process, and has read who
+    may talk to it.
+    """
     if "ray" in sys.modules and _token.cache_info().currsize == 0:
         raise InputError(
-            "ray was imported in this process before a run began, and has settled then with which token it talks: "
-            "restart the process (the notebook's kernel), and import ray after the first run, or not at all",
+            "ray was imported in this process before a run began, and has settled then with which "
+            "token it talks: restart the process (the notebook's kernel), and import ray after "
+            "the first run, or not at all",
             kind="machine",
         )
 
 
 def _start(fleet: FleetSection, shape: FleetShape, folder: Path) -> OwnRay:
-    # Ray takes its node's outward address for the loopback one, and then listens on every interface, unless
-    # this says that there is to be no cluster of several machines. It is read when Ray is imported.
+    # Ray takes its node's outward address for the loopback one, and then listens on every
+    # interface, unless this says that there is to be no cluster of several machines. It is read
+    # when Ray is imported.
     os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
     options = {
         # Slots, not cores: the fleet must fit on a laptop too.
@@ -193,12 +226,15 @@ def _start(fleet: FleetSection, shape: FleetShape, folder: Path) -> OwnRay:
     except Exception as error:
         if fleet.ray_dashboard_host is not None:
             raise InputError(
-                f"--ray_dashboard_host {fleet.ray_dashboard_host}: Ray did not start with its dashboard "
-                f"({_first_line(error)}); it needs `pip install 'ray[default]'`, or leave the flag out",
+                f"--ray_dashboard_host {fleet.ray_dashboard_host}: Ray did not start with its "
+                f"dashboard ({_first_line(error)}); it needs `pip install 'ray[default]'`, or "
+                "leave the flag out",
                 kind="remote",
             ) from error
         raise RunError(f"the local Ray did not start: {_first_line(error)}. {AGAIN}") from error
-    own.watch(lambda: peers.on_loss(f"the run's own Ray was killed or crashed while {peers.activity()}"))
+    own.watch(
+        lambda: peers.on_loss(f"the run's own Ray was killed or crashed while {peers.activity()}")
+    )
     return own
 
 
@@ -207,7 +243,9 @@ def _connect(address: str) -> None:
 
     handler = signal.getsignal(signal.SIGTERM)
     try:
-        ray.init(address=address, log_to_driver=False, configure_logging=False, job_config=_imports())
+        ray.init(
+            address=address, log_to_driver=False, configure_logging=False, job_config=_imports()
+        )
     finally:
         # Ray would end the process at SIGTERM; what happens then is the run's to say.
         set_handler(signal.SIGTERM, handler)
@@ -216,12 +254,14 @@ def _connect(address: str) -> None:
 def _imports() -> JobConfig:
     """The import path of actors: the folder of this package, and not the working folder.
 
-    Ray puts the working folder first on the path of every actor, where a user's file would shadow a library. It has no
-    public option against that.
+    Ray puts the working folder first on the path of every actor, where a user's file would shadow a
+    library. It has no public option against that.
     """
     from ray.job_config import JobConfig
 
-    return JobConfig(_client_job=True, _py_driver_sys_path=[str(Path(__file__).resolve().parents[2])])
+    return JobConfig(
+        _client_job=True, _py_driver_sys_path=[str(Path(__file__).resolve().parents[2])]
+    )
 
 
 def _disconnect() -> None:
@@ -231,12 +271,17 @@ def _disconnect() -> None:
 
 
 def short_folder() -> Path:
-    """A new temporary folder for this user alone, with a path short enough for the names of Ray's sockets.
+    """A new temporary folder for this user alone, with a path short enough for the names of Ray's
+    sockets.
 
     Ray opens its own folder to all users. Inside this one they cannot reach it.
     """
     parent = tempfile.gettempdir()
-    return Path(tempfile.mkdtemp(prefix="ray-", dir=parent if len(parent) <= MAX_FOLDER_CHARACTERS else "/tmp"))
+    return Path(
+        tempfile.mkdtemp(
+            prefix="ray-", dir=parent if len(parent) <= MAX_FOLDER_CHARACTERS else "/tmp"
+        )
+    )
 
 
 def _object_store_bytes() -> int:

@@ -1,13 +1,16 @@
-"""A small process that outlives the driver, and removes all that is left of a local Ray, also after `kill -9`.
+"""A small process that outlives the driver, and removes all that is left of a local Ray, also after
+`kill -9`.
 
-Ray's servers end with the driver, but other things may stay: agents for half a minute, a frozen actor for ever, the
-folder of sockets and logs, and shared memory of processes that were killed. Every process of the cluster has a mark
-in its environment, which children inherit. Ray's agents and workers overwrite it with their names, but they stay in
-the session of the process that started Ray. The watchdog notes the shared memory of these processes while they live,
-and waits for the end of the driver. Then it kills every process with the mark or in that session, and removes their
-shared memory and the folder. An orderly end takes the same way.
+Ray's servers end with the driver, but other things may stay: agents for half a minute, a frozen
+actor for ever, the folder of sockets and logs, and shared memory of processes that were killed.
+Every process of the cluster has a mark in its environment, which children inherit. Ray's agents and
+workers overwrite it with their names, but they stay in the session of the process that started Ray.
+The watchdog notes the shared memory of these processes while they live, and waits for the end of
+the driver. Then it kills every process with the mark or in that session, and removes their shared
+memory and the folder. An orderly end takes the same way.
 
-The file is also run by its path, and imports the standard library only, so a watchdog costs a few megabytes.
+The file is also run by its path, and imports the standard library only, so a watchdog costs a few
+megabytes.
 """
 
 import contextlib
@@ -26,7 +29,8 @@ MARK_VARIABLE = "OPEN_INSTRUCT_FLEET"
 # A folder for other temporary files of these processes; it is removed in the end.
 FOLDER_VARIABLE = "OPEN_INSTRUCT_FLEET_FOLDER"
 SHARED_MEMORY = Path("/dev/shm")
-# Names by Python's multiprocessing, vLLM, torch and NCCL. A user's model in shared memory may be mapped too, and stays.
+# Names by Python's multiprocessing, vLLM, torch and NCCL. A user's model in shared memory may be
+# mapped too, and stays.
 SHARED_PREFIXES = ("psm_", "sem.mp-", "vllm_", "torch_", "nccl-")
 # Begins a log line with the name of a worker. Ray's own lines begin with a colon too.
 ACTOR_NAME = ":actor_name:"
@@ -38,14 +42,26 @@ class Watchdog:
     """The driver's handle on the watchdog."""
 
     def __init__(self, folder: Path, *, logs_folder: Path | None) -> None:
-        """Start the watchdog. In the end it removes `folder`, after it copied the workers' logs to `logs_folder`."""
+        """Start the watchdog.
+
+        In the end it removes `folder`, after it copied the workers' logs to `logs_folder`.
+        """
         self._variables = {
             MARK_VARIABLE: f"open_instruct-{os.getpid()}-{os.urandom(4).hex()}",
             FOLDER_VARIABLE: str(folder),
         }
         mark = self._variables[MARK_VARIABLE]
         self._process = subprocess.Popen(
-            [sys.executable, "-I", "-S", __file__, mark, str(os.getpid()), str(folder), str(logs_folder or "")],
+            [
+                sys.executable,
+                "-I",
+                "-S",
+                __file__,
+                mark,
+                str(os.getpid()),
+                str(folder),
+                str(logs_folder or ""),
+            ],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -71,7 +87,8 @@ class Watchdog:
 
 def main(mark: str, driver: int, folder: Path, logs_folder: Path | None) -> None:
     """Wait for the driver's end, then sweep."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGINT, signal.SIGHUP))  # these are for the driver
+    # These are for the driver.
+    signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGINT, signal.SIGHUP))
     shared: set[int] = set()
     sessions: set[int] = set()
     # The pipe tells at once, unless a forked child of the driver holds its other end too.
@@ -99,7 +116,8 @@ def main(mark: str, driver: int, folder: Path, logs_folder: Path | None) -> None
 
 
 def _living(mark: str, sessions: set[int]) -> list[int]:
-    """The processes with the mark, and those in a session that a process with the mark leads; none without /proc.
+    """The processes with the mark, and those in a session that a process with the mark leads; none
+    without /proc.
 
     `sessions` holds the ids of these sessions from one call to the next, and is updated here.
     """
@@ -122,27 +140,46 @@ def _living(mark: str, sessions: set[int]) -> list[int]:
 
 
 def _shared_memory_of(pids: list[int]) -> set[int]:
-    """Inodes of the shared memory that these processes have mapped; a semaphore is mapped before it has its name."""
+    """Inodes of the shared memory that these processes have mapped; a semaphore is mapped before it
+    has its name.
+    """
     inodes: set[int] = set()
     for pid in pids:
         with contextlib.suppress(OSError):
             maps = Path(f"/proc/{pid}/maps").read_text(errors="replace")
-            inodes.update(int(line.split()[4]) for line in maps.splitlines() if f" {SHARED_MEMORY}/" in line)
+            inodes.update(
+                int(line.split()[4]) for line in maps.splitlines() if f" {SHARED_MEMORY}/" in line
+            )
     return inodes
 
 
 def _keep_logs(folder: Path, logs_folder: Path) -> None:
     """Copy the logs in which a worker wrote something, each under the last name of its worker."""
-    for path in sorted(folder.glob("*/session_2*/logs/worker-*"), key=lambda path: path.stat().st_mtime):
+    for path in sorted(
+        folder.glob("*/session_2*/logs/worker-*"), key=lambda path: path.stat().st_mtime
+    ):
         lines = path.read_bytes().splitlines()
-        names = [line.decode().removeprefix(ACTOR_NAME) for line in lines if line.startswith(ACTOR_NAME.encode())]
+        names = [
+            line.decode().removeprefix(ACTOR_NAME)
+            for line in lines
+            if line.startswith(ACTOR_NAME.encode())
+        ]
         if any(not line.startswith(b":") for line in lines):
             logs_folder.mkdir(parents=True, exist_ok=True)
             name = names[-1] if names and "-" in names[-1] else path.stem
             # One that was started again has a log of its own.
-            before = len([*logs_folder.glob(f"{name}{path.suffix}"), *logs_folder.glob(f"{name}.*{path.suffix}")])
-            shutil.copy(path, logs_folder / f"{name}{f'.{before + 1}' if before else ''}{path.suffix}")
+            before = len(
+                [
+                    *logs_folder.glob(f"{name}{path.suffix}"),
+                    *logs_folder.glob(f"{name}.*{path.suffix}"),
+                ]
+            )
+            shutil.copy(
+                path, logs_folder / f"{name}{f'.{before + 1}' if before else ''}{path.suffix}"
+            )
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), Path(sys.argv[3]), Path(sys.argv[4]) if sys.argv[4] else None)
+    main(
+        sys.argv[1], int(sys.argv[2]), Path(sys.argv[3]), Path(sys.argv[4]) if sys.argv[4] else None
+    )

@@ -1,4 +1,6 @@
-"""`open-instruct chat`: talk to what was trained, and to another model beside it, in a terminal or through a pipe."""
+"""`open-instruct chat`: talk to what was trained, and to another model beside it, in a terminal or
+through a pipe.
+"""
 
 from __future__ import annotations
 
@@ -13,18 +15,18 @@ from open_instruct.commands.talking_models import TalkingModel, find_model, find
 from open_instruct.config.parser import parse
 from open_instruct.config.sections import Dtype, flag
 from open_instruct.config.validation import limit_problems, refuse
+from open_instruct.core.errors import InputError
+from open_instruct.core.text import escaped
 from open_instruct.data.chat import ChatFormat
 from open_instruct.data.files.rows import MalformedRow
 from open_instruct.data.tokenizer import load_tokenizer
-from open_instruct.engines.replies import Sampling
-from open_instruct.errors import InputError
+from open_instruct.generation.replies import Sampling
 from open_instruct.models.hf.hf_config import config_fields
 from open_instruct.run.cadence import set_handler
-from open_instruct.wording import escaped
 
 if TYPE_CHECKING:
     from open_instruct.data.messages import Message
-    from open_instruct.engines.replies import ReplyEngine
+    from open_instruct.generation.replies import ReplyEngine
 
 START = "start"
 NEW, EXIT = "/new", "/exit"
@@ -33,10 +35,11 @@ ASK = "you: "
 
 @dataclass(kw_only=True)
 class ChatFlags:
-    """Talk to the model of a run, RUN, to the one in a folder or on the hub, MODEL, or to an adapter.
+    """Talk to the model of a run, RUN, to the one in a folder or on the hub, MODEL, or to an
+    adapter.
 
-    In a terminal, /new begins another conversation, and Ctrl-D or /exit ends; Ctrl-C ends a reply. From a pipe, each
-    line is a turn.
+    In a terminal, /new begins another conversation, and Ctrl-D or /exit ends; Ctrl-C ends a reply.
+    From a pipe, each line is a turn.
 
     Examples:
         open-instruct chat runs/first --beside start
@@ -44,26 +47,40 @@ class ChatFlags:
     """
 
     beside: str | None = flag(
-        "a second model, which answers too: a run, a folder, a name on the hub, or 'start', the model RUN began with",
+        "a second model, which answers too: a run, a folder, a name on the hub, or 'start', the "
+        "model RUN began with",
         None,
         is_path=True,
     )
     system: str | None = flag("a system turn before the conversation", None)
-    max_new_tokens: int = flag("tokens of a reply; a longer one is cut, and that is said", 512, minimum=1)
+    max_new_tokens: int = flag(
+        "tokens of a reply; a longer one is cut, and that is said", 512, minimum=1
+    )
     temperature: float | None = flag(
-        "of sampling; 0: the likeliest token each time; default: as generation_config.json says", None, minimum=0
+        ("of sampling; 0: the likeliest token each time; default: as generation_config.json says"),
+        None,
+        minimum=0,
     )
     top_p: float | None = flag(
-        "of the likeliest tokens, those with this share are drawn from; default: as generation_config.json says",
+        "of the likeliest tokens, those with this share are drawn from; default: as "
+        "generation_config.json says",
         None,
         above=0,
         maximum=1,
     )
     seed: int | None = flag("makes a reply that is drawn the same each time", None, minimum=0)
-    chat_template_name: str | None = flag("a built-in template, or a Jinja file; default: the model's own", None)
-    param_dtype: Dtype | None = flag("dtype of the computation; default: bfloat16 on CUDA, float32 on a CPU", None)
+    chat_template_name: str | None = flag(
+        "a built-in template, or a Jinja file; default: the model's own", None
+    )
+    param_dtype: Dtype | None = flag(
+        "dtype of the computation; default: bfloat16 on CUDA, float32 on a CPU", None
+    )
     engine: Literal["auto", "transformers", "vllm"] = flag(
-        "what makes the replies; 'auto': vLLM for one model on a GPU where it is installed, else transformers", "auto"
+        (
+            "what makes the replies; 'auto': vLLM for one model on a GPU where it is installed, "
+            "else transformers"
+        ),
+        "auto",
     )
 
 
@@ -89,8 +106,8 @@ class Speaker:
         token_ids: list[int] = self.chat.tokenize([text])[0]
         if len(token_ids) >= self.max_tokens:
             raise InputError(
-                f"{self.name}: the conversation has {len(token_ids)} tokens, and the model takes {self.max_tokens}: "
-                f"begin another one ({NEW})",
+                f"{self.name}: the conversation has {len(token_ids)} tokens, and the model takes "
+                f"{self.max_tokens}: begin another one ({NEW})",
                 kind="out_of_range",
             )
         return token_ids
@@ -100,13 +117,19 @@ def main(words: Sequence[str]) -> int:
     """:raises InputError: a flag, a model or a turn cannot be used."""
     if not words or words[0].startswith("-"):
         raise InputError(
-            "the first word is a run, a model's folder or a name on the hub: open-instruct chat RUN", kind="stray_word"
+            (
+                "the first word is a run, a model's folder or a name on the hub: open-instruct "
+                "chat RUN"
+            ),
+            kind="stray_word",
         )
     flags = parse(ChatFlags, words[1:])
     refuse(limit_problems(flags))
     models = [find_model(words[0])]
     if flags.beside is not None:
-        models.append(find_start_model(words[0]) if flags.beside == START else find_model(flags.beside))
+        models.append(
+            find_start_model(words[0]) if flags.beside == START else find_model(flags.beside)
+        )
     speakers = [open_speaker(model, flags, is_alone=len(models) == 1) for model in models]
     return talk(speakers, system=flags.system)
 
@@ -115,8 +138,8 @@ def open_speaker(model: TalkingModel, flags: ChatFlags, *, is_alone: bool) -> Sp
     """:raises InputError: the model, its tokenizer or its template cannot be used."""
     if flags.engine == "vllm" and model.adapter is not None:
         raise InputError(
-            f"--engine vllm: {model.name} is an adapter; `open-instruct merge` makes a model of it, or take "
-            "--engine transformers",
+            f"--engine vllm: {model.name} is an adapter; `open-instruct merge` makes a model of "
+            "it, or take --engine transformers",
             kind="conflict",
             flag="engine",
         )
@@ -124,7 +147,7 @@ def open_speaker(model: TalkingModel, flags: ChatFlags, *, is_alone: bool) -> Sp
     chat = ChatFormat.choose(tokenizer, flags.chat_template_name)
     # torch is loaded once everything else is known to be good.
     from open_instruct.commands.transformers_replies import TransformersEngine
-    from open_instruct.engines.vllm_replies import VLLMEngine, has_vllm_for_gpu
+    from open_instruct.generation.vllm_replies import VLLMEngine, has_vllm_for_gpu
 
     takes_vllm = flags.engine == "vllm"
     if flags.engine == "auto":
@@ -209,14 +232,23 @@ def answer(speaker: Speaker, *, shows_name: bool) -> None:
             print(escaped(piece, "\n\t"), end="", flush=True)
     print()
     if speaker.engine.was_cut:
-        print(f"(cut after {speaker.sampling.max_new_tokens} tokens: --max_new_tokens)", file=sys.stderr)
+        print(
+            f"(cut after {speaker.sampling.max_new_tokens} tokens: --max_new_tokens)",
+            file=sys.stderr,
+        )
     speaker.turns.append({"role": "assistant", "content": "".join(pieces).strip()})
 
 
 @contextmanager
 def _interrupts_end(engine: ReplyEngine) -> Iterator[None]:
-    """Ctrl-C ends the reply, and not the program, while a person talks; from a pipe it ends the program."""
-    before = set_handler(signal.SIGINT, lambda number, frame: engine.stop()) if sys.stdin.isatty() else None
+    """Ctrl-C ends the reply, and not the program, while a person talks; from a pipe it ends the
+    program.
+    """
+    before = (
+        set_handler(signal.SIGINT, lambda number, frame: engine.stop())
+        if sys.stdin.isatty()
+        else None
+    )
     try:
         yield
     finally:

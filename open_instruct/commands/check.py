@@ -1,4 +1,6 @@
-"""`open-instruct check`: everything that a run could be refused for, said at once, before anything is started."""
+"""`open-instruct check`: everything that a run could be refused for, said at once, before anything
+is started.
+"""
 
 import sys
 from collections.abc import Sequence
@@ -9,26 +11,31 @@ from typing import Any
 from open_instruct.commands.check_report import FLAGS, Report
 from open_instruct.config.parser import flags_given, nearest, parse
 from open_instruct.config.sections import flag
-from open_instruct.errors import InputError
+from open_instruct.core.errors import InputError
+from open_instruct.core.text import counted, one_of
 from open_instruct.objectives.objective import Objective
 from open_instruct.objectives.registry import objective_named, objective_names
-from open_instruct.wording import counted, one_of
 
 
 @dataclass(kw_only=True)
 class CheckFlags:
-    """Look at everything that a run could be refused for, and start nothing: flags, output folder, model, tokenizer
-    and template, rows, memory; of GRPO also verifiers, reward functions (each called on two made-up answers), a judge,
-    environments and MCP servers (each asked once). Takes the flags or the YAML file of the training command, which
-    does the same with --check. Nothing is written to --output_dir. Exit code 0, or 2 with every refusal.
+    """Look at everything that a run could be refused for, and start nothing: flags, output folder,
+    model, tokenizer and template, rows, memory; of GRPO also verifiers, reward functions (each
+    called on two made-up answers), a judge, environments and MCP servers (each asked once). Takes
+    the flags or the YAML file of the training command, which does the same with --check. Nothing is
+    written to --output_dir. Exit code 0, or 2 with every refusal.
 
     Examples:
-        open-instruct check dpo --model_name_or_path MODEL_DIR --mixer_list pairs.jsonl 1.0 --output_dir OUT
-        open-instruct check grpo grpo/tiny_cpu --model_name_or_path MODEL_DIR --dataset_mixer_list p.jsonl 1.0
+        open-instruct check dpo --model_name_or_path MODEL_DIR --mixer_list pairs.jsonl 1.0
+            --output_dir OUT
+        open-instruct check grpo grpo/tiny_cpu --model_name_or_path MODEL_DIR --dataset_mixer_list
+            p.jsonl 1.0
             --output_dir OUT --with_model
     """
 
-    with_model: bool = flag("also load the model, and take the loss of a first microbatch, on one process", False)
+    with_model: bool = flag(
+        "also load the model, and take the loss of a first microbatch, on one process", False
+    )
 
 
 def main(argv: Sequence[str]) -> int:
@@ -46,7 +53,9 @@ def main(argv: Sequence[str]) -> int:
     return check_run(objective_named(name), argv[1:])
 
 
-def check_run(objective: Objective, words: Sequence[str], *, config_class: type | None = None) -> int:
+def check_run(
+    objective: Objective, words: Sequence[str], *, config_class: type | None = None
+) -> int:
     """Check the run of `objective` with the flags in `words`; returns the exit code.
 
     Args:
@@ -56,16 +65,21 @@ def check_run(objective: Objective, words: Sequence[str], *, config_class: type 
         InputError: the run would be refused, with every reason that was found.
     """
     run_class = config_class or objective.config_class
-    checked_class: Any = make_dataclass(run_class.__name__, [("check", CheckFlags)], bases=(run_class,), kw_only=True)
+    checked_class: Any = make_dataclass(
+        run_class.__name__, [("check", CheckFlags)], bases=(run_class,), kw_only=True
+    )
     unneeded: list[str] = []
-    config = parse(checked_class, words, unneeded=unneeded)  # without flags there is nothing to look at
+    # Without flags there is nothing to look at.
+    config = parse(checked_class, words, unneeded=unneeded)
     for each in unneeded:
         print(f"warning: not needed here, and left out: {each}", file=sys.stderr)
 
     def validate() -> str:
         warnings = objective.validate(config)
         num_given = counted(len(flags_given(checked_class, words)), "flag")
-        return "\n".join([f"{num_given}, and they go together", *(f"warning: {each}" for each in warnings)])
+        return "\n".join(
+            [f"{num_given}, and they go together", *(f"warning: {each}" for each in warnings)]
+        )
 
     report = Report()
     report.look_at(FLAGS, validate)

@@ -1,5 +1,5 @@
-"""What `open-instruct check` looks at, in its order. Every look is the run's own function, and loads no torch unless
-there is a checkpoint, a GPU or --with_model.
+"""What `open-instruct check` looks at, in its order. Every look is the run's own function, and
+loads no torch unless there is a checkpoint, a GPU or --with_model.
 """
 
 import os
@@ -11,16 +11,17 @@ from typing import Any
 import psutil
 
 from open_instruct.commands.check_report import Report, check_all
+from open_instruct.commands.preview import hide_torch_from_transformers, known_of
 from open_instruct.config.grpo import GRPOConfig
 from open_instruct.config.rollout_sections import LearnerParallelSection
 from open_instruct.config.tracker_access import check_trackers
 from open_instruct.config.training import LearnerConfig, backend_named
+from open_instruct.core.shard_layout import ShardLayout
 from open_instruct.data.eval_split import Side
 from open_instruct.data.prompt_rows import parse_prompt_row
 from open_instruct.data.prompts import PromptBuilder, Prompts, row_changes
 from open_instruct.data.token_dataset import TokenDataset
 from open_instruct.data.tokenizer import given_folder
-from open_instruct.hub.upload import refuse_without_login
 from open_instruct.models.hf.hf_config import config_fields
 from open_instruct.objectives.objective import Objective
 from open_instruct.parallel.launch import num_to_start
@@ -30,18 +31,25 @@ from open_instruct.parallel.wording import describe_layout
 from open_instruct.planning.plan import check_model
 from open_instruct.planning.shown import check_plan
 from open_instruct.planning.subject.workload import RunConfig, shape_of_run
-from open_instruct.preview.command import hide_torch_from_transformers, known_of
 from open_instruct.run.earlier_command import refuse_another_command
-from open_instruct.run.first_look import check_models, check_row_files, check_sizes, check_tokenizer, look_at_rows
+from open_instruct.run.first_look import (
+    check_models,
+    check_row_files,
+    check_sizes,
+    check_tokenizer,
+    look_at_rows,
+)
+from open_instruct.run.hub.upload import refuse_without_login
 from open_instruct.run.run_directory import RunDirectory
 from open_instruct.run.run_lock import refuse_folder_in_use
-from open_instruct.shard_layout import ShardLayout
 
 MOST_ROWS = 1000  # of each data set, that are tokenised
 GPU_DRIVERS = ("/proc/driver/nvidia/version", "/dev/kfd")
 
 
-def look_at_run(config: RunConfig, objective: Objective, report: Report, *, with_model: bool) -> None:
+def look_at_run(
+    config: RunConfig, objective: Objective, report: Report, *, with_model: bool
+) -> None:
     """Look at everything that the flags name; the model's weights are read `with_model` alone."""
     looks = RunLooks(config=config, objective=objective)
     look = report.look_at
@@ -68,7 +76,9 @@ def look_at_run(config: RunConfig, objective: Objective, report: Report, *, with
         needs = ["rows", "tokenizer"]
 
         def rewards() -> RewardLooks:
-            return RewardLooks(config=config, prompts=Prompts(looks.dataset), chat=looks.chat, **looks.known)
+            return RewardLooks(
+                config=config, prompts=Prompts(looks.dataset), chat=looks.chat, **looks.known
+            )
 
         look("rewards", lambda: rewards().try_verifiers(), needs=needs)
         look("environments", lambda: rewards().open_environments(), needs=needs)
@@ -77,12 +87,17 @@ def look_at_run(config: RunConfig, objective: Objective, report: Report, *, with
         from open_instruct.commands.check_loss import take_first_loss
 
         needs = ["flags", "model", "tokenizer", "rows", "memory"]
-        look("first loss", lambda: take_first_loss(config, objective, rows=looks.dataset, chat=looks.chat), needs=needs)
+        look(
+            "first loss",
+            lambda: take_first_loss(config, objective, rows=looks.dataset, chat=looks.chat),
+            needs=needs,
+        )
 
 
 @dataclass(kw_only=True)
 class RunLooks:
-    """A run's things, each looked at by a method that says what it has found, or raises an InputError.
+    """A run's things, each looked at by a method that says what it has found, or raises an
+    InputError.
 
     `chat` and `rows` are there once the tokenizer, and the rows, were looked at.
     """
@@ -124,7 +139,10 @@ class RunLooks:
         refuse_another_format(directory.path)
         step = latest_step(directory.path)
         if step is None:
-            return f"{directory.path} holds a model and no checkpoint: the run starts from the beginning"
+            return (
+                f"{directory.path} holds a model and no checkpoint: the run starts from the "
+                "beginning"
+            )
         refuse_another_run(self.config, directory, self.layout, step, Console(speaks=False))
         return f"{directory.path} holds this run: it goes on after step {step}"
 
@@ -154,7 +172,7 @@ class RunLooks:
         return f"{shape.name}: {shape.family}, {shape.num_params:,} parameters"
 
     def find_tokenizer(self) -> str:
-        from open_instruct.preview.sample import open_chat
+        from open_instruct.report.preview.sample import open_chat
 
         check_tokenizer(self.config)
         model = self.config.model
@@ -173,15 +191,19 @@ class RunLooks:
         return f"{len(self.tokenizer):,} tokens; chat template: {self.chat.template.name}"
 
     def load_verifiers(self, config: GRPOConfig) -> str:
+        from open_instruct.core.user_code import own_function
         from open_instruct.losses.advantages import ADVANTAGES
         from open_instruct.losses.policy import POLICY_LOSSES
-        from open_instruct.users_code import own_function
 
         self.known = known_of(config)
         own_function(config.loss.loss_fn, flag="--loss_fn", known=POLICY_LOSSES)
-        own_function(config.rollout.advantage_normalization_type, flag="--advantages", known=ADVANTAGES)
+        own_function(
+            config.rollout.advantage_normalization_type, flag="--advantages", known=ADVANTAGES
+        )
         words = config.reward.verifier
-        return f"{', '.join(words)} judges rows that name none" if words else "each row names its own"
+        return (
+            f"{', '.join(words)} judges rows that name none" if words else "each row names its own"
+        )
 
     def find_rows(self, *, is_held_out: bool = False) -> str:
         data = self.config.data
@@ -192,11 +214,17 @@ class RunLooks:
         check_all(partial(check_row_files, self.config, flag), partial(self._look_at_keys, flag))
         if self.chat is None:
             return "their keys are right; not tokenised, as the tokenizer will not do"
-        side = None if data.eval_split is None else Side(share=data.eval_split, is_held_out=is_held_out)
+        side = (
+            None
+            if data.eval_split is None
+            else Side(share=data.eval_split, is_held_out=is_held_out)
+        )
         return "\n".join(self._build(flag, side))
 
     def _look_at_keys(self, flag: str) -> None:
-        """The look that the run takes before it loads torch, at more rows than are tokenised here."""
+        """The look that the run takes before it loads torch, at more rows than are tokenised
+        here.
+        """
         if isinstance(self.config, GRPOConfig):
             check = partial(parse_prompt_row, **self.known, **row_changes(self.config))
             look_at_rows(PromptBuilder, self.config, flag, check=check)
@@ -206,15 +234,19 @@ class RunLooks:
             look_at_rows(form, self.config, flag, check=own_check)
 
     def _build(self, flag: str, side: Side | None) -> list[str]:
-        from open_instruct.preview.sample import build_rows, builder_of_run, open_sources
+        from open_instruct.report.preview.sample import build_rows, builder_of_run, open_sources
 
         config = self.config
         builder = builder_of_run(config, self.objective, self.chat, self.known)
         opened = open_sources(config, flag)
-        arrays, report = build_rows(builder, opened, num_read=MOST_ROWS, seed=config.optim.seed, side=side)
+        arrays, report = build_rows(
+            builder, opened, num_read=MOST_ROWS, seed=config.optim.seed, side=side
+        )
         if report.bad and config.data.on_bad_row == "error":
             raise builder.refusal(report.num_rows)
-        rows = TokenDataset(documents_per_row=builder.documents_per_row, reads_ends=builder.reads_ends, **arrays)
+        rows = TokenDataset(
+            documents_per_row=builder.documents_per_row, reads_ends=builder.reads_ends, **arrays
+        )
         self.rows = self.rows or rows  # those to train on, which come first
         return report.lines()
 
@@ -225,7 +257,10 @@ class RunLooks:
             return "not planned: the model is not here"
         has_gpu = any(Path(driver).exists() for driver in GPU_DRIVERS)
         if isinstance(config, GRPOConfig) and config.fleet.ray_address is not None and not has_gpu:
-            return "not planned: learners are on other machines (--ray_address), and there is no GPU here"
+            return (
+                "not planned: learners are on other machines (--ray_address), and there is no "
+                "GPU here"
+            )
         check_model(shape_of_run(config, str(folder)), self.layout, config)
         check = check_plan(
             config,

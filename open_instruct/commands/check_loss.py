@@ -1,4 +1,6 @@
-"""The first loss of a run, of the real model on one process, as `open-instruct check --with_model` takes it."""
+"""The first loss of a run, of the real model on one process, as `open-instruct check --with_model`
+takes it.
+"""
 
 import io
 import logging
@@ -10,22 +12,24 @@ from pathlib import Path
 
 from open_instruct.config.grpo import GRPOConfig
 from open_instruct.config.training import ConfigT, TrainingConfig, on_one_process
+from open_instruct.core.errors import InputError, RunError
+from open_instruct.core.records import Completion, Prompt, RolloutGroup, Verdict
 from open_instruct.data.chat import ChatFormat
 from open_instruct.data.prompts import Prompts
 from open_instruct.data.token_dataset import TokenDataset
-from open_instruct.errors import InputError, RunError
-from open_instruct.learner.offline import take_first_loss as take_offline_loss
 from open_instruct.objectives.objective import Objective
 from open_instruct.parallel.process import start_process, stop_process
 from open_instruct.planning.subject.workload import RunConfig
-from open_instruct.records import Completion, Prompt, RolloutGroup, Verdict
-from open_instruct.rollout.checked_run import check_engine
-from open_instruct.rollout.lone_step import take_lone_step
+from open_instruct.rewards.trial import ANSWERS
+from open_instruct.rl.checked_run import check_engine
+from open_instruct.rl.lone_step import take_lone_step
 from open_instruct.run.pretrained import open_pretrained
-from open_instruct.verifiers.trial import ANSWERS
+from open_instruct.training.offline import take_first_loss as take_offline_loss
 
 
-def take_first_loss(config: RunConfig, objective: Objective, *, rows: TokenDataset, chat: ChatFormat) -> str:
+def take_first_loss(
+    config: RunConfig, objective: Objective, *, rows: TokenDataset, chat: ChatFormat
+) -> str:
     """Load the model, and take the loss of a first microbatch; returns a sentence.
 
     Raises:
@@ -37,7 +41,9 @@ def take_first_loss(config: RunConfig, objective: Objective, *, rows: TokenDatas
         try:
             if isinstance(config, GRPOConfig):
                 return _rollout_loss(config, Prompts(rows), chat)
-            loss = take_offline_loss(_with_one_microbatch(on_one_process(config)), objective=objective)
+            loss = take_offline_loss(
+                _with_one_microbatch(on_one_process(config)), objective=objective
+            )
             return f"{loss:.4f}, of the first microbatch on one process"
         except RunError as error:
             raise InputError(f"the first loss: {error}", kind="machine") from error
@@ -50,7 +56,9 @@ def _folder_to_throw_away(config: ConfigT) -> Iterator[ConfigT]:
 
 
 def _with_one_microbatch(config: TrainingConfig) -> TrainingConfig:
-    """The config of a run whose rows are those of one microbatch, so that frozen models score no more."""
+    """The config of a run whose rows are those of one microbatch, so that frozen models score no
+    more.
+    """
     num_rows = str(max(2, config.optim.per_device_train_batch_size))
     words = config.data.mixer_list
     some = [word for name in words[::2] for word in (name, num_rows)]

@@ -1,10 +1,12 @@
-"""What `open-instruct check` says: a line for each thing that it looks at, and all refusals at the end."""
+"""What `open-instruct check` says: a line for each thing that it looks at, and all refusals at the
+end.
+"""
 
 from collections.abc import Callable, Sequence
 from textwrap import indent
 
-from open_instruct.errors import InputError, Problem
-from open_instruct.wording import counted, escaped
+from open_instruct.core.errors import InputError, Problem
+from open_instruct.core.text import counted, escaped
 
 TITLE_WIDTH = 16
 FLAGS = "flags"
@@ -12,14 +14,19 @@ NOTHING_WRITTEN = "Nothing was started, and nothing written to"
 
 
 class Report:
-    """A line for each thing that is looked at, as it is looked at; and all refusals, to be said together."""
+    """A line for each thing that is looked at, as it is looked at; and all refusals, to be said
+    together.
+    """
 
     def __init__(self) -> None:
         self.refusals: list[Problem] = []
         self._failed: set[str] = set()
 
     def look_at(self, title: str, find: Callable[[], str], *, needs: Sequence[str] = ()) -> None:
-        """Print what `find` finds, or that it refuses. Nothing is looked at where one of `needs` was refused."""
+        """Print what `find` finds, or that it refuses.
+
+        Nothing is looked at where one of `needs` was refused.
+        """
         missing = [need for need in needs if need in self._failed]
         if missing:
             self._failed.add(title)
@@ -35,7 +42,8 @@ class Report:
         except Exception:
             if FLAGS not in self._failed:
                 raise
-            # Values that cannot be may lead anywhere: what is behind them is looked at once they are mended.
+            # Values that cannot be may lead anywhere: what is behind them is looked at once they
+            # are mended.
             self._failed.add(title)
             found = "not looked at, as the flags will not do"
         self._print(title, found)
@@ -57,7 +65,10 @@ class Report:
             return 0
         numbered = [f"{place}. {problem}" for place, problem in enumerate(self.refusals, start=1)]
         what = counted(len(numbered), "problem")
-        raise InputError("\n".join([f"{what}, for which the run would be refused", *numbered]), problems=self.refusals)
+        raise InputError(
+            "\n".join([f"{what}, for which the run would be refused", *numbered]),
+            problems=self.refusals,
+        )
 
 
 def check_all(*checks: Callable[[], object]) -> None:

@@ -8,22 +8,22 @@ from dataclasses import dataclass, replace
 
 from open_instruct.config.grpo import GRPOConfig
 from open_instruct.config.rollout_sections import RewardSection
+from open_instruct.core.errors import InputError
+from open_instruct.core.records import Check, Completion, Prompt
+from open_instruct.core.text import counted
 from open_instruct.data.chat import ChatFormat
 from open_instruct.data.prompts import Prompts
 from open_instruct.data.token_dataset import cache_root
 from open_instruct.environments.environment import Factory, begin_run, make_environment
-from open_instruct.episodes.bridge import check_bridges
-from open_instruct.errors import InputError
-from open_instruct.records import Check, Completion, Prompt
-from open_instruct.sandbox.trial import try_walls
-from open_instruct.verifiers.code import Code, CodeStdio
-from open_instruct.verifiers.function import RewardFunction
-from open_instruct.verifiers.judge import Judge
-from open_instruct.verifiers.pool import VerifierPool
-from open_instruct.verifiers.reward_models import MODEL_VERIFIERS, ModelVerifier
-from open_instruct.verifiers.trial import ANSWERS
-from open_instruct.verifiers.verifier import Verifier
-from open_instruct.wording import counted
+from open_instruct.rewards.code import Code, CodeStdio
+from open_instruct.rewards.function import RewardFunction
+from open_instruct.rewards.judge import Judge
+from open_instruct.rewards.pool import VerifierPool
+from open_instruct.rewards.reward_models import MODEL_VERIFIERS, ModelVerifier
+from open_instruct.rewards.sandbox.trial import try_walls
+from open_instruct.rewards.trial import ANSWERS
+from open_instruct.rewards.verifier import Verifier
+from open_instruct.rl.episodes.bridge import check_bridges
 
 MOST_PROMPTS = 64  # that are looked through for what judges and answers them
 
@@ -42,7 +42,8 @@ class RewardLooks:
         """Have each verifier of the prompts judge two made-up answers.
 
         Raises:
-            InputError: a reward function raises, a judge does not answer, or programs cannot be kept behind walls.
+            InputError: a reward function raises, a judge does not answer, or programs cannot be
+                kept behind walls.
         """
         return "\n".join(self._tried()) or "no verifier judges these prompts"
 
@@ -52,7 +53,11 @@ class RewardLooks:
         runs_programs = bool({Code.name, CodeStdio.name} & judges) and not flags.code_api_url
         if runs_programs or "python" in answering:
             notes: list[str] = []
-            try_walls(flags.code_sandbox, say=notes.append, warn=lambda text: notes.append(f"warning: {text}"))
+            try_walls(
+                flags.code_sandbox,
+                say=notes.append,
+                warn=lambda text: notes.append(f"warning: {text}"),
+            )
             yield from notes
         for name in sorted(judges):
             if isinstance(verifiers[name], Judge):
@@ -64,14 +69,17 @@ class RewardLooks:
         with closing(VerifierPool(without_models(flags))) as pool:
             yield from pool.try_functions(shown)
             for prompt, check in first_checks(shown):
-                if not isinstance(verifiers[check.verifier], RewardFunction | Judge | ModelVerifier):
+                if not isinstance(
+                    verifiers[check.verifier], RewardFunction | Judge | ModelVerifier
+                ):
                     yield judge_once(pool, prompt, check)
 
     def open_environments(self) -> str:
         """Make each environment of the prompts ready, and open it for one of them.
 
         Raises:
-            InputError: one cannot be had, or cannot be opened, or the chat template cannot tell turns apart.
+            InputError: one cannot be had, or cannot be opened, or the chat template cannot tell
+                turns apart.
         """
         _, answering = self.prompts.named()
         for name in sorted(answering):
@@ -79,13 +87,22 @@ class RewardLooks:
         if not answering:
             return "none answers these prompts"
         check_bridges(self.chat)
-        first = {prompt.environment: prompt for prompt in reversed(list(self.prompts.spread(MOST_PROMPTS)))}
-        opened = [open_once(name, self.known_environments[name], prompt) for name, prompt in first.items() if name]
+        first = {
+            prompt.environment: prompt
+            for prompt in reversed(list(self.prompts.spread(MOST_PROMPTS)))
+        }
+        opened = [
+            open_once(name, self.known_environments[name], prompt)
+            for name, prompt in first.items()
+            if name
+        ]
         return "\n".join(opened)
 
 
 def without_models(flags: RewardSection) -> RewardSection:
-    """The flags of one process of verifiers, without those that are models and take long to load."""
+    """The flags of one process of verifiers, without those that are models and take long to
+    load.
+    """
     words = [word for word in flags.verifier if word.partition(":")[0] not in MODEL_VERIFIERS]
     return replace(flags, verifier=words, num_verifier_processes=1)
 
@@ -101,16 +118,23 @@ def first_checks(prompts: list[Prompt]) -> Iterator[tuple[Prompt, Check]]:
 
 
 def judge_once(pool: VerifierPool, prompt: Prompt, check: Check) -> str:
-    """What a verifier makes of two made-up answers: their scores, or a warning, as such answers score 0 in a run."""
+    """What a verifier makes of two made-up answers: their scores, or a warning, as such answers
+    score 0 in a run.
+    """
     outcomes = pool.scores(check, prompt.text, [made_up(text) for text in ANSWERS])
     problems = [outcome.problem for outcome in outcomes if outcome.problem is not None]
     if problems:
         return f"warning: on a made-up answer {problems[0]}; such answers score 0"
-    return f"{check.verifier}: two made-up answers score {' and '.join(f'{each.score:g}' for each in outcomes)}"
+    return (
+        f"{check.verifier}: two made-up answers score "
+        f"{' and '.join(f'{each.score:g}' for each in outcomes)}"
+    )
 
 
 def made_up(text: str) -> Completion:
-    return Completion(text=text, token_ids=(0,), logprobs=(0.0,), versions=(0,), finish_reason="stop", seed=0)
+    return Completion(
+        text=text, token_ids=(0,), logprobs=(0.0,), versions=(0,), finish_reason="stop", seed=0
+    )
 
 
 def open_once(name: str, factory: Factory, prompt: Prompt) -> str:
@@ -133,8 +157,9 @@ def open_once(name: str, factory: Factory, prompt: Prompt) -> str:
     except Exception as error:  # foreign code, which may raise anything
         frame = traceback.extract_tb(error.__traceback__)[-1]
         raise InputError(
-            f"the environment {name} cannot be opened ({type(error).__name__}: {error}, at {frame.filename}:"
-            f"{frame.lineno}), for a row with {', '.join(prompt.row)}; mend it, or the row",
+            f"the environment {name} cannot be opened ({type(error).__name__}: {error}, at "
+            f"{frame.filename}:{frame.lineno}), for a row with {', '.join(prompt.row)}; mend it, "
+            "or the row",
             kind="own_code",
             flag="environment",
         ) from error

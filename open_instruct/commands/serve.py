@@ -1,4 +1,6 @@
-"""`open-instruct serve`: what a run has left, behind vLLM's server, which speaks as OpenAI's API does."""
+"""`open-instruct serve`: what a run has left, behind vLLM's server, which speaks as OpenAI's API
+does.
+"""
 
 import os
 import sys
@@ -7,14 +9,15 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from open_instruct.commands.talking_models import ADAPTER_CONFIG, TalkingModel, find_model
+from open_instruct.core.errors import InputError
 from open_instruct.data.files.foreign_json import read_object
-from open_instruct.errors import InputError
 
 USAGE = """\
 usage: open-instruct serve RUN|MODEL [--flag value ...]
 
-Starts vLLM's server with the model that a run has left (or with any model's folder, or an adapter), on this machine
-alone. Further flags are those of `vllm serve`: --port 8001, --host 0.0.0.0, --max-model-len 4096.
+Starts vLLM's server with the model that a run has left (or with any model's folder, or an
+adapter), on this machine alone. Further flags are those of `vllm serve`: --port 8001,
+--host 0.0.0.0, --max-model-len 4096.
 
 Examples
   open-instruct serve runs/first
@@ -34,18 +37,21 @@ def main(words: Sequence[str]) -> int:
         print(USAGE)
         return 0
     if not words or words[0].startswith("-"):
-        raise InputError("the first word is a run or a model's folder: open-instruct serve RUN", kind="stray_word")
+        raise InputError(
+            "the first word is a run or a model's folder: open-instruct serve RUN",
+            kind="stray_word",
+        )
     model = find_model(words[0])
     if find_spec("vllm") is None:
         raise InputError(
-            "vLLM, whose server this is, is not installed: `pip install vllm` for this PyTorch; `transformers serve "
-            f"{model.folder}` is a slower one",
+            "vLLM, whose server this is, is not installed: `pip install vllm` for this PyTorch; "
+            f"`transformers serve {model.folder}` is a slower one",
             kind="missing_package",
         )
     # Only now: a wrong word is refused at once, without torch.
     import torch
 
-    from open_instruct.engines.vllm_options import engine_environment
+    from open_instruct.generation.vllm_options import engine_environment
 
     on_cuda = torch.cuda.is_available()
     environment = os.environ | engine_environment(on_cuda) | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
@@ -56,7 +62,9 @@ def main(words: Sequence[str]) -> int:
 
 
 def words_on_a_cpu(given: Sequence[str]) -> list[str]:
-    """Flags of vLLM's server on a CPU, but for those that are given: by default it wants nearly all memory."""
+    """Flags of vLLM's server on a CPU, but for those that are given: by default it wants nearly all
+    memory.
+    """
     names = {word.partition("=")[0].replace("_", "-") for word in given}
     words: list[str] = []
     if not names & {"--kv-cache-memory-bytes", "--gpu-memory-utilization"}:

@@ -1,10 +1,12 @@
-"""Which model a word means that names a run, a folder or a repository of the hub: the models that one can talk to."""
+"""Which model a word means that names a run, a folder or a repository of the hub: the models that
+one can talk to.
+"""
 
 from dataclasses import dataclass
 from pathlib import Path
 
+from open_instruct.core.errors import InputError
 from open_instruct.data.files.foreign_json import read_object
-from open_instruct.errors import InputError
 from open_instruct.run.first_look import local_folder
 from open_instruct.run.run_directory import RunDirectory
 from open_instruct.run.saved_settings import read_settings
@@ -16,7 +18,8 @@ ADAPTER_CONFIG = "adapter_config.json"
 class TalkingModel:
     """A causal language model on this machine.
 
-    Example: of a run with `--export adapter`, `adapter` is its folder `adapter/`, and `folder` the start model's.
+    Example: of a run with `--export adapter`, `adapter` is its folder `adapter/`, and `folder` the
+    start model's.
     """
 
     name: str
@@ -54,7 +57,8 @@ def find_start_model(run: str) -> TalkingModel:
     """
     if not (Path(run).expanduser() / "config.yaml").is_file():
         raise InputError(
-            f"--beside start: {run} is not the --output_dir of a run, so it has no start model; name a model",
+            f"--beside start: {run} is not the --output_dir of a run, so it has no start model; "
+            "name a model",
             kind="conflict",
             flag="beside",
         )
@@ -67,8 +71,8 @@ def _find_model_of_run(name: str, directory: RunDirectory) -> TalkingModel:
     if (directory.adapter / ADAPTER_CONFIG).is_file():
         return _model_with_adapter(name, directory.adapter)
     raise InputError(
-        f"{name} is a run that has left no model yet: `open-instruct export {name}` writes one from its newest "
-        "checkpoint",
+        f"{name} is a run that has left no model yet: `open-instruct export {name}` writes one "
+        "from its newest checkpoint",
         kind="missing_file",
     )
 
@@ -77,21 +81,26 @@ def _model_with_adapter(name: str, adapter: Path) -> TalkingModel:
     fields = read_object(adapter / ADAPTER_CONFIG)
     task, base = fields.get("task_type"), fields.get("base_model_name_or_path")
     if task not in (None, "CAUSAL_LM"):
-        raise InputError(f"{adapter} is an adapter for {task}, which does not talk", kind="bad_model")
+        raise InputError(
+            f"{adapter} is an adapter for {task}, which does not talk", kind="bad_model"
+        )
     if not isinstance(base, str):
         raise InputError(
-            f"{adapter / ADAPTER_CONFIG} names no base_model_name_or_path: `open-instruct merge` takes the base as a "
-            "flag",
+            f"{adapter / ADAPTER_CONFIG} names no base_model_name_or_path: `open-instruct merge` "
+            "takes the base as a flag",
             kind="bad_model",
         )
     return TalkingModel(name=name, folder=_talking_folder(local_folder(base)), adapter=adapter)
 
 
 def _talking_folder(folder: Path) -> Path:
-    architectures = read_object(folder / "config.json").get("architectures") if folder.is_dir() else None
+    architectures = (
+        read_object(folder / "config.json").get("architectures") if folder.is_dir() else None
+    )
     if architectures and "CausalLM" not in str(architectures):
         raise InputError(
-            f"{folder} is a {architectures[0]}, which does not talk: `open-instruct score` has it score a file",
+            f"{folder} is a {architectures[0]}, which does not talk: `open-instruct score` has it "
+            "score a file",
             kind="bad_model",
         )
     return folder

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from open_instruct.commands.talking_models import TalkingModel
-from open_instruct.engines.replies import Sampling
-from open_instruct.errors import InputError
+from open_instruct.core.errors import InputError
+from open_instruct.generation.replies import Sampling
 from open_instruct.run.opened_by_transformers import open_model
 
 if TYPE_CHECKING:
@@ -24,13 +24,17 @@ if TYPE_CHECKING:
 class TransformersEngine:
     """A model that transformers opens, on the GPU or, where there is none, the CPU."""
 
-    def __init__(self, model: TalkingModel, tokenizer: PreTrainedTokenizerFast, *, dtype: str | None) -> None:
+    def __init__(
+        self, model: TalkingModel, tokenizer: PreTrainedTokenizerFast, *, dtype: str | None
+    ) -> None:
         try:
             opened = open_model(model.folder, "AutoModelForCausalLM", dtype)
         except InputError:
             raise
         except (OSError, ValueError, KeyError, ImportError) as error:
-            raise InputError(f"transformers cannot open {model.folder}: {error}", kind="bad_model") from error
+            raise InputError(
+                f"transformers cannot open {model.folder}: {error}", kind="bad_model"
+            ) from error
         if model.adapter is not None:
             opened = _with_adapter(opened, model.adapter)
         self._model = opened.eval()
@@ -56,7 +60,9 @@ class TransformersEngine:
                         input_ids=prompt_BT,
                         attention_mask=torch.ones_like(prompt_BT),
                         streamer=streamer,
-                        stopping_criteria=StoppingCriteriaList([lambda *_, **__: self._stopped.is_set()]),
+                        stopping_criteria=StoppingCriteriaList(
+                            [lambda *_, **__: self._stopped.is_set()]
+                        ),
                         **options,
                     )
                 )
@@ -71,7 +77,10 @@ class TransformersEngine:
         if isinstance(outcome[0], BaseException):
             raise outcome[0]
         reply_ids = outcome[0][0, len(prompt_token_ids) :].tolist()
-        self.was_cut = len(reply_ids) >= sampling.max_new_tokens and reply_ids[-1] not in sampling.end_token_ids
+        self.was_cut = (
+            len(reply_ids) >= sampling.max_new_tokens
+            and reply_ids[-1] not in sampling.end_token_ids
+        )
 
     def stop(self) -> None:
         self._stopped.set()
@@ -82,8 +91,8 @@ def _with_adapter(opened: Any, adapter: Path) -> Any:
         from peft import PeftModel
     except ImportError:
         raise InputError(
-            f"{adapter} is an adapter, and peft, which opens it, is not installed: `pip install peft`, or make a model "
-            "of it by `open-instruct merge`",
+            f"{adapter} is an adapter, and peft, which opens it, is not installed: `pip install "
+            "peft`, or make a model of it by `open-instruct merge`",
             kind="missing_package",
         ) from None
     return PeftModel.from_pretrained(opened, adapter)

@@ -1,4 +1,5 @@
-"""What a flag is: its type, how words become its value, and how usage lines and messages describe it.
+"""What a flag is: its type, how words become its value, and how usage lines and messages describe
+it.
 
 Vocabulary: a *config class* is a dataclass whose fields are *sections*; a section is a dataclass
 whose fields are *flags* (made by `sections.flag`). A *word* is one argument of the command line
@@ -15,8 +16,8 @@ from dataclasses import MISSING, Field, dataclass, fields
 from functools import cache
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from open_instruct.errors import InputError
-from open_instruct.wording import one_of
+from open_instruct.core.errors import InputError
+from open_instruct.core.text import one_of
 
 NONE_WORDS = ("none", "null", "~")
 # Large enough for seeds and time-outs; the product of a few such numbers is still a finite float.
@@ -25,7 +26,8 @@ LONGEST_SHOWN = 60
 OWN = "FILE.py:FUNCTION"  # a function of the user's own, in usage lines
 # Other trainers' names for some of the choices of our flags.
 OTHER_WORDS = {"sigmoid": "dpo", "sigmoid_norm": "dpo_norm", "bf16": "bfloat16", "fp32": "float32"}
-# How a value is written in usage lines and in error messages, by the kind of the flag and of a list's items.
+# How a value is written in usage lines and in error messages, by the kind of the flag and of a
+# list's items.
 KINDS: dict[tuple[type, type], tuple[str, str]] = {
     (bool, str): ("true|false", "true or false"),
     (int, str): ("INT", "a whole number"),
@@ -39,8 +41,8 @@ KINDS: dict[tuple[type, type], tuple[str, str]] = {
 LAST_SECTIONS = ("optim", "parallel", "fleet", "memory", "evaluation", "run", "logging")
 
 
-# What a changed value means when a run resumes. same: another run. length: another schedule, unless that is flat.
-# batch: no change, as long as the global batch has as many rows. free: no change.
+# What a changed value means when a run resumes. same: another run. length: another schedule, unless
+# that is flat. batch: no change, as long as the global batch has as many rows. free: no change.
 Resume = Literal["same", "length", "batch", "free"]
 
 
@@ -69,7 +71,8 @@ class Flag:
     is_path: bool = False  # `~` and `$NAME` in it are filled in
     takes_own: bool = False  # beside the choices, `FILE.py:function` or `module:function`
     replaces: str = ""  # flags of a file whose place this one takes where it is on the command line
-    read_with: str = ""  # another flag, perhaps with its values, without which nothing reads this one; see `is_met`
+    # Another flag, perhaps with its values, without which nothing reads this one; see `is_met`.
+    read_with: str = ""
     # The range that a number must lie in, and the end of the message of one that does not.
     minimum: float | None = None
     above: float | None = None
@@ -79,7 +82,9 @@ class Flag:
 
     @property
     def other(self) -> str:
-        """The name of the flag that this one is read with, the first of several; empty if it is always read."""
+        """The name of the flag that this one is read with, the first of several; empty if it is
+        always read.
+        """
         return self.read_with.partition(" ")[0].partition("|")[0]
 
     @property
@@ -109,13 +114,20 @@ class Flag:
         if self.choices:
             what = "any of " if self.kind is list and not self.or_one else "one of "
             what += ", ".join(self.choices)
-            what += ", or a function of your own as FILE.py:function or module:function" if self.takes_own else ""
+            what += (
+                ", or a function of your own as FILE.py:function or module:function"
+                if self.takes_own
+                else ""
+            )
         else:
             what = KINDS[self.kind, self.item_kind][1]
         return f"{what}, or none" if self.optional else what
 
     def limit_problem(self, number: float) -> str | None:
-        """The end of an error message, `must be at least 0 and below 1`; None if the number is within the limits."""
+        """The end of an error message, `must be at least 0 and below 1`;
+
+        None if the number is within the limits.
+        """
         limits = (
             ("at least", self.minimum, operator.ge),
             ("above", self.above, operator.gt),
@@ -124,7 +136,8 @@ class Flag:
         )
         if all(limit is None or holds(number, limit) for _, limit, holds in limits):
             return None
-        return f"must be {' and '.join(f'{word} {limit}' for word, limit, _ in limits if limit is not None)}{self.note}"
+        words = [f"{word} {limit}" for word, limit, _ in limits if limit is not None]
+        return f"must be {' and '.join(words)}{self.note}"
 
     def value_of(self, words: Sequence[str]) -> Any:
         """The value that `words` spell: exactly one word, unless the flag is a list.
@@ -133,17 +146,26 @@ class Flag:
             InputError: what is accepted and what was given; the caller adds which flag and where.
         """
         if not all(map(_is_text, words)):
-            raise InputError("holds a null byte or one that is not UTF-8; give text", kind="bad_value")
-        if self.kind is list and self.default == [] and [word.lower() for word in words] == ["none"]:
+            raise InputError(
+                "holds a null byte or one that is not UTF-8; give text", kind="bad_value"
+            )
+        if (
+            self.kind is list
+            and self.default == []
+            and [word.lower() for word in words] == ["none"]
+        ):
             return []
         if self.kind is list and (words or not self.or_one):
             items = [self._value_of_word(word, self.item_kind) for word in words]
             return items[0] if self.or_one and len(items) == 1 else items
         if not words:
-            raise InputError(f"needs a value: {self.accepted}", kind="bad_value", remedy=f"give {self.accepted}")
+            raise InputError(
+                f"needs a value: {self.accepted}", kind="bad_value", remedy=f"give {self.accepted}"
+            )
         if len(words) > 1:
             raise InputError(
-                f"takes one value, so {quoted(words[1])} after {quoted(words[0])} belongs to no flag",
+                f"takes one value, so {quoted(words[1])} after {quoted(words[0])} belongs to no "
+                "flag",
                 kind="stray_word",
                 remedy=f"leave {quoted(words[1])} out",
             )
@@ -177,15 +199,17 @@ class Flag:
         number = _finite_number(float, word) if int in (self.kind, self.item_kind) else None
         if number is None or number != int(number):
             return ""
-        return f" (write {int(number)})" if abs(number) <= LARGEST_INT else f" (at most {LARGEST_INT})"
+        return (
+            f" (write {int(number)})" if abs(number) <= LARGEST_INT else f" (at most {LARGEST_INT})"
+        )
 
 
 def is_met(condition: str, values: Mapping[str, Any]) -> bool:
     """Whether the `values` of flags meet a `Flag.read_with`.
 
-    `use_lora` is met by any value that is not false, empty or none, `eval_mixer_list|eval_split` where that holds of
-    one of both, and `beta >0` by a number above 0. `loss_fn dppo_kl FILE.py:FUNCTION` is met by the word dppo_kl, and
-    by any function of the user's own.
+    `use_lora` is met by any value that is not false, empty or none, `eval_mixer_list|eval_split`
+    where that holds of one of both, and `beta >0` by a number above 0. `loss_fn dppo_kl
+    FILE.py:FUNCTION` is met by the word dppo_kl, and by any function of the user's own.
     """
     other, *wanted = condition.split()
     if not wanted or wanted == [">0"]:
@@ -196,7 +220,8 @@ def is_met(condition: str, values: Mapping[str, Any]) -> bool:
 
 
 def fill_in_path(word: str) -> str:
-    """The word with `~` at its beginning, and `$NAME` and `${NAME}` anywhere, as a shell fills them in.
+    """The word with `~` at its beginning, and `$NAME` and `${NAME}` anywhere, as a shell fills them
+    in.
 
     A YAML file and a word in quotes come without a shell.
 
@@ -205,13 +230,16 @@ def fill_in_path(word: str) -> str:
     for name in re.findall(r"\$\{?([A-Za-z_]\w*)", word):
         if name not in os.environ:
             raise InputError(
-                f"names ${name}, which is not set in the environment: export {name}, or write the path out",
+                f"names ${name}, which is not set in the environment: export {name}, or write the "
+                "path out",
                 kind="bad_value",
             )
     path = os.path.expanduser(os.path.expandvars(word))
     if path.startswith("~") and not os.path.lexists(path):
         user = path.partition("/")[0]
-        raise InputError(f"begins with {user}, and there is no such user: write the path out", kind="bad_value")
+        raise InputError(
+            f"begins with {user}, and there is no such user: write the path out", kind="bad_value"
+        )
     return path
 
 
@@ -232,12 +260,16 @@ def quoted(word: str) -> str:
 
 
 def _is_text(word: str) -> bool:
-    # Python turns bytes of the command line that are not UTF-8 into lone surrogates, which cannot be printed.
+    # Python turns bytes of the command line that are not UTF-8 into lone surrogates, which cannot
+    # be printed.
     return not any(character == "\0" or "\ud800" <= character <= "\udfff" for character in word)
 
 
 def _finite_number(kind: type, word: str) -> Any:
-    """`word` as an int or float; None when it is not one, or is infinite, too large or not a number."""
+    """`word` as an int or float;
+
+    None when it is not one, or is infinite, too large or not a number.
+    """
     try:
         number = kind(word)
     except ValueError:
@@ -247,15 +279,19 @@ def _finite_number(kind: type, word: str) -> Any:
 
 
 def sections_of(config_class: type) -> dict[str, type]:
-    """The section classes of a config class, by the field that holds them, its own before those of every run.
+    """The section classes of a config class, by the field that holds them, its own before those of
+    every run.
 
-    A class whose own fields are flags, as the commands beside the runs have, is its only section, under "".
+    A class whose own fields are flags, as the commands beside the runs have, is its only section,
+    under "".
     """
     if all(field.metadata for field in fields(config_class)):
         return {"": config_class}
     hints = get_type_hints(config_class)
     places = {name: place for place, name in enumerate(LAST_SECTIONS)}
-    own_first = sorted((field.name for field in fields(config_class)), key=lambda name: places.get(name, -1))
+    own_first = sorted(
+        (field.name for field in fields(config_class)), key=lambda name: places.get(name, -1)
+    )
     return {name: hints[name] for name in own_first}
 
 
@@ -270,20 +306,30 @@ def flags_of(config_class: type) -> dict[str, Flag]:
 
 
 def flags_of_section(section_class: type, section: str = "") -> dict[str, Flag]:
-    """The flags of one section class, required ones first; `section` is the field of a config class that holds it."""
+    """The flags of one section class, required ones first;
+
+    `section` is the field of a config class that holds it.
+    """
     return _read_section(section_class, section)
 
 
 @cache
 def _read_section(section_class: type, section: str) -> dict[str, Flag]:
     hints, read_with = get_type_hints(section_class), getattr(section_class, "all_read_with", "")
-    flags = [_flag_of(field, hints[field.name], section, read_with) for field in fields(section_class)]
+    flags = [
+        _flag_of(field, hints[field.name], section, read_with) for field in fields(section_class)
+    ]
     return {flag.name: flag for flag in sorted(flags, key=lambda flag: not flag.required)}
 
 
 def _flag_of(field: Field[Any], hint: Any, section: str, all_read_with: str) -> Flag:
     read_with = "" if field.name == all_read_with else all_read_with
-    facts: dict[str, Any] = {"choices": (), "read_with": read_with, **_facts_of_type(hint), **field.metadata}
+    facts: dict[str, Any] = {
+        "choices": (),
+        "read_with": read_with,
+        **_facts_of_type(hint),
+        **field.metadata,
+    }
     if callable(facts["read_with"]):
         facts["read_with"] = facts["read_with"](field.name)
     facts["choices"] = tuple(facts["choices"])
@@ -291,7 +337,13 @@ def _flag_of(field: Field[Any], hint: Any, section: str, all_read_with: str) -> 
     # A default of None lets the section compute the value itself.
     facts["optional"] |= default is None
     required = default is MISSING
-    return Flag(name=field.name, section=section, required=required, default=None if required else default, **facts)
+    return Flag(
+        name=field.name,
+        section=section,
+        required=required,
+        default=None if required else default,
+        **facts,
+    )
 
 
 def _facts_of_type(hint: Any) -> dict[str, Any]:
@@ -307,7 +359,11 @@ def _facts_of_type(hint: Any) -> dict[str, Any]:
         return {"kind": str, "choices": get_args(hint), "optional": optional}
     if get_origin(hint) is list:
         (item,) = get_args(hint)
-        assert item in (str, int, float), f"a list flag is list[str], list[int] or list[float]: {hint}"
+        assert item in (str, int, float), (
+            f"a list flag is list[str], list[int] or list[float]: {hint}"
+        )
         return {"kind": list, "item_kind": item, "optional": optional, "or_one": or_one}
-    assert hint in (str, int, float, bool), f"a flag's type is str, int, float, bool, Literal or a list: {hint}"
+    assert hint in (str, int, float, bool), (
+        f"a flag's type is str, int, float, bool, Literal or a list: {hint}"
+    )
     return {"kind": hint, "optional": optional}

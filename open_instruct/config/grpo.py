@@ -17,21 +17,25 @@ from open_instruct.config.validation import (
     microbatch_problems,
     refuse,
 )
-from open_instruct.errors import problems_of_kind
+from open_instruct.core.errors import problems_of_kind
 from open_instruct.losses.policy import OVER_TOKENS, POLICY_LOSSES
 
-# Every microbatch has a fixed cost, so microbatches of one short completion each would be many times slower.
+# Every microbatch has a fixed cost, so microbatches of one short completion each would be many
+# times slower.
 DEFAULT_PACK_LENGTH = 4096
 
 
 @dataclass(kw_only=True)
 class GRPOConfig(LearnerConfig):
-    """Train a policy on verifiable rewards: vLLM engines generate, sharded learners train, weights flow back.
+    """Train a policy on verifiable rewards: vLLM engines generate, sharded learners train, weights
+    flow back.
 
     Examples:
-        open-instruct grpo grpo/tiny_cpu --model_name_or_path MODEL_DIR --dataset_mixer_list prompts.jsonl 1.0
+        open-instruct grpo grpo/tiny_cpu --model_name_or_path MODEL_DIR --dataset_mixer_list
+            prompts.jsonl 1.0
             --output_dir runs/first
-        open-instruct grpo grpo/olmo3_7b_2x8_plus_8_engines --ray_address auto --output_dir runs/olmo3
+        open-instruct grpo grpo/olmo3_7b_2x8_plus_8_engines --ray_address auto --output_dir
+            runs/olmo3
     """
 
     data: rollout_sections.PromptDataSection
@@ -71,7 +75,9 @@ class GRPOConfig(LearnerConfig):
     @property
     def engine_dtype(self) -> Literal["bfloat16", "float32"]:
         """The dtype in which engines compute and weights travel."""
-        return self.model.param_dtype if self.fleet.vllm_dtype == "policy" else self.fleet.vllm_dtype
+        return (
+            self.model.param_dtype if self.fleet.vllm_dtype == "policy" else self.fleet.vllm_dtype
+        )
 
     def choose_sync(self, *, same_host: bool) -> tuple[str, str]:
         """What `--weight_sync` stands for, dense or delta, and why.
@@ -119,29 +125,46 @@ def validate_grpo(config: GRPOConfig) -> list[str]:
 def _rollout_problems(config: GRPOConfig) -> Iterator[str]:
     rollout, group_size = config.rollout, config.rollout.num_samples_per_prompt_rollout
     if bool(config.data.sft_mixer_list) != bool(config.data.sft_rows_per_step):
-        yield "--sft_mixer_list says which conversations, --sft_rows_per_step how many a step: give both, or neither"
+        yield (
+            "--sft_mixer_list says which conversations, --sft_rows_per_step how many a step: "
+            "give both, or neither"
+        )
     if rollout.vllm_top_p != 1.0:
         yield (
-            f"--vllm_top_p {spelled(rollout.vllm_top_p)}: below 1 the engine renormalises over the tokens it kept, "
-            "which biases the ratio of learner to engine; use 1.0, and a lower --temperature"
+            f"--vllm_top_p {spelled(rollout.vllm_top_p)}: below 1 the engine renormalises over "
+            "the tokens it kept, which biases the ratio of learner to engine; use 1.0, and a "
+            "lower --temperature"
         )
     if group_size == 1 and config.loss.rl_coef and not rollout.has_critic:
-        yield "--num_samples_per_prompt_rollout 1: without --advantages gae every advantage is 0; use at least 2"
+        yield (
+            "--num_samples_per_prompt_rollout 1: without --advantages gae every advantage is 0; "
+            "use at least 2"
+        )
     if 1 <= rollout.total_episodes < config.num_completions_per_step:
         yield (
-            f"--total_episodes {rollout.total_episodes} is less than one step: --num_unique_prompts_rollout "
-            f"{rollout.num_unique_prompts_rollout} x --num_samples_per_prompt_rollout {group_size} = "
-            f"{config.num_completions_per_step}; raise it or make a step smaller"
+            f"--total_episodes {rollout.total_episodes} is less than one step: "
+            f"--num_unique_prompts_rollout {rollout.num_unique_prompts_rollout} x "
+            f"--num_samples_per_prompt_rollout {group_size} = {config.num_completions_per_step}; "
+            "raise it or make a step smaller"
         )
-    if rollout.advantage_normalization_type == "pass_at_k" and rollout.advantage_pass_k > group_size:
+    if (
+        rollout.advantage_normalization_type == "pass_at_k"
+        and rollout.advantage_pass_k > group_size
+    ):
         yield (
-            f"--advantage_pass_k {rollout.advantage_pass_k} is more than the --num_samples_per_prompt_rollout "
-            f"{group_size} of a group; use at most so many"
+            f"--advantage_pass_k {rollout.advantage_pass_k} is more than the "
+            f"--num_samples_per_prompt_rollout {group_size} of a group; use at most so many"
         )
     if "" in rollout.stop_strings:
-        yield "--stop_strings holds an empty text, which would end every completion at once; leave it out"
+        yield (
+            "--stop_strings holds an empty text, which would end every completion at once; leave "
+            "it out"
+        )
     if rollout.active_sampling and not rollout.filter_zero_std_samples:
-        yield "--active_sampling replaces the groups that --no_filter_zero_std_samples keeps: leave one out"
+        yield (
+            "--active_sampling replaces the groups that --no_filter_zero_std_samples keeps: "
+            "leave one out"
+        )
 
 
 @problems_of_kind("bad_value")
@@ -149,16 +172,25 @@ def _reward_problems(reward: rollout_sections.RewardSection) -> Iterator[str]:
     for word in reward.verifier:
         module, colon, name = word.rpartition(":")
         if not name or (colon and not module) or word.endswith(".py"):
-            yield f"--verifier {word}: takes NAME, FILE.py:NAME or module:NAME, such as my_rewards.py:reward"
+            yield (
+                f"--verifier {word}: takes NAME, FILE.py:NAME or module:NAME, such as "
+                "my_rewards.py:reward"
+            )
     for word in reward.remap_verifier:
         old, _, new = word.partition("=")
         if not (old and new) or "=" in new:
             yield f"--remap_verifier {word}: takes OLD=NEW, such as math_dapo=math"
     url = reward.code_api_url or ""
     if url and not (url.startswith(("http://", "https://")) and url.endswith("/test_program")):
-        yield f"--code_api_url {reward.code_api_url}: is an address such as http://localhost:1234/test_program"
+        yield (
+            f"--code_api_url {reward.code_api_url}: is an address such as "
+            "http://localhost:1234/test_program"
+        )
     if reward.llm_judge_max_tokens >= reward.llm_judge_max_context_length:
-        yield "--llm_judge_max_tokens leaves no room for a question: must be below --llm_judge_max_context_length"
+        yield (
+            "--llm_judge_max_tokens leaves no room for a question: must be below "
+            "--llm_judge_max_context_length"
+        )
 
 
 @problems_of_kind("conflict")
@@ -167,20 +199,30 @@ def _length_problems(config: GRPOConfig) -> Iterator[str]:
     if buffer is None:
         return
     if buffer > response_length:
-        yield f"--overlong_penalty {buffer} is more tokens than --response_length {response_length}: use fewer"
+        yield (
+            f"--overlong_penalty {buffer} is more tokens than --response_length "
+            f"{response_length}: use fewer"
+        )
     if config.reward.non_stop_penalty:
-        yield f"--overlong_penalty {buffer} and --non_stop_penalty both punish completions that were cut: keep one"
+        yield (
+            f"--overlong_penalty {buffer} and --non_stop_penalty both punish completions that "
+            "were cut: keep one"
+        )
 
 
 @problems_of_kind("conflict")
 def _loss_problems(config: GRPOConfig) -> Iterator[str]:
     loss = config.loss
     if loss.delta is not None and loss.delta <= 1 + loss.clip_higher:
-        yield f"--delta {spelled(loss.delta)}: must be above 1 plus --clip_higher, or it would undo that clip"
+        yield (
+            f"--delta {spelled(loss.delta)}: must be above 1 plus --clip_higher, or it would "
+            "undo that clip"
+        )
     if loss.clip_cov_lower >= loss.clip_cov_upper:
         yield (
             f"--clip_cov_lower {spelled(loss.clip_cov_lower)}: must be below --clip_cov_upper "
-            f"{spelled(loss.clip_cov_upper)}, since tokens with a covariance between the two are clipped"
+            f"{spelled(loss.clip_cov_upper)}, since tokens with a covariance between the two are "
+            "clipped"
         )
     denominator = f"--loss_denominator {loss.loss_denominator}"
     if loss.loss_denominator != "token":
@@ -188,45 +230,70 @@ def _loss_problems(config: GRPOConfig) -> Iterator[str]:
             yield f"{denominator}: takes 'token' or a whole number of tokens above 0"
         elif loss.loss_fn in POLICY_LOSSES and loss.loss_fn not in OVER_TOKENS:
             yield (
-                f"{denominator}: --loss_fn {loss.loss_fn} has a denominator of its own; leave it out, or use "
-                f"{' or '.join(OVER_TOKENS)}"
+                f"{denominator}: --loss_fn {loss.loss_fn} has a denominator of its own; leave it "
+                f"out, or use {' or '.join(OVER_TOKENS)}"
             )
     for kind in ("clamp", "mask"):
         lower, upper = getattr(loss, f"rho_{kind}_lower"), getattr(loss, f"rho_{kind}_upper")
         if upper is not None and lower > upper:
-            yield f"--rho_{kind}_lower {spelled(lower)} is above --rho_{kind}_upper {spelled(upper)}: swap them"
+            yield (
+                f"--rho_{kind}_lower {spelled(lower)} is above --rho_{kind}_upper "
+                f"{spelled(upper)}: swap them"
+            )
     if loss.rl_coef == 0 and loss.teacher_model_name_or_path is None:
-        yield "--rl_coef 0: without --teacher_model_name_or_path nothing is learned from completions; add that"
+        yield (
+            "--rl_coef 0: without --teacher_model_name_or_path nothing is learned from "
+            "completions; add that"
+        )
     elif loss.rl_coef == 0 and config.rollout.filter_zero_std_samples:
-        yield "--rl_coef 0 learns from a teacher, whatever the rewards are: add --no_filter_zero_std_samples"
+        yield (
+            "--rl_coef 0 learns from a teacher, whatever the rewards are: add "
+            "--no_filter_zero_std_samples"
+        )
     if loss.pack_length is not None and loss.pack_length < config.data.max_seq_length:
         yield (
-            f"--pack_length {loss.pack_length} does not hold the longest sample: --max_prompt_token_length "
-            f"{config.data.max_prompt_token_length} + --response_length {config.data.response_length} = "
-            f"{config.data.max_seq_length}; use at least that, or leave it out"
+            f"--pack_length {loss.pack_length} does not hold the longest sample: "
+            f"--max_prompt_token_length {config.data.max_prompt_token_length} + --response_length "
+            f"{config.data.response_length} = {config.data.max_seq_length}; use at least that, or "
+            "leave it out"
         )
     yield from microbatch_problems(
-        config.max_tokens_per_microbatch, "lower --max_prompt_token_length, --response_length or --pack_length"
+        config.max_tokens_per_microbatch,
+        "lower --max_prompt_token_length, --response_length or --pack_length",
     )
     if loss.num_mini_batches > config.rollout.num_unique_prompts_rollout:
         yield (
-            f"--num_mini_batches {loss.num_mini_batches} is more than the {config.rollout.num_unique_prompts_rollout} "
-            "prompts of a step; use at most so many"
+            f"--num_mini_batches {loss.num_mini_batches} is more than the "
+            f"{config.rollout.num_unique_prompts_rollout} prompts of a step; use at most so many"
         )
 
 
 @problems_of_kind("conflict")
 def _critic_problems(config: GRPOConfig) -> Iterator[str]:
-    """What cannot go with a critic: one row of a matrix as its head, and an advantage for each token."""
+    """What cannot go with a critic: one row of a matrix as its head, and an advantage for each
+    token.
+    """
     loss, degree = config.loss, config.parallel.tensor_parallel_degree
     num_steps, num_alone = config.num_steps, config.critic.critic_warmup_steps
     has_one_ratio = loss.loss_fn in POLICY_LOSSES and POLICY_LOSSES[loss.loss_fn].by_completion
     why_not = {
-        f"--tensor_parallel_degree {degree}: the one row of a critic's head is not split; leave it out": degree > 1,
-        f"--loss_fn {loss.loss_fn}: one ratio for a completion suits no advantage a token; use dapo": has_one_ratio,
-        "--active_sampling: under gae groups with equal rewards teach; leave it out": config.rollout.active_sampling,
-        "--rl_coef 0 learns from a teacher, without a critic: leave --advantages gae out": loss.rl_coef == 0,
-        f"--critic_warmup_steps {num_alone}: the run has {num_steps} steps; use fewer": 0 < num_steps <= num_alone,
+        (
+            f"--tensor_parallel_degree {degree}: the one row of a critic's head is not split; "
+            "leave it out"
+        ): degree > 1,
+        (
+            f"--loss_fn {loss.loss_fn}: one ratio for a completion suits no advantage a token; "
+            "use dapo"
+        ): has_one_ratio,
+        (
+            "--active_sampling: under gae groups with equal rewards teach; leave it out"
+        ): config.rollout.active_sampling,
+        (
+            "--rl_coef 0 learns from a teacher, without a critic: leave --advantages gae out"
+        ): loss.rl_coef == 0,
+        f"--critic_warmup_steps {num_alone}: the run has {num_steps} steps; use fewer": 0
+        < num_steps
+        <= num_alone,
     }
     yield from (problem for problem, is_met in why_not.items() if is_met)
 
@@ -236,33 +303,50 @@ def _fleet_problems(config: GRPOConfig) -> Iterator[str]:
     fleet, parallel = config.fleet, config.parallel
     if fleet.ray_address is not None and fleet.ray_dashboard_host is not None:
         yield (
-            f"--ray_dashboard_host {fleet.ray_dashboard_host}: a cluster at --ray_address has its own dashboard, or "
-            "none; leave it out, or give it to `ray start --head --dashboard-host`"
+            f"--ray_dashboard_host {fleet.ray_dashboard_host}: a cluster at --ray_address has its "
+            "own dashboard, or none; leave it out, or give it to `ray start --head "
+            "--dashboard-host`"
         )
     learners = parallel.num_learners_per_node
     if not learners or min(learners) < 1:
-        yield f"--num_learners_per_node {spelled(learners)}: takes at least 1 learner for each node, such as '8 8'"
+        yield (
+            f"--num_learners_per_node {spelled(learners)}: takes at least 1 learner for each "
+            "node, such as '8 8'"
+        )
     if parallel.single_gpu_mode:
-        many = changed(config, "num_learners_per_node", "vllm_num_engines", "vllm_tensor_parallel_size")
+        many = changed(
+            config, "num_learners_per_node", "vllm_num_engines", "vllm_tensor_parallel_size"
+        )
         for given in many:
             yield f"--single_gpu_mode has one device for learner and engine: leave {given} out"
     tokens, seqs = fleet.vllm_max_num_batched_tokens, fleet.vllm_max_num_seqs
     if tokens is not None and seqs is not None and tokens < seqs:
         yield (
-            f"--vllm_max_num_batched_tokens {tokens} is less than --vllm_max_num_seqs {seqs}, each of which needs a "
-            "token in a step; raise the one or lower the other"
+            f"--vllm_max_num_batched_tokens {tokens} is less than --vllm_max_num_seqs {seqs}, "
+            "each of which needs a token in a step; raise the one or lower the other"
         )
-    if fleet.routing_replay == "on" and (fleet.vllm_runner == "v1" or not fleet.vllm_enable_prefix_caching):
-        yield "--routing_replay on takes vLLM's prefix caching and, on CUDA, its runner v2: leave --vllm_… of both out"
+    if fleet.routing_replay == "on" and (
+        fleet.vllm_runner == "v1" or not fleet.vllm_enable_prefix_caching
+    ):
+        yield (
+            "--routing_replay on takes vLLM's prefix caching and, on CUDA, its runner v2: leave "
+            "--vllm_… of both out"
+        )
     if config.sent_adapter is not None and config.lora.lora_r > RANKS_OF_ENGINES[-1]:
         yield (
-            f"--lora_r {config.lora.lora_r}: an engine takes adapters of a rank up to {RANKS_OF_ENGINES[-1]}; use at "
-            "most that, or --lora_sync merged"
+            f"--lora_r {config.lora.lora_r}: an engine takes adapters of a rank up to "
+            f"{RANKS_OF_ENGINES[-1]}; use at most that, or --lora_sync merged"
         )
     if fleet.weight_sync_backend == "ipc" and not parallel.single_gpu_mode:
-        yield "--weight_sync_backend ipc hands over memory of one device: it needs --single_gpu_mode; use auto"
+        yield (
+            "--weight_sync_backend ipc hands over memory of one device: it needs "
+            "--single_gpu_mode; use auto"
+        )
     if fleet.weight_sync == "delta" and config.sent_adapter is not None:
-        yield "--weight_sync delta: --lora_sync adapter sends little, all of which changes; use auto or dense"
+        yield (
+            "--weight_sync delta: --lora_sync adapter sends little, all of which changes; use "
+            "auto or dense"
+        )
 
 
 @problems_of_kind("out_of_range")
@@ -277,7 +361,10 @@ def _evaluation_problems(config: GRPOConfig) -> Iterator[str]:
         yield f"--eval_temperature {given}: must be at least {least}, or 0 for the likeliest token"
     for k in evaluation.eval_pass_at_k:
         if not 1 <= k <= evaluation.num_samples:
-            yield f"--eval_pass_at_k {k}: takes numbers from 1 to --eval_num_samples, which is {evaluation.num_samples}"
+            yield (
+                f"--eval_pass_at_k {k}: takes numbers from 1 to --eval_num_samples, which is "
+                f"{evaluation.num_samples}"
+            )
 
 
 def _warnings(config: GRPOConfig) -> Iterator[str]:
@@ -285,7 +372,10 @@ def _warnings(config: GRPOConfig) -> Iterator[str]:
     loss, rollout = config.loss, config.rollout
     if loss.loss_fn == "cispo" and not loss.cispo_clamp_below:
         for given in changed(config, "clip_lower"):
-            yield f"{given}: cispo clamps the ratio from above only; add --cispo_clamp_below to clamp it from below too"
+            yield (
+                f"{given}: cispo clamps the ratio from above only; add --cispo_clamp_below to "
+                "clamp it from below too"
+            )
     leaves_out = rollout.filter_zero_std_samples and not rollout.has_critic
     if loss.teacher_model_name_or_path and loss.rl_coef and leaves_out:
         yield (
@@ -293,9 +383,13 @@ def _warnings(config: GRPOConfig) -> Iterator[str]:
             "--no_filter_zero_std_samples lets it teach from them too"
         )
     if config.data.sft_mixer_list and rollout.temperature != 1:
-        yield f"--temperature {spelled(rollout.temperature)} applies to the cross-entropy of --sft_mixer_list too"
+        yield (
+            f"--temperature {spelled(rollout.temperature)} applies to the cross-entropy of "
+            "--sft_mixer_list too"
+        )
     if left_over := rollout.total_episodes % config.num_completions_per_step:
         yield (
-            f"--total_episodes {rollout.total_episodes} is {config.num_steps} x {config.num_completions_per_step} (a "
-            f"step) and {left_over} more, which are not asked for"
+            f"--total_episodes {rollout.total_episodes} is {config.num_steps} x "
+            f"{config.num_completions_per_step} (a step) and {left_over} more, which are not "
+            "asked for"
         )

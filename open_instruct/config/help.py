@@ -1,4 +1,7 @@
-"""`--help` in the terminal: the flags that most runs set; `--help all`: every flag; `--help WORD`: those about it."""
+"""`--help` in the terminal: the flags that most runs set;
+
+`--help all`: every flag; `--help WORD`: those about it.
+"""
 
 import inspect
 import re
@@ -14,19 +17,31 @@ from rich.markup import escape
 from rich.text import Text
 
 from open_instruct.config.flags import Flag, flags_of, flags_of_section, sections_of, spelled
-from open_instruct.wording import pages_in
+from open_instruct.core.text import pages_in
 
 MIN_WIDTH, MAX_WIDTH = 40, 110
 ALL = "all"
 CHECK = "--check"
-# What most runs set. A command shows those that it has, with those that must be given and those of one's own objective.
+# What most runs set. A command shows those that it has, with those that must be given and those of
+# one's own objective.
 MOST_USED = frozenset(
     {
         *("chat_template_name", "eval_mixer_list", "max_seq_length", "response_length"),
         *("loss_type", "beta", "loss_fn", "kd_loss", "reward_tokens", "verifier", "environment"),
-        *("learning_rate", "num_epochs", "per_device_train_batch_size", "gradient_accumulation_steps"),
+        *(
+            "learning_rate",
+            "num_epochs",
+            "per_device_train_batch_size",
+            "gradient_accumulation_steps",
+        ),
         *("num_unique_prompts_rollout", "num_samples_per_prompt_rollout", "total_episodes"),
-        *("num_processes", "fsdp_shard_degree", "num_learners_per_node", "vllm_num_engines", "single_gpu_mode"),
+        *(
+            "num_processes",
+            "fsdp_shard_degree",
+            "num_learners_per_node",
+            "vllm_num_engines",
+            "single_gpu_mode",
+        ),
         *("activation_checkpointing", "use_lora", "report_to"),
     }
 )
@@ -37,7 +52,10 @@ def asks_for_help(words: Iterable[str]) -> bool:
 
 
 def asks_for_check(words: Sequence[str]) -> bool:
-    """Whether a run is only to be looked at, as `open-instruct check` does it; `--help` comes first."""
+    """Whether a run is only to be looked at, as `open-instruct check` does it;
+
+    `--help` comes first.
+    """
     return CHECK in words and not asks_for_help(words)
 
 
@@ -50,7 +68,9 @@ def help_topic(words: Sequence[str]) -> str | None:
     return " ".join(words[at + 1 :]).strip("- ").lower() or None
 
 
-def help_page(config_class: type, program: str, width: int, usage: str = "", topic: str | None = None) -> Text:
+def help_page(
+    config_class: type, program: str, width: int, usage: str = "", topic: str | None = None
+) -> Text:
     """The page of `--help`.
 
     Args:
@@ -63,13 +83,23 @@ def help_page(config_class: type, program: str, width: int, usage: str = "", top
     description, examples = told_of(config_class)
     chosen = chosen_flags(config_class, topic)
     pages = pages_in(Path(__file__).parent, trim_blocks=True, lstrip_blocks=True)
-    pages.globals |= {"wrapped": partial(_wrapped, width), "escape": escape, "default_of": _default_of}
+    pages.globals |= {
+        "wrapped": partial(_wrapped, width),
+        "escape": escape,
+        "default_of": _default_of,
+    }
     page = pages.get_template("help.txt.jinja").render(
         program=program,
         usage=usage,
-        required=[f"--{flag.name} {flag.metavar}" for flag in flags_of(config_class).values() if flag.required],
+        required=[
+            f"--{flag.name} {flag.metavar}"
+            for flag in flags_of(config_class).values()
+            if flag.required
+        ],
         topic=topic,
-        trains=any(flag.required and flag.name == "output_dir" for flag in flags_of(config_class).values()),
+        trains=any(
+            flag.required and flag.name == "output_dir" for flag in flags_of(config_class).values()
+        ),
         num_flags=len(flags_of(config_class)),
         num_shown=sum(len(flags) for flags in chosen.values()),
         description=description,
@@ -96,19 +126,29 @@ def chosen_flags(config_class: type, topic: str | None) -> dict[str, list[Flag]]
     if topic is None and list(sections) == [""]:  # a command with few flags
         topic = ALL
     return {
-        name: [flag for flag in flags_of_section(section_class).values() if is_shown(flag, section_class)]
+        name: [
+            flag
+            for flag in flags_of_section(section_class).values()
+            if is_shown(flag, section_class)
+        ]
         for name, section_class in sections.items()
     }
 
 
 def told_of(config_class: type) -> tuple[str, list[str]]:
-    """The description and the examples in a config class's docstring, where an example may go on in indented lines."""
+    """The description and the examples in a config class's docstring, where an example may go on in
+    indented lines.
+    """
     description, _, examples = (inspect.getdoc(config_class) or "").partition("\n\nExamples:\n")
-    return description, [" ".join(each.split()) for each in re.split(r"\n(?=\S)", textwrap.dedent(examples)) if each]
+    return description, [
+        " ".join(each.split()) for each in re.split(r"\n(?=\S)", textwrap.dedent(examples)) if each
+    ]
 
 
 def print_help(config_class: type, program: str, words: Sequence[str], usage: str = "") -> None:
-    """Print the help that `words` ask for, styled where stdout is a terminal and plain elsewhere."""
+    """Print the help that `words` ask for, styled where stdout is a terminal and plain
+    elsewhere.
+    """
     width = min(shutil.get_terminal_size().columns, MAX_WIDTH)
     page = help_page(config_class, program, width, usage, help_topic(words))
     if sys.stdout.isatty():
@@ -137,4 +177,8 @@ def title_of(section_class: type) -> str:
 def _default_of(flag: Flag) -> str:
     if flag.required:
         return "  [required]"
-    return "" if flag.default is None and "default" in flag.help else f"  [default: {spelled(flag.default)}]"
+    return (
+        ""
+        if flag.default is None and "default" in flag.help
+        else f"  [default: {spelled(flag.default)}]"
+    )

@@ -17,10 +17,12 @@ MODULES_OF_TARGETS = {
     "up_proj": "feed_forward.w3",
 }
 ALL_LINEAR = "all-linear"
-# The matrices of a block that are held in 4 bits, so many values of a row to a scale. Of layers of the gated delta rule
-# all but the two of a row a head, `w_a` and `w_b`, which say how fast it forgets and writes.
+# The matrices of a block that are held in 4 bits, so many values of a row to a scale. Of layers of
+# the gated delta rule all but the two of a row a head, `w_a` and `w_b`, which say how fast it
+# forgets and writes.
 IN_4_BITS = (*MODULES_OF_TARGETS.values(), "attention.w_qkv", "attention.w_g", "attention.w_output")
-MATRICES_IN_4_BITS = tuple(f".{each}.weight" for each in IN_4_BITS)  # by the ends of OLMo-core's names
+# By the ends of OLMo-core's names.
+MATRICES_IN_4_BITS = tuple(f".{each}.weight" for each in IN_4_BITS)
 BLOCK = 64
 # Ranks of adapters that a vLLM engine supports.
 RANKS_OF_ENGINES = (1, 8, 16, 32, 64, 128, 256, 320, 512)
@@ -32,19 +34,29 @@ class LoRASection:
 
     all_read_with: ClassVar[str] = "use_lora"
 
-    use_lora: bool = flag("train low-rank adapters beside the matrices of the blocks, and nothing else", False)
-    use_qlora: bool = flag("hold the matrices of the blocks in 4 bits (NF4), whether they get an adapter or not", False)
+    use_lora: bool = flag(
+        "train low-rank adapters beside the matrices of the blocks, and nothing else", False
+    )
+    use_qlora: bool = flag(
+        "hold the matrices of the blocks in 4 bits (NF4), whether they get an adapter or not", False
+    )
     lora_r: int = flag("rank of the adapters", 16, minimum=1)
-    lora_alpha: float = flag("the product of an adapter's matrices is scaled by this / rank", 32.0, above=0)
+    lora_alpha: float = flag(
+        "the product of an adapter's matrices is scaled by this / rank", 32.0, above=0
+    )
     use_rslora: bool = flag("scale by --lora_alpha / root of the rank instead", False)
     lora_dropout: float = flag("dropout of an adapter's inputs", 0.0, minimum=0, below=1)
     lora_target_modules: list[str] = flag(
-        "matrices of a block that get an adapter", [ALL_LINEAR], choices=(*MODULES_OF_TARGETS, ALL_LINEAR)
+        "matrices of a block that get an adapter",
+        [ALL_LINEAR],
+        choices=(*MODULES_OF_TARGETS, ALL_LINEAR),
     )
     lora_init: Literal["kaiming", "gaussian"] = flag(
         "distribution of an adapter's first matrix; its second begins at zero", "kaiming"
     )
-    adapter_name_or_path: str | None = flag("folder of a peft adapter to go on from", None, is_path=True)
+    adapter_name_or_path: str | None = flag(
+        "folder of a peft adapter to go on from", None, is_path=True
+    )
     export: Literal["both", "merged", "adapter"] = free_flag(
         "'merged' into hf_model, the 'adapter' by itself as peft writes it, or both", "both"
     )
@@ -57,5 +69,9 @@ class LoRASection:
     @property
     def targets(self) -> tuple[str, ...]:
         """The adapted matrices by peft's names, in the order of a block."""
-        wanted = MODULES_OF_TARGETS if ALL_LINEAR in self.lora_target_modules else self.lora_target_modules
+        wanted = (
+            MODULES_OF_TARGETS
+            if ALL_LINEAR in self.lora_target_modules
+            else self.lora_target_modules
+        )
         return tuple(name for name in MODULES_OF_TARGETS if name in wanted)

@@ -1,6 +1,7 @@
 """`[FILE.yaml] --flag value ...` into a config instance.
 
-Both spell values in the same words. Everything that is wrong is collected and reported in one error.
+Both spell values in the same words. Everything that is wrong is collected and reported in one
+error.
 """
 
 import difflib
@@ -15,8 +16,8 @@ from open_instruct.config.flags import Flag, flags_of, sections_of, spelled
 from open_instruct.config.packaged import packaged_settings, settings_file
 from open_instruct.config.suites.upstream_flags import Fate, read_table, taken
 from open_instruct.config.yaml_depth import check_depth
-from open_instruct.errors import InputError, Kind, Problem
-from open_instruct.whole_file import read_asked
+from open_instruct.core.errors import InputError, Kind, Problem
+from open_instruct.core.files import read_asked
 
 ConfigT = TypeVar("ConfigT")
 
@@ -45,9 +46,11 @@ def parse(
 
     Args:
         assumed: values for flags that must be given and may be left out here.
-        unneeded: receives a flag that a run does not need, with the reason; where it is None, such a flag is refused.
-        passed_over: receives what this version cannot read in the file of another one: keys that are no flags, and
-            values that a flag no longer takes, where it is one that a resumed run may change. None: they are refused.
+        unneeded: receives a flag that a run does not need, with the reason; where it is None, such
+            a flag is refused.
+        passed_over: receives what this version cannot read in the file of another one: keys that
+            are no flags, and values that a flag no longer takes, where it is one that a resumed run
+            may change. None: they are refused.
 
     Raises:
         InputError: listing everything that is wrong (unknown, repeated and missing flags, values
@@ -57,21 +60,33 @@ def parse(
     values = {name: value for name, value in (assumed or {}).items() if name in reader.flags}
     values |= reader.read(argv)
     named = values.keys() | reader.renamed
-    missing = [f"--{flag.name}" for flag in reader.flags.values() if flag.required and flag.name not in named]
+    missing = [
+        f"--{flag.name}"
+        for flag in reader.flags.values()
+        if flag.required and flag.name not in named
+    ]
     if missing and not reader.has_sections:
         text = f"missing: {', '.join(missing)} (as flags, or in a YAML file)"
-        reader.problems.append(Problem(text, kind="missing_flag", remedy=f"give {', '.join(missing)}"))
+        reader.problems.append(
+            Problem(text, kind="missing_flag", remedy=f"give {', '.join(missing)}")
+        )
     if reader.problems:
         raise InputError("\n".join(reader.problems), problems=reader.problems)
     by_section: dict[str, dict[str, Any]] = {section: {} for section in sections_of(config_class)}
     for name, value in values.items():
         by_section[reader.flags[name].section][name] = value
-    made = {section: made_of(**by_section[section]) for section, made_of in sections_of(config_class).items()}
+    made = {
+        section: made_of(**by_section[section])
+        for section, made_of in sections_of(config_class).items()
+    }
     return made[""] if "" in made else config_class(**made)
 
 
 def flags_given(config_class: type, argv: Sequence[str]) -> KeysView[str]:
-    """The names of the flags that `argv` sets, be it to the default, in its order; `parse` must accept `argv`."""
+    """The names of the flags that `argv` sets, be it to the default, in its order;
+
+    `parse` must accept `argv`.
+    """
     return _Reader(flags_of(config_class), unneeded=[]).read(argv).keys()
 
 
@@ -81,7 +96,7 @@ class _Given:
 
     Example: line 3 of run.yaml, `max-seq-length: 64`, is::
 
-        _Given(name="max_seq_length", spelling="max-seq-length", words=["64"], where="run.yaml line 3: ")
+        _Given(name="max_seq_length", spelling="max-seq-length", words=["64"], where="line 3: ")
     """
 
     name: str
@@ -97,7 +112,8 @@ class _Given:
 
 
 class _Reader:
-    """Reads the flags of one command. What is wrong is listed in `problems`, and the value is then None.
+    """Reads the flags of one command. What is wrong is listed in `problems`, and the value is then
+    None.
 
     Attributes:
         renamed: flags that were given by the name that another suite has for them.
@@ -105,7 +121,11 @@ class _Reader:
     """
 
     def __init__(
-        self, flags: Mapping[str, Flag], *, unneeded: list[str] | None, passed_over: list[str] | None = None
+        self,
+        flags: Mapping[str, Flag],
+        *,
+        unneeded: list[str] | None,
+        passed_over: list[str] | None = None,
     ) -> None:
         self.flags = flags
         self.unneeded = unneeded
@@ -115,7 +135,9 @@ class _Reader:
         self.has_sections = False
 
     def read(self, argv: Sequence[str]) -> dict[str, Any]:
-        """The values of the file that the first word may name, and of the flags after it, which replace them."""
+        """The values of the file that the first word may name, and of the flags after it, which
+        replace them.
+        """
         words = list(argv)
         values: dict[str, Any] = {}
         if words and not words[0].startswith("-"):
@@ -127,12 +149,16 @@ class _Reader:
         return values | typed
 
     def _leave_out_replaced(self, values: dict[str, Any], typed: Mapping[str, Any]) -> None:
-        """Take out of the `values` of a file what a typed flag takes the place of, and name it where it said more."""
+        """Take out of the `values` of a file what a typed flag takes the place of, and name it
+        where it said more.
+        """
         for name, value in typed.items():
             flag = self.flags[name]
             if value == flag.default:
                 continue
-            for other in (each for each in flag.replaces.split() if each in values and each not in typed):
+            for other in (
+                each for each in flag.replaces.split() if each in values and each not in typed
+            ):
                 if values.pop(other) != self.flags[other].default and self.unneeded is not None:
                     self.unneeded.append(f"{other} of the file (--{name} takes its place)")
 
@@ -151,7 +177,9 @@ class _Reader:
             yield _Given(name=name, spelling=spelling, words=its_words)
 
     def _in_file(self, path: str) -> Iterator[_Given]:
-        """Scalars are taken as they are written, so that `5e-7` (a string to YAML 1.1) is a number here too."""
+        """Scalars are taken as they are written, so that `5e-7` (a string to YAML 1.1) is a number
+        here too.
+        """
         for key, value in nodes_of(path):
             where = f"{path} line {key.start_mark.line + 1}: "
             if not isinstance(key, yaml.ScalarNode):
@@ -189,14 +217,18 @@ class _Reader:
             value = self._value(self.flags[name], given)
             # Several flags of upstream's may say the same.
             if name in values and (name not in translated or values[name] != value):
-                self.problems.append(Problem(_twice(name, first[name], given), kind="repeated_flag", flag=name))
+                self.problems.append(
+                    Problem(_twice(name, first[name], given), kind="repeated_flag", flag=name)
+                )
             values[name] = value
             first[name] = given
         return values
 
     def _value(self, flag: Flag, given: _Given) -> Any:
         if NESTED in given.words:
-            self._add(given, f"takes {flag.accepted}, not a list of lists or mappings", kind="bad_value")
+            self._add(
+                given, f"takes {flag.accepted}, not a list of lists or mappings", kind="bad_value"
+            )
             return None
         try:
             return flag.value_of([] if given.is_null and not flag.optional else given.words)
@@ -230,7 +262,10 @@ class _Reader:
         nearest_flag = nearest(given.name, sorted(names), prefix=prefix)
         hint = called_here(given.name, names, prefix) or f"is not a flag{nearest_flag}"
         if given.is_section:
-            hint = "is a section, and settings are flat here: write each of its flags on a line of its own"
+            hint = (
+                "is a section, and settings are flat here: write each of its flags on a line of "
+                "its own"
+            )
             self.has_sections = True
         elif ours := flag_here(given.name, names):
             self.renamed.add(ours)
@@ -246,7 +281,13 @@ class _Reader:
             self.unneeded.append(f"{given.origin} ({fate.unneeded})")
 
     def _add(
-        self, given: _Given, reason: str, *, kind: Kind, flag: str | None = None, remedy: str | None = None
+        self,
+        given: _Given,
+        reason: str,
+        *,
+        kind: Kind,
+        flag: str | None = None,
+        remedy: str | None = None,
     ) -> None:
         """Note what is wrong with a flag, which is shown as the user spelled it, and where."""
         text = f"{given.origin} {reason}"
@@ -254,10 +295,15 @@ class _Reader:
 
 
 def _twice(name: str, first: _Given, second: _Given) -> str:
-    """The error message where two words set one flag of ours; they may be different flags of upstream's."""
+    """The error message where two words set one flag of ours; they may be different flags of
+    upstream's.
+    """
     if _name_of(first.spelling) == _name_of(second.spelling):
         return f"{second.origin} is given twice; keep one"
-    return f"{second.where}{first.spelling} and {second.spelling} both say what --{name} is here; keep one"
+    return (
+        f"{second.where}{first.spelling} and {second.spelling} both say what --{name} is here; "
+        "keep one"
+    )
 
 
 def groups_of(words: Sequence[str], problems: list[Problem]) -> list[tuple[str, list[str]]]:
@@ -293,13 +339,15 @@ def nodes_of(path: str) -> list[tuple[Any, Any]]:
         mark = error.problem_mark or error.context_mark
         line = f" line {mark.line + 1}" if mark else ""
         raise InputError(
-            f"{path}{line}: not valid YAML: {error.problem or error.context}", kind="unreadable_file"
+            f"{path}{line}: not valid YAML: {error.problem or error.context}",
+            kind="unreadable_file",
         ) from None
     except yaml.YAMLError as error:
         raise InputError(f"{path}: not valid YAML: {error}", kind="unreadable_file") from None
     except RecursionError:
         raise InputError(
-            f"{path}: lists or mappings nested too deep; give lines of 'flag: value'", kind="unreadable_file"
+            f"{path}: lists or mappings nested too deep; give lines of 'flag: value'",
+            kind="unreadable_file",
         ) from None
     if root is not None and not isinstance(root, yaml.MappingNode):
         raise InputError(f"{path}: expected lines of 'flag: value'", kind="unreadable_file")
@@ -307,7 +355,9 @@ def nodes_of(path: str) -> list[tuple[Any, Any]]:
 
 
 def words_of(node: Any) -> list[str]:
-    """A YAML value as words of a command line; a mapping gives keys and values in turn, and what is nested NESTED."""
+    """A YAML value as words of a command line; a mapping gives keys and values in turn, and what is
+    nested NESTED.
+    """
     if isinstance(node, yaml.ScalarNode):
         return ["none" if node.tag == YAML_NULL else node.value]
     items = node.value
@@ -331,7 +381,8 @@ def nearest(name: str, known: Iterable[str], *, prefix: str = "") -> str:
 
 
 def called_here(name: str, known: Iterable[str], prefix: str) -> str | None:
-    """The end of `--name …`: the flag among `known` that does what the other suite's `name` does; None without a hint.
+    """The end of `--name …`: the flag among `known` that does what the other suite's `name` does;
+    None without a hint.
 
     Example: of `num_generations`, `is called --num_samples_per_prompt_rollout here`.
     """
@@ -339,13 +390,18 @@ def called_here(name: str, known: Iterable[str], prefix: str) -> str | None:
     if hint is None or isinstance(hint, str):
         return hint
     if isinstance(hint, dict):
-        return next((sentence for flag, sentence in hint.items() if flag in known), hint.get("else"))
+        return next(
+            (sentence for flag, sentence in hint.items() if flag in known), hint.get("else")
+        )
     ours = flag_here(name, known)
     return None if ours is None else f"is called {prefix}{ours} here"
 
 
 def flag_here(name: str, known: Iterable[str]) -> str | None:
-    """The flag among `known` that only has another name in the other suite; None if there is none."""
+    """The flag among `known` that only has another name in the other suite;
+
+    None if there is none.
+    """
     hint = _hint_about(name)
     return next((flag for flag in hint if flag in known), None) if isinstance(hint, list) else None
 
@@ -353,11 +409,17 @@ def flag_here(name: str, known: Iterable[str]) -> str | None:
 def _hint_about(name: str) -> str | list[str] | dict[str, str] | None:
     """What the table has of a name, or of the last parts of a dotted one."""
     table = names_of_other_suites()
-    return table.get(name) or table.get(".".join(name.split(".")[-2:])) or table.get(name.split(".")[-1])
+    return (
+        table.get(name)
+        or table.get(".".join(name.split(".")[-2:]))
+        or table.get(name.split(".")[-1])
+    )
 
 
 @cache
 def names_of_other_suites() -> dict[str, str | list[str] | dict[str, str]]:
-    """By the other suite's name: flags of ours, a sentence, or a sentence for each flag that a command may have."""
+    """By the other suite's name: flags of ours, a sentence, or a sentence for each flag that a
+    command may have.
+    """
     table = read_table("other_suites.yaml")
     return {name: hint for names, hint in table.items() for name in names.split(", ")}

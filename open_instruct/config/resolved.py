@@ -1,4 +1,6 @@
-"""The resolved flags of a run: written to `config.yaml`, read back, and compared when it resumes."""
+"""The resolved flags of a run: written to `config.yaml`, read back, and compared when it
+resumes.
+"""
 
 import importlib.metadata
 import os
@@ -13,22 +15,34 @@ import yaml
 from open_instruct import __version__
 from open_instruct.config.flags import flags_of, sections_of, spelled
 from open_instruct.config.parser import COMMAND
-from open_instruct.errors import InputError
-from open_instruct.whole_file import replace_text
-from open_instruct.wording import counted
+from open_instruct.core.errors import InputError
+from open_instruct.core.files import replace_text
+from open_instruct.core.text import counted
 
-REPORTED_PACKAGES = ("torch", "ai2-olmo-core", "transformers", "safetensors", "datasets", "tokenizers", "deepspeed")
+REPORTED_PACKAGES = (
+    "torch",
+    "ai2-olmo-core",
+    "transformers",
+    "safetensors",
+    "datasets",
+    "tokenizers",
+    "deepspeed",
+)
 
 
 def as_flat_dict(config: object) -> dict[str, Any]:
     """Every flag and its value, in the order of the sections."""
-    return {name: getattr(getattr(config, flag.section), name) for name, flag in flags_of(type(config)).items()}
+    return {
+        name: getattr(getattr(config, flag.section), name)
+        for name, flag in flags_of(type(config)).items()
+    }
 
 
 def write_config(
     config: object, path: str | Path, extra: Mapping[str, Any] | None = None, *, command: str = ""
 ) -> None:
-    """Write `config.yaml`: `extra` as comment lines, the `command`, then every flag, section by section.
+    """Write `config.yaml`: `extra` as comment lines, the `command`, then every flag, section by
+    section.
 
     The file can be given back to the parser as FILE.yaml. It is replaced in one move, so that a
     crash leaves the old one or the new one.
@@ -38,14 +52,20 @@ def write_config(
     lines += ["", yaml.safe_dump({COMMAND: command}).rstrip()] if command else []
     for section, section_class in sections_of(type(config)).items():
         title = (section_class.__doc__ or section).splitlines()[0]
-        # Escaped, because YAML reads some of the Unicode that it would write (line separators) as spaces.
-        dumped = yaml.safe_dump(vars(getattr(config, section)), sort_keys=False, allow_unicode=False, width=1000)
+        # Escaped, because YAML reads some of the Unicode that it would write (line separators) as
+        # spaces.
+        dumped = yaml.safe_dump(
+            vars(getattr(config, section)), sort_keys=False, allow_unicode=False, width=1000
+        )
         lines += ["", f"# {title}", dumped.rstrip()]
     replace_text(Path(path), "\n".join(lines).lstrip("\n") + "\n")
 
 
 def provenance() -> dict[str, Any]:
-    """Versions and git state, for `write_config`'s `extra`. Imports none of the packages it names."""
+    """Versions and git state, for `write_config`'s `extra`.
+
+    Imports none of the packages it names.
+    """
     versions = {"python": platform.python_version(), "open_instruct": __version__}
     for package in REPORTED_PACKAGES:
         try:
@@ -59,38 +79,65 @@ def _git_state(repository: Path) -> str:
     """The commit and whether files differ from it, or `not a git checkout`."""
     if not (repository / ".git").exists():
         return "not a git checkout"
-    # `describe --dirty` refreshes the index: a run that is killed meanwhile leaves a lock that no later git gets past.
-    command = ["git", "--no-optional-locks", "-C", str(repository), "status", "--porcelain=v2", "--branch", "-uno"]
+    # `describe --dirty` refreshes the index: a run that is killed meanwhile leaves a lock that no
+    # later git gets past.
+    command = [
+        "git",
+        "--no-optional-locks",
+        "-C",
+        str(repository),
+        "status",
+        "--porcelain=v2",
+        "--branch",
+        "-uno",
+    ]
     try:
-        status = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout
+        status = subprocess.run(
+            command, capture_output=True, text=True, check=True, timeout=10
+        ).stdout
     except (OSError, subprocess.SubprocessError):
         return "unknown"
     commit = status.split()[2].replace("(initial)", "unknown")  # "# branch.oid COMMIT"
-    return commit if all(line[0] == "#" for line in status.splitlines()) else f"{commit} with uncommitted changes"
+    return (
+        commit
+        if all(line[0] == "#" for line in status.splitlines())
+        else f"{commit} with uncommitted changes"
+    )
 
 
 def resume_conflicts(
-    saved: Mapping[str, Any], config: object, *, worlds: tuple[int, int] = (1, 1), ended_after: int | None = None
+    saved: Mapping[str, Any],
+    config: object,
+    *,
+    worlds: tuple[int, int] = (1, 1),
+    ended_after: int | None = None,
 ) -> list[str]:
     """The flags of `config` that would make a resumed run another run than the one that was saved.
 
-    `saved` is `as_flat_dict` of the saved config, and `worlds` are the data-parallel ranks then and now. Compared
-    are the model, the rows, the loss and the optimisation. Of the batch only the number of rows in one global batch
-    counts (microbatch x accumulation x data-parallel ranks), so that a run may move to another number of GPUs. The
-    length (`num_epochs`, `max_train_steps`) counts too, because the schedule stretches with it, unless the learning
-    rate is constant and without warm-up, or the run had ended, after step `ended_after`, and is to be longer;
-    `num_epochs` alone does not count where `max_train_steps` overrules it. A flag that `saved` does not know is
-    passed over.
+    `saved` is `as_flat_dict` of the saved config, and `worlds` are the data-parallel ranks then and
+    now. Compared are the model, the rows, the loss and the optimisation. Of the batch only the
+    number of rows in one global batch counts (microbatch x accumulation x data-parallel ranks), so
+    that a run may move to another number of GPUs. The length (`num_epochs`, `max_train_steps`)
+    counts too, because the schedule stretches with it, unless the learning rate is constant and
+    without warm-up, or the run had ended, after step `ended_after`, and is to be longer;
+    `num_epochs` alone does not count where `max_train_steps` overrules it. A flag that `saved` does
+    not know is passed over.
     """
     now = as_flat_dict(config)
     flags = flags_of(type(config))
     conflicts = [
         f"--{name} was {spelled(saved[name])}, is {spelled(now[name])}"
         for name in now
-        if flags[name].resume == "same" and name in saved and _comparable(saved[name]) != _comparable(now[name])
+        if flags[name].resume == "same"
+        and name in saved
+        and _comparable(saved[name]) != _comparable(now[name])
     ]
     lengths = changed_lengths(saved, config)
-    conflicts += [conflict for name, conflict in lengths.items() if not _is_longer(saved[name], now[name], ended_after)]
+    conflicts += [
+        conflict
+        for name, conflict in lengths.items()
+        if not _is_longer(saved[name], now[name], ended_after)
+    ]
     batch_flags = {name for name, flag in flags.items() if flag.resume == "batch"}
     if batch_flags and saved.keys() >= batch_flags:
         conflicts += _batch_conflict(saved, now, *worlds)
@@ -98,11 +145,15 @@ def resume_conflicts(
 
 
 def changed_lengths(saved: Mapping[str, Any], config: object) -> dict[str, str]:
-    """A sentence for each changed flag of the run's length, where the length sets the learning rate."""
+    """A sentence for each changed flag of the run's length, where the length sets the learning
+    rate.
+    """
     now, flags = as_flat_dict(config), flags_of(type(config))
     if _is_flat(saved) and _is_flat(now):
         return {}
-    is_overruled = saved.get("max_train_steps") is not None and now.get("max_train_steps") is not None
+    is_overruled = (
+        saved.get("max_train_steps") is not None and now.get("max_train_steps") is not None
+    )
     return {
         name: f"--{name} was {spelled(saved[name])}, is {spelled(now[name])}"
         for name in now
@@ -112,42 +163,65 @@ def changed_lengths(saved: Mapping[str, Any], config: object) -> dict[str, str]:
 
 
 def _is_longer(before: int | None, after: int | None, ended_after: int | None) -> bool:
-    """Whether a run that had ended is asked for more steps; after one of whole epochs, as many steps count as more."""
-    return ended_after is not None and after is not None and after > (ended_after - 1 if before is None else before)
+    """Whether a run that had ended is asked for more steps; after one of whole epochs, as many
+    steps count as more.
+    """
+    return (
+        ended_after is not None
+        and after is not None
+        and after > (ended_after - 1 if before is None else before)
+    )
 
 
 def refuse_conflicts(saved: Mapping[str, Any], config: object, **run: Any) -> None:
-    """Raise an InputError that lists `resume_conflicts` and the remedies, if there are any; `run` are its arguments."""
+    """Raise an InputError that lists `resume_conflicts` and the remedies, if there are any;
+
+    `run` are its arguments.
+    """
     if conflicts := resume_conflicts(saved, config, **run):
         listed = "\n".join(f"  {conflict}" for conflict in conflicts)
         folder = as_flat_dict(config)["output_dir"]
         raise InputError(
-            f"--output_dir {folder} holds a run with other settings, which this command would not continue:\n{listed}\n"
-            "Give the old values to resume it, another --output_dir to start a second run, or "
-            "--overwrite_output_dir to remove it and start afresh.",
+            f"--output_dir {folder} holds a run with other settings, which this command would not "
+            f"continue:\n{listed}\nGive the old values to resume it, another --output_dir to "
+            "start a second run, or --overwrite_output_dir to remove it and start afresh.",
             kind="other_run",
         )
 
 
 def _is_flat(values: Mapping[str, Any]) -> bool:
-    """Whether the learning rate is the same at every step, so that the number of steps does not set it."""
+    """Whether the learning rate is the same at every step, so that the number of steps does not set
+    it.
+    """
     return values.get("lr_scheduler_type") == "constant" and values.get("warmup_ratio") == 0
 
 
-def _batch_conflict(saved: Mapping[str, Any], now: Mapping[str, Any], saved_world: int, world: int) -> Iterator[str]:
+def _batch_conflict(
+    saved: Mapping[str, Any], now: Mapping[str, Any], saved_world: int, world: int
+) -> Iterator[str]:
     before, was = _global_batch(saved, saved_world)
     after, becomes = _global_batch(now, world)
     if before != after:
         accumulation, remainder = divmod(before, now["per_device_train_batch_size"] * world)
-        way_out = f"; --gradient_accumulation_steps {accumulation} keeps it" if accumulation and not remainder else ""
+        way_out = (
+            f"; --gradient_accumulation_steps {accumulation} keeps it"
+            if accumulation and not remainder
+            else ""
+        )
         yield f"the global batch was {was}, is {becomes}{way_out}"
 
 
 def _global_batch(values: Mapping[str, Any], world: int) -> tuple[int, str]:
     """The number of rows in a global batch, and the same in words."""
-    per_device, accumulation = values["per_device_train_batch_size"], values["gradient_accumulation_steps"]
+    per_device, accumulation = (
+        values["per_device_train_batch_size"],
+        values["gradient_accumulation_steps"],
+    )
     rows = per_device * accumulation * world
-    return rows, f"{counted(rows, 'row')} ({per_device} x {accumulation} x {counted(world, 'data-parallel rank')})"
+    return rows, (
+        f"{counted(rows, 'row')} ({per_device} x {accumulation} x "
+        f"{counted(world, 'data-parallel rank')})"
+    )
 
 
 def _comparable(value: Any) -> Any:

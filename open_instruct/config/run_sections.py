@@ -1,40 +1,62 @@
-"""The flags of a run's folder and of its trackers, which every run has; see sections.py for the rules."""
+"""The flags of a run's folder and of its trackers, which every run has; see sections.py for the
+rules.
+"""
 
 from dataclasses import dataclass
 
 from open_instruct.config.sections import ExportDtype, Switch, free_flag
 
 TRACKERS = ("wandb", "trackio", "tensorboard", "mlflow", "swanlab")
-WITH_NAMES = "report_to wandb trackio mlflow swanlab"  # the trackers whose runs have names and projects
+# The trackers whose runs have names and projects.
+WITH_NAMES = "report_to wandb trackio mlflow swanlab"
 
 
 @dataclass(kw_only=True)
 class RunSection:
     """Run directory"""
 
-    output_dir: str = free_flag("where checkpoints, metrics and the exported model go", is_path=True)
+    output_dir: str = free_flag(
+        "where checkpoints, metrics and the exported model go", is_path=True
+    )
     checkpointing_steps: int = free_flag(
-        "steps between checkpoints; 0, or the word epoch: one after each pass over the data", 500, minimum=0
+        "steps between checkpoints; 0, or the word epoch: one after each pass over the data",
+        500,
+        minimum=0,
     )
     ephemeral_save_interval: int | None = free_flag(
-        "steps between further checkpoints, each of which is removed once there is a newer one", None, minimum=1
+        ("steps between further checkpoints, each of which is removed once there is a newer one"),
+        None,
+        minimum=1,
     )
     keep_last_n_checkpoints: int = free_flag(
         "older ones are removed; 0 or -1 keeps all", 3, minimum=0, note=" (0 keeps all)"
     )
     keep_best: str | None = free_flag(
-        "metric, such as eval/loss, by which the best checkpoint is kept, and exported at the end: an evaluation with "
-        "the best value so far writes a checkpoint; of a metric of training the steps with a checkpoint are compared",
+        "metric, such as eval/loss, by which the best checkpoint is kept, and exported at the "
+        "end: an evaluation with the best value so far writes a checkpoint; of a metric of "
+        "training the steps with a checkpoint are compared",
         None,
     )
     async_checkpoints: Switch = free_flag(
-        "write checkpoints from a copy in host memory while the training goes on; 'auto': on GPUs", "auto"
+        (
+            "write checkpoints from a copy in host memory while the training goes on; 'auto': on "
+            "GPUs"
+        ),
+        "auto",
     )
-    overwrite_output_dir: bool = free_flag("start afresh: remove the checkpoints and metrics found there", False)
-    export_dtype: ExportDtype = free_flag("dtype of the exported model; 'source': that of the start model", "source")
-    push_to_hub: bool = free_flag("upload the exported model to the Hugging Face hub at the end", False)
+    overwrite_output_dir: bool = free_flag(
+        "start afresh: remove the checkpoints and metrics found there", False
+    )
+    export_dtype: ExportDtype = free_flag(
+        "dtype of the exported model; 'source': that of the start model", "source"
+    )
+    push_to_hub: bool = free_flag(
+        "upload the exported model to the Hugging Face hub at the end", False
+    )
     hub_model_id: str | None = free_flag(
-        "ORGANISATION/NAME on the hub; default: the output folder's name, yours", None, read_with="push_to_hub"
+        "ORGANISATION/NAME on the hub; default: the output folder's name, yours",
+        None,
+        read_with="push_to_hub",
     )
     hub_private: bool = free_flag("make a new repository private", False, read_with="push_to_hub")
 
@@ -44,7 +66,11 @@ class RolloutRunSection(RunSection):
     """Run directory"""
 
     save_traces: bool | None = free_flag(
-        "keep all completions in OUT/traces, or none; default: those of the newest steps, up to 1 GiB", None
+        (
+            "keep all completions in OUT/traces, or none; default: those of the newest steps, up "
+            "to 1 GiB"
+        ),
+        None,
     )
 
 
@@ -52,12 +78,16 @@ class RolloutRunSection(RunSection):
 class LoggingSection:
     """Logging"""
 
-    report_to: list[str] = free_flag("trackers that get the metrics, beside metrics.jsonl", [], choices=TRACKERS)
+    report_to: list[str] = free_flag(
+        "trackers that get the metrics, beside metrics.jsonl", [], choices=TRACKERS
+    )
     exp_name: str | None = free_flag(
         "name of the run in the tracker; default: the output folder's", None, read_with=WITH_NAMES
     )
     wandb_project_name: str = free_flag(
-        "project in the tracker; mlflow calls it an experiment", "open_instruct", read_with=WITH_NAMES
+        "project in the tracker; mlflow calls it an experiment",
+        "open_instruct",
+        read_with=WITH_NAMES,
     )
     wandb_entity: str | None = free_flag("user or team in wandb", None, read_with="report_to wandb")
     profile_steps: list[int] = free_flag(

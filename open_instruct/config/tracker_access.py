@@ -1,10 +1,12 @@
-"""Whether the trackers of `--report_to` can be reached from this machine, checked without importing them."""
+"""Whether the trackers of `--report_to` can be reached from this machine, checked without importing
+them.
+"""
 
 import importlib.util
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from open_instruct.errors import InputError
+from open_instruct.core.errors import InputError
 
 WANDB_URL = "https://api.wandb.ai"
 WANDB_WITHOUT_LOGIN = ("offline", "disabled", "dryrun")
@@ -12,36 +14,42 @@ SWANLAB_WITHOUT_LOGIN = ("local", "offline", "disabled")
 
 
 def check_trackers(report_to: Sequence[str], environ: Mapping[str, str]) -> None:
-    """Refuse trackers whose package is not installed, and wandb or SwanLab where nobody has logged in.
+    """Refuse trackers whose package is not installed, and wandb or SwanLab where nobody has logged
+    in.
 
     Raises:
         InputError: with the command that mends it.
     """
     for tracker in dict.fromkeys(report_to):
         spec = importlib.util.find_spec(tracker)
-        if spec is None or spec.origin is None:  # without an origin: the folder ./wandb of earlier runs
+        # Without an origin: the folder ./wandb of earlier runs.
+        if spec is None or spec.origin is None:
             raise InputError(
-                f"--report_to {tracker} needs the {tracker} package: pip install 'open-instruct[{tracker}]', or leave "
-                "it out: metrics.jsonl is always written",
+                f"--report_to {tracker} needs the {tracker} package: pip install "
+                f"'open-instruct[{tracker}]', or leave it out: metrics.jsonl is always written",
                 kind="missing_package",
             )
     if "wandb" in report_to and not _wandb_may_log_in(environ):
         raise InputError(
-            "--report_to wandb: nobody has logged in here: run `wandb login`, or set WANDB_API_KEY (on every node that "
-            "may hold rank 0), or WANDB_MODE=offline to keep the numbers on this machine",
+            "--report_to wandb: nobody has logged in here: run `wandb login`, or set "
+            "WANDB_API_KEY (on every node that may hold rank 0), or WANDB_MODE=offline to keep "
+            "the numbers on this machine",
             kind="remote",
         )
     if "swanlab" in report_to and not _swanlab_may_log_in(environ):
         raise InputError(
-            "--report_to swanlab: nobody has logged in here: run `swanlab login`, or set SWANLAB_API_KEY (on every "
-            "node that may hold rank 0), or SWANLAB_MODE=offline to keep the numbers on this machine",
+            "--report_to swanlab: nobody has logged in here: run `swanlab login`, or set "
+            "SWANLAB_API_KEY (on every node that may hold rank 0), or SWANLAB_MODE=offline to "
+            "keep the numbers on this machine",
             kind="remote",
         )
 
 
 def _swanlab_may_log_in(environ: Mapping[str, str]) -> bool:
     """Whether SwanLab uploads nothing, or finds a key where it looks for one."""
-    if environ.get("SWANLAB_MODE", "").lower() in SWANLAB_WITHOUT_LOGIN or environ.get("SWANLAB_API_KEY"):
+    if environ.get("SWANLAB_MODE", "").lower() in SWANLAB_WITHOUT_LOGIN or environ.get(
+        "SWANLAB_API_KEY"
+    ):
         return True
     own = environ.get("SWANLAB_ROOT") or environ.get("SWANLAB_SAVE_DIR") or "~/.swanlab"
     return any((Path(folder).expanduser() / ".netrc").is_file() for folder in (".swanlab", own))
@@ -54,7 +62,10 @@ def _wandb_may_log_in(environ: Mapping[str, str]) -> bool:
     if environ.get("WANDB_API_KEY") or environ.get("WANDB_IDENTITY_TOKEN_FILE"):
         return True
     # A settings file can hold a key, a mode or another server.
-    folders = environ.get("WANDB_CONFIG_DIR") or "~/.config/wandb", f"{environ.get('WANDB_DIR') or '.'}/wandb"
+    folders = (
+        environ.get("WANDB_CONFIG_DIR") or "~/.config/wandb",
+        f"{environ.get('WANDB_DIR') or '.'}/wandb",
+    )
     if any((Path(each).expanduser() / "settings").is_file() for each in folders):
         return True
     from requests.utils import get_netrc_auth  # as wandb reads it

@@ -1,7 +1,8 @@
-"""The sections that the configuration of every run has, whatever its objective, and the record of its backend.
+"""The sections that the configuration of every run has, whatever its objective, and the record of
+its backend.
 
-A backend holds the shards of a run. `--backend` names an entry point of an installed package in the group
-`open_instruct.backends`, whose object is a `BackendRecord`; ours stand in pyproject.toml.
+A backend holds the shards of a run. `--backend` names an entry point of an installed package in the
+group `open_instruct.backends`, whose object is a `BackendRecord`; ours stand in pyproject.toml.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,9 +16,9 @@ from open_instruct.config.lora import LoRASection
 from open_instruct.config.parser import nearest
 from open_instruct.config.rollout_sections import PromptDataSection
 from open_instruct.config.run_sections import LoggingSection, RunSection
-from open_instruct.errors import InputError
-from open_instruct.metric_table import HELD_OUT_PREFIX
-from open_instruct.shard_layout import ShardLayout
+from open_instruct.core.errors import InputError
+from open_instruct.core.metrics import HELD_OUT_PREFIX
+from open_instruct.core.shard_layout import ShardLayout
 
 GROUP = "open_instruct.backends"
 KEPT_ON_ONE_PROCESS = ("single_gpu_mode", "backend", "deepspeed_stage")
@@ -27,7 +28,10 @@ ConfigT = TypeVar("ConfigT", bound="LearnerConfig")
 
 @dataclass(kw_only=True)
 class LearnerConfig:
-    """The sections that any learner reads, GRPO's too. A subclass adds its own, and may extend these."""
+    """The sections that any learner reads, GRPO's too.
+
+    A subclass adds its own, and may extend these.
+    """
 
     model: sections.ModelSection
     data: sections.DataSection | PromptDataSection
@@ -45,14 +49,18 @@ class LearnerConfig:
 
     @property
     def frozen_as(self) -> str:
-        """The precision of a start model that is not trained, on which all that it computes depends."""
+        """The precision of a start model that is not trained, on which all that it computes
+        depends.
+        """
         return f"{self.model.param_dtype}-nf4" if self.lora.use_qlora else self.model.param_dtype
 
     @property
     def quality_metrics(self) -> tuple[str, ...]:
-        """The metrics that say how good the policy is, by name or pattern; those behind `eval/` are of held-out rows.
+        """The metrics that say how good the policy is, by name or pattern; those behind `eval/` are
+        of held-out rows.
 
-        An objective that has others says so in its config, and the table of metrics says which values are better.
+        An objective that has others says so in its config, and the table of metrics says which
+        values are better.
         """
         return with_held_out("loss")
 
@@ -91,15 +99,21 @@ class BackendRecord(Protocol):
         """Fill in flags that were not given and whose default depends on the backend."""
 
     def problems(self, config: LearnerConfig) -> Iterator[str]:
-        """Flags that cannot go together, and flags that the backend lacks: a sentence with a remedy for each."""
+        """Flags that cannot go together, and flags that the backend lacks: a sentence with a remedy
+        for each.
+        """
 
     def warnings(self, config: LearnerConfig) -> Iterator[str]:
         """A sentence for each given flag that the backend does not read."""
 
     def refuse_unfit(self) -> None:
-        """:raises InputError: a library that it needs is not installed, or not in a version that will do."""
+        """:raises InputError: a library that it needs is not installed, or not in a version that
+        will do.
+        """
 
-    def layout(self, parallel: sections.ParallelSection, gpus_per_node: Sequence[int]) -> ShardLayout:
+    def layout(
+        self, parallel: sections.ParallelSection, gpus_per_node: Sequence[int]
+    ) -> ShardLayout:
         """Which ranks share parameters, and which hold copies.
 
         :raises InputError: the flags cannot work on these nodes.
@@ -112,7 +126,10 @@ class BackendRecord(Protocol):
         """The backend as a plan sees it: a `planning.plan.Backend`."""
 
     def build(self, pretrained: Any, *, run: Any, config: LearnerConfig, num_steps: int) -> Any:
-        """The `learner.backend.Backend` of a run, with the weights of `pretrained` in place. Collective."""
+        """The `learner.backend.Backend` of a run, with the weights of `pretrained` in place.
+
+        Collective.
+        """
 
 
 @cache
@@ -121,11 +138,13 @@ def backend_named(name: str) -> BackendRecord:
     known = {each.name: each for each in entry_points(group=GROUP)}
     if not known:
         raise InputError(
-            "no backend is installed: run `make install`, or `pip install .`, once more", kind="missing_package"
+            "no backend is installed: run `make install`, or `pip install .`, once more",
+            kind="missing_package",
         )
     if name not in known:
         raise InputError(
-            f"--backend {name}: takes {' or '.join(sorted(known))}{nearest(name, known)}", kind="bad_value"
+            f"--backend {name}: takes {' or '.join(sorted(known))}{nearest(name, known)}",
+            kind="bad_value",
         )
     record: BackendRecord = known[name].load()
     return record

@@ -1,7 +1,7 @@
 """Checks within one section, and between sections that several configs have.
 
-Each function of problems yields a sentence for every problem: which flag, what is wrong, what would work.
-Nothing here reads a file or knows the number of GPUs.
+Each function of problems yields a sentence for every problem: which flag, what is wrong, what would
+work. Nothing here reads a file or knows the number of GPUs.
 """
 
 import math
@@ -13,9 +13,9 @@ from open_instruct.config.flags import flags_of, flags_of_section, is_met, spell
 from open_instruct.config.parser import nearest
 from open_instruct.config.sections import MemorySection, ParallelSection, PreferenceDataSection
 from open_instruct.config.training import LearnerConfig, TrainingConfig, backend_named
-from open_instruct.errors import InputError, Problem, problems_of_kind
-from open_instruct.metric_table import HELD_OUT_PREFIX, entry_of
-from open_instruct.wording import counted, one_of
+from open_instruct.core.errors import InputError, Problem, problems_of_kind
+from open_instruct.core.metrics import HELD_OUT_PREFIX, entry_of
+from open_instruct.core.text import counted, one_of
 
 # Launches name a run for the hub and for trackers whether they use them or not.
 WARNED_OF_WITHOUT = ("push_to_hub", "report_to")
@@ -24,10 +24,20 @@ MAX_MICROBATCH_TOKENS = 2**28  # hundreds of times what a device holds
 
 
 def changed(config: object, *names: str) -> list[str]:
-    """Those of the flags `names` that a config or a section has with a value other than the default: `--name value`."""
+    """Those of the flags `names` that a config or a section has with a value other than the
+    default: `--name value`.
+    """
     flags = flags_of(type(config))
-    values = {name: getattr(getattr(config, flags[name].section, config), name) for name in names if name in flags}
-    return [f"--{name} {spelled(value)}" for name, value in values.items() if value != flags[name].default]
+    values = {
+        name: getattr(getattr(config, flags[name].section, config), name)
+        for name in names
+        if name in flags
+    }
+    return [
+        f"--{name} {spelled(value)}"
+        for name, value in values.items()
+        if value != flags[name].default
+    ]
 
 
 @problems_of_kind("unread_flag")
@@ -35,14 +45,19 @@ def idle_problems(*sections: Any, harmless: bool = False) -> Iterator[str]:
     """A problem for each flag that was given and that nothing will read.
 
     Args:
-        harmless: only flags whose sole harm is that their name appears nowhere, in place of all others.
+        harmless: only flags whose sole harm is that their name appears nowhere, in place of all
+            others.
     """
     values = {name: value for section in sections for name, value in vars(section).items()}
     remedy = "" if harmless else "; add that, or leave this out"
     for section in sections:
         for name, flag in flags_of_section(type(section)).items():
             is_read = flag.other not in values or is_met(flag.read_with, values)
-            if values[name] != flag.default and not is_read and harmless == (flag.other in WARNED_OF_WITHOUT):
+            if (
+                values[name] != flag.default
+                and not is_read
+                and harmless == (flag.other in WARNED_OF_WITHOUT)
+            ):
                 yield f"--{name} {spelled(values[name])} is read only with {flag.condition}{remedy}"
 
 
@@ -52,7 +67,10 @@ def limit_problems(*sections: Any) -> Iterator[str]:
     for section in sections:
         for name, flag in flags_of_section(type(section)).items():
             value = getattr(section, name)
-            if isinstance(value, int | float) and (problem := flag.limit_problem(value)) is not None:
+            if (
+                isinstance(value, int | float)
+                and (problem := flag.limit_problem(value)) is not None
+            ):
                 yield f"--{name} {spelled(value)}: {problem}"
 
 
@@ -71,16 +89,23 @@ def mixer_problems(flag: str, words: Sequence[str], splits: Sequence[str]) -> It
     for name, amount in zip(names, amounts, strict=False):
         if not 0 < _amount(amount) < math.inf:
             yield (
-                f"--{flag}: '{amount}' after '{name}' is not an amount; names alternate with finite amounts above 0: "
-                f"'{name} 1.0' (all rows) or '{name} 500' (so many)"
+                f"--{flag}: '{amount}' after '{name}' is not an amount; names alternate with "
+                f"finite amounts above 0: '{name} 1.0' (all rows) or '{name} 500' (so many)"
             )
     if len(names) != len(amounts):
         name, _, amount = names[-1].rpartition(":")
-        pair = f"{name} {amount}" if name and amount.replace(".", "", 1).isdecimal() else f"{names[-1]} 1.0"
+        pair = (
+            f"{name} {amount}"
+            if name and amount.replace(".", "", 1).isdecimal()
+            else f"{names[-1]} 1.0"
+        )
         yield f"--{flag}: '{names[-1]}' has no amount; write `--{flag} {pair}`"
     if len(splits) not in (1, len(names)):
         sets = counted(len(names), "data set")
-        yield f"--{flag}_splits: {len(splits)} splits for {sets} in --{flag}; give one for all, or one for each"
+        yield (
+            f"--{flag}_splits: {len(splits)} splits for {sets} in --{flag}; give one for all, or "
+            "one for each"
+        )
 
 
 @problems_of_kind("conflict")
@@ -88,7 +113,10 @@ def split_problems(data: Any) -> Iterator[str]:
     for flag in ("eval_mixer_list", "dataset_mixer_eval_list"):
         if data.eval_split is not None and getattr(data, flag, None):
             given = f"--eval_split {data.eval_split}"
-            yield f"{given} holds out rows of the training mixture, and --{flag} names others: give one of them as none"
+            yield (
+                f"{given} holds out rows of the training mixture, and --{flag} names others: "
+                "give one of them as none"
+            )
 
 
 @problems_of_kind("bad_value")
@@ -113,10 +141,15 @@ def keep_best_problems(config: LearnerConfig) -> Iterator[str]:
 
 @problems_of_kind("conflict")
 def idle_evaluation_problems(config: LearnerConfig, flag: str, interval: int) -> Iterator[str]:
-    """The evaluation after the last step alone, which an interval of 0 asks for, is the best whatever it says."""
+    """The evaluation after the last step alone, which an interval of 0 asks for, is the best
+    whatever it says.
+    """
     metric = config.run.keep_best or ""
     if metric.startswith(HELD_OUT_PREFIX) and config.data.has_held_out_rows and interval == 0:
-        yield f"--keep_best {metric}: held-out rows are scored after the last step alone: add --{flag} N, steps between"
+        yield (
+            f"--keep_best {metric}: held-out rows are scored after the last step alone: add "
+            f"--{flag} N, steps between"
+        )
 
 
 @problems_of_kind("bad_value")
@@ -124,7 +157,10 @@ def column_problems(words: Sequence[str]) -> Iterator[str]:
     names = [word.partition("=")[0] for word in words]
     for word, name in zip(words, names, strict=True):
         if not name or not word.partition("=")[2]:
-            yield f"--columns {word}: takes what a row should have, =, and its column, such as messages=conversations"
+            yield (
+                f"--columns {word}: takes what a row should have, =, and its column, such as "
+                "messages=conversations"
+            )
     for name in sorted({name for name in names if names.count(name) > 1}):
         yield f"--columns: '{name}' is given {names.count(name)} times; name one column for it"
 
@@ -139,7 +175,10 @@ def _amount(word: str) -> float:
 
 @problems_of_kind("conflict")
 def parallel_problems(parallel: ParallelSection) -> Iterator[str]:
-    """The checks that need no number of GPUs; `parallel/layout.py` checks the degrees against that."""
+    """The checks that need no number of GPUs;
+
+    `parallel/layout.py` checks the degrees against that.
+    """
     degrees = [f"--{name} {degree}" for name, degree in parallel.splitting.items()]
     for given in [*degrees, *changed(parallel, "fsdp_prefetch_factor", "gradient_reduction")]:
         if parallel.single_gpu_mode:
@@ -152,16 +191,29 @@ def lora_problems(config: LearnerConfig) -> Iterator[str]:
     if config.adapters is None:
         return
     if not config.adapters.lora_target_modules:
-        empty = "--lora_target_modules is empty: use all-linear, or name some matrices of the blocks"
+        empty = (
+            "--lora_target_modules is empty: use all-linear, or name some matrices of the blocks"
+        )
         yield Problem(empty, kind="bad_value")
     if config.optim.optimizer == "muon":
         yield "--optimizer muon cannot go with --use_lora: it is for whole matrices; use adamw"
-    for given in changed(config, "lora_dropout") if config.parallel.tensor_parallel_degree > 1 else ():
-        yield f"{given}: ranks that split a matrix would each leave out others; use 0, or --tensor_parallel_degree 1"
+    for given in (
+        changed(config, "lora_dropout") if config.parallel.tensor_parallel_degree > 1 else ()
+    ):
+        yield (
+            f"{given}: ranks that split a matrix would each leave out others; use 0, or "
+            "--tensor_parallel_degree 1"
+        )
     for given in changed(config, "tensor_parallel_degree") if config.adapters.use_qlora else ():
-        yield f"{given} cannot go with --use_qlora: matrices in 4 bits are cut by rows alone; use --fsdp_shard_degree"
+        yield (
+            f"{given} cannot go with --use_qlora: matrices in 4 bits are cut by rows alone; use "
+            "--fsdp_shard_degree"
+        )
     for given in changed(config, "ref_policy_update_freq"):
-        yield f"{given}: with --use_lora the reference is the model without its adapters, which stays; leave it out"
+        yield (
+            f"{given}: with --use_lora the reference is the model without its adapters, which "
+            "stays; leave it out"
+        )
 
 
 @problems_of_kind("conflict")
@@ -170,7 +222,8 @@ def float8_problems(config: LearnerConfig) -> Iterator[str]:
     recipe = config.model.float8_linears
     is_split = config.parallel.tensor_parallel_degree > 1
     why_not = {
-        "--use_lora, whose frozen matrices would be cast anew in every pass": config.adapters is not None,
+        "--use_lora, whose frozen matrices would be cast anew in every pass": config.adapters
+        is not None,
         "--tensor_parallel_degree above 1, where parts of a matrix have other scales": is_split,
         "--param_dtype float32, which is for exactness": config.model.param_dtype == "float32",
     }
@@ -182,17 +235,26 @@ def float8_problems(config: LearnerConfig) -> Iterator[str]:
 @problems_of_kind("conflict")
 def memory_problems(memory: MemorySection) -> Iterator[str]:
     budget = f"--activation_memory_budget {spelled(memory.activation_memory_budget)}"
-    if memory.activation_memory_budget < 1 and memory.activation_checkpointing not in ("none", "auto"):
+    if memory.activation_memory_budget < 1 and memory.activation_checkpointing not in (
+        "none",
+        "auto",
+    ):
         yield (
-            f"{budget} and --activation_checkpointing {memory.activation_checkpointing} both decide what is "
-            "recomputed: keep one of them"
+            f"{budget} and --activation_checkpointing {memory.activation_checkpointing} both "
+            "decide what is recomputed: keep one of them"
         )
     if memory.activation_memory_budget < 1 and memory.compile_model is False:
-        yield f"{budget} is carried out by the compiler, which --no_compile_model leaves out: keep one of them"
-    if memory.activation_checkpointing == "selected_modules" and not memory.activation_checkpointing_modules:
+        yield (
+            f"{budget} is carried out by the compiler, which --no_compile_model leaves out: keep "
+            "one of them"
+        )
+    if (
+        memory.activation_checkpointing == "selected_modules"
+        and not memory.activation_checkpointing_modules
+    ):
         yield Problem(
-            "--activation_checkpointing_modules is empty: name at least one pattern, such as 'blocks.*.feed_forward', "
-            "or use --activation_checkpointing full",
+            "--activation_checkpointing_modules is empty: name at least one pattern, such as "
+            "'blocks.*.feed_forward', or use --activation_checkpointing full",
             kind="bad_value",
         )
 
@@ -200,7 +262,10 @@ def memory_problems(memory: MemorySection) -> Iterator[str]:
 @problems_of_kind("out_of_range")
 def microbatch_problems(num_tokens: int, remedy: str) -> Iterator[str]:
     if num_tokens > MAX_MICROBATCH_TOKENS:
-        yield f"a microbatch of {num_tokens:,} tokens fits no device (the most is {MAX_MICROBATCH_TOKENS:,}): {remedy}"
+        yield (
+            f"a microbatch of {num_tokens:,} tokens fits no device (the most is "
+            f"{MAX_MICROBATCH_TOKENS:,}): {remedy}"
+        )
 
 
 @problems_of_kind("conflict")
@@ -225,17 +290,27 @@ def learner_problems(config: LearnerConfig) -> Iterator[str]:
     for given in changed(config, "weight_decay_on") if config.optim.optimizer == "muon" else ():
         unread = f"{given} is read by AdamW, not by --optimizer muon; leave it out"
         yield Problem(unread, kind="unread_flag")
-    for given in changed(config, "cache_dataset_only", "cache_logprobs_only") if config.run.push_to_hub else ():
+    for given in (
+        changed(config, "cache_dataset_only", "cache_logprobs_only")
+        if config.run.push_to_hub
+        else ()
+    ):
         yield f"{given} trains nothing that could be uploaded: leave --push_to_hub out"
     if not config.run.output_dir.strip():
         yield Problem("--output_dir is empty: name a folder", kind="bad_value")
     often = config.run.ephemeral_save_interval
     seldom = config.run.checkpointing_steps
     if often and 0 < seldom <= often:
-        yield f"--ephemeral_save_interval {often} is not below --checkpointing_steps {seldom}: lower it or leave it out"
+        yield (
+            f"--ephemeral_save_interval {often} is not below --checkpointing_steps {seldom}: "
+            "lower it or leave it out"
+        )
     steps = config.logging.profile_steps
     if steps and not (len(steps) == 2 and 1 <= steps[0] <= steps[1]):
-        wrong = f"--profile_steps {spelled(steps)}: takes the first and the last step to profile, such as '3 5'"
+        wrong = (
+            f"--profile_steps {spelled(steps)}: takes the first and the last step to profile, "
+            "such as '3 5'"
+        )
         yield Problem(wrong, kind="bad_value")
 
 
@@ -255,29 +330,46 @@ def training_problems(config: TrainingConfig) -> Iterator[str]:
     yield from idle_evaluation_problems(config, "eval_steps", config.data.eval_steps)
     asked = config.parallel.num_processes
     if asked not in (None, "auto") and not (asked.isdecimal() and 1 <= int(asked) <= MAX_PROCESSES):
-        wrong = f"--num_processes {asked}: takes 'auto', or a whole number from 1 to {MAX_PROCESSES}"
+        wrong = (
+            f"--num_processes {asked}: takes 'auto', or a whole number from 1 to {MAX_PROCESSES}"
+        )
         yield Problem(wrong, kind="bad_value")
-    shares_prompts = isinstance(config.data, PreferenceDataSection) and config.data.prefix_sharing == "on"
+    shares_prompts = (
+        isinstance(config.data, PreferenceDataSection) and config.data.prefix_sharing == "on"
+    )
     if shares_prompts and not config.data.packing:
-        yield "--prefix_sharing on: only packed rows share prompts; leave --no_packing out, or use --prefix_sharing off"
+        yield (
+            "--prefix_sharing on: only packed rows share prompts; leave --no_packing out, or use "
+            "--prefix_sharing off"
+        )
     yield from microbatch_problems(
         config.optim.per_device_train_batch_size * config.data.max_seq_length,
         "lower --per_device_train_batch_size or --max_seq_length",
     )
     degree = config.parallel.context_parallel_degree
     if degree > 1 and not config.data.packing:
-        yield f"--context_parallel_degree {degree}: only packed rows are split over ranks; leave --no_packing out"
+        yield (
+            f"--context_parallel_degree {degree}: only packed rows are split over ranks; leave "
+            "--no_packing out"
+        )
 
 
 def training_warnings(config: TrainingConfig) -> Iterator[str]:
     """Settings of such a config that are allowed but seldom meant."""
-    if config.parallel.gradient_reduction == "last" and config.optim.gradient_accumulation_steps == 1:
-        yield "--gradient_reduction last changes nothing with --gradient_accumulation_steps 1, a microbatch a step"
+    if (
+        config.parallel.gradient_reduction == "last"
+        and config.optim.gradient_accumulation_steps == 1
+    ):
+        yield (
+            "--gradient_reduction last changes nothing with --gradient_accumulation_steps 1, a "
+            "microbatch a step"
+        )
     yield from learner_warnings(config)
 
 
 def validated(config: TrainingConfig, problems: Iterable[str] = ()) -> list[str]:
-    """Check everything that the flags alone can tell, and return warnings; `problems` are those of the objective.
+    """Check everything that the flags alone can tell, and return warnings; `problems` are those of
+    the objective.
 
     Raises:
         InputError: listing every problem, each with its remedy.

@@ -7,7 +7,8 @@ LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 def check_depth(text: str) -> None:
-    """Look for deep nesting before a file is read: PyYAML's time for brackets grows with the square of their depth.
+    """Look for deep nesting before a file is read: PyYAML's time for brackets grows with the square
+    of their depth.
 
     What is no YAML passes: whoever reads it says where.
 

@@ -1,10 +1,11 @@
 """Conversations into tokens, with the assistant's turns marked.
 
-For each reply a conversation is rendered twice: up to the reply with the generation prompt, as a model is asked for
-it, and with the reply. The first text must begin the second; the rest is the reply. The two parts are tokenised
-apart and laid end to end. So the boundary is exact, chosen and rejected share the same prompt tokens, and an
-engine is given these very tokens. Tokenising the whole at once could merge the
-end of the prompt and the start of a reply into one token, another one for every reply.
+For each reply a conversation is rendered twice: up to the reply with the generation prompt, as a
+model is asked for it, and with the reply. The first text must begin the second; the rest is the
+reply. The two parts are tokenised apart and laid end to end. So the boundary is exact, chosen and
+rejected share the same prompt tokens, and an engine is given these very tokens. Tokenising the
+whole at once could merge the end of the prompt and the start of a reply into one token, another one
+for every reply.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from contextlib import contextmanager, suppress
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from open_instruct.core.errors import InputError
 from open_instruct.data.chat_templates import (
     ANSWERED,
     QUESTION,
@@ -32,14 +34,14 @@ from open_instruct.data.files.rows import MalformedRow
 from open_instruct.data.messages import REASONING, Message
 from open_instruct.data.template_trial import refuse_endless
 from open_instruct.data.tool_turns import ToolForm
-from open_instruct.errors import InputError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 _SYSTEM: Message = {"role": "system", "content": "."}
 
-# A template that comes with a model runs in Jinja's sandbox, where it could still loop, or write far too much.
+# A template that comes with a model runs in Jinja's sandbox, where it could still loop, or write
+# far too much.
 MAX_FORMS_TRIED = 16
 MAX_RENDERED = 2**24  # characters beside those of the conversation
 _LONGEST_OPENING = 32  # characters of a reply that a generation prompt may already hold
@@ -53,19 +55,27 @@ class ChatFormat:
         self.template = template
         self.tool_form = ToolForm.of(template.text)
         self._forms_tried = set(template.forms_tried)
-        added = {str(token) for token in tokenizer.added_tokens_decoder.values()} | set(tokenizer.all_special_tokens)
+        added = {str(token) for token in tokenizer.added_tokens_decoder.values()} | set(
+            tokenizer.all_special_tokens
+        )
         self._end_tokens = tuple(sorted(token for token in added if token.strip()))
         ids = (tokenizer.backend_tokenizer.token_to_id(token) for token in self._end_tokens)
         self._end_token_ids = dict(zip(self._end_tokens, ids, strict=True))
 
     @classmethod
-    def choose(cls, tokenizer: PreTrainedTokenizerFast, name: str | None, *, add_bos: bool = False) -> ChatFormat:
-        """The format with the template `name`, or the tokenizer's own where it is None; see `choose_chat_template`."""
+    def choose(
+        cls, tokenizer: PreTrainedTokenizerFast, name: str | None, *, add_bos: bool = False
+    ) -> ChatFormat:
+        """The format with the template `name`, or the tokenizer's own where it is None; see
+        `choose_chat_template`.
+        """
         return cls(tokenizer, choose_chat_template(tokenizer, name, add_bos=add_bos))
 
     @property
     def fingerprint(self) -> str:
-        """Hash of everything that token ids depend on: the tokenizer's content and the template's text."""
+        """Hash of everything that token ids depend on: the tokenizer's content and the template's
+        text.
+        """
         content = json.loads(self.tokenizer.backend_tokenizer.to_str())
         content["truncation"] = content["padding"] = None  # settings of the last call, no content
         special = {key: str(value) for key, value in self.tokenizer.special_tokens_map.items()}
@@ -77,27 +87,35 @@ class ChatFormat:
         """Whether the template writes a message's `reasoning_content`."""
         return REASONING in self.template.text
 
-    def render(self, prompt: Sequence[Message], replies: Sequence[Message]) -> tuple[str, tuple[str, ...]]:
-        """The text of the prompt, and the text of each reply behind it, up to the end-of-turn token.
+    def render(
+        self, prompt: Sequence[Message], replies: Sequence[Message]
+    ) -> tuple[str, tuple[str, ...]]:
+        """The text of the prompt, and the text of each reply behind it, up to the end-of-turn
+        token.
 
         Raises:
-            MalformedRow: the template refuses the conversation, does not begin the whole with the prompt, or
-                does not write all of a reply.
+            MalformedRow: the template refuses the conversation, does not begin the whole with the
+                prompt, or does not write all of a reply.
         """
         prompt_text = self.apply(prompt, add_generation_prompt=True)
         if not prompt_text:
             raise self._refusal("writes nothing before the reply")
         self._check_tools(prompt, prompt_text)
-        return prompt_text, tuple(self._render_reply(prompt, prompt_text, reply) for reply in replies)
+        return prompt_text, tuple(
+            self._render_reply(prompt, prompt_text, reply) for reply in replies
+        )
 
     def render_turns(self, messages: Sequence[Message]) -> tuple[str, ...]:
-        """The text of a conversation, cut so that every second piece is an assistant's turn as a model generates it.
+        """The text of a conversation, cut so that every second piece is an assistant's turn as a
+        model generates it.
 
-        Example: two turns of the user and of the assistant each give prompt, reply, prompt, reply; the second prompt
-        starts with what the template writes between a reply and the user's next turn.
+        Example: two turns of the user and of the assistant each give prompt, reply, prompt, reply;
+        the second prompt starts with what the template writes between a reply and the user's next
+        turn.
 
         Raises:
-            MalformedRow: see `render`; or the template writes an earlier turn in another way once there is a later one.
+            MalformedRow: see `render`; or the template writes an earlier turn in another way once
+                there is a later one.
         """
         pieces: list[str] = []
         done = ""
@@ -106,20 +124,25 @@ class ChatFormat:
                 continue
             prompt_text, (reply_text,) = self.render(messages[:turn], [message])
             if not prompt_text.startswith(done):
-                pieces[-1] = self._as_earlier(pieces[-1], prompt_text[len(done) - len(pieces[-1]) :])
+                pieces[-1] = self._as_earlier(
+                    pieces[-1], prompt_text[len(done) - len(pieces[-1]) :]
+                )
                 done = "".join(pieces)
             if not prompt_text.startswith(done):
                 raise self._refusal(
                     f"writes an earlier reply differently before turn {turn + 1}: "
-                    f"{_where_they_part(done, prompt_text)}, so no single text teaches every turn; choose another by "
-                    "--chat_template_name, or make a row of each reply",
+                    f"{_where_they_part(done, prompt_text)}, so no single text teaches every "
+                    "turn; choose another by --chat_template_name, or make a row of each reply",
                 )
             pieces += [prompt_text[len(done) :], reply_text]
             done = prompt_text + reply_text
         return tuple(pieces)
 
     def _as_earlier(self, reply_text: str, written: str) -> str:
-        """The reply with the end token that it has in `written`; OLMo's template ends earlier turns otherwise."""
+        """The reply with the end token that it has in `written`;
+
+        OLMo's template ends earlier turns otherwise.
+        """
         own_end = next((end for end in self._end_tokens if reply_text.endswith(end)), "")
         body = reply_text.removesuffix(own_end)
         end = next((end for end in self._end_tokens if written.startswith(body + end)), "")
@@ -136,32 +159,46 @@ class ChatFormat:
         reply = message["content"]
         reply_text = whole[len(prompt_text) :]
         # The generation prompt may hold the first words of the reply, such as <think>.
-        starts = (n for n in range(min(len(reply), _LONGEST_OPENING) or 1) if prompt_text.endswith(reply[:n]))
+        starts = (
+            n
+            for n in range(min(len(reply), _LONGEST_OPENING) or 1)
+            if prompt_text.endswith(reply[:n])
+        )
         if not any(squeezed(reply[n:]) in squeezed(reply_text) for n in starts):
             raise self._refusal(f"leaves out part of the reply {_shorten(reply)}")
-        if self.reads_reasoning and squeezed(message.get(REASONING, "")) not in squeezed(reply_text):
-            raise self._refusal(f"leaves out part of the {REASONING} of the reply {_shorten(reply)}")
+        if self.reads_reasoning and squeezed(message.get(REASONING, "")) not in squeezed(
+            reply_text
+        ):
+            raise self._refusal(
+                f"leaves out part of the {REASONING} of the reply {_shorten(reply)}"
+            )
         self._check_tools([message], reply_text)
-        # A model never generates text behind the end of the turn (ChatML's newline), so it is not learned.
+        # A model never generates text behind the end of the turn (ChatML's newline), so it is not
+        # learned.
         trimmed = reply_text.rstrip()
         return trimmed if self.ends_turn(trimmed) else reply_text
 
     def _check_tools(self, messages: Sequence[Message], text: str) -> None:
-        """Check that what messages have of tools is in their text; a template may leave it out without a word."""
+        """Check that what messages have of tools is in their text; a template may leave it out
+        without a word.
+        """
         parts = self.tool_form.parts(messages)
         written = squeezed(text) if parts else ""
         for part in parts:
-            if max(written.count(squeezed(each)) for each in (part, json_text(part))) < parts.count(part):
+            if max(written.count(squeezed(each)) for each in (part, json_text(part))) < parts.count(
+                part
+            ):
                 raise self._refusal(
-                    f"leaves out {_shorten(part)}, of tools or their calls and answers; choose another by "
-                    "--chat_template_name"
+                    f"leaves out {_shorten(part)}, of tools or their calls and answers; choose "
+                    "another by --chat_template_name"
                 )
 
     def apply(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool) -> str:
         """The text that the template writes, with what has to do with tools as it reads that.
 
         Raises:
-            MalformedRow: the template refuses the conversation, cannot write calls or tools, or writes far too much.
+            MalformedRow: the template refuses the conversation, cannot write calls or tools, or
+                writes far too much.
             InputError: it does not end.
         """
         turns, tools = self.tool_form.as_read(messages)
@@ -170,7 +207,12 @@ class ChatFormat:
         variables = template_variables(tools, add_generation_prompt=add_generation_prompt)
         if self.template.is_foreign and is_untried:
             rendering = {**self.tokenizer.special_tokens_map, **variables, "messages": turns}
-            refuse_endless(self.template.text, [rendering], template=self.template.name, remedy=choose_another())
+            refuse_endless(
+                self.template.text,
+                [rendering],
+                template=self.template.name,
+                remedy=choose_another(),
+            )
             self._forms_tried.add(form)
         try:
             text = self.tokenizer.apply_chat_template(
@@ -192,9 +234,11 @@ class ChatFormat:
 
     @cached_property
     def _trailing_question(self) -> str:
-        """What the template writes behind a reply, as it asks for the next one whether it is told to or not.
+        """What the template writes behind a reply, as it asks for the next one whether it is told
+        to or not.
 
-        Example: the first template of Llama 3 ends every text with the header of the assistant's next turn.
+        Example: the first template of Llama 3 ends every text with the header of the assistant's
+        next turn.
         """
         try:
             asked, plain, whole = (
@@ -215,7 +259,9 @@ class ChatFormat:
 
     def _apply_answered(self, messages: Sequence[Message]) -> str:
         """The text of a conversation up to its last reply, behind which nothing is asked."""
-        return self.apply(messages, add_generation_prompt=False).removesuffix(self._trailing_question)
+        return self.apply(messages, add_generation_prompt=False).removesuffix(
+            self._trailing_question
+        )
 
     @cached_property
     def warnings(self) -> tuple[str, ...]:
@@ -229,9 +275,9 @@ class ChatFormat:
         if not (is_deaf and header.strip()):
             return ()
         return (
-            f"{self.template.name} chat template writes the same with and without add_generation_prompt, so the header "
-            f"of a reply, {header!r}, is learned as a part of it: let it write that header where add_generation_prompt "
-            "is true",
+            f"{self.template.name} chat template writes the same with and without "
+            f"add_generation_prompt, so the header of a reply, {header!r}, is learned as a part "
+            "of it: let it write that header where add_generation_prompt is true",
         )
 
     def ends_turn(self, reply_text: str) -> bool:
@@ -239,22 +285,31 @@ class ChatFormat:
         return reply_text.endswith(self._end_tokens)
 
     def num_ends(self, token_ids: Sequence[int]) -> int:
-        """How often a reply ends with its last token, 0 where that is no special token of the tokenizer's.
+        """How often a reply ends with its last token, 0 where that is no special token of the
+        tokenizer's.
 
         More than once where the reply's own text ends with the token that the template adds.
         """
         ends = set(self._end_token_ids.values()) & set(token_ids[-1:])
-        return next((at for at, token_id in enumerate(reversed(token_ids)) if token_id not in ends), len(token_ids))
+        return next(
+            (at for at, token_id in enumerate(reversed(token_ids)) if token_id not in ends),
+            len(token_ids),
+        )
 
     def turn_end_token_ids(self) -> tuple[int, ...]:
-        """Ids of the tokens that end a generated reply, ascending: the end of text, and the template's end of a turn.
+        """Ids of the tokens that end a generated reply, ascending: the end of text, and the
+        template's end of a turn.
 
-        Example: ChatML ends a turn with `<|im_end|>`; the tokenizer's own end may be `<|endoftext|>`: both are in.
+        Example: ChatML ends a turn with `<|im_end|>`; the tokenizer's own end may be
+        `<|endoftext|>`: both are in.
 
         Raises:
-            InputError: the tokenizer writes the template's end of a turn as something else than that token.
+            InputError: the tokenizer writes the template's end of a turn as something else than
+                that token.
         """
-        ends = {self.tokenizer.eos_token_id} if isinstance(self.tokenizer.eos_token_id, int) else set()
+        ends = (
+            {self.tokenizer.eos_token_id} if isinstance(self.tokenizer.eos_token_id, int) else set()
+        )
         for turns in (ANSWERED, (_SYSTEM, *ANSWERED)):
             with suppress(MalformedRow):  # some templates want a system turn
                 text = self._apply_answered(turns).rstrip()
@@ -272,9 +327,9 @@ class ChatFormat:
         ids = {self._end_token_ids[end] for end in self._end_tokens if text.endswith(end)}
         if not token_ids or token_ids[-1] not in ids:
             raise InputError(
-                f"the tokenizer of {self.tokenizer.name_or_path} does not write the end of a turn, "
-                f"{text[-20:]!r}, as the one token that it is, so no reply would end: use the tokenizer.json of the "
-                "model's origin",
+                f"the tokenizer of {self.tokenizer.name_or_path} does not write the end of a "
+                f"turn, {text[-20:]!r}, as the one token that it is, so no reply would end: use "
+                "the tokenizer.json of the model's origin",
                 kind="bad_model",
             )
         return token_ids[-1]
@@ -283,7 +338,11 @@ class ChatFormat:
         """Token ids of each text, with nothing added: templates write their own special tokens."""
         with panics_as_errors(f"the tokenizer of {self.tokenizer.name_or_path}"):
             return self.tokenizer(
-                list(texts), add_special_tokens=False, return_attention_mask=False, truncation=False, verbose=False
+                list(texts),
+                add_special_tokens=False,
+                return_attention_mask=False,
+                truncation=False,
+                verbose=False,
             )["input_ids"]
 
     def check_reply(self, reply_text: str, token_ids: Sequence[int]) -> None:
@@ -294,7 +353,9 @@ class ChatFormat:
         """
         text = self.tokenizer.backend_tokenizer.decode(list(token_ids), skip_special_tokens=False)
         if not token_ids or composed(reply_text.strip()) not in composed(text):
-            raise MalformedRow("tokenizer", f"the tokenizer cannot write the reply {_shorten(reply_text)}")
+            raise MalformedRow(
+                "tokenizer", f"the tokenizer cannot write the reply {_shorten(reply_text)}"
+            )
 
 
 def composed(text: str) -> str:
@@ -320,7 +381,10 @@ def _common_end(one: str, other: str) -> str:
 
 def _where_they_part(one: str, other: str) -> str:
     """`'...this' becomes '...that'`, from shortly before the first place where two texts differ."""
-    at = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+    at = next(
+        (i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b),
+        min(len(one), len(other)),
+    )
     start = max(0, at - 20)
     return f"{one[start:][:60]!r} becomes {other[start:][:60]!r}"
 
@@ -331,13 +395,16 @@ def _shorten(text: str) -> str:
 
 @contextmanager
 def panics_as_errors(name: str) -> Iterator[None]:
-    """:raises InputError: the tokenizer library, written in Rust, panics; Python's PanicException is no `Exception`."""
+    """:raises InputError: the tokenizer library, written in Rust, panics; Python's PanicException
+    is no `Exception`.
+    """
     try:
         yield
     except BaseException as error:
         if type(error).__name__ != "PanicException":
             raise
         raise InputError(
-            f"{name} fails on a text ({one_line(error)}): mend its tokenizer.json, or use that of the model's origin",
+            f"{name} fails on a text ({one_line(error)}): mend its tokenizer.json, or use that of "
+            "the model's origin",
             kind="bad_model",
         ) from None

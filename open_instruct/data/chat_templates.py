@@ -1,7 +1,8 @@
-"""Chat templates: those that have names, those of users' files and the tokenizer's own, chosen and checked.
+"""Chat templates: those that have names, those of users' files and the tokenizer's own, chosen and
+checked.
 
-A file in templates/ is the template of that name. made.yaml lists the templates that are made from the files in
-templates/shared/, each by settings that are written in front of the file.
+A file in templates/ is the template of that name. made.yaml lists the templates that are made from
+the files in templates/shared/, each by settings that are written in front of the file.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from open_instruct.config.parser import nearest
+from open_instruct.core.errors import InputError
+from open_instruct.core.files import read_asked
 from open_instruct.data.messages import Message
 from open_instruct.data.template_trial import refuse_endless
-from open_instruct.errors import InputError
-from open_instruct.whole_file import read_asked
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -29,8 +30,15 @@ if TYPE_CHECKING:
 FOLDER = Path(__file__).parent / "templates"
 FILE_SUFFIXES = (".jinja", ".jinja2", ".j2")
 MAX_BYTES = 2**20
-# A template that writes one of these needs it as a single token; otherwise a generated turn would never end.
-SPECIAL_TOKENS = ("<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
+# A template that writes one of these needs it as a single token; otherwise a generated turn would
+# never end.
+SPECIAL_TOKENS = (
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|start_header_id|>",
+    "<|end_header_id|>",
+    "<|eot_id|>",
+)
 
 
 # A template that writes the date writes this one: what is learned must not depend on the day.
@@ -38,7 +46,8 @@ TEMPLATE_DAY = date(2024, 7, 26)
 QUESTION: tuple[Message, ...] = ({"role": "user", "content": "?"},)
 ANSWERED: tuple[Message, ...] = (*QUESTION, {"role": "assistant", "content": "!"})
 
-# What decides which way a template takes: whether it asks for a reply, whether there are tools, and the roles.
+# What decides which way a template takes: whether it asks for a reply, whether there are tools, and
+# the roles.
 ConversationForm = tuple[bool, bool, tuple[str, ...]]
 
 
@@ -61,25 +70,30 @@ class ChatTemplate:
 def choose_chat_template(
     tokenizer: PreTrainedTokenizerFast, name: str | None, *, add_bos: bool = False
 ) -> ChatTemplate:
-    """The template `name`, built in or a file, or the tokenizer's own where it is None; with `add_bos`, behind a bos
-    token.
+    """The template `name`, built in or a file, or the tokenizer's own where it is None; with
+    `add_bos`, behind a bos token.
 
     Raises:
-        InputError: no such name or file; no name and no template of its own; the tokenizer lacks a token that the
-            template needs; or the template cannot be parsed, or not in any reasonable time.
+        InputError: no such name or file; no name and no template of its own; the tokenizer lacks a
+            token that the template needs; or the template cannot be parsed, or not in any
+            reasonable time.
     """
     if name is not None:
-        template = ChatTemplate(name=name, text=template_text(name), is_foreign=name not in built_in_templates())
+        template = ChatTemplate(
+            name=name, text=template_text(name), is_foreign=name not in built_in_templates()
+        )
         _check_tokens(tokenizer, template)
     else:
         own = tokenizer.chat_template
         own = own.get("default") if isinstance(own, dict) else own
         if not own:
-            raise InputError(f"the tokenizer has no chat template: {choose_another()}.", kind="bad_value")
+            raise InputError(
+                f"the tokenizer has no chat template: {choose_another()}.", kind="bad_value"
+            )
         if not isinstance(own, str):
             raise InputError(
-                f"the tokenizer's own chat template is a {type(own).__name__}, not text: mend tokenizer_config.json, "
-                f"or {choose_another()}.",
+                f"the tokenizer's own chat template is a {type(own).__name__}, not text: mend "
+                f"tokenizer_config.json, or {choose_another()}.",
                 kind="bad_model",
             )
         template = ChatTemplate(name="the tokenizer's own", text=own, is_foreign=True)
@@ -89,32 +103,50 @@ def choose_chat_template(
     return _behind_bos(tokenizer, template) if add_bos else template
 
 
-def _try_on_plain_conversations(tokenizer: PreTrainedTokenizerFast, template: ChatTemplate) -> ChatTemplate:
+def _try_on_plain_conversations(
+    tokenizer: PreTrainedTokenizerFast, template: ChatTemplate
+) -> ChatTemplate:
     """The template, which notes that rendering the plainest conversations ends.
 
-    Jinja computes what is constant in a template while it compiles it, so that may have no end either.
+    Jinja computes what is constant in a template while it compiles it, so that may have no end
+    either.
     """
     conversations = ((QUESTION, True), (QUESTION, False), (ANSWERED, False))
     refuse_endless(
         template.text,
         [
-            {**tokenizer.special_tokens_map, **template_variables(None, add_generation_prompt=asks), "messages": turns}
+            {
+                **tokenizer.special_tokens_map,
+                **template_variables(None, add_generation_prompt=asks),
+                "messages": turns,
+            }
             for turns, asks in conversations
         ],
         template=template.name,
         remedy=choose_another(),
     )
-    forms = (conversation_form(turns, None, add_generation_prompt=asks) for turns, asks in conversations)
+    forms = (
+        conversation_form(turns, None, add_generation_prompt=asks) for turns, asks in conversations
+    )
     return replace(template, forms_tried=frozenset(forms))
 
 
 def conversation_form(
-    messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None, *, add_generation_prompt: bool
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Any] | None,
+    *,
+    add_generation_prompt: bool,
 ) -> ConversationForm:
-    return add_generation_prompt, bool(tools), tuple(str(message.get("role")) for message in messages)
+    return (
+        add_generation_prompt,
+        bool(tools),
+        tuple(str(message.get("role")) for message in messages),
+    )
 
 
-def template_variables(tools: Sequence[Any] | None, *, add_generation_prompt: bool) -> dict[str, Any]:
+def template_variables(
+    tools: Sequence[Any] | None, *, add_generation_prompt: bool
+) -> dict[str, Any]:
     """What a template is rendered with beside the messages, the special tokens and functions."""
     return {
         "tools": tools or None,
@@ -134,9 +166,10 @@ def template_text(name: str) -> str:
     if name.endswith(FILE_SUFFIXES) or "/" in name or Path(name).is_file():
         return read_asked(name, where=f"--chat_template_name {name}", most=MAX_BYTES)
     raise InputError(
-        f"--chat_template_name {name!r} is not a template{nearest(name, built_in_templates()) or '.'} Use one of "
-        f"{', '.join(built_in_templates())}; a file of your own (FILE{FILE_SUFFIXES[0]}); or leave the flag out for "
-        "the tokenizer's own.",
+        f"--chat_template_name {name!r} is not a "
+        f"template{nearest(name, built_in_templates()) or '.'} Use one of "
+        f"{', '.join(built_in_templates())}; a file of your own (FILE{FILE_SUFFIXES[0]}); or "
+        "leave the flag out for the tokenizer's own.",
         kind="bad_value",
     )
 
@@ -144,7 +177,9 @@ def template_text(name: str) -> str:
 @cache
 def built_in_templates() -> dict[str, str]:
     """The text of every template that has a name."""
-    made: dict[str, Any] = yaml.safe_load((FOLDER / "shared" / "made.yaml").read_text(encoding="utf-8"))
+    made: dict[str, Any] = yaml.safe_load(
+        (FOLDER / "shared" / "made.yaml").read_text(encoding="utf-8")
+    )
     return {
         **{file.stem: file.read_text(encoding="utf-8") for file in sorted(FOLDER.glob("*.jinja"))},
         **{name: _made(**settings) for name, settings in made.items() if not name.startswith(".")},
@@ -153,7 +188,9 @@ def built_in_templates() -> dict[str, str]:
 
 def _made(file: str, **settings: Any) -> str:
     # JSON and Jinja write these values alike.
-    written = "".join(f"{{%- set {name} = {json.dumps(value)} -%}}\n" for name, value in settings.items())
+    written = "".join(
+        f"{{%- set {name} = {json.dumps(value)} -%}}\n" for name, value in settings.items()
+    )
     return written + (FOLDER / "shared" / f"{file}.jinja").read_text(encoding="utf-8")
 
 
@@ -175,14 +212,17 @@ def check_syntax(what: str, text: str) -> None:
         environment.from_string(text)
         parsed = environment.parse(text)
     except TemplateSyntaxError as error:
-        raise InputError(f"{what}, line {error.lineno}: {error.message}", kind="bad_value") from error
+        raise InputError(
+            f"{what}, line {error.lineno}: {error.message}", kind="bad_value"
+        ) from error
     except Exception:
         return  # such as brackets too deep; what fails with real rows is reported with the row
     for node in parsed.find_all((nodes.Filter, nodes.Name)):
         name = getattr(node, "name", None)
         if name in ("random", "lipsum"):
             raise InputError(
-                f"{what}, line {node.lineno}: {name} writes another text each time; leave it out", kind="bad_value"
+                (f"{what}, line {node.lineno}: {name} writes another text each time; leave it out"),
+                kind="bad_value",
             )
 
 
@@ -194,18 +234,28 @@ def _check_tokens(tokenizer: PreTrainedTokenizerFast, template: ChatTemplate) ->
     missing += [token for token in required if token not in vocabulary]
     if missing:
         raise InputError(
-            f"--chat_template_name {template.name} needs {', '.join(missing)}, which the tokenizer does not have; "
-            "use the template that the model was trained with, or 'simple_chat' or 'tulu', which need only an eos.",
+            f"--chat_template_name {template.name} needs {', '.join(missing)}, which the "
+            "tokenizer does not have; use the template that the model was trained with, or "
+            "'simple_chat' or 'tulu', which need only an eos.",
             kind="conflict",
         )
 
 
 def _behind_bos(tokenizer: PreTrainedTokenizerFast, template: ChatTemplate) -> ChatTemplate:
     if tokenizer.bos_token is None:
-        raise InputError("--add_bos: the tokenizer has no bos token; leave the flag out.", kind="conflict")
-    if re.match(r"\s*\{\{-?\s*bos_token", template.text) or template.text.startswith(tokenizer.bos_token):
         raise InputError(
-            f"--add_bos: {template.name} chat template begins with the bos token itself; leave the flag out.",
+            "--add_bos: the tokenizer has no bos token; leave the flag out.", kind="conflict"
+        )
+    if re.match(r"\s*\{\{-?\s*bos_token", template.text) or template.text.startswith(
+        tokenizer.bos_token
+    ):
+        raise InputError(
+            f"--add_bos: {template.name} chat template begins with the bos token itself; leave "
+            "the flag out.",
             kind="conflict",
         )
-    return replace(template, name=f"{template.name}, behind a bos token", text="{{ bos_token }}" + template.text)
+    return replace(
+        template,
+        name=f"{template.name}, behind a bos token",
+        text="{{ bos_token }}" + template.text,
+    )

@@ -1,4 +1,6 @@
-"""`--eval_split`: which rows of a mixture are held out, decided by the content of each row alone."""
+"""`--eval_split`: which rows of a mixture are held out, decided by the content of each row
+alone.
+"""
 
 import hashlib
 import json
@@ -7,8 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from open_instruct.errors import InputError
-from open_instruct.wording import counted
+from open_instruct.core.errors import InputError
+from open_instruct.core.text import counted
 
 SHOWN_PER_UNIT = 1000  # shares in messages have three digits
 
@@ -51,7 +53,9 @@ class Divider:
         return 0 if self.side.is_held_out else self.num_others
 
     def refusal(self) -> InputError:
-        """The error where no row is on the side, with a share that would change that, if there is one."""
+        """The error where no row is on the side, with a share that would change that, if there is
+        one.
+        """
         least, greatest = self._places
         if self.side.is_held_out:
             what, share = "holds out none", math.ceil(least * SHOWN_PER_UNIT + 1e-6)
@@ -62,7 +66,8 @@ class Divider:
         if least == greatest or not 0 < share < SHOWN_PER_UNIT:
             remedy = "give more rows, or name held-out rows of another file"
         return InputError(
-            f"--eval_split {self.side.share}: {what} of {counted(self.num_others, 'row')}; {remedy}",
+            f"--eval_split {self.side.share}: {what} of {counted(self.num_others, 'row')}; "
+            f"{remedy}",
             kind="out_of_range",
             flag="eval_split",
             remedy=remedy,
@@ -72,13 +77,15 @@ class Divider:
 def find_place(content: str) -> float:
     """Where a row stands among all possible rows, from 0 to below 1, by the hash of its content.
 
-    Neither other rows nor their order move it, equal rows are at one place, and a larger share holds out the rows of a
-    smaller one and more.
+    Neither other rows nor their order move it, equal rows are at one place, and a larger share
+    holds out the rows of a smaller one and more.
     """
     digest = hashlib.sha256(content.encode("utf-8", "surrogatepass")).digest()
     return int.from_bytes(digest[:6], "big") / 2**48
 
 
 def row_content(row: Mapping[str, Any]) -> str:
-    """The columns of a row as one text, whatever their order; values that JSON has not are written as Python does."""
+    """The columns of a row as one text, whatever their order; values that JSON has not are written
+    as Python does.
+    """
     return json.dumps(dict(row), sort_keys=True, default=str)

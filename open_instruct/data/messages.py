@@ -1,7 +1,8 @@
-"""The conversations of rows: the forms in which published rows write them, and the checks of their messages.
+"""The conversations of rows: the forms in which published rows write them, and the checks of their
+messages.
 
-A conversation is an optional system turn, then user and assistant in turn; answers of tools stand between two turns of
-the assistant.
+A conversation is an optional system turn, then user and assistant in turn; answers of tools stand
+between two turns of the assistant.
 """
 
 import json
@@ -20,8 +21,14 @@ from open_instruct.data.tool_turns import CALLS, OTHER_FORM, calls_of, schemas_o
 
 ROLES = ("system", "user", "assistant", "tool")
 # What may come behind each of them; "" is the beginning.
-_FOLLOWING = {"": ("user",), "user": ("assistant",), "assistant": ("user", "tool"), "tool": ("assistant", "tool")}
-# ShareGPT writes turns as {"from", "value"}. OpenAI's `weight` and axolotl's `train` say whether a reply is learned.
+_FOLLOWING = {
+    "": ("user",),
+    "user": ("assistant",),
+    "assistant": ("user", "tool"),
+    "tool": ("assistant", "tool"),
+}
+# ShareGPT writes turns as {"from", "value"}. OpenAI's `weight` and axolotl's `train` say whether a
+# reply is learned.
 READ_KEYS = {"role", "content", "from", "value", "weight", "train", *OTHER_FORM}
 REASONING: Final = "reasoning_content"
 # The keys of conversations; the second and the third are ShareGPT's.
@@ -43,7 +50,8 @@ class Message(TypedDict):
 
     role: str
     content: str
-    reasoning_content: NotRequired[str]  # the reasoning before the reply, which some templates write
+    # The reasoning before the reply, which some templates write.
+    reasoning_content: NotRequired[str]
     is_learned: NotRequired[Literal[False]]  # a reply that is context only, not to be learned
     tools: NotRequired[list[Any]]  # JSON schemas of all tools, in the first message
     functions: NotRequired[str]  # the same, as OLMo 3's data have it
@@ -68,7 +76,9 @@ class ReadRow(UserDict[str, Any]):
 
     def read_part(self) -> dict[str, Any]:
         """The keys with a value that was read."""
-        return {key: item for key, item in self.data.items() if item is not None and key in self.read}
+        return {
+            key: item for key, item in self.data.items() if item is not None and key in self.read
+        }
 
 
 def conversation_of(row: Mapping[str, Any]) -> tuple[Message, ...]:
@@ -86,8 +96,8 @@ def conversation_of(row: Mapping[str, Any]) -> tuple[Message, ...]:
         if "messages" not in row:
             raise MalformedRow(
                 "missing_key",
-                "no key 'messages', nor 'conversations', 'prompt' with 'completion' or 'instruction' with 'output'; "
-                f"the row has {keys_of(row)}",
+                "no key 'messages', nor 'conversations', 'prompt' with 'completion' or "
+                f"'instruction' with 'output'; the row has {keys_of(row)}",
             )
     key, turns = _turns_asked(row)
     return parse_conversation({key: turns}, key)
@@ -104,17 +114,24 @@ def prompt_of(row: Mapping[str, Any]) -> tuple[Message, ...]:
 
 
 def replies_to_one(row: Mapping[str, Any], keys: Sequence[str]) -> list[tuple[Message, ...]]:
-    """A conversation for each of `keys`: the turns under the key, or the row's prompt with the reply under the key.
+    """A conversation for each of `keys`: the turns under the key, or the row's prompt with the
+    reply under the key.
 
     Raises:
-        MalformedRow: a reply has no prompt; a conversation does not begin with the row's `prompt`; or see
-            `parse_conversation`.
+        MalformedRow: a reply has no prompt; a conversation does not begin with the row's `prompt`;
+            or see `parse_conversation`.
     """
     values = {key: row[key] for key in keys if key in row}
     prompt = row["prompt"] if _key(row, ("prompt",)) else None
-    if isinstance(prompt, str) and len(prompt.split()) >= _FEWEST_WORDS and not _is_transcript(prompt):
+    if (
+        isinstance(prompt, str)
+        and len(prompt.split()) >= _FEWEST_WORDS
+        and not _is_transcript(prompt)
+    ):
         # Some rows repeat the prompt at the beginning of every reply.
-        is_repeated = all(isinstance(text, str) and text.startswith(prompt) for text in values.values())
+        is_repeated = all(
+            isinstance(text, str) and text.startswith(prompt) for text in values.values()
+        )
         if is_repeated:
             values = {key: text.removeprefix(prompt).lstrip() for key, text in values.items()}
     turns = {key: _with_reply(row, key, value) for key, value in values.items()}
@@ -126,7 +143,8 @@ def parse_conversation(
 ) -> tuple[Message, ...]:
     """The turns under `key`, as this file's head has them, until `last_role`'s.
 
-    If `last_role` is the user, it may also be a tool's, and an assistant's turn at the end is left out.
+    If `last_role` is the user, it may also be a tool's, and an assistant's turn at the end is left
+    out.
 
     Raises:
         MalformedRow: the turns are of another form, or the last one is empty.
@@ -135,15 +153,21 @@ def parse_conversation(
         raise without_key(row, key)
     value = row[key]
     if not isinstance(value, list):
-        raise MalformedRow("not_messages", f"{key!r} must be a list of messages, not {kind_of(value)}")
+        raise MalformedRow(
+            "not_messages", f"{key!r} must be a list of messages, not {kind_of(value)}"
+        )
     if not value:
         raise MalformedRow("not_messages", f"{key!r} is an empty list of messages")
-    messages = tuple(_parse_message(message, f"{key!r}, turn {i}") for i, message in enumerate(value, start=1))
+    messages = tuple(
+        _parse_message(message, f"{key!r}, turn {i}") for i, message in enumerate(value, start=1)
+    )
     if last_role == "user" and len(messages) > 1 and messages[-1]["role"] == "assistant":
         messages = messages[:-1]
     _check_order(messages, key, last_role)
     if says_nothing(messages[-1]) and messages[-1]["role"] != "tool":
-        kind, what = ("empty_reply", "reply") if last_role == "assistant" else ("empty_prompt", "last turn")
+        kind, what = (
+            ("empty_reply", "reply") if last_role == "assistant" else ("empty_prompt", "last turn")
+        )
         raise MalformedRow(kind, f"the {what} in {key!r} is empty")
     return messages
 
@@ -154,13 +178,20 @@ def says_nothing(message: Message) -> bool:
 
 
 def check_is_learned(reply: Message, where: str) -> None:
-    """:raises MalformedRow: the reply is marked as not learned, but the loss is of whole replies."""
+    """:raises MalformedRow: the reply is marked as not learned, but the loss is of whole
+    replies.
+    """
     if "is_learned" in reply:
-        raise MalformedRow("nothing_learned", f"the reply in {where} has weight 0 or train false: leave the row out")
+        raise MalformedRow(
+            "nothing_learned",
+            f"the reply in {where} has weight 0 or train false: leave the row out",
+        )
 
 
 def unread_of_messages(row: Mapping[str, Any], reads_reasoning: bool) -> set[str]:
-    """Keys of a row's messages that nothing reads, such as `reasoning_content` where the chat template ignores it."""
+    """Keys of a row's messages that nothing reads, such as `reasoning_content` where the chat
+    template ignores it.
+    """
     read = {*READ_KEYS, REASONING} if reads_reasoning else READ_KEYS
     unread: set[str] = set()
     for value in row.values():
@@ -168,12 +199,18 @@ def unread_of_messages(row: Mapping[str, Any], reads_reasoning: bool) -> set[str
             continue
         for message in value:
             if isinstance(message, Mapping) and role_of(message) in ROLES:
-                unread.update(f"{key} of messages" for key, item in message.items() if item and key not in read)
+                unread.update(
+                    f"{key} of messages"
+                    for key, item in message.items()
+                    if item and key not in read
+                )
     return unread
 
 
 def guessed_columns(row: Mapping[str, Any], wanted: Sequence[str]) -> str:
-    """The words of `--columns` that would map other columns of a row to `wanted`; "" if one has no likely column."""
+    """The words of `--columns` that would map other columns of a row to `wanted`; "" if one has no
+    likely column.
+    """
     words = []
     # The prompt of a pair may be in its conversations.
     is_whole = "chosen" in wanted and any(isinstance(value, list) for value in row.values())
@@ -182,7 +219,9 @@ def guessed_columns(row: Mapping[str, Any], wanted: Sequence[str]) -> str:
         if _key(row, (ours,)) or (ours == "prompt" and has_prompt):
             continue
         known = [name for name in _OTHERS["columns"][ours] if reach(row, name) is not None]
-        alike = get_close_matches(ours, [name for name in row if name not in wanted], n=1, cutoff=_ALIKE)
+        alike = get_close_matches(
+            ours, [name for name in row if name not in wanted], n=1, cutoff=_ALIKE
+        )
         if not known and not alike:
             return ""
         words.append(f"{ours}={[*known, *alike][0]}")
@@ -196,7 +235,10 @@ def role_of(message: Mapping[str, Any]) -> Any:
 
 
 def reach(row: Mapping[str, Any], name: str) -> Any:
-    """The value under a name, None if there is none; a dot reaches into an object: `reward_model.ground_truth`."""
+    """The value under a name, None if there is none; a dot reaches into an object:
+
+    `reward_model.ground_truth`.
+    """
     if name in row or "." not in name:
         return row.get(name)
     first, _, rest = name.partition(".")
@@ -206,7 +248,9 @@ def reach(row: Mapping[str, Any], name: str) -> Any:
 
 def without_key(row: Mapping[str, Any], key: str, hint: str = "") -> MalformedRow:
     """The error of a row that lacks a key; a `hint` follows the keys that it has."""
-    return MalformedRow("missing_key", f"no key {key!r}; the row has {keys_of(row)}{hint}", missing_key=key)
+    return MalformedRow(
+        "missing_key", f"no key {key!r}; the row has {keys_of(row)}{hint}", missing_key=key
+    )
 
 
 def keys_of(row: Mapping[str, Any]) -> str:
@@ -217,35 +261,54 @@ def keys_of(row: Mapping[str, Any]) -> str:
 def _parse_message(message: Any, where: str) -> Message:
     if not isinstance(message, Mapping):
         raise MalformedRow(
-            "bad_message", f"{where}: must be an object with 'role' and 'content', not {kind_of(message)}"
+            "bad_message",
+            f"{where}: must be an object with 'role' and 'content', not {kind_of(message)}",
         )
-    content = _text_of(message.get("content") if "role" in message or "content" in message else message.get("value"))
+    content = _text_of(
+        message.get("content")
+        if "role" in message or "content" in message
+        else message.get("value")
+    )
     calls = calls_of(message.get("tool_calls"), where)
     if content is None and (calls or message.get("function_calls")):
         content = ""  # as OpenAI writes a reply that only calls
     fields = {"role": role_of(message), "content": content}
     if message.get(REASONING):
         fields[REASONING] = _text_of(message[REASONING])
-    fields |= {key: message[key] for key in ("functions", "function_calls") if message.get(key) not in (None, [])}
+    fields |= {
+        key: message[key]
+        for key in ("functions", "function_calls")
+        if message.get(key) not in (None, [])
+    }
     of_tools = {"tools": schemas_of(message.get("tools")), "tool_calls": calls}
     of_tools = {key: value for key, value in of_tools.items() if value}
-    told = {key: json.dumps(value, ensure_ascii=False, default=str) for key, value in of_tools.items()}
+    told = {
+        key: json.dumps(value, ensure_ascii=False, default=str) for key, value in of_tools.items()
+    }
     for key, value in {**fields, **told}.items():
         if value is None:
             raise MalformedRow("bad_message", f"{where}: no {key!r}")
         if not isinstance(value, str):
-            raise MalformedRow("bad_message", f"{where}: {key!r} must be text, not {kind_of(value)}")
+            raise MalformedRow(
+                "bad_message", f"{where}: {key!r} must be text, not {kind_of(value)}"
+            )
         try:
             value.encode("utf-8")
         except UnicodeEncodeError as error:  # JSON may spell half of a surrogate pair: "\ud83d"
             raise MalformedRow(
-                "not_unicode", f"{where}: {key!r} has half of a surrogate pair at character {error.start + 1}"
+                "not_unicode",
+                (f"{where}: {key!r} has half of a surrogate pair at character {error.start + 1}"),
             ) from error
     parsed = cast(Message, fields | of_tools)
     if parsed["role"] not in ROLES:
-        raise MalformedRow("unknown_role", f"{where}: unknown role {parsed['role']!r}; use {', '.join(ROLES)}")
+        raise MalformedRow(
+            "unknown_role", f"{where}: unknown role {parsed['role']!r}; use {', '.join(ROLES)}"
+        )
     if message.get("tools") and not of_tools.get("tools"):
-        raise MalformedRow("bad_tools", f"{where}: 'tools' are JSON schemas, not {kind_of(message['tools'])} of names")
+        raise MalformedRow(
+            "bad_tools",
+            f"{where}: 'tools' are JSON schemas, not {kind_of(message['tools'])} of names",
+        )
     if parsed["role"] != "assistant" and any(parsed.get(key) for key in CALLS):
         raise MalformedRow("bad_tools", f"{where}: calls of tools in a turn that is no assistant's")
     if not _is_learned(message, where) and parsed["role"] == "assistant":
@@ -254,7 +317,9 @@ def _parse_message(message: Any, where: str) -> Message:
 
 
 def _text_of(content: Any) -> Any:
-    """The text of content in parts, `[{"type": "text", "text": "What is 2 + 2?"}]`; any other content as it is."""
+    """The text of content in parts, `[{"type": "text", "text": "What is 2 + 2?"}]`; any other
+    content as it is.
+    """
     if not isinstance(content, list) or not all(isinstance(part, Mapping) for part in content):
         return content
     texts = [part.get("text") for part in content]
@@ -266,9 +331,13 @@ def _is_learned(message: Mapping[str, Any], where: str) -> bool:
     for key in ("weight", "train"):
         value = message.get(key)
         if value not in (None, 0, 1):
-            raise MalformedRow("bad_weight", f"{where}: {key!r} must be 0 or 1, or false or true, not {value!r}")
+            raise MalformedRow(
+                "bad_weight", f"{where}: {key!r} must be 0 or 1, or false or true, not {value!r}"
+            )
         if value and role_of(message) != "assistant":
-            raise MalformedRow("bad_weight", f"{where}: {key!r} asks to learn a turn that is no assistant's")
+            raise MalformedRow(
+                "bad_weight", f"{where}: {key!r} asks to learn a turn that is no assistant's"
+            )
         is_learned = is_learned and value != 0
     return is_learned
 
@@ -280,17 +349,25 @@ def _check_order(messages: tuple[Message, ...], key: str, last_role: str) -> Non
         if role not in _FOLLOWING[before]:
             raise MalformedRow(
                 "roles_out_of_order",
-                f"{key!r}, turn {turn}: the role is {role!r} where {' or '.join(map(repr, _FOLLOWING[before]))} should "
-                "follow; an optional system turn comes first, then user and assistant in turn",
+                f"{key!r}, turn {turn}: the role is {role!r} where "
+                f"{' or '.join(map(repr, _FOLLOWING[before]))} should follow; an optional system "
+                "turn comes first, then user and assistant in turn",
             )
     if roles[-1] != last_role and (last_role, roles[-1]) != ("user", "tool"):
-        raise MalformedRow("roles_out_of_order", f"{key!r}: the last turn is {roles[-1]!r}, it must be {last_role!r}")
+        raise MalformedRow(
+            "roles_out_of_order",
+            f"{key!r}: the last turn is {roles[-1]!r}, it must be {last_role!r}",
+        )
 
 
 def _with_reply(row: Mapping[str, Any], key: str, value: Any) -> Any:
     """The turns of `value`, unchecked; a reply alone is put behind the row's prompt."""
     asked = _key(row, (*_TURNS, *_ASKED))
-    if isinstance(value, str) and _is_transcript(value) and (not asked or _is_transcript(row[asked])):
+    if (
+        isinstance(value, str)
+        and _is_transcript(value)
+        and (not asked or _is_transcript(row[asked]))
+    ):
         return _with_system(row, _turns_of_transcript(value))
     first = value[0] if isinstance(value, list) and value else value
     if isinstance(value, str) or (isinstance(first, Mapping) and role_of(first) == "assistant"):
@@ -307,25 +384,35 @@ def _check_same_prompt(row: Mapping[str, Any], key: str, turns: list[Any]) -> No
     if any(text.strip() not in there for text in _texts_of_users(_turns_asked(row)[1])):
         raise MalformedRow(
             "prompts_differ",
-            f"'prompt' asks what {key!r}, a whole conversation, does not: give one of the two, or mend the row",
+            f"'prompt' asks what {key!r}, a whole conversation, does not: give one of the two, or "
+            "mend the row",
         )
 
 
 def _texts_of_users(turns: list[Any]) -> list[str]:
     users = [turn for turn in turns if isinstance(turn, Mapping) and role_of(turn) == "user"]
-    return [text for turn in users if isinstance(text := turn.get("content", turn.get("value")), str)]
+    return [
+        text for turn in users if isinstance(text := turn.get("content", turn.get("value")), str)
+    ]
 
 
 def _prompt_and_reply(row: Mapping[str, Any], key: str, reply: Any, before: str = "") -> list[Any]:
-    """The row's prompt and a reply as turns; the reply is a text, a message or a list of one message."""
+    """The row's prompt and a reply as turns; the reply is a text, a message or a list of one
+    message.
+    """
     asked, turns = _turns_asked(row, before)
     if isinstance(reply, list):
         if len(reply) != 1:
-            raise MalformedRow("not_messages", f"{key!r} must be one message, the reply, not {len(reply)}")
+            raise MalformedRow(
+                "not_messages", f"{key!r} must be one message, the reply, not {len(reply)}"
+            )
         return [*turns, *reply]
     if isinstance(reply, str) and _is_transcript(row[asked]):
         reply = reply.strip()  # the space behind "Assistant:"
-    return [*turns, reply if isinstance(reply, Mapping) else {"role": "assistant", "content": reply}]
+    return [
+        *turns,
+        reply if isinstance(reply, Mapping) else {"role": "assistant", "content": reply},
+    ]
 
 
 def _turns_asked(row: Mapping[str, Any], before: str = "") -> tuple[str, list[Any]]:
@@ -334,19 +421,28 @@ def _turns_asked(row: Mapping[str, Any], before: str = "") -> tuple[str, list[An
     if key is None:
         raise MalformedRow(
             "missing_key",
-            f"{before}no key 'prompt', nor 'messages', 'conversations' or 'instruction'; the row has {keys_of(row)}",
+            f"{before}no key 'prompt', nor 'messages', 'conversations' or 'instruction'; the row "
+            f"has {keys_of(row)}",
         )
     turns = _alpaca(row) if key == "instruction" else row[key]
     if key in _ASKED and isinstance(turns, str):
-        turns = _turns_of_transcript(turns) if _is_transcript(turns) else [{"role": "user", "content": turns}]
+        turns = (
+            _turns_of_transcript(turns)
+            if _is_transcript(turns)
+            else [{"role": "user", "content": turns}]
+        )
     if not isinstance(turns, list):
         text = "text or " if key in _ASKED else ""
-        raise MalformedRow("not_messages", f"{key!r} must be {text}a list of messages, not {kind_of(turns)}")
+        raise MalformedRow(
+            "not_messages", f"{key!r} must be {text}a list of messages, not {kind_of(turns)}"
+        )
     return key, _with_system(row, turns)
 
 
 def _with_system(row: Mapping[str, Any], turns: list[Any]) -> list[Any]:
-    """The turns with the row's separate system prompt in front, unless they have one; the first has the row's tools."""
+    """The turns with the row's separate system prompt in front, unless they have one; the first has
+    the row's tools.
+    """
     key = _key(row, _SYSTEM)
     first = turns[0] if turns else None
     if key is not None and not (isinstance(first, Mapping) and role_of(first) == "system"):
@@ -354,7 +450,10 @@ def _with_system(row: Mapping[str, Any], turns: list[Any]) -> list[Any]:
         if not isinstance(system, str) or system.strip():
             turns = [{"role": "system", "content": system}, *turns]
     if turns and isinstance(turns[0], Mapping) and schemas_of(_unread(row).get("tools")):
-        turns = [{**turns[0], "tools": schemas_of(turns[0].get("tools")) + schemas_of(row["tools"])}, *turns[1:]]
+        turns = [
+            {**turns[0], "tools": schemas_of(turns[0].get("tools")) + schemas_of(row["tools"])},
+            *turns[1:],
+        ]
     return turns
 
 
@@ -364,18 +463,29 @@ def _is_transcript(text: Any) -> bool:
 
 def _turns_of_transcript(text: str) -> list[Any]:
     _, *parts = _TRANSCRIPT.split(text.strip())
-    pairs = [(speaker, words.strip()) for speaker, words in zip(parts[::2], parts[1::2], strict=True)]
+    pairs = [
+        (speaker, words.strip()) for speaker, words in zip(parts[::2], parts[1::2], strict=True)
+    ]
     if pairs[-1] == ("Assistant", ""):  # a prompt ends with the name of the next speaker
         pairs.pop()
-    return [{"role": "user" if speaker == "Human" else "assistant", "content": words} for speaker, words in pairs]
+    return [
+        {"role": "user" if speaker == "Human" else "assistant", "content": words}
+        for speaker, words in pairs
+    ]
 
 
 def _alpaca(row: Mapping[str, Any]) -> list[Any]:
-    """The turns of an Alpaca row: the instruction with its `input`, behind the turns of `history`."""
+    """The turns of an Alpaca row: the instruction with its `input`, behind the turns of
+    `history`.
+    """
     earlier = row.get("history") or []
     more = row.get("input")
-    if not isinstance(earlier, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in earlier):
-        raise MalformedRow("not_messages", "'history' must be a list of pairs, what was asked and what was said")
+    if not isinstance(earlier, list) or not all(
+        isinstance(pair, list) and len(pair) == 2 for pair in earlier
+    ):
+        raise MalformedRow(
+            "not_messages", "'history' must be a list of pairs, what was asked and what was said"
+        )
     turns = []
     for asked, said in earlier:
         turns += [{"role": "user", "content": asked}, {"role": "assistant", "content": said}]
@@ -386,7 +496,9 @@ def _alpaca(row: Mapping[str, Any]) -> list[Any]:
 
 
 def _key(row: Mapping[str, Any], keys: Sequence[str]) -> str | None:
-    """The first of `keys` under which a row has a value other than null, which Arrow fills missing columns with."""
+    """The first of `keys` under which a row has a value other than null, which Arrow fills missing
+    columns with.
+    """
     return next((key for key in keys if _unread(row).get(key) is not None), None)
 
 

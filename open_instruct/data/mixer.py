@@ -10,18 +10,19 @@ from typing import Any
 import numpy as np
 
 from open_instruct.config.sections import RowsSection
+from open_instruct.core.errors import InputError
+from open_instruct.core.text import counted
 from open_instruct.data.files.opening import open_rows
 from open_instruct.data.files.rows import RawRow, RowSource
 from open_instruct.data.messages import reach
-from open_instruct.errors import InputError
-from open_instruct.wording import counted
 
 MAX_SELECTED_ROWS = 1_000_000_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MixerEntry:
-    """One data set of a mixture. A float `amount` is a fraction of its rows, an int a count of rows.
+    """One data set of a mixture. A float `amount` is a fraction of its rows, an int a count of
+    rows.
 
     Example: `--mixer_list rows.jsonl 0.5 other.parquet 300` gives
     `MixerEntry(name="rows.jsonl", amount=0.5, split="train")` and
@@ -48,15 +49,16 @@ class MixerEntry:
         exact = self.amount if isinstance(self.amount, int) else self.amount * num_rows
         if exact > MAX_SELECTED_ROWS:
             raise InputError(
-                f"{self.flag}: {self.name} {self.amount} takes more than {MAX_SELECTED_ROWS:,} rows "
-                f"(it has {num_rows:,}); a fraction of 1.0 takes every row once.",
+                f"{self.flag}: {self.name} {self.amount} takes more than {MAX_SELECTED_ROWS:,} "
+                f"rows (it has {num_rows:,}); a fraction of 1.0 takes every row once.",
                 kind="out_of_range",
             )
         count = math.floor(exact + 0.5)
         if count == 0:
             raise InputError(
-                f"{self.flag}: {self.name} {self.amount} takes zero of its {counted(num_rows, 'row')}; "
-                "take a larger fraction or a count of rows, or leave the data set out.",
+                f"{self.flag}: {self.name} {self.amount} takes zero of its "
+                f"{counted(num_rows, 'row')}; take a larger fraction or a count of rows, or leave "
+                "the data set out.",
                 kind="out_of_range",
             )
         return count
@@ -65,15 +67,22 @@ class MixerEntry:
 def parse_mixer_list(
     words: Sequence[str], splits: Sequence[str] = ("train",), *, flag: str = "--mixer_list"
 ) -> tuple[MixerEntry, ...]:
-    """The entries of a list of alternating names and amounts, with one split for all or one for each.
+    """The entries of a list of alternating names and amounts, with one split for all or one for
+    each.
 
-    An amount with a dot is a fraction (`1.0` is every row, `2.5` every row twice and half of them a third
-    time), one without is a count. `config.validation.mixer_problems` refuses lists of another form.
+    An amount with a dot is a fraction (`1.0` is every row, `2.5` every row twice and half of them a
+    third time), one without is a count. `config.validation.mixer_problems` refuses lists of another
+    form.
     """
     names = words[::2]
     splits = list(splits) * len(names) if len(splits) == 1 else splits
     return tuple(
-        MixerEntry(name=name, amount=float(amount) if "." in amount else int(amount), split=split, flag=flag)
+        MixerEntry(
+            name=name,
+            amount=float(amount) if "." in amount else int(amount),
+            split=split,
+            flag=flag,
+        )
         for name, amount, split in zip(names, words[1::2], splits, strict=True)
     )
 
@@ -84,11 +93,12 @@ def entries_of(data: RowsSection, flag: str) -> tuple[MixerEntry, ...]:
 
 
 def select_rows(entry: MixerEntry, num_rows: int, seed: int) -> np.ndarray:
-    """Indices of the rows to take, int64: whole copies in file order, then a random part in file order.
+    """Indices of the rows to take, int64: whole copies in file order, then a random part in file
+    order.
 
-    The part depends on the seed, the data set's file name and split, and nothing else of the mixture, and a
-    smaller amount takes a subset of what a larger one takes. So a change to the mixture keeps most rows, and
-    with them what is cached for each.
+    The part depends on the seed, the data set's file name and split, and nothing else of the
+    mixture, and a smaller amount takes a subset of what a larger one takes. So a change to the
+    mixture keeps most rows, and with them what is cached for each.
 
     Raises:
         InputError: see `MixerEntry.count`.
@@ -101,7 +111,8 @@ def select_rows(entry: MixerEntry, num_rows: int, seed: int) -> np.ndarray:
 
 
 def renamed(source: RowSource, columns: Sequence[str]) -> RowSource:
-    """A source with its columns renamed by the words of `--columns`, `OURS=THEIRS`: `messages=dialogue`.
+    """A source with its columns renamed by the words of `--columns`, `OURS=THEIRS`:
+    `messages=dialogue`.
 
     It warns of each column that no row so far had.
     """
@@ -110,7 +121,11 @@ def renamed(source: RowSource, columns: Sequence[str]) -> RowSource:
 
     def renamed_row(row: RawRow) -> RawRow:
         value: dict[str, Any] = dict(row.value)
-        found = {ours: item for ours, theirs in names.items() if (item := reach(value, theirs)) is not None}
+        found = {
+            ours: item
+            for ours, theirs in names.items()
+            if (item := reach(value, theirs)) is not None
+        }
         unseen.difference_update(names[ours] for ours in found)
         for theirs in names.values():
             value.pop(theirs if theirs in row.value else theirs.partition(".")[0], None)
@@ -123,4 +138,6 @@ def renamed(source: RowSource, columns: Sequence[str]) -> RowSource:
             if theirs in unseen
         ]
 
-    return replace(source, rows=lambda indices: map(renamed_row, source.rows(indices)), warnings=warnings)
+    return replace(
+        source, rows=lambda indices: map(renamed_row, source.rows(indices)), warnings=warnings
+    )

@@ -1,21 +1,23 @@
-"""Preference rows, `{"chosen": [messages], "rejected": [messages]}`: their form, and the pieces of a pair.
+"""Preference rows, `{"chosen": [messages], "rejected": [messages]}`: their form, and the pieces of
+a pair.
 
-The two conversations are equal up to the last turn, which is the assistant's and differs. Or they are two replies
-alone, to a prompt in the same row.
+The two conversations are equal up to the last turn, which is the assistant's and differs. Or they
+are two replies alone, to a prompt in the same row.
 """
 
 from collections.abc import Mapping
 from typing import Any
 
+from open_instruct.core.text import counted
 from open_instruct.data.files.rows import MalformedRow
 from open_instruct.data.messages import REASONING, Message, check_is_learned, replies_to_one
 from open_instruct.data.row_builder import RenderedRow, RowBuilder
 from open_instruct.data.tool_turns import CALLS
-from open_instruct.wording import counted
 
 
 def parse_preference_row(row: Mapping[str, Any]) -> tuple[tuple[Message, ...], tuple[Message, ...]]:
-    """Check one row and return its two conversations, the chosen one first; they differ in the last turn alone.
+    """Check one row and return its two conversations, the chosen one first; they differ in the last
+    turn alone.
 
     Raises:
         MalformedRow: with the kind and the reason; docs/data.md lists them.
@@ -31,14 +33,28 @@ def parse_preference_row(row: Mapping[str, Any]) -> tuple[tuple[Message, ...], t
 
 
 def _stripped(reply: Message) -> tuple[Any, ...]:
-    return reply.get(REASONING, "").strip(), reply["content"].strip(), *(reply.get(key) for key in CALLS)
+    return (
+        reply.get(REASONING, "").strip(),
+        reply["content"].strip(),
+        *(reply.get(key) for key in CALLS),
+    )
 
 
 def _where_prompts_differ(chosen: tuple[Message, ...], rejected: tuple[Message, ...]) -> str:
     if len(chosen) != len(rejected):
-        return f"the prompts differ: 'chosen' has {counted(len(chosen), 'turn')}, 'rejected' has {len(rejected)}"
-    turn = next(i for i, (one, other) in enumerate(zip(chosen, rejected, strict=True), start=1) if one != other)
-    return f"the prompts differ at turn {turn}; every turn but the last must be the same in 'chosen' and 'rejected'"
+        return (
+            f"the prompts differ: 'chosen' has {counted(len(chosen), 'turn')}, 'rejected' has "
+            f"{len(rejected)}"
+        )
+    turn = next(
+        i
+        for i, (one, other) in enumerate(zip(chosen, rejected, strict=True), start=1)
+        if one != other
+    )
+    return (
+        f"the prompts differ at turn {turn}; every turn but the last must be the same in "
+        "'chosen' and 'rejected'"
+    )
 
 
 class PreferenceBuilder(RowBuilder):
@@ -46,7 +62,10 @@ class PreferenceBuilder(RowBuilder):
 
     unit = "pair"
     columns = ("prompt", "chosen", "rejected")
-    wanted = '{"prompt": "text", "chosen": "text", "rejected": "text"}, or lists of messages in place of the texts'
+    wanted = (
+        '{"prompt": "text", "chosen": "text", "rejected": "text"}, or lists of messages in place '
+        "of the texts"
+    )
     documents_per_row = 2
     titles = ("chosen", "rejected")
     check = staticmethod(parse_preference_row)

@@ -1,4 +1,6 @@
-"""Prompts as engines receive them, tokenised once, with their verifiers, and the order in which they are asked."""
+"""Prompts as engines receive them, tokenised once, with their verifiers, and the order in which
+they are asked.
+"""
 
 import hashlib
 import json
@@ -11,18 +13,24 @@ from typing import Any
 import numpy as np
 
 from open_instruct.config.grpo import GRPOConfig
+from open_instruct.core.errors import RunError
+from open_instruct.core.files import read_asked
+from open_instruct.core.records import Check, Prompt
 from open_instruct.data.chat import ChatFormat
 from open_instruct.data.eval_split import row_content
 from open_instruct.data.files.rows import MalformedRow
 from open_instruct.data.prompt_rows import json_value, parse_prompt_row
 from open_instruct.data.report import DataReport
 from open_instruct.data.row_builder import RenderedRow, RowBuilder
-from open_instruct.data.token_dataset import TokenDataset, check_saved_place, load_token_dataset, rows_fact, seed_fact
-from open_instruct.errors import RunError
-from open_instruct.records import Check, Prompt
-from open_instruct.verifiers.registry import judges_named
-from open_instruct.verifiers.verifier import Verifier
-from open_instruct.whole_file import read_asked
+from open_instruct.data.token_dataset import (
+    TokenDataset,
+    check_saved_place,
+    load_token_dataset,
+    rows_fact,
+    seed_fact,
+)
+from open_instruct.rewards.registry import judges_named
+from open_instruct.rewards.verifier import Verifier
 
 
 class Prompts:
@@ -36,12 +44,23 @@ class Prompts:
         return len(self.dataset)
 
     def named(self) -> tuple[set[str], set[str]]:
-        """The names of the verifiers that judge a prompt at least, and of the environments that answer one."""
-        # Not read as JSON, which takes 20 times as long. Inside a text, the quotes would have backslashes.
+        """The names of the verifiers that judge a prompt at least, and of the environments that
+        answer one.
+        """
+        # Not read as JSON, which takes 20 times as long. Inside a text, the quotes would have
+        # backslashes.
         name = rb'("(?:[^"\\]|\\.)+")'
-        spelled = re.compile(rb'"verifier": %b, "ground_truth": |"environment": %b, "row": \{' % (name, name))
-        found = {pair for row_id in range(len(self)) for pair in spelled.findall(self.dataset.details(row_id))}
-        judges, answering = ({json.loads(pair[side]) for pair in found if pair[side]} for side in (0, 1))
+        spelled = re.compile(
+            rb'"verifier": %b, "ground_truth": |"environment": %b, "row": \{' % (name, name)
+        )
+        found = {
+            pair
+            for row_id in range(len(self))
+            for pair in spelled.findall(self.dataset.details(row_id))
+        }
+        judges, answering = (
+            {json.loads(pair[side]) for pair in found if pair[side]} for side in (0, 1)
+        )
         return judges, answering
 
     def count_shared(self, others: "Prompts") -> int:
@@ -50,8 +69,12 @@ class Prompts:
         return sum(digest in theirs for digest in self._digests())
 
     def spread(self, most: int) -> Iterator[Prompt]:
-        """At most so many of the prompts, spread over all of them, so that there are some of each file."""
-        chosen = np.unique(np.linspace(0, len(self) - 1, num=min(most, len(self))).round().astype(int))
+        """At most so many of the prompts, spread over all of them, so that there are some of each
+        file.
+        """
+        chosen = np.unique(
+            np.linspace(0, len(self) - 1, num=min(most, len(self))).round().astype(int)
+        )
         return map(self.__getitem__, chosen.tolist())
 
     def _digests(self) -> Iterator[bytes]:
@@ -59,7 +82,9 @@ class Prompts:
         dataset = self.dataset
         for first_edge in dataset.bounds_N4[:, 0]:
             start, stop = dataset.edges_E[first_edge : first_edge + 2]
-            yield hashlib.blake2b(dataset.token_ids_T[start:stop].tobytes(), digest_size=16).digest()
+            yield hashlib.blake2b(
+                dataset.token_ids_T[start:stop].tobytes(), digest_size=16
+            ).digest()
 
     def __iter__(self) -> Iterator[Prompt]:
         return map(self.__getitem__, range(len(self)))
@@ -86,7 +111,9 @@ class PromptBuilder(RowBuilder):
     columns = ("prompt", "ground_truth")
     page = "docs/rewards.md"
 
-    def __init__(self, chat: ChatFormat, *, max_prompt_token_length: int, on_bad_row: str, **reading: Any) -> None:
+    def __init__(
+        self, chat: ChatFormat, *, max_prompt_token_length: int, on_bad_row: str, **reading: Any
+    ) -> None:
         """`reading` are the arguments of `parse_prompt_row`."""
         # One more token, for the first of a reply.
         super().__init__(chat, max_seq_length=max_prompt_token_length + 1, on_bad_row=on_bad_row)
@@ -99,13 +126,16 @@ class PromptBuilder(RowBuilder):
         if answered_by is not None:
             if any(message.get("functions") for message in messages):
                 raise MalformedRow(
-                    "environment", "the row has 'functions', and an environment, which has its own tools"
+                    "environment",
+                    "the row has 'functions', and an environment, which has its own tools",
                 )
             columns = json_value(answered_by.columns | {"messages": messages}, "the row")
             details |= {"environment": answered_by.name, "row": columns}
         # Two rows of one prompt, with another answer each, are on one side of --eval_split.
         return RenderedRow(
-            texts=(text,), details=json.dumps(details).encode(), content=row_content({"messages": messages})
+            texts=(text,),
+            details=json.dumps(details).encode(),
+            content=row_content({"messages": messages}),
         )
 
     def cut(self, pieces: list[list[int]]) -> list[list[int]] | None:
@@ -124,22 +154,29 @@ def load_prompt_dataset(
     """`load_token_dataset` with `max_prompt_token_length` and the known verifiers.
 
     Raises:
-        InputError: see there; a row that names none of `known_verifiers`, or one that refuses its ground truth, is
-            malformed.
+        InputError: see there; a row that names none of `known_verifiers`, or one that refuses its
+            ground truth, is malformed.
     """
     builder_of = partial(
-        PromptBuilder, known_verifiers=known_verifiers, known_environments=frozenset(known_environments)
+        PromptBuilder,
+        known_verifiers=known_verifiers,
+        known_environments=frozenset(known_environments),
     )
     # Both, so that caches of other names are not read.
-    facts = {"names_of_verifiers": sorted(known_verifiers), "environments": sorted(known_environments)}
+    facts = {
+        "names_of_verifiers": sorted(known_verifiers),
+        "environments": sorted(known_environments),
+    }
     dataset, report = load_token_dataset(builder_of, facts=facts, **arguments)
     return Prompts(dataset), report
 
 
 class PromptStream:
-    """An endless stream of prompts; epoch e is a permutation of all prompts that depends on the seed and e alone.
+    """An endless stream of prompts; epoch e is a permutation of all prompts that depends on the
+    seed and e alone.
 
-    Every prompt handed out gets a ticket, counted from 0; excluded prompts are skipped and get none.
+    Every prompt handed out gets a ticket, counted from 0; excluded prompts are skipped and get
+    none.
     """
 
     def __init__(self, dataset: Prompts, seed: int) -> None:
@@ -162,8 +199,9 @@ class PromptStream:
         """
         if self.num_left == 0:
             raise RunError(
-                f"all {len(self.dataset):,} prompts have reached --no_resampling_pass_rate, so there is none left to "
-                "ask; the policy has learned this data: give more or harder prompts, or raise that rate"
+                f"all {len(self.dataset):,} prompts have reached --no_resampling_pass_rate, so "
+                "there is none left to ask; the policy has learned this data: give more or "
+                "harder prompts, or raise that rate"
             )
         while True:
             epoch, position = divmod(self._num_drawn, len(self.dataset))
@@ -194,7 +232,11 @@ class PromptStream:
         """:raises InputError: the state is of other prompts, or of another seed."""
         check_saved_place(
             state_dict,
-            rows_fact(self.dataset.fingerprint, flag="dataset_mixer_list", limit="--max_prompt_token_length"),
+            rows_fact(
+                self.dataset.fingerprint,
+                flag="dataset_mixer_list",
+                limit="--max_prompt_token_length",
+            ),
             seed_fact(state_dict, self.seed),
         )
 

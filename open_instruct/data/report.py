@@ -6,23 +6,26 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+from open_instruct.core.errors import InputError
+from open_instruct.core.text import counted, macro_text
 from open_instruct.data.files.foreign_json import shortened
 from open_instruct.data.files.rows import MalformedRow, RawRow
 from open_instruct.data.messages import guessed_columns
-from open_instruct.errors import InputError
-from open_instruct.wording import counted, macro_text
 
 Result = TypeVar("Result")
 
 REPORT = Path(__file__).with_name("report.txt.jinja")
 NUM_REASONS_SHOWN = 5
 WARNING = "warning: "  # the beginning of a line that is a warning
-# Kinds of rows whose form is right. Their reasons differ from row to row, so each kind is counted as one reason.
+# Kinds of rows whose form is right. Their reasons differ from row to row, so each kind is counted
+# as one reason.
 WELL_FORMED = ("template", "tokenizer")
 
 
 class BadRowLog:
-    """Counts bad rows by kind, and keeps the first few reasons to show, each with the first row that has it."""
+    """Counts bad rows by kind, and keeps the first few reasons to show, each with the first row
+    that has it.
+    """
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
@@ -66,7 +69,10 @@ class BadRowLog:
         found = guess = ""
         if self._found is not None and wanted:
             found, guess = shortened(self._found), guessed_columns(self._found, columns)
-        return InputError(macro_text(REPORT, "refused", self, num_rows, found, guess, wanted, page), kind="bad_row")
+        return InputError(
+            macro_text(REPORT, "refused", self, num_rows, found, guess, wanted, page),
+            kind="bad_row",
+        )
 
     @property
     def missing_key(self) -> str:
@@ -81,17 +87,19 @@ class BadRowLog:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataReport:
-    """Counts over distinct rows, but for `num_pairs` and `num_tokens`, which count repeated rows again.
+    """Counts over distinct rows, but for `num_pairs` and `num_tokens`, which count repeated rows
+    again.
 
     `unit` names what a kept row becomes, such as "pair"; `num_pairs` counts these units.
-    `num_held_out` counts the rows of the other side, where these are what `--eval_split` leaves to train on.
-    `num_rows` is always the sum of `bad`, `filtered` and `num_kept`. `sources` says, for each data set of the
-    mixture, how many rows are taken (with repeats), and how many it has.
+    `num_held_out` counts the rows of the other side, where these are what `--eval_split` leaves to
+    train on. `num_rows` is always the sum of `bad`, `filtered` and `num_kept`. `sources` says, for
+    each data set of the mixture, how many rows are taken (with repeats), and how many it has.
 
     Example: of `rows.jsonl 2.0`, 10 rows, one of them malformed and one with a prompt too long::
 
         DataReport(sources=["rows.jsonl: 20 taken of 10 rows"], num_rows=10, bad={"empty_reply": 1},
-                   filtered={"prompt_too_long": 1}, num_truncated=3, num_kept=8, num_pairs=16, num_tokens=5120)
+                   filtered={"prompt_too_long": 1}, num_truncated=3, num_kept=8,
+                   num_pairs=16, num_tokens=5120)
     """
 
     sources: list[str]

@@ -1,4 +1,5 @@
-"""Raw rows of any form made into flat arrays of tokens: checked, rendered, tokenised, cut and counted.
+"""Raw rows of any form made into flat arrays of tokens: checked, rendered, tokenised, cut and
+counted.
 
 Legend for array names: N rows of the data set, T tokens.
 """
@@ -14,14 +15,14 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
+from open_instruct.core.errors import InputError
+from open_instruct.core.text import counted
 from open_instruct.data.chat import ChatFormat
 from open_instruct.data.eval_split import Divider, Side, row_content
 from open_instruct.data.files.rows import RawRow, RowSource
 from open_instruct.data.messages import REASONING, ReadRow, unread_of_messages
 from open_instruct.data.mixer import MixerEntry, select_rows
 from open_instruct.data.report import BadRowLog, DataReport
-from open_instruct.errors import InputError
-from open_instruct.wording import counted
 
 _ROWS_AT_ONCE = 512
 _MOST_KEYS = 8  # named in a warning
@@ -31,10 +32,11 @@ MOST_CUT = 0.1  # of the rows; above this share a warning says that the length l
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RenderedRow:
-    """A row as pieces of text that are tokenised apart; `RowBuilder` says which of them are learned.
+    """A row as pieces of text that are tokenised apart; `RowBuilder` says which of them are
+    learned.
 
-    `details` are bytes that are kept beside the tokens; `values` are numbers for the loss of the row; `content` is what
-    `--eval_split` decides by, where that is not all columns that were read.
+    `details` are bytes that are kept beside the tokens; `values` are numbers for the loss of the
+    row; `content` is what `--eval_split` decides by, where that is not all columns that were read.
 
     Example: `RenderedRow(texts=("User: Hi\nAssistant:", "Hello<eos>"))`.
     """
@@ -61,21 +63,25 @@ class RowBuilder(ABC):
     """Collects the distinct rows of all sources, then repeats them by the amounts of the mixture.
 
     A subclass renders a row. In a row with one document, context and learned pieces alternate. In a
-    row with several documents the first piece is their common prompt, and each further piece is one reply to it.
+    row with several documents the first piece is their common prompt, and each further piece is one
+    reply to it.
 
-    It may have a static `check(row)`, which raises MalformedRow as far as that needs no tokenizer. A subclass that
-    renders such rows says so again: only a class's own `check` is called.
+    It may have a static `check(row)`, which raises MalformedRow as far as that needs no tokenizer.
+    A subclass that renders such rows says so again: only a class's own `check` is called.
     """
 
     unit: ClassVar[str]  # the name of a kept row in reports, such as "pair"
-    # For the message that refuses rows: an example of this form, and the page of the docs with others.
+    # For the message that refuses rows: an example of this form, and the page of the docs with
+    # others.
     wanted: str = ""
-    columns: ClassVar[tuple[str, ...]] = ()  # the keys of a row, where they can be guessed among other names
+    # The keys of a row, where they can be guessed among other names.
+    columns: ClassVar[tuple[str, ...]] = ()
     page: str = "docs/data.md"
     documents_per_row: ClassVar[int] = 1
     titles: ClassVar[tuple[str, ...]] = ("",)  # of the documents of a row, for the preview
     reads_ends: ClassVar[bool] = False  # see `Document`
-    read_with: ClassVar[Mapping[str, str]] = {}  # keys of a row that only a flag has read, with that flag
+    # Keys of a row that only a flag has read, with that flag.
+    read_with: ClassVar[Mapping[str, str]] = {}
     ends_per_document: ClassVar[int] = 1  # how many of these plans assume
 
     def __init__(self, chat: ChatFormat, *, max_seq_length: int, on_bad_row: str) -> None:
@@ -86,7 +92,8 @@ class RowBuilder(ABC):
         self.kept: list[KeptRow] = []
         self.bad = BadRowLog()
         self.divider: Divider | None = None
-        self.unread: Counter[str] = Counter()  # by key that nothing reads: the number of rows with a value there
+        # By key that nothing reads: the number of rows with a value there.
+        self.unread: Counter[str] = Counter()
         self.filtered: Counter[str] = Counter()
         self.num_truncated = 0
         self.num_without_end = 0
@@ -104,7 +111,8 @@ class RowBuilder(ABC):
         """
 
     def cut(self, pieces: list[list[int]]) -> list[list[int]] | None:
-        """The token ids to keep of a row's pieces; None, counted in `filtered`, if nothing is left to learn.
+        """The token ids to keep of a row's pieces; None, counted in `filtered`, if nothing is left
+        to learn.
 
         A conversation is cut on the right, so that it ends with the last learned token that fits.
         """
@@ -124,7 +132,9 @@ class RowBuilder(ABC):
         return source
 
     def end_source(self, name: str, first: int) -> None:
-        """Called after the last row of a source of which rows were kept: those from the number `first` on."""
+        """Called after the last row of a source of which rows were kept: those from the number
+        `first` on.
+        """
         return
 
     def limit(self) -> str:
@@ -133,15 +143,18 @@ class RowBuilder(ABC):
 
     def remedy(self) -> str:
         """The change of flags that would keep some rows, where none is left at `limit`."""
-        return f"raise it: the shortest prompt alone has {counted(self.shortest_prompt or 0, 'token')}"
+        return (
+            f"raise it: the shortest prompt alone has {counted(self.shortest_prompt or 0, 'token')}"
+        )
 
     def cut_warning(self) -> str | None:
         """A warning about rows that were cut; None if there is nothing to warn of."""
         if self.num_truncated <= MOST_CUT * len(self.kept):
             return None
         return (
-            f"{self.num_truncated:,} of {counted(len(self.kept), 'row')} are cut to --max_seq_length "
-            f"{self.max_seq_length}, and teach replies that break off: raise it, or leave such rows out"
+            f"{self.num_truncated:,} of {counted(len(self.kept), 'row')} are cut to "
+            f"--max_seq_length {self.max_seq_length}, and teach replies that break off: raise it, "
+            "or leave such rows out"
         )
 
     def build(
@@ -153,18 +166,22 @@ class RowBuilder(ABC):
         side: Side | None = None,
         on_progress: Callable[[int, int], None] | None = None,
     ) -> tuple[dict[str, np.ndarray], DataReport]:
-        """Read all sources and return the arrays of the data set, with `side` of the rows of that side alone.
+        """Read all sources and return the arrays of the data set, with `side` of the rows of that
+        side alone.
 
         Rows that are held out are taken once, however often the mixture repeats them.
 
-        `on_progress(done, total)` counts rows, unless they are so few that nobody would wait for them.
+        `on_progress(done, total)` counts rows, unless they are so few that nobody would wait for
+        them.
 
         Raises:
             InputError: a row is malformed and `on_bad_row` is "error", or nothing is left.
         """
         self.chat.turn_end_token_ids()  # which refuses a tokenizer that writes no such token
         forms = [self.rows_in(source) for source in sources]
-        selected = [select_rows(entry, len(form), seed) for entry, form in zip(entries, forms, strict=True)]
+        selected = [
+            select_rows(entry, len(form), seed) for entry, form in zip(entries, forms, strict=True)
+        ]
         distinct = [np.unique(indices) for indices in selected]
         if side is not None:
             self.divider = Divider(side)
@@ -199,11 +216,18 @@ class RowBuilder(ABC):
             f"{form.name}: {num:,} taken of {counted(len(form), 'row')}"
             for form, num in zip(forms, num_taken, strict=True)
         ]
-        warnings = self._warnings() + [warning for source in sources for warning in source.warnings()]
+        warnings = self._warnings() + [
+            warning for source in sources for warning in source.warnings()
+        ]
         return arrays, self._report(arrays, sources=sentences, num_rows=num_rows, warnings=warnings)
 
     def _report(
-        self, arrays: Mapping[str, np.ndarray], *, sources: list[str], num_rows: int, warnings: list[str]
+        self,
+        arrays: Mapping[str, np.ndarray],
+        *,
+        sources: list[str],
+        num_rows: int,
+        warnings: list[str],
     ) -> DataReport:
         return DataReport(
             sources=sources,
@@ -222,11 +246,15 @@ class RowBuilder(ABC):
 
     @property
     def _only_counts(self) -> bool:
-        """Whether a bad row has made the build fail, so that further rows are read only to be counted."""
+        """Whether a bad row has made the build fail, so that further rows are read only to be
+        counted.
+        """
         return bool(self.bad.counts) and self.on_bad_row == "error"
 
     def _add(self, rows: Sequence[RawRow]) -> list[int]:
-        """Add rows; returns the place of each among the kept rows, below 0 of one that is not kept."""
+        """Add rows; returns the place of each among the kept rows, below 0 of one that is not
+        kept.
+        """
         rendered = [self.bad.reading(row, self._rendered) for row in rows]
         if self._only_counts:
             return [NOT_KEPT] * len(rows)
@@ -237,14 +265,18 @@ class RowBuilder(ABC):
             if item is ELSEWHERE:
                 places.append(ON_OTHER_SIDE)
                 continue
-            is_kept = item is not None and self._is_kept(row, item, list(islice(ids, len(item.texts))))
+            is_kept = item is not None and self._is_kept(
+                row, item, list(islice(ids, len(item.texts)))
+            )
             places.append(len(self.kept) - 1 if is_kept else NOT_KEPT)
         return places
 
     def _rendered(self, value: Mapping[str, Any]) -> RenderedRow:
         read = ReadRow(value)
         rendered = self.render(read)
-        if self.divider is not None and not self.divider.takes(rendered.content or row_content(read.read_part())):
+        if self.divider is not None and not self.divider.takes(
+            rendered.content or row_content(read.read_part())
+        ):
             return ELSEWHERE
         self.unread.update({*read.unread(), *unread_of_messages(value, self.chat.reads_reasoning)})
         return rendered
@@ -286,7 +318,9 @@ class RowBuilder(ABC):
 
     @property
     def _pieces_a_reply(self) -> int:
-        """The step between learned pieces: 1 behind a common prompt, 2 where context and replies alternate."""
+        """The step between learned pieces: 1 behind a common prompt, 2 where context and replies
+        alternate.
+        """
         return 1 if self.documents_per_row > 1 else 2
 
     def _arrays(self, order_N: np.ndarray) -> dict[str, np.ndarray]:
@@ -300,8 +334,12 @@ class RowBuilder(ABC):
         start = 0
         for lengths, own in self.kept:
             token_ids = self.token_ids[start : start + sum(lengths)]
-            keys += hashlib.sha256(array("i", lengths).tobytes() + token_ids.tobytes() + own).digest()
-            bounds.extend((len(edges), len(edges) + len(lengths) + 1, len(details), len(details) + len(own)))
+            keys += hashlib.sha256(
+                array("i", lengths).tobytes() + token_ids.tobytes() + own
+            ).digest()
+            bounds.extend(
+                (len(edges), len(edges) + len(lengths) + 1, len(details), len(details) + len(own))
+            )
             edges.extend(accumulate(lengths, initial=start))
             details += own
             start += len(token_ids)
@@ -324,29 +362,38 @@ class RowBuilder(ABC):
         if self.num_with_two_ends:
             warnings.append(
                 f"{self.chat.template.name} chat template adds an end token behind that of "
-                f"{counted(self.num_with_two_ends, 'reply')}, and both are learned: leave it out of the rows"
+                f"{counted(self.num_with_two_ends, 'reply')}, and both are learned: leave it out "
+                "of the rows"
             )
         if self.num_with_two_starts:
             warnings.append(
-                f"{self.chat.template.name} chat template and {counted(self.num_with_two_starts, 'row')} each begin "
-                "with the bos token, and it is there twice: leave it out of the rows"
+                f"{self.chat.template.name} chat template and "
+                f"{counted(self.num_with_two_starts, 'row')} each begin with the bos token, and "
+                "it is there twice: leave it out of the rows"
             )
         if self.num_with_more_thoughts:
             warnings.append(
                 f"{self.chat.template.name} chat template writes more {END_OF_THOUGHT} than "
-                f"{counted(self.num_with_more_thoughts, 'row')} has in its replies, and each is learned: an empty "
-                "thought, or a second end of one that the row has"
+                f"{counted(self.num_with_more_thoughts, 'row')} has in its replies, and each is "
+                "learned: an empty thought, or a second end of one that the row has"
             )
         if self.num_without_end:
             warnings.append(
-                f"{self.chat.template.name} chat template ends {counted(self.num_without_end, 'reply')} without an "
-                "end-of-turn token, so the model will not learn where a reply stops"
+                f"{self.chat.template.name} chat template ends "
+                f"{counted(self.num_without_end, 'reply')} without an end-of-turn token, so the "
+                "model will not learn where a reply stops"
             )
         if unread := [key for key, _ in self.unread.most_common() if key not in self.read_with]:
             keys = ", ".join(map(repr, unread[:_MOST_KEYS]))
             more = f" and {len(unread) - _MOST_KEYS} more" if len(unread) > _MOST_KEYS else ""
-            warnings.append(f"not read by this run: {keys}{more} of {counted(self.unread[unread[0]], 'row')}")
-        warnings += [f"{key!r} is read with {flag} only" for key, flag in self.read_with.items() if key in self.unread]
+            warnings.append(
+                f"not read by this run: {keys}{more} of {counted(self.unread[unread[0]], 'row')}"
+            )
+        warnings += [
+            f"{key!r} is read with {flag} only"
+            for key, flag in self.read_with.items()
+            if key in self.unread
+        ]
         if warning := self.cut_warning():
             warnings.append(warning)
         return warnings
@@ -360,15 +407,20 @@ class RowBuilder(ABC):
             return self.divider.refusal()
         if not self.filtered:
             return self.refusal(num_rows)
-        counts = ", ".join(f"{kind} {count:,}" for kind, count in (self.filtered + self.bad.counts).items())
+        counts = ", ".join(
+            f"{kind} {count:,}" for kind, count in (self.filtered + self.bad.counts).items()
+        )
         return InputError(
-            f"no {self.unit} of {counted(num_rows, 'row')} is left at {self.limit()} ({counts}); {self.remedy()}.",
+            f"no {self.unit} of {counted(num_rows, 'row')} is left at {self.limit()} ({counts}); "
+            f"{self.remedy()}.",
             kind="bad_row",
         )
 
 
 def _count_thoughts(row: Any) -> int:
-    """The thoughts that a row has: those that end in its texts, and those that stand apart from them."""
+    """The thoughts that a row has: those that end in its texts, and those that stand apart from
+    them.
+    """
     if isinstance(row, str):
         return row.count(END_OF_THOUGHT)
     if isinstance(row, Mapping):

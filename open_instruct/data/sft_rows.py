@@ -1,4 +1,6 @@
-"""Rows of supervised fine-tuning, `{"messages": [...]}`: every reply of the conversation is learned."""
+"""Rows of supervised fine-tuning, `{"messages": [...]}`: every reply of the conversation is
+learned.
+"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,14 +11,20 @@ from open_instruct.data.row_builder import RenderedRow, RowBuilder
 
 
 def parse_sft_row(row: Mapping[str, Any]) -> tuple[Message, ...]:
-    """Check one row and return its conversation, which ends with an assistant's turn; other keys are not read.
+    """Check one row and return its conversation, which ends with an assistant's turn; other keys
+    are not read.
 
     Raises:
         MalformedRow: with the kind and the reason; docs/data.md lists them.
     """
     messages = conversation_of(row)
-    if not any(message["role"] == "assistant" and "is_learned" not in message for message in messages):
-        raise MalformedRow("nothing_learned", "every reply has weight 0 or train false, so there is nothing to learn")
+    if not any(
+        message["role"] == "assistant" and "is_learned" not in message for message in messages
+    ):
+        raise MalformedRow(
+            "nothing_learned",
+            "every reply has weight 0 or train false, so there is nothing to learn",
+        )
     for turn, message in enumerate(messages, start=1):
         if message["role"] == "assistant" and says_nothing(message):
             raise MalformedRow("empty_reply", f"turn {turn}: the reply is empty")
@@ -29,7 +37,10 @@ class SFTBuilder(RowBuilder):
     unit = "conversation"
     columns = ("prompt", "completion")
     check = staticmethod(parse_sft_row)
-    wanted = '{"messages": [{"role": "user", "content": "text"}, {"role": "assistant", "content": "text"}]}'
+    wanted = (
+        '{"messages": [{"role": "user", "content": "text"}, {"role": "assistant", "content": '
+        '"text"}]}'
+    )
 
     def render(self, row: Mapping[str, Any]) -> RenderedRow:
         messages = parse_sft_row(row)
@@ -42,4 +53,5 @@ class SFTBuilder(RowBuilder):
                 texts += [text, ""]
             else:
                 texts[-1] += text
-        return RenderedRow(texts=tuple(texts[:-1]))  # without the context behind the last learned reply
+        # Without the context behind the last learned reply.
+        return RenderedRow(texts=tuple(texts[:-1]))

@@ -1,22 +1,25 @@
-"""Rows of process rewards: solutions whose steps are labelled, each of which the model is read at where it ends.
+"""Rows of process rewards: solutions whose steps are labelled, each of which the model is read at
+where it ends.
 
-A row is a prompt and a list of steps, behind each of which a separator is written (as TRL's stepwise supervision has
-it), or one text in which a placeholder token ends every step (as OpenRLHF's). Texts, steps and what ends them are
-tokenised apart, so what ends a step is always its own tokens, and the last of these is where the model is read.
+A row is a prompt and a list of steps, behind each of which a separator is written (as TRL's
+stepwise supervision has it), or one text in which a placeholder token ends every step (as
+OpenRLHF's). Texts, steps and what ends them are tokenised apart, so what ends a step is always its
+own tokens, and the last of these is where the model is read.
 
-A label is the number of a class. Between two classes it may also be a fraction: 0.25 is a quarter of class 1.
+A label is the number of a class. Between two classes it may also be a fraction: 0.25 is a quarter
+of class 1.
 """
 
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
+from open_instruct.core.errors import InputError
+from open_instruct.core.text import counted, one_of
 from open_instruct.data.chat import ChatFormat
 from open_instruct.data.files.rows import MalformedRow, kind_of
 from open_instruct.data.messages import keys_of, parse_conversation, without_key
 from open_instruct.data.row_builder import RenderedRow, RowBuilder
 from open_instruct.data.tokenizer import single_token_id
-from open_instruct.errors import InputError
-from open_instruct.wording import counted, one_of
 
 # The keys of a row's labels; of several that a row has, the first is read.
 LABEL_KEYS = ("labels", "values", "value", "label")
@@ -25,9 +28,11 @@ STEPS_IN_PLANS = 16  # of a solution, where a plan has to assume a number
 
 
 class StepBuilder(RowBuilder):
-    """Builds `{"prompt": text or messages, "completions": [a text for each step], "labels": [a label for each]}`.
+    """Builds `{"prompt": text or messages, "completions": [a text for each step], "labels": [a
+    label for each]}`.
 
-    `classes` are words for the classes, in their order, and `right` is the number of the class of a right step.
+    `classes` are words for the classes, in their order, and `right` is the number of the class of a
+    right step.
     """
 
     unit = "solution"
@@ -37,7 +42,9 @@ class StepBuilder(RowBuilder):
     reads_ends = True
     ends_per_document = STEPS_IN_PLANS
 
-    def __init__(self, chat: ChatFormat, *, step_end: str, classes: Sequence[str], right: int, **common: Any) -> None:
+    def __init__(
+        self, chat: ChatFormat, *, step_end: str, classes: Sequence[str], right: int, **common: Any
+    ) -> None:
         super().__init__(chat, **common)
         self.step_end = step_end
         self.classes = classes
@@ -45,14 +52,20 @@ class StepBuilder(RowBuilder):
         self.num_steps_cut = 0
         if not chat.tokenize([step_end])[0]:
             raise InputError(
-                f"--step_separator {step_end!r}: the tokenizer makes no token of it; choose another", kind="bad_value"
+                (
+                    f"--step_separator {step_end!r}: the tokenizer makes no token of it; choose "
+                    "another"
+                ),
+                kind="bad_value",
             )
 
     def render(self, row: Mapping[str, Any]) -> RenderedRow:
         labels = self.find_labels(row, self.find_steps(row))
         return RenderedRow(
             texts=self.find_texts(row),
-            values=tuple(self.parse_label(label, number) for number, label in enumerate(labels, start=1)),
+            values=tuple(
+                self.parse_label(label, number) for number, label in enumerate(labels, start=1)
+            ),
         )
 
     def find_texts(self, row: Mapping[str, Any]) -> tuple[str, ...]:
@@ -65,7 +78,9 @@ class StepBuilder(RowBuilder):
         return (self.find_prompt(row), *(text for step in steps for text in (step, self.step_end)))
 
     def find_prompt(self, row: Mapping[str, Any]) -> str:
-        """The text before the first step: messages are rendered, a text stands as it is behind any bos token."""
+        """The text before the first step: messages are rendered, a text stands as it is behind any
+        bos token.
+        """
         if "prompt" not in row:
             raise without_key(row, "prompt")
         prompt: Any = row["prompt"]
@@ -73,7 +88,9 @@ class StepBuilder(RowBuilder):
             text, _ = self.chat.render(parse_conversation(row, "prompt", last_role="user"), ())
             return text
         if not isinstance(prompt, str) or not prompt:
-            raise MalformedRow("bad_prompt", f"'prompt' must be a text or messages, not {kind_of(prompt)} or empty")
+            raise MalformedRow(
+                "bad_prompt", f"'prompt' must be a text or messages, not {kind_of(prompt)} or empty"
+            )
         _check_unicode(prompt, "'prompt'")
         bos: str = self.chat.tokenizer.bos_token or ""
         return prompt if prompt.startswith(bos) else bos + prompt
@@ -97,12 +114,19 @@ class StepBuilder(RowBuilder):
         """
         key = next((each for each in LABEL_KEYS if each in row), None)
         if key is None:
-            raise MalformedRow("no_labels", f"no labels of its steps ('labels'); the row has {keys_of(row)}")
+            raise MalformedRow(
+                "no_labels", f"no labels of its steps ('labels'); the row has {keys_of(row)}"
+            )
         labels = self.as_list(row[key], steps)
         if not isinstance(labels, list):
-            raise MalformedRow("no_labels", f"{key!r} must be a list with a label for each step, not {kind_of(labels)}")
+            raise MalformedRow(
+                "no_labels",
+                f"{key!r} must be a list with a label for each step, not {kind_of(labels)}",
+            )
         if len(labels) != len(steps):
-            reason = f"{key!r} has {counted(len(labels), 'label')} for {counted(len(steps), 'step')}"
+            reason = (
+                f"{key!r} has {counted(len(labels), 'label')} for {counted(len(steps), 'step')}"
+            )
             raise MalformedRow("label_count", reason)
         return labels
 
@@ -122,12 +146,18 @@ class StepBuilder(RowBuilder):
             numbers = "" if len(self.classes) > 2 else "true, false, a number from 0 to 1, "
             shown = f"{label!r:.40}" if isinstance(label, str | int | float) else kind_of(label)
             raise MalformedRow(
-                "bad_label", f"the label of step {number} must be {numbers}{one_of(self.classes)}, not {shown}"
+                "bad_label",
+                (
+                    f"the label of step {number} must be {numbers}{one_of(self.classes)}, not "
+                    f"{shown}"
+                ),
             )
         return float(label) if self.right == 1 else 1.0 - float(label)
 
     def cut(self, pieces: list[list[int]]) -> list[list[int]] | None:
-        """Leave out whole steps at the end, with their labels; the prompt belongs to the first step."""
+        """Leave out whole steps at the end, with their labels; the prompt belongs to the first
+        step.
+        """
         prompt, first, *others = pieces
         pieces = [prompt + first, *others]
         fitting: list[list[int]] = []
@@ -152,7 +182,10 @@ class StepBuilder(RowBuilder):
     def cut_warning(self) -> str | None:
         if not self.num_steps_cut:
             return None
-        return f"{counted(self.num_steps_cut, 'step')} are cut off at --max_seq_length, with their labels"
+        return (
+            f"{counted(self.num_steps_cut, 'step')} are cut off at --max_seq_length, with their "
+            "labels"
+        )
 
 
 class PlaceholderBuilder(StepBuilder):
@@ -177,7 +210,11 @@ class PlaceholderBuilder(StepBuilder):
 
     def find_steps(self, row: Mapping[str, Any]) -> list[str]:
         if "input" not in row:
-            hint = "; without --placeholder_token a row has a list of steps" if "completions" in row else ""
+            hint = (
+                "; without --placeholder_token a row has a list of steps"
+                if "completions" in row
+                else ""
+            )
             raise without_key(row, "input", hint)
         text = row["input"]
         if not isinstance(text, str):
@@ -197,7 +234,10 @@ class PlaceholderBuilder(StepBuilder):
             word = next((each for each in self.classes if rest.startswith(step + each)), None)
             if word is None:
                 expected = f"{one_of(self.classes)} in place of {self.step_end!r}"
-                raise MalformedRow("bad_label", f"its labels are not 'input' with {expected}, from step {number} on")
+                raise MalformedRow(
+                    "bad_label",
+                    f"its labels are not 'input' with {expected}, from step {number} on",
+                )
             words.append(word)
             rest = rest.removeprefix(step + word)
         return words
@@ -206,16 +246,22 @@ class PlaceholderBuilder(StepBuilder):
 def _checked_steps(steps: Any, key: str) -> list[str]:
     """:raises MalformedRow: the steps under a key are no list of texts that say something."""
     if not isinstance(steps, list) or not steps:
-        raise MalformedRow("no_step", f"{key!r} must be a list of steps, not {kind_of(steps)} or an empty one")
+        raise MalformedRow(
+            "no_step", f"{key!r} must be a list of steps, not {kind_of(steps)} or an empty one"
+        )
     for number, step in enumerate(steps, start=1):
         if not isinstance(step, str) or not step.strip():
-            raise MalformedRow("bad_step", f"{key!r}, step {number}: must be text that is not empty")
+            raise MalformedRow(
+                "bad_step", f"{key!r}, step {number}: must be text that is not empty"
+            )
         _check_unicode(step, f"{key!r}, step {number}")
     return steps
 
 
 def _check_unicode(text: str, where: str) -> None:
-    """:raises MalformedRow: the text has half of a surrogate pair, which JSON may spell and no tokenizer reads."""
+    """:raises MalformedRow: the text has half of a surrogate pair, which JSON may spell and no
+    tokenizer reads.
+    """
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:

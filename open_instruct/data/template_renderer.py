@@ -1,8 +1,8 @@
 """The program that renders a chat template in a process of its own; `template_trial` starts it.
 
-It reads one JSON object from stdin, and imports nothing but Jinja. What it is given is set up as transformers
-sets a template up; the text that comes out is thrown away. Its own CPU time is limited, by a signal that ends it also
-within a single operation.
+It reads one JSON object from stdin, and imports nothing but Jinja. What it is given is set up as
+transformers sets a template up; the text that comes out is thrown away. Its own CPU time is
+limited, by a signal that ends it also within a single operation.
 """
 
 import json
@@ -41,7 +41,9 @@ def to_json(value: Any, ensure_ascii: bool = False, **settings: Any) -> str:
 
 def compile_template(text: str) -> Template:
     environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[GenerationBlocks, "jinja2.ext.loopcontrols"]
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=[GenerationBlocks, "jinja2.ext.loopcontrols"],
     )
     environment.filters["tojson"] = to_json
     environment.globals["raise_exception"] = refuse

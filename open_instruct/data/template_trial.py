@@ -1,11 +1,14 @@
-"""A template that comes with a model is tried before it is rendered here, where nothing could stop it.
+"""A template that comes with a model is tried before it is rendered here, where nothing could stop
+it.
 
-Jinja's sandbox keeps a template from files and programs, and not from looping without an end. Python can interrupt
-its main thread alone, and prompts are rendered beside it too. So the first rendering of every form of conversation
-happens in a process of its own (`template_renderer`), which a signal ends once it has computed for too long. It is
-a new process, not a fork: a fork of a process with many threads may die at once, or wait for a lock that nobody opens.
+Jinja's sandbox keeps a template from files and programs, and not from looping without an end.
+Python can interrupt its main thread alone, and prompts are rendered beside it too. So the first
+rendering of every form of conversation happens in a process of its own (`template_renderer`), which
+a signal ends once it has computed for too long. It is a new process, not a fork: a fork of a
+process with many threads may die at once, or wait for a lock that nobody opens.
 
-This is no limit on memory, nor on a template that loops over the words of some later conversation only.
+This is no limit on memory, nor on a template that loops over the words of some later conversation
+only.
 """
 
 import json
@@ -17,8 +20,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from open_instruct.core.errors import InputError
 from open_instruct.data import template_renderer
-from open_instruct.errors import InputError
 
 TIMEOUT_S = 30.0
 PATIENCE = 10  # times the limit that a process may live: others may use the machine meanwhile
@@ -26,7 +29,9 @@ PATIENCE = 10  # times the limit that a process may live: others may use the mac
 RENDERER = (sys.executable, "-P", str(Path(template_renderer.__file__)))
 
 
-def refuse_endless(text: str, renderings: Sequence[Mapping[str, Any]], *, template: str, remedy: str) -> None:
+def refuse_endless(
+    text: str, renderings: Sequence[Mapping[str, Any]], *, template: str, remedy: str
+) -> None:
     """Compile a template, and render it, in a process of its own.
 
     Args:
@@ -37,7 +42,9 @@ def refuse_endless(text: str, renderings: Sequence[Mapping[str, Any]], *, templa
 
     :raises InputError: that takes more than `TIMEOUT_S` of CPU time, or ends the process.
     """
-    asked = json.dumps({"text": text, "renderings": renderings, "timeout_s": TIMEOUT_S}, default=str)
+    asked = json.dumps(
+        {"text": text, "renderings": renderings, "timeout_s": TIMEOUT_S}, default=str
+    )
     died_by = _run_renderer(asked)
     if died_by is None:
         return
@@ -46,20 +53,29 @@ def refuse_endless(text: str, renderings: Sequence[Mapping[str, Any]], *, templa
     else:
         problem = f"ends the process that renders it ({died_by.name})"
     raise InputError(
-        f"{template} chat template {problem}; {remedy}", kind="bad_model", flag="chat_template_name", remedy=remedy
+        f"{template} chat template {problem}; {remedy}",
+        kind="bad_model",
+        flag="chat_template_name",
+        remedy=remedy,
     )
 
 
 @lru_cache(maxsize=32)  # training, held-out and scored rows often begin with the same forms
 def _run_renderer(asked: str) -> signal.Signals | None:
-    """The signal that ended the process, which is SIGPROF after `TIMEOUT_S`; None where it ended by itself.
+    """The signal that ended the process, which is SIGPROF after `TIMEOUT_S`; None where it ended by
+    itself.
 
-    What the template raises counts as an end: the caller will meet it. So does a process that has hardly computed in
-    `PATIENCE` times the limit, since templates do not wait.
+    What the template raises counts as an end: the caller will meet it. So does a process that has
+    hardly computed in `PATIENCE` times the limit, since templates do not wait.
     """
     try:
         done = subprocess.run(
-            RENDERER, input=asked, capture_output=True, text=True, timeout=PATIENCE * TIMEOUT_S, check=False
+            RENDERER,
+            input=asked,
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE * TIMEOUT_S,
+            check=False,
         )
     except subprocess.TimeoutExpired:
         return None

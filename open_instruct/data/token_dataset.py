@@ -1,6 +1,7 @@
 """Data sets of token ids as flat arrays, built once and then mapped from the cache.
 
-Legend for array names: N rows of the data set, T tokens, E edges between pieces, D documents of a row, C bytes.
+Legend for array names: N rows of the data set, T tokens, E edges between pieces, D documents of a
+row, C bytes.
 """
 
 import hashlib
@@ -16,36 +17,41 @@ from typing import Any, Literal
 
 import numpy as np
 
+from open_instruct.core.errors import InputError, RunError
+from open_instruct.core.records import Document, Span
 from open_instruct.data.chat import ChatFormat
 from open_instruct.data.eval_split import Side
 from open_instruct.data.mixer import MixerEntry
 from open_instruct.data.report import DataReport
 from open_instruct.data.row_builder import RowBuilder
-from open_instruct.errors import InputError, RunError
-from open_instruct.records import Document, Span
 
 log = logging.getLogger(__name__)
 
-# Part of the cache key: raise it when the code makes other arrays of the same rows, or reports them otherwise.
+# Part of the cache key: raise it when the code makes other arrays of the same rows, or reports them
+# otherwise.
 CACHE_VERSION = 12
-# All metadata of a file is one JSON text: safetensors writes several entries in no fixed order, and equal arrays
-# should be equal bytes.
+# All metadata of a file is one JSON text: safetensors writes several entries in no fixed order, and
+# equal arrays should be equal bytes.
 _METADATA = "open_instruct"
 _CHECKSUM = "sha256"
 
 
 @dataclass(eq=False, kw_only=True)
 class TokenDataset:
-    """Tokenised rows in mixture order, as arrays that can be mapped from a file. Repeated rows share their tokens.
+    """Tokenised rows in mixture order, as arrays that can be mapped from a file. Repeated rows
+    share their tokens.
 
-    A row is a run of pieces. In a row with one document, context and learned pieces alternate. In a row with several
-    documents (D) the first piece is their common prompt, and each further piece is one reply to it.
+    A row is a run of pieces. In a row with one document, context and learned pieces alternate. In a
+    row with several documents (D) the first piece is their common prompt, and each further piece is
+    one reply to it.
 
     Attributes:
         token_ids_T: int32; the pieces of every distinct row.
-        edges_E: int64; for each distinct row, where its pieces start in `token_ids_T`, and where the last one stops.
+        edges_E: int64; for each distinct row, where its pieces start in `token_ids_T`, and where
+            the last one stops.
         details_C: uint8; the details of each distinct row, kept beside its tokens.
-        bounds_N4: int64; where row n's edges start and stop in `edges_E`, and its details in `details_C`.
+        bounds_N4: int64; where row n's edges start and stop in `edges_E`, and its details in
+            `details_C`.
         num_tokens: int64 (N,); tokens that the documents of each row have.
         num_label_tokens: int64 (N,); the learned ones among them.
         prompt_lengths: int64 (N,); tokens of each row's first piece.
@@ -91,7 +97,9 @@ class TokenDataset:
         )
 
     def num_common_tokens(self, index: int) -> int:
-        """The tokens that all documents of row `index` begin with: their prompt, and what all replies begin with."""
+        """The tokens that all documents of row `index` begin with: their prompt, and what all
+        replies begin with.
+        """
         first, stop = self.bounds_N4[index, :2].tolist()
         (prompt_start, prompt_stop), *replies = pairwise(self.edges_E[first:stop].tolist())
         shortest = min(stop - start for start, stop in replies)
@@ -100,12 +108,17 @@ class TokenDataset:
         return prompt_stop - prompt_start + int(np.cumprod(is_common).sum())
 
     def label_lengths(self) -> np.ndarray:
-        """The number of learned tokens of each document: int64 (N, D). Not for rows of which only the ends are read."""
+        """The number of learned tokens of each document: int64 (N, D).
+
+        Not for rows of which only the ends are read.
+        """
         assert not self.reads_ends
         if self.documents_per_row == 1:
             return self.num_label_tokens[:, None]
         first_N = self.bounds_N4[:, 0]
-        edges = [self.edges_E[first_N + 1 + document] for document in range(self.documents_per_row + 1)]
+        edges = [
+            self.edges_E[first_N + 1 + document] for document in range(self.documents_per_row + 1)
+        ]
         return np.diff(np.stack(edges, axis=1), axis=1)
 
     def values(self, index: int) -> np.ndarray:
@@ -143,15 +156,16 @@ def load_token_dataset(
 ) -> tuple[TokenDataset, DataReport]:
     """The tokenised mixture, from the cache where the same mixture was built before.
 
-    `side` is that of `--eval_split` whose rows are wanted, None without that.
-    `columns` are words such as `messages=conversations`: the key of a row, and the column that has it.
-    `builder_of` is the class that builds the rows; `own` are its arguments, such as `max_seq_length`, as JSON;
-    `facts` are other values that the arrays depend on, as JSON. Ranks are not coordinated here: one rank calls
-    it first, then, past a barrier, the others, which find the file. `on_progress(done,
+    `side` is that of `--eval_split` whose rows are wanted, None without that. `columns` are words
+    such as `messages=conversations`: the key of a row, and the column that has it. `builder_of` is
+    the class that builds the rows; `own` are its arguments, such as `max_seq_length`, as JSON;
+    `facts` are other values that the arrays depend on, as JSON. Ranks are not coordinated here: one
+    rank calls it first, then, past a barrier, the others, which find the file. `on_progress(done,
     total)` counts distinct rows while they are tokenised.
 
     Raises:
-        InputError: see `open_rows`; a row is malformed and `on_bad_row` is "error"; or nothing is left.
+        InputError: see `open_rows`; a row is malformed and `on_bad_row` is "error"; or nothing is
+            left.
         RunError: the disk is full.
     """
     builder = builder_of(chat, on_bad_row=on_bad_row, **own)
@@ -171,20 +185,29 @@ def load_token_dataset(
     }
     if side is not None:
         identity["side"] = asdict(side)
-    digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode("utf-8", "surrogatepass")).hexdigest()
+    digest = hashlib.sha256(
+        json.dumps(identity, sort_keys=True).encode("utf-8", "surrogatepass")
+    ).hexdigest()
     path = cache_root(cache_dir) / f"{builder.unit}s" / f"{digest[:32]}.safetensors"
     kept = _kept(path)
     if kept is None:
-        arrays, report = builder.build(entries, sources, seed=seed, side=side, on_progress=on_progress)
+        arrays, report = builder.build(
+            entries, sources, seed=seed, side=side, on_progress=on_progress
+        )
         write_arrays(path, arrays, {"report": asdict(report)})
     else:
         arrays, report = kept
-    dataset = TokenDataset(documents_per_row=builder.documents_per_row, reads_ends=builder.reads_ends, **arrays)
+    dataset = TokenDataset(
+        documents_per_row=builder.documents_per_row, reads_ends=builder.reads_ends, **arrays
+    )
     return dataset, replace(report, cache_file=str(path))
 
 
 def _kept(path: Path) -> tuple[dict[str, np.ndarray], DataReport] | None:
-    """The arrays in the file `path` and their report; None if it is not there, damaged or of another version."""
+    """The arrays in the file `path` and their report;
+
+    None if it is not there, damaged or of another version.
+    """
     try:
         arrays, metadata = read_arrays(path)
         return arrays, replace(DataReport(**metadata["report"]), from_cache=True)
@@ -197,9 +220,11 @@ def _kept(path: Path) -> tuple[dict[str, np.ndarray], DataReport] | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlaceFact:
-    """Something that a saved place in the data depends on, and how a run that differs in it is refused.
+    """Something that a saved place in the data depends on, and how a run that differs in it is
+    refused.
 
-    Example: `PlaceFact(key="seed", value=3, flag="seed", problem="--seed was 1, is 3", remedy="give --seed 1")`.
+    Example: `PlaceFact(key="seed", value=3, flag="seed", problem="--seed was 1, is 3", remedy="give
+    --seed 1")`.
     """
 
     key: str
@@ -211,13 +236,21 @@ class PlaceFact:
     remedy: str
 
 
-def rows_fact(fingerprint: str, *, key: str = "data_fingerprint", flag: str, limit: str) -> PlaceFact:
-    """The fact that the rows of a mixer list are those of the checkpoint; `limit` is the flag that cuts them."""
+def rows_fact(
+    fingerprint: str, *, key: str = "data_fingerprint", flag: str, limit: str
+) -> PlaceFact:
+    """The fact that the rows of a mixer list are those of the checkpoint;
+
+    `limit` is the flag that cuts them.
+    """
     return PlaceFact(
         key=key,
         value=fingerprint,
         flag=flag,
-        problem=f"the rows of --{flag}, as they are tokenised, are not those that the checkpoint was written with",
+        problem=(
+            f"the rows of --{flag}, as they are tokenised, are not those that the checkpoint was "
+            "written with"
+        ),
         remedy=f"give the same rows, template and {limit}",
     )
 
@@ -238,7 +271,8 @@ def check_saved_place(saved: Mapping[str, Any], *facts: PlaceFact) -> None:
     """Refuse a saved place that would mean other rows in this run.
 
     Args:
-        saved: the place, from the checkpoint; a fact that it lacks, as one of an older version may, is passed over.
+        saved: the place, from the checkpoint; a fact that it lacks, as one of an older version may,
+            is passed over.
         facts: what the place depends on.
 
     Raises:
@@ -246,17 +280,27 @@ def check_saved_place(saved: Mapping[str, Any], *facts: PlaceFact) -> None:
     """
     for fact in facts:
         if saved.get(fact.key, fact.value) != fact.value:
-            remedy = f"{fact.remedy}, or start afresh with another --output_dir or --overwrite_output_dir"
-            raise InputError(f"{fact.problem}: {remedy}", kind="other_run", flag=fact.flag, remedy=remedy)
+            remedy = (
+                f"{fact.remedy}, or start afresh with another --output_dir or "
+                "--overwrite_output_dir"
+            )
+            raise InputError(
+                f"{fact.problem}: {remedy}", kind="other_run", flag=fact.flag, remedy=remedy
+            )
 
 
 def cache_root(cache_dir: str | Path | None) -> Path:
-    """The folder of all cached data: the one given, else $OPEN_INSTRUCT_CACHE, else ~/.cache/open_instruct."""
-    return Path(cache_dir or os.environ.get("OPEN_INSTRUCT_CACHE") or "~/.cache/open_instruct").expanduser()
+    """The folder of all cached data: the one given, else $OPEN_INSTRUCT_CACHE, else
+    ~/.cache/open_instruct.
+    """
+    return Path(
+        cache_dir or os.environ.get("OPEN_INSTRUCT_CACHE") or "~/.cache/open_instruct"
+    ).expanduser()
 
 
 def write_arrays(path: Path, arrays: Mapping[str, np.ndarray], metadata: Mapping[str, Any]) -> None:
-    """Writes beside `path` and renames, so that a reader, or a crash, never meets half a file. `metadata` is of JSON.
+    """Writes beside `path` and renames, so that a reader, or a crash, never meets half a file.
+    `metadata` is of JSON.
 
     Raises:
         InputError: the folder cannot be made or written to.
@@ -270,7 +314,8 @@ def write_arrays(path: Path, arrays: Mapping[str, np.ndarray], metadata: Mapping
         partial.touch()
     except OSError as error:
         raise InputError(
-            f"--cache_dir: cannot write to {path.parent}: {error}; give another folder.", kind="unreadable_file"
+            f"--cache_dir: cannot write to {path.parent}: {error}; give another folder.",
+            kind="unreadable_file",
         ) from error
     try:
         content = json.dumps({**metadata, _CHECKSUM: _checksum(arrays)})
@@ -279,7 +324,9 @@ def write_arrays(path: Path, arrays: Mapping[str, np.ndarray], metadata: Mapping
             os.fsync(file.fileno())
         partial.replace(path)
     except Exception as error:
-        raise RunError(f"writing {path} failed: {error}; free some space, or give another --cache_dir.") from error
+        raise RunError(
+            f"writing {path} failed: {error}; free some space, or give another --cache_dir."
+        ) from error
     finally:
         partial.unlink(missing_ok=True)
 
@@ -296,7 +343,9 @@ def read_arrays(path: Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
     try:
         with safe_open(path, framework="pt") as file:  # numpy's would read all of it into memory
             metadata: dict[str, Any] = json.loads(file.metadata()[_METADATA])
-            arrays: dict[str, np.ndarray] = {name: file.get_tensor(name).numpy() for name in file.offset_keys()}
+            arrays: dict[str, np.ndarray] = {
+                name: file.get_tensor(name).numpy() for name in file.offset_keys()
+            }
         for array in arrays.values():
             array.flags.writeable = False
         if metadata.pop(_CHECKSUM) != _checksum(arrays):

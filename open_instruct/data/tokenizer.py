@@ -1,7 +1,9 @@
-"""Tokenizers, opened as their tokenizer.json is written, and checked: the library that reads them trusts their files.
+"""Tokenizers, opened as their tokenizer.json is written, and checked: the library that reads them
+trusts their files.
 
-The ids are those of `tokenizers.Tokenizer.from_file(tokenizer.json)`, whatever class a folder names. AutoTokenizer
-would put the normalizer and the pre-tokenizer of that class, or of the model's family, in the place of the file's.
+The ids are those of `tokenizers.Tokenizer.from_file(tokenizer.json)`, whatever class a folder
+names. AutoTokenizer would put the normalizer and the pre-tokenizer of that class, or of the model's
+family, in the place of the file's.
 """
 
 from __future__ import annotations
@@ -10,17 +12,23 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from open_instruct.core.errors import InputError
+from open_instruct.core.files import near_files
 from open_instruct.data.chat import panics_as_errors, squeezed
 from open_instruct.data.files.foreign_json import check_files, one_line, read_object
 from open_instruct.data.tokenizer_ids import WHITE_SPACE, find_other_ids
-from open_instruct.errors import InputError
-from open_instruct.whole_file import near_files
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 TOKENIZER_NAME, CONFIG_NAME = "tokenizer.json", "tokenizer_config.json"
-DOWNLOADED = ("tokenizer*.json", "special_tokens_map.json", "added_tokens.json", "chat_template*", "*.jinja")
+DOWNLOADED = (
+    "tokenizer*.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template*",
+    "*.jinja",
+)
 MAX_TOKENS = 2**24
 
 
@@ -29,12 +37,13 @@ def load_tokenizer(
 ) -> PreTrainedTokenizerFast:
     """The tokenizer in the tokenizer.json of a folder or of a hub name, in a revision.
 
-    The special tokens and the chat template are those of tokenizer_config.json. Code that comes with it is never run.
+    The special tokens and the chat template are those of tokenizer_config.json. Code that comes
+    with it is never run.
 
     Raises:
-        InputError: no such folder, or it is asked for a revision; the tokenizer's files are missing or damaged; their
-            ids contradict each other; transformers gives a text other ids than tokenizer.json does; or the tokenizer
-            does not keep a text as it is.
+        InputError: no such folder, or it is asked for a revision; the tokenizer's files are missing
+            or damaged; their ids contradict each other; transformers gives a text other ids than
+            tokenizer.json does; or the tokenizer does not keep a text as it is.
     """
     from transformers import PreTrainedTokenizerFast
 
@@ -53,34 +62,37 @@ def load_tokenizer(
         raise
     except Exception as error:  # the library raises many kinds of errors: its own and its parsers'
         raise InputError(
-            f"{flag}: the tokenizer of {name_or_path} cannot be loaded: {type(error).__name__}: {one_line(error)}",
+            f"{flag}: the tokenizer of {name_or_path} cannot be loaded: {type(error).__name__}: "
+            f"{one_line(error)}",
             kind="bad_model",
         ) from error
     _check_ids(tokenizer, folder, fields, settings)
     if other_ids is not None:
         raise InputError(
-            f"{flag}: transformers opens the tokenizer of {name_or_path} with other ids than its tokenizer.json gives: "
-            f"{other_ids}. Take out of {CONFIG_NAME} what changes it, or write that into tokenizer.json",
+            f"{flag}: transformers opens the tokenizer of {name_or_path} with other ids than its "
+            f"tokenizer.json gives: {other_ids}. Take out of {CONFIG_NAME} what changes it, or "
+            "write that into tokenizer.json",
             kind="bad_model",
         )
     if text != "ab":
         raise InputError(
-            f"{flag}: the tokenizer of {name_or_path} does not keep a text as it is ('a' and 'b' end to end read "
-            f"{text!r}), so a prompt and its reply cannot be joined; use a byte-level tokenizer without a prefix "
-            "space.",
+            f"{flag}: the tokenizer of {name_or_path} does not keep a text as it is ('a' and 'b' "
+            f"end to end read {text!r}), so a prompt and its reply cannot be joined; use a "
+            "byte-level tokenizer without a prefix space.",
             kind="bad_model",
         )
     if white_space != WHITE_SPACE and squeezed(white_space) == squeezed(WHITE_SPACE):
         raise InputError(
-            f"{flag}: the tokenizer of {name_or_path} does not keep white space ({WHITE_SPACE!r} reads "
-            f"{white_space!r}), so it would teach another text; use a byte-level tokenizer.",
+            f"{flag}: the tokenizer of {name_or_path} does not keep white space ({WHITE_SPACE!r} "
+            f"reads {white_space!r}), so it would teach another text; use a byte-level tokenizer.",
             kind="bad_model",
         )
     return tokenizer
 
 
 def find_tokenizer_folder(name_or_path: str, *, flag: str, revision: str | None = None) -> Path:
-    """The folder of a tokenizer: itself, or the local copy of a hub repository, of which its tokenizer is downloaded.
+    """The folder of a tokenizer: itself, or the local copy of a hub repository, of which its
+    tokenizer is downloaded.
 
     Raises:
         InputError: there is no such folder or repository, or it has no tokenizer that can be read.
@@ -99,8 +111,8 @@ def _download(name: str, revision: str | None, flag: str) -> Path:
         return Path(snapshot_download(name, revision=revision, allow_patterns=list(DOWNLOADED)))
     except Exception as error:  # of the library, of the network, of the disk
         raise InputError(
-            f"{flag}: the tokenizer of {name} cannot be loaded: there is no such folder, and the hub did not give it "
-            f"({type(error).__name__}: {one_line(error)})",
+            f"{flag}: the tokenizer of {name} cannot be loaded: there is no such folder, and the "
+            f"hub did not give it ({type(error).__name__}: {one_line(error)})",
             kind="remote",
         ) from error
 
@@ -114,15 +126,18 @@ def single_token_id(tokenizer: PreTrainedTokenizerFast, word: str) -> int:
     token_ids: list[int] = tokenizer(word, add_special_tokens=False)["input_ids"]
     if len(token_ids) != 1:
         raise InputError(
-            f"{word!r} has to be one token, and this tokenizer makes {len(token_ids)} of it: choose another word, or "
-            "add it to the tokenizer",
+            f"{word!r} has to be one token, and this tokenizer makes {len(token_ids)} of it: "
+            "choose another word, or add it to the tokenizer",
             kind="bad_value",
         )
     return token_ids[0]
 
 
-def given_folder(name_or_path: str, *, revision: str | None = None, flag: str | None = None) -> Path | None:
-    """The folder itself; None for the name of a hub repository. A refusal begins with the `flag`, if there is one.
+def given_folder(
+    name_or_path: str, *, revision: str | None = None, flag: str | None = None
+) -> Path | None:
+    """The folder itself; None for the name of a hub repository. A refusal begins with the `flag`,
+    if there is one.
 
     Raises:
         InputError: it is neither, or a revision is asked of a folder.
@@ -131,21 +146,27 @@ def given_folder(name_or_path: str, *, revision: str | None = None, flag: str | 
     if path.exists():
         if revision not in (None, "main"):
             raise InputError(
-                f"--model_revision {revision}: {name_or_path} is a folder, which has none; leave the flag out",
+                f"--model_revision {revision}: {name_or_path} is a folder, which has none; leave "
+                "the flag out",
                 kind="conflict",
             )
         return path
     if path.is_absolute() or name_or_path.startswith((".", "~")) or name_or_path.count("/") != 1:
         asked = name_or_path if flag is None else f"{flag}: {name_or_path}"
         wanted = "give the one that holds its files (config.json, tokenizer.json)"
-        raise InputError(f"{asked}: there is no such folder; {wanted}.{near_files(path)}", kind="missing_file")
+        raise InputError(
+            f"{asked}: there is no such folder; {wanted}.{near_files(path)}", kind="missing_file"
+        )
     return None
 
 
 def check_tokenizer_folder(path: Path, *, flag: str) -> None:
     """:raises InputError: the folder has no tokenizer that can be read."""
     if path.is_file():
-        raise InputError(f"{flag}: {path} is a file; give the folder that has the tokenizer's files.", kind="bad_model")
+        raise InputError(
+            f"{flag}: {path} is a file; give the folder that has the tokenizer's files.",
+            kind="bad_model",
+        )
     if not (path / TOKENIZER_NAME).is_file():
         raise InputError(
             f"{flag}: {path} has no tokenizer.json (nor is a slow tokenizer enough); copy it, with "
@@ -156,10 +177,12 @@ def check_tokenizer_folder(path: Path, *, flag: str) -> None:
 
 
 def read_tokenizer_files(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The fields of tokenizer.json, and those of tokenizer_config.json (none where there is no such file).
+    """The fields of tokenizer.json, and those of tokenizer_config.json (none where there is no such
+    file).
 
     Raises:
-        InputError: a file is damaged, or has what makes ids random, impossible, or other than a template writes.
+        InputError: a file is damaged, or has what makes ids random, impossible, or other than a
+            template writes.
     """
     fields = read_object(folder / TOKENIZER_NAME)
     settings = read_object(folder / CONFIG_NAME) if (folder / CONFIG_NAME).is_file() else {}
@@ -167,14 +190,14 @@ def read_tokenizer_files(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     model = fields.get("model")
     if isinstance(model, dict) and model.get("dropout"):
         raise InputError(
-            f"{folder / TOKENIZER_NAME}: dropout = {model['dropout']!r} gives a text other ids each time; set it to "
-            "null",
+            f"{folder / TOKENIZER_NAME}: dropout = {model['dropout']!r} gives a text other ids "
+            "each time; set it to null",
             kind="bad_model",
         )
     if settings.get("split_special_tokens"):
         raise InputError(
-            f"{folder / CONFIG_NAME}: split_special_tokens = {settings['split_special_tokens']!r} spells special "
-            "tokens out in letters, so that no reply would end: remove that field",
+            f"{folder / CONFIG_NAME}: split_special_tokens = {settings['split_special_tokens']!r} "
+            "spells special tokens out in letters, so that no reply would end: remove that field",
             kind="bad_model",
         )
     return fields, settings
@@ -190,7 +213,8 @@ def _check_range(file: Path, fields: Mapping[str, Any]) -> None:
     for token_id in ids:
         if type(token_id) is not int or not 0 <= token_id < MAX_TOKENS:
             raise InputError(
-                f"{file}: {token_id!r} is no token id; they are whole numbers from 0 to {MAX_TOKENS - 1}",
+                f"{file}: {token_id!r} is no token id; they are whole numbers from 0 to "
+                f"{MAX_TOKENS - 1}",
                 kind="bad_model",
             )
 
@@ -202,9 +226,13 @@ def _listed_tokens(fields: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _check_ids(
-    tokenizer: PreTrainedTokenizerFast, folder: Path, fields: Mapping[str, Any], settings: Mapping[str, Any]
+    tokenizer: PreTrainedTokenizerFast,
+    folder: Path,
+    fields: Mapping[str, Any],
+    settings: Mapping[str, Any],
 ) -> None:
-    """Check the id of every added token: libraries pass over the one that a file gives, and take the next free one.
+    """Check the id of every added token: libraries pass over the one that a file gives, and take
+    the next free one.
 
     Raises:
         InputError: names the token, the file, and both ids.
@@ -214,8 +242,8 @@ def _check_ids(
         if loaded_id != told_id:
             loaded = "is no token" if loaded_id is None else f"has the id {loaded_id}"
             raise InputError(
-                f"{folder / file_name} gives the token {content!r} the id {told_id}, and with tokenizer.json it "
-                f"{loaded}: mend the ids, or use the files of the model's origin",
+                f"{folder / file_name} gives the token {content!r} the id {told_id}, and with "
+                f"tokenizer.json it {loaded}: mend the ids, or use the files of the model's origin",
                 kind="bad_model",
             )
 
@@ -239,6 +267,8 @@ def _ids_in_files(
 
 def _join_pieces(tokenizer: PreTrainedTokenizerFast, *pieces: str) -> str:
     """The text of the ids of pieces that are tokenised apart and laid end to end."""
-    token_ids = [each for piece in pieces for each in tokenizer(piece, add_special_tokens=False)["input_ids"]]
+    token_ids = [
+        each for piece in pieces for each in tokenizer(piece, add_special_tokens=False)["input_ids"]
+    ]
     text: str = tokenizer.backend_tokenizer.decode(token_ids, skip_special_tokens=False)
     return text

@@ -1,9 +1,11 @@
-"""The tokenizer_config.json with which transformers and vLLM open a tokenizer as its tokenizer.json is written.
+"""The tokenizer_config.json with which transformers and vLLM open a tokenizer as its tokenizer.json
+is written.
 
-Both ask AutoTokenizer, which takes the class that tokenizer_config.json names, or that of the model's family; most
-classes put a normalizer, a pre-tokenizer and a decoder of their own in the place of the file's. PreTrainedTokenizerFast
-does not, in transformers 4 as in 5. Which class AutoTokenizer takes, and what it puts in, is seen on the same tokenizer
-without its vocabulary, in milliseconds.
+Both ask AutoTokenizer, which takes the class that tokenizer_config.json names, or that of the
+model's family; most classes put a normalizer, a pre-tokenizer and a decoder of their own in the
+place of the file's. PreTrainedTokenizerFast does not, in transformers 4 as in 5. Which class
+AutoTokenizer takes, and what it puts in, is seen on the same tokenizer without its vocabulary, in
+milliseconds.
 """
 
 from __future__ import annotations
@@ -15,9 +17,15 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
+from open_instruct.core.errors import InputError
 from open_instruct.data.tokenizer import CONFIG_NAME, TOKENIZER_NAME, read_tokenizer_files
-from open_instruct.data.tokenizer_ids import MODEL_SETTINGS, PARTS, PROSE, WHITE_SPACE, without_vocabulary
-from open_instruct.errors import InputError
+from open_instruct.data.tokenizer_ids import (
+    MODEL_SETTINGS,
+    PARTS,
+    PROSE,
+    WHITE_SPACE,
+    without_vocabulary,
+)
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -26,9 +34,11 @@ GENERIC_CLASS = "PreTrainedTokenizerFast"
 
 
 def exported_tokenizer_config(folder: Path, model_fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The tokenizer_config.json beside an export of the tokenizer in `folder`, for a model with these fields.
+    """The tokenizer_config.json beside an export of the tokenizer in `folder`, for a model with
+    these fields.
 
-    The folder's own, without fields that name code; with another class only where its own would give other ids.
+    The folder's own, without fields that name code; with another class only where its own would
+    give other ids.
 
     Raises:
         InputError: beside a model of this family no class gives the ids of tokenizer.json.
@@ -41,9 +51,10 @@ def exported_tokenizer_config(folder: Path, model_fields: Mapping[str, Any]) -> 
         if problem is None:
             return choice
     raise InputError(
-        f"{folder}: beside model_type {model_fields.get('model_type')!r}, transformers 5 and vLLM open every tokenizer "
-        f"as the class of that family, whatever tokenizer_config.json names: {problem}. What is learned with these ids "
-        "would be served with others; use the tokenizer of a model of that family",
+        f"{folder}: beside model_type {model_fields.get('model_type')!r}, transformers 5 and vLLM "
+        "open every tokenizer as the class of that family, whatever tokenizer_config.json names: "
+        f"{problem}. What is learned with these ids would be served with others; use the "
+        "tokenizer of a model of that family",
         kind="bad_model",
     )
 
@@ -55,7 +66,9 @@ def generic_config(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def copy_tokenizer(folder: Path, out: Path) -> None:
-    """Put a tokenizer into the empty folder `out` as AutoTokenizer opens it with the ids of its tokenizer.json."""
+    """Put a tokenizer into the empty folder `out` as AutoTokenizer opens it with the ids of its
+    tokenizer.json.
+    """
     _, settings = read_tokenizer_files(folder)
     shutil.copyfile(folder / TOKENIZER_NAME, out / TOKENIZER_NAME)
     for name in ("special_tokens_map.json", "added_tokens.json"):
@@ -84,11 +97,21 @@ def _open_by_auto_class(
 ) -> Tokenizer:
     from transformers import AutoTokenizer
 
-    ours = {name: value for name, value in settings.items() if name not in ("added_tokens_decoder", "chat_template")}
+    ours = {
+        name: value
+        for name, value in settings.items()
+        if name not in ("added_tokens_decoder", "chat_template")
+    }
     with TemporaryDirectory() as folder:
-        for name, content in {TOKENIZER_NAME: small, CONFIG_NAME: ours, "config.json": model_fields}.items():
+        for name, content in {
+            TOKENIZER_NAME: small,
+            CONFIG_NAME: ours,
+            "config.json": model_fields,
+        }.items():
             (Path(folder) / name).write_text(json.dumps(content), encoding="utf-8")
-        tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+        tokenizer: Any = AutoTokenizer.from_pretrained(
+            folder, trust_remote_code=False, local_files_only=True
+        )
     backend: Tokenizer = tokenizer.backend_tokenizer
     return backend
 
@@ -101,7 +124,9 @@ def _differences(ours: Tokenizer, theirs: Tokenizer) -> Iterator[str]:
     for text in texts:
         own, other = _split(ours, text), _split(theirs, text)
         if own != other:
-            at = next((i for i, pair in enumerate(zip(own, other, strict=False)) if pair[0] != pair[1]), 0)
+            at = next(
+                (i for i, pair in enumerate(zip(own, other, strict=False)) if pair[0] != pair[1]), 0
+            )
             yield f"the file splits {own[at : at + 3]}, that class {other[at : at + 3]}"
     if _state(ours.decoder) != _state(theirs.decoder) and _decode(ours) != _decode(theirs):
         yield "it decodes otherwise"
@@ -138,7 +163,11 @@ def _split(tokenizer: Tokenizer, text: str) -> list[str]:
     """The pieces that a model of tokens is given."""
     normalizer, pre_tokenizer = tokenizer.normalizer, tokenizer.pre_tokenizer
     text = text if normalizer is None else normalizer.normalize_str(text)
-    return [text] if pre_tokenizer is None else [piece for piece, _ in pre_tokenizer.pre_tokenize_str(text)]
+    return (
+        [text]
+        if pre_tokenizer is None
+        else [piece for piece, _ in pre_tokenizer.pre_tokenize_str(text)]
+    )
 
 
 def _decode(tokenizer: Tokenizer) -> str:

@@ -1,8 +1,8 @@
 """Tools in conversations: what rows have of them, and the form in which a chat template reads it.
 
-Rows have them as OpenAI writes them, schemas in a column `tools` and the calls of a reply in its `tool_calls`, or as
-OLMo 3's data do, as texts: `functions` of a message, and `function_calls` of a reply, which are written as Python,
-`add(a=2, b=3)`, a line for each call.
+Rows have them as OpenAI writes them, schemas in a column `tools` and the calls of a reply in its
+`tool_calls`, or as OLMo 3's data do, as texts: `functions` of a message, and `function_calls` of a
+reply, which are written as Python, `add(a=2, b=3)`, a line for each call.
 """
 
 import ast
@@ -13,8 +13,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from open_instruct.core.text import json_or_text
 from open_instruct.data.files.rows import MalformedRow
-from open_instruct.wording import json_or_text
 
 CALLS = ("tool_calls", "function_calls")
 
@@ -39,7 +39,11 @@ def read_python_calls(text: str) -> Iterator[tuple[str, dict[str | None, Any]]]:
         value = statement.value if isinstance(statement, ast.Expr) else statement
         nodes += value.elts if isinstance(value, ast.List | ast.Tuple) else [value]
     for node in nodes:
-        if not isinstance(node, ast.Call) or node.args or any(keyword.arg is None for keyword in node.keywords):
+        if (
+            not isinstance(node, ast.Call)
+            or node.args
+            or any(keyword.arg is None for keyword in node.keywords)
+        ):
             raise ToolCallError("a call is NAME(argument=value, …)")
         arguments = {}
         for keyword in node.keywords:
@@ -61,7 +65,9 @@ def python_call(name: str, arguments: Mapping[str, Any]) -> str:
 
 
 def schemas_of(value: Any) -> list[Any]:
-    """The tools' JSON schemas in `value`, which may be JSON text; none where it has names, or nothing."""
+    """The tools' JSON schemas in `value`, which may be JSON text; none where it has names, or
+    nothing.
+    """
     listed = json_or_text(value)
     schemas = [json_or_text(entry) for entry in listed] if isinstance(listed, list) else []
     return schemas if all(isinstance(schema, Mapping) for schema in schemas) else []
@@ -80,7 +86,10 @@ def calls_of(value: Any, where: str) -> list[dict[str, Any]]:
         name = function.get("name") if isinstance(function, Mapping) else None
         arguments = json_or_text(function.get("arguments") or {}) if isinstance(name, str) else None
         if not isinstance(arguments, Mapping):
-            raise MalformedRow("bad_tools", f"{where}: a call in 'tool_calls' needs a name, and an object of arguments")
+            raise MalformedRow(
+                "bad_tools",
+                f"{where}: a call in 'tool_calls' needs a name, and an object of arguments",
+            )
         calls.append(_call(name, arguments))
     return calls
 
@@ -99,7 +108,8 @@ def _from_python(text: str) -> list[dict[str, Any]]:
     return []
 
 
-# The keys of messages, each with the key of the other form and what makes that of this one; nothing where it cannot.
+# The keys of messages, each with the key of the other form and what makes that of this one; nothing
+# where it cannot.
 OTHER_FORM: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "tools": ("functions", json.dumps),
     "functions": ("tools", schemas_of),
@@ -116,7 +126,8 @@ def _has_tools(message: Mapping[str, Any]) -> bool:
 class ToolForm:
     """What a chat template reads of tools.
 
-    Example: OLMo 3's `ToolForm(role="environment", reads=frozenset({"functions", "function_calls"}))`.
+    Example: OLMo 3's `ToolForm(role="environment", reads=frozenset({"functions",
+    "function_calls"}))`.
     """
 
     role: str  # of a turn that has a tool's answer
@@ -124,7 +135,9 @@ class ToolForm:
 
     @classmethod
     def of(cls, template: str) -> "ToolForm":
-        """The form of a template's text: it reads a key that stands there as a name of Jinja's, not in plain words."""
+        """The form of a template's text: it reads a key that stands there as a name of Jinja's, not
+        in plain words.
+        """
         reads = {key for key in OTHER_FORM if re.search(rf"[.'\"]{key}\b", template)}
         reads |= {"tools"} & {*re.findall(r"\w+", template)}
         named = re.search("""['"](environment|ipython)['"]""", template)
@@ -135,7 +148,8 @@ class ToolForm:
         """The messages and the `tools` to give to the template.
 
         Raises:
-            MalformedRow: the template reads them in neither form, or they cannot be written in the one that it reads.
+            MalformedRow: the template reads them in neither form, or they cannot be written in the
+                one that it reads.
         """
         turns: list[Any] = []
         tools: list[Any] = []
@@ -151,8 +165,8 @@ class ToolForm:
                     if other not in self.reads or not (value := convert(value)):
                         raise MalformedRow(
                             "template",
-                            f"the chat template cannot write {name!r}: choose another by --chat_template_name, or put "
-                            "them into 'content'",
+                            f"the chat template cannot write {name!r}: choose another by "
+                            "--chat_template_name, or put them into 'content'",
                         )
                     key = other
                 if key == "tools":
@@ -165,9 +179,13 @@ class ToolForm:
         return turns, tools
 
     def parts(self, messages: Sequence[Mapping[str, Any]]) -> list[str]:
-        """Texts that must stand in what the template writes, each as often: what was said, and the names of tools."""
+        """Texts that must stand in what the template writes, each as often: what was said, and the
+        names of tools.
+        """
         turns, tools = self.as_read(list(filter(_has_tools, messages)))
         functions = [*tools, *(call for turn in turns for call in turn.get("tool_calls", ()))]
         names = [str(each.get("function", each).get("name", "")) for each in functions]
-        texts = [turn[key] for turn in turns for key in ("functions", "function_calls") if key in turn]
+        texts = [
+            turn[key] for turn in turns for key in ("functions", "function_calls") if key in turn
+        ]
         return [*names, *texts, *(turn["content"].rpartition("</think>")[2] for turn in turns)]

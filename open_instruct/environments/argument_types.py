@@ -1,4 +1,5 @@
-"""Arguments of calls whose form has no types: their texts, as the values that the tool's JSON schema asks for.
+"""Arguments of calls whose form has no types: their texts, as the values that the tool's JSON
+schema asks for.
 
 | the schema says | `1984` is | `null` is | `[1]` is |
 |---|---|---|---|
@@ -14,7 +15,7 @@ What is none of the types that are asked for stays text, and the tool says so.
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from open_instruct.wording import json_or_text
+from open_instruct.core.text import json_or_text
 
 _TYPES: dict[type, tuple[str, ...]] = {
     type(None): ("null",),
@@ -28,7 +29,9 @@ _TYPES: dict[type, tuple[str, ...]] = {
 _LITERALS = {"True": True, "False": False, "None": None}
 
 
-def read_arguments(texts: Mapping[str, Any], tools: Iterable[Mapping[str, Any]], name: str) -> dict[str, Any]:
+def read_arguments(
+    texts: Mapping[str, Any], tools: Iterable[Mapping[str, Any]], name: str
+) -> dict[str, Any]:
     """The arguments of a call of the tool `name`.
 
     Args:
@@ -36,7 +39,9 @@ def read_arguments(texts: Mapping[str, Any], tools: Iterable[Mapping[str, Any]],
         tools: the schemas of all tools, in OpenAI's form.
     """
     functions = [tool.get("function", tool) for tool in tools]
-    parameters = next((each.get("parameters") or {} for each in functions if each.get("name") == name), {})
+    parameters = next(
+        (each.get("parameters") or {} for each in functions if each.get("name") == name), {}
+    )
     properties = parameters.get("properties") or {}
     return {key: _read(text, properties.get(key)) for key, text in texts.items()}
 

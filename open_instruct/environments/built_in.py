@@ -1,4 +1,6 @@
-"""The environments that come with the package: a calculator, Python, and the games of open-instruct's launches."""
+"""The environments that come with the package: a calculator, Python, and the games of
+open-instruct's launches.
+"""
 
 import ast
 import operator
@@ -6,9 +8,9 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+from open_instruct.core.errors import RunError
 from open_instruct.environments.environment import EnvironmentFault, ToolAnswer
-from open_instruct.errors import RunError
-from open_instruct.sandbox.sandbox import SANDBOX, Interpreter
+from open_instruct.rewards.sandbox.sandbox import SANDBOX, Interpreter
 
 OPERATORS: dict[type[ast.AST], Callable[..., float]] = {
     ast.Add: operator.add,
@@ -43,7 +45,10 @@ class Calculator:
 
 
 class Python:
-    """A tool that runs Python in the sandbox. Names stay from one call to the next, until one is late or dies."""
+    """A tool that runs Python in the sandbox.
+
+    Names stay from one call to the next, until one is late or dies.
+    """
 
     def __init__(self, timeout: float | None = None) -> None:
         self._timeout_s = timeout or PYTHON_TIMEOUT_S  # of a call
@@ -57,7 +62,9 @@ class Python:
             code: the Python code
         """
         try:
-            self._interpreter = self._interpreter or SANDBOX.interpreter(cpu_s=MAX_PYTHON_S, stderr=True)
+            self._interpreter = self._interpreter or SANDBOX.interpreter(
+                cpu_s=MAX_PYTHON_S, stderr=True
+            )
             if self._is_closed:  # meanwhile
                 self._interpreter.close()
             ran = self._interpreter.run(code, timeout_s=self._timeout_s)
@@ -67,9 +74,17 @@ class Python:
         if ran.status in ("late", "died"):
             self._interpreter.close()
             self._interpreter = None
-            why = f"took more than {self._timeout_s:g} s" if ran.status == "late" else "died, or printed too much"
+            why = (
+                f"took more than {self._timeout_s:g} s"
+                if ran.status == "late"
+                else "died, or printed too much"
+            )
             shown += f"\nThe interpreter {why}. It is started anew: its names are gone."
-        return shown if len(shown) <= MAX_SHOWN else f"{shown[: MAX_SHOWN // 2]}\n…\n{shown[-MAX_SHOWN // 2 :]}"
+        return (
+            shown
+            if len(shown) <= MAX_SHOWN
+            else f"{shown[: MAX_SHOWN // 2]}\n…\n{shown[-MAX_SHOWN // 2 :]}"
+        )
 
     def close(self) -> None:
         self._is_closed = True
@@ -79,7 +94,11 @@ class Python:
 
 def _value(node: ast.AST) -> float:
     value: float
-    if isinstance(node, ast.Constant) and isinstance(node.value, int | float) and not isinstance(node.value, bool):
+    if (
+        isinstance(node, ast.Constant)
+        and isinstance(node.value, int | float)
+        and not isinstance(node.value, bool)
+    ):
         value = node.value
     elif isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
         value = OPERATORS[type(node.op)](_value(node.left), _value(node.right))
@@ -93,7 +112,9 @@ def _value(node: ast.AST) -> float:
 
 
 class Counter:
-    """Tools that bring a counter to a target: 1 for the target, -0.5 for another value, -0.1 a step."""
+    """Tools that bring a counter to a target: 1 for the target, -0.5 for another value, -0.1 a
+    step.
+    """
 
     def reset(self, target: int = 5) -> str:
         self._target = int(target)
@@ -111,8 +132,12 @@ class Counter:
     def submit(self) -> ToolAnswer:
         """Submit current value as answer"""
         if self._count == self._target:
-            return ToolAnswer(content=f"Correct: the counter is at {self._count}.", reward=1.0, done=True)
-        return ToolAnswer(content=f"Wrong: {self._count} is not {self._target}.", reward=-0.5, done=True)
+            return ToolAnswer(
+                content=f"Correct: the counter is at {self._count}.", reward=1.0, done=True
+            )
+        return ToolAnswer(
+            content=f"Wrong: {self._count} is not {self._target}.", reward=-0.5, done=True
+        )
 
     def _moved(self, by: int) -> ToolAnswer:
         self._count += by
@@ -120,7 +145,9 @@ class Counter:
 
 
 class GuessNumber:
-    """A tool that guesses a number: 1 for the number, less for another one the further away it is."""
+    """A tool that guesses a number: 1 for the number, less for another one the further away it
+    is.
+    """
 
     def __init__(self, min_val: int = 1, max_val: int = 100) -> None:
         self._lowest = int(min_val)
@@ -145,11 +172,13 @@ class GuessNumber:
 
 
 class Wordle:
-    """A game in text: a word of five letters in six guesses, each in <guess> tags, answered letter by letter.
+    """A game in text: a word of five letters in six guesses, each in <guess> tags, answered letter
+    by letter.
 
-    G stands under a letter in its place, Y under one that is elsewhere, X under one that is not there. A guess is worth
-    0.2 for each G and 0.1 for each Y, the word 1 and 1 over the number of turns, and 0.2 the share of turns with tags.
-    After two moves in a row that are none the game is over. Every word of five letters is a guess.
+    G stands under a letter in its place, Y under one that is elsewhere, X under one that is not
+    there. A guess is worth 0.2 for each G and 0.1 for each Y, the word 1 and 1 over the number of
+    turns, and 0.2 the share of turns with tags. After two moves in a row that are none the game is
+    over. Every word of five letters is a guess.
     """
 
     def __init__(self, max_guesses: int = 6) -> None:
@@ -174,7 +203,12 @@ class Wordle:
         marks = _marks(guess, self._word)
         shown = f"{' '.join(guess)}\n{' '.join(marks)}\n"
         if guess == self._word:
-            return f"{shown}You guessed the word.", 1.0 + 1.0 / self._num_turns + self._form(), True, {}
+            return (
+                f"{shown}You guessed the word.",
+                1.0 + 1.0 / self._num_turns + self._form(),
+                True,
+                {},
+            )
         reward = _worth(marks) + self._form()
         num_left = self._max_guesses - len(self._guesses)
         if num_left <= 0:

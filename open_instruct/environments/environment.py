@@ -1,8 +1,10 @@
-"""An environment answers a policy turn by turn. One object serves one episode and is not used again.
+"""An environment answers a policy turn by turn. One object serves one episode and is not used
+again.
 
-A verifier judges what an episode has come to; an environment takes part in it. Plain Python objects become environments
-too: classes whose methods are tools, and games with `reset` and `step`. Their methods may be `async`. One that is not
-runs in a thread of its own, so it may take its time, and hang (foreign_calls.py).
+A verifier judges what an episode has come to; an environment takes part in it. Plain Python objects
+become environments too: classes whose methods are tools, and games with `reset` and `step`. Their
+methods may be `async`. One that is not runs in a thread of its own, so it may take its time, and
+hang (foreign_calls.py).
 """
 
 import asyncio
@@ -14,17 +16,19 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, Protocol, TypedDict
 
+from open_instruct.core.errors import InputError
+from open_instruct.core.user_code import taken
 from open_instruct.environments.argument_types import read_arguments
 from open_instruct.environments.foreign_calls import EnvironmentFault as EnvironmentFault
 from open_instruct.environments.foreign_calls import call_foreign, describe_error
-from open_instruct.errors import InputError
-from open_instruct.users_code import taken
 
 # Methods of a class of tools that are none themselves.
 NOT_TOOLS = ("reset", "close", "reward")
 
 Factory = Callable[..., Any]
-"""Makes the environment of an episode, or an object that becomes one, from those columns of a row that it takes."""
+"""Makes the environment of an episode, or an object that becomes one, from those columns of a row
+that it takes.
+"""
 
 
 class ChatMessage(TypedDict):
@@ -36,20 +40,25 @@ class ChatMessage(TypedDict):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolCall:
-    """A tool that a reply calls. Example: `ToolCall(name="calculate", arguments={"expression": "2 + 3"})`."""
+    """A tool that a reply calls.
+
+    Example: `ToolCall(name="calculate", arguments={"expression": "2 + 3"})`.
+    """
 
     name: str
     arguments: Mapping[str, Any]
     are_texts: bool = False
-    """Whether the form of the call has no types, so that its arguments are still texts; see argument_types.py."""
+    """Whether the form of the call has no types, so that its arguments are still texts; see
+    argument_types.py.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reply:
     """A turn of the policy.
 
-    Example: `Reply(text='<tool_call>{"name": "add", "arguments": {"a": 2, "b": 3}}</tool_call>', calls=(ToolCall(
-    name="add", arguments={"a": 2, "b": 3}),))`.
+    Example: `Reply(text='<tool_call>{"name": "add", "arguments": {"a": 2, "b": 3}}</tool_call>',
+    calls=(ToolCall( name="add", arguments={"a": 2, "b": 3}),))`.
     """
 
     text: str  # without the token that ends the turn
@@ -60,7 +69,8 @@ class Reply:
 class Opening:
     """How an episode begins.
 
-    Example: `Opening(tools=({"type": "function", "function": {"name": "add", …}},))` begins with the row's turns.
+    Example: `Opening(tools=({"type": "function", "function": {"name": "add", …}},))` begins with
+    the row's turns.
     """
 
     messages: Sequence[ChatMessage] | None = None  # None: those of the row
@@ -69,9 +79,11 @@ class Opening:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """What an environment answers, with its rewards by name (`--reward_aggregator` says which turns count).
+    """What an environment answers, with its rewards by name (`--reward_aggregator` says which turns
+    count).
 
-    Example: `Turn(messages=({"role": "user", "content": "higher"},))`, then `Turn(done=True, rewards={"guess": 1.0})`.
+    Example: `Turn(messages=({"role": "user", "content": "higher"},))`, then `Turn(done=True,
+    rewards={"guess": 1.0})`.
     """
 
     messages: Sequence[ChatMessage] = ()
@@ -102,7 +114,8 @@ class OwnLoop(NamedTuple):
 
 
 class Source(ABC):
-    """A factory of environments that is made ready when a run begins: it has a key to find, or a server.
+    """A factory of environments that is made ready when a run begins: it has a key to find, or a
+    server.
 
     Attributes:
         own_loop: where its environments run, if that is not the loop that all others share.
@@ -138,12 +151,18 @@ class ToolServer(Source):
 
 def schema_of(name: str, description: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
     """The schema of a tool in OpenAI's form."""
-    return {"type": "function", "function": {"name": name, "description": description, "parameters": parameters}}
+    return {
+        "type": "function",
+        "function": {"name": name, "description": description, "parameters": parameters},
+    }
 
 
 def text_tool(name: str, description: str, argument: str, meaning: str) -> dict[str, Any]:
     """The schema of a tool whose one argument is a text."""
-    parameters = {"type": "object", "properties": {argument: {"type": "string", "description": meaning}}}
+    parameters = {
+        "type": "object",
+        "properties": {argument: {"type": "string", "description": meaning}},
+    }
     return schema_of(name, description, {**parameters, "required": [argument]})
 
 
@@ -161,7 +180,8 @@ def find_own_loop(factory: Factory) -> OwnLoop | None:
 
 
 class Environment(Protocol):
-    """`start`, then `step` for each reply until a turn is `done`, then `close`, which is called on every path.
+    """`start`, then `step` for each reply until a turn is `done`, then `close`, which is called on
+    every path.
 
     An exception of `start` or `step` ends the episode with the status `env_error`.
     """
@@ -174,7 +194,8 @@ class Environment(Protocol):
 
 
 def make_environment(factory: Factory, row: Mapping[str, Any]) -> Environment:
-    """The environment of one episode: the factory is called with the columns of the row that it takes.
+    """The environment of one episode: the factory is called with the columns of the row that it
+    takes.
 
     Raises:
         TypeError: it makes none of the three kinds.
@@ -187,8 +208,8 @@ def make_environment(factory: Factory, row: Mapping[str, Any]) -> Environment:
     if tools := tools_of(made):
         return Toolbox([made], tools, row)
     raise TypeError(
-        f"{type(made).__name__} is no environment: it has neither `start` and `step`, nor `reset` and `step`, nor "
-        "public methods that are tools"
+        f"{type(made).__name__} is no environment: it has neither `start` and `step`, nor `reset` "
+        "and `step`, nor public methods that are tools"
     )
 
 
@@ -211,7 +232,9 @@ class OwnEnvironment:
 
 
 class Tool(NamedTuple):
-    """A function that a reply may call; its schema, if there is none, is read off its types and its docstring."""
+    """A function that a reply may call; its schema, if there is none, is read off its types and its
+    docstring.
+    """
 
     function: Callable[..., Any]
     schema: Mapping[str, Any] | None = None
@@ -226,10 +249,12 @@ def tools_of(toolbox: Any) -> dict[str, Tool]:
 
 
 def check_tools(factory: Factory, *, origin: str) -> None:
-    """See that the methods of a class of tools can be described to a policy, before anything is started.
+    """See that the methods of a class of tools can be described to a policy, before anything is
+    started.
 
     Raises:
-        InputError: names the method that has no docstring, or an argument without a type or a description.
+        InputError: names the method that has no docstring, or an argument without a type or a
+            description.
     """
     from transformers.utils import get_json_schema
 
@@ -241,41 +266,63 @@ def check_tools(factory: Factory, *, origin: str) -> None:
             get_json_schema(method.__get__(object()) if takes_self else method)
         except Exception as error:  # of a module of its own
             raise InputError(
-                f"{origin}: its tool {name} cannot be described to the policy: {error}", kind="own_code"
+                f"{origin}: its tool {name} cannot be described to the policy: {error}",
+                kind="own_code",
             ) from error
 
 
 def _public_methods(owner: Any) -> list[tuple[str, Any]]:
     methods = inspect.getmembers(owner, callable)
-    return [(name, method) for name, method in methods if not name.startswith("_") and name not in NOT_TOOLS]
+    return [
+        (name, method)
+        for name, method in methods
+        if not name.startswith("_") and name not in NOT_TOOLS
+    ]
 
 
 class Toolbox:
-    """Objects whose public methods are tools that a reply may call; a reply without a call ends the episode.
+    """Objects whose public methods are tools that a reply may call; a reply without a call ends the
+    episode.
 
-    A tool returns text, anything that JSON can hold, or a `ToolAnswer`; what it raises is its answer to the policy, but
-    for an `EnvironmentFault`. As far as an object has them, `reset(**row)` is called at the start with the columns of
-    the row that it takes, and may return a text for the first prompt; `reward()` is called when the policy has ended
-    the episode, and `close()` last. Where the row names `tools`, the policy has those alone.
+    A tool returns text, anything that JSON can hold, or a `ToolAnswer`; what it raises is its
+    answer to the policy, but for an `EnvironmentFault`. As far as an object has them,
+    `reset(**row)` is called at the start with the columns of the row that it takes, and may return
+    a text for the first prompt; `reward()` is called when the policy has ended the episode, and
+    `close()` last. Where the row names `tools`, the policy has those alone.
 
     Raises:
         ValueError: none of those is there.
     """
 
-    def __init__(self, objects: Sequence[Any], tools: Mapping[str, Tool], row: Mapping[str, Any]) -> None:
+    def __init__(
+        self, objects: Sequence[Any], tools: Mapping[str, Tool], row: Mapping[str, Any]
+    ) -> None:
         self._objects = objects
-        self._tools = {name: tool for name, tool in tools.items() if not row.get("tools") or name in row["tools"]}
+        self._tools = {
+            name: tool
+            for name, tool in tools.items()
+            if not row.get("tools") or name in row["tools"]
+        }
         if tools and not self._tools:
-            raise ValueError(f"none of the row's tools is there: {row['tools']}; there are {', '.join(tools)}")
+            raise ValueError(
+                f"none of the row's tools is there: {row['tools']}; there are {', '.join(tools)}"
+            )
         self._row = row
         self._name = type(objects[0]).__name__.lower() if len(objects) == 1 else "tools"
 
     async def start(self) -> Opening:
         resets = [each.reset for each in self._objects if hasattr(each, "reset")]
         texts = [await call_foreign(reset, **taken(reset, self._row)) for reset in resets]
-        if any(isinstance(text, tuple) and not (len(text) == 2 and isinstance(text[1], Mapping)) for text in texts):
-            raise TypeError("`reset` returned a tuple: let it return one text, or as gymnasium's a text and a dict")
-        texts = [text[0] if isinstance(text, tuple) else text for text in texts]  # a game's comes with a dict
+        if any(
+            isinstance(text, tuple) and not (len(text) == 2 and isinstance(text[1], Mapping))
+            for text in texts
+        ):
+            raise TypeError(
+                "`reset` returned a tuple: let it return one text, or as gymnasium's a text and "
+                "a dict"
+            )
+        # A game's comes with a dict.
+        texts = [text[0] if isinstance(text, tuple) else text for text in texts]
         schemas = [self._schema(name, tool) for name, tool in self._tools.items()]
         said = "\n\n".join(str(text) for text in texts if text)
         if not said:
@@ -299,11 +346,14 @@ class Toolbox:
                 schema = self._schema(call.name, self._tools[call.name])
                 arguments = read_arguments(arguments, [schema], call.name)
             answers.append(await self._answer(call.name, arguments))
-            if answers[-1].done:  # the episode has ended, and is not rewarded for what the reply calls further
+            # The episode has ended, and is not rewarded for what the reply calls further.
+            if answers[-1].done:
                 break
         rewards = [answer.reward for answer in answers if answer.reward is not None]
         if not reply.calls:
-            rewards = [await call_foreign(each.reward) for each in self._objects if hasattr(each, "reward")]
+            rewards = [
+                await call_foreign(each.reward) for each in self._objects if hasattr(each, "reward")
+            ]
         return Turn(
             messages=[{"role": "tool", "content": answer.content} for answer in answers],
             done=not answers or answers[-1].done,
@@ -332,7 +382,8 @@ class ToolSet(Source):
     """Makes environments whose tools are those of several others.
 
     Args:
-        parts: the factories of the others, each with the name that its one tool is called by; "" leaves it its own.
+        parts: the factories of the others, each with the name that its one tool is called by; ""
+            leaves it its own.
     """
 
     def __init__(self, parts: Sequence[tuple[str, Factory]]) -> None:
@@ -343,7 +394,9 @@ class ToolSet(Source):
             begin_run(factory)
 
     def __call__(self, **row: Any) -> Toolbox:
-        """:raises TypeError: one of them is more than tools, or has a tool of the same name as another."""
+        """:raises TypeError: one of them is more than tools, or has a tool of the same name as
+        another.
+        """
         objects: list[Any] = []
         tools: dict[str, Tool] = {}
         for name, factory in self._parts:
@@ -351,8 +404,14 @@ class ToolSet(Source):
             own = tools_of(made)
             own = {name: next(iter(own.values()))} if name and len(own) == 1 else own
             if hasattr(made, "step") or own.keys() & tools.keys():
-                why = "has turns of its own" if hasattr(made, "step") else "has a tool of the same name as another"
-                raise TypeError(f"{type(made).__name__} {why}: name it by --environment, not by --tools")
+                why = (
+                    "has turns of its own"
+                    if hasattr(made, "step")
+                    else "has a tool of the same name as another"
+                )
+                raise TypeError(
+                    f"{type(made).__name__} {why}: name it by --environment, not by --tools"
+                )
             tools |= own
         return Toolbox(objects, tools, row)
 
@@ -360,9 +419,10 @@ class ToolSet(Source):
 class Game(Toolbox):
     """An object with gymnasium's `reset` and `step`, whose observations and actions are texts.
 
-    `reset()` returns an observation, or an observation and a dict; it is called with the columns of the row that it
-    takes. `step(text)` returns an observation, a reward, and whether the game is over: in gymnasium's form, with
-    terminated, truncated and a dict, or in the older one, with done and a dict.
+    `reset()` returns an observation, or an observation and a dict; it is called with the columns of
+    the row that it takes. `step(text)` returns an observation, a reward, and whether the game is
+    over: in gymnasium's form, with terminated, truncated and a dict, or in the older one, with done
+    and a dict.
     """
 
     async def step(self, reply: Reply) -> Turn:

@@ -1,8 +1,9 @@
 """Calls of code that others wrote: an environment's methods, and its tools.
 
-A plain function runs in a thread of its own. A coroutine runs in an event loop that all environments
-share, and that is not the loop of the episodes: code that blocks it delays other environments, which
-then take too long, but no episode misses its timeout. Whatever is raised costs the caller alone.
+A plain function runs in a thread of its own. A coroutine runs in an event loop that all
+environments share, and that is not the loop of the episodes: code that blocks it delays other
+environments, which then take too long, but no episode misses its timeout. Whatever is raised costs
+the caller alone.
 """
 
 import asyncio
@@ -14,7 +15,7 @@ from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from typing import Any
 
-from open_instruct.verifiers.event_loop import lasting_loop
+from open_instruct.rewards.event_loop import lasting_loop
 
 FOREIGN_LOOP = "environments"
 MAX_ERROR_CHARACTERS = 2000
@@ -23,7 +24,8 @@ CONTROL_FLOW = (StopIteration, StopAsyncIteration, concurrent.futures.CancelledE
 
 
 class EnvironmentFault(Exception):
-    """What a tool raises where the policy is not at fault: the episode ends as `env_error`, with this as the reason.
+    """What a tool raises where the policy is not at fault: the episode ends as `env_error`, with
+    this as the reason.
 
     Example: `raise EnvironmentFault("the search server answers 503")`.
     """
@@ -53,7 +55,9 @@ async def call_foreign(function: Callable[..., Any], /, *args: Any, **kwargs: An
 
 
 def describe_error(error: BaseException) -> str:
-    """An error's type and text, cut where it is long; the text may itself be foreign code that raises."""
+    """An error's type and text, cut where it is long; the text may itself be foreign code that
+    raises.
+    """
     name = type(error).__name__
     try:
         text = f"{name}: {error}"
@@ -64,7 +68,9 @@ def describe_error(error: BaseException) -> str:
     return f"{text[:MAX_ERROR_CHARACTERS]}… ({len(text):,} characters)"
 
 
-async def _run_in_foreign_loop(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+async def _run_in_foreign_loop(
+    function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
     async def run() -> tuple[Any, BaseException | None]:
         try:
             return await function(*args, **kwargs), None
@@ -84,7 +90,9 @@ async def _run_in_foreign_loop(function: Callable[..., Any], args: Sequence[Any]
     return result
 
 
-async def _run_in_thread(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+async def _run_in_thread(
+    function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
     future: Future[Any] = Future()
 
     def run() -> None:
@@ -100,7 +108,9 @@ async def _run_in_thread(function: Callable[..., Any], args: Sequence[Any], kwar
 
 
 def _as_ordinary_error(error: BaseException) -> Exception:
-    """The error itself, or an `EnvironmentFault` in place of one that no future or task may hold."""
+    """The error itself, or an `EnvironmentFault` in place of one that no future or task may
+    hold.
+    """
     cause = error.__cause__
     if isinstance(error, RuntimeError) and isinstance(cause, StopIteration | StopAsyncIteration):
         error = cause  # Python makes a RuntimeError of one that leaves a coroutine

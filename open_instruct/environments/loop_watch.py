@@ -14,12 +14,17 @@ LIBRARY = (str(Path(asyncio.__file__).parent), selectors.__file__)
 INTERVAL_S = 1.0
 LIMIT_S = 5.0
 PROBE_S = 0.5
-SHARED_LOOP_REMEDY = "let it `await` what it waits for, or make it a plain `def`, which runs in a thread of its own"
-OWN_LOOP_REMEDY = "let it `await` what it waits for, with `asyncio.to_thread` where that is a plain function"
+SHARED_LOOP_REMEDY = (
+    "let it `await` what it waits for, or make it a plain `def`, which runs in a thread of its own"
+)
+OWN_LOOP_REMEDY = (
+    "let it `await` what it waits for, with `asyncio.to_thread` where that is a plain function"
+)
 
 
 class LoopWatch:
-    """A thread that asks an event loop for a sign of life, and names what runs there when none comes.
+    """A thread that asks an event loop for a sign of life, and names what runs there when none
+    comes.
 
     Args:
         thread_name: of the thread in which the loop runs.
@@ -51,7 +56,9 @@ class LoopWatch:
         self._warned: set[str] = set()
         self._is_closed = threading.Event()
         self.blocker = ""
-        """What blocks the loop at present, such as `Shop.buy (mine.py:12), for 7 s`; empty where nothing does."""
+        """What blocks the loop at present, such as `Shop.buy (mine.py:12), for 7 s`; empty where
+        nothing does.
+        """
         threading.Thread(target=self._watch, name=f"watch-{thread_name}", daemon=True).start()
 
     def close(self) -> None:
@@ -92,7 +99,8 @@ class LoopWatch:
 
 
 def find_blocker(thread_name: str, package: str = "") -> str:
-    """The foreign function that runs in the loop of this thread, with its file and line; empty where none does.
+    """The foreign function that runs in the loop of this thread, with its file and line; empty
+    where none does.
 
     Example: `Shop.buy (mine.py:12)`, also where that has called something of a library. A function
     of `package` is named only where that has called nobody else's.
@@ -101,7 +109,11 @@ def find_blocker(thread_name: str, package: str = "") -> str:
     frame = sys._current_frames().get(idents[0] or 0) if idents else None
     frames = list(_frames(frame))[::-1]  # from the thread's first function on
     last_of_ours = max((at for at, each in enumerate(frames) if _is_in(each, OURS)), default=-1)
-    foreign = [each for each in frames[last_of_ours + 1 :] if not any(_is_in(each, part) for part in LIBRARY)]
+    foreign = [
+        each
+        for each in frames[last_of_ours + 1 :]
+        if not any(_is_in(each, part) for part in LIBRARY)
+    ]
     if not foreign:
         return ""
     blocking = next((each for each in foreign if not _is_of_package(each, package)), foreign[0])

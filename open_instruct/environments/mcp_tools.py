@@ -1,7 +1,9 @@
-"""The tools of an MCP server: a program that is spoken to over its stdin and stdout, or one at an address.
+"""The tools of an MCP server: a program that is spoken to over its stdin and stdout, or one at an
+address.
 
-All episodes of a run share one session. A program takes seconds to start and milliseconds to answer a call, so one for
-each episode would keep a machine busy with starting them; what a server remembers, it remembers for all of them.
+All episodes of a run share one session. A program takes seconds to start and milliseconds to answer
+a call, so one for each episode would keep a machine busy with starting them; what a server
+remembers, it remembers for all of them.
 """
 
 import asyncio
@@ -12,14 +14,16 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from open_instruct.core.errors import InputError
 from open_instruct.environments.environment import EnvironmentFault, ToolServer, schema_of
-from open_instruct.errors import InputError
 
 START_TIMEOUT_S = 60.0
 
 
 class _StrayLines(logging.Filter):
-    """Makes one warning of the tracebacks of mcp, which logs one for each line of a server that is no message."""
+    """Makes one warning of the tracebacks of mcp, which logs one for each line of a server that is
+    no message.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -30,7 +34,10 @@ class _StrayLines(logging.Filter):
         if "parse" not in str(record.msg):
             return True
         record.levelno, record.levelname = logging.WARNING, "WARNING"
-        record.msg = "an MCP server writes to stdout what is no message; such lines are passed over (log to stderr)"
+        record.msg = (
+            "an MCP server writes to stdout what is no message; such lines are passed over (log "
+            "to stderr)"
+        )
         is_first = not self._has_warned
         self._has_warned = True
         return is_first
@@ -40,12 +47,16 @@ logging.getLogger("mcp.client.stdio").addFilter(_StrayLines())
 
 
 class McpServer(ToolServer):
-    """Makes the environments of episodes, whose tools are those of the server at `where`, or the one that is named.
+    """Makes the environments of episodes, whose tools are those of the server at `where`, or the
+    one that is named.
 
-    Example: `McpServer("uvx mcp-server-time", origin="--environment")`, or `"http://127.0.0.1:8000/mcp"`.
+    Example: `McpServer("uvx mcp-server-time", origin="--environment")`, or
+    `"http://127.0.0.1:8000/mcp"`.
     """
 
-    def __init__(self, where: str, *, origin: str, tool: str | None = None, timeout_s: float | None = None) -> None:
+    def __init__(
+        self, where: str, *, origin: str, tool: str | None = None, timeout_s: float | None = None
+    ) -> None:
         self._where = where
         self._origin = origin
         self._tool = tool
@@ -63,13 +74,15 @@ class McpServer(ToolServer):
                 self.schemas = thread.submit(asyncio.run, self._listed()).result()
         except Exception as error:
             raise InputError(
-                f"{self._origin}: no MCP server answers ({_reason(error)}): mcp: is followed by a command, or an "
-                "address that begins with http, and the package mcp, which vLLM brings, must be there",
+                f"{self._origin}: no MCP server answers ({_reason(error)}): mcp: is followed by a "
+                "command, or an address that begins with http, and the package mcp, which vLLM "
+                "brings, must be there",
                 kind="remote",
             ) from error
         if not self.schemas:
             raise InputError(
-                f"{self._origin}: the MCP server has no {f'tool {self._tool}' if self._tool else 'tools'}",
+                f"{self._origin}: the MCP server has no "
+                f"{f'tool {self._tool}' if self._tool else 'tools'}",
                 kind="bad_value",
             )
 
@@ -92,14 +105,17 @@ class McpServer(ToolServer):
         except Exception as error:
             if isinstance(error, MCPError) and error.code == INVALID_PARAMS:
                 return f"error: {error}"
-            if not (isinstance(error, TimeoutError) and self._opened.done()):  # one call that is late is no lost server
+            # One call that is late is no lost server.
+            if not (isinstance(error, TimeoutError) and self._opened.done()):
                 keeper.cancel()
                 self._keeper = None if self._keeper is keeper else self._keeper
             raise EnvironmentFault(_reason(error)) from error
         return "\n".join(getattr(part, "text", f"[{part.type}]") for part in result.content)
 
     async def _keep(self, opened: "asyncio.Future[Any]") -> None:
-        """Hold a session in a task of its own, which must begin and end it, until it is cancelled."""
+        """Hold a session in a task of its own, which must begin and end it, until it is
+        cancelled.
+        """
         try:
             async with self._client() as client:
                 opened.set_result(client)
@@ -126,7 +142,11 @@ class McpServer(ToolServer):
             return Client(self._where)
         command, *words = shlex.split(self._where) or [""]
         # What a server logs would stand between the lines of the run.
-        return Client(stdio_client(StdioServerParameters(command=command, args=words), errlog=subprocess.DEVNULL))
+        return Client(
+            stdio_client(
+                StdioServerParameters(command=command, args=words), errlog=subprocess.DEVNULL
+            )
+        )
 
 
 def generic_mcp(
@@ -137,7 +157,10 @@ def generic_mcp(
     tool_name: str | None = None,
     timeout: float = 60.0,
 ) -> McpServer:
-    """A server by the settings that open-instruct's tool of this name has; `timeout` is of one call, in seconds."""
+    """A server by the settings that open-instruct's tool of this name has;
+
+    `timeout` is of one call, in seconds.
+    """
     if transport not in ("http", "stdio"):
         raise ValueError(f"transport is http or stdio, not {transport!r}")
     where = server_url if transport == "http" else shlex.join([command, *args])

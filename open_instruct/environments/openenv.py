@@ -1,7 +1,8 @@
-"""Environments of an OpenEnv server, by its frames over a WebSocket: `{"type": "reset" | "step", "data": …}`.
+"""Environments of an OpenEnv server, by its frames over a WebSocket: `{"type": "reset" | "step",
+"data": …}`.
 
-A session is an episode's own. Where an action is one text, the policy plays a game whose moves are its replies; an
-action of any other form is a tool that it calls.
+A session is an episode's own. Where an action is one text, the policy plays a game whose moves are
+its replies; an action of any other form is a tool that it calls.
 """
 
 import asyncio
@@ -10,14 +11,24 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from open_instruct.environments.environment import EnvironmentFault, Source, Tool, ToolAnswer, Toolbox, schema_of
-from open_instruct.errors import InputError
+from open_instruct.core.errors import InputError
+from open_instruct.environments.environment import (
+    EnvironmentFault,
+    Source,
+    Tool,
+    ToolAnswer,
+    Toolbox,
+    schema_of,
+)
 
 START_TIMEOUT_S = 30.0
 
 
 class OpenEnvServer(Source):
-    """Makes the environments of episodes. Example: `OpenEnvServer("http://127.0.0.1:8000", origin="--environment")`."""
+    """Makes the environments of episodes.
+
+    Example: `OpenEnvServer("http://127.0.0.1:8000", origin="--environment")`.
+    """
 
     def __init__(self, url: str, *, origin: str) -> None:
         self._url = url.rstrip("/")
@@ -32,24 +43,31 @@ class OpenEnvServer(Source):
         try:
             with ThreadPoolExecutor(1) as thread:  # a notebook's own thread has a running loop
                 action = thread.submit(asyncio.run, self._read_schema()).result()["action"]
-            fields = {name: each for name, each in action["properties"].items() if name != "metadata"}
+            fields = {
+                name: each for name, each in action["properties"].items() if name != "metadata"
+            }
             texts = [name for name, each in fields.items() if each.get("type") == "string"]
         except Exception as error:  # of whatever answers there
             reason = str(error) or type(error).__name__
             raise InputError(
-                f"{self._origin}: no OpenEnv server answers at {self._url}/schema: {reason}", kind="remote"
+                f"{self._origin}: no OpenEnv server answers at {self._url}/schema: {reason}",
+                kind="remote",
             ) from error
         if "tool_name" in fields:
             raise InputError(
-                f"{self._origin}: its actions are MCP's: take its tools by mcp:{self._url}/mcp", kind="bad_value"
+                (f"{self._origin}: its actions are MCP's: take its tools by mcp:{self._url}/mcp"),
+                kind="bad_value",
             )
         self._text_field = texts[0] if texts and len(fields) == 1 else ""
-        self._schema = schema_of("act", action.get("description", "Takes a step"), {**action, "properties": fields})
+        self._schema = schema_of(
+            "act", action.get("description", "Takes a step"), {**action, "properties": fields}
+        )
 
     async def _read_schema(self) -> Any:
         import aiohttp  # comes with vLLM
 
-        deadline = aiohttp.ClientTimeout(total=START_TIMEOUT_S)  # also of a server that sends byte by byte
+        # Also of a server that sends byte by byte.
+        deadline = aiohttp.ClientTimeout(total=START_TIMEOUT_S)
         async with (
             aiohttp.ClientSession(timeout=deadline, raise_for_status=True) as client,
             client.get(f"{self._url}/schema") as answer,
@@ -58,7 +76,11 @@ class OpenEnvServer(Source):
 
     def __call__(self, **row: Any) -> Any:
         session = OpenEnv(self._url, self._text_field)
-        return session if self._text_field else Toolbox([session], {"act": Tool(session.act, self._schema)}, row)
+        return (
+            session
+            if self._text_field
+            else Toolbox([session], {"act": Tool(session.act, self._schema)}, row)
+        )
 
 
 class OpenEnv:
@@ -83,7 +105,9 @@ class OpenEnv:
 
     async def act(self, **action: Any) -> ToolAnswer:
         said = await self._answer("step", action)
-        return ToolAnswer(content=_shown(said), reward=said.get("reward"), done=bool(said.get("done")))
+        return ToolAnswer(
+            content=_shown(said), reward=said.get("reward"), done=bool(said.get("done"))
+        )
 
     async def close(self) -> None:
         if self._client is not None:
@@ -100,8 +124,11 @@ class OpenEnv:
             await self._socket.send_json({"type": kind, "data": data})
             answer = await self._socket.receive_json()
             said: Mapping[str, Any] = answer["data"]
-        except Exception as error:  # of a socket that is closed, by its other end too, or an answer of another form
-            raise EnvironmentFault(f"{self._url} is lost: {type(error).__name__}: {error}") from error
+        # Of a socket that is closed, by its other end too, or an answer of another form.
+        except Exception as error:
+            raise EnvironmentFault(
+                f"{self._url} is lost: {type(error).__name__}: {error}"
+            ) from error
         if answer["type"] == "error":
             fault = ValueError if said.get("code") == "VALIDATION_ERROR" else EnvironmentFault
             raise fault(f"{self._url}: {said}")

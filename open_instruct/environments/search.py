@@ -4,11 +4,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from open_instruct.core.errors import InputError
+from open_instruct.core.files import read_asked
 from open_instruct.data.files.opening import open_rows
 from open_instruct.environments.environment import ToolServer, text_tool
 from open_instruct.environments.foreign_calls import call_foreign
-from open_instruct.errors import InputError
-from open_instruct.whole_file import read_asked
 
 FLAG = "--search_corpus"
 
@@ -22,26 +22,34 @@ class Search(ToolServer):
         max_length: characters of an answer, shared by its passages.
     """
 
-    def __init__(self, corpus: str | None = None, num_results: int = 5, max_length: int = 4000) -> None:
+    def __init__(
+        self, corpus: str | None = None, num_results: int = 5, max_length: int = 4000
+    ) -> None:
         self._corpus = corpus
         self._num_results = num_results
         self._max_length = max_length
-        self.schemas = [text_tool("search", "Searches texts, and gives the best passages", "query", "The words")]
+        self.schemas = [
+            text_tool("search", "Searches texts, and gives the best passages", "query", "The words")
+        ]
 
     def begin_run(self) -> None:
         """:raises InputError: there is no such corpus, it cannot be read, or it has no words."""
         if (corpus := self._corpus) is None:
             raise InputError(
-                f"the tool search has nothing to search: name a file of rows, or a folder, by {FLAG}",
+                "the tool search has nothing to search: name a file of rows, or a folder, by "
+                f"{FLAG}",
                 kind="missing_flag",
             )
         import bm25s  # only now: numba, where it is installed, is slow to import
 
-        self._passages = list(_of_folder(Path(corpus)) if Path(corpus).is_dir() else _of_rows(corpus))
+        self._passages = list(
+            _of_folder(Path(corpus)) if Path(corpus).is_dir() else _of_rows(corpus)
+        )
         words = bm25s.tokenize(self._passages, show_progress=False)
         if not words.vocab:
             raise InputError(
-                f"{FLAG} {corpus}: has no words: give files of text, or rows with `text`", kind="bad_value"
+                f"{FLAG} {corpus}: has no words: give files of text, or rows with `text`",
+                kind="bad_value",
             )
         self._index = bm25s.BM25()
         self._index.index(words, show_progress=False)
@@ -55,7 +63,11 @@ class Search(ToolServer):
         words = bm25s.tokenize([query], show_progress=False)
         k = min(self._num_results, len(self._passages))
         (numbers,), (scores,) = self._index.retrieve(words, k=k, show_progress=False)
-        found = [self._passages[number] for number, score in zip(numbers, scores, strict=True) if score > 0]
+        found = [
+            self._passages[number]
+            for number, score in zip(numbers, scores, strict=True)
+            if score > 0
+        ]
         length = self._max_length // max(len(found), 1)
         shown = (passage if len(passage) <= length else f"{passage[:length]}…" for passage in found)
         return "\n\n".join(shown) or "Nothing was found."
@@ -67,8 +79,12 @@ def _of_rows(corpus: str) -> Iterator[str]:
         if row.problem is not None:
             raise InputError(f"{FLAG} {row}: {row.problem}", kind="bad_row")
         if not isinstance(text := row.value.get("text"), str):
-            raise InputError(f"{FLAG} {row}: has no `text`: rename the column that has it", kind="bad_row")
-        heading = " ".join(str(row.value[key]) for key in ("id", "title") if row.value.get(key) is not None)
+            raise InputError(
+                f"{FLAG} {row}: has no `text`: rename the column that has it", kind="bad_row"
+            )
+        heading = " ".join(
+            str(row.value[key]) for key in ("id", "title") if row.value.get(key) is not None
+        )
         yield f"{heading}\n{text}".strip()
 
 

@@ -1,4 +1,5 @@
-"""Environments of the package `verifiers`, as its own loop would run them but for the model, which is the engine.
+"""Environments of the package `verifiers`, as its own loop would run them but for the model, which
+is the engine.
 
 Its rows are given in the prompts' file: `messages` is the conversation that an episode begins with.
 """
@@ -11,6 +12,7 @@ from contextlib import nullcontext
 from copy import deepcopy
 from typing import Any, TypeVar
 
+from open_instruct.core.errors import InputError
 from open_instruct.environments.environment import (
     ChatMessage,
     EnvironmentFault,
@@ -20,8 +22,7 @@ from open_instruct.environments.environment import (
     Source,
     Turn,
 )
-from open_instruct.errors import InputError
-from open_instruct.verifiers.event_loop import lasting_loop
+from open_instruct.rewards.event_loop import lasting_loop
 
 T = TypeVar("T")
 
@@ -29,7 +30,8 @@ T = TypeVar("T")
 class Taskset(Source):
     """Makes the environments of episodes.
 
-    Example: `Taskset("wordle", origin="--environment verifiers:wordle")`; `wordle:{"num_guesses": 4}` has settings.
+    Example: `Taskset("wordle", origin="--environment verifiers:wordle")`; `wordle:{"num_guesses":
+    4}` has settings.
     """
 
     def __init__(self, where: str, *, origin: str) -> None:
@@ -44,19 +46,25 @@ class Taskset(Source):
         """Load it.
 
         Raises:
-            InputError: the package or the environment is not there, or cannot be played turn by turn.
+            InputError: the package or the environment is not there, or cannot be played turn by
+                turn.
         """
         handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
             import verifiers
 
-            self._taskset = verifiers.load_environment(self._name, **json.loads(self._settings or "{}"))
+            self._taskset = verifiers.load_environment(
+                self._name, **json.loads(self._settings or "{}")
+            )
         except ImportError as error:
             raise InputError(
-                f"{self._origin} needs a package: pip install 'open-instruct[verifiers]'", kind="missing_package"
+                f"{self._origin} needs a package: pip install 'open-instruct[verifiers]'",
+                kind="missing_package",
             ) from error
         except Exception as error:  # it is foreign code, which may raise anything
-            raise InputError(f"{self._origin} cannot be loaded: {error}", kind="own_code") from error
+            raise InputError(
+                f"{self._origin} cannot be loaded: {error}", kind="own_code"
+            ) from error
         finally:  # each of its environments takes Ctrl-C for itself
             for number, handler in handlers.items():
                 signal.signal(number, handler)
@@ -64,7 +72,11 @@ class Taskset(Source):
         for each in getattr(self._taskset, "envs", [self._taskset]):
             if not isinstance(each, verifiers.MultiTurnEnv) or each.message_type != "chat":
                 raise InputError(
-                    f"{self._origin}: {type(each).__name__} is none of turns of chat (MultiTurnEnv)", kind="bad_value"
+                    (
+                        f"{self._origin}: {type(each).__name__} is none of turns of chat "
+                        "(MultiTurnEnv)"
+                    ),
+                    kind="bad_value",
                 )
 
     def __call__(self, **row: Any) -> "Episode":
@@ -73,9 +85,14 @@ class Taskset(Source):
 
 
 class Episode:
-    """One of its rollouts. The rubric judges it when one of the taskset's own conditions has ended it."""
+    """One of its rollouts.
 
-    def __init__(self, taskset: Any, row: Mapping[str, Any], loop: asyncio.AbstractEventLoop) -> None:
+    The rubric judges it when one of the taskset's own conditions has ended it.
+    """
+
+    def __init__(
+        self, taskset: Any, row: Mapping[str, Any], loop: asyncio.AbstractEventLoop
+    ) -> None:
         self._taskset = taskset
         self._row = {"example_id": 0, **row, "prompt": row["messages"]}
         self._loop = loop
@@ -89,7 +106,8 @@ class Episode:
 
     async def close(self) -> None:
         if self._state is not None and not self._state["is_completed"]:
-            self._state["prompt_too_long"] = True  # a condition at which it lets go of what it holds
+            # A condition at which it lets go of what it holds.
+            self._state["prompt_too_long"] = True
             await self._within_loop(self._taskset.is_completed(self._state))
 
     async def _within_loop(self, coroutine: Coroutine[Any, Any, T]) -> T:
@@ -102,7 +120,8 @@ class Episode:
         return Opening(messages=_texts(self._conversation), tools=self._state["oai_tools"] or ())
 
     async def _step(self, reply: Reply) -> Turn:
-        before = [*deepcopy(self._conversation), _message(reply)]  # the turns themselves may be changed
+        # The turns themselves may be changed.
+        before = [*deepcopy(self._conversation), _message(reply)]
         await self._taskset.add_trajectory_step(
             self._state,
             {
@@ -118,15 +137,21 @@ class Episode:
             self._conversation = await self._taskset.get_prompt_messages(self._state)
             if not await self._taskset.is_completed(self._state):  # with its last answer, it may be
                 if self._conversation[: len(before)] != before:
-                    raise EnvironmentFault(f"{type(self._taskset).__name__} changes turns that have been")
+                    raise EnvironmentFault(
+                        f"{type(self._taskset).__name__} changes turns that have been"
+                    )
                 return Turn(messages=_texts(self._conversation[len(before) :]))
         await self._taskset.render_completion(self._state)
         await self._taskset.rubric.score_rollout(self._state, nullcontext())
-        return Turn(done=True, rewards={self._taskset.env_id or "taskset": float(self._state["reward"])})
+        return Turn(
+            done=True, rewards={self._taskset.env_id or "taskset": float(self._state["reward"])}
+        )
 
 
 def _message(reply: Reply) -> dict[str, Any]:
-    """A reply as an API would return it; a taskset looks for `tool_calls` to know whether there are any."""
+    """A reply as an API would return it; a taskset looks for `tool_calls` to know whether there are
+    any.
+    """
     calls = [
         {
             "id": f"call_{index}",

@@ -1,7 +1,9 @@
-"""The advantage of each completion of a step, from the rewards of its groups; plain numbers, no tensors.
+"""The advantage of each completion of a step, from the rewards of its groups; plain numbers, no
+tensors.
 
-To add one, write a function here under `register`, with its formula and paper: `python scripts/losses_page.py` puts it
-into the table of docs/losses.md. The flags it reads are the keyword-only arguments of the function.
+To add one, write a function here under `register`, with its formula and paper: `python
+scripts/losses_page.py` puts it into the table of docs/losses.md. The flags it reads are the
+keyword-only arguments of the function.
 """
 
 import math
@@ -10,9 +12,9 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Literal
 
-from open_instruct.errors import InputError
+from open_instruct.core.errors import InputError
+from open_instruct.core.records import RolloutGroup
 from open_instruct.losses.flags_taken import registers, with_flags
-from open_instruct.records import RolloutGroup
 
 EPSILON = 1e-8
 SAME_REWARD = 1e-9
@@ -23,7 +25,10 @@ AdvantageFunction = Callable[[Sequence[RolloutGroup]], Sequence[Sequence[float]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdvantageFormula:
-    """A choice of --advantages: `function(groups, **flags)`, its formula for the page, and where it is from."""
+    """A choice of --advantages:
+
+    `function(groups, **flags)`, its formula for the page, and where it is from.
+    """
 
     function: Callable[..., Advantages]
     formula: str
@@ -36,12 +41,16 @@ register = registers(ADVANTAGES, AdvantageFormula)
 
 
 def advantages_of(
-    groups: Sequence[RolloutGroup], name: str, flags: object, *, own: AdvantageFunction | None = None
+    groups: Sequence[RolloutGroup],
+    name: str,
+    flags: object,
+    *,
+    own: AdvantageFunction | None = None,
 ) -> Advantages:
     """The advantage of each completion by the formula `name`, or by the user's function `own`.
 
-    A group with equal rewards has advantages of exactly 0, except under formulas that normalise over the whole step.
-    `flags` is the section of flags, `RolloutSection`.
+    A group with equal rewards has advantages of exactly 0, except under formulas that normalise
+    over the whole step. `flags` is the section of flags, `RolloutSection`.
 
     Raises:
         InputError: `own` does not give a finite number for every completion.
@@ -51,14 +60,20 @@ def advantages_of(
     given = [tuple(map(float, values)) for values in own(groups)]
     if [len(values) for values in given] != [len(group.completions) for group in groups]:
         raise InputError(
-            f"--advantages {name}: gives other numbers than one for every completion of every group", kind="own_code"
+            (
+                f"--advantages {name}: gives other numbers than one for every completion of "
+                "every group"
+            ),
+            kind="own_code",
         )
     if not all(math.isfinite(value) for values in given for value in values):
         raise InputError(f"--advantages {name}: gives a number that is not finite", kind="own_code")
     return given
 
 
-def group_advantages(rewards: Sequence[float], normalization: Literal["standard", "centered"]) -> tuple[float, ...]:
+def group_advantages(
+    rewards: Sequence[float], normalization: Literal["standard", "centered"]
+) -> tuple[float, ...]:
     """The advantages of one group; an empty group has none.
 
     Example: `group_advantages([1.0, 0.0, 0.0, 1.0], "centered") == (0.5, -0.5, -0.5, 0.5)`.
@@ -75,7 +90,9 @@ def has_signal(rewards: Sequence[float]) -> bool:
     return bool(rewards) and max(rewards) - min(rewards) > SAME_REWARD
 
 
-@register("standard", "(reward − mean) / (std + 1e-8), std of the population", "2402.03300 section 4.1.2")
+@register(
+    "standard", "(reward − mean) / (std + 1e-8), std of the population", "2402.03300 section 4.1.2"
+)
 def standard(groups: Sequence[RolloutGroup]) -> Advantages:
     return [group_advantages(group.rewards, "standard") for group in groups]
 
@@ -94,7 +111,10 @@ def batch(groups: Sequence[RolloutGroup]) -> Advantages:
 @register("rloo", "reward − mean of the others", "2402.14740")
 def rloo(groups: Sequence[RolloutGroup]) -> Advantages:
     # r - mean of the others = (r - mean of all) * G / (G - 1).
-    return [tuple(value * len(each) / max(len(each) - 1, 1) for value in each) for each in centered(groups)]
+    return [
+        tuple(value * len(each) / max(len(each) - 1, 1) for value in each)
+        for each in centered(groups)
+    ]
 
 
 @register("maxrl", "(reward − mean) / mean, 0 where the mean is not above 0", "2602.02710")
@@ -106,12 +126,18 @@ def maxrl(groups: Sequence[RolloutGroup]) -> Advantages:
     ]
 
 
-@register("reinforce_pp", "`centered`, then normalised over all completions of the step", "2501.03262")
+@register(
+    "reinforce_pp", "`centered`, then normalised over all completions of the step", "2501.03262"
+)
 def reinforce_pp(groups: Sequence[RolloutGroup]) -> Advantages:
     return _over_the_step(centered(groups))
 
 
-@register("gdpo", "`standard` for each verifier's scores, summed, then normalised over the step", "2601.05242")
+@register(
+    "gdpo",
+    "`standard` for each verifier's scores, summed, then normalised over the step",
+    "2601.05242",
+)
 def gdpo(groups: Sequence[RolloutGroup]) -> Advantages:
     summed = []
     for group in groups:
@@ -122,18 +148,26 @@ def gdpo(groups: Sequence[RolloutGroup]) -> Advantages:
         parts = [[0.0] * len(group.verdicts)]
         for name in names:
             scores = [verdict.scores.get(name, 0.0) for verdict in group.verdicts]
-            parts.append([weights.get(name, 1.0) * value for value in group_advantages(scores, "standard")])
+            parts.append(
+                [weights.get(name, 1.0) * value for value in group_advantages(scores, "standard")]
+            )
         summed.append(tuple(map(math.fsum, zip(*parts, strict=True))))
     return _over_the_step(summed)
 
 
-@register("gae", "the reward; the learner makes an advantage for each token of it", "1506.02438 eq. 16")
+@register(
+    "gae", "the reward; the learner makes an advantage for each token of it", "1506.02438 eq. 16"
+)
 def gae(groups: Sequence[RolloutGroup]) -> Advantages:
     # losses/values.py, with what the critic says.
     return [group.rewards for group in groups]
 
 
-@register("pass_at_k", "(1 − R) / σ if right, (1 − R − q) / σ if wrong, σ² = R (1 − R)", "2508.10751 section 2.4")
+@register(
+    "pass_at_k",
+    "(1 − R) / σ if right, (1 − R − q) / σ if wrong, σ² = R (1 − R)",
+    "2508.10751 section 2.4",
+)
 def pass_at_k(groups: Sequence[RolloutGroup], *, advantage_pass_k: int) -> Advantages:
     k = advantage_pass_k
     advantages = []
@@ -154,8 +188,12 @@ def pass_at_k(groups: Sequence[RolloutGroup], *, advantage_pass_k: int) -> Advan
 
 
 def _over_the_step(advantages: Advantages) -> Advantages:
-    """The advantages with mean 0 and standard deviation 1 over all completions; all 0 if they are equal."""
-    normalised = iter(group_advantages([value for group in advantages for value in group], "standard"))
+    """The advantages with mean 0 and standard deviation 1 over all completions; all 0 if they are
+    equal.
+    """
+    normalised = iter(
+        group_advantages([value for group in advantages for value in group], "standard")
+    )
     return [tuple(islice(normalised, len(group))) for group in advantages]
 
 

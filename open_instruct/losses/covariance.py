@@ -1,7 +1,8 @@
 """Tokens of an update chosen by their covariance, for Clip-Cov and KL-Cov (arXiv 2505.22617).
 
-A token's covariance is (log p - mean log p) (A - mean A), with the means over all tokens of the update
-(eq. 9). Tokens in which both are far above, or both far below, their means take entropy from the policy.
+A token's covariance is (log p - mean log p) (A - mean A), with the means over all tokens of the
+update (eq. 9). Tokens in which both are far above, or both far below, their means take entropy from
+the policy.
 
 Legend: N tokens of a microbatch, U those of the whole update.
 """
@@ -17,7 +18,9 @@ if TYPE_CHECKING:
 
 
 class TokenColumns(NamedTuple):
-    """What a choice reads of tokens, a column (N,) each: float64, but `keys` int64 (`token_keys`)."""
+    """What a choice reads of tokens, a column (N,) each: float64, but `keys` int64
+    (`token_keys`).
+    """
 
     logprobs: torch.Tensor
     old_logprobs: torch.Tensor
@@ -25,11 +28,14 @@ class TokenColumns(NamedTuple):
     keys: torch.Tensor
 
 
-def token_keys(engine_logprobs_N: torch.Tensor, sequence_ids_N: torch.Tensor, num_sequences: int) -> torch.Tensor:
-    """A number for each token, int64 (N,), made of its completion's engine log-probs and its place in it.
+def token_keys(
+    engine_logprobs_N: torch.Tensor, sequence_ids_N: torch.Tensor, num_sequences: int
+) -> torch.Tensor:
+    """A number for each token, int64 (N,), made of its completion's engine log-probs and its place
+    in it.
 
-    Integers are added, so it is the same in any microbatch and on any rank. Equal keys have the same
-    tokens of equal completions.
+    Integers are added, so it is the same in any microbatch and on any rank. Equal keys have the
+    same tokens of equal completions.
     """
     import torch
 
@@ -40,8 +46,12 @@ def token_keys(engine_logprobs_N: torch.Tensor, sequence_ids_N: torch.Tensor, nu
     return sums_S[ids_N] * 1_000_003 + places_N
 
 
-def has_high_covariance(here: TokenColumns, update: TokenColumns, *, cov_fraction: float) -> torch.Tensor:
-    """Whether each token (N,) is among the share `cov_fraction` of the update with the largest covariance (eq. 12)."""
+def has_high_covariance(
+    here: TokenColumns, update: TokenColumns, *, cov_fraction: float
+) -> torch.Tensor:
+    """Whether each token (N,) is among the share `cov_fraction` of the update with the largest
+    covariance (eq. 12).
+    """
     by_key_U = update.keys.argsort(stable=True)
     order_U = by_key_U[_covariances(update, update)[by_key_U].argsort(stable=True, descending=True)]
     return _are_among(here, update, order_U, cov_fraction)
@@ -57,11 +67,13 @@ def is_drawn_by_covariance(
     clip_lower: float,
     clip_higher: float,
 ) -> torch.Tensor:
-    """Whether each token (N,) is drawn among those whose covariance is between the two bounds (eq. 10).
+    """Whether each token (N,) is drawn among those whose covariance is between the two bounds (eq.
+    10).
 
-    As many are drawn as the share `cov_fraction` of the update has tokens, at most. Those whose gradient
-    the ratio's clip has taken anyway are left aside, as in the authors' program. The draw is seeded by
-    the update itself: it is the same however the update is cut, and another one in each.
+    As many are drawn as the share `cov_fraction` of the update has tokens, at most. Those whose
+    gradient the ratio's clip has taken anyway are left aside, as in the authors' program. The draw
+    is seeded by the update itself: it is the same however the update is cut, and another one in
+    each.
     """
     import torch
 
@@ -75,8 +87,12 @@ def is_drawn_by_covariance(
     return _are_among(here, update, candidates_C[shuffled_C], cov_fraction)
 
 
-def _are_among(here: TokenColumns, update: TokenColumns, order: torch.Tensor, share: float) -> torch.Tensor:
-    """Whether each token is one of the first in `order`, which are as many as the share of the update, at least one."""
+def _are_among(
+    here: TokenColumns, update: TokenColumns, order: torch.Tensor, share: float
+) -> torch.Tensor:
+    """Whether each token is one of the first in `order`, which are as many as the share of the
+    update, at least one.
+    """
     import torch
 
     count = max(1, int(share * len(update.keys)))
@@ -84,7 +100,9 @@ def _are_among(here: TokenColumns, update: TokenColumns, order: torch.Tensor, sh
 
 
 def _covariances(columns: TokenColumns, update: TokenColumns) -> torch.Tensor:
-    return (columns.logprobs - update.logprobs.mean()) * (columns.advantages - update.advantages.mean())
+    return (columns.logprobs - update.logprobs.mean()) * (
+        columns.advantages - update.advantages.mean()
+    )
 
 
 def _is_clipped(columns: TokenColumns, clip_lower: float, clip_higher: float) -> torch.Tensor:

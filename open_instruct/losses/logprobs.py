@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-# The share of a reply's log-prob by which two float32 sums of the same numbers in another order may differ.
+# The share of a reply's log-prob by which two float32 sums of the same numbers in another order may
+# differ.
 ROUNDING = 1e-6
-# The bound of exponents: e^20 is 5e8. Float32 overflows from 89 on, and then finite losses have NaN gradients.
+# The bound of exponents: e^20 is 5e8. Float32 overflows from 89 on, and then finite losses have NaN
+# gradients.
 MAX_LOG_RATIO = 20.0
 
 
@@ -28,12 +30,12 @@ def sum_by_sequence(
 
     A document without labels has sum 0 and count 0; `num_sequences` may be 0.
 
-    Returns `(sums_S, counts_S)`: sums in float32 (float64 stays float64), differentiable; counts int64.
-    The sum runs in float64, so that where a document lies in a batch, and on a GPU the order of the
-    atomic adds, practically never shows in the float32 result. On a CPU it is deterministic.
+    Returns `(sums_S, counts_S)`: sums in float32 (float64 stays float64), differentiable; counts
+    int64. The sum runs in float64, so that where a document lies in a batch, and on a GPU the order
+    of the atomic adds, practically never shows in the float32 result. On a CPU it is deterministic.
 
-    Example: log-probs `[-1., -2., -4.]` with ids `[0, 2, 0]` and three sequences give sums `[-5., 0., -2.]` and counts
-    `[2, 0, 1]`.
+    Example: log-probs `[-1., -2., -4.]` with ids `[0, 2, 0]` and three sequences give sums `[-5.,
+    0., -2.]` and counts `[2, 0, 1]`.
     """
     import torch
 
@@ -44,7 +46,10 @@ def sum_by_sequence(
 
 
 def lengths_of(sequence_ids_N: torch.Tensor, num_sequences: int) -> torch.Tensor:
-    """How many tokens each sequence has: int64 (S,). `bincount` would wait for the device to know the largest id."""
+    """How many tokens each sequence has: int64 (S,).
+
+    `bincount` would wait for the device to know the largest id.
+    """
     ids_N = sequence_ids_N.long()
     return ids_N.new_zeros(num_sequences).index_add(0, ids_N, ids_N.new_ones(ids_N.shape))
 
@@ -65,26 +70,40 @@ def places_in_sequence(sequence_ids_N: torch.Tensor, num_sequences: int) -> torc
     return places_N
 
 
-def sequence_sums(values_N: torch.Tensor, sequence_ids_N: torch.Tensor, num_sequences: int) -> torch.Tensor:
-    """Sum over the tokens of each sequence, shape (S,); differentiable; 0 for a sequence without tokens."""
+def sequence_sums(
+    values_N: torch.Tensor, sequence_ids_N: torch.Tensor, num_sequences: int
+) -> torch.Tensor:
+    """Sum over the tokens of each sequence, shape (S,); differentiable; 0 for a sequence without
+    tokens.
+    """
     return values_N.new_zeros(num_sequences).index_add(0, sequence_ids_N, values_N)
 
 
-def sequence_means(values_N: torch.Tensor, sequence_ids_N: torch.Tensor, num_sequences: int) -> torch.Tensor:
-    """Mean over the tokens of each sequence, shape (S,); differentiable; 0 for a sequence without tokens."""
+def sequence_means(
+    values_N: torch.Tensor, sequence_ids_N: torch.Tensor, num_sequences: int
+) -> torch.Tensor:
+    """Mean over the tokens of each sequence, shape (S,); differentiable; 0 for a sequence without
+    tokens.
+    """
     counts_S = lengths_of(sequence_ids_N, num_sequences).to(values_N.dtype)
     return sequence_sums(values_N, sequence_ids_N, num_sequences) / counts_S.clamp(min=1)
 
 
 def sum_by_reply(
-    logprobs_N: torch.Tensor, sequence_ids_N: torch.Tensor, num_sequences: int, ld_alpha: float | None
+    logprobs_N: torch.Tensor,
+    sequence_ids_N: torch.Tensor,
+    num_sequences: int,
+    ld_alpha: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`sum_by_sequence` for pairs, where tokens beyond the length of the shorter reply are weighted by `ld_alpha`.
+    """`sum_by_sequence` for pairs, where tokens beyond the length of the shorter reply are weighted
+    by `ld_alpha`.
 
-    LD-DPO, arXiv 2409.06411 eq. 9 and 10: log p of the first min(|y_w|, |y_l|) tokens, plus `ld_alpha` times that of
-    the rest. Sequences are all chosen replies, then all rejected ones; None counts every token.
+    LD-DPO, arXiv 2409.06411 eq. 9 and 10: log p of the first min(|y_w|, |y_l|) tokens, plus
+    `ld_alpha` times that of the rest. Sequences are all chosen replies, then all rejected ones;
+    None counts every token.
 
-    Example: log-probs `[-1., -2., -4.]` with ids `[0, 1, 1]`, one pair: with `ld_alpha` 0.5 the sums are `[-1., -4.]`.
+    Example: log-probs `[-1., -2., -4.]` with ids `[0, 1, 1]`, one pair: with `ld_alpha` 0.5 the
+    sums are `[-1., -4.]`.
     """
     import torch
 

@@ -1,15 +1,18 @@
 """Policy losses: log-probs and advantages in, one loss per token out.
 
-To add one, write a function here under `register`, with its name, formula and paper: `python scripts/losses_page.py`
-puts it into the table of docs/losses.md. The flags it reads are the keyword-only arguments of the function. Importing
-this file loads no torch, because `--help` and the checks of flags read `POLICY_LOSSES`.
+To add one, write a function here under `register`, with its name, formula and paper: `python
+scripts/losses_page.py` puts it into the table of docs/losses.md. The flags it reads are the
+keyword-only arguments of the function. Importing this file loads no torch, because `--help` and the
+checks of flags read `POLICY_LOSSES`.
 
-No loss here divides by a number of tokens or completions of its own batch. The caller adds up `losses_N` over
-microbatches and ranks and divides by the `denominator`, so the result does not depend on the split.
+No loss here divides by a number of tokens or completions of its own batch. The caller adds up
+`losses_N` over microbatches and ranks and divides by the `denominator`, so the result does not
+depend on the split.
 
-Formulas are in the words of docs/losses.md: r is the ratio of the policy to the policy at the start of the step, s its
-geometric mean over the completion, A the advantage. Log-ratios are clamped to +-20. Beyond, a loss is flat, so that its
-value and gradient stay finite however far the policies are apart.
+Formulas are in the words of docs/losses.md: r is the ratio of the policy to the policy at the start
+of the step, s its geometric mean over the completion, A the advantage. Log-ratios are clamped to
++-20. Beyond, a loss is flat, so that its value and gradient stay finite however far the policies
+are apart.
 
 Legend: N labelled tokens of a microbatch, S sequences (completions). All log-probs are in nats.
 """
@@ -22,7 +25,13 @@ from typing import TYPE_CHECKING, Literal
 
 from open_instruct.losses.covariance import has_high_covariance, is_drawn_by_covariance
 from open_instruct.losses.flags_taken import flags_taken, registers, with_flags
-from open_instruct.losses.logprobs import MAX_LOG_RATIO, clamped_exp, lengths_of, sequence_means, sequence_sums
+from open_instruct.losses.logprobs import (
+    MAX_LOG_RATIO,
+    clamped_exp,
+    lengths_of,
+    sequence_means,
+    sequence_sums,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -38,9 +47,10 @@ CLIP_FLAGS = ("clip_lower", "clip_higher")
 class PolicyLossInputs:
     """The inputs of any policy loss.
 
-    Only `logprobs_N` carries a gradient. `sequence_ids_N` (int64, 0..S-1) gives the completion of each token.
-    With `by_completion` the ratio of each token is that of its completion, the geometric mean over its tokens.
-    `marked_N` is 1 at the tokens that a loss with `PolicyLoss.marks` treats apart, and 0 at the others.
+    Only `logprobs_N` carries a gradient. `sequence_ids_N` (int64, 0..S-1) gives the completion of
+    each token. With `by_completion` the ratio of each token is that of its completion, the
+    geometric mean over its tokens. `marked_N` is 1 at the tokens that a loss with
+    `PolicyLoss.marks` treats apart, and 0 at the others.
     """
 
     logprobs_N: torch.Tensor
@@ -56,18 +66,23 @@ class PolicyLossInputs:
         log_ratio_N = self.logprobs_N - self.old_logprobs_N
         if not self.by_completion:
             return log_ratio_N
-        return sequence_means(log_ratio_N, self.sequence_ids_N, self.num_sequences)[self.sequence_ids_N]
+        return sequence_means(log_ratio_N, self.sequence_ids_N, self.num_sequences)[
+            self.sequence_ids_N
+        ]
 
     def __post_init__(self) -> None:
         shape = self.logprobs_N.shape
         for tensor in (self.old_logprobs_N, self.advantages_N, self.sequence_ids_N, self.marked_N):
             if tensor is not None:
-                assert len(shape) == 1 and tensor.shape == shape, f"{tuple(tensor.shape)}, not {tuple(shape)}"
+                assert len(shape) == 1 and tensor.shape == shape, (
+                    f"{tuple(tensor.shape)}, not {tuple(shape)}"
+                )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyLossOutputs:
-    """`losses_N` carries the gradient; `is_clipped_N` (0 or 1) marks tokens whose gradient was clipped away.
+    """`losses_N` carries the gradient; `is_clipped_N` (0 or 1) marks tokens whose gradient was
+    clipped away.
 
     A token with an advantage of 0 has no gradient to clip, so `PolicyLoss.outputs` never marks it.
     """
@@ -80,7 +95,8 @@ class PolicyLossOutputs:
 class PolicyLoss:
     """A loss of --loss_fn: a function, and how its losses are averaged.
 
-    Example: `POLICY_LOSSES["grpo"]` has `divided_by` "completions", `averaged` True and `reads` `("delta",)`.
+    Example: `POLICY_LOSSES["grpo"]` has `divided_by` "completions", `averaged` True and `reads`
+    `("delta",)`.
     """
 
     function: Callable[..., PolicyLossOutputs]
@@ -90,15 +106,17 @@ class PolicyLoss:
     paper: str = ""
     """The number on arXiv, and the place in the paper."""
     divided_by: Literal["tokens", "completions", "response_length"] = "tokens"
-    """The denominator of the sum over all tokens: the tokens, or (--loss_denominator) a constant length for each
-    completion; the completions; or --response_length for each completion."""
+    """The denominator of the sum over all tokens: the tokens, or (--loss_denominator) a constant
+    length for each completion; the completions; or --response_length for each completion.
+    """
     averaged: bool = False
     """Whether each completion is averaged over its tokens first."""
     by_completion: bool = False
     """Whether a completion has one ratio, the geometric mean of its tokens'."""
     marks: Callable[..., torch.Tensor] | None = None
-    """`marks(here, update, **flags)` says which tokens of a microbatch are treated apart (`PolicyLossInputs.marked_N`);
-    both are `TokenColumns`, and `update` has those of all ranks."""
+    """`marks(here, update, **flags)` says which tokens of a microbatch are treated apart
+    (`PolicyLossInputs.marked_N`); both are `TokenColumns`, and `update` has those of all ranks.
+    """
 
     @property
     def reads(self) -> tuple[str, ...]:
@@ -109,15 +127,21 @@ class PolicyLoss:
         return tuple(flag for flag in flags if flag not in CLIP_FLAGS)
 
     def outputs(self, inputs: PolicyLossInputs, flags: object) -> PolicyLossOutputs:
-        """The loss of every token, to be summed and divided by the `denominator`; `flags` is the section of flags."""
-        outputs = with_flags(self.function, flags)(replace(inputs, by_completion=self.by_completion))
+        """The loss of every token, to be summed and divided by the `denominator`;
+
+        `flags` is the section of flags.
+        """
+        outputs = with_flags(self.function, flags)(
+            replace(inputs, by_completion=self.by_completion)
+        )
         return PolicyLossOutputs(
             losses_N=self.shares(outputs.losses_N, inputs),
             is_clipped_N=outputs.is_clipped_N * (inputs.advantages_N != 0),
         )
 
     def shares(self, values_N: torch.Tensor, inputs: PolicyLossInputs) -> torch.Tensor:
-        """`values_N` as the loss weighs tokens: unchanged, or divided by the length of their completion.
+        """`values_N` as the loss weighs tokens: unchanged, or divided by the length of their
+        completion.
 
         In the second case their sum is the sum of the means over completions.
         """
@@ -127,11 +151,18 @@ class PolicyLoss:
         return values_N / lengths_S[inputs.sequence_ids_N].to(values_N.dtype)
 
     def importance_ratio(self, inputs: PolicyLossInputs) -> torch.Tensor:
-        """The ratio by which the loss weighs each token: the token's own, or that of its completion."""
+        """The ratio by which the loss weighs each token: the token's own, or that of its
+        completion.
+        """
         return clamped_exp(replace(inputs, by_completion=self.by_completion).log_ratio_N)
 
     def denominator(
-        self, *, num_tokens: int, num_completions: int, response_length: int, constant: int | None = None
+        self,
+        *,
+        num_tokens: int,
+        num_completions: int,
+        response_length: int,
+        constant: int | None = None,
     ) -> float:
         """The denominator of the sum of losses over the whole global batch.
 
@@ -153,7 +184,9 @@ POLICY_LOSSES: dict[str, PolicyLoss] = {}
 register = registers(POLICY_LOSSES, PolicyLoss)
 
 
-@register("luspo", "−min(s A, clip(s) A)", "2602.05261", divided_by="completions", by_completion=True)
+@register(
+    "luspo", "−min(s A, clip(s) A)", "2602.05261", divided_by="completions", by_completion=True
+)
 @register(
     "gspo",
     "−min(s A, clip(s) A) / |o|",
@@ -163,13 +196,20 @@ register = registers(POLICY_LOSSES, PolicyLoss)
     by_completion=True,
 )
 @register("dr_grpo", "−min(r A, clip(r) A)", "2503.20783 section 3.2", divided_by="response_length")
-@register("grpo", "−min(r A, clip(r) A) / |o|", "2402.03300 eq. 3", divided_by="completions", averaged=True)
+@register(
+    "grpo",
+    "−min(r A, clip(r) A) / |o|",
+    "2402.03300 eq. 3",
+    divided_by="completions",
+    averaged=True,
+)
 @register("dapo", "−min(r A, clip(r) A)", "2503.14476 eq. 8")
 def clipped_ratio(
     inputs: PolicyLossInputs, *, clip_lower: float, clip_higher: float, delta: float | None
 ) -> PolicyLossOutputs:
-    """With `delta` the ratio of a negative advantage is at most that: the two-sided clip of INTELLECT-2 (arXiv
-    2505.07291), which above 1 + `clip_higher` is the dual clip of arXiv 1912.09729.
+    """With `delta` the ratio of a negative advantage is at most that: the two-sided clip of
+    INTELLECT-2 (arXiv 2505.07291), which above 1 + `clip_higher` is the dual clip of arXiv
+    1912.09729.
     """
     ratio_N = clamped_exp(inputs.log_ratio_N)
     bounded_N = ratio_N if delta is None else ratio_N.clamp(max=delta)
@@ -186,16 +226,23 @@ def clipped_ratio(
 def cispo(
     inputs: PolicyLossInputs, *, clip_lower: float, clip_higher: float, cispo_clamp_below: bool
 ) -> PolicyLossOutputs:
-    """MiniMax-M1's equation, with the bound from above alone that its text and ScaleRL (arXiv 2510.13786) use."""
+    """MiniMax-M1's equation, with the bound from above alone that its text and ScaleRL (arXiv
+    2510.13786) use.
+    """
     ratio_N = clamped_exp(inputs.log_ratio_N.detach())
     clipped_N = ratio_N.clamp(1 - clip_lower if cispo_clamp_below else None, 1 + clip_higher)
     return PolicyLossOutputs(
-        losses_N=-clipped_N * inputs.advantages_N * inputs.logprobs_N, is_clipped_N=(clipped_N != ratio_N).float()
+        losses_N=-clipped_N * inputs.advantages_N * inputs.logprobs_N,
+        is_clipped_N=(clipped_N != ratio_N).float(),
     )
 
 
-@register("sapo", "−(4/τ) σ(τ (r − 1)) A / |o|", "2511.20347", divided_by="completions", averaged=True)
-def sapo(inputs: PolicyLossInputs, *, sapo_temperature_pos: float, sapo_temperature_neg: float) -> PolicyLossOutputs:
+@register(
+    "sapo", "−(4/τ) σ(τ (r − 1)) A / |o|", "2511.20347", divided_by="completions", averaged=True
+)
+def sapo(
+    inputs: PolicyLossInputs, *, sapo_temperature_pos: float, sapo_temperature_neg: float
+) -> PolicyLossOutputs:
     import torch
 
     ratio_N = clamped_exp(inputs.log_ratio_N)
@@ -213,11 +260,15 @@ def sapo(inputs: PolicyLossInputs, *, sapo_temperature_pos: float, sapo_temperat
     by_completion=True,
 )
 def gmpo(inputs: PolicyLossInputs, *, clip_lower: float, clip_higher: float) -> PolicyLossOutputs:
-    """GMPO clips log r and not r: from -`clip_lower` to `clip_higher`, where the paper has 0.4 for both."""
+    """GMPO clips log r and not r: from -`clip_lower` to `clip_higher`, where the paper has 0.4 for
+    both.
+    """
     # Each token's own, where `log_ratio_N` has the mean over its completion.
     log_ratio_N = (inputs.logprobs_N - inputs.old_logprobs_N).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     bounded_N = log_ratio_N.clamp(-clip_lower, clip_higher)
-    clipped_N = log_ratio_N.minimum(bounded_N).where(inputs.advantages_N > 0, log_ratio_N.maximum(bounded_N))
+    clipped_N = log_ratio_N.minimum(bounded_N).where(
+        inputs.advantages_N > 0, log_ratio_N.maximum(bounded_N)
+    )
     means_S = sequence_means(clipped_N, inputs.sequence_ids_N, inputs.num_sequences)
     return PolicyLossOutputs(
         losses_N=-inputs.advantages_N * means_S[inputs.sequence_ids_N].exp(),
@@ -254,15 +305,22 @@ def dppo_kl(
 ) -> PolicyLossOutputs:
     old_N = inputs.old_logprobs_N.exp()
     new_N = inputs.logprobs_N.detach().exp()
-    others_N = ((1 - old_N).clamp(min=LEAST_PROBABILITY) / (1 - new_N).clamp(min=LEAST_PROBABILITY)).log()
+    others_N = (
+        (1 - old_N).clamp(min=LEAST_PROBABILITY) / (1 - new_N).clamp(min=LEAST_PROBABILITY)
+    ).log()
     divergence_N = -old_N * inputs.log_ratio_N.detach() + (1 - old_N) * others_N
     return _within_divergence(inputs, divergence_N, clip_lower, clip_higher, delta)
 
 
 def _within_divergence(
-    inputs: PolicyLossInputs, divergence_N: torch.Tensor, clip_lower: float, clip_higher: float, delta: float | None
+    inputs: PolicyLossInputs,
+    divergence_N: torch.Tensor,
+    clip_lower: float,
+    clip_higher: float,
+    delta: float | None,
 ) -> PolicyLossOutputs:
-    """-r A, but 0 where r has moved the way that A asks for and the divergence is beyond the clip range.
+    """-r A, but 0 where r has moved the way that A asks for and the divergence is beyond the clip
+    range.
 
     No ratio is clipped, so with `delta` the r of any A weighs at most that, and keeps its gradient:
     -stop(min(1, delta / r)) r A.
@@ -278,11 +336,18 @@ def _within_divergence(
     return PolicyLossOutputs(losses_N=losses_N, is_clipped_N=is_clipped_N.float())
 
 
-@register("clip_cov", "`dapo`'s, but 0 at some tokens", "2505.22617 eq. 10 and 11", marks=is_drawn_by_covariance)
+@register(
+    "clip_cov",
+    "`dapo`'s, but 0 at some tokens",
+    "2505.22617 eq. 10 and 11",
+    marks=is_drawn_by_covariance,
+)
 def clip_cov(
     inputs: PolicyLossInputs, *, clip_lower: float, clip_higher: float, delta: float | None
 ) -> PolicyLossOutputs:
-    """Clip-Cov: tokens that are drawn by their covariance have no loss, see `is_drawn_by_covariance`."""
+    """Clip-Cov: tokens that are drawn by their covariance have no loss, see
+    `is_drawn_by_covariance`.
+    """
     assert inputs.marked_N is not None, "see `choose_tokens`"
     outputs = clipped_ratio(inputs, clip_lower=clip_lower, clip_higher=clip_higher, delta=delta)
     return PolicyLossOutputs(
@@ -292,10 +357,16 @@ def clip_cov(
 
 
 @register(
-    "kl_cov", "−r A, and `--kl_cov_coef` |log r| at some tokens", "2505.22617 eq. 12 and 13", marks=has_high_covariance
+    "kl_cov",
+    "−r A, and `--kl_cov_coef` |log r| at some tokens",
+    "2505.22617 eq. 12 and 13",
+    marks=has_high_covariance,
 )
 def kl_cov(inputs: PolicyLossInputs, *, kl_cov_coef: float) -> PolicyLossOutputs:
-    """KL-Cov: tokens of the highest covariance pay for every move, see `has_high_covariance`. Nothing is clipped."""
+    """KL-Cov: tokens of the highest covariance pay for every move, see `has_high_covariance`.
+
+    Nothing is clipped.
+    """
     assert inputs.marked_N is not None, "see `choose_tokens`"
     losses_N = -clamped_exp(inputs.log_ratio_N) * inputs.advantages_N
     return _nothing_clipped(losses_N + inputs.marked_N * (kl_cov_coef * inputs.log_ratio_N.abs()))
@@ -307,7 +378,9 @@ def gpg(inputs: PolicyLossInputs) -> PolicyLossOutputs:
 
 
 def _nothing_clipped(losses_N: torch.Tensor) -> PolicyLossOutputs:
-    return PolicyLossOutputs(losses_N=losses_N, is_clipped_N=losses_N.new_zeros(losses_N.shape).float())
+    return PolicyLossOutputs(
+        losses_N=losses_N, is_clipped_N=losses_N.new_zeros(losses_N.shape).float()
+    )
 
 
 # The name that TRL has for a mean over tokens.

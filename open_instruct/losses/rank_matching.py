@@ -1,8 +1,8 @@
 """Pairs matched by rank over a global batch, for AOT (arXiv 2406.05882 section 3).
 
-Optimal transport between two sets of numbers, under any convex cost of their differences, matches the
-smallest with the smallest and so on. AOT therefore compares sorted values. A microbatch has a part of
-the pairs only, so the values of the same rank come from pairs that may be anywhere.
+Optimal transport between two sets of numbers, under any convex cost of their differences, matches
+the smallest with the smallest and so on. AOT therefore compares sorted values. A microbatch has a
+part of the pairs only, so the values of the same rank come from pairs that may be anywhere.
 
 Legend: P pairs of a microbatch or of the global batch.
 """
@@ -20,8 +20,9 @@ class RankPartners(NamedTuple):
 
     `margin_shift` is the pair's reference margin less the reference margin that has the rank of its
     policy margin. Added to the difference of the log-ratios it gives policy margin less matched
-    reference margin, without subtracting two large sums. `rejected` is the rejected log-ratio with the
-    rank of the pair's chosen one, and `chosen` the chosen log-ratio with the rank of its rejected one.
+    reference margin, without subtracting two large sums. `rejected` is the rejected log-ratio with
+    the rank of the pair's chosen one, and `chosen` the chosen log-ratio with the rank of its
+    rejected one.
     """
 
     margin_shift: torch.Tensor
@@ -36,8 +37,9 @@ def match_by_rank(log_ratios_2P: torch.Tensor, reference_margins_P: torch.Tensor
         log_ratios_2P: policy minus reference log-probs, of the chosen and of the rejected replies.
         reference_margins_P: chosen minus rejected log-prob under the reference.
 
-    Example: chosen log-ratios `[1., 3.]` and rejected ones `[5., 4.]`, each the log-ratio of one of two
-    pairs: the first pair's chosen reply is the lowest, so its partner is the lowest rejected one, 4.
+    Example: chosen log-ratios `[1., 3.]` and rejected ones `[5., 4.]`, each the log-ratio of one of
+    two pairs: the first pair's chosen reply is the lowest, so its partner is the lowest rejected
+    one, 4.
     """
     chosen_P, rejected_P = log_ratios_2P
     policy_margins_P = chosen_P - rejected_P + reference_margins_P

@@ -1,28 +1,37 @@
-"""What PPO's critic says of sampled tokens: advantages, their whitening, and the loss of the critic itself.
+"""What PPO's critic says of sampled tokens: advantages, their whitening, and the loss of the critic
+itself.
 
-A value is what the critic expects of the rewards still to come before a token is sampled. Generalized advantage
-estimation (arXiv 1506.02438 eq. 16), with V the values, r the rewards, and V = 0 after the last token:
+A value is what the critic expects of the rewards still to come before a token is sampled.
+Generalized advantage estimation (arXiv 1506.02438 eq. 16), with V the values, r the rewards, and V
+= 0 after the last token:
 
     delta(t) = r(t) + gamma V(t + 1) - V(t)        A(t) = delta(t) + gamma lambda A(t + 1)
 
 The returns that the critic learns are A + V, taken before A is whitened.
 
-Legend: N sampled tokens of a microbatch, those of one completion side by side and in order. What a tool or a user said
-between them is not among them, so the last token of a turn is followed by the first of the next.
+Legend: N sampled tokens of a microbatch, those of one completion side by side and in order. What a
+tool or a user said between them is not among them, so the last token of a turn is followed by the
+first of the next.
 """
 
 import torch
 
 
 def gae(
-    values_N: torch.Tensor, rewards_N: torch.Tensor, sequence_ids_N: torch.Tensor, *, gamma: float, lam: float
+    values_N: torch.Tensor,
+    rewards_N: torch.Tensor,
+    sequence_ids_N: torch.Tensor,
+    *,
+    gamma: float,
+    lam: float,
 ) -> torch.Tensor:
     """The advantage of each token, in float32 (float64 stays float64).
 
-    Sums of 2, 4, 8, ... terms are made of sums of half as many, for all tokens at once: log2(N) passes in float64.
+    Sums of 2, 4, 8, ... terms are made of sums of half as many, for all tokens at once: log2(N)
+    passes in float64.
 
-    Example: values `[1., 2., 5.]` and rewards `[0., 1., 3.]` of sequences `[0, 0, 1]` have, with gamma and lam 1, the
-    advantages `[0., -1., -2.]`: what a completion got, less what was expected.
+    Example: values `[1., 2., 5.]` and rewards `[0., 1., 3.]` of sequences `[0, 0, 1]` have, with
+    gamma and lam 1, the advantages `[0., -1., -2.]`: what a completion got, less what was expected.
     """
     is_followed_N = sequence_ids_N[1:] == sequence_ids_N[:-1]
     values_64_N = values_N.double()
@@ -37,7 +46,8 @@ def gae(
 
 
 def whitened(advantages_N: torch.Tensor, everywhere_N: torch.Tensor) -> torch.Tensor:
-    """The advantages less the mean, over the root of the variance plus 1e-8, of those of all tokens `everywhere_N`.
+    """The advantages less the mean, over the root of the variance plus 1e-8, of those of all tokens
+    `everywhere_N`.
 
     The variance is divided by one less than their number; a single token has an advantage of 0.
 
@@ -54,8 +64,9 @@ def value_losses(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Each token's half squared error, and whether (0 or 1) the clip has taken its gradient.
 
-    The error is the larger one of the value's own and that of the value held within `clip` of `old_values_N`, which the
-    critic said at the start of the step (Schulman et al. 2017's program). None clips nothing.
+    The error is the larger one of the value's own and that of the value held within `clip` of
+    `old_values_N`, which the critic said at the start of the step (Schulman et al. 2017's program).
+    None clips nothing.
 
     Example: a value of 1, once 0, whose return is 1 has with `clip` 0.2 a loss of 0.5 * 0.8 ** 2.
     """

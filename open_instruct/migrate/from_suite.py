@@ -1,4 +1,6 @@
-"""`open-instruct migrate-args --from SUITE ...`: the files and flags that another suite's users have, in our flags."""
+"""`open-instruct migrate-args --from SUITE ...`: the files and flags that another suite's users
+have, in our flags.
+"""
 
 import json
 import shlex
@@ -10,14 +12,14 @@ from pathlib import Path
 from open_instruct.config.flags import spelled
 from open_instruct.config.help import asks_for_help
 from open_instruct.config.parser import YAML_SUFFIXES, nearest
-from open_instruct.errors import EXIT_INPUT, InputError
+from open_instruct.core.errors import EXIT_INPUT, InputError
+from open_instruct.core.text import one_of, pages_in
 from open_instruct.migrate.launch import ALL_TRAINERS
 from open_instruct.migrate.suites import axolotl, llamafactory, openrlhf, trl, verl
 from open_instruct.migrate.suites.settings import Settings
 from open_instruct.migrate.suites.tables import find_suite_name, find_table, find_trainers
 from open_instruct.migrate.translation import Translation, translate
 from open_instruct.migrate.yaml_words import yaml_lines
-from open_instruct.wording import one_of, pages_in
 
 READERS: dict[str, Callable[[list[str]], Settings]] = {
     "trl": trl.read_settings,
@@ -70,11 +72,16 @@ def migrate_from(request: Request) -> int:
 
 
 def read_request(words: Sequence[str]) -> Request:
-    """The words behind `migrate-args`: options of ours, then the suite's words, or all of these behind `--`.
+    """The words behind `migrate-args`: options of ours, then the suite's words, or all of these
+    behind `--`.
 
     :raises InputError: the suite is not one that is known, or a number is none.
     """
-    left = [part for word in words for part in (word.split("=", 1) if word.startswith("--from=") else [word])]
+    left = [
+        part
+        for word in words
+        for part in (word.split("=", 1) if word.startswith("--from=") else [word])
+    ]
     request = Request(suite="")
     while left:
         word = left.pop(0)
@@ -89,7 +96,9 @@ def read_request(words: Sequence[str]) -> Request:
         elif word == "--from":
             request.suite = _find_suite(left.pop(0) if left else "")
         elif word in NUMBERS:
-            request.numbers[word.removeprefix("--")] = _whole_number(word, left.pop(0) if left else "")
+            request.numbers[word.removeprefix("--")] = _whole_number(
+                word, left.pop(0) if left else ""
+            )
         elif _names_a_trainer(word, request):
             request.trainer = word
         else:
@@ -98,7 +107,8 @@ def read_request(words: Sequence[str]) -> Request:
             break
     if not request.launch:
         raise InputError(
-            f"nothing to translate: write migrate-args --from {request.suite} FILE, or its flags", kind="stray_word"
+            (f"nothing to translate: write migrate-args --from {request.suite} FILE, or its flags"),
+            kind="stray_word",
         )
     return request
 
@@ -116,7 +126,9 @@ def _find_suite(word: str) -> str:
     names = {name.replace("-", ""): name for name in (*READERS, OPEN_INSTRUCT)}
     if suite not in names:
         raise InputError(
-            f"--from takes {one_of(names.values())}, not '{word}'{nearest(suite, names)}", kind="bad_value", flag="from"
+            f"--from takes {one_of(names.values())}, not '{word}'{nearest(suite, names)}",
+            kind="bad_value",
+            flag="from",
         )
     return names[suite]
 
@@ -133,14 +145,20 @@ def _is_yaml_file(launch: Sequence[str]) -> bool:
 
 def _as_command(translation: Translation) -> str:
     lines = [f"open-instruct {translation.command}"]
-    lines += [f"    --{name} {shlex.join(words)}".rstrip() for name, words in translation.arguments.items()]
+    lines += [
+        f"    --{name} {shlex.join(words)}".rstrip()
+        for name, words in translation.arguments.items()
+    ]
     return " \\\n".join(lines) + "\n" + _notes(translation)
 
 
 def _as_yaml(translation: Translation) -> str:
     """A file of flags, with all that is said of it in comments."""
     notes = "\n".join(f"# {line}".rstrip() for line in _notes(translation).splitlines())
-    head = f"# Translated from {translation.suite}. To run it: open-instruct {translation.command} FILE.yaml"
+    head = (
+        f"# Translated from {translation.suite}. To run it: open-instruct {translation.command} "
+        "FILE.yaml"
+    )
     return "\n".join([head, *yaml_lines(translation.arguments), notes])
 
 
@@ -149,7 +167,9 @@ def _notes(translation: Translation) -> str:
     names = {"translation": translation, "spelled": spelled}
     text = pages.get_template("translation.txt.jinja").render(names)
     lines = [
-        textwrap.fill(line, WIDTH, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)
+        textwrap.fill(
+            line, WIDTH, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False
+        )
         for line in text.splitlines()
     ]
     return "\n".join(lines)

@@ -1,4 +1,6 @@
-"""A launch of open-instruct: which trainer it starts, the flags that it gives, and what becomes of them."""
+"""A launch of open-instruct: which trainer it starts, the flags that it gives, and what becomes of
+them.
+"""
 
 import re
 from collections.abc import Sequence
@@ -6,7 +8,7 @@ from dataclasses import dataclass, field
 
 from open_instruct.config.parser import YAML_SUFFIXES, groups_of, nodes_of, words_of
 from open_instruct.config.suites.upstream_flags import upstream_defaults
-from open_instruct.errors import InputError, Problem
+from open_instruct.core.errors import InputError, Problem
 
 # Of each of our commands upstream's trainers, the one first that is meant where none is named.
 TRAINERS = {
@@ -75,7 +77,10 @@ class Sheet:
         self.refused[name] = why
 
     def set(self, flag: str, words: Sequence[str], source: str) -> None:
-        """Set our `flag` to these words, for upstream's `source`. A value of the launch goes before a default."""
+        """Set our `flag` to these words, for upstream's `source`.
+
+        A value of the launch goes before a default.
+        """
         if flag in self.ours and source not in self.given and self.ours[flag][1] in self.given:
             return
         if flag in self.ours and (before := self.ours[flag][1]) in self.given and before != source:
@@ -84,9 +89,11 @@ class Sheet:
 
 
 def read_launch(command: str, words: Sequence[str]) -> Sheet:
-    """Read the words behind `migrate-args COMMAND`: flags, a YAML file of them, or a whole line that starts a trainer.
+    """Read the words behind `migrate-args COMMAND`: flags, a YAML file of them, or a whole line
+    that starts a trainer.
 
-    Of the launchers before upstream's script nothing is read: they say where a run stands, and not what it learns.
+    Of the launchers before upstream's script nothing is read: they say where a run stands, and not
+    what it learns.
 
     Raises:
         InputError: they are no flags, or the script is of another command.
@@ -97,10 +104,16 @@ def read_launch(command: str, words: Sequence[str]) -> Sheet:
     if scripts:
         trainer = script_of(words[scripts[0]])
         if trainer not in ALL_TRAINERS[command]:
-            ours = next((name for name, trainers in ALL_TRAINERS.items() if trainer in trainers), None)
+            ours = next(
+                (name for name, trainers in ALL_TRAINERS.items() if trainer in trainers), None
+            )
             raise InputError(
                 f"{words[scripts[0]]} is not what {command} is here; "
-                + (f"use migrate-args {ours}" if ours else "there is no command here that does the same"),
+                + (
+                    f"use migrate-args {ours}"
+                    if ours
+                    else "there is no command here that does the same"
+                ),
                 kind="stray_word",
             )
         words = words[scripts[0] + 1 :]
@@ -132,7 +145,9 @@ def read_launch(command: str, words: Sequence[str]) -> Sheet:
 
 
 def script_of(word: str) -> str:
-    """The trainer that a script is, such as `dpo` of `open_instruct/dpo.py`; nothing of any other word."""
+    """The trainer that a script is, such as `dpo` of `open_instruct/dpo.py`; nothing of any other
+    word.
+    """
     match = SCRIPT.fullmatch(word)
     if match:
         return match[1]

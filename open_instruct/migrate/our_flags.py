@@ -1,11 +1,13 @@
-"""What our parser makes of the flags that a sheet sets: their values, those that nothing reads, and what is refused."""
+"""What our parser makes of the flags that a sheet sets: their values, those that nothing reads, and
+what is refused.
+"""
 
 from collections.abc import Mapping
 from typing import Any
 
 from open_instruct.config.flags import Flag, is_met
 from open_instruct.config.parser import parse
-from open_instruct.errors import InputError
+from open_instruct.core.errors import InputError
 from open_instruct.losses.preference import PREFERENCE_LOSSES
 from open_instruct.migrate.launch import Sheet
 from open_instruct.objectives.objective import Objective
@@ -18,7 +20,9 @@ def read_values(flags: Mapping[str, Flag], sheet: Sheet) -> dict[str, Any]:
         try:
             values[ours] = flags[ours].value_of(words)
         except InputError as error:
-            sheet.refused[source] = str(error) if source == ours else f"is --{ours} here, which {error}"
+            sheet.refused[source] = (
+                str(error) if source == ours else f"is --{ours} here, which {error}"
+            )
     return values
 
 
@@ -26,7 +30,11 @@ def drop_idle(flags: Mapping[str, Flag], values: dict[str, Any], sheet: Sheet) -
     """Leave out the flags that a run would not read, until all that are left are read."""
     while True:
         everything = {name: flag.default for name, flag in flags.items()} | values
-        idle = [name for name in values if flags[name].read_with and not is_met(flags[name].read_with, everything)]
+        idle = [
+            name
+            for name in values
+            if flags[name].read_with and not is_met(flags[name].read_with, everything)
+        ]
         if not idle:
             return
         for name in idle:

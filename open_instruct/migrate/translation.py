@@ -10,7 +10,12 @@ from open_instruct.config.parser import nearest
 from open_instruct.migrate.launch import Sheet
 from open_instruct.migrate.our_flags import default_here, drop_idle, find_problems, read_values
 from open_instruct.migrate.rules import family_problem
-from open_instruct.migrate.suites.rule_values import LEFT_OUT, is_refused, share_of_steps, words_here
+from open_instruct.migrate.suites.rule_values import (
+    LEFT_OUT,
+    is_refused,
+    share_of_steps,
+    words_here,
+)
 from open_instruct.migrate.suites.settings import Settings
 from open_instruct.migrate.suites.tables import Product, Rule, Table
 from open_instruct.objectives.objective import Objective
@@ -38,8 +43,8 @@ class Translation:
         dropped: for each that is left out, why nothing is learned differently.
         refused: for each that cannot be had, why.
         missing: for each flag that the launch does not determine, what to give.
-        defaults: of flags for which the launch gives no setting, the default `there` and `here`, where these differ;
-            `arguments` has what is there.
+        defaults: of flags for which the launch gives no setting, the default `there` and `here`,
+            where these differ; `arguments` has what is there.
         differs: what is otherwise by no flag, `there` and `here`; or a sentence about a setting.
     """
 
@@ -84,17 +89,24 @@ class _Translator:
         self.flags: dict[str, Flag] = flags_of(self.objective.config_class)
         unset = [name for name, words in settings.values.items() if words == [table.unset]]
         given = (settings.values.keys() | settings.unreadable.keys()) - set(unset)
-        defaults = {name: value.split() for name, value in table.defaults.items() if name not in given}
+        defaults = {
+            name: value.split() for name, value in table.defaults.items() if name not in given
+        }
         self.sheet = Sheet(
             trainer=settings.trainer,
-            asked={name: list(words) for name, words in settings.values.items() if name in given} | defaults,
+            asked={name: list(words) for name, words in settings.values.items() if name in given}
+            | defaults,
             given=frozenset(given),
         )
         self.sheet.dropped.update(dict.fromkeys(unset, "has no value"))
         self.computed: set[str] = set()
-        self.columns: dict[str, str] = {}  # of each field of our rows the column, and the setting behind it
+        # Of each field of our rows the column, and the setting behind it.
+        self.columns: dict[str, str] = {}
         self.result = Translation(
-            suite=table.suite, command=table.command, dropped=self.sheet.dropped, refused=self.sheet.refused
+            suite=table.suite,
+            command=table.command,
+            dropped=self.sheet.dropped,
+            refused=self.sheet.refused,
         )
 
     def run(self) -> Translation:
@@ -119,7 +131,9 @@ class _Translator:
         return self.result
 
     def _drop_idle(self, values: dict[str, Any]) -> None:
-        """Leave out flags that nothing reads; a setting of which another flag is read is not left out for that."""
+        """Leave out flags that nothing reads; a setting of which another flag is read is not left
+        out for that.
+        """
         before = dict(self.sheet.dropped)
         drop_idle(self.flags, values, self.sheet)
         for source in {source for _, source in self.sheet.ours.values()} - before.keys():
@@ -138,7 +152,9 @@ class _Translator:
             self.sheet.dropped[name] = rule.unneeded
             return
         here = f"; here it is --{rule.flag}" if rule is not None and rule.flag else ""
-        self.sheet.refused[name] = f"is only known when the launch runs ({how}){here}: write its value"
+        self.sheet.refused[name] = (
+            f"is only known when the launch runs ({how}){here}: write its value"
+        )
 
     def _name_in_launch(self, name: str) -> str:
         """The name by which the launch gives a setting: an older one, where it has that."""
@@ -161,7 +177,9 @@ class _Translator:
         rules = self.table.rules
         if name in rules:
             return rules[name]
-        return next((rule for form, rule in rules.items() if "*" in form and fnmatchcase(name, form)), None)
+        return next(
+            (rule for form, rule in rules.items() if "*" in form and fnmatchcase(name, form)), None
+        )
 
     def _translate(self, name: str, rule: Rule | None) -> None:
         words = self.sheet.asked[name]
@@ -177,7 +195,13 @@ class _Translator:
         elif rule.part_of is not None:
             self._note_part(name, rule, rule.part_of)
         elif rule.flag is not None and rule.flag not in self.flags:
-            self._refuse(name, f"is --{rule.flag} of other commands, which open-instruct {self.table.command} has not")
+            self._refuse(
+                name,
+                (
+                    f"is --{rule.flag} of other commands, which open-instruct {self.table.command} "
+                    "has not"
+                ),
+            )
         elif rule.flag is None and rule.differs is not None:
             self._note_difference(name, rule, words)
         elif rule.flag is None or words_here(rule, words) == [LEFT_OUT]:
@@ -235,22 +259,34 @@ class _Translator:
         if " ".join(self.sheet.asked[name]).lower() in rule.unless:
             self.sheet.dropped[name] = "asks for nothing"
         elif flag in self.sheet.ours:
-            self.result.renamed[name] = f"is a part of --{flag} {' '.join(self.sheet.ours[flag][0])}"
+            self.result.renamed[name] = (
+                f"is a part of --{flag} {' '.join(self.sheet.ours[flag][0])}"
+            )
             if rule.differs is not None:
                 self.result.differs[name] = rule.differs
         elif flag in self.result.missing:
             self.result.renamed[name] = f"is a part of --{flag}, which see"
         else:
-            self.sheet.refused[name] = f"is a part of --{flag} here, and does not go with the other settings"
+            self.sheet.refused[name] = (
+                f"is a part of --{flag} here, and does not go with the other settings"
+            )
 
     def _name_column(self, name: str, column: str, words: list[str]) -> None:
         words = list(dict.fromkeys(words))  # of several data sets
         if len(words) > 1:
-            self._refuse(name, "is a column by another name in each data set: here all have the same columns")
+            self._refuse(
+                name, "is a column by another name in each data set: here all have the same columns"
+            )
         elif words in ([column], ["none"], []):
             self._drop(name, "names the column that is read anyway")
         elif column in self.columns:
-            self._refuse(name, f"is a second column for {column}: rows of all data sets have the same columns here")
+            self._refuse(
+                name,
+                (
+                    f"is a second column for {column}: rows of all data sets have the same columns "
+                    "here"
+                ),
+            )
         else:
             self.columns[column] = name
 
@@ -264,7 +300,9 @@ class _Translator:
                 self.result.renamed[name] = f"is --columns {pair}"
 
     def _compute(self) -> None:
-        """Set the flags that follow from several settings; of one flag's products the first that can be computed."""
+        """Set the flags that follow from several settings; of one flag's products the first that
+        can be computed.
+        """
         products: dict[str, list[Product]] = {}
         for product in self.table.computed:
             products.setdefault(product.flag, []).append(product)
@@ -273,7 +311,9 @@ class _Translator:
                 continue
             is_fraction = self.flags[flag].kind is float
             numbers = ((self._product(way.product, is_fraction), way) for way in ways)
-            number, way = next(((number, way) for number, way in numbers if number is not None), (None, ways[-1]))
+            number, way = next(
+                ((number, way) for number, way in numbers if number is not None), (None, ways[-1])
+            )
             if number is not None:
                 self.sheet.set(flag, [number], self._source(way))
                 self.computed.add(flag)
@@ -288,7 +328,10 @@ class _Translator:
         return next(iter([*given, *factors]), "num_gpus")
 
     def _product(self, product: str, is_fraction: bool) -> str | None:
-        """The value of `a * b / c`; None where a factor is not known, or it has to be whole and is not."""
+        """The value of `a * b / c`;
+
+        None where a factor is not known, or it has to be whole and is not.
+        """
         result, operator = 1.0, "*"
         for part in product.split():
             if part in ("*", "/"):
@@ -304,7 +347,9 @@ class _Translator:
 
     def _number(self, name: str) -> float | None:
         """A factor that is above 0: a number, what the user says, or a setting."""
-        word = str(self.known.get(name, " ".join(self.sheet.asked.get(self._name_in_launch(name), [name]))))
+        word = str(
+            self.known.get(name, " ".join(self.sheet.asked.get(self._name_in_launch(name), [name])))
+        )
         try:
             number = float(word)
         except ValueError:
@@ -321,7 +366,9 @@ class _Translator:
             if value == here:
                 return
             self.result.defaults[flag] = {"there": value, "here": here}
-        elif flag not in self.computed and (source != flag or words != self.settings.values.get(source)):
+        elif flag not in self.computed and (
+            source != flag or words != self.settings.values.get(source)
+        ):
             self.result.renamed.setdefault(source, f"is --{' '.join([flag, *words])} here")
         self.result.arguments[flag] = words
 
@@ -342,8 +389,15 @@ class _Translator:
     def _leave_out_refused(self) -> None:
         """Leave out what our own command would refuse, so that it takes the rest."""
         while problems := find_problems(self.objective, self.result.words):
-            named = [(word.strip("-:,;"), line) for line in problems for word in line.split() if word.startswith("--")]
-            flag, line = next(((flag, line) for flag, line in named if flag in self.sheet.ours), ("", problems[0]))
+            named = [
+                (word.strip("-:,;"), line)
+                for line in problems
+                for word in line.split()
+                if word.startswith("--")
+            ]
+            flag, line = next(
+                ((flag, line) for flag, line in named if flag in self.sheet.ours), ("", problems[0])
+            )
             if flag not in self.result.arguments:
                 self.result.refused["all of it"] = line
                 return
@@ -356,7 +410,9 @@ class _Translator:
 
 
 def _place(rule: Rule | None) -> int:
-    """Rules that prevail come after the others, and then those of settings that are a part of what these have set."""
+    """Rules that prevail come after the others, and then those of settings that are a part of what
+    these have set.
+    """
     if rule is None:
         return 0
     return 2 if rule.part_of is not None else int(rule.prevails)

@@ -12,7 +12,9 @@ def yaml_lines(arguments: Mapping[str, Sequence[str]]) -> list[str]:
     lines = []
     for name, words in arguments.items():
         spelled = [_scalar(word) for word in words]
-        lines.append(f"{name}: {spelled[0]}" if len(spelled) == 1 else f"{name}: [{', '.join(spelled)}]")
+        lines.append(
+            f"{name}: {spelled[0]}" if len(spelled) == 1 else f"{name}: [{', '.join(spelled)}]"
+        )
     return lines
 
 

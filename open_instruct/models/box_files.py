@@ -1,4 +1,6 @@
-"""Boxes of sharded tensors in safetensors files: shared out to ranks, hashed while written, read under any layout."""
+"""Boxes of sharded tensors in safetensors files: shared out to ranks, hashed while written, read
+under any layout.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,12 @@ from typing import Any
 import torch
 import xxhash
 
-from open_instruct.models.hf.checkpoint_files import DTYPE_NAMES, CheckpointFiles, header_of, read_header
+from open_instruct.models.hf.checkpoint_files import (
+    DTYPE_NAMES,
+    CheckpointFiles,
+    header_of,
+    read_header,
+)
 from open_instruct.models.shards import local_part, own_box
 
 PIECE_BYTES = 16 * 2**20  # hashed while it is still in the processor's cache
@@ -26,7 +33,8 @@ Numbers = tuple[int, ...]
 class Part:
     """The box of a tensor that this rank holds.
 
-    Example: the lower half of a matrix of four rows, `Part(local=zeros(2, 3), start=(2, 0), shape=(4, 3))`.
+    Example: the lower half of a matrix of four rows, `Part(local=zeros(2, 3), start=(2, 0),
+    shape=(4, 3))`.
     """
 
     local: torch.Tensor
@@ -36,7 +44,10 @@ class Part:
     @property
     def claim(self) -> Claim:
         return Claim(
-            dtype=DTYPE_NAMES[self.local.dtype], start=self.start, size=tuple(self.local.shape), shape=self.shape
+            dtype=DTYPE_NAMES[self.local.dtype],
+            start=self.start,
+            size=tuple(self.local.shape),
+            shape=self.shape,
         )
 
 
@@ -55,7 +66,10 @@ class Claim:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WrittenFile:
-    """Size and digest of a file as it was written. Example: `WrittenFile(num_bytes=8, xxh3="2d06…")`."""
+    """Size and digest of a file as it was written.
+
+    Example: `WrittenFile(num_bytes=8, xxh3="2d06…")`.
+    """
 
     num_bytes: int
     xxh3: str
@@ -72,7 +86,8 @@ def part_of(tensor: torch.Tensor | Part) -> Part:
 def share_out(claims_of_ranks: Sequence[Mapping[str, Claim]]) -> dict[str, dict[str, Any]]:
     """Assign each box to one writer: the holder with the fewest bytes to write so far.
 
-    Returns, for each tensor, what a reader needs: dtype, shape, and its boxes as (rank, start, size).
+    Returns, for each tensor, what a reader needs: dtype, shape, and its boxes as (rank, start,
+    size).
 
     :raises ValueError: the boxes of a tensor are not the whole of it.
     """
@@ -83,10 +98,14 @@ def share_out(claims_of_ranks: Sequence[Mapping[str, Claim]]) -> dict[str, dict[
                 holders.setdefault((name, claim), []).append(rank)
     load = [0] * len(claims_of_ranks)
     index: dict[str, dict[str, Any]] = {}
-    for (name, claim), ranks in sorted(holders.items(), key=lambda held: (-math.prod(held[0][1].size), held[0][0])):
+    for (name, claim), ranks in sorted(
+        holders.items(), key=lambda held: (-math.prod(held[0][1].size), held[0][0])
+    ):
         owner = min(ranks, key=lambda rank: (load[rank], rank))
         load[owner] += math.prod(claim.size)
-        entry = index.setdefault(name, {"dtype": claim.dtype, "shape": list(claim.shape), "boxes": []})
+        entry = index.setdefault(
+            name, {"dtype": claim.dtype, "shape": list(claim.shape), "boxes": []}
+        )
         entry["boxes"].append([owner, list(claim.start), list(claim.size)])
     for name, entry in index.items():
         entry["boxes"].sort(key=lambda box: box[1])
@@ -97,7 +116,9 @@ def share_out(claims_of_ranks: Sequence[Mapping[str, Claim]]) -> dict[str, dict[
 
 def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> WrittenFile:
     """A safetensors file of `tensors` in their order; no second copy of them is made on the CPU."""
-    header = header_of((name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items())
+    header = header_of(
+        (name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()
+    )
     raw = (t.cpu().contiguous().view(-1).view(torch.uint8).numpy().data for t in tensors.values())
     return write_hashed(path, itertools.chain((header,), raw))
 
@@ -135,13 +156,19 @@ class _Piece:
 
 
 @torch.no_grad()
-def read_parts(folder: Path, index: Mapping[str, Mapping[str, Any]], parts: Mapping[str, Part]) -> None:
-    """Fill `parts` from the files of `share_out`'s ranks in `folder`, `rank0.safetensors` and so on.
+def read_parts(
+    folder: Path, index: Mapping[str, Mapping[str, Any]], parts: Mapping[str, Part]
+) -> None:
+    """Fill `parts` from the files of `share_out`'s ranks in `folder`, `rank0.safetensors` and so
+    on.
 
-    :raises ValueError: a tensor is missing, has another shape or dtype, or is not there whole. Nothing is filled then.
+    :raises ValueError: a tensor is missing, has another shape or dtype, or is not there whole.
+        Nothing is filled then.
     """
     filled = {name: part for name, part in parts.items() if part.local.numel()}
-    pieces = [piece for name, part in filled.items() for piece in _pieces(name, part, index.get(name))]
+    pieces = [
+        piece for name, part in filled.items() for piece in _pieces(name, part, index.get(name))
+    ]
     names = sorted({piece.file_name for piece in pieces})
     files = {name: CheckpointFiles(folder, read_header(folder / name)) for name in names}
     for piece in pieces:
@@ -168,7 +195,9 @@ def _pieces(name: str, part: Part, entry: Mapping[str, Any] | None) -> Iterator[
             into = part.local[_seen_from(part.start, cut)]
             missing -= into.numel()
             file_name = f"rank{int(rank)}.safetensors"
-            yield _Piece(file_name=file_name, name=name, size=size, there=_seen_from(start, cut), into=into)
+            yield _Piece(
+                file_name=file_name, name=name, size=size, there=_seen_from(start, cut), into=into
+            )
     if missing:
         raise ValueError(f"{name!r} is not there whole")
 

@@ -1,4 +1,6 @@
-"""Builds OLMo-core models without weights: on the meta device, or filled with NaN until a checkpoint is read."""
+"""Builds OLMo-core models without weights: on the meta device, or filled with NaN until a
+checkpoint is read.
+"""
 
 import torch
 from transformers import PretrainedConfig
@@ -14,10 +16,11 @@ from open_instruct.models.transformer import SegmentTransformer
 def build_model(
     hf_config: PretrainedConfig, *, init_device: str = "meta", head: Head = "vocabulary"
 ) -> SegmentTransformer:
-    """The model of `hf_config`, to be materialised by OLMo-core's `parallelize_model` (or its `init_weights`).
+    """The model of `hf_config`, to be materialised by OLMo-core's `parallelize_model` (or its
+    `init_weights`).
 
-    Its `init_weights` allocates this rank's shards and fills them with NaN instead of drawing random
-    numbers, so that a value that no checkpoint fills is detected.
+    Its `init_weights` allocates this rank's shards and fills them with NaN instead of drawing
+    random numbers, so that a value that no checkpoint fills is detected.
 
     Args:
         hf_config: configuration of the checkpoint that will be loaded.
@@ -55,7 +58,8 @@ def build_model(
 
 @torch.no_grad()
 def find_not_finite(model: torch.nn.Module) -> dict[str, str]:
-    """The parameters with a value that is not finite in this rank's shard, and that value: "NaN" or "inf".
+    """The parameters with a value that is not finite in this rank's shard, and that value: "NaN" or
+    "inf".
 
     NaN is also the value where nothing was read.
     """

@@ -1,8 +1,9 @@
 """Compiled blocks and a compiled loss, in few versions, with a warning where there are too many.
 
-The numbers of tokens and documents of a row and its longest document change from row to row. A version compiled for one
-row would serve no other, so these sizes are symbols from the start. Separate versions remain for separate computations:
-with or without gradient, with or without shared keys, for each window, and for a row of a single token.
+The numbers of tokens and documents of a row and its longest document change from row to row. A
+version compiled for one row would serve no other, so these sizes are symbols from the start.
+Separate versions remain for separate computations: with or without gradient, with or without shared
+keys, for each window, and for a row of a single token.
 """
 
 import logging
@@ -12,18 +13,21 @@ import torch._dynamo
 
 log = logging.getLogger(__name__)
 
-# Versions of a function for all models and layers of the process; beyond, it runs uncompiled. PyTorch's default is 8.
+# Versions of a function for all models and layers of the process; beyond, it runs uncompiled.
+# PyTorch's default is 8.
 MAX_VERSIONS = 64
-# Dynamic inputs of blocks by the names of PyTorch's compiler: numbers, and the token axis of the residual stream. Other
-# tensors carry marks of dynamic sizes; a mark on the stream would be lost in FSDP's hooks.
+# Dynamic inputs of blocks by the names of PyTorch's compiler: numbers, and the token axis of the
+# residual stream. Other tensors carry marks of dynamic sizes; a mark on the stream would be lost in
+# FSDP's hooks.
 DYNAMIC_SOURCES = r"L\['kwargs'\]\['cu_doc_lens'\]\.max_(queries|keys),L\['x'\]:1,"
 
 
 def prepare_compiler() -> None:
-    """Set PyTorch's compiler for our blocks: how many versions, which sizes are symbols, and a warning of too many.
+    """Set PyTorch's compiler for our blocks: how many versions, which sizes are symbols, and a
+    warning of too many.
 
-    PyTorch keeps these settings for each thread, and a GPU has a thread of its own for backward passes, in which blocks
-    that are recomputed may be compiled: it is to be called there too.
+    PyTorch keeps these settings for each thread, and a GPU has a thread of its own for backward
+    passes, in which blocks that are recomputed may be compiled: it is to be called there too.
     """
     torch._dynamo.config.recompile_limit = MAX_VERSIONS
     if DYNAMIC_SOURCES not in torch.compiler.config.dynamic_sources:
@@ -32,7 +36,9 @@ def prepare_compiler() -> None:
 
 
 class Fallbacks(logging.Handler):
-    """Counts and warns of functions that PyTorch has given up compiling, which it reports to its own log alone."""
+    """Counts and warns of functions that PyTorch has given up compiling, which it reports to its
+    own log alone.
+    """
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -43,9 +49,10 @@ class Fallbacks(logging.Handler):
             return
         self.count += 1
         log.warning(
-            "the compiler has made %s versions of %s, its limit: for rows that fit none of them it runs uncompiled "
-            "from now on, slower, and without --activation_memory_budget. Use --no_compile_model, with "
-            "--activation_checkpointing full where memory is short; the last version was made because: %s",
+            "the compiler has made %s versions of %s, its limit: for rows that fit none of them "
+            "it runs uncompiled from now on, slower, and without --activation_memory_budget. Use "
+            "--no_compile_model, with --activation_checkpointing full where memory is short; the "
+            "last version was made because: %s",
             *(record.args[index] for index in (1, 2, 3)),  # type: ignore[index]
         )
 

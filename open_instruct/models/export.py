@@ -1,11 +1,12 @@
 """Shards back into a Hugging Face folder, tensor by tensor, spread over the ranks.
 
-A plan made from shapes alone assigns each tensor a file and an offset, and each file a writing rank, its owner. Then
-all ranks go through rounds: in each round every owner receives the parts of its next tensor, already cast, and writes
-it while the next one arrives. Beside its shards a rank holds these two tensors, and its parts of the other owners'.
+A plan made from shapes alone assigns each tensor a file and an offset, and each file a writing
+rank, its owner. Then all ranks go through rounds: in each round every owner receives the parts of
+its next tensor, already cast, and writes it while the next one arrives. Beside its shards a rank
+holds these two tensors, and its parts of the other owners'.
 
-Everything is written to a sibling folder, which replaces an earlier export in the end, so that a crash leaves the
-earlier export unchanged.
+Everything is written to a sibling folder, which replaces an earlier export in the end, so that a
+crash leaves the earlier export unchanged.
 """
 
 import copy
@@ -22,9 +23,10 @@ import torch.distributed as dist
 from olmo_core.distributed.utils import get_rank, get_world_size
 from torch import nn
 
+from open_instruct.core.errors import InputError, RunError
+from open_instruct.core.families import family_of
+from open_instruct.core.text import counted
 from open_instruct.data.files.foreign_json import one_line, read_object
-from open_instruct.errors import InputError, RunError
-from open_instruct.families import family_of
 from open_instruct.models import export_files
 from open_instruct.models.hf.head_kinds import HEAD_SIZES, Head, find_class, no_class_problem
 from open_instruct.models.hf.hf_config import without_code
@@ -33,25 +35,32 @@ from open_instruct.models.hf.rope import read_rope, with_rope_at_top
 from open_instruct.models.load import listing, parameter_shapes, raise_together
 from open_instruct.models.shards import Held, deliver, held_of, reshard
 from open_instruct.parallel.process import on_main_process
-from open_instruct.wording import counted
 
 MAX_FILE_BYTES = 2 * 2**30
 GENERATION_CONFIG_NAME, TOKENIZER_CONFIG_NAME = "generation_config.json", "tokenizer_config.json"
 TOKENIZER_FILES = (
-    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json"),
+    *(
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "special_tokens_map.json",
+        "added_tokens.json",
+        "vocab.json",
+    ),
     *("merges.txt", "tokenizer.model", "chat_template.json", export_files.CHAT_TEMPLATE_NAME),
 )
 
 
 def check_exportable(names: TensorNames, expected_shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Refuse, before training, a model whose export transformers would not load. Builds its model on meta.
+    """Refuse, before training, a model whose export transformers would not load. Builds its model
+    on meta.
 
     Args:
         names: of the model that config.json describes.
         expected_shapes: the model's parameters, as `parameter_shapes` gives them.
 
     Raises:
-        InputError: names or shapes of the export differ from what transformers builds from config.json.
+        InputError: names or shapes of the export differ from what transformers builds from
+            config.json.
     """
     import transformers
 
@@ -65,17 +74,23 @@ def check_exportable(names: TensorNames, expected_shapes: Mapping[str, tuple[int
     if names.head != "vocabulary":
         with_head = f", with a head of {counted(HEAD_SIZES[names.head], 'row')}"
         if find_class(names.hf_config, names.head) is None:
-            raise InputError(no_class_problem(names.hf_config, names.head), kind="unsupported_model")
+            raise InputError(
+                no_class_problem(names.hf_config, names.head), kind="unsupported_model"
+            )
     try:
         config = copy.deepcopy(names.hf_config)
         if with_head:
             config.num_labels = HEAD_SIZES[names.head]
         with torch.device("meta"):
-            # Attention is given, since transformers would otherwise fetch a kernel that the config may name.
-            theirs = kind.from_config(config, attn_implementation="eager", dtype=torch.float32).state_dict()
+            # Attention is given, since transformers would otherwise fetch a kernel that the config
+            # may name.
+            theirs = kind.from_config(
+                config, attn_implementation="eager", dtype=torch.float32
+            ).state_dict()
     except Exception as error:  # its modules may raise anything for a bad value
         raise InputError(
-            f"transformers cannot build the model that config.json describes{with_head}: {one_line(error)}",
+            f"transformers cannot build the model that config.json describes{with_head}: "
+            f"{one_line(error)}",
             kind="bad_model",
         ) from error
     wanted = {
@@ -85,14 +100,17 @@ def check_exportable(names: TensorNames, expected_shapes: Mapping[str, tuple[int
     }
     hf_name_of = dict(names)
     written = {hf_name_of.get(name, name): tuple(shape) for name, shape in expected_shapes.items()}
-    differing = sorted(name for name in wanted.keys() | written.keys() if wanted.get(name) != written.get(name))
+    differing = sorted(
+        name for name in wanted.keys() | written.keys() if wanted.get(name) != written.get(name)
+    )
     if differing:
         mismatches = [
-            f"{each} (ours {written.get(each, 'absent')}, theirs {wanted.get(each, 'absent')})" for each in differing
+            (f"{each} (ours {written.get(each, 'absent')}, theirs {wanted.get(each, 'absent')})")
+            for each in differing
         ]
         raise InputError(
-            "an export of this model would not open in transformers: what config.json asks for is not met by "
-            f"{listing(mismatches)}. Is config.json of the same model?",
+            "an export of this model would not open in transformers: what config.json asks for "
+            f"is not met by {listing(mismatches)}. Is config.json of the same model?",
             kind="bad_model",
         )
 
@@ -101,20 +119,22 @@ def check_destination(source_folder: str | Path, out_folder: str | Path) -> None
     """Refuse, before training, a folder that an export must not replace. Changes nothing.
 
     Raises:
-        InputError: `out_folder` is the source, a file, or a folder of something other than an export, or cannot be
-            replaced: it is a link or a mount, or its parent cannot be written.
+        InputError: `out_folder` is the source, a file, or a folder of something other than an
+            export, or cannot be replaced: it is a link or a mount, or its parent cannot be written.
     """
     source, out = Path(source_folder), Path(out_folder)
     if problem := export_files.replacing_problem(out):
         raise InputError(f"cannot export to {out}: {problem}", kind="unreadable_file")
     if out.exists() and source.is_dir() and out.samefile(source):
         raise InputError(
-            f"cannot export to {out}: it is the checkpoint that training starts from; choose another",
+            f"cannot export to {out}: it is the checkpoint that training starts from; choose "
+            "another",
             kind="unreadable_file",
         )
     if out.is_dir() and any(out.iterdir()) and not (out / "config.json").is_file():
         raise InputError(
-            f"cannot export to {out}: it holds something other than an earlier export; choose another",
+            f"cannot export to {out}: it holds something other than an earlier export; choose "
+            "another",
             kind="unreadable_file",
         )
 
@@ -136,33 +156,39 @@ def export_hf(
     more_config: Mapping[str, Any] | None = None,
     weights: Mapping[str, Held] | None = None,
 ) -> int:
-    """Write `model`, on any mesh, as a Hugging Face folder. Collective: every rank calls it and sees `out_folder`.
+    """Write `model`, on any mesh, as a Hugging Face folder. Collective: every rank calls it and
+    sees `out_folder`.
 
     Returns the bytes of all its tensors.
 
     Args:
         names: the model's names.
-        source_folder: the start model; its config.json (with the dtype changed, and without fields that name code) and
-            generation_config.json are kept.
+        source_folder: the start model; its config.json (with the dtype changed, and without fields
+            that name code) and generation_config.json are kept.
         out_folder: replaced as a whole in the end, if it is an earlier export.
         dtype: that everything is stored in.
         max_file_bytes: of tensor data in one file.
         tokenizer_folder: where the tokenizer's files are copied from; default: `source_folder`.
-        tokenizer_config: fields of tokenizer_config.json; None: the file in the tokenizer's folder as it is.
+        tokenizer_config: fields of tokenizer_config.json; None: the file in the tokenizer's folder
+            as it is.
         generation_config: fields of generation_config.json; None: the file in the source as it is.
         chat_template: Jinja text to store instead of the tokenizer's own chat template.
         card: gives the text of README.md; only rank 0 calls it.
-        more_config: fields of config.json beside those of the source, or in their place; None leaves one out.
+        more_config: fields of config.json beside those of the source, or in their place; None
+            leaves one out.
         weights: the written shard of each parameter; default: `held_of(model)`.
 
     Raises:
-        InputError: `out_folder` is the source, cannot be written, or is something other than an export.
+        InputError: `out_folder` is the source, cannot be written, or is something other than an
+            export.
         RunError: the disk filled up or failed; an earlier export is unharmed.
     """
     reshard(model)
     source, out = Path(source_folder), Path(out_folder).absolute()
     shapes = parameter_shapes(model)
-    plan = export_files.plan_files(names, shapes, dtype, max_file_bytes=max_file_bytes, num_ranks=get_world_size())
+    plan = export_files.plan_files(
+        names, shapes, dtype, max_file_bytes=max_file_bytes, num_ranks=get_world_size()
+    )
     num_bytes = sum(tensor.num_bytes for file in plan for tensor in file.tensors)
     on_main_process(partial(_prepare, source, out, num_bytes))
     partial_folder = export_files.partial_folder_of(out)
@@ -187,15 +213,23 @@ def _prepare(source: Path, out: Path, num_bytes: int) -> None:
         export_files.prepare_folder(out, num_bytes)
 
 
-def _write_weights(folder: Path, plan: Sequence[export_files.PlannedFile], weights: Mapping[str, Held]) -> list[str]:
-    """Write every file of the plan: a tensor arrives while the one before it is written. Returns what went wrong."""
+def _write_weights(
+    folder: Path, plan: Sequence[export_files.PlannedFile], weights: Mapping[str, Held]
+) -> list[str]:
+    """Write every file of the plan: a tensor arrives while the one before it is written.
+
+    Returns what went wrong.
+    """
     device = weights[plan[0].tensors[0].name].local.device
     if device.type != "cpu" and dist.is_initialized():
-        # NCCL makes its communicator in the first call, which every rank must enter; not all ranks send in every round.
+        # NCCL makes its communicator in the first call, which every rank must enter; not all ranks
+        # send in every round.
         dist.all_reduce(torch.zeros(1, device=device))
     problems: list[str] = []
 
-    def write(file: export_files.PlannedFile, tensor: export_files.PlannedTensor, values: torch.Tensor) -> None:
+    def write(
+        file: export_files.PlannedFile, tensor: export_files.PlannedTensor, values: torch.Tensor
+    ) -> None:
         try:
             export_files.append_tensor(folder, file, tensor, values)
         except OSError as error:  # kept until the end, since peers still wait to send
@@ -204,7 +238,12 @@ def _write_weights(folder: Path, plan: Sequence[export_files.PlannedFile], weigh
     with ThreadPoolExecutor(max_workers=1) as disk:
         writing: list[Future[None]] = []
         for entries in export_files.writing_rounds(plan):
-            whole = deliver({owner: (weights[tensor.name], tensor.dtype) for owner, (_, tensor) in entries.items()})
+            whole = deliver(
+                {
+                    owner: (weights[tensor.name], tensor.dtype)
+                    for owner, (_, tensor) in entries.items()
+                }
+            )
             for earlier in writing:
                 earlier.result()  # at most one tensor waits for the disk while the next arrives
             if whole is not None and not problems:
@@ -231,23 +270,29 @@ def _finish(out: Path, write_other_files: Callable[[], None], problems: list[str
     on_main_process(partial(export_files.put_in_place, out))
 
 
-def _write_config(folder: Path, source: Path, names: TensorNames, dtype: torch.dtype, more: Mapping[str, Any]) -> None:
+def _write_config(
+    folder: Path, source: Path, names: TensorNames, dtype: torch.dtype, more: Mapping[str, Any]
+) -> None:
     """The source's configuration with `more` and the new dtype, without fields that name code.
 
-    Other readers find in it the model that was trained: RoPE in the spelling of each, and the class of its head.
+    Other readers find in it the model that was trained: RoPE in the spelling of each, and the class
+    of its head.
     """
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     hf_config = names.hf_config
     path = source / "config.json"
     fields = without_code(read_object(path) if path.is_file() else hf_config.to_dict()) | dict(more)
-    fields = {name: value for name, value in fields.items() if value is not None or name not in more}
+    fields = {
+        name: value for name, value in fields.items() if value is not None or name not in more
+    }
     family = family_of(hf_config.model_type)
     read = read_rope(hf_config.to_dict(), family, str(path))
     fields = with_rope_at_top(fields, family, read)
     if names.head == "vocabulary":
         fields["architectures"] = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[hf_config.model_type]]
-    # transformers 5 writes "dtype", older ones and most other readers know "torch_dtype"; both are read.
+    # transformers 5 writes "dtype", older ones and most other readers know "torch_dtype"; both are
+    # read.
     for key in {"dtype", "torch_dtype"} & fields.keys() or {"torch_dtype"}:
         fields[key] = str(dtype).removeprefix("torch.")
     (folder / "config.json").write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")

@@ -1,7 +1,7 @@
 """Files of an export: planned from shapes, written tensor by tensor, moved into place as a whole.
 
-A safetensors file begins with a header that gives every tensor's place, so with a plan made from shapes
-alone it can be written front to back without ever holding more than one tensor.
+A safetensors file begins with a header that gives every tensor's place, so with a plan made from
+shapes alone it can be written front to back without ever holding more than one tensor.
 """
 
 import errno
@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from open_instruct.errors import RunError
+from open_instruct.core.errors import RunError
 from open_instruct.models.hf.checkpoint_files import header_of
 from open_instruct.models.hf.hf_config import INDEX_NAME, SINGLE_NAME
 from open_instruct.models.hf.names import TensorNames
@@ -52,7 +52,9 @@ class PlannedTensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedFile:
-    """One file to write, the global rank that writes it, and its tensors in the order of their data."""
+    """One file to write, the global rank that writes it, and its tensors in the order of their
+    data.
+    """
 
     file_name: str
     owner: int
@@ -67,9 +69,11 @@ def plan_files(
     max_file_bytes: int,
     num_ranks: int,
 ) -> tuple[PlannedFile, ...]:
-    """Fill files in layer order up to `max_file_bytes` (a larger tensor has a file to itself); spread their owners.
+    """Fill files in layer order up to `max_file_bytes` (a larger tensor has a file to itself);
+    spread their owners.
 
-    Example: three files on two ranks are written by ranks 0, 1 and 0; two files on eight by ranks 0 and 4.
+    Example: three files on two ranks are written by ranks 0, 1 and 0; two files on eight by ranks 0
+    and 4.
     """
     groups: list[list[PlannedTensor]] = [[]]
     num_bytes = 0
@@ -83,7 +87,9 @@ def plan_files(
     stride = max(1, num_ranks // len(groups))  # fewer files than ranks: owners on different nodes
     return tuple(
         PlannedFile(
-            file_name=SINGLE_NAME if len(groups) == 1 else f"model-{number + 1:05d}-of-{len(groups):05d}.safetensors",
+            file_name=SINGLE_NAME
+            if len(groups) == 1
+            else f"model-{number + 1:05d}-of-{len(groups):05d}.safetensors",
             owner=number * stride % num_ranks,
             tensors=tuple(group),
         )
@@ -91,20 +97,28 @@ def plan_files(
     )
 
 
-def writing_rounds(files: Sequence[PlannedFile]) -> Iterator[dict[int, tuple[PlannedFile, PlannedTensor]]]:
-    """Rounds that all ranks go through together, by owner: in each, every one with tensors left gets its next one.
+def writing_rounds(
+    files: Sequence[PlannedFile],
+) -> Iterator[dict[int, tuple[PlannedFile, PlannedTensor]]]:
+    """Rounds that all ranks go through together, by owner: in each, every one with tensors left
+    gets its next one.
 
     So all owners write at the same time, each its own files one after the other.
     """
     tensors_by_owner: dict[int, list[tuple[PlannedFile, PlannedTensor]]] = {}
     for file in files:
-        tensors_by_owner.setdefault(file.owner, []).extend((file, tensor) for tensor in file.tensors)
+        tensors_by_owner.setdefault(file.owner, []).extend(
+            (file, tensor) for tensor in file.tensors
+        )
     for entries in zip_longest(*tensors_by_owner.values()):
         yield {entry[0].owner: entry for entry in entries if entry is not None}
 
 
-def append_tensor(folder: Path, file: PlannedFile, tensor: PlannedTensor, values: torch.Tensor) -> None:
-    """Write the next tensor of a planned file (on the CPU, contiguous); the last one is flushed to the disk.
+def append_tensor(
+    folder: Path, file: PlannedFile, tensor: PlannedTensor, values: torch.Tensor
+) -> None:
+    """Write the next tensor of a planned file (on the CPU, contiguous); the last one is flushed to
+    the disk.
 
     Raises:
         OSError: the disk filled up or failed.
@@ -163,14 +177,21 @@ def prepare_folder(out: Path, num_bytes: int) -> None:
 
 
 def replacing_problem(out: Path) -> str | None:
-    """Why a finished export could not be moved to `out`, as far as known beforehand; changes nothing."""
+    """Why a finished export could not be moved to `out`, as far as known beforehand; changes
+    nothing.
+    """
     for path in (out, partial_folder_of(out), _previous_folder_of(out)):
         if path.is_symlink():
-            return f"{path} is a link to {os.readlink(path)}; an export takes the place of a folder: remove the link"
+            return (
+                f"{path} is a link to {os.readlink(path)}; an export takes the place of a "
+                "folder: remove the link"
+            )
         if path.exists() and not path.is_dir():
             return f"{path} is a file; remove it, or choose another folder"
         if path.is_mount():
-            return f"{path} is a mount of its own, which cannot be replaced; mount the folder above it"
+            return (
+                f"{path} is a mount of its own, which cannot be replaced; mount the folder above it"
+            )
     parent = next(folder for folder in out.absolute().parents if folder.exists())
     if not os.access(parent, os.W_OK | os.X_OK):
         return f"{parent} cannot be written; change its permissions or choose another folder"

@@ -1,6 +1,7 @@
 """Each family of Hugging Face models as an OLMo-core `TransformerConfig`.
 
-A field of config.json that would change the forward pass and has no counterpart here is refused by name.
+A field of config.json that would change the forward pass and has no counterpart here is refused by
+name.
 """
 
 from dataclasses import dataclass
@@ -8,7 +9,11 @@ from typing import Any
 
 import torch
 from olmo_core.config import DType
-from olmo_core.nn.attention import AttentionBackendName, AttentionConfig, SlidingWindowAttentionConfig
+from olmo_core.nn.attention import (
+    AttentionBackendName,
+    AttentionConfig,
+    SlidingWindowAttentionConfig,
+)
 from olmo_core.nn.feed_forward import FeedForwardConfig
 from olmo_core.nn.layer_norm import LayerNormConfig, LayerNormType
 from olmo_core.nn.lm_head import LMHeadConfig
@@ -18,8 +23,8 @@ from transformers import PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.configuration_llama import LlamaConfig
 
-from open_instruct.errors import InputError
-from open_instruct.families import FULL, LINEAR, SLIDING, Family, family_of
+from open_instruct.core.errors import InputError
+from open_instruct.core.families import FULL, LINEAR, SLIDING, Family, family_of
 from open_instruct.models.attention.gated import GatedAttentionConfig, NormFromZeroConfig
 from open_instruct.models.delta_rule.mixer import DeltaRuleConfig
 from open_instruct.models.delta_rule.shape import delta_shape
@@ -37,11 +42,14 @@ class RoPEScaling(RoPEScalingConfig):
 
     parameters: dict[str, Any]
 
-    def compute_scaled_inv_freq(self, theta: int, dim: int, device: torch.device) -> tuple[torch.Tensor, float]:
+    def compute_scaled_inv_freq(
+        self, theta: int, dim: int, device: torch.device
+    ) -> tuple[torch.Tensor, float]:
         """Inverse frequencies of shape (dim / 2,), float32, and the factor on sine and cosine."""
         del theta  # one of the parameters
         config = LlamaConfig(hidden_size=dim, num_attention_heads=1, head_dim=dim)
-        # Set here because the class would compare them with the number of positions, which is not known here.
+        # Set here because the class would compare them with the number of positions, which is not
+        # known here.
         config.rope_parameters = dict(self.parameters)
         return ROPE_INIT_FUNCTIONS[self.parameters["rope_type"]](config, device)
 
@@ -56,8 +64,8 @@ def transformer_config(hf_config: PretrainedConfig) -> TransformerConfig:
     a lower compute dtype is FSDP's or the caller's business.
 
     Raises:
-        InputError: the family, or a field that changes the forward pass, is not supported; the message
-            names the field, its value and what is supported.
+        InputError: the family, or a field that changes the forward pass, is not supported; the
+            message names the field, its value and what is supported.
     """
     family = family_of(hf_config.model_type)
     check_fields(hf_config, family)
@@ -65,17 +73,25 @@ def transformer_config(hf_config: PretrainedConfig) -> TransformerConfig:
     kind = LayerNormType.rms if family.in_float32 else LayerNormType.qwen_rms
     norm_config = NormFromZeroConfig if family.norms_from_zero else LayerNormConfig
     norm = norm_config(name=kind, eps=hf_config.rms_norm_eps, bias=False, dtype=DType.float32)
-    layer_types = family.layer_types(getattr(hf_config, "layer_types", None), hf_config.num_hidden_layers)
+    layer_types = family.layer_types(
+        getattr(hf_config, "layer_types", None), hf_config.num_hidden_layers
+    )
     if SLIDING in layer_types:
         size_of(vars(hf_config), "config.json", "sliding_window")
-    kinds = [(layer_type, family.is_sparse(hf_config, layer)) for layer, layer_type in enumerate(layer_types)]
+    kinds = [
+        (layer_type, family.is_sparse(hf_config, layer))
+        for layer, layer_type in enumerate(layer_types)
+    ]
     blocks = {kind: _block(hf_config, family, norm, *kind) for kind in set(kinds)}
     return TransformerConfig(
         d_model=hf_config.hidden_size,
         vocab_size=hf_config.vocab_size,
         n_layers=hf_config.num_hidden_layers,
         block=blocks[kinds[0]],
-        block_overrides={layer: blocks[kind] for layer, kind in enumerate(kinds) if kind != kinds[0]} or None,
+        block_overrides={
+            layer: blocks[kind] for layer, kind in enumerate(kinds) if kind != kinds[0]
+        }
+        or None,
         lm_head=LMHeadConfig(layer_norm=norm, bias=False, dtype=DType.float32),
         dtype=DType.float32,
         tie_word_embeddings=bool(hf_config.tie_word_embeddings),
@@ -84,13 +100,19 @@ def transformer_config(hf_config: PretrainedConfig) -> TransformerConfig:
 
 def unknown_fields(hf_config: PretrainedConfig) -> list[str]:
     """Fields of config.json that neither transformers nor this package reads for this family."""
-    given = (name for name, value in vars(hf_config).items() if value is not None and value is not False)
+    given = (
+        name for name, value in vars(hf_config).items() if value is not None and value is not False
+    )
     unknown = (name for name in given if name not in KNOWN and not hasattr(type(hf_config), name))
     return [name for name in unknown if not name.startswith("_")]
 
 
 def _block(
-    hf_config: PretrainedConfig, family: Family, norm: LayerNormConfig, layer_type: str, is_sparse: bool
+    hf_config: PretrainedConfig,
+    family: Family,
+    norm: LayerNormConfig,
+    layer_type: str,
+    is_sparse: bool,
 ) -> TransformerBlockConfig:
     sliding_window = None
     if layer_type == SLIDING:
@@ -128,9 +150,13 @@ def _block(
     )
 
 
-def _feed_forward(hf_config: PretrainedConfig, family: Family, is_sparse: bool) -> FeedForwardConfig:
+def _feed_forward(
+    hf_config: PretrainedConfig, family: Family, is_sparse: bool
+) -> FeedForwardConfig:
     if not is_sparse or family.expert_size is None:
-        return FeedForwardConfig(hidden_size=hf_config.intermediate_size, bias=False, dtype=DType.float32)
+        return FeedForwardConfig(
+            hidden_size=hf_config.intermediate_size, bias=False, dtype=DType.float32
+        )
     return ExpertsConfig(
         hidden_size=getattr(hf_config, family.expert_size),
         num_experts=hf_config.num_experts,
@@ -154,7 +180,8 @@ def _rope(hf_config: PretrainedConfig, family: Family, layer_type: str) -> RoPEC
         where = f"rope_parameters.{layer_type}"
     if not isinstance(parameters, dict):
         raise InputError(
-            f"config.json: {where} = {parameters!r}; an object with rope_theta is needed", kind="bad_model"
+            f"config.json: {where} = {parameters!r}; an object with rope_theta is needed",
+            kind="bad_model",
         )
     if family.may_not_turn and parameters.get("rope_theta") is None:
         return None
@@ -162,7 +189,8 @@ def _rope(hf_config: PretrainedConfig, family: Family, layer_type: str) -> RoPEC
     num_turned = int(head_dim(hf_config) * check_number(f"{where}.{PART_TURNED}", part))
     if num_turned not in range(2, head_dim(hf_config) + 1, 2):
         raise InputError(
-            f"config.json: {where}.{PART_TURNED} = {part!r} of a head is no even number of features",
+            f"config.json: {where}.{PART_TURNED} = {part!r} of a head is no even number of "
+            "features",
             kind="unsupported_model",
         )
     scaling = check_rope_scaling(parameters, where, family)

@@ -1,4 +1,5 @@
-"""Weights from safetensors into shards: every rank reads the byte ranges of its own shards and nothing else.
+"""Weights from safetensors into shards: every rank reads the byte ranges of its own shards and
+nothing else.
 
 The steps, with a model that `build_model` made on the meta device and `parallelize_model` sharded::
 
@@ -16,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from open_instruct.errors import InputError
+from open_instruct.core.errors import InputError
 from open_instruct.models.build import find_not_finite
 from open_instruct.models.hf.checkpoint_files import CheckpointFiles
 from open_instruct.models.hf.head_kinds import LM_HEAD
@@ -47,7 +48,9 @@ def parameter_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def check_cover(names: TensorNames, files: CheckpointFiles, expected_shapes: Mapping[str, tuple[int, ...]]) -> None:
+def check_cover(
+    names: TensorNames, files: CheckpointFiles, expected_shapes: Mapping[str, tuple[int, ...]]
+) -> None:
     """Check that the headers of a checkpoint fit the model that it will fill. Reads no tensor data.
 
     Args:
@@ -56,8 +59,8 @@ def check_cover(names: TensorNames, files: CheckpointFiles, expected_shapes: Map
         expected_shapes: the model's parameters, as `parameter_shapes` gives them.
 
     Raises:
-        InputError: tensors are missing, extra, of another shape, or of a dtype that cannot be loaded;
-            the message names the first few, with their file.
+        InputError: tensors are missing, extra, of another shape, or of a dtype that cannot be
+            loaded; the message names the first few, with their file.
     """
     unmapped = sorted(set(expected_shapes) ^ set(names.olmo_core_names))
     assert not unmapped, f"the map of names does not fit the model: {unmapped[:MAX_NAMED]}"
@@ -65,11 +68,15 @@ def check_cover(names: TensorNames, files: CheckpointFiles, expected_shapes: Map
     if names.tied and HF_LM_HEAD in files:
         wanted[HF_LM_HEAD] = expected_shapes[EMBEDDINGS]
     if problem := cover_problem(files, wanted):
-        raise InputError(f"{files.folder} {problem}. Is config.json of the same model?", kind="bad_model")
+        raise InputError(
+            f"{files.folder} {problem}. Is config.json of the same model?", kind="bad_model"
+        )
 
 
 def cover_problem(files: CheckpointFiles, wanted: Mapping[str, tuple[int, ...]]) -> str:
-    """The difference between `files` and the wanted names and shapes, in words; "" if there is none."""
+    """The difference between `files` and the wanted names and shapes, in words; "" if there is
+    none.
+    """
     shapes, dtypes = files.shapes, files.dtypes
     stored = [name for name in wanted if name in files]
 
@@ -79,15 +86,22 @@ def cover_problem(files: CheckpointFiles, wanted: Mapping[str, tuple[int, ...]])
     listed = {
         "has no tensor": [name for name in wanted if name not in files],
         "holds a tensor that the model does not have:": [
-            f"{name} {where(name)}" for name in files if name not in wanted and not is_harmless_extra(name)
+            f"{name} {where(name)}"
+            for name in files
+            if name not in wanted and not is_harmless_extra(name)
         ],
         "holds a tensor of another shape than the model's:": [
             f"{name} is {shapes[name]}, expected {tuple(wanted[name])} {where(name)}"
             for name in stored
             if shapes[name] != tuple(wanted[name])
         ],
-        "holds a tensor whose dtype is not float32, float16 or bfloat16 (is it quantised? use the original):": [
-            f"{name} is {dtypes[name]} {where(name)}" for name in stored if dtypes[name] not in LOADABLE_DTYPES
+        (
+            "holds a tensor whose dtype is not float32, float16 or bfloat16 (is it quantised? "
+            "use the original):"
+        ): [
+            f"{name} is {dtypes[name]} {where(name)}"
+            for name in stored
+            if dtypes[name] not in LOADABLE_DTYPES
         ],
     }
     problems = [f"{problem} {listing(names)}" for problem, names in listed.items() if names]
@@ -107,11 +121,12 @@ def stream_load(
     """Fill this rank's shards of `model` from `files`, cast to each parameter's dtype. Collective.
 
     Plain tensors and DTensors (FSDP, HSDP, tensor parallel, and together) are filled alike. Only
-    `chunk_bytes` are held beside the shards. Ranks agree on the outcome, so an error is raised on all.
+    `chunk_bytes` are held beside the shards. Ranks agree on the outcome, so an error is raised on
+    all.
 
     Raises:
-        InputError: a tensor in the files holds NaN or inf, or a separate head differs from the embeddings that it is
-            tied to.
+        InputError: a tensor in the files holds NaN or inf, or a separate head differs from the
+            embeddings that it is tied to.
     """
     started_s = time.perf_counter()
     num_bytes_read = 0
@@ -127,20 +142,26 @@ def stream_load(
     missed = set(names.olmo_core_names) - set(loaded)
     assert not missed, f"the model has no parameter {sorted(missed)[:MAX_NAMED]}"
     problems = [
-        f"{files.file_of(names.hf_name(name))}: tensor {names.hf_name(name)} holds {value}: the checkpoint is damaged; "
-        "fetch it again, or start from another"
+        f"{files.file_of(names.hf_name(name))}: tensor {names.hf_name(name)} holds {value}: the "
+        "checkpoint is damaged; fetch it again, or start from another"
         for name, value in find_not_finite(model).items()
     ]
     if names.tied and HF_LM_HEAD in files:
         problems += _untied_head(model, files, chunk_bytes)
     raise_together(problems)
     return LoadReport(
-        num_bytes_read=num_bytes_read, num_tensors=len(loaded), wall_time_s=time.perf_counter() - started_s
+        num_bytes_read=num_bytes_read,
+        num_tensors=len(loaded),
+        wall_time_s=time.perf_counter() - started_s,
     )
 
 
-def _chunks(held: Held, files: CheckpointFiles, hf_name: str, chunk_bytes: int) -> Iterator[tuple[slice, torch.Tensor]]:
-    """Pairs (some rows of the shard, their values in the file), of at most `chunk_bytes` but at least one row."""
+def _chunks(
+    held: Held, files: CheckpointFiles, hf_name: str, chunk_bytes: int
+) -> Iterator[tuple[slice, torch.Tensor]]:
+    """Pairs (some rows of the shard, their values in the file), of at most `chunk_bytes` but at
+    least one row.
+    """
     if held.stored.numel() == 0:
         return
     stored = held.values(files.read(hf_name))
@@ -153,19 +174,29 @@ def _chunks(held: Held, files: CheckpointFiles, hf_name: str, chunk_bytes: int) 
 
 
 def _untied_head(model: nn.Module, files: CheckpointFiles, chunk_bytes: int) -> list[str]:
-    """A problem if the file's lm_head differs from the embeddings, which were loaded in its place."""
+    """A problem if the file's lm_head differs from the embeddings, which were loaded in its
+    place.
+    """
     held = held_of(model)[EMBEDDINGS]
     pairs = _chunks(held, files, HF_LM_HEAD, chunk_bytes)
     if all(torch.equal(held.stored[rows], stored.to(held.stored)) for rows, stored in pairs):
         return []
     return [
-        f"{files.file_of(HF_LM_HEAD)}: {HF_LM_HEAD} differs from the embeddings, but config.json ties them: "
-        "set tie_word_embeddings to false there to keep a head of its own"
+        f"{files.file_of(HF_LM_HEAD)}: {HF_LM_HEAD} differs from the embeddings, but config.json "
+        "ties them: set tie_word_embeddings to false there to keep a head of its own"
     ]
 
 
-def raise_together(problems: Iterable[str], *, kind: Callable[[str], Exception] = InputError) -> None:
-    """Raise one `kind` on every rank if any rank has a problem, so that none waits for one that gave up. Collective."""
-    distinct = list(dict.fromkeys(problem for rank_problems in gathered(list(problems)) for problem in rank_problems))
+def raise_together(
+    problems: Iterable[str], *, kind: Callable[[str], Exception] = InputError
+) -> None:
+    """Raise one `kind` on every rank if any rank has a problem, so that none waits for one that
+    gave up. Collective.
+    """
+    distinct = list(
+        dict.fromkeys(
+            problem for rank_problems in gathered(list(problems)) for problem in rank_problems
+        )
+    )
     if distinct:
         raise kind("; ".join(distinct[:MAX_NAMED]))

@@ -21,13 +21,17 @@ Box = tuple[slice, ...]
 
 
 def shard_box(
-    shape: Sequence[int], mesh_shape: Sequence[int], coordinate: Sequence[int], placements: Sequence[Placement]
+    shape: Sequence[int],
+    mesh_shape: Sequence[int],
+    coordinate: Sequence[int],
+    placements: Sequence[Placement],
 ) -> Box:
-    """The part of a tensor of `shape` that the rank at `coordinate` of the mesh holds, always one box.
+    """The part of a tensor of `shape` that the rank at `coordinate` of the mesh holds, always one
+    box.
 
-    Tensor parallelism cuts a parameter first, and FSDP cuts the remaining part, although FSDP's axis comes
-    first in the mesh; where both cut the same dim, FSDP marks its own cut as strided. Every cut is
-    `torch.chunk`'s: ceil(size / ranks) each, the last ones shorter or empty.
+    Tensor parallelism cuts a parameter first, and FSDP cuts the remaining part, although FSDP's
+    axis comes first in the mesh; where both cut the same dim, FSDP marks its own cut as strided.
+    Every cut is `torch.chunk`'s: ceil(size / ranks) each, the last ones shorter or empty.
 
     Example: 8 rows over tensor degree 2, then FSDP degree 2; the mesh is (FSDP, tensor)::
 
@@ -51,7 +55,10 @@ def box_shape(box: Box) -> tuple[int, ...]:
 
 
 def at(whole: torch.Tensor, box: Box) -> torch.Tensor:
-    """The part of `whole` in `box`. A box of one range is a run of the flattened values of any tensor."""
+    """The part of `whole` in `box`.
+
+    A box of one range is a run of the flattened values of any tensor.
+    """
     return (whole if len(box) == whole.dim() else whole.view(-1))[box]
 
 
@@ -67,15 +74,17 @@ def own_box(tensor: torch.Tensor) -> Box:
     coordinate = tensor.device_mesh.get_coordinate()
     assert coordinate is not None, "this rank is outside the tensor's mesh"
     box = shard_box(tensor.shape, tuple(tensor.device_mesh.shape), coordinate, tensor.placements)
-    assert box_shape(box) == tuple(tensor.to_local().shape), "the shard's shape does not follow from its placements"
+    assert box_shape(box) == tuple(tensor.to_local().shape), (
+        "the shard's shape does not follow from its placements"
+    )
     return box
 
 
 def reshard(model: nn.Module) -> None:
     """Make every parameter a shard again.
 
-    FSDP2 leaves the parameters of the root module gathered after a forward without a backward: whoever
-    reads parameters (export, weight sync, checkpoints) calls this first.
+    FSDP2 leaves the parameters of the root module gathered after a forward without a backward:
+    whoever reads parameters (export, weight sync, checkpoints) calls this first.
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -84,13 +93,16 @@ def reshard(model: nn.Module) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Held:
-    """This rank's part of a tensor of `shape`: `local`, the values in `box` of it (see `at`), as they are `stored`.
+    """This rank's part of a tensor of `shape`: `local`, the values in `box` of it (see `at`), as
+    they are `stored`.
 
     A matrix may be cut along its columns into `num_slabs`, whose values then lie slab after slab.
 
-    Example: row 1 of two, `Held(stored=tensor([3, 4]), shape=(2, 2), box=(slice(1, 2), slice(0, 2)), beside=…)`.
+    Example: row 1 of two, `Held(stored=tensor([3, 4]), shape=(2, 2), box=(slice(1, 2), slice(0,
+    2)), beside=…)`.
 
-    :param beside: given a rank, the box of every one that shares a copy of the tensor with it; see `boxes_beside`.
+    :param beside: given a rank, the box of every one that shares a copy of the tensor with it; see
+        `boxes_beside`.
     :param scales: of a matrix in 4 bits, which is stored as codes; see `nf4.py`.
     """
 
@@ -108,7 +120,10 @@ class Held:
 
     @property
     def limits(self) -> torch.Tensor:
-        """A cheap upper bound of `local`, for a check that all values are finite: NaN where these have one."""
+        """A cheap upper bound of `local`, for a check that all values are finite:
+
+        NaN where these have one.
+        """
         return self.stored if self.scales is None else self.scales
 
     def fill(self, rows: slice, values: torch.Tensor) -> None:
@@ -132,12 +147,23 @@ class Held:
             local = self.local.view(-1)[max(start, 0) : max(start + num_values, 0)]
         else:
             at_row = index - self.box[0].start
-            local = self.local[at_row] if 0 <= at_row < len(self.local) else self.local[:0].flatten(0, 1)
+            local = (
+                self.local[at_row]
+                if 0 <= at_row < len(self.local)
+                else self.local[:0].flatten(0, 1)
+            )
 
         def beside(owner: int) -> Mapping[int, Box]:
-            return {rank: _of_row(box, index, num_values) for rank, box in self.beside(owner).items()}
+            return {
+                rank: _of_row(box, index, num_values) for rank, box in self.beside(owner).items()
+            }
 
-        return Held(stored=local, shape=self.shape[1:], box=_of_row(self.box, index, num_values), beside=beside)
+        return Held(
+            stored=local,
+            shape=self.shape[1:],
+            box=_of_row(self.box, index, num_values),
+            beside=beside,
+        )
 
     def values(self, whole: torch.Tensor) -> torch.Tensor:
         """The values of the contiguous tensor `whole` that belong in `local`."""
@@ -146,29 +172,44 @@ class Held:
 
 
 def _of_row(box: Box, index: int, num_values: int) -> Box:
-    """The part of one row, of so many values, that a box of the tensor has; an empty box if none."""
+    """The part of one row, of so many values, that a box of the tensor has; an empty box if
+    none.
+    """
     if len(box) == 1:
-        start, stop = (min(max(end - index * num_values, 0), num_values) for end in (box[0].start, box[0].stop))
+        start, stop = (
+            min(max(end - index * num_values, 0), num_values) for end in (box[0].start, box[0].stop)
+        )
         return (slice(start, stop),)
     return box[1:] if box[0].start <= index < box[0].stop else (slice(0, 0), *box[2:])
 
 
 def in_order(values: torch.Tensor, num_slabs: int) -> torch.Tensor:
-    """Values that lie slab after slab, reordered as the tensor, whose shape they have; a view for one slab."""
+    """Values that lie slab after slab, reordered as the tensor, whose shape they have; a view for
+    one slab.
+    """
     return values.view(num_slabs, *values.shape[:-1], -1).movedim(0, -2).reshape(values.shape)
 
 
 def held(parameter: torch.Tensor) -> Held:
-    """The part of a parameter on this rank: its own shard, or the `held` that a backend attached to it."""
+    """The part of a parameter on this rank: its own shard, or the `held` that a backend attached to
+    it.
+    """
     elsewhere: Held | None = getattr(parameter, "held", None)
     if elsewhere is not None:
         return elsewhere
     beside = partial(boxes_beside, parameter)
-    return Held(stored=local_part(parameter), shape=tuple(parameter.shape), box=own_box(parameter), beside=beside)
+    return Held(
+        stored=local_part(parameter),
+        shape=tuple(parameter.shape),
+        box=own_box(parameter),
+        beside=beside,
+    )
 
 
 def held_in_4_bits(codes: torch.Tensor, scales: torch.Tensor) -> Held:
-    """The part on this rank of the matrix that two parameters of a `FrozenLinear` hold, cut alike, by rows alone."""
+    """The part on this rank of the matrix that two parameters of a `FrozenLinear` hold, cut alike,
+    by rows alone.
+    """
     own = held(codes)
     columns = slice(0, 2 * codes.shape[1])
 
@@ -176,13 +217,21 @@ def held_in_4_bits(codes: torch.Tensor, scales: torch.Tensor) -> Held:
         return {rank: (rows, columns) for rank, (rows, _) in own.beside(owner).items()}
 
     shape = (codes.shape[0], columns.stop)
-    return replace(own, shape=shape, box=(own.box[0], columns), beside=beside, scales=local_part(scales))
+    return replace(
+        own, shape=shape, box=(own.box[0], columns), beside=beside, scales=local_part(scales)
+    )
 
 
 def held_run(
-    local: torch.Tensor, shape: tuple[int, ...], ranges: Sequence[tuple[int, int]], *, rank: int, num_slabs: int = 1
+    local: torch.Tensor,
+    shape: tuple[int, ...],
+    ranges: Sequence[tuple[int, int]],
+    *,
+    rank: int,
+    num_slabs: int = 1,
 ) -> Held:
-    """The `Held` of a tensor of which each rank has a run of values, `ranges[rank]`; ranks may share one.
+    """The `Held` of a tensor of which each rank has a run of values, `ranges[rank]`; ranks may
+    share one.
 
     Example: the last two of three values on rank 1, `held_run(…, (3,), ((0, 1), (1, 3)), rank=1)`.
     """
@@ -196,25 +245,36 @@ def held_run(
 
 
 def held_of(model: nn.Module, *, adapters_only: bool = False) -> dict[str, Held]:
-    """`held` of each tensor, by OLMo-core's names: of each parameter, or of each matrix of a stack of them.
+    """`held` of each tensor, by OLMo-core's names: of each parameter, or of each matrix of a stack
+    of them.
 
-    A checkpoint is read into, and written from, the model without its adapters; with `adapters_only`, theirs alone.
+    A checkpoint is read into, and written from, the model without its adapters; with
+    `adapters_only`, theirs alone.
     """
     parameters = {clean_name(name): each for name, each in model.named_parameters()}
     own = {name: each for name, each in parameters.items() if is_of_adapter(name) == adapters_only}
     by_name = {name: held(each) for name, each in own.items() if not name.endswith((CODES, SCALES))}
     for name in (name.removesuffix(CODES) for name in own if name.endswith(CODES)):
         by_name[f"{name}.weight"] = held_in_4_bits(own[f"{name}{CODES}"], own[f"{name}{SCALES}"])
-    return {own_name: row for name, each in by_name.items() for own_name, row in each.as_in_files(name)}
+    return {
+        own_name: row for name, each in by_name.items() for own_name, row in each.as_in_files(name)
+    }
 
 
 def rows_of(name: str, shape: Sequence[int]) -> dict[str, int | None]:
-    """The tensors that a parameter is in files: itself, or of a stack of matrices each, with its number."""
-    return {f"{name}.{index}": index for index in range(shape[0])} if is_stack(name) else {name: None}
+    """The tensors that a parameter is in files: itself, or of a stack of matrices each, with its
+    number.
+    """
+    return (
+        {f"{name}.{index}": index for index in range(shape[0])} if is_stack(name) else {name: None}
+    )
 
 
 def whole_of(parameter: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """The whole parameter on every rank, on its device, cast to `dtype` before it travels. Collective."""
+    """The whole parameter on every rank, on its device, cast to `dtype` before it travels.
+
+    Collective.
+    """
     if isinstance(elsewhere := getattr(parameter, "held", None), Held):
         whole = elsewhere.local.new_zeros(elsewhere.shape, dtype=dtype)
         if dist.get_rank() in elsewhere.beside(0):
@@ -227,12 +287,14 @@ def whole_of(parameter: torch.Tensor, dtype: torch.dtype | None = None) -> torch
 
 @torch.no_grad()
 def deliver(tensors: Mapping[int, tuple[Held, torch.dtype]]) -> torch.Tensor | None:
-    """Gather tensors, cast to their dtypes, each on the CPU of the rank that owns it; return this rank's, if any.
+    """Gather tensors, cast to their dtypes, each on the CPU of the rank that owns it; return this
+    rank's, if any.
 
-    Shards are cast before they travel, and go point to point from the ranks that share one copy of the
-    model with the owner; other replicas do nothing. All sends and receives are posted together, so no
-    order of them can make ranks wait in a circle. Every rank calls this with the same owners (global ranks),
-    parameters and dtypes. Peak memory beside the shards: the rank's own whole tensor, and its shards of the others.
+    Shards are cast before they travel, and go point to point from the ranks that share one copy of
+    the model with the owner; other replicas do nothing. All sends and receives are posted together,
+    so no order of them can make ranks wait in a circle. Every rank calls this with the same owners
+    (global ranks), parameters and dtypes. Peak memory beside the shards: the rank's own whole
+    tensor, and its shards of the others.
     """
     rank = dist.get_rank() if dist.is_initialized() else 0
     whole: torch.Tensor | None = None
@@ -246,7 +308,9 @@ def deliver(tensors: Mapping[int, tuple[Held, torch.dtype]]) -> torch.Tensor | N
         local = tensor.local
         if rank != owner:
             if local.numel() > 0:
-                posted.append(dist.P2POp(dist.isend, _as_bytes(local.to(dtype).contiguous()), owner))
+                posted.append(
+                    dist.P2POp(dist.isend, _as_bytes(local.to(dtype).contiguous()), owner)
+                )
             continue
         whole = torch.empty(tensor.shape, dtype=dtype, device="cpu")
         num_slabs = tensor.num_slabs
@@ -256,7 +320,11 @@ def deliver(tensors: Mapping[int, tuple[Held, torch.dtype]]) -> torch.Tensor | N
                 part.copy_(local)
             elif part.numel() > 0:
                 in_place = local.device.type == "cpu" and part.is_contiguous()
-                received = part if in_place else torch.empty(part.shape, dtype=part.dtype, device=local.device)
+                received = (
+                    part
+                    if in_place
+                    else torch.empty(part.shape, dtype=part.dtype, device=local.device)
+                )
                 posted.append(dist.P2POp(dist.irecv, _as_bytes(received), peer))
                 if not in_place:
                     arriving.append((part, received))
@@ -269,10 +337,11 @@ def deliver(tensors: Mapping[int, tuple[Held, torch.dtype]]) -> torch.Tensor | N
 
 
 def boxes_beside(tensor: torch.Tensor, owner: int) -> dict[int, Box]:
-    """The box of every rank that shares one copy of `tensor` with `owner`; none if its mesh has no `owner`.
+    """The box of every rank that shares one copy of `tensor` with `owner`; none if its mesh has no
+    `owner`.
 
-    (With tensor parallelism, a parameter that it leaves whole has a mesh for each tensor rank, and the
-    owner gathers in its own.)
+    (With tensor parallelism, a parameter that it leaves whole has a mesh for each tensor rank, and
+    the owner gathers in its own.)
     """
     if not isinstance(tensor, DTensor):
         return {owner: own_box(tensor)}
@@ -281,7 +350,9 @@ def boxes_beside(tensor: torch.Tensor, owner: int) -> dict[int, Box]:
     if owner not in places:
         return {}
     mesh_shape = tuple(tensor.device_mesh.shape)
-    replicated = [axis for axis, placement in enumerate(tensor.placements) if placement.is_replicate()]
+    replicated = [
+        axis for axis, placement in enumerate(tensor.placements) if placement.is_replicate()
+    ]
     return {
         peer: shard_box(tensor.shape, mesh_shape, place, tensor.placements)
         for peer, place in places.items()

@@ -1,15 +1,17 @@
 """OLMo-core's `Transformer` for rows of segments, which holds NaN until a checkpoint is read.
 
-OLMo-core calls methods of a model to shard, compile and initialise it; a subclass replaces them. All of them are public
-except what has no public door, which is used in this file alone:
+OLMo-core calls methods of a model to shard, compile and initialise it; a subclass replaces them.
+All of them are public except what has no public door, which is used in this file alone:
 
-- `Transformer._prepare_inputs` makes the arguments of the blocks. Segments are among these, so that a block that is
-  recomputed in the backward pass receives them again.
-- `Transformer._device` is what `device` answers. It is set because parameters may have no values yet when it is asked.
-- `RotaryEmbedding._cache` holds the tables of sines and cosines, and `_apply_rotary_pos_emb` applies them. The public
-  `get_buffers` would cut the tables by lengths that compiled code has to be compiled for.
-- `Transformer._fsdp_enabled` is what `fsdp_enabled` answers. It is set because OLMo-core's `apply_fsdp`, which sets it,
-  takes no policy of where shards are.
+- `Transformer._prepare_inputs` makes the arguments of the blocks. Segments are among these, so that
+  a block that is recomputed in the backward pass receives them again.
+- `Transformer._device` is what `device` answers. It is set because parameters may have no values
+  yet when it is asked.
+- `RotaryEmbedding._cache` holds the tables of sines and cosines, and `_apply_rotary_pos_emb`
+  applies them. The public `get_buffers` would cut the tables by lengths that compiled code has to
+  be compiled for.
+- `Transformer._fsdp_enabled` is what `fsdp_enabled` answers. It is set because OLMo-core's
+  `apply_fsdp`, which sets it, takes no policy of where shards are.
 """
 
 from __future__ import annotations
@@ -40,13 +42,16 @@ from open_instruct.models.shards import local_part
 
 
 class SegmentTransformer(Transformer):
-    """OLMo-core's model, which takes the `segments` of its rows; without them each row is one document.
+    """OLMo-core's model, which takes the `segments` of its rows; without them each row is one
+    document.
 
     `build_model` makes it.
 
     :ivar splits_experts: whether `apply_fsdp` splits experts over the ranks of a shard group.
-    :ivar compiles_on_cpu: whether blocks are compiled before they are sharded; OLMo-core does that with CUDA alone.
-    :ivar on_host: whether `apply_fsdp` keeps shards of weights and gradients in host memory. The optimizer steps there.
+    :ivar compiles_on_cpu: whether blocks are compiled before they are sharded; OLMo-core does that
+        with CUDA alone.
+    :ivar on_host: whether `apply_fsdp` keeps shards of weights and gradients in host memory. The
+        optimizer steps there.
     """
 
     splits_experts = False
@@ -58,13 +63,16 @@ class SegmentTransformer(Transformer):
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         tables = BufferCache()
-        tables["shared"] = torch.empty(0)  # OLMo-core takes an empty cache for none, and would give each layer its own
+        # OLMo-core takes an empty cache for none, and would give each layer its own.
+        tables["shared"] = torch.empty(0)
         for attention in self.attentions:
             # OLMo-core has a bias on all four projections or on none; no family has one here.
             attention.w_out.register_parameter("bias", None)
             attention.backend = SegmentAttention.like(attention.backend)
             if attention.rope is not None:
-                attention.rope = SegmentRotaryEmbedding.like(cast(RotaryEmbedding, attention.rope), tables=tables)
+                attention.rope = SegmentRotaryEmbedding.like(
+                    cast(RotaryEmbedding, attention.rope), tables=tables
+                )
 
     @property
     def attentions(self) -> Iterator[Attention]:
@@ -92,7 +100,9 @@ class SegmentTransformer(Transformer):
         head_kwargs["settings"] = head_settings
         if segments is None:
             num_rows, row_len = ids_on_device.shape
-            segments = Segments.of((row_len,) * num_rows, (0,) * num_rows, device=ids_on_device.device)
+            segments = Segments.of(
+                (row_len,) * num_rows, (0,) * num_rows, device=ids_on_device.device
+            )
         for rope in self.ropes:
             # Here and not in the block, whose compiled code cannot extend the tables.
             rope.warmup_cache(segments.max_keys, segments.positions_T.device)
@@ -112,7 +122,10 @@ class SegmentTransformer(Transformer):
     def init_weights(  # type: ignore[override]
         self, *, max_seq_len: int | None = None, device: torch.device | None = None, **_: object
     ) -> None:
-        """Allocate this rank's shards, fill them with NaN, and warm up RoPE on `device`. No collective is entered."""
+        """Allocate this rank's shards, fill them with NaN, and warm up RoPE on `device`.
+
+        No collective is entered.
+        """
         self._compile_on_cpu()
         device = device or get_default_device()
         self.to_empty(device="cpu" if self.on_host else device)
@@ -123,7 +136,9 @@ class SegmentTransformer(Transformer):
         self.settle_on(device, max_seq_len=max_seq_len)
 
     def settle_on(self, device: torch.device, *, max_seq_len: int | None) -> None:
-        """Take `device` for the model's own, and make the tables of RoPE and of matrices in 4 bits there."""
+        """Take `device` for the model's own, and make the tables of RoPE and of matrices in 4 bits
+        there.
+        """
         self._device = device
         self.apply(partial(fill_pairs, device=device))
         if max_seq_len is not None:
@@ -149,9 +164,13 @@ class SegmentTransformer(Transformer):
             module.context = context
 
     def apply_tp(self, tp_mesh: DeviceMesh, float8_enabled: bool | None = None) -> None:
-        """Split matrices over ranks. Adapters are made anew: OLMo-core would cut both halves along the same axis."""
+        """Split matrices over ranks.
+
+        Adapters are made anew: OLMo-core would cut both halves along the same axis.
+        """
         is_trained = {name: parameter.requires_grad for name, parameter in self.named_parameters()}
-        adapted: list[Any] = [each for each in self.modules() if hasattr(each, "register_adapter")]  # lora/adapters.py
+        # Lora/adapters.py.
+        adapted: list[Any] = [each for each in self.modules() if hasattr(each, "register_adapter")]
         for layer in adapted:
             layer.remove_adapter()
         super().apply_tp(tp_mesh, float8_enabled=float8_enabled)
@@ -161,15 +180,24 @@ class SegmentTransformer(Transformer):
             parameter.requires_grad_(is_trained[name])  # OLMo-core makes norms anew, to be trained
 
     def apply_fsdp(  # type: ignore[override]
-        self, dp_mesh: DeviceMesh, param_dtype: torch.dtype, reduce_dtype: torch.dtype, prefetch_factor: int, **_: Any
+        self,
+        dp_mesh: DeviceMesh,
+        param_dtype: torch.dtype,
+        reduce_dtype: torch.dtype,
+        prefetch_factor: int,
+        **_: Any,
     ) -> None:
-        """Shard parameters, each block a unit. The matrix of a score is a unit of its own, gathered in float32.
+        """Shard parameters, each block a unit. The matrix of a score is a unit of its own, gathered
+        in float32.
 
-        Experts are left whole, each on a rank of the shard group, if they are to be split and as many for every rank.
+        Experts are left whole, each on a rank of the shard group, if they are to be split and as
+        many for every rank.
         """
         self._compile_on_cpu()
         in_float32 = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32)
-        style: dict[str, Any] = {"mp_policy": MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)}
+        style: dict[str, Any] = {
+            "mp_policy": MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
+        }
         if self.on_host:
             style["offload_policy"] = CPUOffloadPolicy(pin_memory=dp_mesh.device_type == "cuda")
         for module in self.modules() if self.splits_experts else ():
@@ -181,7 +209,8 @@ class SegmentTransformer(Transformer):
         for block in blocks:
             block.apply_fsdp(dp_mesh=dp_mesh, **style)
         if not self.tie_word_embeddings:
-            fully_shard(self.embeddings, mesh=dp_mesh, **style).set_unshard_in_backward(False)  # which only looks up
+            # Which only looks up.
+            fully_shard(self.embeddings, mesh=dp_mesh, **style).set_unshard_in_backward(False)
         fully_shard(self, mesh=dp_mesh, reshard_after_forward=True, **style)
         units = [_find_sharded(block) for block in blocks]
         for index, unit in enumerate(units if prefetch_factor else ()):
@@ -190,14 +219,17 @@ class SegmentTransformer(Transformer):
 
 
 def _find_sharded(block: nn.Module) -> FSDPModule:
-    """The module that FSDP shards for a block: the block itself, also where what recomputes it is wrapped around."""
+    """The module that FSDP shards for a block: the block itself, also where what recomputes it is
+    wrapped around.
+    """
     return next(module for module in block.modules() if isinstance(module, FSDPModule))
 
 
 class SegmentRotaryEmbedding(RotaryEmbedding):
     """OLMo-core's RoPE by the logical positions of `Segments`, which it takes for `cu_doc_lens`.
 
-    It cuts the tables itself: FSDP would cast tables passed to a block to bfloat16, which is too coarse.
+    It cuts the tables itself: FSDP would cast tables passed to a block to bfloat16, which is too
+    coarse.
     """
 
     @classmethod
@@ -211,7 +243,9 @@ class SegmentRotaryEmbedding(RotaryEmbedding):
             cache=tables,
         )
 
-    def forward(self, q: torch.Tensor, k: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Queries (B, T, H, D) and keys (B, T, G, D), turned."""
         segments: Segments = kwargs.pop("cu_doc_lens")
         with torch.autocast(q.device.type, enabled=False):

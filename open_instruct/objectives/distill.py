@@ -1,11 +1,14 @@
-"""Distillation: a student learns a frozen teacher's distribution at every token of the replies, and these tokens.
+"""Distillation: a student learns a frozen teacher's distribution at every token of the replies, and
+these tokens.
 
-With the divergence D of the two distributions, both under --kd_temperature T (see losses/distillation.py):
+With the divergence D of the two distributions, both under --kd_temperature T (see
+losses/distillation.py):
 
     loss = (1 - kd_coef) * cross-entropy + kd_coef * T^2 * D
 
-each a mean over the tokens of the replies of the global batch. Gradients of D shrink as 1 / T^2 (Hinton, Vinyals and
-Dean 2015, arXiv:1503.02531, section 2.1); the factor keeps the two parts in the same proportion for every T.
+each a mean over the tokens of the replies of the global batch. Gradients of D shrink as 1 / T^2
+(Hinton, Vinyals and Dean 2015, arXiv:1503.02531, section 2.1); the factor keeps the two parts in
+the same proportion for every T.
 
 Legend: N labelled tokens or rows of a data set, V vocabulary.
 """
@@ -19,11 +22,18 @@ from typing import TYPE_CHECKING, Literal
 from open_instruct.config.sections import SFTOptimSection, flag
 from open_instruct.config.training import TrainingConfig, with_held_out
 from open_instruct.config.validation import validated
+from open_instruct.core.errors import problems_of_kind
+from open_instruct.core.records import Batch, mean_metrics
+from open_instruct.core.text import counted
 from open_instruct.data.sft_rows import SFTBuilder
-from open_instruct.errors import problems_of_kind
-from open_instruct.objectives.objective import BoundLoss, Evaluation, LossOutputs, Objective, Teacher, TokenLogprobs
-from open_instruct.records import Batch, mean_metrics
-from open_instruct.wording import counted
+from open_instruct.objectives.objective import (
+    BoundLoss,
+    Evaluation,
+    LossOutputs,
+    Objective,
+    Teacher,
+    TokenLogprobs,
+)
 
 if TYPE_CHECKING:
     import numpy as np
@@ -37,18 +47,29 @@ class DistillationSection:
     """Distillation"""
 
     teacher_model_name_or_path: str = flag(
-        "folder (or hub name) of the frozen model to learn from; any size and family, with the student's tokenizer",
+        "folder (or hub name) of the frozen model to learn from; any size and family, with the "
+        "student's tokenizer",
         is_path=True,
     )
     kd_loss: Literal["forward", "reverse", "jsd"] = flag(
-        "the divergence: KL(teacher || student), KL(student || teacher), or the generalised Jensen-Shannon divergence",
+        "the divergence: KL(teacher || student), KL(student || teacher), or the generalised "
+        "Jensen-Shannon divergence",
         "forward",
     )
     kd_beta: float = flag(
-        "weight of the teacher; 0: 'forward', 1: 'reverse'", 0.5, read_with="kd_loss jsd", minimum=0, maximum=1
+        "weight of the teacher; 0: 'forward', 1: 'reverse'",
+        0.5,
+        read_with="kd_loss jsd",
+        minimum=0,
+        maximum=1,
     )
     kd_temperature: float = flag(
-        "temperature T of both models' logits in the divergence, which is multiplied by T squared", 1.0, above=0
+        (
+            "temperature T of both models' logits in the divergence, which is multiplied by T "
+            "squared"
+        ),
+        1.0,
+        above=0,
     )
     kd_coef: float = flag(
         "weight of the divergence in the loss; the rest of 1 is the weight of cross-entropy",
@@ -58,8 +79,9 @@ class DistillationSection:
         note=" (0 is sft)",
     )
     teacher_top_k: int | None = flag(
-        "compute the teacher's most likely tokens once, keep so many for each token of a reply in --cache_dir, and "
-        "train without a teacher in memory; all others count as one. Default: the teacher runs beside the student",
+        "compute the teacher's most likely tokens once, keep so many for each token of a reply in "
+        "--cache_dir, and train without a teacher in memory; all others count as one. Default: "
+        "the teacher runs beside the student",
         None,
         minimum=1,
     )
@@ -67,13 +89,15 @@ class DistillationSection:
 
 @dataclass(kw_only=True)
 class DistillConfig(TrainingConfig):
-    """Train a model on conversations towards a larger one: its distribution at every token of the replies, mixed with
-    their cross-entropy. Both are sharded as HSDP.
+    """Train a model on conversations towards a larger one: its distribution at every token of the
+    replies, mixed with their cross-entropy. Both are sharded as HSDP.
 
     Examples:
-        open-instruct distill --model_name_or_path SMALL --teacher_model_name_or_path LARGE --mixer_list chats.jsonl
+        open-instruct distill --model_name_or_path SMALL --teacher_model_name_or_path LARGE
+            --mixer_list chats.jsonl
             1.0 --output_dir runs/small
-        open-instruct distill distill/olmo2_1b_from_7b_8gpu --num_processes 8 --output_dir runs/small
+        open-instruct distill distill/olmo2_1b_from_7b_8gpu --num_processes 8 --output_dir
+            runs/small
     """
 
     distillation: DistillationSection
@@ -91,7 +115,9 @@ def _problems(config: DistillConfig) -> Iterator[str]:
 
 
 def teacher_of(config: DistillConfig) -> Teacher:
-    """The teacher that the flags name, with the comparison of the student's distribution with it."""
+    """The teacher that the flags name, with the comparison of the student's distribution with
+    it.
+    """
     section = config.distillation
     k = section.teacher_top_k or 0
     settings = {
@@ -129,14 +155,17 @@ def bind(section: DistillationSection) -> BoundLoss:
         loss_N = ce_weight * ce_N + kl_weight * kl_N
         return LossOutputs(
             loss=loss_N.sum() / counts["labels"],
-            metrics=mean_metrics({"loss": loss_N.detach(), "ce": ce_N.detach(), "kl": kl_N.detach()}),
+            metrics=mean_metrics(
+                {"loss": loss_N.detach(), "ce": ce_N.detach(), "kl": kl_N.detach()}
+            ),
         )
 
     return BoundLoss(
         function=function,
         summed=lambda scores, batch: (scores.logprobs_N, compared(scores)),
         never_negative=("ce", "kl"),
-        remedy="what was kept of the teacher is no distribution. Remove the folder 'teacher_distributions' in "
+        remedy="what was kept of the teacher is no distribution. Remove the folder "
+        "'teacher_distributions' in "
         "--cache_dir and start again",
     )
 
@@ -152,7 +181,10 @@ def weights_of(section: DistillationSection) -> tuple[float, float]:
 
 
 def evaluate(
-    dataset: TokenDataset, sums_N2: np.ndarray, reference_ND: np.ndarray | None, config: DistillConfig
+    dataset: TokenDataset,
+    sums_N2: np.ndarray,
+    reference_ND: np.ndarray | None,
+    config: DistillConfig,
 ) -> Evaluation:
     """The means of the loss and its parts over held-out conversations."""
     num_label_tokens = int(dataset.num_label_tokens.sum())
@@ -167,7 +199,8 @@ def evaluate(
             "eval/num_label_tokens": num_label_tokens,
             "eval/num_conversations": len(dataset),
         },
-        sentence=f"held-out loss {{when}}: {loss:.4f} (cross-entropy {-log_prob:.4f}, divergence {kl:.4f}) over "
+        sentence=f"held-out loss {{when}}: {loss:.4f} (cross-entropy {-log_prob:.4f}, divergence "
+        f"{kl:.4f}) over "
         f"{counted(len(dataset), 'conversation')}",
     )
 

@@ -1,4 +1,5 @@
-"""Preference tuning, DPO and its relatives: a loss of the log-probs of a chosen and a rejected reply.
+"""Preference tuning, DPO and its relatives: a loss of the log-probs of a chosen and a rejected
+reply.
 
 Legend: P pairs of a microbatch, S = 2P documents of it (chosen first), N pairs of a data set.
 """
@@ -14,14 +15,28 @@ from open_instruct.config.flags import spelled
 from open_instruct.config.sections import PreferenceDataSection, PreferenceLossSection
 from open_instruct.config.training import TrainingConfig, with_held_out
 from open_instruct.config.validation import idle_problems, limit_problems, refuse, validated
+from open_instruct.core.errors import problems_of_kind
+from open_instruct.core.records import (
+    REFERENCE,
+    REFERENCE_TOKENS,
+    Batch,
+    Metric,
+    StepBatch,
+    mean_metrics,
+)
+from open_instruct.core.text import counted
 from open_instruct.data.preference_rows import PreferenceBuilder
-from open_instruct.errors import problems_of_kind
 from open_instruct.losses.logprobs import ROUNDING, per_token, sum_by_reply
 from open_instruct.losses.preference import CHANGING_FLAGS, PREFERENCE_LOSSES, PreferenceLossInputs
 from open_instruct.losses.rank_matching import RankPartners, match_by_rank
-from open_instruct.objectives.objective import BoundLoss, Evaluation, Gather, LossOutputs, Objective, TokenLogprobs
-from open_instruct.records import REFERENCE, REFERENCE_TOKENS, Batch, Metric, StepBatch, mean_metrics
-from open_instruct.wording import counted
+from open_instruct.objectives.objective import (
+    BoundLoss,
+    Evaluation,
+    Gather,
+    LossOutputs,
+    Objective,
+    TokenLogprobs,
+)
 
 # The name of a microbatch's value (3, P): the rows of `RankPartners`.
 PARTNERS = "rank_partners_3P"
@@ -36,10 +51,12 @@ if TYPE_CHECKING:
 
 @dataclass(kw_only=True)
 class DPOConfig(TrainingConfig):
-    """Train a model on preference pairs with DPO or one of its relatives, sharded as HSDP, and export it.
+    """Train a model on preference pairs with DPO or one of its relatives, sharded as HSDP, and
+    export it.
 
     Examples:
-        open-instruct dpo --model_name_or_path MODEL_DIR --mixer_list pairs.jsonl 1.0 --output_dir runs/first
+        open-instruct dpo --model_name_or_path MODEL_DIR --mixer_list pairs.jsonl 1.0 --output_dir
+            runs/first
         open-instruct dpo dpo/olmo3_7b_8gpu --num_processes 8 --output_dir runs/olmo3
     """
 
@@ -48,7 +65,10 @@ class DPOConfig(TrainingConfig):
 
     @property
     def quality_metrics(self) -> tuple[str, ...]:
-        return ("eval/preference_accuracy", *with_held_out("loss", "rewards/accuracy", "rewards/margin"))
+        return (
+            "eval/preference_accuracy",
+            *with_held_out("loss", "rewards/accuracy", "rewards/margin"),
+        )
 
 
 def validate_dpo(config: DPOConfig) -> list[str]:
@@ -67,22 +87,31 @@ def validate_dpo(config: DPOConfig) -> list[str]:
 def loss_problems(loss: PreferenceLossSection) -> Iterator[str]:
     names = loss.names
     if unknown := [name for name in names if name not in PREFERENCE_LOSSES]:
-        yield f"--loss_type {spelled(unknown)}: there is no such loss; choose one of {', '.join(PREFERENCE_LOSSES)}"
+        yield (
+            f"--loss_type {spelled(unknown)}: there is no such loss; choose one of "
+            f"{', '.join(PREFERENCE_LOSSES)}"
+        )
         return
     given = f"--loss_type {spelled(names)}"
     if len(set(names)) < len(names):
         yield f"{given} names a loss twice: name it once, with the sum of its --loss_weights"
     if loss.loss_weights and (len(loss.loss_weights) != len(names) or min(loss.loss_weights) <= 0):
-        yield f"--loss_weights {spelled(loss.loss_weights)}: give a number above 0 for each of {given}, in their order"
+        yield (
+            f"--loss_weights {spelled(loss.loss_weights)}: give a number above 0 for each of "
+            f"{given}, in their order"
+        )
     for flag, (what, off) in CHANGING_FLAGS.items():
         value = getattr(loss, flag)
         having = [name for name, known in PREFERENCE_LOSSES.items() if flag in known.reads]
         if value != off and not set(names) <= set(having):
-            yield f"--{flag} {spelled(value)}: {given} has no {what}; use {spelled(off)}, or one of {', '.join(having)}"
+            yield (
+                f"--{flag} {spelled(value)}: {given} has no {what}; use {spelled(off)}, or one "
+                f"of {', '.join(having)}"
+            )
     if "exo_pair" in names and loss.label_smoothing == 0:
         yield (
-            "--loss_type exo_pair needs a --label_smoothing above 0, since it has no value for certain labels; "
-            f"give --label_smoothing {EXO_SMOOTHING}, as its paper does"
+            "--loss_type exo_pair needs a --label_smoothing above 0, since it has no value for "
+            f"certain labels; give --label_smoothing {EXO_SMOOTHING}, as its paper does"
         )
     for flag in ("cache_logprobs_only", "ref_policy_update_freq"):
         if getattr(loss, flag) and not needs_reference(loss):
@@ -105,7 +134,9 @@ def bind(loss: PreferenceLossSection) -> BoundLoss:
 
     def function(scores: TokenLogprobs, batch: Batch, counts: Mapping[str, int]) -> LossOutputs:
         outputs = preference_loss(loss, preference_inputs(scores, batch, ld_alpha=loss.ld_alpha))
-        return LossOutputs(loss=outputs.losses_P.sum() / counts["rows"], metrics=preference_metrics(outputs))
+        return LossOutputs(
+            loss=outputs.losses_P.sum() / counts["rows"], metrics=preference_metrics(outputs)
+        )
 
     return BoundLoss(
         function=function,
@@ -116,9 +147,11 @@ def bind(loss: PreferenceLossSection) -> BoundLoss:
     )
 
 
-def preference_inputs(scores: TokenLogprobs, batch: Batch, *, ld_alpha: float | None) -> PreferenceLossInputs:
+def preference_inputs(
+    scores: TokenLogprobs, batch: Batch, *, ld_alpha: float | None
+) -> PreferenceLossInputs:
     """The inputs of the loss of a microbatch."""
-    from open_instruct.packing.documents import on_device
+    from open_instruct.batching.documents import on_device
 
     def sums(values_N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return sum_by_reply(values_N, scores.sequence_ids_N, batch.packed.num_sequences, ld_alpha)
@@ -127,12 +160,16 @@ def preference_inputs(scores: TokenLogprobs, batch: Batch, *, ld_alpha: float | 
     reference_S = batch.values.get(f"{REFERENCE}_S")
     if REFERENCE_TOKENS in batch.values:
         reference_S, _ = sums(batch.values[REFERENCE_TOKENS])
-    collisions_S = None if scores.collision_logprobs_N is None else sums(scores.collision_logprobs_N)[0]
+    collisions_S = (
+        None if scores.collision_logprobs_N is None else sums(scores.collision_logprobs_N)[0]
+    )
     partners_3P = batch.values.get(PARTNERS)
     return PreferenceLossInputs(
         policy_logps_2P=logps_S.view(2, -1),
         lengths_2P=lengths_S.view(2, -1),
-        reference_logps_2P=None if reference_S is None else on_device(reference_S, logps_S.device).view(2, -1),
+        reference_logps_2P=None
+        if reference_S is None
+        else on_device(reference_S, logps_S.device).view(2, -1),
         collision_logps_2P=None if collisions_S is None else collisions_S.view(2, -1),
         partners=None if partners_3P is None else RankPartners(*partners_3P),
     )
@@ -141,7 +178,9 @@ def preference_inputs(scores: TokenLogprobs, batch: Batch, *, ld_alpha: float | 
 def add_partners(
     step: StepBatch, scores: Sequence[TokenLogprobs], gather: Gather, *, ld_alpha: float | None
 ) -> StepBatch:
-    """The step whose pairs have their partners among all pairs of the global batch, see `match_by_rank`."""
+    """The step whose pairs have their partners among all pairs of the global batch, see
+    `match_by_rank`.
+    """
     import torch
 
     columns: list[torch.Tensor] = []
@@ -155,7 +194,9 @@ def add_partners(
     everywhere_4P = everywhere_4P[:, everywhere_4P[0].argsort(stable=True)]
     partners_3P = torch.stack(match_by_rank(everywhere_4P[1:3], everywhere_4P[3]))
     places_P = torch.searchsorted(everywhere_4P[0].contiguous(), here_4P[0].contiguous())
-    parts = partners_3P[:, places_P].split([len(batch.row_ids) for batch in step.microbatches], dim=1)
+    parts = partners_3P[:, places_P].split(
+        [len(batch.row_ids) for batch in step.microbatches], dim=1
+    )
     microbatches = [
         replace(batch, values={**batch.values, PARTNERS: part_3P})
         for batch, part_3P in zip(step.microbatches, parts, strict=True)
@@ -167,12 +208,12 @@ def add_partners(
 class PreferenceLossOutputs:
     """Per-pair results. Only `losses_P` carries a gradient.
 
-    Rewards are beta * (policy - reference) of the log-probs as the loss sees them (simpo: beta * policy):
-    sums, or means over the reply's tokens for a length-normalised loss. `logps_2P` are those of the policy.
-    Among several losses the leading one decides. `parts` are the separate losses before they are weighted.
-    `is_right_P` says whether the chosen reply has the higher reward, by more than the log-probs' rounding: a policy
-    that equals its reference is right on no pair, even if the reference was computed on ranks that split rows
-    otherwise.
+    Rewards are beta * (policy - reference) of the log-probs as the loss sees them (simpo: beta *
+    policy): sums, or means over the reply's tokens for a length-normalised loss. `logps_2P` are
+    those of the policy. Among several losses the leading one decides. `parts` are the separate
+    losses before they are weighted. `is_right_P` says whether the chosen reply has the higher
+    reward, by more than the log-probs' rounding: a policy that equals its reference is right on no
+    pair, even if the reference was computed on ranks that split rows otherwise.
     """
 
     losses_P: torch.Tensor
@@ -182,8 +223,11 @@ class PreferenceLossOutputs:
     parts: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
 
-def preference_loss(loss: PreferenceLossSection, inputs: PreferenceLossInputs) -> PreferenceLossOutputs:
-    """Losses, rewards and log-probs of P pairs (P may be 0) under the loss that the flags name, or the sum of several.
+def preference_loss(
+    loss: PreferenceLossSection, inputs: PreferenceLossInputs
+) -> PreferenceLossOutputs:
+    """Losses, rewards and log-probs of P pairs (P may be 0) under the loss that the flags name, or
+    the sum of several.
 
     A loss that needs a reference must be given one; a loss that needs none ignores it.
     """
@@ -208,11 +252,15 @@ def preference_loss(loss: PreferenceLossSection, inputs: PreferenceLossInputs) -
 
 
 def first_loss(loss: PreferenceLossSection) -> float:
-    """The loss of a policy that equals its reference, by the same functions on one pair of log-probs that are 0."""
+    """The loss of a policy that equals its reference, by the same functions on one pair of
+    log-probs that are 0.
+    """
     import torch
 
     zeros_21 = torch.zeros(2, 1, dtype=torch.float64)
-    inputs = PreferenceLossInputs(policy_logps_2P=zeros_21, lengths_2P=torch.ones(2, 1), reference_logps_2P=zeros_21)
+    inputs = PreferenceLossInputs(
+        policy_logps_2P=zeros_21, lengths_2P=torch.ones(2, 1), reference_logps_2P=zeros_21
+    )
     return preference_loss(loss, inputs).losses_P.item()
 
 
@@ -222,7 +270,11 @@ def preference_metrics(outputs: PreferenceLossOutputs) -> dict[str, Metric]:
     chosen_logps_P, rejected_logps_P = outputs.logps_2P
     values_P = {
         "loss": outputs.losses_P.detach(),
-        **({f"loss/{name}": part_P for name, part_P in outputs.parts.items()} if len(outputs.parts) > 1 else {}),
+        **(
+            {f"loss/{name}": part_P for name, part_P in outputs.parts.items()}
+            if len(outputs.parts) > 1
+            else {}
+        ),
         "rewards/chosen": chosen_P,
         "rewards/rejected": rejected_P,
         "rewards/margin": chosen_P - rejected_P,
@@ -238,9 +290,10 @@ def evaluate(
 ) -> Evaluation:
     """Preference accuracy, and the loss and rewards on held-out pairs.
 
-    `eval/preference_accuracy` is the share of pairs whose chosen reply has the higher log-prob (averaged
-    over the reply where the loss averages too). It needs no reference, so it can be compared before
-    and after training; `eval/rewards/accuracy` compares rewards, which are relative to the reference.
+    `eval/preference_accuracy` is the share of pairs whose chosen reply has the higher log-prob
+    (averaged over the reply where the loss averages too). It needs no reference, so it can be
+    compared before and after training; `eval/rewards/accuracy` compares rewards, which are relative
+    to the reference.
     """
     import torch
 
@@ -261,7 +314,10 @@ def evaluate(
             "eval/loss": float(outputs.losses_P.mean()),
             "eval/num_pairs": len(dataset),
         },
-        sentence=f"held-out preference accuracy {{when}}: {accuracy:.3f} of {counted(len(dataset), 'pair')}",
+        sentence=(
+            f"held-out preference accuracy {{when}}: {accuracy:.3f} of "
+            f"{counted(len(dataset), 'pair')}"
+        ),
     )
 
 
@@ -273,7 +329,10 @@ DPO = Objective(
     bind=lambda config: bind(config.loss),
     needs_reference=lambda config: needs_reference(config.loss),
     # TR-DPO, arXiv 2404.09656.
-    reference_moves=lambda config: {"update_freq": config.loss.ref_policy_update_freq, "alpha": config.loss.alpha},
+    reference_moves=lambda config: {
+        "update_freq": config.loss.ref_policy_update_freq,
+        "alpha": config.loss.alpha,
+    },
     only_scores=lambda config: config.loss.cache_logprobs_only,
     prefix_sharing=lambda config: config.data.prefix_sharing,
     evaluate=evaluate,

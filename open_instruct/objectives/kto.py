@@ -1,8 +1,9 @@
 """KTO: single replies, each labelled as desirable or not (arXiv 2402.01306).
 
-A reply is compared with z0, the policy's divergence from the reference on replies that do not belong to their
-prompts. So a row has two documents: its prompt with its own reply, and its prompt with the reply of another row. The
-second is scored before the step, without gradient; the step learns from the first alone. A pair of replies is two rows.
+A reply is compared with z0, the policy's divergence from the reference on replies that do not
+belong to their prompts. So a row has two documents: its prompt with its own reply, and its prompt
+with the reply of another row. The second is scored before the step, without gradient; the step
+learns from the first alone. A pair of replies is two rows.
 
 Legend: R rows, N those of a data set, D documents of a row.
 """
@@ -17,16 +18,23 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from open_instruct.config.sections import OptimSection, PreferenceDataSection, flag, free_flag
 from open_instruct.config.training import TrainingConfig, with_held_out
+from open_instruct.core.errors import InputError
+from open_instruct.core.records import REFERENCE, ROW_VALUES, Batch, Metric, StepBatch, mean_metrics
+from open_instruct.core.text import counted
 from open_instruct.data.eval_split import row_content
 from open_instruct.data.files.rows import MalformedRow, RawRow, RowSource, kind_of
 from open_instruct.data.messages import Message, check_is_learned, conversation_of, without_key
 from open_instruct.data.preference_rows import parse_preference_row
 from open_instruct.data.row_builder import RenderedRow, RowBuilder
-from open_instruct.errors import InputError
 from open_instruct.losses.logprobs import ROUNDING, sum_by_sequence
-from open_instruct.objectives.objective import BoundLoss, Evaluation, Gather, LossOutputs, Objective, TokenLogprobs
-from open_instruct.records import REFERENCE, ROW_VALUES, Batch, Metric, StepBatch, mean_metrics
-from open_instruct.wording import counted
+from open_instruct.objectives.objective import (
+    BoundLoss,
+    Evaluation,
+    Gather,
+    LossOutputs,
+    Objective,
+    TokenLogprobs,
+)
 
 if TYPE_CHECKING:
     import numpy as np
@@ -34,7 +42,8 @@ if TYPE_CHECKING:
 
     from open_instruct.data.token_dataset import TokenDataset
 
-# Bounds of the ratio of the total weights of desirable and undesirable rows; the paper's section 4.2.
+# Bounds of the ratio of the total weights of desirable and undesirable rows; the paper's section
+# 4.2.
 LOWEST_RATIO, HIGHEST_RATIO = 1.0, 4.0 / 3.0
 DESIRABLE = "desirable"  # the name of their number among a step's counts
 
@@ -44,12 +53,20 @@ class KTOLossSection:
     """Loss"""
 
     loss_type: Literal["kto", "apo_zero_unpaired"] = flag(
-        "'kto' measures replies from z0, the policy's distance from the reference; 'apo_zero_unpaired' from 0", "kto"
+        (
+            "'kto' measures replies from z0, the policy's distance from the reference; "
+            "'apo_zero_unpaired' from 0"
+        ),
+        "kto",
     )
-    beta: float = flag("strength of the pull towards the reference policy (scale of the reward)", 0.1, above=0)
+    beta: float = flag(
+        "strength of the pull towards the reference policy (scale of the reward)", 0.1, above=0
+    )
     desirable_weight: float = flag("weight of a row whose label is true", 1.0, above=0)
     undesirable_weight: float = flag("weight of a row whose label is false", 1.0, above=0)
-    cache_logprobs_only: bool = free_flag("compute and store the reference log-probs, then stop", False)
+    cache_logprobs_only: bool = free_flag(
+        "compute and store the reference log-probs, then stop", False
+    )
 
     @property
     def has_mismatched(self) -> bool:
@@ -65,10 +82,12 @@ class KTOOptimSection(OptimSection):
 
 @dataclass(kw_only=True)
 class KTOConfig(TrainingConfig):
-    """Train a model with KTO on single replies that are labelled good or bad, sharded as HSDP, and export it.
+    """Train a model with KTO on single replies that are labelled good or bad, sharded as HSDP, and
+    export it.
 
     Examples:
-        open-instruct kto --model_name_or_path MODEL_DIR --mixer_list labelled.jsonl 1.0 --output_dir runs/first
+        open-instruct kto --model_name_or_path MODEL_DIR --mixer_list labelled.jsonl 1.0
+            --output_dir runs/first
         open-instruct kto kto/olmo3_7b_8gpu --num_processes 8 --output_dir runs/olmo3_kto
     """
 
@@ -82,7 +101,8 @@ class KTOConfig(TrainingConfig):
 
 
 def parse_labelled_row(row: Mapping[str, Any]) -> tuple[tuple[Message, ...], bool]:
-    """The conversation of a row, which ends with the labelled reply, and whether the reply is desirable.
+    """The conversation of a row, which ends with the labelled reply, and whether the reply is
+    desirable.
 
     Raises:
         MalformedRow: with the kind and the reason; docs/kto.md lists them.
@@ -93,7 +113,9 @@ def parse_labelled_row(row: Mapping[str, Any]) -> tuple[tuple[Message, ...], boo
         raise without_key(row, "label")
     label = row["label"]
     if isinstance(label, str):  # tables hold text only
-        label = {"true": True, "1": True, "false": False, "0": False}.get(label.strip().lower(), label)
+        label = {"true": True, "1": True, "false": False, "0": False}.get(
+            label.strip().lower(), label
+        )
     if not isinstance(label, bool | int | float) or label not in (0, 1):
         shown = f"{label!r:.40}" if isinstance(label, str | int | float) else kind_of(label)
         raise MalformedRow("bad_label", f"'label' must be true or false (or 1 or 0), not {shown}")
@@ -101,10 +123,15 @@ def parse_labelled_row(row: Mapping[str, Any]) -> tuple[tuple[Message, ...], boo
 
 
 class UnpairedBuilder(RowBuilder):
-    """Builds rows of two pieces, the prompt and the reply; the label is the row's number for the loss."""
+    """Builds rows of two pieces, the prompt and the reply; the label is the row's number for the
+    loss.
+    """
 
     unit = "row"
-    wanted = '{"prompt": "text", "completion": "text", "label": true}, or lists of messages in place of the texts'
+    wanted = (
+        '{"prompt": "text", "completion": "text", "label": true}, or lists of messages in place '
+        "of the texts"
+    )
     columns = ("prompt", "completion", "label")
     page = "docs/kto.md"
     check = staticmethod(parse_labelled_row)
@@ -112,7 +139,9 @@ class UnpairedBuilder(RowBuilder):
     @classmethod
     def rows_in(cls, source: RowSource) -> RowSource:
         """The source; if its first readable row is a preference pair, every pair gives two rows."""
-        first = next((row.value for row in source.rows(range(len(source))) if row.problem is None), {})
+        first = next(
+            (row.value for row in source.rows(range(len(source))) if row.problem is None), {}
+        )
         return _both_replies(source) if "chosen" in first and "label" not in first else source
 
     def render(self, row: Mapping[str, Any]) -> RenderedRow:
@@ -124,7 +153,9 @@ class UnpairedBuilder(RowBuilder):
 
 
 class MismatchedBuilder(UnpairedBuilder):
-    """As `UnpairedBuilder`, with a third piece: the reply of another row of the source, see `mismatched_replies`."""
+    """As `UnpairedBuilder`, with a third piece: the reply of another row of the source, see
+    `mismatched_replies`.
+    """
 
     documents_per_row = 2
     titles = ("reply", "a reply of another row, for z0")
@@ -134,25 +165,34 @@ class MismatchedBuilder(UnpairedBuilder):
         prompts: dict[bytes, int] = {}
         replies: dict[bytes, int] = {}
         numbers = [
-            (prompts.setdefault(prompt.tobytes(), len(prompts)), replies.setdefault(reply.tobytes(), len(replies)))
+            (
+                prompts.setdefault(prompt.tobytes(), len(prompts)),
+                replies.setdefault(reply.tobytes(), len(replies)),
+            )
             for prompt, reply, _ in rows
         ]
         if len(replies) == 1:
             raise InputError(
-                f"{name}: {counted(len(rows), 'row')}, all with the same reply, but z0 of --loss_type kto needs "
-                "another one for each prompt; add rows with other replies, or use --loss_type apo_zero_unpaired",
+                f"{name}: {counted(len(rows), 'row')}, all with the same reply, but z0 of "
+                "--loss_type kto needs another one for each prompt; add rows with other replies, "
+                "or use --loss_type apo_zero_unpaired",
                 kind="bad_row",
             )
         distinct = [array("i", reply) for reply in replies]
         for (prompt, reply, details), number in zip(rows, mismatched_replies(numbers), strict=True):
             room = self.max_seq_length - len(prompt)
-            others = (distinct[(number + step) % len(distinct)][:room] for step in range(len(distinct)))
-            # Replies that differ only behind the cut are equal here; where none differs, it is the row's own.
+            others = (
+                distinct[(number + step) % len(distinct)][:room] for step in range(len(distinct))
+            )
+            # Replies that differ only behind the cut are equal here; where none differs, it is the
+            # row's own.
             other = next((each for each in others if each != reply), reply)
             self.keep([prompt, reply, other], details)
 
     def _taken_back(self, first: int) -> list[tuple[array[int], array[int], bytes]]:
-        """Remove the rows from `first` on, and return the prompt, the reply and the details of each."""
+        """Remove the rows from `first` on, and return the prompt, the reply and the details of
+        each.
+        """
         start = len(self.token_ids) - sum(sum(row.lengths) for row in self.kept[first:])
         token_ids = iter(self.token_ids[start:])
         rows = [
@@ -164,14 +204,18 @@ class MismatchedBuilder(UnpairedBuilder):
 
 
 def mismatched_replies(rows: Sequence[tuple[int, int]]) -> list[int]:
-    """For each row, given the numbers of its prompt and its reply, the number of a reply that does not belong to it.
+    """For each row, given the numbers of its prompt and its reply, the number of a reply that does
+    not belong to it.
 
-    Distinct replies, two at least, are numbered from 0 as they first come. Each row takes the next one after its own,
-    after the last the first, that came with another prompt; where all have come with its prompt, the next one.
+    Distinct replies, two at least, are numbered from 0 as they first come. Each row takes the next
+    one after its own, after the last the first, that came with another prompt; where all have come
+    with its prompt, the next one.
     """
-    prompt_of_reply = {reply: prompt for prompt, reply in reversed(rows)}  # of several prompts the first
+    # Of several prompts the first.
+    prompt_of_reply = {reply: prompt for prompt, reply in reversed(rows)}
     num_replies = len(prompt_of_reply)
-    # The first after each reply that came with another prompt than it; the second round sees past the end.
+    # The first after each reply that came with another prompt than it; the second round sees past
+    # the end.
     leaps = [0] * num_replies
     for reply in [*reversed(range(num_replies))] * 2:
         after = (reply + 1) % num_replies
@@ -185,7 +229,9 @@ def mismatched_replies(rows: Sequence[tuple[int, int]]) -> list[int]:
 
 
 def _both_replies(pairs: RowSource) -> RowSource:
-    """A source of preference pairs as twice as many rows: each chosen reply is desirable, each rejected one is not."""
+    """A source of preference pairs as twice as many rows: each chosen reply is desirable, each
+    rejected one is not.
+    """
 
     def rows(indices: Sequence[int]) -> Iterator[RawRow]:
         wanted = set(indices)
@@ -218,16 +264,22 @@ def check_rows(dataset: TokenDataset, num_rows_per_step: int, config: KTOConfig)
     loss = config.loss
     if loss.has_mismatched and num_rows_per_step == 1:
         raise InputError(
-            "a global batch of one row: z0 of --loss_type kto is a mean over the rows of a step, and one row says "
-            "nothing of the policy's distance from the reference; raise --per_device_train_batch_size or "
-            "--gradient_accumulation_steps, or use --loss_type apo_zero_unpaired",
+            "a global batch of one row: z0 of --loss_type kto is a mean over the rows of a step, "
+            "and one row says nothing of the policy's distance from the reference; raise "
+            "--per_device_train_batch_size or --gradient_accumulation_steps, or use --loss_type "
+            "apo_zero_unpaired",
             kind="conflict",
         )
     num_desirable = int(_are_desirable(dataset).sum())
     num_undesirable = len(dataset) - num_desirable
     if not (num_desirable and num_undesirable):
         which = DESIRABLE if num_desirable else "undesirable"
-        return [f"all {counted(len(dataset), 'row')} are {which}: nothing is learned of what sets good from bad"]
+        return [
+            (
+                f"all {counted(len(dataset), 'row')} are {which}: nothing is learned of what sets "
+                "good from bad"
+            )
+        ]
     balance = num_desirable / num_undesirable
     ratio = loss.desirable_weight / loss.undesirable_weight * balance
     if LOWEST_RATIO - 1e-6 <= ratio <= HIGHEST_RATIO + 1e-6:
@@ -235,10 +287,12 @@ def check_rows(dataset: TokenDataset, num_rows_per_step: int, config: KTOConfig)
     weight = loss.undesirable_weight / balance
     other_weight = loss.desirable_weight * balance
     return [
-        f"{num_desirable:,} desirable rows of weight {loss.desirable_weight:g} count {ratio:.3g} times as much as "
-        f"{num_undesirable:,} undesirable ones of weight {loss.undesirable_weight:g}, where KTO's paper advises 1 to "
-        f"4/3: --desirable_weight {LOWEST_RATIO * weight:.3g} to {HIGHEST_RATIO * weight:.3g} would do, or "
-        f"--undesirable_weight {other_weight / HIGHEST_RATIO:.3g} to {other_weight / LOWEST_RATIO:.3g}"
+        f"{num_desirable:,} desirable rows of weight {loss.desirable_weight:g} count {ratio:.3g} "
+        f"times as much as {num_undesirable:,} undesirable ones of weight "
+        f"{loss.undesirable_weight:g}, where KTO's paper advises 1 to 4/3: --desirable_weight "
+        f"{LOWEST_RATIO * weight:.3g} to {HIGHEST_RATIO * weight:.3g} would do, or "
+        f"--undesirable_weight {other_weight / HIGHEST_RATIO:.3g} to "
+        f"{other_weight / LOWEST_RATIO:.3g}"
     ]
 
 
@@ -249,11 +303,16 @@ def _are_desirable(dataset: TokenDataset) -> np.ndarray:
 
 
 def unpaired_losses(
-    log_ratios_R: torch.Tensor, is_desirable_R: torch.Tensor, z0: torch.Tensor | float, loss: KTOLossSection
+    log_ratios_R: torch.Tensor,
+    is_desirable_R: torch.Tensor,
+    z0: torch.Tensor | float,
+    loss: KTOLossSection,
 ) -> torch.Tensor:
-    """KTO, arXiv 2402.01306 eq. 7 and 8: `w_D (1 - sigmoid(beta (r - z0)))`, or `w_U (1 - sigmoid(beta (z0 - r)))`.
+    """KTO, arXiv 2402.01306 eq. 7 and 8: `w_D (1 - sigmoid(beta (r - z0)))`, or `w_U (1 -
+    sigmoid(beta (z0 - r)))`.
 
-    With z0 of 0 it is APO-zero on single replies (arXiv 2408.06266): `1 - sigmoid(beta r)`, or `sigmoid(beta r)`.
+    With z0 of 0 it is APO-zero on single replies (arXiv 2408.06266): `1 - sigmoid(beta r)`, or
+    `sigmoid(beta r)`.
     """
     above_R = (log_ratios_R - z0) * (2 * is_desirable_R.to(log_ratios_R.dtype) - 1)
     weights_R = is_desirable_R * loss.desirable_weight + ~is_desirable_R * loss.undesirable_weight
@@ -274,7 +333,9 @@ def bind(config: KTOConfig) -> BoundLoss:
         """Count the desirable rows of the global batch, and take z0 from its mismatched replies."""
         import torch
 
-        num_desirable = int(gather(torch.cat([_labels(batch) for batch in step.microbatches])).sum())
+        num_desirable = int(
+            gather(torch.cat([_labels(batch) for batch in step.microbatches])).sum()
+        )
         z0 = torch.zeros(())
         learned = step
         if loss.has_mismatched:
@@ -285,7 +346,9 @@ def bind(config: KTOConfig) -> BoundLoss:
             z0 = gather(torch.cat(log_ratios)).double().mean().clamp(min=0).float()
             learned = _with_document(step, 0, config)
         return StepBatch(
-            microbatches=tuple(replace(batch, values={**batch.values, "z0": z0}) for batch in learned.microbatches),
+            microbatches=tuple(
+                replace(batch, values={**batch.values, "z0": z0}) for batch in learned.microbatches
+            ),
             counts={**step.counts, DESIRABLE: num_desirable},
         )
 
@@ -295,7 +358,9 @@ def bind(config: KTOConfig) -> BoundLoss:
 
     def first_loss(counts: Mapping[str, int]) -> float:
         num_undesirable = counts["rows"] - counts[DESIRABLE]
-        weights = loss.desirable_weight * counts[DESIRABLE] + loss.undesirable_weight * num_undesirable
+        weights = (
+            loss.desirable_weight * counts[DESIRABLE] + loss.undesirable_weight * num_undesirable
+        )
         return weights / (2 * counts["rows"])
 
     return BoundLoss(function=function, prepare=prepare, looks_at=looks_at, first_loss=first_loss)
@@ -303,7 +368,7 @@ def bind(config: KTOConfig) -> BoundLoss:
 
 def _with_document(step: StepBatch, document: int, config: KTOConfig) -> StepBatch:
     """The step with only the document number `document` of each row."""
-    from open_instruct.packing.documents import pack_documents
+    from open_instruct.batching.documents import pack_documents
 
     parallel = config.parallel
     microbatches = []
@@ -315,7 +380,9 @@ def _with_document(step: StepBatch, document: int, config: KTOConfig) -> StepBat
             pad_to_multiple_of=parallel.tensor_parallel_degree * parallel.context_parallel_degree,
         )
         values = {**batch.values, f"{REFERENCE}_S": _reference(batch)[own]}
-        microbatches.append(replace(batch, packed=packed, documents=batch.documents[own], values=values))
+        microbatches.append(
+            replace(batch, packed=packed, documents=batch.documents[own], values=values)
+        )
     return replace(step, microbatches=tuple(microbatches))
 
 
@@ -327,9 +394,11 @@ def _reference(batch: Batch) -> torch.Tensor:
     return batch.values[f"{REFERENCE}_S"]
 
 
-def _log_ratios(scores: TokenLogprobs, reference_R: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _log_ratios(
+    scores: TokenLogprobs, reference_R: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     """The log-prob of each document, and its difference from the reference's."""
-    from open_instruct.packing.documents import on_device
+    from open_instruct.batching.documents import on_device
 
     logps_R, _ = sum_by_sequence(scores.logprobs_N, scores.sequence_ids_N, len(reference_R))
     return logps_R, logps_R - on_device(reference_R, logps_R.device)
@@ -343,7 +412,9 @@ def outputs_of(
     counts: Mapping[str, int],
     loss: KTOLossSection,
 ) -> LossOutputs:
-    """The share of R rows in the loss and the metrics of their global batch; an absent class has no metrics."""
+    """The share of R rows in the loss and the metrics of their global batch; an absent class has no
+    metrics.
+    """
     losses_R = unpaired_losses(log_ratios_R, is_desirable_R, z0, loss)
     rewards_R = loss.beta * log_ratios_R.detach()
     is_right_R = (log_ratios_R - z0 > ROUNDING * logps_R.abs()) == is_desirable_R
@@ -351,11 +422,16 @@ def outputs_of(
     if loss.has_mismatched:
         metrics["kl"] = Metric(value=z0, weight=float(losses_R.numel()))
     num_undesirable = counts["rows"] - counts[DESIRABLE]
-    classes = (("chosen", is_desirable_R, counts[DESIRABLE]), ("rejected", ~is_desirable_R, num_undesirable))
+    classes = (
+        ("chosen", is_desirable_R, counts[DESIRABLE]),
+        ("rejected", ~is_desirable_R, num_undesirable),
+    )
     for name, is_member_R, num in classes:
         if num:
             for what, values_R in (("rewards", rewards_R), ("logps", logps_R.detach())):
-                metrics[f"{what}/{name}"] = Metric(value=(values_R * is_member_R).sum() / num, reduction="sum")
+                metrics[f"{what}/{name}"] = Metric(
+                    value=(values_R * is_member_R).sum() / num, reduction="sum"
+                )
     if counts[DESIRABLE] and num_undesirable:
         margin = metrics["rewards/chosen"].value - metrics["rewards/rejected"].value
         metrics["rewards/margin"] = Metric(value=margin, reduction="sum")
@@ -369,13 +445,20 @@ def evaluate(
     import torch
 
     assert reference_ND is not None
-    logps_DN, log_ratios_DN = torch.from_numpy(logps_ND).T, torch.from_numpy(logps_ND - reference_ND).T
+    logps_DN, log_ratios_DN = (
+        torch.from_numpy(logps_ND).T,
+        torch.from_numpy(logps_ND - reference_ND).T,
+    )
     is_desirable_N = torch.from_numpy(_are_desirable(dataset))
     # Rows without a mismatched reply give z0 = 0.
     z0 = log_ratios_DN[1:].double().sum().clamp(min=0).float() / len(dataset)
     counts = {"rows": len(dataset), DESIRABLE: int(is_desirable_N.sum())}
-    metrics = outputs_of(logps_DN[0], log_ratios_DN[0], is_desirable_N, z0, counts, config.loss).metrics
-    row = {f"eval/{name}": float(metric.value) for name, metric in metrics.items()} | {"eval/num_rows": len(dataset)}
+    metrics = outputs_of(
+        logps_DN[0], log_ratios_DN[0], is_desirable_N, z0, counts, config.loss
+    ).metrics
+    row = {f"eval/{name}": float(metric.value) for name, metric in metrics.items()} | {
+        "eval/num_rows": len(dataset)
+    }
     sentence = f"held-out loss {{when}}: {row['eval/loss']:.4f} over {counted(len(dataset), 'row')}"
     return Evaluation(row=row, sentence=sentence)
 

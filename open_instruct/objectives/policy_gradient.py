@@ -1,16 +1,19 @@
-"""Policy gradients on sampled completions, GRPO and its relatives: the sum of three losses over tokens.
+"""Policy gradients on sampled completions, GRPO and its relatives: the sum of three losses over
+tokens.
 
     rl  the policy loss of tokens that the policy sampled, weighed by --rl_coef
     kl  the penalty for the distance to a frozen model: --beta times that of the reference policy,
         --teacher_kl_coef times that of a teacher (on-policy distillation, arXiv 2306.13649)
-    ce  the cross-entropy, at temperature 1, of tokens that the policy did not sample, such as written conversations or
-        the output of a tool; weighed by --ce_coef
+    ce  the cross-entropy, at temperature 1, of tokens that the policy did not sample, such as
+        written conversations or the output of a tool; weighed by --ce_coef
 
-Each has its own weights of tokens and its own counts, so adding tokens to one does not change another.
+Each has its own weights of tokens and its own counts, so adding tokens to one does not change
+another.
 
-Beside the log-probs a microbatch has for each labelled token: `engine_logprobs_N` and `advantages_N`;
-`old_logprobs_N`, under the policy at the start of the step, where this forward pass has another policy; and
-`reference_logprobs_N` and `teacher_logprobs_N` where there are such models. `Stream` explains the streams.
+Beside the log-probs a microbatch has for each labelled token: `engine_logprobs_N` and
+`advantages_N`; `old_logprobs_N`, under the policy at the start of the step, where this forward pass
+has another policy; and `reference_logprobs_N` and `teacher_logprobs_N` where there are such models.
+`Stream` explains the streams.
 
 Legend: N labelled tokens of a microbatch, M those of one stream.
 """
@@ -24,14 +27,27 @@ from typing import TYPE_CHECKING
 
 from open_instruct.config.grpo import GRPOConfig, validate_grpo
 from open_instruct.config.rollout_sections import PolicyLossSection
+from open_instruct.core.records import (
+    REFERENCE_TOKENS,
+    TEACHER_TOKENS,
+    Batch,
+    Metric,
+    StepBatch,
+    mean_metrics,
+)
+from open_instruct.core.user_code import own_function
 from open_instruct.data.prompts import PromptBuilder
 from open_instruct.losses.covariance import TokenColumns, token_keys
 from open_instruct.losses.flags_taken import with_flags
 from open_instruct.losses.mismatch import Correction, correct_mismatch, kl_estimates, rho_values
 from open_instruct.losses.policy import POLICY_LOSSES, PolicyLoss, PolicyLossInputs
-from open_instruct.objectives.objective import BoundLoss, Gather, LossOutputs, Objective, TokenLogprobs
-from open_instruct.records import REFERENCE_TOKENS, TEACHER_TOKENS, Batch, Metric, StepBatch, mean_metrics
-from open_instruct.users_code import own_function
+from open_instruct.objectives.objective import (
+    BoundLoss,
+    Gather,
+    LossOutputs,
+    Objective,
+    TokenLogprobs,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -39,7 +55,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stream:
-    """The labelled tokens of a microbatch that one of the three losses learns from, and their weights.
+    """The labelled tokens of a microbatch that one of the three losses learns from, and their
+    weights.
 
     None means all tokens, or a weight of 1 for each.
     """
@@ -49,18 +66,29 @@ class Stream:
 
     @classmethod
     def of(cls, name: str, values: Mapping[str, torch.Tensor]) -> Stream:
-        """The stream `name` among the values of a microbatch. If all tokens are completions', nothing is listed."""
+        """The stream `name` among the values of a microbatch.
+
+        If all tokens are completions', nothing is listed.
+        """
         return cls(tokens_M=values.get(f"{name}_tokens"), weights_M=values.get(f"{name}_weights"))
 
     def take(self, values_N: torch.Tensor) -> torch.Tensor:
-        """The values of the stream's tokens, (M,), so that other tokens between them do not change any bit of a sum."""
-        return values_N if self.tokens_M is None else values_N.index_select(0, self.tokens_M.to(values_N.device))
+        """The values of the stream's tokens, (M,), so that other tokens between them do not change
+        any bit of a sum.
+        """
+        return (
+            values_N
+            if self.tokens_M is None
+            else values_N.index_select(0, self.tokens_M.to(values_N.device))
+        )
 
     def put(self, values_M: torch.Tensor, num_labels: int) -> torch.Tensor:
         """The opposite of `take`: one value for each label, 0 for other tokens."""
         if self.tokens_M is None:
             return values_M
-        return values_M.new_zeros(num_labels).index_copy(0, self.tokens_M.to(values_M.device), values_M)
+        return values_M.new_zeros(num_labels).index_copy(
+            0, self.tokens_M.to(values_M.device), values_M
+        )
 
     def weighed(self, values_M: torch.Tensor) -> torch.Tensor:
         return values_M if self.weights_M is None else values_M * self.weights_M
@@ -83,7 +111,9 @@ def bind(loss: PolicyLossSection, *, temperature: float, response_length: int) -
     else:
         policy_loss = PolicyLoss(function=lambda inputs: own(inputs, loss))
     return BoundLoss(
-        function=partial(policy_gradient, loss=loss, policy_loss=policy_loss, response_length=response_length),
+        function=partial(
+            policy_gradient, loss=loss, policy_loss=policy_loss, response_length=response_length
+        ),
         prepare=partial(choose_tokens, loss=loss) if chooses_tokens(loss) else None,
         temperature=temperature,
         unscaled="ce_tokens",
@@ -92,7 +122,9 @@ def bind(loss: PolicyLossSection, *, temperature: float, response_length: int) -
 
 
 def chooses_tokens(loss: PolicyLossSection) -> bool:
-    """Whether the loss selects tokens over the whole batch, which needs an extra forward pass in every update."""
+    """Whether the loss selects tokens over the whole batch, which needs an extra forward pass in
+    every update.
+    """
     return loss.top_entropy_quantile < 1 or _known_marks(loss) is not None
 
 
@@ -152,15 +184,22 @@ def policy_gradient(
     metrics["policy_loss"] = Metric(value=policy_part.detach(), reduction="sum")
     if counts["rl_rows"] > 0:
         differences_M = (inputs.old_logprobs_N - rl.take(batch.values["engine_logprobs_N"])).abs()
-        metrics |= mean_metrics(values | {"logprob_diff/mean": differences_M} | rho_values(correction))
-        metrics |= {"logprob_diff/max": _largest(differences_M), "rho/max": _largest(correction.rho_N)}
+        metrics |= mean_metrics(
+            values | {"logprob_diff/mean": differences_M} | rho_values(correction)
+        )
+        metrics |= {
+            "logprob_diff/max": _largest(differences_M),
+            "rho/max": _largest(correction.rho_N),
+        }
     return LossOutputs(loss=total, metrics=metrics)
 
 
 def _sampled_tokens(
     stream: Stream, scores: TokenLogprobs, batch: Batch, loss: PolicyLossSection
 ) -> tuple[PolicyLossInputs, Correction]:
-    """The inputs of the policy loss for a stream's tokens, and the correction for the engine that sampled them."""
+    """The inputs of the policy loss for a stream's tokens, and the correction for the engine that
+    sampled them.
+    """
     inputs = PolicyLossInputs(
         logprobs_N=stream.take(scores.logprobs_N),
         # In a step of one update the old policy is that of this forward pass.
@@ -170,17 +209,24 @@ def _sampled_tokens(
         num_sequences=batch.packed.num_sequences,
     )
     log_rho_N = inputs.old_logprobs_N - stream.take(batch.values["engine_logprobs_N"])
-    correction = with_flags(correct_mismatch, loss)(log_rho_N, inputs.sequence_ids_N, inputs.num_sequences)
+    correction = with_flags(correct_mismatch, loss)(
+        log_rho_N, inputs.sequence_ids_N, inputs.num_sequences
+    )
     return inputs, correction
 
 
 def _distance(
-    frozen: str, scores: TokenLogprobs, batch: Batch, loss: PolicyLossSection, policy_loss: PolicyLoss
+    frozen: str,
+    scores: TokenLogprobs,
+    batch: Batch,
+    loss: PolicyLossSection,
+    policy_loss: PolicyLoss,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The weighed sum of the estimated divergence from a `frozen` model, and an estimate at every token, to be shown.
+    """The weighed sum of the estimated divergence from a `frozen` model, and an estimate at every
+    token, to be shown.
 
-    From a teacher the sum is of half the squared log-ratio, which has the gradient of the divergence, and the log-ratio
-    is shown, which has its value.
+    From a teacher the sum is of half the squared log-ratio, which has the gradient of the
+    divergence, and the log-ratio is shown, which has its value.
     """
     from_teacher = frozen == TEACHER_TOKENS
     learned, shown = ("1", "0") if from_teacher else (loss.kl_estimator, loss.kl_estimator)
@@ -191,12 +237,15 @@ def _distance(
     if loss.kl_importance_weighted and not from_teacher:
         kl_M = policy_loss.importance_ratio(inputs) * kl_M
     shown_M = kl_estimates(shown, inputs.logprobs_N, frozen_M).detach()
-    # The KL is an expectation under the policy too, so the engine's samples get the same importance weights.
+    # The KL is an expectation under the policy too, so the engine's samples get the same importance
+    # weights.
     return kl.weighed(correction.weights_N * policy_loss.shares(kl_M, inputs)).sum(), shown_M
 
 
 def _cross_entropy_sum(scores: TokenLogprobs, batch: Batch) -> torch.Tensor:
-    """The weighed sum of -log p over the tokens of `ce`; a microbatch of completions alone lists none."""
+    """The weighed sum of -log p over the tokens of `ce`; a microbatch of completions alone lists
+    none.
+    """
     ce = Stream.of("ce", batch.values)
     logprobs_M = scores.logprobs_N[:0] if ce.tokens_M is None else ce.take(scores.logprobs_N)
     return -ce.weighed(logprobs_M).sum()
@@ -205,18 +254,23 @@ def _cross_entropy_sum(scores: TokenLogprobs, batch: Batch) -> torch.Tensor:
 def choose_tokens(
     step: StepBatch, scores: Sequence[TokenLogprobs], gather: Gather, *, loss: PolicyLossSection
 ) -> StepBatch:
-    """The step with what is chosen among all tokens of `rl` in the update, so however the batch is cut.
+    """The step with what is chosen among all tokens of `rl` in the update, so however the batch is
+    cut.
 
-    `is_learned` are the tokens of the highest entropy, where --top_entropy_quantile asks for some of
-    them; `is_marked` those that the policy loss treats apart (`PolicyLoss.marks`).
+    `is_learned` are the tokens of the highest entropy, where --top_entropy_quantile asks for some
+    of them; `is_marked` those that the policy loss treats apart (`PolicyLoss.marks`).
     """
     chosen: dict[str, list[torch.Tensor]] = {}
     if loss.top_entropy_quantile < 1:
-        chosen["is_learned"] = _highest_entropy(step, scores, gather, share=loss.top_entropy_quantile)
+        chosen["is_learned"] = _highest_entropy(
+            step, scores, gather, share=loss.top_entropy_quantile
+        )
     if (marks := _known_marks(loss)) is not None:
         chosen["is_marked"] = _marked_tokens(step, scores, gather, marks=with_flags(marks, loss))
     microbatches = [
-        replace(batch, values={**batch.values, **{name: parts[index] for name, parts in chosen.items()}})
+        replace(
+            batch, values={**batch.values, **{name: parts[index] for name, parts in chosen.items()}}
+        )
         for index, batch in enumerate(step.microbatches)
     ]
     return replace(step, microbatches=tuple(microbatches))
@@ -225,10 +279,12 @@ def choose_tokens(
 def _highest_entropy(
     step: StepBatch, scores: Sequence[TokenLogprobs], gather: Gather, *, share: float
 ) -> list[torch.Tensor]:
-    """Of each microbatch, 1 at the tokens among the share of the highest entropy: at least one, with all ties."""
+    """Of each microbatch, 1 at the tokens among the share of the highest entropy: at least one,
+    with all ties.
+    """
     import torch
 
-    from open_instruct.packing.documents import on_device
+    from open_instruct.batching.documents import on_device
 
     entropies: list[torch.Tensor] = []
     for batch, scored in zip(step.microbatches, scores, strict=True):
@@ -242,12 +298,16 @@ def _highest_entropy(
 
 
 def _marked_tokens(
-    step: StepBatch, scores: Sequence[TokenLogprobs], gather: Gather, *, marks: Callable[..., torch.Tensor]
+    step: StepBatch,
+    scores: Sequence[TokenLogprobs],
+    gather: Gather,
+    *,
+    marks: Callable[..., torch.Tensor],
 ) -> list[torch.Tensor]:
     """Of each microbatch, 1 at the tokens that the policy loss treats apart."""
     import torch
 
-    from open_instruct.packing.documents import on_device
+    from open_instruct.batching.documents import on_device
 
     columns: list[TokenColumns] = []
     for batch, scored in zip(step.microbatches, scores, strict=True):
@@ -256,7 +316,9 @@ def _marked_tokens(
         columns.append(
             TokenColumns(
                 logprobs=rl.take(scored.logprobs_N).detach().double(),
-                old_logprobs=rl.take(values.get("old_logprobs_N", scored.logprobs_N)).detach().double(),
+                old_logprobs=rl.take(values.get("old_logprobs_N", scored.logprobs_N))
+                .detach()
+                .double(),
                 advantages=rl.take(values["advantages_N"]).double(),
                 keys=token_keys(
                     rl.take(values["engine_logprobs_N"]),
@@ -274,13 +336,16 @@ def _largest(values_N: torch.Tensor) -> Metric:
     return Metric(value=values_N.max() if values_N.numel() else 0.0, reduction="max")
 
 
-# GRPO learns from its own engines' completions, so its entry is grpo_olmo_core_actor.py and not train.py.
+# GRPO learns from its own engines' completions, so its entry is grpo_olmo_core_actor.py and not
+# train.py.
 GRPO = Objective(
     name="grpo",
     config_class=GRPOConfig,
     validate=validate_grpo,
     rows=PromptBuilder,
     bind=lambda config: bind(
-        config.loss, temperature=config.rollout.temperature, response_length=config.data.response_length
+        config.loss,
+        temperature=config.rollout.temperature,
+        response_length=config.data.response_length,
     ),
 )

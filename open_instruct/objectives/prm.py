@@ -1,7 +1,7 @@
 """Process reward models: for each step of a solution, the probability that it is right.
 
-The model is read where a step ends, and tells classes apart there: by a head of two classes that is new (wrong and
-right), or by the logits that its own head gives to a few words (`--reward_tokens`).
+The model is read where a step ends, and tells classes apart there: by a head of two classes that is
+new (wrong and right), or by the logits that its own head gives to a few words (`--reward_tokens`).
 
 Legend: N steps of a microbatch, C classes, R rows of a data set.
 """
@@ -15,13 +15,19 @@ from typing import TYPE_CHECKING, Any
 from open_instruct.config.sections import OptimSection, flag
 from open_instruct.config.training import TrainingConfig, with_held_out
 from open_instruct.config.validation import validated
+from open_instruct.core.errors import InputError, problems_of_kind
+from open_instruct.core.records import ROW_VALUES, Batch, mean_metrics
+from open_instruct.core.text import counted
 from open_instruct.data.row_builder import RowBuilder
 from open_instruct.data.step_rows import PlaceholderBuilder, StepBuilder
-from open_instruct.errors import InputError, problems_of_kind
 from open_instruct.models.hf.head_kinds import HEAD_SIZES, Head, find_class, no_class_problem
-from open_instruct.objectives.objective import BoundLoss, Evaluation, LossOutputs, Objective, TokenLogprobs
-from open_instruct.records import ROW_VALUES, Batch, mean_metrics
-from open_instruct.wording import counted
+from open_instruct.objectives.objective import (
+    BoundLoss,
+    Evaluation,
+    LossOutputs,
+    Objective,
+    TokenLogprobs,
+)
 
 if TYPE_CHECKING:
     import numpy as np
@@ -39,16 +45,21 @@ class StepSection:
     """Steps"""
 
     step_separator: str = flag(
-        r"text behind each step of a row's list, at whose last token the step is judged (\n is a line break); with "
+        r"text behind each step of a row's list, at whose last token the step is judged (\n is a "
+        r"line break); with "
         "--placeholder_token where a verifier cuts a completion into steps",
         r"\n",
     )
     placeholder_token: str | None = flag(
-        "rows are one text each, 'input', in which this token ends every step and is where the step is judged", None
+        (
+            "rows are one text each, 'input', in which this token ends every step and is where "
+            "the step is judged"
+        ),
+        None,
     )
     reward_tokens: list[str] = flag(
-        "two or more words of one token each, of a right step first: their logits are learned, by the model's own "
-        "head. Default: a new head of two classes, wrong and right",
+        "two or more words of one token each, of a right step first: their logits are learned, by "
+        "the model's own head. Default: a new head of two classes, wrong and right",
         [],
     )
 
@@ -76,10 +87,12 @@ class PRMOptimSection(OptimSection):
 
 @dataclass(kw_only=True)
 class PRMConfig(TrainingConfig):
-    """Train a process reward model on solutions whose steps are labelled, sharded as HSDP, and export it.
+    """Train a process reward model on solutions whose steps are labelled, sharded as HSDP, and
+    export it.
 
     Examples:
-        open-instruct prm --model_name_or_path MODEL_DIR --mixer_list steps.jsonl 1.0 --output_dir runs/first
+        open-instruct prm --model_name_or_path MODEL_DIR --mixer_list steps.jsonl 1.0 --output_dir
+            runs/first
         open-instruct prm prm/qwen3_8b_8gpu --num_processes 8 --output_dir runs/prm
     """
 
@@ -97,18 +110,25 @@ def _problems(config: PRMConfig) -> Iterator[str]:
     words = steps.reward_tokens
     if len(words) == 1 or len(set(words)) < len(words):
         yield (
-            f"--reward_tokens {' '.join(words)}: takes two or more different words, of a right step first, such as + -"
+            f"--reward_tokens {' '.join(words)}: takes two or more different words, of a right "
+            "step first, such as + -"
         )
     if not all(words):
         yield "--reward_tokens: an empty word is no token; give two words, such as + -"
     if not steps.step_separator:
-        yield r"--step_separator is empty, and ends no step; leave the flag out for a line break (\n)"
+        yield (
+            r"--step_separator is empty, and ends no step; leave the flag out for a line break "
+            r"(\n)"
+        )
     if steps.placeholder_token is not None and not steps.placeholder_token.strip():
-        yield "--placeholder_token is blank, and ends no step; give the token that stands behind each step"
+        yield (
+            "--placeholder_token is blank, and ends no step; give the token that stands behind "
+            "each step"
+        )
     if steps.placeholder_token in words:
         yield (
-            f"--placeholder_token {steps.placeholder_token} is one of --reward_tokens: the label would stand in the "
-            "text; give another of either"
+            f"--placeholder_token {steps.placeholder_token} is one of --reward_tokens: the label "
+            "would stand in the text; give another of either"
         )
 
 
@@ -125,7 +145,9 @@ def rows_under(config: PRMConfig) -> type[RowBuilder]:
 
 
 def class_shares(labels_N: torch.Tensor, num_classes: int) -> torch.Tensor:
-    """What a label gives to each class, (N, C): all to the class of its number, or parts to the two it lies between."""
+    """What a label gives to each class, (N, C): all to the class of its number, or parts to the two
+    it lies between.
+    """
     import torch
 
     numbers_C = torch.arange(num_classes, dtype=labels_N.dtype, device=labels_N.device)
@@ -133,10 +155,11 @@ def class_shares(labels_N: torch.Tensor, num_classes: int) -> torch.Tensor:
 
 
 def step_losses(logits_NC: torch.Tensor, shares_NC: torch.Tensor) -> torch.Tensor:
-    """The cross-entropy of the classes' distribution against what the label gives to each of them; float32.
+    """The cross-entropy of the classes' distribution against what the label gives to each of them;
+    float32.
 
-    Lightman et al. (2023, arXiv:2305.20050, section 2.6) for hard labels, Wang et al. (2023, arXiv:2312.08935,
-    equation 2) for soft ones.
+    Lightman et al. (2023, arXiv:2305.20050, section 2.6) for hard labels, Wang et al. (2023,
+    arXiv:2312.08935, equation 2) for soft ones.
     """
     return -(shares_NC * logits_NC.float().log_softmax(dim=1)).sum(dim=1)
 
@@ -174,7 +197,10 @@ def evaluate(
             "eval/num_steps": num_steps,
             "eval/num_solutions": len(dataset),
         },
-        sentence=f"held-out accuracy {{when}}: {accuracy:.3f} of {counted(num_steps, 'step')}, loss {loss:.4f}",
+        sentence=(
+            f"held-out accuracy {{when}}: {accuracy:.3f} of {counted(num_steps, 'step')}, loss "
+            f"{loss:.4f}"
+        ),
     )
 
 
@@ -182,11 +208,15 @@ def head(config: PRMConfig) -> Head:
     return "vocabulary" if config.steps.reward_tokens else "classes"
 
 
-def exported(config: PRMConfig, tokenizer: PreTrainedTokenizerFast, hf_config: PretrainedConfig) -> dict[str, Any]:
-    """The fields that say how a text begins, where a step ends, and which classes are told apart there.
+def exported(
+    config: PRMConfig, tokenizer: PreTrainedTokenizerFast, hf_config: PretrainedConfig
+) -> dict[str, Any]:
+    """The fields that say how a text begins, where a step ends, and which classes are told apart
+    there.
 
     Raises:
-        InputError: transformers has no class of this family with the new head, or a reward token is no single token.
+        InputError: transformers has no class of this family with the new head, or a reward token is
+            no single token.
     """
     steps = config.steps
     fields: dict[str, Any] = {
@@ -210,7 +240,9 @@ def fields_of_class(hf_config: PretrainedConfig) -> dict[str, Any]:
     """
     class_name = find_class(hf_config, "classes")
     if class_name is None:
-        raise InputError(no_class_problem(hf_config.model_type, "classes"), kind="unsupported_model")
+        raise InputError(
+            no_class_problem(hf_config.model_type, "classes"), kind="unsupported_model"
+        )
     return {
         "architectures": [class_name],
         "num_labels": HEAD_SIZES["classes"],

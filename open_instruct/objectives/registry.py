@@ -8,8 +8,8 @@ from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
 from open_instruct.config.parser import nearest, parse
-from open_instruct.errors import InputError
-from open_instruct.wording import one_of
+from open_instruct.core.errors import InputError
+from open_instruct.core.text import one_of
 
 if TYPE_CHECKING:
     from open_instruct.objectives.objective import Objective
@@ -17,10 +17,19 @@ if TYPE_CHECKING:
 # The place of each objective, and the rows it trains on.
 OBJECTIVES = {
     "dpo": ("open_instruct.objectives.dpo:DPO", "preference pairs"),
-    "distill": ("open_instruct.objectives.distill:DISTILL", "conversations, towards a frozen teacher"),
+    "distill": (
+        "open_instruct.objectives.distill:DISTILL",
+        "conversations, towards a frozen teacher",
+    ),
     "kto": ("open_instruct.objectives.kto:KTO", "single replies, each labelled good or bad"),
-    "prm": ("open_instruct.objectives.prm:PRM", "solutions with a label for each step, to score steps"),
-    "reward_model": ("open_instruct.objectives.reward_model:REWARD_MODEL", "preference pairs, to score replies"),
+    "prm": (
+        "open_instruct.objectives.prm:PRM",
+        "solutions with a label for each step, to score steps",
+    ),
+    "reward_model": (
+        "open_instruct.objectives.reward_model:REWARD_MODEL",
+        "preference pairs, to score replies",
+    ),
     "sft": ("open_instruct.objectives.sft:SFT", "conversations, as a warm start"),
 }
 # GRPO is an objective too, with a command of its own.
@@ -48,9 +57,11 @@ def config_class_of(name: str, **more: type) -> Any:
 def described_run(
     words: Sequence[str], *, assumed: Mapping[str, Any], example: str, **more: type
 ) -> tuple[Any, Objective, list[str]]:
-    """The run that words describe, such as those after `open-instruct plan`: the name of its command, then its flags.
+    """The run that words describe, such as those after `open-instruct plan`: the name of its
+    command, then its flags.
 
-    Returns its config, with `more` sections, its objective, and warnings of flags that it does not need.
+    Returns its config, with `more` sections, its objective, and warnings of flags that it does not
+    need.
 
     Args:
         assumed: values for flags that may be left out here.
@@ -63,7 +74,13 @@ def described_run(
     names = objective_names()
     if name not in names:
         given = f"'{name}' is not a run{nearest(name, names)}; " if name else ""
-        raise InputError(f"{given}the first word is {one_of(names)}: {example} ...", kind="stray_word")
+        raise InputError(
+            f"{given}the first word is {one_of(names)}: {example} ...", kind="stray_word"
+        )
     unneeded: list[str] = []
     config = parse(config_class_of(name, **more), words[1:], assumed=assumed, unneeded=unneeded)
-    return config, objective_named(name), [f"not needed here, and left out: {each}" for each in unneeded]
+    return (
+        config,
+        objective_named(name),
+        [f"not needed here, and left out: {each}" for each in unneeded],
+    )

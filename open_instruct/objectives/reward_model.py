@@ -12,16 +12,22 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from open_instruct.config.sections import OptimSection, PreferenceDataSection, flag
 from open_instruct.config.training import TrainingConfig, with_held_out
 from open_instruct.config.validation import validated
+from open_instruct.core.errors import InputError, problems_of_kind
+from open_instruct.core.records import ROW_VALUES, Batch, Metric, mean_metrics
+from open_instruct.core.text import counted
 from open_instruct.data.chat import ChatFormat
 from open_instruct.data.files.rows import MalformedRow, kind_of
 from open_instruct.data.preference_rows import PreferenceBuilder, parse_preference_row
 from open_instruct.data.row_builder import RenderedRow
-from open_instruct.errors import InputError, problems_of_kind
 from open_instruct.losses.logprobs import sum_by_sequence
 from open_instruct.models.hf.head_kinds import find_class, no_class_problem
-from open_instruct.objectives.objective import BoundLoss, Evaluation, LossOutputs, Objective, TokenLogprobs
-from open_instruct.records import ROW_VALUES, Batch, Metric, mean_metrics
-from open_instruct.wording import counted
+from open_instruct.objectives.objective import (
+    BoundLoss,
+    Evaluation,
+    LossOutputs,
+    Objective,
+    TokenLogprobs,
+)
 
 if TYPE_CHECKING:
     import numpy as np
@@ -42,9 +48,13 @@ SQUARE = "rewards/square"
 class RewardLossSection:
     """Loss"""
 
-    margin: bool = flag(f"subtract the '{MARGIN}' of a row, or 0, from the difference of its rewards", False)
+    margin: bool = flag(
+        f"subtract the '{MARGIN}' of a row, or 0, from the difference of its rewards", False
+    )
     center_rewards_coefficient: float = flag(
-        "weight of the squared sum of a pair's rewards, which centres them at 0; 0.01 is common", 0.0, minimum=0
+        ("weight of the squared sum of a pair's rewards, which centres them at 0; 0.01 is common"),
+        0.0,
+        minimum=0,
     )
 
 
@@ -57,10 +67,12 @@ class RewardOptimSection(OptimSection):
 
 @dataclass(kw_only=True)
 class RewardModelConfig(TrainingConfig):
-    """Train a reward model on preference pairs, sharded as HSDP, and export it as transformers' class with a score.
+    """Train a reward model on preference pairs, sharded as HSDP, and export it as transformers'
+    class with a score.
 
     Examples:
-        open-instruct reward_model --model_name_or_path MODEL_DIR --mixer_list pairs.jsonl 1.0 --output_dir runs/rm
+        open-instruct reward_model --model_name_or_path MODEL_DIR --mixer_list pairs.jsonl 1.0
+            --output_dir runs/rm
         open-instruct reward_model reward_model/olmo3_7b_8gpu --num_processes 8
     """
 
@@ -77,13 +89,16 @@ class RewardModelConfig(TrainingConfig):
 def _problems(config: RewardModelConfig) -> Iterator[str]:
     if config.parallel.tensor_parallel_degree > 1:
         yield (
-            f"--tensor_parallel_degree {config.parallel.tensor_parallel_degree}: the head of a reward model is one "
-            "row, which is not split; shard over more GPUs, or use --context_parallel_degree"
+            f"--tensor_parallel_degree {config.parallel.tensor_parallel_degree}: the head of a "
+            "reward model is one row, which is not split; shard over more GPUs, or use "
+            "--context_parallel_degree"
         )
 
 
 class RewardBuilder(PreferenceBuilder):
-    """Builds pairs whose replies are read at their ends; with `margin` also that number of the row."""
+    """Builds pairs whose replies are read at their ends; with `margin` also that number of the
+    row.
+    """
 
     reads_ends = True
     read_with: ClassVar[Mapping[str, str]] = {MARGIN: "--margin"}
@@ -101,8 +116,8 @@ class RewardBuilder(PreferenceBuilder):
         if not self.num_truncated:
             return None
         return (
-            f"{counted(self.num_truncated, 'pair')} with a reply that was cut: its reward is read where it does "
-            "not end; raise --max_seq_length, or leave such rows out"
+            f"{counted(self.num_truncated, 'pair')} with a reply that was cut: its reward is read "
+            "where it does not end; raise --max_seq_length, or leave such rows out"
         )
 
 
@@ -118,15 +133,20 @@ def margin_of(row: Mapping[str, Any]) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise MalformedRow("bad_margin", f"{MARGIN!r} must be a number, not {kind_of(value)}")
     if not abs(value) <= LARGEST_MARGIN:
-        raise MalformedRow("bad_margin", f"{MARGIN!r} must be at most {LARGEST_MARGIN:g}, not {value}")
+        raise MalformedRow(
+            "bad_margin", f"{MARGIN!r} must be at most {LARGEST_MARGIN:g}, not {value}"
+        )
     return float(value)
 
 
-def pair_losses(rewards_2P: torch.Tensor, margins_P: torch.Tensor | None, center: float) -> torch.Tensor:
-    """-log sigmoid(chosen - rejected - margin), and `center` times the square of their sum; float32.
+def pair_losses(
+    rewards_2P: torch.Tensor, margins_P: torch.Tensor | None, center: float
+) -> torch.Tensor:
+    """-log sigmoid(chosen - rejected - margin), and `center` times the square of their sum;
+    float32.
 
-    Llama 2 (Touvron et al. 2023, arXiv:2307.09288, equation 2), and Eisenstein et al. (2023, arXiv:2312.09244,
-    equation 2).
+    Llama 2 (Touvron et al. 2023, arXiv:2307.09288, equation 2), and Eisenstein et al. (2023,
+    arXiv:2312.09244, equation 2).
     """
     from torch.nn.functional import logsigmoid
 
@@ -138,10 +158,16 @@ def pair_losses(rewards_2P: torch.Tensor, margins_P: torch.Tensor | None, center
 def bind(loss: RewardLossSection) -> BoundLoss:
     def function(scores: TokenLogprobs, batch: Batch, counts: Mapping[str, int]) -> LossOutputs:
         # Each document has one label, so the sum is its reward.
-        rewards_S, _ = sum_by_sequence(scores.logprobs_N, scores.sequence_ids_N, batch.packed.num_sequences)
+        rewards_S, _ = sum_by_sequence(
+            scores.logprobs_N, scores.sequence_ids_N, batch.packed.num_sequences
+        )
         rewards_2P = rewards_S.view(2, -1)
-        losses_P = pair_losses(rewards_2P, batch.values.get(ROW_VALUES), loss.center_rewards_coefficient)
-        return LossOutputs(loss=losses_P.sum() / counts["rows"], metrics=reward_metrics(losses_P, rewards_2P))
+        losses_P = pair_losses(
+            rewards_2P, batch.values.get(ROW_VALUES), loss.center_rewards_coefficient
+        )
+        return LossOutputs(
+            loss=losses_P.sum() / counts["rows"], metrics=reward_metrics(losses_P, rewards_2P)
+        )
 
     return BoundLoss(function=function, derive=with_std)
 
@@ -163,15 +189,22 @@ def reward_metrics(losses_P: torch.Tensor, rewards_2P: torch.Tensor) -> dict[str
 
 
 def with_std(metrics: dict[str, float]) -> dict[str, float]:
-    """The metrics with the standard deviation of all rewards of the step, which is no mean over ranks."""
+    """The metrics with the standard deviation of all rewards of the step, which is no mean over
+    ranks.
+    """
     variance = metrics.pop(SQUARE) - metrics["rewards/mean"] ** 2
     return metrics | {"rewards/std": max(variance, 0.0) ** 0.5}
 
 
 def evaluate(
-    dataset: TokenDataset, rewards_N2: np.ndarray, reference_N2: np.ndarray | None, config: RewardModelConfig
+    dataset: TokenDataset,
+    rewards_N2: np.ndarray,
+    reference_N2: np.ndarray | None,
+    config: RewardModelConfig,
 ) -> Evaluation:
-    """Accuracy, loss, and how the held-out rewards are spread; config.json keeps their mean and deviation."""
+    """Accuracy, loss, and how the held-out rewards are spread; config.json keeps their mean and
+    deviation.
+    """
     import numpy as np
     import torch
 
@@ -216,21 +249,28 @@ def exported(
     pad, data = tokenizer.pad_token_id, config.data
     chat = ChatFormat.choose(tokenizer, data.chat_template_name, add_bos=data.add_bos)
     try:
-        _, (reply,) = chat.render([{"role": "user", "content": "?"}], [{"role": "assistant", "content": "!"}])
+        _, (reply,) = chat.render(
+            [{"role": "user", "content": "?"}], [{"role": "assistant", "content": "!"}]
+        )
     except MalformedRow as error:
-        raise InputError(f"{error.reason}: how it ends a reply cannot be told", kind="bad_model") from error
+        raise InputError(
+            f"{error.reason}: how it ends a reply cannot be told", kind="bad_model"
+        ) from error
     if not isinstance(pad, int) or pad == chat.tokenize([reply])[0][-1]:
         raise InputError(
-            f"the tokenizer {'has no pad token' if pad is None else 'pads with the token that ends a reply'}, and "
-            "transformers finds the end of a conversation, where its reward is read, by that token: give another "
-            "special token as 'pad_token' in tokenizer_config.json",
+            "the tokenizer "
+            f"{'has no pad token' if pad is None else 'pads with the token that ends a reply'}, "
+            "and transformers finds the end of a conversation, where its reward is read, by that "
+            "token: give another special token as 'pad_token' in tokenizer_config.json",
             kind="bad_model",
         )
     return {**fields, "pad_token_id": pad}
 
 
 def fields_of_class(hf_config: PretrainedConfig) -> dict[str, Any]:
-    """The fields of config.json for transformers' class with a score; none where it has none of this family."""
+    """The fields of config.json for transformers' class with a score; none where it has none of
+    this family.
+    """
     class_name = find_class(hf_config, "score")
     if class_name is None:
         return {}

@@ -8,10 +8,16 @@ from typing import TYPE_CHECKING
 
 from open_instruct.config.sections import SFTDataSection, SFTOptimSection
 from open_instruct.config.training import TrainingConfig
+from open_instruct.core.records import Batch, mean_metrics
+from open_instruct.core.text import counted
 from open_instruct.data.sft_rows import SFTBuilder
-from open_instruct.objectives.objective import BoundLoss, Evaluation, LossOutputs, Objective, TokenLogprobs
-from open_instruct.records import Batch, mean_metrics
-from open_instruct.wording import counted
+from open_instruct.objectives.objective import (
+    BoundLoss,
+    Evaluation,
+    LossOutputs,
+    Objective,
+    TokenLogprobs,
+)
 
 if TYPE_CHECKING:
     import numpy as np
@@ -24,7 +30,8 @@ class SFTConfig(TrainingConfig):
     """Train a model on conversations, every assistant turn of them, sharded as HSDP, and export it.
 
     Examples:
-        open-instruct sft --model_name_or_path MODEL_DIR --mixer_list chats.jsonl 1.0 --output_dir runs/warm
+        open-instruct sft --model_name_or_path MODEL_DIR --mixer_list chats.jsonl 1.0 --output_dir
+            runs/warm
         open-instruct sft sft/olmo3_7b_8gpu --num_processes 8 --output_dir runs/olmo3_sft
     """
 
@@ -35,7 +42,8 @@ class SFTConfig(TrainingConfig):
 def cross_entropy(scores: TokenLogprobs, batch: Batch, counts: Mapping[str, int]) -> LossOutputs:
     """`-sum(log p) / labels` of the global batch."""
     return LossOutputs(
-        loss=-scores.logprobs_N.sum() / counts["labels"], metrics=mean_metrics({"loss": -scores.logprobs_N.detach()})
+        loss=-scores.logprobs_N.sum() / counts["labels"],
+        metrics=mean_metrics({"loss": -scores.logprobs_N.detach()}),
     )
 
 
@@ -46,7 +54,11 @@ def evaluate(
     num_label_tokens = int(dataset.num_label_tokens.sum())
     loss = -float(logps_ND.sum(dtype="float64")) / num_label_tokens
     return Evaluation(
-        row={"eval/loss": loss, "eval/num_label_tokens": num_label_tokens, "eval/num_conversations": len(dataset)},
+        row={
+            "eval/loss": loss,
+            "eval/num_label_tokens": num_label_tokens,
+            "eval/num_conversations": len(dataset),
+        },
         sentence=f"held-out loss {{when}}: {loss:.4f} over {counted(len(dataset), 'conversation')}",
     )
 

@@ -1,6 +1,7 @@
 """A layout as OLMo-core's parallel configs, and the mesh that OLMo-core keeps for a process.
 
-Both train modules build theirs here and nowhere else. OLMo-core's public functions can only make a mesh, once.
+Both train modules build theirs here and nowhere else. OLMo-core's public functions can only make a
+mesh, once.
 """
 
 from typing import Any
@@ -12,21 +13,25 @@ from olmo_core.distributed.parallel import DataParallelType
 from olmo_core.train.train_module import transformer
 from torch.distributed.device_mesh import DeviceMesh
 
-from open_instruct.shard_layout import ShardLayout
+from open_instruct.core.shard_layout import ShardLayout
 
 
-def parallel_configs(layout: ShardLayout, *, param_dtype: str = "bfloat16", prefetch_factor: int = 0) -> dict[str, Any]:
-    """`dp`: HSDP, each block a unit of its own; `tp`: matrices split over ranks; `cp`: rows split, in Ulysses style.
+def parallel_configs(
+    layout: ShardLayout, *, param_dtype: str = "bfloat16", prefetch_factor: int = 0
+) -> dict[str, Any]:
+    """`dp`: HSDP, each block a unit of its own; `tp`: matrices split over ranks; `cp`: rows split,
+    in Ulysses style.
 
-    Each has the layout's degrees, and is None where nothing is wrapped or split. Both degrees of HSDP are always given:
-    by default OLMo-core makes as many replicas as the environment counts nodes, and with nodes of unequal size these
-    replicas straddle nodes.
+    Each has the layout's degrees, and is None where nothing is wrapped or split. Both degrees of
+    HSDP are always given: by default OLMo-core makes as many replicas as the environment counts
+    nodes, and with nodes of unequal size these replicas straddle nodes.
 
     Args:
         layout: the sharding decision.
-        param_dtype: "bfloat16" or "float32", in which parameters are gathered and computed with; the
-            shards themselves, and the reduction of their gradients, are float32.
-        prefetch_factor: blocks whose gathering is launched, in the forward pass, before the one at work.
+        param_dtype: "bfloat16" or "float32", in which parameters are gathered and computed with;
+            the shards themselves, and the reduction of their gradients, are float32.
+        prefetch_factor: blocks whose gathering is launched, in the forward pass, before the one at
+            work.
     """
     tensor, context = layout.tensor_parallel_degree, layout.context_parallel_degree
     hsdp = transformer.TransformerDataParallelConfig(
@@ -41,12 +46,15 @@ def parallel_configs(layout: ShardLayout, *, param_dtype: str = "bfloat16", pref
     return {
         "dp": None if layout.single_device else hsdp,
         "tp": transformer.TransformerTensorParallelConfig(degree=tensor) if tensor > 1 else None,
-        "cp": transformer.TransformerContextParallelConfig.ulysses(context) if context > 1 else None,
+        "cp": transformer.TransformerContextParallelConfig.ulysses(context)
+        if context > 1
+        else None,
     }
 
 
 def mesh_of(layout: ShardLayout, device: torch.device) -> DeviceMesh | None:
-    """The mesh of this process, made if there is none; its axes are replica, shard, context, tensor, outermost first.
+    """The mesh of this process, made if there is none; its axes are replica, shard, context,
+    tensor, outermost first.
 
     None on a single device.
     """

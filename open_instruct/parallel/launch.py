@@ -1,6 +1,8 @@
-"""Starts the ranks of a run on this machine from the command itself, by torch's elastic agent, as torchrun does.
+"""Starts the ranks of a run on this machine from the command itself, by torch's elastic agent, as
+torchrun does.
 
-The agent's own report is left out: the ranks print their errors, and their exit code is the command's.
+The agent's own report is left out: the ranks print their errors, and their exit code is the
+command's.
 """
 
 import logging
@@ -13,18 +15,28 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from open_instruct.config.sections import RanksSection
-from open_instruct.errors import EXIT_FAILURE, EXIT_INPUT, EXIT_OF_SIGNAL, InputError, stop_signals
-from open_instruct.wording import counted
+from open_instruct.core.errors import (
+    EXIT_FAILURE,
+    EXIT_INPUT,
+    EXIT_OF_SIGNAL,
+    InputError,
+    stop_signals,
+)
+from open_instruct.core.text import counted
 
 AUTO = "auto"
 # The environment variable with the command line that started the ranks, for messages.
 TYPED = "OPEN_INSTRUCT_COMMAND"
-# A large model's last checkpoint takes longer than torchrun's 30 seconds; users who do not want it can kill the ranks.
+# A large model's last checkpoint takes longer than torchrun's 30 seconds; users who do not want it
+# can kill the ranks.
 SHUTDOWN_S = 300
 
 
 def num_to_start(asked: str | None, environ: Mapping[str, str]) -> int | None:
-    """The number of ranks that this process starts by --num_processes; None if it is a rank itself, or the only one."""
+    """The number of ranks that this process starts by --num_processes;
+
+    None if it is a rank itself, or the only one.
+    """
     if asked is None or "WORLD_SIZE" in environ:
         return None
     number = _num_gpus() if asked == AUTO else int(asked)
@@ -32,17 +44,27 @@ def num_to_start(asked: str | None, environ: Mapping[str, str]) -> int | None:
 
 
 def threads_of_each(num_processes: int) -> dict[str, str]:
-    """Environment variables that share this machine's cores among so many processes; variables that are set stay.
+    """Environment variables that share this machine's cores among so many processes; variables that
+    are set stay.
 
-    Threads of a matrix product spin while they wait, so one thread too many costs more than one too few.
+    Threads of a matrix product spin while they wait, so one thread too many costs more than one too
+    few.
     """
-    return {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_processes)))}
+    return {
+        "OMP_NUM_THREADS": os.environ.get(
+            "OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_processes))
+        )
+    }
 
 
-def start_ranks(script: Path, words: Sequence[str], num_ranks: int, *, typed: str) -> tuple[int, str]:
-    """Run `script` with `words` on so many ranks, to their end; the exit code, and an error that no rank reported.
+def start_ranks(
+    script: Path, words: Sequence[str], num_ranks: int, *, typed: str
+) -> tuple[int, str]:
+    """Run `script` with `words` on so many ranks, to their end; the exit code, and an error that no
+    rank reported.
 
-    A signal is passed on to all ranks, which have `TORCH_ELASTIC_SHUTDOWN_TIMEOUT` seconds (default: `SHUTDOWN_S`).
+    A signal is passed on to all ranks, which have `TORCH_ELASTIC_SHUTDOWN_TIMEOUT` seconds
+    (default: `SHUTDOWN_S`).
     """
     from torch.distributed.elastic.agent.server.api import WorkerSpec
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
@@ -60,17 +82,25 @@ def start_ranks(script: Path, words: Sequence[str], num_ranks: int, *, typed: st
     )
     with TemporaryDirectory(prefix="open_instruct_ranks_") as folder:
         timeout_s = int(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", SHUTDOWN_S))
-        agent = LocalElasticAgent(spec, DefaultLogsSpecs(log_dir=folder), shutdown_timeout=timeout_s)
+        agent = LocalElasticAgent(
+            spec, DefaultLogsSpecs(log_dir=folder), shutdown_timeout=timeout_s
+        )
         try:
             with _as_its_ranks_see_it(typed, num_ranks):
                 failures = agent.run().failures.values()
         except SignalException as stopped:
             has_failed = any(Path(folder).rglob("error.json"))
-            return EXIT_FAILURE if has_failed else EXIT_OF_SIGNAL.get(stopped.sigval, EXIT_FAILURE), ""
+            return EXIT_FAILURE if has_failed else EXIT_OF_SIGNAL.get(
+                stopped.sigval, EXIT_FAILURE
+            ), ""
         if not failures:
             return 0, ""
         first = min(failures, key=lambda failure: failure.timestamp)
-        code = first.exitcode if first.exitcode in (EXIT_INPUT, *EXIT_OF_SIGNAL.values()) else EXIT_FAILURE
+        code = (
+            first.exitcode
+            if first.exitcode in (EXIT_INPUT, *EXIT_OF_SIGNAL.values())
+            else EXIT_FAILURE
+        )
         if first.exitcode >= 0 or any(Path(folder).rglob("error.json")):
             return code, ""
         name = signal.Signals(-first.exitcode).name
@@ -79,13 +109,17 @@ def start_ranks(script: Path, words: Sequence[str], num_ranks: int, *, typed: st
 
 @contextmanager
 def _as_its_ranks_see_it(typed: str, num_ranks: int) -> Iterator[None]:
-    """A context in which the agent logs nothing and the environment holds the variables for the ranks."""
+    """A context in which the agent logs nothing and the environment holds the variables for the
+    ranks.
+    """
     before = dict(os.environ)
     level = logging.root.manager.disable
     logging.disable()
     os.environ[TYPED] = typed
     # The agent would also handle signals that this process ignores.
-    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join(number.name for number in stop_signals())
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join(
+        number.name for number in stop_signals()
+    )
     os.environ.update(threads_of_each(num_ranks))
     try:
         yield
@@ -103,8 +137,9 @@ def refuse_other_number(asked: str | None, started: int) -> None:
     """
     if asked not in (None, AUTO, str(started)):
         raise InputError(
-            f"--num_processes {asked}: this run was started on {counted(started, 'process')} of this machine; leave "
-            "the flag out under torchrun, or start the run by `open-instruct` without it",
+            f"--num_processes {asked}: this run was started on {counted(started, 'process')} of "
+            "this machine; leave the flag out under torchrun, or start the run by "
+            "`open-instruct` without it",
             kind="conflict",
         )
 
@@ -114,8 +149,9 @@ def idle_gpus(parallel: RanksSection, *, num_ranks: int, num_gpus: int) -> str |
     if num_ranks > 1 or num_gpus < 2 or parallel.single_gpu_mode or parallel.num_processes == "1":
         return None
     return (
-        f"this machine has {num_gpus} GPUs, and the run takes one: --num_processes auto takes all of them, unless "
-        "WORLD_SIZE is set in the environment, as for a launcher's process; --num_processes 1 says that one is meant"
+        f"this machine has {num_gpus} GPUs, and the run takes one: --num_processes auto takes all "
+        "of them, unless WORLD_SIZE is set in the environment, as for a launcher's process; "
+        "--num_processes 1 says that one is meant"
     )
 
 

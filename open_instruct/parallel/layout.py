@@ -10,14 +10,18 @@ from math import gcd, prod
 
 from open_instruct.config.sections import DegreesSection, ParallelSection
 from open_instruct.config.training import backend_named
-from open_instruct.errors import InputError
+from open_instruct.core.errors import InputError
+from open_instruct.core.shard_layout import ShardLayout
+from open_instruct.core.text import counted, one_of
 from open_instruct.parallel.wording import group_name, nodes_text, ranks_text
-from open_instruct.shard_layout import ShardLayout
-from open_instruct.wording import counted, one_of
 
 MAX_LEARNERS = 100_000
 MAX_GROUPS_SHOWN = 3
-TENSOR, CONTEXT, SHARD = "--tensor_parallel_degree", "--context_parallel_degree", "--fsdp_shard_degree"
+TENSOR, CONTEXT, SHARD = (
+    "--tensor_parallel_degree",
+    "--context_parallel_degree",
+    "--fsdp_shard_degree",
+)
 
 
 def resolve_layout(
@@ -30,11 +34,13 @@ def resolve_layout(
     expert_parallel_degree: int = 1,
     single_device: bool = False,
 ) -> ShardLayout:
-    """Decide which ranks share a copy of the model; the degrees must be within the limits of their flags.
+    """Decide which ranks share a copy of the model; the degrees must be within the limits of their
+    flags.
 
-    Neither FSDP flag: the largest shard degree whose groups never straddle a node. For nodes of equal size that is the
-    GPUs of a node divided by the model-parallel degree, and one replica for each node; for nodes of unequal size, the
-    greatest common divisor divided by that. One flag: the other is inferred. Both: they make the data-parallel world.
+    Neither FSDP flag: the largest shard degree whose groups never straddle a node. For nodes of
+    equal size that is the GPUs of a node divided by the model-parallel degree, and one replica for
+    each node; for nodes of unequal size, the greatest common divisor divided by that. One flag: the
+    other is inferred. Both: they make the data-parallel world.
 
     Args:
         gpus_per_node: processes that train on each node, in rank order.
@@ -53,14 +59,19 @@ def resolve_layout(
     """
     nodes = tuple(gpus_per_node)
     if not nodes:
-        raise InputError("--gpus_per_node is empty: give the GPUs of each node, such as 8 8", kind="layout")
+        raise InputError(
+            "--gpus_per_node is empty: give the GPUs of each node, such as 8 8", kind="layout"
+        )
     if sum(nodes) > MAX_LEARNERS:
-        raise InputError(f"{sum(nodes):,} GPUs that train; at most {MAX_LEARNERS:,} can be laid out", kind="layout")
+        raise InputError(
+            f"{sum(nodes):,} GPUs that train; at most {MAX_LEARNERS:,} can be laid out",
+            kind="layout",
+        )
     if single_device:
         if sum(nodes) != 1:
             raise InputError(
-                f"--single_gpu_mode trains on one GPU, not on {sum(nodes)}; start one process, or leave "
-                "--single_gpu_mode out to shard the model over all of them",
+                f"--single_gpu_mode trains on one GPU, not on {sum(nodes)}; start one process, or "
+                "leave --single_gpu_mode out to shard the model over all of them",
                 kind="layout",
             )
         return ShardLayout(gpus_per_node=nodes, shard_degree=1, num_replicas=1, single_device=True)
@@ -69,7 +80,9 @@ def resolve_layout(
     shard_degree, num_replicas = _resolve_degrees(
         nodes, fsdp_shard_degree, fsdp_num_replicas, tensor_parallel_degree, context_parallel_degree
     )
-    _check_experts_axis(expert_parallel_degree, shard_degree, tensor_parallel_degree, context_parallel_degree)
+    _check_experts_axis(
+        expert_parallel_degree, shard_degree, tensor_parallel_degree, context_parallel_degree
+    )
     layout = ShardLayout(
         gpus_per_node=nodes,
         shard_degree=shard_degree,
@@ -78,7 +91,9 @@ def resolve_layout(
         context_parallel_degree=context_parallel_degree,
         expert_parallel_degree=expert_parallel_degree,
     )
-    warnings = find_warnings(layout, fsdp_shard_degree=fsdp_shard_degree, fsdp_num_replicas=fsdp_num_replicas)
+    warnings = find_warnings(
+        layout, fsdp_shard_degree=fsdp_shard_degree, fsdp_num_replicas=fsdp_num_replicas
+    )
     return replace(layout, warnings=tuple(warnings))
 
 
@@ -91,8 +106,12 @@ def layout_of(parallel: ParallelSection, gpus_per_node: Sequence[int]) -> ShardL
     return backend_named(parallel.backend).layout(parallel, gpus_per_node)
 
 
-def layout_of_degrees(parallel: ParallelSection, gpus_per_node: Sequence[int], **own: int | None) -> ShardLayout:
-    """`resolve_layout` for the degrees that the flags give, but for those that a backend has of its `own`."""
+def layout_of_degrees(
+    parallel: ParallelSection, gpus_per_node: Sequence[int], **own: int | None
+) -> ShardLayout:
+    """`resolve_layout` for the degrees that the flags give, but for those that a backend has of its
+    `own`.
+    """
     degrees = {each.name: getattr(parallel, each.name) for each in fields(DegreesSection)}
     return resolve_layout(gpus_per_node, **(degrees | own), single_device=parallel.single_gpu_mode)
 
@@ -100,22 +119,40 @@ def layout_of_degrees(parallel: ParallelSection, gpus_per_node: Sequence[int], *
 def _refuse_one_rank_for_many(parallel: ParallelSection, gpus_per_node: Sequence[int]) -> None:
     """Refuse degrees above 1 for a single process with the hint that a launcher was left out."""
     degrees = parallel.splitting
-    if not degrees or sum(gpus_per_node) != 1 or parallel.single_gpu_mode or not parallel.more_ranks:
+    if (
+        not degrees
+        or sum(gpus_per_node) != 1
+        or parallel.single_gpu_mode
+        or not parallel.more_ranks
+    ):
         return
     given = " and ".join(f"--{name} {degree}" for name, degree in degrees.items())
     # Ranks that share a copy of the model are those that split its experts.
-    needed = prod(degrees.values()) // (parallel.expert_parallel_degree if parallel.fsdp_shard_degree else 1)
+    needed = prod(degrees.values()) // (
+        parallel.expert_parallel_degree if parallel.fsdp_shard_degree else 1
+    )
     raise InputError(
-        f"{given}: that takes {needed} processes, and there is one; {parallel.more_ranks.format(needed)}", kind="layout"
+        (
+            f"{given}: that takes {needed} processes, and there is one; "
+            f"{parallel.more_ranks.format(needed)}"
+        ),
+        kind="layout",
     )
 
 
 def check_heads(
-    layout: ShardLayout, *, num_heads: int, num_kv_heads: int, num_delta_heads: int, is_fused: bool, model: str
+    layout: ShardLayout,
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    num_delta_heads: int,
+    is_fused: bool,
+    model: str,
 ) -> None:
     """Check that every tensor and context rank gets whole heads.
 
-    :param num_delta_heads: key heads of the layers of the gated delta rule, whose value heads are a multiple; 0: none.
+    :param num_delta_heads: key heads of the layers of the gated delta rule, whose value heads are a
+        multiple; 0: none.
     :param is_fused: whether these have one matrix for queries, keys and values.
     :raises InputError: names the flags and lists the degrees that would work for `model`.
     """
@@ -126,29 +163,34 @@ def check_heads(
     context = layout.context_parallel_degree
     if is_fused and tensor > 1:
         raise InputError(
-            f"{TENSOR} {tensor}: each head is in three places of in_proj_qkv of {model}; use 1, or {CONTEXT} {tensor}",
+            f"{TENSOR} {tensor}: each head is in three places of in_proj_qkv of {model}; use 1, "
+            f"or {CONTEXT} {tensor}",
             kind="layout",
         )
-    _check_product(tensor, context, what=heads, number=gcd(num_heads, num_kv_heads, num_delta_heads))
+    _check_product(
+        tensor, context, what=heads, number=gcd(num_heads, num_kv_heads, num_delta_heads)
+    )
 
 
 def check_experts(layout: ShardLayout, *, num_experts: int, model: str) -> None:
-    """Check that every rank that splits the experts of `model` gets as many of them, and that no matrix is split.
+    """Check that every rank that splits the experts of `model` gets as many of them, and that no
+    matrix is split.
 
     Raises:
         InputError: names the flag and lists the degrees that would work.
     """
     if num_experts and layout.tensor_parallel_degree > 1:
         raise InputError(
-            "--tensor_parallel_degree: experts are not split over tensor parallel ranks; use 1", kind="layout"
+            ("--tensor_parallel_degree: experts are not split over tensor parallel ranks; use 1"),
+            kind="layout",
         )
     given = f"--expert_parallel_degree {(degree := layout.expert_parallel_degree)}"
     if degree > 1 and not num_experts:
         raise InputError(f"{given}: {model} has no experts to split; leave it out", kind="layout")
     if num_experts % degree:
         raise InputError(
-            f"{given} does not divide the {num_experts} experts of a layer of {model}; leave it out, or give "
-            f"--fsdp_shard_degree the same degree, {one_of(divisors(num_experts))}",
+            f"{given} does not divide the {num_experts} experts of a layer of {model}; leave it "
+            f"out, or give --fsdp_shard_degree the same degree, {one_of(divisors(num_experts))}",
             kind="layout",
         )
 
@@ -157,14 +199,15 @@ def _check_experts_axis(degree: int, shard_degree: int, tensor: int, context: in
     given = f"--expert_parallel_degree {degree}"
     if degree > 1 and tensor * context > 1:
         raise InputError(
-            f"{given} goes neither with a tensor nor with a context degree above 1: leave one of them out; GPUs that "
-            "share a copy of the model split its experts",
+            f"{given} goes neither with a tensor nor with a context degree above 1: leave one of "
+            "them out; GPUs that share a copy of the model split its experts",
             kind="layout",
         )
     if degree not in (1, shard_degree):
         raise InputError(
-            f"{given}: experts are split over the GPUs that share a copy of the model, which are {shard_degree}; use "
-            f"{one_of(sorted({1, shard_degree}))}, or --fsdp_shard_degree {degree} with it",
+            f"{given}: experts are split over the GPUs that share a copy of the model, which are "
+            f"{shard_degree}; use {one_of(sorted({1, shard_degree}))}, or --fsdp_shard_degree "
+            f"{degree} with it",
             kind="layout",
         )
 
@@ -182,24 +225,34 @@ def _check_model_parallel(nodes: tuple[int, ...], tensor: int, context: int) -> 
 
 
 def _check_product(tensor: int, context: int, *, what: str, number: int) -> None:
-    """:raises InputError: the degrees together do not divide `number`, that of `what`; the message lists what would."""
+    """:raises InputError: the degrees together do not divide `number`, that of `what`; the message
+    lists what would.
+    """
     if number % (tensor * context):
         raise InputError(
-            f"{TENSOR} {tensor} x {CONTEXT} {context} = {tensor * context} does not divide {what}; their product can "
-            f"be {one_of(divisors(number))}",
+            f"{TENSOR} {tensor} x {CONTEXT} {context} = {tensor * context} does not divide "
+            f"{what}; their product can be {one_of(divisors(number))}",
             kind="layout",
         )
 
 
 def check_divides(flag: str, degree: int, nodes: tuple[int, ...]) -> None:
-    """:raises InputError: `degree` does not divide the number of learners; the message lists degrees that do."""
+    """:raises InputError: `degree` does not divide the number of learners; the message lists
+    degrees that do.
+    """
     if (world_size := sum(nodes)) % degree:
         ways = _within_and_across(divisors(world_size), nodes)
-        raise InputError(f"{flag} {degree} does not divide {_learners(world_size)}; use {ways}", kind="layout")
+        raise InputError(
+            f"{flag} {degree} does not divide {_learners(world_size)}; use {ways}", kind="layout"
+        )
 
 
 def _resolve_degrees(
-    nodes: tuple[int, ...], shard_degree: int | None, num_replicas: int | None, tensor: int, context: int
+    nodes: tuple[int, ...],
+    shard_degree: int | None,
+    num_replicas: int | None,
+    tensor: int,
+    context: int,
 ) -> tuple[int, int]:
     """(shard degree, replicas), validated."""
     model_parallel = tensor * context
@@ -217,7 +270,8 @@ def _resolve_degrees(
             pairs = one_of(f"{degree} x {dp_world // degree}" for degree in divisors(dp_world))
             raise InputError(
                 f"--fsdp_shard_degree {shard_degree} x --fsdp_num_replicas {num_replicas} = "
-                f"{shard_degree * num_replicas}, not the {whole}; use {pairs}, or give only one of the two",
+                f"{shard_degree * num_replicas}, not the {whole}; use {pairs}, or give only one "
+                "of the two",
                 kind="layout",
             )
         return shard_degree, num_replicas
@@ -225,7 +279,10 @@ def _resolve_degrees(
     degree = num_replicas if shard_degree is None else shard_degree
     assert degree is not None
     if dp_world % degree:
-        raise InputError(f"{flag} {degree} does not divide {whole}; use {one_of(divisors(dp_world))}", kind="layout")
+        raise InputError(
+            f"{flag} {degree} does not divide {whole}; use {one_of(divisors(dp_world))}",
+            kind="layout",
+        )
     other = dp_world // degree
     return (other, degree) if shard_degree is None else (degree, other)
 
@@ -239,7 +296,11 @@ def _dp_world_text(world_size: int, tensor: int, context: int) -> str:
         return _learners(world_size)
     divided = " / ".join(
         [_learners(world_size)]
-        + [f"{name} degree {degree}" for name, degree in (("tensor", tensor), ("context", context)) if degree > 1]
+        + [
+            f"{name} degree {degree}"
+            for name, degree in (("tensor", tensor), ("context", context))
+            if degree > 1
+        ]
     )
     return f"{counted(world_size // (tensor * context), 'data-parallel rank')} ({divided})"
 
@@ -248,11 +309,14 @@ def _within_and_across(degrees: Sequence[int], nodes: tuple[int, ...]) -> str:
     """The degrees that work, in words; those that keep groups within a node come first."""
     within = [degree for degree in degrees if gcd(*nodes) % degree == 0]
     across = [degree for degree in degrees if degree not in within]
-    return one_of(within) + (f" (within a node), or {one_of(across)} (across nodes)" if across else "")
+    return one_of(within) + (
+        f" (within a node), or {one_of(across)} (across nodes)" if across else ""
+    )
 
 
-# Warnings about costly layouts: groups whose traffic leaves the node, and whole copies of the model on each rank. Each
-# names the groups and ends with flags that would avoid it, or says that none can.
+# Warnings about costly layouts: groups whose traffic leaves the node, and whole copies of the model
+# on each rank. Each names the groups and ends with flags that would avoid it, or says that none
+# can.
 
 
 def find_warnings(
@@ -273,14 +337,19 @@ def _across_nodes(layout: ShardLayout, instead: str) -> Iterator[str]:
     kinds = (
         (TENSOR, "Tensor", layout.tensor_groups, "layer would exchange its activations"),
         (CONTEXT, "Context", layout.context_groups, "attention layer would exchange its tokens"),
-        (SHARD, "Shard", shard_groups, "forward and backward pass would gather parameters and scatter gradients"),
+        (
+            SHARD,
+            "Shard",
+            shard_groups,
+            "forward and backward pass would gather parameters and scatter gradients",
+        ),
     )
     for flag, kind, groups, traffic in kinds:
         if straddling := layout.straddling(groups):
             ways = _ways_within_nodes(layout, flag, instead) or ["no change of one degree"]
             yield (
-                f"{kind} groups straddle nodes: {_show(layout, straddling)}. Every {traffic} over the network "
-                f"between nodes. The groups would stay within a node with {ways[0]}."
+                f"{kind} groups straddle nodes: {_show(layout, straddling)}. Every {traffic} over "
+                f"the network between nodes. The groups would stay within a node with {ways[0]}."
             )
 
 
@@ -295,15 +364,17 @@ def _not_sharded(layout: ShardLayout, instead: str) -> str:
     if across:
         ways.append(f"{SHARD} {one_of(across)} (groups across nodes){instead}")
     return (
-        f"The model is not sharded: {nodes_text(layout.gpus_per_node)} hold {num_copies} copies of the training "
-        f"state, each on {counted(tensor, 'GPU')}. If that does not fit: {', or '.join(ways)}."
+        f"The model is not sharded: {nodes_text(layout.gpus_per_node)} hold {num_copies} copies "
+        f"of the training state, each on {counted(tensor, 'GPU')}. If that does not fit: "
+        f"{', or '.join(ways)}."
     )
 
 
 def _ways_within_nodes(layout: ShardLayout, flag: str, instead: str) -> list[str]:
     """Flags with the degrees that keep the groups of `flag` within a node; its own comes first.
 
-    Groups tile the ranks from 0 on, so they stay within nodes exactly when their size divides every node.
+    Groups tile the ranks from 0 on, so they stay within nodes exactly when their size divides every
+    node.
     """
     tensor, context = layout.tensor_parallel_degree, layout.context_parallel_degree
     common = gcd(*layout.gpus_per_node)
@@ -311,9 +382,15 @@ def _ways_within_nodes(layout: ShardLayout, flag: str, instead: str) -> list[str
     def fitting(beside: int, *, times: int = 1) -> list[int]:
         """Degrees whose product with `beside` fits in a node, at least `times` times."""
         blocks = {degree: degree * beside for degree in range(1, common + 1)}
-        return [degree for degree, block in blocks.items() if common % block == 0 and common >= times * block]
+        return [
+            degree
+            for degree, block in blocks.items()
+            if common % block == 0 and common >= times * block
+        ]
 
-    beside_context = [degree for degree in fitting(1) if layout.world_size % (degree * context) == 0]
+    beside_context = [
+        degree for degree in fitting(1) if layout.world_size % (degree * context) == 0
+    ]
     room = " (leaves room to shard within a node)"
     ways = {
         TENSOR: [(TENSOR, beside_context, "")],
@@ -324,7 +401,9 @@ def _ways_within_nodes(layout: ShardLayout, flag: str, instead: str) -> list[str
             (CONTEXT, fitting(tensor, times=2), room),
         ],
     }
-    return [f"{changed} {one_of(degrees)}{note}" for changed, degrees, note in ways[flag] if degrees]
+    return [
+        f"{changed} {one_of(degrees)}{note}" for changed, degrees, note in ways[flag] if degrees
+    ]
 
 
 def _show(layout: ShardLayout, groups: Sequence[tuple[int, ...]]) -> str:
@@ -336,4 +415,7 @@ def _show(layout: ShardLayout, groups: Sequence[tuple[int, ...]]) -> str:
 
 
 def _across(layout: ShardLayout, group: tuple[int, ...]) -> str:
-    return f"ranks {ranks_text(group)} (nodes {layout.node_of(group[0])} to {layout.node_of(group[-1])})"
+    return (
+        f"ranks {ranks_text(group)} (nodes {layout.node_of(group[0])} to "
+        f"{layout.node_of(group[-1])})"
+    )

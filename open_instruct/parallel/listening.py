@@ -16,13 +16,20 @@ LOOPBACK_INTERFACE = "lo0" if sys.platform == "darwin" else "lo"
 def listen_at(address: str, **options: Any) -> TCPStore:
     """The store, kept in this process at `address` and at no other; its port is a free one.
 
-    The socket is bound here, once and for good: a free port that is looked up for the store to bind later may be
-    another process's by then. `options` are those of `TCPStore`.
+    The socket is bound here, once and for good: a free port that is looked up for the store to bind
+    later may be another process's by then. `options` are those of `TCPStore`.
     """
     from torch.distributed import TCPStore
 
-    listener = socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
+    listener = socket.create_server(
+        (address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET
+    )
     port = listener.getsockname()[1]
     return TCPStore(
-        address, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach(), **options
+        address,
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+        **options,
     )

@@ -1,18 +1,21 @@
-"""The number of processes on each node, read from the launcher's environment or from the command line."""
+"""The number of processes on each node, read from the launcher's environment or from the command
+line.
+"""
 
 from collections.abc import Mapping, Sequence
 
-from open_instruct.errors import InputError
+from open_instruct.core.errors import InputError
 
 MAX_GPUS = 10_000
 
 
 def node_sizes_from_environment(environ: Mapping[str, str]) -> tuple[int, ...] | None:
-    """GPUs per node as torchrun tells every process; `(1,)` when not under a launcher, None for unequal nodes.
+    """GPUs per node as torchrun tells every process; `(1,)` when not under a launcher, None for
+    unequal nodes.
 
-    Reads WORLD_SIZE and LOCAL_WORLD_SIZE, and the number of nodes from GROUP_WORLD_SIZE (set by torchrun) or NUM_NODES
-    (set by some launchers), where present. One process's environment does not give the sizes of nodes that differ; an
-    all-gather over ranks does.
+    Reads WORLD_SIZE and LOCAL_WORLD_SIZE, and the number of nodes from GROUP_WORLD_SIZE (set by
+    torchrun) or NUM_NODES (set by some launchers), where present. One process's environment does
+    not give the sizes of nodes that differ; an all-gather over ranks does.
 
     Raises:
         InputError: a number is missing, or is none.
@@ -26,9 +29,16 @@ def node_sizes_from_environment(environ: Mapping[str, str]) -> tuple[int, ...] |
     if world_size is not None and num_nodes is not None:
         local_size = local_size or world_size // num_nodes
     if world_size is None or local_size is None:
-        given = " and ".join(f"{name}={count}" for name, count in counts.items() if count is not None)
-        missing = "WORLD_SIZE" if world_size is None else "LOCAL_WORLD_SIZE, the processes of this node,"
-        raise InputError(f"{given}, and {missing} is not set; start with torchrun, which sets both", kind="machine")
+        given = " and ".join(
+            f"{name}={count}" for name, count in counts.items() if count is not None
+        )
+        missing = (
+            "WORLD_SIZE" if world_size is None else "LOCAL_WORLD_SIZE, the processes of this node,"
+        )
+        raise InputError(
+            f"{given}, and {missing} is not set; start with torchrun, which sets both",
+            kind="machine",
+        )
     num_nodes = num_nodes or world_size // local_size
     return (local_size,) * num_nodes if num_nodes * local_size == world_size else None
 
@@ -47,11 +57,13 @@ def read_node_sizes(words: Sequence[str]) -> list[int]:
             size = _count(num_gpus, repr(num_gpus))
         except InputError as error:
             raise InputError(
-                f"--gpus_per_node {error}; 8 is a node of 8 GPUs, 4x8 four of them", kind="bad_value"
+                f"--gpus_per_node {error}; 8 is a node of 8 GPUs, 4x8 four of them",
+                kind="bad_value",
             ) from None
         if sum(sizes) + repeat * size > MAX_GPUS:
             raise InputError(
-                f"--gpus_per_node {' '.join(words)} is more than the {MAX_GPUS} GPUs that can be laid out",
+                f"--gpus_per_node {' '.join(words)} is more than the {MAX_GPUS} GPUs that can be "
+                "laid out",
                 kind="out_of_range",
             )
         sizes += [size] * repeat

@@ -1,7 +1,8 @@
-"""torchrun on one node without an open port: `torchrun --rdzv_backend loopback --nproc_per_node 8 PROGRAM …`.
+"""torchrun on one node without an open port: `torchrun --rdzv_backend loopback --nproc_per_node 8
+PROGRAM …`.
 
-By default torchrun keeps two stores that listen on every interface of the machine, without a password. Anyone who
-reaches them could make the ranks connect to a foreign process.
+By default torchrun keeps two stores that listen on every interface of the machine, without a
+password. Anyone who reaches them could make the ranks connect to a foreign process.
 """
 
 import os
@@ -20,7 +21,8 @@ class LoopbackRendezvous(StaticTCPRendezvous):
         store = listen_at(LOOPBACK)
         super().__init__(LOOPBACK, store.port, rank=0, world_size=1, run_id=run_id, timeout=0)
         self._store = store  # replaces the store that the first rendezvous would make
-        # Inherited by the ranks: otherwise gloo and NCCL listen on the interface of the machine's host name.
+        # Inherited by the ranks: otherwise gloo and NCCL listen on the interface of the machine's
+        # host name.
         for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
             os.environ.setdefault(variable, LOOPBACK_INTERFACE)
 
@@ -35,7 +37,10 @@ def make_rendezvous(parameters: RendezvousParameters) -> RendezvousHandler:
         ValueError: there are other nodes, which cannot reach a loopback address.
     """
     if parameters.max_nodes != 1:
-        raise ValueError("--rdzv_backend loopback is for one node; of several, give --master_addr and --node_rank")
+        raise ValueError(
+            "--rdzv_backend loopback is for one node; of several, give --master_addr and "
+            "--node_rank"
+        )
     return LoopbackRendezvous(parameters.run_id)
 
 

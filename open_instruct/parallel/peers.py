@@ -1,8 +1,9 @@
 """Heartbeats between ranks, so that ranks that wait can name one that is gone or frozen.
 
-A thread of each rank renews its sign in the key-value store of the process group every `BEAT_S`, and whenever the rank
-begins something else. Rank 0 watches all ranks, the others watch rank 0. A reader counts time since it last saw a sign
-change, never by another machine's clock. A rank in a long computation or compilation still beats.
+A thread of each rank renews its sign in the key-value store of the process group every `BEAT_S`,
+and whenever the rank begins something else. Rank 0 watches all ranks, the others watch rank 0. A
+reader counts time since it last saw a sign change, never by another machine's clock. A rank in a
+long computation or compilation still beats.
 """
 
 from __future__ import annotations
@@ -33,21 +34,30 @@ SILENT_AFTER_LOSS_S = 2.5 * BEAT_S
 GRACE_S = 10.0
 STORE_TIMEOUT_S = 10.0
 
-# Set if a launcher (torchrun's agent, the driver of GRPO) keeps the store, so that it can read signs too.
+# Set if a launcher (torchrun's agent, the driver of GRPO) keeps the store, so that it can read
+# signs too.
 STORE_OF_LAUNCHER = "TORCHELASTIC_USE_AGENT_STORE"
 # Set if torch's elastic agent (torchrun, or a command that starts its ranks) is the parent.
 RUN_OF_LAUNCHER = "TORCHELASTIC_RUN_ID"
 
 # Words of gloo's and NCCL's errors about a peer that is gone.
-LOST_PEER_WORDS = ("closed by peer", "reset by peer", "Broken pipe", "remote process exited", "Socket Timeout")
+LOST_PEER_WORDS = (
+    "closed by peer",
+    "reset by peer",
+    "Broken pipe",
+    "remote process exited",
+    "Socket Timeout",
+)
 WAITED_WORDS = ("Timed out waiting", "Wait timeout", "NCCL")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sign:
-    """A rank's heartbeat. `last_words` are set once the rank ends in order: "" without an error, else the error.
+    """A rank's heartbeat. `last_words` are set once the rank ends in order: "" without an error,
+    else the error.
 
-    Sign(rank=1, host="node7", pid=4711, machine="…", beat=3, doing="training step 5", last_words=None)
+    Sign(rank=1, host="node7", pid=4711, machine="…", beat=3, doing="training step 5",
+    last_words=None)
     """
 
     rank: int
@@ -95,23 +105,32 @@ class Signs:
 
     def losses(self, *, silent_s: float) -> list[Loss]:
         """Read the signs, and return the ranks that are gone or were silent for `silent_s`."""
-        reasons = ((sign, self._reason(sign, silent_s)) for sign in self.look() if sign.last_words is None)
+        reasons = (
+            (sign, self._reason(sign, silent_s)) for sign in self.look() if sign.last_words is None
+        )
         return [Loss(sign=sign, reason=reason) for sign, reason in reasons if reason is not None]
 
     def _reason(self, sign: Sign, silent_s: float) -> str | None:
         silence_s = time.monotonic() - self._seen[sign.rank][1]
         if sign.machine != processes.machine():
-            heard = f"nothing was heard of it for {silence_s:.0f} s: its machine is down, or not to be reached"
+            heard = (
+                f"nothing was heard of it for {silence_s:.0f} s: its machine is down, or not to "
+                "be reached"
+            )
             return heard if silence_s >= silent_s else None
         if processes.has_ended(sign.pid):
-            return "its process was killed or crashed (by the kernel, if memory ran out: `dmesg` says so)"
+            return (
+                "its process was killed or crashed (by the kernel, if memory ran out: `dmesg` "
+                "says so)"
+            )
         if processes.is_stopped(sign.pid) and silence_s >= silent_s:
             return f"its process is stopped (SIGSTOP, or a debugger), for {silence_s:.0f} s"
         return None
 
 
 def _key(rank: int) -> str:
-    # A launcher that restarts its ranks may keep the store, so the restart count is part of the key.
+    # A launcher that restarts its ranks may keep the store, so the restart count is part of the
+    # key.
     return f"open_instruct/sign/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{rank}"
 
 
@@ -134,7 +153,9 @@ class Peers:
         self._thread.start()
 
     def renew(self) -> None:
-        """Make the thread give a new sign now, so that after a loss the others can read what this rank did last."""
+        """Make the thread give a new sign now, so that after a loss the others can read what this
+        rank did last.
+        """
         self._does_other.set()
 
     def leave(self, words: str) -> None:
@@ -145,14 +166,24 @@ class Peers:
             self._give(words)
 
     def explanation(self, *, wait_s: float) -> tuple[str, bool] | None:
-        """A sentence about lost or failed ranks, and whether this rank should print it; None if no loss is known."""
+        """A sentence about lost or failed ranks, and whether this rank should print it;
+
+        None if no loss is known.
+        """
         deadline_s = time.monotonic() + wait_s
         with suppress(Exception):
             while True:
                 losses = self._signs.losses(silent_s=SILENT_AFTER_LOSS_S)
                 signs = self._signs.look()
                 lost = {loss.sign.rank for loss in losses}
-                first = min((sign.rank for sign in signs if sign.rank not in lost and sign.last_words != ""), default=0)
+                first = min(
+                    (
+                        sign.rank
+                        for sign in signs
+                        if sign.rank not in lost and sign.last_words != ""
+                    ),
+                    default=0,
+                )
                 if losses:
                     return "; ".join(map(str, losses)), self.rank == first
                 for sign in signs:
@@ -187,7 +218,8 @@ class Peers:
             if is_beat := time.monotonic() >= next_beat_s:
                 next_beat_s = time.monotonic() + BEAT_S
                 self._num_beats += 1
-            with suppress(Exception):  # the store ended with its process; the next collective fails and reports it
+            # The store ended with its process; the next collective fails and reports it.
+            with suppress(Exception):
                 self._give()
                 if is_beat and self.limit_s is not None:
                     losses = self._watched.losses(silent_s=self.limit_s)
@@ -220,11 +252,16 @@ def _ignore(words: str) -> None:
 
 
 on_loss: Callable[[str], Any] = _ignore
-"""Called from a watching thread with words about the loss, or with "" if another rank prints them."""
+"""Called from a watching thread with words about the loss, or with "" if another rank prints
+them.
+"""
 
 
 stop: BaseException | None = None
-"""The exception that a signal has raised. A library that was being imported may have caught it: PyTorch's C++ does."""
+"""The exception that a signal has raised.
+
+A library that was being imported may have caught it: PyTorch's C++ does.
+"""
 
 
 def doing(what: str) -> None:
@@ -245,7 +282,10 @@ def activity() -> str:
 
 
 def meet(*, rank: int, num_ranks: int) -> None:
-    """Give the first sign. Every rank calls this after it joins the process group, before the next collective."""
+    """Give the first sign.
+
+    Every rank calls this after it joins the process group, before the next collective.
+    """
     global _peers
     if num_ranks < 2 and STORE_OF_LAUNCHER not in os.environ:
         return  # no other rank
@@ -262,7 +302,9 @@ def meet(*, rank: int, num_ranks: int) -> None:
 
 
 def watch_launcher() -> None:
-    """Call `on_loss` if the launcher of this rank ends first, since nothing would end the rank then."""
+    """Call `on_loss` if the launcher of this rank ends first, since nothing would end the rank
+    then.
+    """
     global _launcher
     if RUN_OF_LAUNCHER not in os.environ or _launcher is not None:
         return
@@ -280,7 +322,10 @@ def _loss_of_launcher() -> tuple[str, bool] | None:
     """As `explanation`, for the loss of the process that started this one."""
     if _launcher in (None, os.getppid()):
         return None
-    words = f"the launcher of its ranks (pid {_launcher}) was killed or crashed while {_doing}, and they end with it"
+    words = (
+        f"the launcher of its ranks (pid {_launcher}) was killed or crashed while {_doing}, and "
+        "they end with it"
+    )
     return words, os.environ.get("LOCAL_RANK") == "0"
 
 
@@ -299,16 +344,25 @@ def leave(words: str = "") -> None:
 
 
 def explanation(error: BaseException) -> tuple[str, bool] | None:
-    """A sentence about the lost peer behind `error`, and whether this rank should print it; None if there is none."""
+    """A sentence about the lost peer behind `error`, and whether this rank should print it;
+
+    None if there is none.
+    """
     if (loss := _loss_of_launcher()) is not None:
         return loss
     if _peers is None:
         return None
-    return _peers.explanation(wait_s=SILENT_AFTER_LOSS_S + BEAT_S) if _is_about(error, LOST_PEER_WORDS) else None
+    return (
+        _peers.explanation(wait_s=SILENT_AFTER_LOSS_S + BEAT_S)
+        if _is_about(error, LOST_PEER_WORDS)
+        else None
+    )
 
 
 def whereabouts(error: BaseException) -> str:
-    """The activities of ranks in parentheses if `error` is about a rank that did not answer; else ""."""
+    """The activities of ranks in parentheses if `error` is about a rank that did not answer; else
+    "".
+    """
     others = _peers.whereabouts() if _peers is not None and _is_about(error, WAITED_WORDS) else ""
     return f" ({others})" if others else ""
 

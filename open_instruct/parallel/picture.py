@@ -1,13 +1,15 @@
-"""A layout in 80 columns: a line for each node with the shard groups of its ranks, then the exchanges by group."""
+"""A layout in 80 columns: a line for each node with the shard groups of its ranks, then the
+exchanges by group.
+"""
 
 import textwrap
 from collections.abc import Iterable, Iterator
 
 from rich.text import Text
 
+from open_instruct.core.shard_layout import ShardLayout
+from open_instruct.core.text import counted
 from open_instruct.parallel.wording import degrees_of, group_name, nodes_text, ranks_text
-from open_instruct.shard_layout import ShardLayout
-from open_instruct.wording import counted
 
 WIDTH = 80
 MAX_NODES_SHOWN, NODES_SHOWN_FIRST = 8, 4
@@ -20,19 +22,27 @@ def draw_layout(layout: ShardLayout) -> Text:
     """The picture, styled for a terminal; `.plain` is the same without colours, in ASCII alone."""
     lines = [*_summary(layout), Text(), *_nodes(layout), Text(), *_traffic(layout)]
     for warning in layout.warnings:
-        lines += [Text(), Text(wrapped(f"warning: {warning}", later_indent="         "), style="yellow")]
+        lines += [
+            Text(),
+            Text(wrapped(f"warning: {warning}", later_indent="         "), style="yellow"),
+        ]
     return Text("\n").join(lines)
 
 
 def _summary(layout: ShardLayout) -> Iterator[Text]:
     nodes = nodes_text(layout.gpus_per_node)
     if layout.single_device:
-        yield Text(f"{nodes}: the whole model on one GPU, without FSDP (--single_gpu_mode)", style="bold")
+        yield Text(
+            f"{nodes}: the whole model on one GPU, without FSDP (--single_gpu_mode)", style="bold"
+        )
         return
     split = layout.shard_group_size * layout.tensor_parallel_degree
     each = "each " if layout.num_replicas > 1 else ""
     whole = f"{each}split over {split} GPUs" if split > 1 else f"{each}whole on one GPU"
-    yield Text(wrapped(f"{nodes}: {counted(layout.num_replicas, 'replica')} of the model, {whole}"), style="bold")
+    yield Text(
+        wrapped(f"{nodes}: {counted(layout.num_replicas, 'replica')} of the model, {whole}"),
+        style="bold",
+    )
     if split > layout.shard_degree:
         yield Text(f"{split} GPUs = {' x '.join(degrees_of(layout))}")
     flags = f"--fsdp_shard_degree {layout.shard_degree} --fsdp_num_replicas {layout.num_replicas}"
@@ -40,8 +50,12 @@ def _summary(layout: ShardLayout) -> Iterator[Text]:
 
 
 def _nodes(layout: ShardLayout) -> Iterator[Text]:
-    """Each node's ranks and the letters of their shard groups, with the middle of a long list left out."""
-    letters = {rank: _letter(index) for index, group in enumerate(layout.shard_groups) for rank in group}
+    """Each node's ranks and the letters of their shard groups, with the middle of a long list left
+    out.
+    """
+    letters = {
+        rank: _letter(index) for index, group in enumerate(layout.shard_groups) for rank in group
+    }
     last = len(layout.nodes) - 1
     node_width, ranks_width = len(str(last)), 2 * len(str(layout.world_size)) + 2
     for node, ranks in enumerate(layout.nodes):
@@ -53,7 +67,9 @@ def _nodes(layout: ShardLayout) -> Iterator[Text]:
 
 
 def _traffic(layout: ShardLayout) -> Iterator[Text]:
-    """For each kind of group: what its ranks exchange, whether that leaves the node, and the ranks."""
+    """For each kind of group: what its ranks exchange, whether that leaves the node, and the
+    ranks.
+    """
     kinds = (
         ("shard groups", "all-gather weights, reduce-scatter grads", layout.shard_groups),
         ("replica groups", "all-reduce grads", layout.replica_groups),
@@ -68,14 +84,24 @@ def _traffic(layout: ShardLayout) -> Iterator[Text]:
             continue
         reach, style = "within a node", "green"
         if num_crossing := len(layout.straddling(groups)):
-            reach = "across nodes" if num_crossing == len(groups) else f"{num_crossing} of {len(groups)} cross nodes"
+            reach = (
+                "across nodes"
+                if num_crossing == len(groups)
+                else f"{num_crossing} of {len(groups)} cross nodes"
+            )
             # Replica groups are expected to cross nodes; other groups become slower by it.
             style = "yellow" if name == "replica groups" else "bold red"
         yield Text.assemble((f"{name:<16}", "bold"), f"{traffic:<42}", (reach, style))
         members = [Text(ranks_text(group)) for group in groups]
         if name == "shard groups":
-            members = [Text.assemble(_letter(index), " ", ranks) for index, ranks in enumerate(members)]
-        yield _listed(f"{'':16}{counted(len(groups), 'group')} of {len(groups[0])} GPUs: ", members, between=", ")
+            members = [
+                Text.assemble(_letter(index), " ", ranks) for index, ranks in enumerate(members)
+            ]
+        yield _listed(
+            f"{'':16}{counted(len(groups), 'group')} of {len(groups[0])} GPUs: ",
+            members,
+            between=", ",
+        )
 
 
 def _letter(group: int) -> Text:
@@ -94,4 +120,6 @@ def _listed(title: str, names: Iterable[Text], *, between: str) -> Text:
 
 def wrapped(text: str, *, later_indent: str = "") -> str:
     """A paragraph of the picture or of a plan in wrapped lines; flags are never broken."""
-    return textwrap.fill(text, WIDTH, subsequent_indent=later_indent, break_on_hyphens=False, break_long_words=False)
+    return textwrap.fill(
+        text, WIDTH, subsequent_indent=later_indent, break_on_hyphens=False, break_long_words=False
+    )

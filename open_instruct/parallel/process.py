@@ -9,7 +9,13 @@ from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
-from olmo_core.distributed.utils import all_gather_object, broadcast_object, get_local_rank, get_rank, init_distributed
+from olmo_core.distributed.utils import (
+    all_gather_object,
+    broadcast_object,
+    get_local_rank,
+    get_rank,
+    init_distributed,
+)
 from olmo_core.utils import seed_all
 
 from open_instruct.parallel import peers
@@ -22,7 +28,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Process:
-    """This process's place in the run. `gpus_per_node` counts the processes of every node, in rank order."""
+    """This process's place in the run.
+
+    `gpus_per_node` counts the processes of every node, in rank order.
+    """
 
     rank: int
     local_rank: int
@@ -39,8 +48,8 @@ def start_process(*, timeout_s: int, seed: int) -> Process:
     # OLMo-core prints its messages where INFO is not logged.
     logging.getLogger().setLevel(logging.INFO)
     on_cuda = torch.cuda.is_available()
-    # Packed rows differ in length from step to step. In bfloat16 on a CPU oneDNN keeps a compiled product for
-    # each shape it has met, by default 1,024 of them, which takes gigabytes.
+    # Packed rows differ in length from step to step. In bfloat16 on a CPU oneDNN keeps a compiled
+    # product for each shape it has met, by default 1,024 of them, which takes gigabytes.
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "32")
     alone: dict[str, Any] = {}
     if os.environ.get("WORLD_SIZE", "1") == "1":
@@ -77,7 +86,10 @@ def _discover_nodes(local_rank: int) -> tuple[int, ...]:
 
 
 def gathered(own: T, group: dist.ProcessGroup | None = None) -> list[T]:
-    """The objects of all ranks in rank order; without a process group, this one's alone. Collective."""
+    """The objects of all ranks in rank order; without a process group, this one's alone.
+
+    Collective.
+    """
     return all_gather_object(own, group)
 
 

@@ -1,4 +1,6 @@
-"""Metrics of microbatches become those of an update, on all ranks; small numbers of rows are gathered from all."""
+"""Metrics of microbatches become those of an update, on all ranks; small numbers of rows are
+gathered from all.
+"""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -9,12 +11,14 @@ from itertools import islice
 import torch
 import torch.distributed as dist
 
+from open_instruct.core.records import Metric
 from open_instruct.parallel.process import gathered
-from open_instruct.records import Metric
 
 
 def over_microbatches(measured: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
-    """A `Metric` for each name, with this rank's mean, sum or maximum as its value; no device is waited for."""
+    """A `Metric` for each name, with this rank's mean, sum or maximum as its value; no device is
+    waited for.
+    """
     by_name: dict[str, list[Metric]] = {}
     for metrics in measured:
         for name, metric in metrics.items():
@@ -27,7 +31,10 @@ def over_microbatches(measured: Iterable[Mapping[str, Metric]]) -> dict[str, Met
 
 def _mean(metrics: Sequence[Metric]) -> Metric:
     weight = sum(each.weight for each in metrics)
-    return Metric(value=sum(each.value * each.weight for each in metrics) / weight if weight else 0.0, weight=weight)
+    return Metric(
+        value=sum(each.value * each.weight for each in metrics) / weight if weight else 0.0,
+        weight=weight,
+    )
 
 
 def _of_both(one: Metric, other: Metric) -> Metric:
@@ -40,21 +47,26 @@ def reduce_metrics(
 ) -> dict[str, float]:
     """Reduce `metrics` over `group` and return plain numbers, the same on every rank.
 
-    Every rank must bring the same names. A mean travels as (sum of value x weight, sum of weight), a
-    maximum as one slot a rank, so that a single summing all-reduce serves all three. A mean over no
-    weight at all is NaN.
+    Every rank must bring the same names. A mean travels as (sum of value x weight, sum of weight),
+    a maximum as one slot a rank, so that a single summing all-reduce serves all three. A mean over
+    no weight at all is NaN.
     """
     if not metrics:
         return {}
     world_size = dist.get_world_size(group) if dist.is_initialized() else 1
     rank = dist.get_rank(group) if dist.is_initialized() else 0
     names = sorted(metrics)
-    slots = [_slots(metrics[name], rank=rank, world_size=world_size, device=device) for name in names]
+    slots = [
+        _slots(metrics[name], rank=rank, world_size=world_size, device=device) for name in names
+    ]
     flat = torch.cat(slots)
     if world_size > 1:
         dist.all_reduce(flat, group=group)
     sums = iter(flat.tolist())  # the one wait for the device
-    return {name: _reduced(metrics[name], list(islice(sums, len(own)))) for name, own in zip(names, slots, strict=True)}
+    return {
+        name: _reduced(metrics[name], list(islice(sums, len(own))))
+        for name, own in zip(names, slots, strict=True)
+    }
 
 
 def _slots(metric: Metric, *, rank: int, world_size: int, device: torch.device) -> torch.Tensor:
@@ -80,14 +92,18 @@ def _reduced(metric: Metric, sums: list[float]) -> float:
 
 
 def _number(number: torch.Tensor | float, device: torch.device) -> torch.Tensor:
-    """Shape (1,), float64. A number of the host is written by a fill, since a copy would wait for the device."""
+    """Shape (1,), float64.
+
+    A number of the host is written by a fill, since a copy would wait for the device.
+    """
     if isinstance(number, torch.Tensor) and number.device.type == device.type:
         return number.to(torch.float64).reshape(1)
     return torch.full((1,), float(number), dtype=torch.float64, device=device)
 
 
 def gather_rows(values: torch.Tensor, *, group: dist.ProcessGroup | None) -> torch.Tensor:
-    """The rows of `values` of all ranks, rank by rank; a rank may bring any number of them, also none.
+    """The rows of `values` of all ranks, rank by rank; a rank may bring any number of them, also
+    none.
 
     The host waits for the other ranks but not for the device.
     """

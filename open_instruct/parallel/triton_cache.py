@@ -1,9 +1,10 @@
 """Where Triton keeps the kernels that a rank compiles.
 
-Ranks of a host that share one folder were seen to read what another was still writing. OLMo-core therefore makes a
-folder in /tmp for every process, at a place that another user may have made before, and leaves it there. Here each
-rank has a folder in this user's cache, which later runs use again. Where that cannot be, or where others may write, it
-is a new folder, which is removed when the process ends.
+Ranks of a host that share one folder were seen to read what another was still writing. OLMo-core
+therefore makes a folder in /tmp for every process, at a place that another user may have made
+before, and leaves it there. Here each rank has a folder in this user's cache, which later runs use
+again. Where that cannot be, or where others may write, it is a new folder, which is removed when
+the process ends.
 """
 
 import atexit
@@ -66,6 +67,8 @@ def make_temporary_folder() -> str:
 
 
 def remove_temporary_folders() -> None:
-    """Remove what `make_temporary_folder` has made; a process that ends without Python's own exit calls it."""
+    """Remove what `make_temporary_folder` has made; a process that ends without Python's own exit
+    calls it.
+    """
     while _temporary_folders:
         shutil.rmtree(_temporary_folders.pop(), ignore_errors=True)

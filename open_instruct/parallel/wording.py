@@ -5,12 +5,14 @@ from string import ascii_uppercase
 
 from open_instruct.config.sections import ParallelSection
 from open_instruct.config.training import backend_named
-from open_instruct.shard_layout import ShardLayout
-from open_instruct.wording import counted
+from open_instruct.core.shard_layout import ShardLayout
+from open_instruct.core.text import counted
 
 
 def degrees_of(layout: ShardLayout) -> list[str]:
-    """The degrees that split the training state, "shard degree 8", "tensor degree 2", without degrees of 1."""
+    """The degrees that split the training state, "shard degree 8", "tensor degree 2", without
+    degrees of 1.
+    """
     degrees = {
         "shard": layout.shard_degree,
         "context": layout.context_parallel_degree,
@@ -26,7 +28,9 @@ def group_name(index: int) -> str:
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
-    """Ascending ranks in few characters: "0-7" when they are neighbours, else "0 8" or "0 2 ... 30"."""
+    """Ascending ranks in few characters: "0-7" when they are neighbours, else "0 8" or "0 2 ...
+    30".
+    """
     first, last = ranks[0], ranks[-1]
     if len(ranks) > 1 and last - first == len(ranks) - 1:
         return f"{first}-{last}"
@@ -41,13 +45,18 @@ def nodes_text(gpus_per_node: Sequence[int], device: str = "GPU") -> str:
     if len(sizes) == 1:
         return f"{counted(len(gpus_per_node), 'node')} of {counted(gpus_per_node[0], device)}"
     if len(gpus_per_node) <= 4:
-        return f"nodes of {', '.join(map(str, gpus_per_node[:-1]))} and {gpus_per_node[-1]} {device}s"
+        return (
+            f"nodes of {', '.join(map(str, gpus_per_node[:-1]))} and {gpus_per_node[-1]} {device}s"
+        )
     return f"{len(gpus_per_node)} nodes of {min(sizes)} to {max(sizes)} {device}s"
 
 
 def describe_layout(layout: ShardLayout, parallel: ParallelSection, *, who: str = "process") -> str:
     """The layout in words, with the number of processes: `2 processes, DeepSpeed ZeRO-3`."""
-    words = [counted(layout.world_size, who), backend_named(parallel.backend).sharing(parallel, layout)]
+    words = [
+        counted(layout.world_size, who),
+        backend_named(parallel.backend).sharing(parallel, layout),
+    ]
     if layout.context_parallel_degree > 1:
         words.append(f"context degree {layout.context_parallel_degree}")
     if layout.tensor_parallel_degree > 1:

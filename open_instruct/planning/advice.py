@@ -12,7 +12,7 @@ from typing import Any
 
 from open_instruct.config.flags import flags_of, spelled
 from open_instruct.config.grpo import GRPOConfig
-from open_instruct.errors import InputError
+from open_instruct.core.errors import InputError
 from open_instruct.parallel.node_sizes import MAX_GPUS
 from open_instruct.parallel.wording import nodes_text
 from open_instruct.planning.plan import Plan, Setting, Way, plan_of, smaller_microbatches
@@ -30,7 +30,8 @@ NO_CHANGE = Way(kind=0, strength=0, values={})
 class Change:
     """Flags that differ from those of the run, and the plan with them.
 
-    Example: `Change(values={"activation_checkpointing": "full"}, plan=…)` reads "--activation_checkpointing full".
+    Example: `Change(values={"activation_checkpointing": "full"}, plan=…)` reads
+    "--activation_checkpointing full".
     """
 
     values: dict[str, Any]
@@ -39,7 +40,11 @@ class Change:
     @property
     def flags(self) -> str:
         """The changed flags as the command line of the run has them."""
-        return " ".join(f"--{name} {spelled(value)}" for name, value in self.values.items() if name != "num_nodes")
+        return " ".join(
+            f"--{name} {spelled(value)}"
+            for name, value in self.values.items()
+            if name != "num_nodes"
+        )
 
     @property
     def text(self) -> str:
@@ -60,14 +65,21 @@ class Advice:
 
     @cached_property
     def to_fit(self) -> Change | None:
-        """The smallest change that makes the run fit with room; None if it already does or no change helps."""
+        """The smallest change that makes the run fit with room;
+
+        None if it already does or no change helps.
+        """
         return change_to_fit(self.plan)
 
     @cached_property
     def with_adapters(self) -> Change | None:
-        """Training adapters, if the whole model does not fit on these GPUs with any other change."""
+        """Training adapters, if the whole model does not fit on these GPUs with any other
+        change.
+        """
         setting = self.plan.setting
-        fits_on_these = self.plan.fits or (self.to_fit is not None and "num_nodes" not in self.to_fit.values)
+        fits_on_these = self.plan.fits or (
+            self.to_fit is not None and "num_nodes" not in self.to_fit.values
+        )
         adapted = None if fits_on_these or setting.config.adapters else changed(setting, ADAPTERS)
         if adapted is None or adapted.plan.has_room:
             return adapted
@@ -79,9 +91,9 @@ class Advice:
         """A plan for each way to share these GPUs: by tokens per second, equally fast ones by the
         memory that they leave, then those that do not fit.
 
-        The other flags stay as they are, so a tensor degree makes the global batch of DPO and SFT smaller: what is
-        compared is the tokens that all GPUs together learn from in a second. Empty in single_gpu_mode. Left out is what
-        the run itself would refuse.
+        The other flags stay as they are, so a tensor degree makes the global batch of DPO and SFT
+        smaller: what is compared is the tokens that all GPUs together learn from in a second. Empty
+        in single_gpu_mode. Left out is what the run itself would refuse.
         """
         setting = self.plan.setting
         changes = (changed(setting, values) for values in setting.backend.others(setting))
@@ -96,16 +108,24 @@ class Advice:
             return None
         now = vars(self.plan.setting.config.parallel)
         then = vars(best.setting.config.parallel)
-        return Change(values={name: value for name, value in then.items() if value != now[name]}, plan=best)
+        return Change(
+            values={name: value for name, value in then.items() if value != now[name]}, plan=best
+        )
 
     @cached_property
     def recomputes_less(self) -> Change | None:
-        """The checkpointing that auto would choose, if its arithmetic is less by more than `WORTH_A_CHANGE`."""
+        """The checkpointing that auto would choose, if its arithmetic is less by more than
+        `WORTH_A_CHANGE`.
+        """
         setting = self.plan.setting
         if setting.config.memory.activation_checkpointing == "none":
             return None
         auto = fitting(setting, {"activation_checkpointing": "auto"} | _freed(setting))
-        return auto if auto and auto.plan.time.compute_s * WORTH_A_CHANGE < self.plan.time.compute_s else None
+        return (
+            auto
+            if auto and auto.plan.time.compute_s * WORTH_A_CHANGE < self.plan.time.compute_s
+            else None
+        )
 
     @cached_property
     def exchanges_less(self) -> Change | None:
@@ -158,10 +178,10 @@ def _order(plan: Plan) -> tuple[bool, float, int, bool]:
 def change_to_fit(plan: Plan, *, with_more_nodes: bool = True) -> Change | None:
     """See `Advice.to_fit`.
 
-    One change comes before two. Among as many, in this order: gradients that are reduced after every microbatch, a
-    larger shard degree within the node, full checkpointing, smaller microbatches, inputs of blocks on the host, a shard
-    degree across nodes, a tensor degree, moments on the host or less for an engine on the same GPU; more GPUs come last
-    of all.
+    One change comes before two. Among as many, in this order: gradients that are reduced after
+    every microbatch, a larger shard degree within the node, full checkpointing, smaller
+    microbatches, inputs of blocks on the host, a shard degree across nodes, a tensor degree,
+    moments on the host or less for an engine on the same GPU; more GPUs come last of all.
     """
     if plan.has_room:
         return None
@@ -183,7 +203,9 @@ def _combinations(setting: Setting) -> Iterator[dict[str, Any]]:
 
 
 def _size_of_change(chosen: Sequence[Way]) -> tuple[int, list[int], int]:
-    """The sort key of a change, smallest first: the number of flags, then their kinds, then their strengths."""
+    """The sort key of a change, smallest first: the number of flags, then their kinds, then their
+    strengths.
+    """
     changes = [way for way in chosen if way is not NO_CHANGE]
     return len(changes), sorted(way.kind for way in changes), sum(way.strength for way in changes)
 
@@ -193,7 +215,9 @@ def _flags_of(ways: Sequence[Way]) -> dict[str, Any]:
 
 
 def _layouts_that_can_fit(setting: Setting) -> list[Way]:
-    """The given layout and others, without those that do not fit even with everything else at its smallest."""
+    """The given layout and others, without those that do not fit even with everything else at its
+    smallest.
+    """
     strongest = [way for ways in WAYS_TO_NEED_LESS for way in ways(setting)[-1:]]
     layouts = (NO_CHANGE, *setting.backend.ways_to_need_less(setting))
     return [layout for layout in layouts if fitting(setting, _flags_of([*strongest, layout]))]
@@ -213,8 +237,15 @@ def _checkpointing(setting: Setting) -> list[Way]:
 def _freed(setting: Setting) -> dict[str, Any]:
     """Flags that another --activation_checkpointing would refuse, at their defaults."""
     flags = flags_of(type(setting.config))
-    defaults = {name: flags[name].default for name in ("activation_checkpointing_modules", "activation_memory_budget")}
-    return {name: value for name, value in defaults.items() if getattr(setting.config.memory, name) != value}
+    defaults = {
+        name: flags[name].default
+        for name in ("activation_checkpointing_modules", "activation_memory_budget")
+    }
+    return {
+        name: value
+        for name, value in defaults.items()
+        if getattr(setting.config.memory, name) != value
+    }
 
 
 def _microbatches(setting: Setting) -> list[Way]:
@@ -223,7 +254,9 @@ def _microbatches(setting: Setting) -> list[Way]:
 
 
 def _engine_shares(setting: Setting) -> list[Way]:
-    """Less of the GPU for an engine that shares it (kind 6), as long as the cache holds a sequence of full length."""
+    """Less of the GPU for an engine that shares it (kind 6), as long as the cache holds a sequence
+    of full length.
+    """
     config, shape = setting.config, setting.shape
     if not isinstance(config, GRPOConfig) or not config.parallel.single_gpu_mode:
         return []
@@ -231,11 +264,15 @@ def _engine_shares(setting: Setting) -> list[Way]:
     cache_bytes = 2 * len(shape.windows) * shape.kv_width * config.data.max_seq_length * sync_bytes
     if (now_mib := config.fleet.vllm_kv_cache_mib) is not None:
         halves = [now_mib >> times for times in range(1, now_mib.bit_length())]
-        return _ever_stronger(6, [{"vllm_kv_cache_mib": mib} for mib in halves if mib * MIB >= cache_bytes])
+        return _ever_stronger(
+            6, [{"vllm_kv_cache_mib": mib} for mib in halves if mib * MIB >= cache_bytes]
+        )
     least = (shape.num_params * sync_bytes + cache_bytes) / setting.device.memory_bytes
     now = config.fleet.vllm_gpu_memory_utilization
     shares = [twentieths / 20 for twentieths in range(19, 0, -1)]
-    return _ever_stronger(6, [{"vllm_gpu_memory_utilization": share} for share in shares if least <= share < now])
+    return _ever_stronger(
+        6, [{"vllm_gpu_memory_utilization": share} for share in shares if least <= share < now]
+    )
 
 
 def _reductions(setting: Setting) -> list[Way]:
@@ -246,14 +283,19 @@ def _reductions(setting: Setting) -> list[Way]:
 
 def _ever_stronger(kind: int, all_values: Sequence[dict[str, Any]]) -> list[Way]:
     """A `Way` for each of the values, in their order."""
-    return [Way(kind=kind, strength=index, values=values) for index, values in enumerate(all_values, start=1)]
+    return [
+        Way(kind=kind, strength=index, values=values)
+        for index, values in enumerate(all_values, start=1)
+    ]
 
 
 WAYS_TO_NEED_LESS = (_reductions, _checkpointing, _microbatches, _engine_shares)
 
 
 def _useful_nodes(setting: Setting) -> Iterator[dict[str, Any]]:
-    """The given nodes, then twice as many, and so on; only the given ones where more would not help."""
+    """The given nodes, then twice as many, and so on; only the given ones where more would not
+    help.
+    """
     yield {}
     parallel = setting.config.parallel
     if len(set(setting.gpus_per_node)) != 1 or parallel.single_gpu_mode:
@@ -263,7 +305,10 @@ def _useful_nodes(setting: Setting) -> Iterator[dict[str, Any]]:
     freed = {"fsdp_num_replicas": None} if both else {}
     most_times = min(MAX_TIMES_THE_NODES, MAX_GPUS // sum(setting.gpus_per_node))
     num_nodes = len(setting.gpus_per_node)
-    more = [{"num_nodes": num_nodes * 2**doublings} | freed for doublings in range(1, most_times.bit_length())]
+    more = [
+        {"num_nodes": num_nodes * 2**doublings} | freed
+        for doublings in range(1, most_times.bit_length())
+    ]
     most = changed(setting, more[-1]) if more else None
     if most is not None and _layouts_that_can_fit(most.plan.setting):
         yield from more

@@ -1,5 +1,6 @@
-"""A plan for people and for scripts: in sentences (words.txt.jinja), its parts and rows for terminal and page alike, as
-JSON, and as a run that starts prints it, which is refused where it surely cannot fit.
+"""A plan for people and for scripts: in sentences (words.txt.jinja), its parts and rows for
+terminal and page alike, as JSON, and as a run that starts prints it, which is refused where it
+surely cannot fit.
 """
 
 import json
@@ -10,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from open_instruct.config.sections import OptimSection
-from open_instruct.errors import InputError
+from open_instruct.core.errors import InputError
+from open_instruct.core.text import counted, macro_text
 from open_instruct.parallel.wording import nodes_text
 from open_instruct.planning.advice import Advice, Change
 from open_instruct.planning.memory.phases import Phase
@@ -19,7 +21,6 @@ from open_instruct.planning.subject import units
 from open_instruct.planning.subject.devices import device_named
 from open_instruct.planning.subject.workload import RunConfig, shape_of_run
 from open_instruct.planning.traffic import Exchange
-from open_instruct.wording import counted, macro_text
 
 log = logging.getLogger(__name__)
 
@@ -30,8 +31,11 @@ CHANGES = ("to_fit", "with_adapters", "faster", "recomputes_less", "exchanges_le
 # Axes whose groups may leave a node.
 MEANT_TO_CROSS = ("replica", "sync", "world", "all")
 
-# The parts of a GPU's memory: the letter, the colours and the meaning of each, in the order in which they are drawn.
-PARTS: dict[str, dict[str, str]] = json.loads(Path(__file__).with_name("parts.json").read_text("utf-8"))
+# The parts of a GPU's memory: the letter, the colours and the meaning of each, in the order in
+# which they are drawn.
+PARTS: dict[str, dict[str, str]] = json.loads(
+    Path(__file__).with_name("parts.json").read_text("utf-8")
+)
 NO_BREAK_SPACE = "\u00a0"
 LETTERS = {label: part["letter"] for label, part in PARTS.items()}
 
@@ -44,11 +48,15 @@ def said(what: str, subject: Any) -> list[str]:
 
 
 def traffic_rows(plan: Plan) -> list[list[Exchange]]:
-    """The exchanges of a step by what they are, the largest first; those of a group of one send nothing."""
+    """The exchanges of a step by what they are, the largest first; those of a group of one send
+    nothing.
+    """
     together: dict[tuple[str, str, str], list[Exchange]] = {}
     for exchange in plan.exchanges:
         if exchange.group_size > 1:
-            together.setdefault((exchange.axis, exchange.collective, exchange.what), []).append(exchange)
+            together.setdefault((exchange.axis, exchange.collective, exchange.what), []).append(
+                exchange
+            )
     return sorted(together.values(), key=lambda row: -sum(each.sent_bytes for each in row))
 
 
@@ -71,13 +79,17 @@ def unit_name(plan: Plan) -> str:
 
 
 def legend(plan: Plan) -> str:
-    """The letters of all phases in a line, "P parameters, G gradients"; no break parts one from its meaning."""
+    """The letters of all phases in a line, "P parameters, G gradients"; no break parts one from its
+    meaning.
+    """
     entries = (f"{LETTERS[label]} {label}" for label in parts_in_any(plan))
     return ", ".join(entry.replace(" ", NO_BREAK_SPACE) for entry in entries)
 
 
 def parts_of(phase: Phase, plan: Plan) -> list[tuple[str, int]]:
-    """Label and bytes of each part, in the order of `LETTERS`, without parts that would read as 0.00."""
+    """Label and bytes of each part, in the order of `LETTERS`, without parts that would read as
+    0.00.
+    """
     parts, least = dict(phase.parts), 0.005 * unit_of(plan)[1]
     return [(label, parts[label]) for label in LETTERS if parts.get(label, 0) >= least]
 
@@ -103,13 +115,16 @@ def as_record(plan: Plan, advice: Advice) -> dict[str, Any]:
         "time": asdict(plan.time) | _named(plan.time, "step_s", "bound_by"),
         **_named(plan, "tokens_per_step", "tokens_per_second"),
         "weight_syncs": [asdict(cost) for cost in plan.syncs],
-        "advice": {"text": said("advice", advice)} | {name: _change(getattr(advice, name)) for name in CHANGES},
+        "advice": {"text": said("advice", advice)}
+        | {name: _change(getattr(advice, name)) for name in CHANGES},
         "layouts": [_layout(other) for other in advice.ranked],
     }
 
 
 def memory_record(plan: Plan) -> dict[str, Any]:
-    """The content of a run's `plan.json`: the memory of a GPU, and that of each phase by its parts."""
+    """The content of a run's `plan.json`: the memory of a GPU, and that of each phase by its
+    parts.
+    """
     optim = plan.setting.config.optim
     return {
         "memory_bytes": plan.setting.device.memory_bytes,
@@ -158,7 +173,12 @@ class StartCheck:
 
 
 def check_plan(
-    config: RunConfig, gpus_per_node: Sequence[int], *, model_folder: str, memory_bytes: int, on_cuda: bool
+    config: RunConfig,
+    gpus_per_node: Sequence[int],
+    *,
+    model_folder: str,
+    memory_bytes: int,
+    on_cuda: bool,
 ) -> StartCheck:
     """Plan a run that is about to start.
 
@@ -170,8 +190,8 @@ def check_plan(
         on_cuda: whether that is a GPU; else a rank's share of a host's memory.
 
     Raises:
-        InputError: weights, gradients and optimizer states alone are more than the device's memory, and the run has
-            --plan_check; the message ends with what would fit.
+        InputError: weights, gradients and optimizer states alone are more than the device's memory,
+            and the run has --plan_check; the message ends with what would fit.
     """
     try:
         setting = Setting(
@@ -180,7 +200,8 @@ def check_plan(
             gpus_per_node=tuple(gpus_per_node),
             device=device_named(f"memory_gib={memory_bytes / units.GIB}"),
             on_cuda=on_cuda,
-            has_engines_in_node=not on_cuda,  # without GPUs a run that other nodes may join is not planned
+            # Without GPUs a run that other nodes may join is not planned.
+            has_engines_in_node=not on_cuda,
         )
         plan = plan_of(setting)
         line, *problem = said("start", plan)
@@ -194,5 +215,7 @@ def check_plan(
         log.info("the run has no plan", exc_info=True)
         return StartCheck(line=f"plan: none ({type(error).__name__}: {error})")
     if config.memory.plan_check and plan.state_bytes > memory_bytes:
-        raise InputError(f"{checked.warning} --no_plan_check starts it all the same", kind="machine")
+        raise InputError(
+            f"{checked.warning} --no_plan_check starts it all the same", kind="machine"
+        )
     return checked

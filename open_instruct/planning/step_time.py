@@ -1,5 +1,5 @@
-"""The least time that a step can take: arithmetic at a share of the peak, and traffic at the speed of the links. And
-what a weight sync takes, of all weights or of those that a step has changed.
+"""The least time that a step can take: arithmetic at a share of the peak, and traffic at the speed
+of the links. And what a weight sync takes, of all weights or of those that a step has changed.
 
 L layers, T tokens of a microbatch, V vocabulary.
 """
@@ -7,6 +7,8 @@ L layers, T tokens of a microbatch, V vocabulary.
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from open_instruct.core.shard_layout import ShardLayout
+from open_instruct.core.weight_buckets import PLACE_BYTES, ROW_BYTES
 from open_instruct.models.hf.names import is_stack
 from open_instruct.planning.memory.activations import logit_chunks, num_kept_chunks
 from open_instruct.planning.memory.state import sync_buckets
@@ -14,18 +16,21 @@ from open_instruct.planning.subject.devices import Device
 from open_instruct.planning.subject.model import ModelShape, ParameterShape
 from open_instruct.planning.subject.workload import Workload
 from open_instruct.planning.traffic import Exchange, num_head_positions
-from open_instruct.shard_layout import ShardLayout
-from open_instruct.weight_sync import PLACE_BYTES, ROW_BYTES
 
 GIGA, TERA = 10**9, 10**12
 
 # Axes whose exchanges arithmetic waits for, with their names; FSDP's exchanges overlap with it.
-ON_THE_PATH = {"tensor": "tensor groups", "context": "context groups", "sync": "weights to the engines"}
+ON_THE_PATH = {
+    "tensor": "tensor groups",
+    "context": "context groups",
+    "sync": "weights to the engines",
+}
 
-# Changed values of a step: in bfloat16 some hundredths of all, at a learning rate of 1e-6 (docs/weights.md).
+# Changed values of a step: in bfloat16 some hundredths of all, at a learning rate of 1e-6
+# (docs/weights.md).
 SHARES = (0.01, 0.04, 0.1)
-# Weights in bfloat16 that one thread casts and compares (benchmarks/weight_sync.py --changes). A GPU compares what was
-# sent as fast as that comes to it.
+# Weights in bfloat16 that one thread casts and compares (benchmarks/weight_sync.py --changes). A
+# GPU compares what was sent as fast as that comes to it.
 COMPARED_GB_S = 1.5
 # From a host to its GPU, over 16 lanes of PCIe 5.0.
 LOADED_GB_S = 64.0
@@ -35,9 +40,9 @@ LOADED_GB_S = 64.0
 class StepTime:
     """Seconds of one GPU's arithmetic and of its traffic, within nodes and across them.
 
-    `waiting_s` is the part of the traffic that nothing can hide: tensor and context exchanges, whose results the next
-    product needs, and the weights' way to the engines, for which learners hold still. For GRPO all of this is the
-    learners' part of a step; engines generate meanwhile.
+    `waiting_s` is the part of the traffic that nothing can hide: tensor and context exchanges,
+    whose results the next product needs, and the weights' way to the engines, for which learners
+    hold still. For GRPO all of this is the learners' part of a step; engines generate meanwhile.
     """
 
     compute_s: float
@@ -47,7 +52,9 @@ class StepTime:
 
     @property
     def step_s(self) -> float:
-        """A lower bound of the step's time, in which everything that can overlap does so in full."""
+        """A lower bound of the step's time, in which everything that can overlap does so in
+        full.
+        """
         return max(self._parts.values())
 
     @property
@@ -65,19 +72,31 @@ class StepTime:
 
 
 def step_time(
-    shape: ModelShape, layout: ShardLayout, work: Workload, device: Device, exchanges: Sequence[Exchange], mfu: float
+    shape: ModelShape,
+    layout: ShardLayout,
+    work: Workload,
+    device: Device,
+    exchanges: Sequence[Exchange],
+    mfu: float,
 ) -> StepTime:
     """The bound of one step.
 
     Args:
         exchanges: of the step.
-        mfu: share of the peak that arithmetic reaches, above 0 and at most 1. Recomputed work counts as work.
+        mfu: share of the peak that arithmetic reaches, above 0 and at most 1. Recomputed work
+            counts as work.
     """
     return StepTime(
         compute_s=flops_per_step(shape, layout, work) / (device.peak_tflops_bf16 * TERA * mfu),
-        in_node_s=seconds_of((exchange for exchange in exchanges if not exchange.crosses_nodes), device),
-        cross_node_s=seconds_of((exchange for exchange in exchanges if exchange.crosses_nodes), device),
-        waiting_s=seconds_of((exchange for exchange in exchanges if exchange.axis in ON_THE_PATH), device),
+        in_node_s=seconds_of(
+            (exchange for exchange in exchanges if not exchange.crosses_nodes), device
+        ),
+        cross_node_s=seconds_of(
+            (exchange for exchange in exchanges if exchange.crosses_nodes), device
+        ),
+        waiting_s=seconds_of(
+            (exchange for exchange in exchanges if exchange.axis in ON_THE_PATH), device
+        ),
     )
 
 
@@ -87,7 +106,8 @@ class SyncCost:
 
     `changed` is the share of values that travel: 1 of all, which then need not be compared.
 
-    Example: 4% of 7.3B weights in bfloat16, `SyncCost(changed=0.04, num_bytes=1_752_000_000, seconds=1.44)`.
+    Example: 4% of 7.3B weights in bfloat16, `SyncCost(changed=0.04, num_bytes=1_752_000_000,
+    seconds=1.44)`.
     """
 
     changed: float
@@ -96,12 +116,16 @@ class SyncCost:
 
 
 def sync_costs(
-    shape: ModelShape, layout: ShardLayout, work: Workload, device: Device, exchanges: Iterable[Exchange]
+    shape: ModelShape,
+    layout: ShardLayout,
+    work: Workload,
+    device: Device,
+    exchanges: Iterable[Exchange],
 ) -> Iterator[SyncCost]:
     """The costs of all weights, and of `SHARES` of them, which lie at random.
 
-    Learners send changes while they look for more. Engines put them into a copy of all weights on their hosts, from
-    which a GPU then loads all of it.
+    Learners send changes while they look for more. Engines put them into a copy of all weights on
+    their hosts, from which a GPU then loads all of it.
 
     Args:
         exchanges: of a step, with all weights.
@@ -113,7 +137,9 @@ def sync_costs(
     load_s = all_bytes / work.engine_tensor_degree / (LOADED_GB_S * GIGA) if work.on_cuda else 0.0
     num_parts = len(shape.parameters) * layout.shard_group_size * layout.tensor_parallel_degree
     for share in SHARES:
-        num_bytes = num_parts * ROW_BYTES + round(all_bytes * share * (1 + PLACE_BYTES / work.sync_bytes_per_param))
+        num_bytes = num_parts * ROW_BYTES + round(
+            all_bytes * share * (1 + PLACE_BYTES / work.sync_bytes_per_param)
+        )
         seconds = max(own_bytes / (compared_gb_s * GIGA), travel_s * num_bytes / all_bytes) + load_s
         yield SyncCost(changed=share, num_bytes=num_bytes, seconds=seconds)
 
@@ -121,8 +147,8 @@ def sync_costs(
 def gb_per_second(exchange: Exchange, device: Device) -> float:
     """The bandwidth of the slowest link that the exchange uses.
 
-    A group that crosses nodes has a ring through each of its GPUs of a node, and what goes from node to node
-    takes as many ports; no GPU sends faster than its own link within the node.
+    A group that crosses nodes has a ring through each of its GPUs of a node, and what goes from
+    node to node takes as many ports; no GPU sends faster than its own link within the node.
     """
     if not exchange.crosses_nodes:
         return device.in_node_gb_s
@@ -131,16 +157,19 @@ def gb_per_second(exchange: Exchange, device: Device) -> float:
 
 def seconds_of(exchanges: Iterable[Exchange], device: Device) -> float:
     """Seconds of exchanges one after the other."""
-    return sum(exchange.wire_bytes / (gb_per_second(exchange, device) * GIGA) for exchange in exchanges)
+    return sum(
+        exchange.wire_bytes / (gb_per_second(exchange, device) * GIGA) for exchange in exchanges
+    )
 
 
 def flops_per_step(shape: ModelShape, layout: ShardLayout, workload: Workload) -> int:
     """Floating-point operations of one GPU in one step: a multiplication and an addition are two.
 
-    Forward: 2 for each number of a matrix and token (Kaplan et al. 2020, arXiv:2001.08361, section 2.1), and attention
-    over the pairs that causality, documents and windows leave. Backward: twice that, and once for a matrix that is
-    frozen, whose own gradient is not made. Recomputation: once more. Embeddings are looked up; the head runs where
-    there are labels (under tensor parallelism everywhere). One in float8 counts half, as it takes half the time.
+    Forward: 2 for each number of a matrix and token (Kaplan et al. 2020, arXiv:2001.08361, section
+    2.1), and attention over the pairs that causality, documents and windows leave. Backward: twice
+    that, and once for a matrix that is frozen, whose own gradient is not made. Recomputation: once
+    more. Embeddings are looked up; the head runs where there are labels (under tensor parallelism
+    everywhere). One in float8 counts half, as it takes half the time.
     """
     blocks, head = _flops_of_blocks(shape, workload), _head_flops(shape, layout, workload)
     forward = sum(blocks.values()) + head
@@ -155,17 +184,23 @@ def flops_per_step(shape: ModelShape, layout: ShardLayout, workload: Workload) -
     total = workload.num_updates * workload.num_microbatches * (3 * forward - unmade + again)
     for scoring in workload.scorings:
         # A frozen model does not multiply in float8; the policy that scores does.
-        work = replace(workload, multiplies_in_float8=workload.multiplies_in_float8 and not scoring.stands_as)
+        work = replace(
+            workload, multiplies_in_float8=workload.multiplies_in_float8 and not scoring.stands_as
+        )
         block_flops = sum(_flops_of_blocks(scoring.shape, work).values())
         # A head that the policy's multiplies with runs again in the backward pass.
         head_flops = (1 if scoring.num_values else 2) * _head_flops(scoring.shape, layout, workload)
         total += scoring.num_rounds * workload.num_microbatches * (block_flops + head_flops)
-    of_critic = flops_per_step(workload.critic.shape, layout, workload.of_critic) if workload.critic else 0
+    of_critic = (
+        flops_per_step(workload.critic.shape, layout, workload.of_critic) if workload.critic else 0
+    )
     return total // layout.model_parallel_degree + of_critic
 
 
 def attended_pairs(length: int, window: int | None) -> int:
-    """Pairs of a query and a key that it sees, in one causal document; a window counts the query itself."""
+    """Pairs of a query and a key that it sees, in one causal document; a window counts the query
+    itself.
+    """
     if window is None or window >= length:
         return length * (length + 1) // 2
     return window * (window + 1) // 2 + (length - window) * window
@@ -177,7 +212,10 @@ def _flops_of_blocks(shape: ModelShape, workload: Workload) -> dict[str, int]:
         sum(shape.met(each) for each in _matrices(shape) if module in each.name)
         for module in (".attention.", ".feed_forward.")
     )
-    num_tokens, num_pairs = workload.tokens_per_microbatch, sum(_pairs(workload, window) for window in shape.windows)
+    num_tokens, num_pairs = (
+        workload.tokens_per_microbatch,
+        sum(_pairs(workload, window) for window in shape.windows),
+    )
     per_number = 1 if workload.multiplies_in_float8 else 2
     # Attention is two products: queries with keys, and attention weights with values.
     products = per_number * num_tokens * attention + 2 * 2 * shape.q_width * num_pairs
@@ -191,7 +229,9 @@ def _matrices(shape: ModelShape) -> list[ParameterShape]:
 
 
 def _pairs(workload: Workload, window: int | None) -> int:
-    """Pairs of queries and keys in a row: of whole groups, of one that is cut, and of a document that is cut."""
+    """Pairs of queries and keys in a row: of whole groups, of one that is cut, and of a document
+    that is cut.
+    """
     groups, rest = workload.rows.groups_in(workload.tokens_per_microbatch)
     # A shared prefix attends to itself once for its group.
     prefix_pairs = attended_pairs(workload.rows.prefix, window)
@@ -202,5 +242,7 @@ def _pairs(workload: Workload, window: int | None) -> int:
 def _head_flops(shape: ModelShape, layout: ShardLayout, workload: Workload) -> int:
     """Operations of a forward pass of the head over a whole microbatch."""
     is_everywhere = layout.tensor_parallel_degree > 1
-    positions = workload.tokens_per_microbatch if is_everywhere else workload.label_tokens_per_microbatch
+    positions = (
+        workload.tokens_per_microbatch if is_everywhere else workload.label_tokens_per_microbatch
+    )
     return 2 * shape.d_model * shape.num_outputs * positions

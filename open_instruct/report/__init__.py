@@ -1,1 +1,3 @@
-"""Pages and drawings that people look at: a run, several runs beside each other, a plan, a curve in the terminal."""
+"""Pages and drawings that people look at: a run, several runs beside each other, a plan, a curve in
+the terminal.
+"""

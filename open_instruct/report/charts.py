@@ -1,4 +1,6 @@
-"""Numbers of a run as a page draws them: curves of few enough points, histograms of its first and its last third."""
+"""Numbers of a run as a page draws them: curves of few enough points, histograms of its first and
+its last third.
+"""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -9,7 +11,7 @@ from typing import Any
 import numpy
 import pyarrow
 
-from open_instruct.metric_table import entry_of, in_order
+from open_instruct.core.metrics import entry_of, in_order
 from open_instruct.report.run_files import RunFiles, flat, lengths_of
 from open_instruct.run.run_directory import is_number
 
@@ -20,19 +22,29 @@ OF_RATIOS = re.compile(r"rho/hist_(([\d.]+)_to_([\d.]+|inf))")
 
 
 def series_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Rows of metrics as columns: `step`, `columns` and `constants` by name, and `steps_in_a_point`.
+    """Rows of metrics as columns: `step`, `columns` and `constants` by name, and
+    `steps_in_a_point`.
 
-    Each point is the mean of `steps_in_a_point` steps. Columns are in the order of the table of metrics. Where a row
-    has no number the value is None; a column without any number is left out. A number that is the same at all of
-    several steps is a constant.
+    Each point is the mean of `steps_in_a_point` steps. Columns are in the order of the table of
+    metrics. Where a row has no number the value is None; a column without any number is left out. A
+    number that is the same at all of several steps is a constant.
 
     Example: `{"step": 1, "loss": 0.5}` and `{"step": 2}` give
     `{"step": [1, 2], "columns": {"loss": [0.5, None]}, "constants": {}, "steps_in_a_point": 1}`.
     """
     size = max(1, -(-len(rows) // MAX_POINTS))
     points = [rows[start : start + size] for start in range(0, len(rows), size)]
-    names = {name for row in rows for name, value in row.items() if is_number(value) and entry_of(name).drawn}
-    series: dict[str, Any] = {"step": [point[-1]["step"] for point in points], "columns": {}, "constants": {}}
+    names = {
+        name
+        for row in rows
+        for name, value in row.items()
+        if is_number(value) and entry_of(name).drawn
+    }
+    series: dict[str, Any] = {
+        "step": [point[-1]["step"] for point in points],
+        "columns": {},
+        "constants": {},
+    }
     for name in in_order(names - {"step"}):
         values = [mean_of([row.get(name) for row in point]) for point in points]
         if len(values) > 1 and len(set(values)) == 1:
@@ -53,7 +65,8 @@ def rounded(value: float) -> float:
 
 
 def histograms_of(run: RunFiles, table: pyarrow.Table | None) -> list[dict[str, Any]]:
-    """Each histogram has a `title`, the `labels` of its bars, and the share of each bar `early` and `late`.
+    """Each histogram has a `title`, the `labels` of its bars, and the share of each bar `early` and
+    `late`.
 
     In a run of few steps `early` is None, and `late` has all steps.
     """
@@ -91,7 +104,9 @@ def _histogram(title: str, values: numpy.ndarray, steps: numpy.ndarray) -> Itera
 
 
 def _bins(values: numpy.ndarray) -> tuple[numpy.ndarray, list[str]]:
-    """Edges and labels of the bars: one for each value if there are few, otherwise bars of equal width."""
+    """Edges and labels of the bars: one for each value if there are few, otherwise bars of equal
+    width.
+    """
     distinct = numpy.unique(values)
     if len(distinct) <= NUM_BINS:
         edges = numpy.concatenate([distinct, [distinct[-1] + 1]]).astype(float)
@@ -103,7 +118,9 @@ def _bins(values: numpy.ndarray) -> tuple[numpy.ndarray, list[str]]:
 def _ratio_histogram(run: RunFiles) -> Iterator[dict[str, Any]]:
     """The ratios of learner to engine, which a run writes in bins such as `rho/hist_0.5_to_0.8`."""
     names = {name for row in run.rows for name in row}
-    matches = sorted(filter(None, map(OF_RATIOS.fullmatch, names)), key=lambda match: float(match[2]))
+    matches = sorted(
+        filter(None, map(OF_RATIOS.fullmatch, names)), key=lambda match: float(match[2])
+    )
     rows = [row for row in run.rows if any(match[0] in row for match in matches)]
     if not rows:
         return

@@ -9,12 +9,12 @@ from rich.panel import Panel
 from rich.table import Table
 
 from open_instruct.config.training import LearnerConfig
+from open_instruct.core.metrics import followed, in_order
+from open_instruct.core.text import counted
 from open_instruct.data.files.foreign_json import read_object
-from open_instruct.metric_table import followed, in_order
 from open_instruct.report.ends import Rows, describe_ends, step_ends
 from open_instruct.run.console import Console, time_words
 from open_instruct.run.run_directory import RunDirectory, exported_by, rows_of
-from open_instruct.wording import counted
 
 ADAPTER_KIND = ("adapter_config.json", "task_type")
 FRAME_COLUMNS = 6  # of the frame and of the space between its two columns
@@ -22,7 +22,9 @@ NUM_HELD_OUT = 3  # the first ones in the table of metrics, which say most about
 
 
 def print_results(config: LearnerConfig, *, took_s: float) -> None:
-    """Print the end of a run in a frame on a terminal, and in plain lines elsewhere; nothing without a model."""
+    """Print the end of a run in a frame on a terminal, and in plain lines elsewhere; nothing
+    without a model.
+    """
     directory = RunDirectory(path=Path(config.run.output_dir))
     model = exported_by(config)
     rows = list(rows_of(directory.metrics))
@@ -84,7 +86,11 @@ def learning_metrics() -> list[str]:
 
 def _next_command(model: Path) -> dict[str, str]:
     """How to talk to a model, or to an adapter; a judge has no such command."""
-    name, field = ("config.json", "architectures") if (model / "config.json").exists() else ADAPTER_KIND
-    if not any(word in str(read_object(model / name).get(field)) for word in ("CausalLM", "CAUSAL_LM")):
+    name, field = (
+        ("config.json", "architectures") if (model / "config.json").exists() else ADAPTER_KIND
+    )
+    if not any(
+        word in str(read_object(model / name).get(field)) for word in ("CausalLM", "CAUSAL_LM")
+    ):
         return {}
     return {"talk": f"open-instruct chat {shlex.quote(str(model.parent))}"}

@@ -1,4 +1,6 @@
-"""Where a metric began and where it ended: the numbers that closing lines, headlines and findings have in common."""
+"""Where a metric began and where it ended: the numbers that closing lines, headlines and findings
+have in common.
+"""
 
 from collections.abc import Sequence
 from math import fsum
@@ -8,7 +10,8 @@ from open_instruct.run.run_directory import is_number
 
 Rows = Sequence[dict[str, Any]]
 
-# A page compares the mean of the first fifth of the steps with that of the last: one step alone is chance.
+# A page compares the mean of the first fifth of the steps with that of the last: one step alone is
+# chance.
 NUM_PARTS = 5
 # Of the largest margin of a run: below it lies rounding.
 SMALL_SHARE = 0.01
@@ -21,7 +24,10 @@ def step_ends(rows: Rows, name: str) -> tuple[float, float] | None:
 
 
 def mean_ends(rows: Rows, name: str) -> tuple[float, float] | None:
-    """The means of a metric over the first and the last fifth of the steps; None if no row has it."""
+    """The means of a metric over the first and the last fifth of the steps;
+
+    None if no row has it.
+    """
     values = _find_values(rows, name)
     if not values:
         return None
@@ -36,15 +42,17 @@ def count_steps_of_mean(rows: Sequence[Any]) -> int:
 def describe_ends(ends: dict[str, tuple[float, float] | None]) -> str:
     """Begin and end of each metric, such as `loss 0.6931 -> 0.4, reward 0 -> 1`."""
     return ", ".join(
-        f"{name.removeprefix('eval/')} {pair[0]:.4g} -> {pair[1]:.4g}" for name, pair in ends.items() if pair
+        f"{name.removeprefix('eval/')} {pair[0]:.4g} -> {pair[1]:.4g}"
+        for name, pair in ends.items()
+        if pair
     )
 
 
 def _find_values(rows: Rows, name: str) -> list[float]:
     """The numbers of a metric in order.
 
-    In its first step a policy is its own reference: both replies of a pair have the reward 0, and the share of pairs
-    whose chosen reply has the higher one means nothing.
+    In its first step a policy is its own reference: both replies of a pair have the reward 0, and
+    the share of pairs whose chosen reply has the higher one means nothing.
     """
     if name == "rewards/accuracy" and len(rows) > 1 and _begins_as_reference(rows):
         rows = rows[1:]

@@ -1,4 +1,5 @@
-"""Diagnoses of a run from its metrics, as sentences with a remedy: nothing learned, nothing right, all cut.
+"""Diagnoses of a run from its metrics, as sentences with a remedy: nothing learned, nothing right,
+all cut.
 
 The sentences are in `findings.json`, and so are the rules that compare one metric with one limit.
 """
@@ -12,15 +13,21 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Literal, get_args
 
-from open_instruct.metric_table import entry_of
+from open_instruct.core.metrics import entry_of
+from open_instruct.core.text import counted
 from open_instruct.report.ends import mean_ends
 from open_instruct.report.run_files import RunFiles
 from open_instruct.run.run_directory import is_number
-from open_instruct.wording import counted
 
 # Steps below which a trend is chance.
 FEW_STEPS = 10
-PARTS_OF_TRAINING = ("time/data", "time/forward", "time/backward", "time/optimizer", "time/checkpoint")
+PARTS_OF_TRAINING = (
+    "time/data",
+    "time/forward",
+    "time/backward",
+    "time/optimizer",
+    "time/checkpoint",
+)
 PARTS_OF_ROLLOUTS = ("time/generate", "time/train", "time/sync")
 # Of the larger of two mean rewards: a smaller change is chance.
 REWARD_CHANGE = 0.02
@@ -54,7 +61,9 @@ def findings_of(run: RunFiles) -> list[Finding]:
     findings = [finding for rule in rules for finding in rule(run)]
     if _reward_rises(run):
         # What is wrong with a run that learns is worth a look, and no failure.
-        findings = [replace(each, level="fair") if each.level == "bad" else each for each in findings]
+        findings = [
+            replace(each, level="fair") if each.level == "bad" else each for each in findings
+        ]
     if all(finding.level == "good" for finding in findings) and len(run.rows) >= FEW_STEPS:
         findings.append(_found("nothing_else"))
     return sorted(findings, key=lambda finding: LEVELS.index(finding.level))
@@ -75,15 +84,17 @@ def planned_bytes(run: RunFiles) -> float:
 
 @cache
 def _said() -> Mapping[str, Mapping[str, dict[str, Any]]]:
-    """Levels and sentences by name: of this file's rules; and, with limits, of metrics that are too large, of those
-    that may fall so far, and of the parts of a step.
+    """Levels and sentences by name: of this file's rules; and, with limits, of metrics that are too
+    large, of those that may fall so far, and of the parts of a step.
     """
     return json.loads(Path(__file__).with_name("findings.json").read_text(encoding="utf-8"))
 
 
 def _found(name: str, *values: object, kind: str = "rules") -> Finding:
     said = _said()[kind][name]
-    return Finding(said["level"], said["text"].format(*values), said.get("remedy", "").format(*values))
+    return Finding(
+        said["level"], said["text"].format(*values), said.get("remedy", "").format(*values)
+    )
 
 
 def mean(values: list[float]) -> float:
@@ -163,7 +174,8 @@ def _held_out(run: RunFiles) -> Iterator[Finding]:
         is_better = sign * last > sign * first
         yield _found("held_out_better" if is_better else "held_out_not_better", what, first, last)
         if sign * (best - last) > 0.05 * abs(best):
-            is_kept = run.config.get("keep_best") == name and best_row["step"] > 0  # the start model has no checkpoint
+            # The start model has no checkpoint.
+            is_kept = run.config.get("keep_best") == name and best_row["step"] > 0
             found = "held_out_best_kept" if is_kept else "held_out_best_before"
             yield _found(found, what, best_row["step"], best, last, name)
         return

@@ -1,8 +1,9 @@
-"""`open-instruct report RUN --watch`: the page of runs that go on, for the browser of whoever runs the command.
+"""`open-instruct report RUN --watch`: the page of runs that go on, for the browser of whoever runs
+the command.
 
-Listens on the loopback address alone. Its address holds a secret word, as other people may have accounts on the same
-machine, and a request that names another host is refused: a page from elsewhere, whose name was made to lead here
-(DNS rebinding), reads nothing.
+Listens on the loopback address alone. Its address holds a secret word, as other people may have
+accounts on the same machine, and a request that names another host is refused: a page from
+elsewhere, whose name was made to lead here (DNS rebinding), reads nothing.
 """
 
 import secrets
@@ -16,14 +17,15 @@ from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import quote
 
-from open_instruct.errors import InputError
+from open_instruct.core.errors import InputError
 from open_instruct.report.run_files import RunFiles
 from open_instruct.run.run_directory import RunDirectory
 
 LOOPBACK = "127.0.0.1"
 HOST_NAMES = (LOOPBACK, "localhost")
 CHECK_INTERVAL_S = 1.0
-# The least time between two looks of a browser. A page that takes long to make is asked for less often.
+# The least time between two looks of a browser. A page that takes long to make is asked for less
+# often.
 REFRESH_S, REFRESH_PER_S = 3.0, 10.0
 SOCKET_TIMEOUT_S = 30.0
 HEADERS = {
@@ -36,7 +38,9 @@ HEADERS = {
 
 
 class RenderPage(Protocol):
-    """Makes the page of some runs; a live one has a `version`, and is looked at again after `refresh_s`."""
+    """Makes the page of some runs; a live one has a `version`, and is looked at again after
+    `refresh_s`.
+    """
 
     def __call__(self, folders: Sequence[Path], *, version: str, refresh_s: float) -> str: ...
 
@@ -107,7 +111,8 @@ class PageServer(ThreadingHTTPServer):
         except (OSError, OverflowError) as error:
             why = getattr(error, "strerror", None) or error
             raise InputError(
-                f"--port {port} cannot be listened on ({why}): give another, or none for one that is free",
+                f"--port {port} cannot be listened on ({why}): give another, or none for one that "
+                "is free",
                 kind="bad_value",
                 flag="port",
             ) from None
@@ -135,7 +140,11 @@ class _PageHandler(BaseHTTPRequestHandler):
         elif self.path == f"/{self.server.secret}/":
             self._answer_page()
         else:
-            self._answer(HTTPStatus.NOT_FOUND, b"the address is the one that the command has printed\n", "text/plain")
+            self._answer(
+                HTTPStatus.NOT_FOUND,
+                b"the address is the one that the command has printed\n",
+                "text/plain",
+            )
 
     def _answer_page(self) -> None:
         try:

@@ -1,4 +1,4 @@
-"""`open-instruct report`: the page of a run, or of several beside each other, as one HTML file.
+"""The page of a run, or of several beside each other, as one HTML file.
 
 Words and bars stand in it, a script of ours draws curves and shows rollouts.
 """
@@ -6,101 +6,34 @@ Words and bars stand in it, a script of ours draws curves and shows rollouts.
 import base64
 import hashlib
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
-from functools import partial
-from itertools import pairwise, takewhile
+from collections.abc import Sequence
+from dataclasses import asdict
+from itertools import pairwise
 from math import fsum
 from pathlib import Path
 from typing import Any
 
 from markupsafe import Markup
 
-from open_instruct.config.parser import parse
-from open_instruct.config.sections import flag
-from open_instruct.config.validation import limit_problems, refuse
-from open_instruct.errors import InputError, Problem
-from open_instruct.metric_table import entry_of, in_order
+from open_instruct.core.metrics import entry_of, in_order
 from open_instruct.planning.subject.units import GIB
 from open_instruct.report.charts import histograms_of, series_of
 from open_instruct.report.closing import describe_held_out, learning_metrics
 from open_instruct.report.ends import count_steps_of_mean, describe_ends, mean_ends
 from open_instruct.report.health import findings_of, parts_of_step, planned_bytes
-from open_instruct.report.live_page import LivePage, serve_page
 from open_instruct.report.run_files import RunFiles, differing_flags, packed_rollouts, read_rollouts
 from open_instruct.report.templates import rendered
 from open_instruct.run.console import time_words
-from open_instruct.whole_file import write_asked
 
-MAX_ROLLOUTS, MAX_LIVE_ROLLOUTS = 10_000, 1_000
 # One after the other they are the page's script.
 SCRIPTS = ("marks.js", "curves.js", "rollouts.js", "live.js", "start.js")
 
 
-@dataclass(kw_only=True)
-class ReportFlags:
-    """Make one page of what runs have left in their folders, finished or not: curves, held-out scores, memory, time,
-    layout, what is wrong and what to do, and the saved rollouts to read. The page is one file that needs no server and
-    fetches nothing. `open-instruct report RUN [RUN ...]` takes the folders (--output_dir) of the runs.
-
-    Examples:
-        open-instruct report runs/dpo
-        open-instruct report runs/a runs/b --out compared.html
-        open-instruct report runs/dpo --watch
-    """
-
-    out: str | None = flag("file to write; default: report.html in RUN, or here where there are several", None)
-    watch: bool = flag("serve the page on this machine, at an address that is printed; it follows the run", False)
-    port: int = flag("port of 127.0.0.1 for --watch; 0 takes one that is free", 0, read_with="watch", minimum=0)
-    max_rollouts: int | None = flag(
-        f"saved rollouts of each run that the page may hold, 0 for none; "
-        f"default: {MAX_ROLLOUTS:,}, with --watch {MAX_LIVE_ROLLOUTS:,}",
-        None,
-        minimum=0,
-    )
-
-
-def main(argv: Sequence[str]) -> int:
-    """Write the page that the words after the command ask for; returns the exit code.
-
-    Raises:
-        InputError: a folder holds no run, a flag will not do, or the page cannot be written.
-    """
-    names = list(takewhile(lambda word: not word.startswith("-"), argv))
-    if not names:
-        raise InputError(
-            "the first words are the folders of runs: open-instruct report RUN [RUN ...]", kind="stray_word"
-        )
-    folders = [Path(name).expanduser() for name in names]
-    flags = parse(ReportFlags, argv[len(names) :])
-    refuse([*limit_problems(flags), *_watch_problems(flags)])
-    if flags.watch:
-        return _watch(folders, flags)
-    began_s = time.monotonic()
-    most = MAX_ROLLOUTS if flags.max_rollouts is None else flags.max_rollouts
-    page = report_page(folders, max_rollouts=most)
-    folder = folders[0] if len(folders) == 1 else Path()
-    out = Path(flags.out).expanduser() if flags.out else folder / "report.html"
-    write_asked(out, page, flag="--out")
-    print(f"{out} ({len(page) / 1e6:.2f} MB, in {time.monotonic() - began_s:.1f} s)")
-    return 0
-
-
-def _watch_problems(flags: ReportFlags) -> Iterator[Problem]:
-    if flags.watch and flags.out:
-        yield Problem("--watch writes no file: leave --out out", kind="conflict", flag="out")
-    if flags.port and not flags.watch:
-        yield Problem("--port is read with --watch only: add --watch, or leave it out", kind="unread_flag")
-
-
-def _watch(folders: Sequence[Path], flags: ReportFlags) -> int:
-    most = MAX_LIVE_ROLLOUTS if flags.max_rollouts is None else flags.max_rollouts
-    serve_page(LivePage(folders, partial(report_page, max_rollouts=most)), port=flags.port)
-    return 0
-
-
-def report_page(folders: Sequence[Path], *, max_rollouts: int, version: str = "", refresh_s: float = 0.0) -> str:
-    """The text of the page about the runs in `folders`; a served one has a `version` and follows its server's.
+def report_page(
+    folders: Sequence[Path], *, max_rollouts: int, version: str = "", refresh_s: float = 0.0
+) -> str:
+    """The text of the page about the runs in `folders`; a served one has a `version` and follows
+    its server's.
 
     Nothing in it but our script can run: the page's policy names the digest of that script alone.
 
@@ -111,13 +44,19 @@ def report_page(folders: Sequence[Path], *, max_rollouts: int, version: str = ""
     if len(set(names)) < len(names):
         names = [str(folder) for folder in folders]
     shown = [_shown(run, name, max_rollouts) for run, name in zip(runs, names, strict=True)]
-    script = "\n".join((Path(__file__).parent / name).read_text(encoding="utf-8") for name in SCRIPTS)
+    script = "\n".join(
+        (Path(__file__).parent / name).read_text(encoding="utf-8") for name in SCRIPTS
+    )
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode("ascii")
-    columns = {name for run in shown for name in (*run["curves"]["columns"], *run["held_out"]["columns"])}
+    columns = {
+        name for run in shown for name in (*run["curves"]["columns"], *run["held_out"]["columns"])
+    }
     # What the script reads; it finds the blocks by their ids.
     data = {
         "metrics": {name: asdict(entry_of(name)) for name in in_order(columns)},
-        "runs": [{key: run[key] for key in ("name", "objective", "curves", "held_out")} for run in shown],
+        "runs": [
+            {key: run[key] for key in ("name", "objective", "curves", "held_out")} for run in shown
+        ],
     }
     return rendered(
         "page.html.jinja",
@@ -181,11 +120,17 @@ def _describe_means(run: RunFiles) -> str:
     """The means that findings judge by, so that both have the same numbers."""
     words = describe_ends({name: mean_ends(run.rows, name) for name in learning_metrics()})
     size = count_steps_of_mean(run.rows)
-    return f"{words} (means of the first and of the last {size} steps)" if words and size > 1 else words
+    return (
+        f"{words} (means of the first and of the last {size} steps)"
+        if words and size > 1
+        else words
+    )
 
 
 def _seconds(run: RunFiles) -> float:
-    """The time of all steps: the sum of their times or, if they have none, of their tokens over their speeds."""
+    """The time of all steps: the sum of their times or, if they have none, of their tokens over
+    their speeds.
+    """
     if durations := run.numbers("time/step"):
         return fsum(durations)
     totals, speeds = run.numbers("num_tokens"), run.numbers("tokens_per_second")
@@ -194,7 +139,10 @@ def _seconds(run: RunFiles) -> float:
 
 
 def _objective(run: RunFiles) -> str:
-    """The command and its loss. Only runs with the same loss can be compared by numbers on its scale."""
+    """The command and its loss.
+
+    Only runs with the same loss can be compared by numbers on its scale.
+    """
     words = []
     for name in ("command", "loss_type", "loss_fn", "kd_loss"):
         value = run.config.get(name)

@@ -1,7 +1,9 @@
-"""The files in a run's folder, read for its page. Damaged lines and files are passed over; nothing is written.
+"""The files in a run's folder, read for its page. Damaged lines and files are passed over; nothing
+is written.
 
-Saved rollouts are packed for the page: text as one JSON, numbers of each token as arrays, all compressed. An array has
-the tokens of all completions, one after the other; `num_tokens` in the JSON says how many each has.
+Saved rollouts are packed for the page: text as one JSON, numbers of each token as arrays, all
+compressed. An array has the tokens of all completions, one after the other; `num_tokens` in the
+JSON says how many each has.
 """
 
 from __future__ import annotations
@@ -22,19 +24,28 @@ from pyarrow import compute, parquet
 
 from open_instruct.config.parser import MAX_YAML_BYTES
 from open_instruct.config.yaml_depth import check_depth
+from open_instruct.core.errors import InputError
+from open_instruct.core.files import read_whole
+from open_instruct.core.shard_layout import ShardLayout
+from open_instruct.core.text import counted
 from open_instruct.data.files.unfolding import check_unfolding
-from open_instruct.errors import InputError
 from open_instruct.report.run_forms import PlannedMemory, parse_layout, parse_plan, read_form
 from open_instruct.run.run_directory import RunDirectory, RunState, is_number, rows_of
-from open_instruct.shard_layout import ShardLayout
-from open_instruct.whole_file import read_whole
-from open_instruct.wording import counted
 
 FOLDER = "traces"
 MAX_BYTES = 256 * 2**20  # of the files' columns; a page of more would be slow to open
 OF_TOKENS = ("token_ids", "logprobs", "versions")
 TEXTS = (
-    *("step", "ticket", "sample_index", "row_id", "prompt", "checks", "completion", "finish_reason"),
+    *(
+        "step",
+        "ticket",
+        "sample_index",
+        "row_id",
+        "prompt",
+        "checks",
+        "completion",
+        "finish_reason",
+    ),
     *("reward", "scores", "problems", "advantage", "used_in_training", "rejected"),
 )
 COLUMNS = (*TEXTS, *OF_TOKENS, "episode")
@@ -46,13 +57,14 @@ UNREADABLE = (pyarrow.ArrowException, OSError, ValueError)
 class RunFiles:
     """A run as its files have it.
 
-    `config` has the resolved flags, `made_with` the versions and the git state above them, `rows` the steps of
-    metrics.jsonl, `evaluations` those of eval.jsonl. `layout` and `plan` are None where the run left none, or one of
-    another form, of which `left_out` has a sentence.
+    `config` has the resolved flags, `made_with` the versions and the git state above them, `rows`
+    the steps of metrics.jsonl, `evaluations` those of eval.jsonl. `layout` and `plan` are None
+    where the run left none, or one of another form, of which `left_out` has a sentence.
 
     Example, of a run that was asked for four steps and has taken one::
 
-        RunFiles(folder=Path("runs/a"), config={"max_train_steps": 4}, rows=[{"step": 1, "loss": 0.69}])
+        RunFiles(folder=Path("runs/a"), config={"max_train_steps": 4}, rows=[{"step": 1,
+                 "loss": 0.69}])
     """
 
     folder: Path
@@ -76,12 +88,15 @@ class RunFiles:
         directory.refuse_others()
         if not (directory.config.is_file() or directory.metrics.is_file()):
             raise InputError(
-                f"{folder} holds no run: it has neither config.yaml nor metrics.jsonl; give the --output_dir of a run",
+                f"{folder} holds no run: it has neither config.yaml nor metrics.jsonl; give the "
+                "--output_dir of a run",
                 kind="missing_file",
             )
         layout, no_layout = read_form(directory.layout, parse_layout)
         plan, no_plan = read_form(directory.plan, parse_plan)
-        config, made_with = _settings_in(directory.config) if directory.config.is_file() else ({}, ())
+        config, made_with = (
+            _settings_in(directory.config) if directory.config.is_file() else ({}, ())
+        )
         return cls(
             folder=folder,
             config=config,
@@ -100,7 +115,10 @@ class RunFiles:
         with suppress(KeyError, TypeError, ZeroDivisionError):
             num_steps = self.config.get("max_train_steps")
             if self.config.get("total_episodes"):
-                per_step = self.config["num_unique_prompts_rollout"] * self.config["num_samples_per_prompt_rollout"]
+                per_step = (
+                    self.config["num_unique_prompts_rollout"]
+                    * self.config["num_samples_per_prompt_rollout"]
+                )
                 num_steps = max(1, self.config["total_episodes"] // per_step)
             return num_steps if is_number(num_steps) else None
         return None
@@ -111,7 +129,10 @@ class RunFiles:
 
 
 def differing_flags(runs: list[RunFiles]) -> Iterator[tuple[str, list[Any]]]:
-    """Yields every flag that differs, and its value in each run: `ABSENT` where a run has no such flag."""
+    """Yields every flag that differs, and its value in each run:
+
+    `ABSENT` where a run has no such flag.
+    """
     names = dict.fromkeys(name for run in runs for name in run.config)
     for name in names:
         values = [run.config.get(name, ABSENT) for run in runs]
@@ -127,21 +148,27 @@ def _settings_in(path: Path) -> tuple[dict[str, Any], tuple[str, ...]]:
     try:
         text = read_whole(path, most=MAX_YAML_BYTES).decode("utf-8", "replace")
         check_depth(text)
-        if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, Loader=yaml.SafeLoader)):
+        if any(
+            isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, Loader=yaml.SafeLoader)
+        ):
             raise ValueError("it has aliases, of which a small file makes a large page")
         config = yaml.safe_load(text)
         str(config)  # fails where a number has more digits than Python writes
     except (OSError, yaml.YAMLError, ValueError, RecursionError) as error:
         reason = "it is nested too deep" if isinstance(error, RecursionError) else error
         raise InputError(
-            f"{path} cannot be read as YAML: {reason}. Move it away for a page without flags", kind="unreadable_file"
+            f"{path} cannot be read as YAML: {reason}. Move it away for a page without flags",
+            kind="unreadable_file",
         ) from error
     head = text.partition("\n\n")[0].splitlines()
-    return config if isinstance(config, dict) else {}, tuple(line.removeprefix("# ") for line in head)
+    return config if isinstance(config, dict) else {}, tuple(
+        line.removeprefix("# ") for line in head
+    )
 
 
 def read_rollouts(folder: Path, *, most: int) -> tuple[pyarrow.Table | None, list[str]]:
-    """The completions in a run's folder, by column, or None where there are none; and what was left out.
+    """The completions in a run's folder, by column, or None where there are none; and what was left
+    out.
 
     If there are more than `most`, they are those of every second (third, ...) step.
     """
@@ -168,7 +195,10 @@ def read_rollouts(folder: Path, *, most: int) -> tuple[pyarrow.Table | None, lis
         return None, notes
     table = pyarrow.concat_tables(tables, promote_options="permissive").combine_chunks()
     if every > 1:
-        shown = f"{counted(len(table), 'rollout')} of {num_rows:,} are here: those of every {every}th step"
+        shown = (
+            f"{counted(len(table), 'rollout')} of {num_rows:,} are here: those of every "
+            f"{every}th step"
+        )
         notes.append(f"{shown}; --max_rollouts takes more")
     return table, notes
 
@@ -192,9 +222,13 @@ def packed_rollouts(run: RunFiles, table: pyarrow.Table | None) -> dict[str, str
         pieces = _texts_of_tokens(run, numpy.unique(token_ids).tolist())
     rows += [_held_out(row["step"], sample) for row in run.evaluations for sample in _samples(row)]
     for row in rows:
-        row |= {name: row[name] if is_number(row[name]) else None for name in ("reward", "advantage")}
+        row |= {
+            name: row[name] if is_number(row[name]) else None for name in ("reward", "advantage")
+        }
     if rows:
-        blocks["text"] = packed(json.dumps({"rows": rows, "pieces": pieces}, allow_nan=False).encode())
+        blocks["text"] = packed(
+            json.dumps({"rows": rows, "pieces": pieces}, allow_nan=False).encode()
+        )
     return blocks
 
 
@@ -205,8 +239,14 @@ def _samples(evaluation: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 def _held_out(step: float, sample: Mapping[str, Any]) -> dict[str, Any]:
     """The answer of an evaluation as a row, which is without a group and without tokens."""
-    row = {name: sample.get(name) for name in ("row_id", "prompt", "completion", "finish_reason", "reward")}
-    texts = {"scores": json.dumps(sample.get("scores", {})), "checks": json.dumps(sample.get("ground_truth"))}
+    row = {
+        name: sample.get(name)
+        for name in ("row_id", "prompt", "completion", "finish_reason", "reward")
+    }
+    texts = {
+        "scores": json.dumps(sample.get("scores", {})),
+        "checks": json.dumps(sample.get("ground_truth")),
+    }
     return row | texts | {"step": step, "advantage": None, "num_tokens": 0, "held_out": True}
 
 
@@ -230,11 +270,17 @@ def flat(table: pyarrow.Table, column: str) -> numpy.ndarray:
 
 
 def lengths_of(table: pyarrow.Table, column: str = "token_ids") -> numpy.ndarray:
-    return compute.list_value_length(table[column].combine_chunks()).fill_null(0).to_numpy(zero_copy_only=False)
+    return (
+        compute.list_value_length(table[column].combine_chunks())
+        .fill_null(0)
+        .to_numpy(zero_copy_only=False)
+    )
 
 
 def _num_bytes(metadata: parquet.FileMetaData) -> int:
-    return sum(metadata.row_group(index).total_byte_size for index in range(metadata.num_row_groups))
+    return sum(
+        metadata.row_group(index).total_byte_size for index in range(metadata.num_row_groups)
+    )
 
 
 def _read(path: Path) -> pyarrow.Table:
@@ -252,8 +298,13 @@ def _texts_of_tokens(run: RunFiles, token_ids: Sequence[int]) -> dict[int, str]:
     folders = [run.folder / "hf_model", run.folder / "adapter"]
     names = [run.config.get(name) for name in ("tokenizer_name_or_path", "model_name_or_path")]
     for folder in [*folders, *(Path(name) for name in names if isinstance(name, str))]:
-        with suppress(Exception):  # a file that is not there, or damaged: the library's errors have no class
+        # A file that is not there, or damaged: the library's errors have no class.
+        with suppress(Exception):
             tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
             known = tokenizer.get_vocab_size()
-            return {each: tokenizer.decode([each], skip_special_tokens=False) for each in token_ids if each < known}
+            return {
+                each: tokenizer.decode([each], skip_special_tokens=False)
+                for each in token_ids
+                if each < known
+            }
     return {}

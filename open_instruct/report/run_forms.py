@@ -1,4 +1,7 @@
-"""The forms that layout.json and plan.json of a run have. A page leaves out a file of another form, and says so."""
+"""The forms that layout.json and plan.json of a run have.
+
+A page leaves out a file of another form, and says so.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +12,8 @@ from typing import Annotated, TypeVar
 
 from pydantic import Field, TypeAdapter
 
-from open_instruct.shard_layout import ShardLayout
-from open_instruct.whole_file import read_whole
+from open_instruct.core.files import read_whole
+from open_instruct.core.shard_layout import ShardLayout
 
 T = TypeVar("T")
 NumBytes = Annotated[float, Field(ge=0, le=2**63, allow_inf_nan=False)]
@@ -29,7 +32,9 @@ class PlannedPhase:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedMemory:
-    """The content of `plan.json`: the memory of a device, and what each phase was planned to need of it."""
+    """The content of `plan.json`: the memory of a device, and what each phase was planned to need
+    of it.
+    """
 
     memory_bytes: NumBytes
     peak_phase: str
@@ -57,14 +62,21 @@ def parse_layout(content: bytes) -> ShardLayout:
     layout = _LAYOUT.validate_json(
         content, strict=True
     )  # which fails, too, where the degrees are not those of the ranks
-    degrees = (layout.shard_degree, layout.num_replicas, layout.tensor_parallel_degree, layout.context_parallel_degree)
+    degrees = (
+        layout.shard_degree,
+        layout.num_replicas,
+        layout.tensor_parallel_degree,
+        layout.context_parallel_degree,
+    )
     if min(*layout.gpus_per_node, *degrees) < 1 or layout.world_size > MAX_RANKS:
         raise ValueError("no machine has these ranks")
     return layout
 
 
 def read_form(path: Path, parse: Callable[[bytes], T]) -> tuple[T | None, str]:
-    """What is in a file, or None, and the sentence that the file is left out; "" where there is none."""
+    """What is in a file, or None, and the sentence that the file is left out; "" where there is
+    none.
+    """
     if not path.exists():
         return None, ""
     try:

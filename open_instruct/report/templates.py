@@ -8,10 +8,10 @@ from typing import Any
 
 from markupsafe import Markup, escape
 
+from open_instruct.core.text import pages_in
 from open_instruct.parallel.wording import group_name
 from open_instruct.planning.shown import LETTERS
 from open_instruct.planning.subject import units
-from open_instruct.wording import pages_in
 
 MAX_NODES_DRAWN, NODES_DRAWN_FIRST = 8, 4
 MAX_RANKS_DRAWN = 16
@@ -23,7 +23,12 @@ def rendered(template: str, **values: Any) -> str:
     pages.policies["json.dumps_kwargs"] = {"sort_keys": False}  # curves have an order
     pages.filters["with_flags"] = _with_flags
     colours = {label: index for index, label in enumerate(LETTERS)}
-    pages.globals |= {"num_colours": len(LETTERS), "units": units, "part_colours": colours, "nodes_drawn": nodes_drawn}
+    pages.globals |= {
+        "num_colours": len(LETTERS),
+        "units": units,
+        "part_colours": colours,
+        "nodes_drawn": nodes_drawn,
+    }
     return pages.get_template(template).render(values)
 
 
@@ -32,16 +37,26 @@ def _with_flags(text: str) -> Markup:
     return Markup(re.sub(r"--\w+", r"<code>\g<0></code>", str(escape(text))))
 
 
-def nodes_drawn(gpus_per_node: Sequence[int], shard_groups: Sequence[Sequence[int]]) -> Iterator[dict[str, Any]]:
-    """Yields each drawn node with its `title` and, for its first `ranks`, number and letters of the shard group."""
+def nodes_drawn(
+    gpus_per_node: Sequence[int], shard_groups: Sequence[Sequence[int]]
+) -> Iterator[dict[str, Any]]:
+    """Yields each drawn node with its `title` and, for its first `ranks`, number and letters of the
+    shard group.
+    """
     groups = {rank: index for index, group in enumerate(shard_groups) for rank in group}
     nodes = list(enumerate(pairwise(accumulate(gpus_per_node, initial=0))))
     if len(nodes) > MAX_NODES_DRAWN:
         nodes = [*nodes[:NODES_DRAWN_FIRST], nodes[-1]]
     for node, (start, stop) in nodes:
         ranks = range(start, stop)
-        more = f", {len(ranks) - MAX_RANKS_DRAWN} more not drawn" if len(ranks) > MAX_RANKS_DRAWN else ""
+        more = (
+            f", {len(ranks) - MAX_RANKS_DRAWN} more not drawn"
+            if len(ranks) > MAX_RANKS_DRAWN
+            else ""
+        )
         yield {
             "title": f"node {node}: ranks {ranks[0]} to {ranks[-1]}{more}",
-            "ranks": [(rank, groups[rank], group_name(groups[rank])) for rank in ranks[:MAX_RANKS_DRAWN]],
+            "ranks": [
+                (rank, groups[rank], group_name(groups[rank])) for rank in ranks[:MAX_RANKS_DRAWN]
+            ],
         }

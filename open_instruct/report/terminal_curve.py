@@ -1,4 +1,6 @@
-"""A curve drawn in the terminal, in blocks: each column is a value, each line eight of its levels."""
+"""A curve drawn in the terminal, in blocks: each column is a value, each line eight of its
+levels.
+"""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -7,11 +9,13 @@ BLOCKS = " ▁▂▃▄▅▆▇█"
 LEVELS = len(BLOCKS) - 1
 
 
-def draw_curve(values: Sequence[float], *, width: int = 60, height: int = 8, title: str = "") -> str:
+def draw_curve(
+    values: Sequence[float], *, width: int = 60, height: int = 8, title: str = ""
+) -> str:
     """`values`, evenly spaced from left to right, as lines of text.
 
-    The axis on the left names the largest and the smallest value. More values than columns are averaged;
-    fewer are as many columns wide as there are. Values that are not finite leave a gap.
+    The axis on the left names the largest and the smallest value. More values than columns are
+    averaged; fewer are as many columns wide as there are. Values that are not finite leave a gap.
 
     Args:
         values: what to draw, in order.
@@ -57,7 +61,10 @@ def _means(values: Sequence[float], num_columns: int) -> Iterator[float]:
 
 
 def _level(value: float, low: float, high: float, num_levels: int) -> int:
-    """The height of a value, from 1 to `num_levels`, or 0 for a gap. A flat curve is half as high as the plot."""
+    """The height of a value, from 1 to `num_levels`, or 0 for a gap.
+
+    A flat curve is half as high as the plot.
+    """
     if not math.isfinite(value):
         return 0
     share = (value - low) / (high - low) if high > low else 0.5

@@ -1,6 +1,7 @@
 """Warnings that follow from the metrics of a run, each given once.
 
-A process that is slower than the others at the same work is one, a loss or a gradient that grows without bound another.
+A process that is slower than the others at the same work is one, a loss or a gradient that grows
+without bound another.
 """
 
 from collections import deque
@@ -10,7 +11,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from open_instruct.wording import macro_text
+from open_instruct.core.text import macro_text
 
 # Steps between comparisons of processes: enough that a single slow step does not decide.
 WINDOW = 10
@@ -18,7 +19,10 @@ WINDOW = 10
 SLOWER_TIMES = 1.5
 # The share of its time that a learner may wait for its rows beyond the other learners.
 LATER_SHARE = 0.2
-WAITING = {"learner": "all others wait for it in every step", "engine": "long completions wait for it"}
+WAITING = {
+    "learner": "all others wait for it in every step",
+    "engine": "long completions wait for it",
+}
 
 # Steps in each of the two medians of a growth, at the start and at the end.
 GROWTH_WINDOW = 16
@@ -29,29 +33,44 @@ MORE_LOSS = 1.0
 GROWING = {"loss": "the loss", "grad_norm": "the norm of the gradient"}
 
 
-def slowest(what: str, token_s: Sequence[float | None], hosts: Sequence[str | None] | None = None) -> dict[str, float]:
-    """Metrics of the slowest of several processes, by index, from each one's seconds per token (None if not known).
+def slowest(
+    what: str, token_s: Sequence[float | None], hosts: Sequence[str | None] | None = None
+) -> dict[str, float]:
+    """Metrics of the slowest of several processes, by index, from each one's seconds per token
+    (None if not known).
 
-    They are empty if fewer than two are known. `hosts` names the host whose cores a process computes on (None: it has a
-    device of its own); the fastest process stands for its host, as chance decides which one waits for a core.
+    They are empty if fewer than two are known. `hosts` names the host whose cores a process
+    computes on (None: it has a device of its own); the fastest process stands for its host, as
+    chance decides which one waits for a core.
     """
     known = {index: seconds for index, seconds in enumerate(token_s) if seconds}
-    fastest: dict[str | int, int] = {}  # by host, or by index where a process has a device of its own
+    # By host, or by index where a process has a device of its own.
+    fastest: dict[str | int, int] = {}
     for index in sorted(known, key=lambda index: known[index]):
         host = hosts[index] if hosts is not None else None
         fastest.setdefault(host or index, index)
     if len(fastest) < 2:
         return {}
     slow, others = _greatest({index: known[index] for index in fastest.values()})
-    return {f"slowest_{what}": float(slow), f"slowest_{what}/times": known[slow] / others, f"{what}s/token_s": others}
+    return {
+        f"slowest_{what}": float(slow),
+        f"slowest_{what}/times": known[slow] / others,
+        f"{what}s/token_s": others,
+    }
 
 
 def slowest_loader(shares: Sequence[float]) -> dict[str, float]:
-    """Metrics of the learner that waits for its rows for the greatest share of its time; empty for a single learner."""
+    """Metrics of the learner that waits for its rows for the greatest share of its time; empty for
+    a single learner.
+    """
     if len(shares) < 2:
         return {}
     slow, others = _greatest(dict(enumerate(shares)))
-    return {"slowest_loader": float(slow), "slowest_loader/share": shares[slow], "loaders/share": others}
+    return {
+        "slowest_loader": float(slow),
+        "slowest_loader/share": shares[slow],
+        "loaders/share": others,
+    }
 
 
 def _greatest(values: Mapping[int, float]) -> tuple[int, float]:
@@ -63,7 +82,8 @@ def _greatest(values: Mapping[int, float]) -> tuple[int, float]:
 class SlownessWatch:
     """Reads the metrics of `slowest` and `slowest_loader` in rows.
 
-    A process that is slow in a single comparison gets no warning: with more processes than cores any one may be.
+    A process that is slow in a single comparison gets no warning: with more processes than cores
+    any one may be.
     """
 
     def __init__(self) -> None:
@@ -80,7 +100,9 @@ class SlownessWatch:
                 self._slow_before.discard(what)
             elif what in self._slow_before and what not in self._has_warned:
                 self._has_warned.add(what)
-                facts = ("loader", row) if what == "loader" else ("process", what, WAITING[what], row)
+                facts = (
+                    ("loader", row) if what == "loader" else ("process", what, WAITING[what], row)
+                )
                 warnings.append(phrase_of(*facts))
             else:
                 self._slow_before.add(what)
@@ -104,7 +126,9 @@ class GrowthWatch:
 
     def __init__(self) -> None:
         self._first: dict[str, list[float]] = {name: [] for name in GROWING}
-        self._last: dict[str, deque[float]] = {name: deque(maxlen=GROWTH_WINDOW) for name in GROWING}
+        self._last: dict[str, deque[float]] = {
+            name: deque(maxlen=GROWTH_WINDOW) for name in GROWING
+        }
         self._has_warned = False
 
     def after_step(self, row: Mapping[str, float | None]) -> str | None:

@@ -1,4 +1,5 @@
-"""The steps of a run after which it saves a checkpoint, evaluates, or compares processes; and where a signal ends it.
+"""The steps of a run after which it saves a checkpoint, evaluates, or compares processes; and where
+a signal ends it.
 
 A first SIGTERM, SIGHUP or Ctrl-C ends a run after the step that it falls in, with a checkpoint.
 """
@@ -14,7 +15,7 @@ from types import FrameType
 from typing import Any
 
 from open_instruct.config.grpo import GRPOConfig
-from open_instruct.errors import EXIT_OF_SIGNAL, stop_signals
+from open_instruct.core.errors import EXIT_OF_SIGNAL, stop_signals
 from open_instruct.run.alarms import WINDOW
 
 log = logging.getLogger(__name__)
@@ -24,19 +25,26 @@ log = logging.getLogger(__name__)
 class Cadence:
     """The steps after which a run saves and evaluates. Steps count from 1.
 
-    Example: `Cadence(num_steps=10, save_every=4, evaluate_every=5)` saves after steps 4, 8 and 10 and evaluates after
-    steps 5 and 10.
+    Example: `Cadence(num_steps=10, save_every=4, evaluate_every=5)` saves after steps 4, 8 and 10
+    and evaluates after steps 5 and 10.
     """
 
     num_steps: int
     save_every: int
     """Steps between checkpoints that last."""
     save_ephemeral_every: int | None = None
-    """Steps between checkpoints that are removed once there is a newer one; None for no such checkpoints."""
+    """Steps between checkpoints that are removed once there is a newer one;
+
+    None for no such checkpoints.
+    """
     evaluate_every: int | None = None
-    """Steps between evaluations, of which one is after the last step; 0 for that one alone, None for no evaluation."""
+    """Steps between evaluations, of which one is after the last step; 0 for that one alone, None
+    for no evaluation.
+    """
     saves_best: bool = False
-    """Whether there are further checkpoints of the best steps, each of which is removed once there is a better one."""
+    """Whether there are further checkpoints of the best steps, each of which is removed once there
+    is a better one.
+    """
 
     @property
     def lasting_interval(self) -> int:
@@ -48,11 +56,15 @@ class Cadence:
 
     def saves_after(self, step: int) -> bool:
         return (
-            self.is_last(step) or _is_multiple(step, self.save_every) or _is_multiple(step, self.save_ephemeral_every)
+            self.is_last(step)
+            or _is_multiple(step, self.save_every)
+            or _is_multiple(step, self.save_ephemeral_every)
         )
 
     def evaluates_after(self, step: int) -> bool:
-        return self.evaluate_every is not None and (self.is_last(step) or _is_multiple(step, self.evaluate_every))
+        return self.evaluate_every is not None and (
+            self.is_last(step) or _is_multiple(step, self.evaluate_every)
+        )
 
     def compares_speed_after(self, step: int) -> bool:
         return step % WINDOW == 0
@@ -85,7 +97,8 @@ class Noted:
 def noting_signals(
     on_first: Callable[[str], None] | None = None, *, second_ends_at_once: bool = False
 ) -> Iterator[Noted]:
-    """Note the first signal to stop while the block runs. By default later ones are ignored: launchers may send two.
+    """Note the first signal to stop while the block runs. By default later ones are ignored:
+    launchers may send two.
 
     :param on_first: called with the name of the first signal.
     """
@@ -120,7 +133,9 @@ def stop_signals_handled(handler: Callable[[int, FrameType | None], Any]) -> Ite
 
 
 def set_handler(number: int, handler: Any) -> Any:
-    """As `signal.signal`, but does nothing if the handler is None (not set from Python) or off the main thread."""
+    """As `signal.signal`, but does nothing if the handler is None (not set from Python) or off the
+    main thread.
+    """
     if handler is None or threading.current_thread() is not threading.main_thread():
         return None
     return signal.signal(number, handler)
@@ -131,5 +146,8 @@ def stopped_by(number: int, *, step: int, folder: Path) -> tuple[str, int]:
     by = signal.Signals(number)
     where = "there is no checkpoint yet. The same command, given again, starts from the beginning"
     if step > 0:
-        where = f"the checkpoint is {folder / f'step{step}'}. Give the same command again to go on from there"
+        where = (
+            f"the checkpoint is {folder / f'step{step}'}. Give the same command again to go on "
+            "from there"
+        )
     return f"{by.name}: stopped after step {step}; {where}", EXIT_OF_SIGNAL[by]

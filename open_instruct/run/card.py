@@ -7,9 +7,9 @@ from typing import Any
 
 import yaml
 
+from open_instruct.core.text import pages_in
 from open_instruct.data.files.opening import looks_like_a_file
 from open_instruct.run.run_directory import RunDirectory, rows_of
-from open_instruct.wording import pages_in
 
 PIPELINES = {"reward_model": "text-classification", "prm": "token-classification"}
 
@@ -49,15 +49,25 @@ def card_of(
             trained_by=trained_by,
             is_adapter=is_adapter,
             data=data,
-            evaluations=[row for row in rows_of(directory.evaluations) if until is None or row["step"] <= until],
+            evaluations=[
+                row
+                for row in rows_of(directory.evaluations)
+                if until is None or row["step"] <= until
+            ],
             settings=settings,
         )
     return None
 
 
 def find_pipeline(trained_by: str, flags: Mapping[str, Any]) -> str:
-    """The hub's word for what the model does; one that is read by words of its vocabulary is a language model still."""
-    return "text-generation" if flags.get("reward_tokens") else PIPELINES.get(trained_by, "text-generation")
+    """The hub's word for what the model does; one that is read by words of its vocabulary is a
+    language model still.
+    """
+    return (
+        "text-generation"
+        if flags.get("reward_tokens")
+        else PIPELINES.get(trained_by, "text-generation")
+    )
 
 
 def _is_on_hub(name: str) -> bool:

@@ -12,8 +12,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Column
 from rich.text import Text
 
+from open_instruct.core.text import escaped
 from open_instruct.data.report import WARNING
-from open_instruct.wording import escaped
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +59,9 @@ class Console:
         self._print(f"{WARNING}{text}", "yellow")
 
     def _print(self, text: str, style: str | None) -> None:
-        """Print a line, wrapped at words on a terminal; a word that is too long, such as a path, is not cut."""
+        """Print a line, wrapped at words on a terminal; a word that is too long, such as a path, is
+        not cut.
+        """
         if self.is_live:
             wrapper = TextWrapper(self.rich.width, break_long_words=False, break_on_hyphens=False)
             text = "\n".join(map(wrapper.fill, text.split("\n")))
@@ -80,7 +82,9 @@ class Console:
             with self._bar() if above is None else nullcontext(above) as bar:
                 # A loop that has nothing to do shows no bar.
                 task = bar.add_task(title, total=None, detail="", visible=False)
-                yield lambda done, total: bar.update(task, completed=done, total=total, visible=True)
+                yield lambda done, total: bar.update(
+                    task, completed=done, total=total, visible=True
+                )
                 if above is not None:
                     above.remove_task(task)
             return
@@ -88,7 +92,9 @@ class Console:
 
         def line(done: int, total: int) -> None:
             nonlocal last
-            if self.speaks and (done == total or time.monotonic() - last > SECONDS_BETWEEN_PLAIN_LINES):
+            if self.speaks and (
+                done == total or time.monotonic() - last > SECONDS_BETWEEN_PLAIN_LINES
+            ):
                 last = time.monotonic()
                 self.say(f"{title}: {done:,} of {total:,}")
 
@@ -111,7 +117,11 @@ class Console:
             if num_steps > step > first_step + 1:  # the first step is a slow one
                 left_s = (time.monotonic() - began_s) / (step - first_step) * (num_steps - step)
                 detail = f"{detail}  {time_words(left_s)} left"
-            say = self.say if step in (first_step + 1, num_steps) or step % interval == 0 else self.log
+            say = (
+                self.say
+                if step in (first_step + 1, num_steps) or step % interval == 0
+                else self.log
+            )
             say(f"step {step}/{num_steps}  {detail}")
 
         yield line
@@ -125,11 +135,15 @@ class Console:
         ]
         if self.rich.width < NARROW:
             return BarAboveWords(*columns, console=self.rich)
-        return Progress(*columns, TextColumn("{task.fields[detail]}", table_column=Column()), console=self.rich)
+        return Progress(
+            *columns, TextColumn("{task.fields[detail]}", table_column=Column()), console=self.rich
+        )
 
 
 class BarAboveWords(Progress):
-    """Has the numbers of each loop below its bar, where they go on in another line between words."""
+    """Has the numbers of each loop below its bar, where they go on in another line between
+    words.
+    """
 
     def get_renderables(self) -> Iterator[RenderableType]:
         yield self.make_tasks_table(self.tasks)

@@ -1,4 +1,6 @@
-"""A folder holds the run of one command; another command is refused before torch is loaded, and nothing is written."""
+"""A folder holds the run of one command; another command is refused before torch is loaded, and
+nothing is written.
+"""
 
 from pathlib import Path
 
@@ -6,7 +8,7 @@ import yaml
 
 from open_instruct.config.parser import COMMAND, nodes_of
 from open_instruct.config.training import LearnerConfig
-from open_instruct.errors import InputError
+from open_instruct.core.errors import InputError
 from open_instruct.run.run_directory import RunDirectory
 
 
@@ -21,14 +23,18 @@ def refuse_another_command(config: LearnerConfig, command: str) -> None:
     earlier = read_command(directory.config)
     if earlier is not None and earlier != command:
         raise InputError(
-            f"{directory.path} holds a run of {earlier}, and this one is of {command}: give another --output_dir",
+            f"{directory.path} holds a run of {earlier}, and this one is of {command}: give "
+            "another --output_dir",
             kind="other_run",
             flag="output_dir",
         )
 
 
 def read_command(path: Path) -> str | None:
-    """The command that wrote a config.yaml; None where it names none, or cannot be read, which is told later."""
+    """The command that wrote a config.yaml;
+
+    None where it names none, or cannot be read, which is told later.
+    """
     try:
         named = [value for key, value in nodes_of(str(path)) if key.value == COMMAND]
     except InputError:

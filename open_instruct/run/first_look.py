@@ -1,6 +1,7 @@
 """Mistakes refused before torch is loaded: missing files and folders, wrong templates, wrong rows.
 
-The full checks come later, when the model, its tokenizer with its own template, and the rows are opened.
+The full checks come later, when the model, its tokenizer with its own template, and the rows are
+opened.
 """
 
 from collections.abc import Callable
@@ -14,13 +15,13 @@ from open_instruct.config.resolved import as_flat_dict
 from open_instruct.config.rollout_sections import PromptDataSection
 from open_instruct.config.sections import DataSection
 from open_instruct.config.training import LearnerConfig
+from open_instruct.core.errors import InputError
 from open_instruct.data.chat_templates import check_syntax, template_text
 from open_instruct.data.files.opening import refuse_missing_file
 from open_instruct.data.mixer import entries_of, select_rows
 from open_instruct.data.report import BadRowLog
 from open_instruct.data.row_builder import RowBuilder
 from open_instruct.data.tokenizer import check_tokenizer_folder, given_folder
-from open_instruct.errors import InputError
 from open_instruct.models.hf.hf_config import config_fields, weights_file
 
 # Larger files and further rows are checked a little later, by the run itself.
@@ -41,15 +42,23 @@ def look_at(config: LearnerConfig) -> None:
 
 
 def check_models(config: LearnerConfig) -> None:
-    """:raises InputError: a folder that a flag names has no config.json, or no weights, that could be read."""
+    """:raises InputError: a folder that a flag names has no config.json, or no weights, that could
+    be read.
+    """
     for flag, value in as_flat_dict(config).items():
-        if flag.endswith("model_name_or_path") and value is not None and (folder := given_folder(value)) is not None:
+        if (
+            flag.endswith("model_name_or_path")
+            and value is not None
+            and (folder := given_folder(value)) is not None
+        ):
             config_fields(folder)
             weights_file(folder)
 
 
 def check_row_files(config: LearnerConfig, *flags: str) -> None:
-    """:raises InputError: one of the mixer lists `flags` (default: all) names a file that is not there."""
+    """:raises InputError: one of the mixer lists `flags` (default: all) names a file that is not
+    there.
+    """
     for flag, value in as_flat_dict(config).items():
         if flag.endswith(("mixer_list", "mixer_eval_list")) and (not flags or flag in flags):
             for name in value[::2]:
@@ -57,7 +66,9 @@ def check_row_files(config: LearnerConfig, *flags: str) -> None:
 
 
 def check_tokenizer(config: LearnerConfig) -> None:
-    """:raises InputError: the tokenizer's folder has no tokenizer, or the template that a flag names has an error."""
+    """:raises InputError: the tokenizer's folder has no tokenizer, or the template that a flag
+    names has an error.
+    """
     asked = config.model.tokenizer_name_or_path or config.model.model_name_or_path
     if (tokenizer := given_folder(asked, flag="--tokenizer_name_or_path")) is not None:
         check_tokenizer_folder(tokenizer, flag="--tokenizer_name_or_path")
@@ -82,20 +93,23 @@ def check_sizes(
     num_tokens = max(len(tokenizer), 1 + max(tokenizer.get_vocab().values()))
     if vocab_size is not None and num_tokens > vocab_size:
         raise InputError(
-            f"the tokenizer in {tokenizer_folder} has {num_tokens} tokens, but the model in {model_folder} has "
-            f"vocab_size {vocab_size}: they do not belong together",
+            f"the tokenizer in {tokenizer_folder} has {num_tokens} tokens, but the model in "
+            f"{model_folder} has vocab_size {vocab_size}: they do not belong together",
             kind="conflict",
         )
     if num_positions is not None and data.max_seq_length > num_positions:
         raise InputError(
-            f"{data.length_flags} {data.max_seq_length} is more than the {num_positions} positions the model in "
-            f"{model_folder} has; use at most {num_positions}",
+            f"{data.length_flags} {data.max_seq_length} is more than the {num_positions} "
+            f"positions the model in {model_folder} has; use at most {num_positions}",
             kind="out_of_range",
         )
 
 
 def look_at_rows(
-    form: type[RowBuilder], config: LearnerConfig, *flags: str, check: Callable[[dict[str, Any]], object]
+    form: type[RowBuilder],
+    config: LearnerConfig,
+    *flags: str,
+    check: Callable[[dict[str, Any]], object],
 ) -> None:
     """Look at the first of the rows that a run is going to take from files on this machine.
 
@@ -124,7 +138,9 @@ def look_at_rows(
 
 
 def local_folder(name_or_path: str, *, revision: str | None = None) -> Path:
-    """The folder itself, or the local copy of a hub repository in that revision, downloaded if need be."""
+    """The folder itself, or the local copy of a hub repository in that revision, downloaded if need
+    be.
+    """
     if (path := given_folder(name_or_path, revision=revision)) is not None:
         return path
     from huggingface_hub import snapshot_download
@@ -133,7 +149,7 @@ def local_folder(name_or_path: str, *, revision: str | None = None) -> Path:
         return Path(snapshot_download(name_or_path, revision=revision, allow_patterns=DOWNLOADED))
     except Exception as error:
         raise InputError(
-            f"{name_or_path}: there is no such folder, and the hub did not give it ({type(error).__name__}); "
-            "give a local folder, or check the name and the network",
+            f"{name_or_path}: there is no such folder, and the hub did not give it "
+            f"({type(error).__name__}); give a local folder, or check the name and the network",
             kind="missing_file",
         ) from error

@@ -1,4 +1,6 @@
-"""One row of metrics a step: to `metrics.jsonl`, in one line for people, and to the trackers of `--report_to`."""
+"""One row of metrics a step: to `metrics.jsonl`, in one line for people, and to the trackers of
+`--report_to`.
+"""
 
 import json
 import logging
@@ -10,23 +12,29 @@ from typing import Any
 
 from open_instruct.config.resolved import as_flat_dict
 from open_instruct.config.training import LearnerConfig
-from open_instruct.metric_table import followed
+from open_instruct.core.files import replace_text
+from open_instruct.core.metrics import followed
 from open_instruct.run.alarms import GrowthWatch, SlownessWatch, phrase_of
 from open_instruct.run.opened import Run
 from open_instruct.run.run_directory import rows_of
 from open_instruct.run.trackers import Tracker, build_trackers
-from open_instruct.whole_file import replace_text
 
 log = logging.getLogger(__name__)
 
 
 class MetricsLog:
-    """Append-only rows of JSON, one a step, which go to the trackers too. One process of a run writes them.
+    """Append-only rows of JSON, one a step, which go to the trackers too. One process of a run
+    writes them.
 
     :param warn: called with each warning that follows from a row's numbers.
     """
 
-    def __init__(self, path: Path, trackers: Sequence[Tracker] = (), warn: Callable[[str], None] = log.warning) -> None:
+    def __init__(
+        self,
+        path: Path,
+        trackers: Sequence[Tracker] = (),
+        warn: Callable[[str], None] = log.warning,
+    ) -> None:
         self.path = path
         self.trackers = trackers
         self.warn = warn
@@ -48,12 +56,14 @@ class MetricsLog:
         return list(rows_of(self.path))
 
     def write(self, row: Mapping[str, Any]) -> None:
-        """Add a row. A number that JSON cannot say, the norm of a gradient that was left out, is null.
+        """Add a row. A number that JSON cannot say, the norm of a gradient that was left out, is
+        null.
 
         :param row: with the number of the step as `step`.
         """
         json_row = {
-            name: None if isinstance(value, float) and not isfinite(value) else value for name, value in row.items()
+            name: None if isinstance(value, float) and not isfinite(value) else value
+            for name, value in row.items()
         }
         with self.path.open("a") as file:
             file.write(json.dumps(json_row, allow_nan=False) + "\n")
@@ -75,21 +85,28 @@ def step_words(row: Mapping[str, float]) -> str:
     """The numbers that a person follows, in one line."""
     # Before the first update every pair is a tie, so the accuracy means nothing.
     ties = {"rewards/accuracy"} if row.get("rewards/margin") == 0 else set()
-    return "  ".join(entry.words.format(row[entry.name]) for entry in followed() if entry.name in row.keys() - ties)
+    return "  ".join(
+        entry.words.format(row[entry.name])
+        for entry in followed()
+        if entry.name in row.keys() - ties
+    )
 
 
 @contextmanager
 def logging_steps(
     run: Run, config: LearnerConfig, *, first_step: int, num_steps: int
 ) -> Iterator[Callable[[int, Mapping[str, float]], None]]:
-    """Yields a function to call with the number and the metrics of every step: rank 0 writes and shows them.
+    """Yields a function to call with the number and the metrics of every step: rank 0 writes and
+    shows them.
 
     Rows after `first_step` that an earlier start left are dropped, as they are written again.
     """
     if run.process.rank != 0:
         yield lambda step, row: None
         return
-    trackers = build_trackers(config.logging, folder=run.directory.path, config=as_flat_dict(config))
+    trackers = build_trackers(
+        config.logging, folder=run.directory.path, config=as_flat_dict(config)
+    )
     with (
         closing(MetricsLog(run.directory.metrics, trackers, run.console.warn)) as log,
         run.console.training(first_step=first_step, num_steps=num_steps) as show,

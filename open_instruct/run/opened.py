@@ -1,4 +1,6 @@
-"""Every training run first opens its process group, its layout, its run directory and its console, and is planned."""
+"""Every training run first opens its process group, its layout, its run directory and its console,
+and is planned.
+"""
 
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -11,14 +13,27 @@ import torch
 
 from open_instruct.checkpoints.step_folder import latest_step, refuse_another_format
 from open_instruct.config.parser import parse
-from open_instruct.config.resolved import as_flat_dict, changed_lengths, provenance, refuse_conflicts, write_config
+from open_instruct.config.resolved import (
+    as_flat_dict,
+    changed_lengths,
+    provenance,
+    refuse_conflicts,
+    write_config,
+)
 from open_instruct.config.training import LearnerConfig, TrainingConfig, backend_named
 from open_instruct.config.validation import changed
-from open_instruct.errors import InputError
+from open_instruct.core.errors import InputError
+from open_instruct.core.shard_layout import ShardLayout
 from open_instruct.parallel import peers
 from open_instruct.parallel.launch import idle_gpus, refuse_other_number
 from open_instruct.parallel.layout import layout_of
-from open_instruct.parallel.process import Process, gathered, on_main_process, start_process, stop_process
+from open_instruct.parallel.process import (
+    Process,
+    gathered,
+    on_main_process,
+    start_process,
+    stop_process,
+)
 from open_instruct.parallel.wording import describe_layout
 from open_instruct.planning.plan import BATCH
 from open_instruct.planning.shown import StartCheck, check_plan
@@ -26,7 +41,6 @@ from open_instruct.planning.subject.workload import RunConfig
 from open_instruct.run.console import Console
 from open_instruct.run.run_directory import RunDirectory, log_to
 from open_instruct.run.run_lock import locked
-from open_instruct.shard_layout import ShardLayout
 
 ConfigT = TypeVar("ConfigT", bound=LearnerConfig)
 CHOSEN_BY_PLAN = ("activation_checkpointing", "activation_checkpointing_modules")
@@ -44,22 +58,29 @@ class Run:
 
 @contextmanager
 def open_run(config: TrainingConfig, command: str) -> Iterator[Run]:
-    """Start the process group, decide the layout, and make the run directory ready; leave the group at the end.
+    """Start the process group, decide the layout, and make the run directory ready; leave the group
+    at the end.
 
-    :raises InputError: if the flags cannot work on these nodes, the folder cannot be written, or it holds
-        another run.
+    :raises InputError: if the flags cannot work on these nodes, the folder cannot be written, or it
+        holds another run.
     """
     peers.doing("starting")
     process = start_process(timeout_s=config.parallel.dist_timeout_s, seed=config.optim.seed)
     layout = layout_of(config.parallel, process.gpus_per_node)
-    refuse_other_number(config.parallel.num_processes, layout.gpus_per_node[layout.node_of(process.rank)])
+    refuse_other_number(
+        config.parallel.num_processes, layout.gpus_per_node[layout.node_of(process.rank)]
+    )
     directory = RunDirectory(path=Path(config.run.output_dir))
     console = Console(speaks=process.rank == 0)
     peers.watch(config.parallel.dist_timeout_s)
     with ExitStack() as held:
-        on_main_process(lambda: held.enter_context(made_ready(directory, config, layout, console, command)))
+        on_main_process(
+            lambda: held.enter_context(made_ready(directory, config, layout, console, command))
+        )
         log_to(directory.log, rank=process.rank)
-        idle = idle_gpus(config.parallel, num_ranks=layout.world_size, num_gpus=torch.cuda.device_count())
+        idle = idle_gpus(
+            config.parallel, num_ranks=layout.world_size, num_gpus=torch.cuda.device_count()
+        )
         for warning in filter(None, [*layout.warnings, idle]):
             console.warn(warning)
         console.say(f"{describe_layout(layout, config.parallel)} on {process.device.type}")
@@ -69,7 +90,8 @@ def open_run(config: TrainingConfig, command: str) -> Iterator[Run]:
 
 
 def join_run(config: LearnerConfig) -> Run:
-    """Join the ranks of a run whose folder another process holds; this process prints nothing, and writes to its log.
+    """Join the ranks of a run whose folder another process holds; this process prints nothing, and
+    writes to its log.
 
     :raises InputError: if the flags cannot work on these nodes.
     """
@@ -82,9 +104,14 @@ def join_run(config: LearnerConfig) -> Run:
 
 @contextmanager
 def made_ready(
-    directory: RunDirectory, config: LearnerConfig, layout: ShardLayout, console: Console, command: str
+    directory: RunDirectory,
+    config: LearnerConfig,
+    layout: ShardLayout,
+    console: Console,
+    command: str,
 ) -> Iterator[None]:
-    """Make the folder of the run, leave its layout and its flags there, and keep other runs out while the block runs.
+    """Make the folder of the run, leave its layout and its flags there, and keep other runs out
+    while the block runs.
 
     One process does this for all.
 
@@ -99,7 +126,12 @@ def made_ready(
         if (step := latest_step(directory.path)) is not None:
             refuse_another_run(config, directory, layout, step, console)
         directory.write_layout(layout)
-        write_config(config, directory.config, {"world_size": layout.world_size} | provenance(), command=command)
+        write_config(
+            config,
+            directory.config,
+            {"world_size": layout.world_size} | provenance(),
+            command=command,
+        )
         yield
 
 
@@ -119,7 +151,9 @@ def planned_run(config: ConfigT, run: Run, folder: Path) -> ConfigT:
     say_what_changes_nothing(config, run.console, on_cuda=on_cuda)
 
     def say() -> dict[str, Any]:
-        check = check_plan(planned, nodes, model_folder=str(folder), memory_bytes=memory_bytes, on_cuda=on_cuda)
+        check = check_plan(
+            planned, nodes, model_folder=str(folder), memory_bytes=memory_bytes, on_cuda=on_cuda
+        )
         return say_plan(check, run.console, run.directory)
 
     return with_chosen(config, on_main_process(say))
@@ -145,12 +179,18 @@ def say_plan(check: StartCheck, console: Console, directory: RunDirectory) -> di
 
 
 def with_chosen(config: ConfigT, plan: Mapping[str, Any]) -> ConfigT:
-    """The flags with the saved plan's choice for --activation_checkpointing auto; unchanged without a plan."""
+    """The flags with the saved plan's choice for --activation_checkpointing auto; unchanged without
+    a plan.
+    """
     if config.memory.activation_checkpointing != "auto":
         return config
-    chosen = {"activation_checkpointing": "none"} | {name: plan[name] for name in CHOSEN_BY_PLAN if plan.get(name)}
+    chosen = {"activation_checkpointing": "none"} | {
+        name: plan[name] for name in CHOSEN_BY_PLAN if plan.get(name)
+    }
     rows = {name: plan[name] for name in BATCH if name in plan}
-    return replace(config, memory=replace(config.memory, **chosen), optim=replace(config.optim, **rows))
+    return replace(
+        config, memory=replace(config.memory, **chosen), optim=replace(config.optim, **rows)
+    )
 
 
 def memory_of(device: torch.device, *, num_sharing: int) -> int:
@@ -163,11 +203,14 @@ def memory_of(device: torch.device, *, num_sharing: int) -> int:
 def refuse_another_run(
     config: LearnerConfig, directory: RunDirectory, layout: ShardLayout, step: int, console: Console
 ) -> None:
-    """Refuse to continue a folder's checkpoints in another run, but for a longer one after the first has ended."""
+    """Refuse to continue a folder's checkpoints in another run, but for a longer one after the
+    first has ended.
+    """
     if not directory.config.exists():
         raise InputError(
-            f"{directory.path} holds checkpoints, and no config.yaml with the flags of the run that wrote them: put "
-            "that back, give another --output_dir, or --overwrite_output_dir to remove the run and start afresh",
+            f"{directory.path} holds checkpoints, and no config.yaml with the flags of the run "
+            "that wrote them: put that back, give another --output_dir, or "
+            "--overwrite_output_dir to remove the run and start afresh",
             kind="other_run",
             flag="output_dir",
         )
@@ -176,8 +219,8 @@ def refuse_another_run(
         saved = as_flat_dict(before)
     except InputError as error:
         raise InputError(
-            f"{directory.config}, the settings of the run in that folder, cannot be read: {error}. Mend it to go on "
-            "with that run, or give another --output_dir",
+            f"{directory.config}, the settings of the run in that folder, cannot be read: "
+            f"{error}. Mend it to go on with that run, or give another --output_dir",
             kind="unreadable_file",
         ) from error
     world = layout.data_parallel_world_size
@@ -188,14 +231,15 @@ def refuse_another_run(
     now = backend_named(config.parallel.backend).sharing(config.parallel, layout)
     if was != now:
         console.say(
-            f"the run in {directory.path} had {was}, and goes on with {now}. Weights and optimizer states "
-            "stay the same; sums are taken in another order, so losses may differ in their last digits"
+            f"the run in {directory.path} had {was}, and goes on with {now}. Weights and "
+            "optimizer states stay the same; sums are taken in another order, so losses may "
+            "differ in their last digits"
         )
     if lengths := changed_lengths(saved, config):
         schedule = config.optim.lr_scheduler_type
         console.warn(
             f"the run in {directory.path} had ended after step {step}, and goes on from there "
-            f"({'; '.join(lengths.values())}). --lr_scheduler_type {schedule} and --warmup_ratio stretch over all "
-            "steps of a run: the learning rate is from now on that of a run of the new length, which is higher than it "
-            "was at the end"
+            f"({'; '.join(lengths.values())}). --lr_scheduler_type {schedule} and --warmup_ratio "
+            "stretch over all steps of a run: the learning rate is from now on that of a run of "
+            "the new length, which is higher than it was at the end"
         )

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from open_instruct.errors import InputError
+from open_instruct.core.errors import InputError
 
 
 def open_model(folder: Path, class_name: str, dtype: str | None) -> Any:
@@ -23,8 +23,12 @@ def open_model(folder: Path, class_name: str, dtype: str | None) -> Any:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     chosen = getattr(torch, dtype or ("bfloat16" if device.type == "cuda" else "float32"))
     kind: Any = getattr(transformers, class_name)
-    model, report = kind.from_pretrained(folder, use_safetensors=True, dtype=chosen, output_loading_info=True)
+    model, report = kind.from_pretrained(
+        folder, use_safetensors=True, dtype=chosen, output_loading_info=True
+    )
     if report["missing_keys"]:
         missing = ", ".join(sorted(report["missing_keys"])[:3])
-        raise InputError(f"{folder} has no tensor {missing}: export the run again", kind="bad_model")
+        raise InputError(
+            f"{folder} has no tensor {missing}: export the run again", kind="bad_model"
+        )
     return model.eval().to(device)

@@ -1,4 +1,6 @@
-"""The checkpoint a run starts from: opened, checked whole, and later streamed into a sharded model."""
+"""The checkpoint a run starts from: opened, checked whole, and later streamed into a sharded
+model.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +15,15 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig
 
-from open_instruct.checkpoints.step_folder import Damaged, find_checkpoints, refuse_another_start_model
+from open_instruct.checkpoints.step_folder import (
+    Damaged,
+    find_checkpoints,
+    refuse_another_start_model,
+)
 from open_instruct.config.rollout_sections import PromptDataSection
 from open_instruct.config.sections import DataSection
 from open_instruct.config.training import LearnerConfig
+from open_instruct.core.shard_layout import ShardLayout
 from open_instruct.data.chat import ChatFormat
 from open_instruct.data.chat_templates import choose_chat_template
 from open_instruct.data.tokenizer import load_tokenizer
@@ -39,7 +46,6 @@ from open_instruct.planning.plan import check_model
 from open_instruct.planning.subject.model import shape_of_fields
 from open_instruct.run.first_look import check_sizes, local_folder
 from open_instruct.run.turn_ends import exported_settings
-from open_instruct.shard_layout import ShardLayout
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -60,7 +66,8 @@ class Pretrained:
     adapter: Mapping[str, torch.Tensor] | None = None
     adapter_folder: Path | None = None  # which the adapter is read from
     chat_template: str | None = None  # in place of the tokenizer's own
-    # Of a model that is trained: what is exported beside it, so that readers have the same ids and ends of turns.
+    # Of a model that is trained: what is exported beside it, so that readers have the same ids and
+    # ends of turns.
     tokenizer_config: Mapping[str, Any] | None = None
     generation_config: Mapping[str, Any] | None = None
 
@@ -69,7 +76,9 @@ class Pretrained:
         return build_model(self.hf_config, init_device=init_device, head=self.names.head)
 
     def check_sizes(self, data: DataSection | PromptDataSection) -> None:
-        """:raises InputError: the tokenizer has more tokens, or the rows have more positions, than the model."""
+        """:raises InputError: the tokenizer has more tokens, or the rows have more positions, than
+        the model.
+        """
         check_sizes(
             self.tokenizer,
             data,
@@ -80,7 +89,8 @@ class Pretrained:
         )
 
     def export(self, model: nn.Module, out_folder: str | Path, **settings: Any) -> int:
-        """Write `model` with this checkpoint's configuration, names, tokenizer and chat template. Collective.
+        """Write `model` with this checkpoint's configuration, names, tokenizer and chat template.
+        Collective.
 
         Returns the bytes of all its tensors.
 
@@ -102,24 +112,33 @@ class Pretrained:
     def fingerprint(self) -> str:
         """Fingerprint of the weights and of config.json. Collective at the first call.
 
-        The text of config.json counts, not the object that transformers parses: a newer version has more defaults.
+        The text of config.json counts, not the object that transformers parses: a newer version has
+        more defaults.
         """
         config = json.loads((self.folder / "config.json").read_text(encoding="utf-8"))
         return fingerprint_with(config, self.files.fingerprint)
 
     def is_same_as(self, other: Pretrained) -> bool:
-        """Whether both have the same weights and config.json. Collective; reads every byte if the shapes are equal."""
+        """Whether both have the same weights and config.json.
+
+        Collective; reads every byte if the shapes are equal.
+        """
         return self.files.shapes == other.files.shapes and self.fingerprint == other.fingerprint
 
     @property
     def warnings(self) -> list[str]:
         """Warnings about the start model."""
         unknown = ", ".join(ascii(name)[:60] for name in unknown_fields(self.hf_config)[:10])
-        warnings = [f"{self.folder / 'config.json'} has fields that nothing reads: {unknown}"] if unknown else []
+        warnings = (
+            [f"{self.folder / 'config.json'} has fields that nothing reads: {unknown}"]
+            if unknown
+            else []
+        )
         if (self.folder / CONFIG_NAME).is_file():
             warnings.append(
-                f"{self.folder} holds {CONFIG_NAME} beside the model: with peft installed transformers would put that "
-                "adapter on the model that it names; here the model is what its own weights say"
+                f"{self.folder} holds {CONFIG_NAME} beside the model: with peft installed "
+                "transformers would put that adapter on the model that it names; here the model "
+                "is what its own weights say"
             )
         return warnings
 
@@ -136,22 +155,29 @@ def open_pretrained(
     head: Head = "vocabulary",
     is_trained: bool = True,
 ) -> Pretrained:
-    """Open the checkpoint and its tokenizer, and check that every tensor is there in the right shape.
+    """Open the checkpoint and its tokenizer, and check that every tensor is there in the right
+    shape.
 
-    Also check that the trained model can be written to `export_folder`, and that the ranks of `layout` can share its
-    attention heads. A model that scores may start from one without a scoring head; the head is then drawn from the
-    run's seed. The adapter that the flags name is opened too. The chat template is read now, since its file may have
-    changed when the model is exported.
+    Also check that the trained model can be written to `export_folder`, and that the ranks of
+    `layout` can share its attention heads. A model that scores may start from one without a scoring
+    head; the head is then drawn from the run's seed. The adapter that the flags name is opened too.
+    The chat template is read now, since its file may have changed when the model is exported.
 
     :raises InputError: naming the file or tensor that is missing, damaged or does not fit.
     """
     model, lora = config.model, config.adapters
     doing("reading what is in the start model's folder")
-    folder = tokenizer_folder = local_folder(model.model_name_or_path, revision=model.model_revision)
+    folder = tokenizer_folder = local_folder(
+        model.model_name_or_path, revision=model.model_revision
+    )
     if model.tokenizer_name_or_path:
-        tokenizer_folder = local_folder(model.tokenizer_name_or_path, revision=model.revision_of_tokenizer)
+        tokenizer_folder = local_folder(
+            model.tokenizer_name_or_path, revision=model.revision_of_tokenizer
+        )
     hf_config = load_hf_config(str(folder))
-    shape = shape_of_fields(hf_config.to_dict(), name=f"the model in {folder}", where=str(folder / "config.json"))
+    shape = shape_of_fields(
+        hf_config.to_dict(), name=f"the model in {folder}", where=str(folder / "config.json")
+    )
     check_model(shape, layout, config if is_trained else None)
     tokenizer = load_tokenizer(str(tokenizer_folder))
     names = TensorNames(hf_config, head=head)
@@ -161,7 +187,9 @@ def open_pretrained(
         files = open_head_files(folder, hf_config, head, seed=config.optim.seed)
     chat = None
     if is_trained and head == "vocabulary":
-        chat = ChatFormat.choose(tokenizer, config.data.chat_template_name, add_bos=config.data.add_bos)
+        chat = ChatFormat.choose(
+            tokenizer, config.data.chat_template_name, add_bos=config.data.add_bos
+        )
     opened = Pretrained(
         folder=folder,
         tokenizer_folder=tokenizer_folder,
@@ -182,20 +210,26 @@ def open_pretrained(
     if lora is None or lora.adapter_name_or_path is None:
         return opened
     adapter_folder = local_folder(lora.adapter_name_or_path)
-    return replace(opened, adapter=open_adapter(adapter_folder, bare, names, lora), adapter_folder=adapter_folder)
+    return replace(
+        opened,
+        adapter=open_adapter(adapter_folder, bare, names, lora),
+        adapter_folder=adapter_folder,
+    )
 
 
 def start_model_of(pretrained: Pretrained, run: Run) -> str:
     """Fingerprint of the start model, which the checkpoints of the run must have too. Collective.
 
-    :raises InputError: the run began with another start model, its files were changed in place, or the adapter that it
-        goes on from is of another one.
+    :raises InputError: the run began with another start model, its files were changed in place, or
+        the adapter that it goes on from is of another one.
     """
     own = pretrained.fingerprint
 
     def compare() -> None:
         adapter = pretrained.adapter_folder
-        if adapter and (warning := check_base(adapter, pretrained.folder, pretrained.files.fingerprint)):
+        if adapter and (
+            warning := check_base(adapter, pretrained.folder, pretrained.files.fingerprint)
+        ):
             run.console.warn(warning)
         for folder in find_checkpoints(run.directory.path):
             with suppress(Damaged):  # `resume` warns of it
@@ -205,7 +239,9 @@ def start_model_of(pretrained: Pretrained, run: Run) -> str:
     return own
 
 
-def _other_template(tokenizer: PreTrainedTokenizerFast, data: DataSection | PromptDataSection) -> str | None:
+def _other_template(
+    tokenizer: PreTrainedTokenizerFast, data: DataSection | PromptDataSection
+) -> str | None:
     """The chat template to export in place of the tokenizer's own; None keeps that."""
     if not (data.chat_template_name or data.add_bos):
         return None

@@ -13,13 +13,22 @@ from pathlib import Path
 from typing import Any, Literal
 
 from open_instruct.config.training import LearnerConfig
-from open_instruct.errors import InputError
-from open_instruct.records import BestStep
-from open_instruct.shard_layout import ShardLayout
-from open_instruct.whole_file import kind_of_other, replace_text
+from open_instruct.core.errors import InputError
+from open_instruct.core.files import kind_of_other, replace_text
+from open_instruct.core.records import BestStep
+from open_instruct.core.shard_layout import ShardLayout
 
 OWN_FILES = (
-    *("config.yaml", "layout.json", "run.log", "metrics.jsonl", "eval.jsonl", "best.json", "pids.json", "plan.json"),
+    *(
+        "config.yaml",
+        "layout.json",
+        "run.log",
+        "metrics.jsonl",
+        "eval.jsonl",
+        "best.json",
+        "pids.json",
+        "plan.json",
+    ),
     *("wandb_id", "trackio_name", "mlflow_id", "swanlab_id"),
 )
 # A lease is renewed every few seconds; clocks of two machines may be some seconds apart.
@@ -29,7 +38,10 @@ WAY_OUT = "move it away, or take another folder"
 
 
 class RunDirectory:
-    """Paths of everything a run writes. Only rank 0 writes, but for checkpoints and the exported model."""
+    """Paths of everything a run writes.
+
+    Only rank 0 writes, but for checkpoints and the exported model.
+    """
 
     def __init__(self, *, path: Path) -> None:
         self.path = path
@@ -44,7 +56,11 @@ class RunDirectory:
         self.hf_model = path / "hf_model"
         self.adapter = path / "adapter"
         self.critic = path / "critic"
-        self.exports = {"adapter": self.adapter, "critic": self.critic, "trained model": self.hf_model}
+        self.exports = {
+            "adapter": self.adapter,
+            "critic": self.critic,
+            "trained model": self.hf_model,
+        }
 
     def create(self) -> None:
         """Make the folder.
@@ -55,7 +71,8 @@ class RunDirectory:
             self.path.mkdir(parents=True, exist_ok=True)
         if not os.access(self.path, os.W_OK):
             raise InputError(
-                f"--output_dir {self.path} cannot be written: choose another folder", kind="unreadable_file"
+                f"--output_dir {self.path} cannot be written: choose another folder",
+                kind="unreadable_file",
             )
         self.refuse_others()
 
@@ -68,7 +85,8 @@ class RunDirectory:
         if not above.is_dir() or not os.access(above, os.W_OK):
             kind = "a folder that cannot be written" if above.is_dir() else "a file"
             raise InputError(
-                f"--output_dir {self.path} cannot be written ({above} is {kind}): choose another folder",
+                f"--output_dir {self.path} cannot be written ({above} is {kind}): choose another "
+                "folder",
                 kind="unreadable_file",
             )
         self.refuse_others()
@@ -78,17 +96,24 @@ class RunDirectory:
         for name in (*OWN_FILES, "run.lock", "run.lease"):
             if kind := kind_of_other(self.path / name):
                 raise InputError(
-                    f"{self.path / name} is {kind}, and a run has a file there: {WAY_OUT}", kind="other_run"
+                    f"{self.path / name} is {kind}, and a run has a file there: {WAY_OUT}",
+                    kind="other_run",
                 )
         for step in self._find_steps():
             if not step.is_dir():
                 kind = kind_of_other(step) or "a file"
                 raise InputError(
-                    f"{step} is {kind}, and a run has the folder of a checkpoint there: {WAY_OUT}", kind="other_run"
+                    (
+                        f"{step} is {kind}, and a run has the folder of a checkpoint there: "
+                        f"{WAY_OUT}"
+                    ),
+                    kind="other_run",
                 )
 
     def has_live_lease(self) -> bool:
-        """Whether a process holds the folder and has renewed its lease of late, by the clock of this machine."""
+        """Whether a process holds the folder and has renewed its lease of late, by the clock of
+        this machine.
+        """
         try:
             return time.time() - (self.path / "run.lease").stat().st_mtime < LEASE_SILENCE_S
         except OSError:
@@ -106,7 +131,9 @@ class RunDirectory:
 
     def _find_steps(self) -> Iterator[Path]:
         """What has the name of a checkpoint, `step12`."""
-        return (path for path in self.path.glob("step*") if path.name.removeprefix("step").isdecimal())
+        return (
+            path for path in self.path.glob("step*") if path.name.removeprefix("step").isdecimal()
+        )
 
     def remove_partials(self) -> None:
         """Remove files that a killed run left half written."""
@@ -115,7 +142,8 @@ class RunDirectory:
                 leftover.unlink(missing_ok=True)
 
     def remove_earlier_run(self) -> None:
-        """Remove only names that a run writes, as the folder may hold the user's own files. The held lock stays.
+        """Remove only names that a run writes, as the folder may hold the user's own files. The
+        held lock stays.
 
         :raises InputError: a file cannot be removed.
         """
@@ -135,7 +163,8 @@ class RunDirectory:
             yield
         except OSError as error:
             raise InputError(
-                f"--output_dir {self.path} cannot be written ({error.strerror}): choose another folder",
+                f"--output_dir {self.path} cannot be written ({error.strerror}): choose another "
+                "folder",
                 kind="unreadable_file",
             ) from error
 
@@ -158,8 +187,14 @@ class RunDirectory:
             return None
 
     def write_pids(self, *, driver: int, learners: Sequence[int], engines: Sequence[int]) -> None:
-        """The process ids of a run, for people and scripts, while it lives. Learners are in rank order."""
-        replace_text(self.pids, json.dumps({"driver": driver, "learners": learners, "engines": engines}) + "\n")
+        """The process ids of a run, for people and scripts, while it lives.
+
+        Learners are in rank order.
+        """
+        replace_text(
+            self.pids,
+            json.dumps({"driver": driver, "learners": learners, "engines": engines}) + "\n",
+        )
 
     def write_best_step(self, best: BestStep | None) -> None:
         """Write `best.json`, for people and scripts, or remove it where there is no best step."""
@@ -177,7 +212,9 @@ class RunDirectory:
 
     def write_evaluation(self, row: dict[str, Any]) -> None:
         """One row a step: a second evaluation of the same step replaces the first."""
-        rows = [earlier for earlier in rows_of(self.evaluations) if earlier["step"] < row["step"]] + [row]
+        rows = [
+            earlier for earlier in rows_of(self.evaluations) if earlier["step"] < row["step"]
+        ] + [row]
         replace_text(self.evaluations, "".join(json.dumps(each) + "\n" for each in rows))
 
 
@@ -190,11 +227,17 @@ def exported_by(config: LearnerConfig) -> Path:
 
 def is_number(value: Any) -> bool:
     """Whether `value` is a number that a float can hold."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
+    return (
+        isinstance(value, int | float)
+        and not isinstance(value, bool)
+        and abs(value) <= sys.float_info.max
+    )
 
 
 def rows_of(path: Path) -> Iterator[dict[str, Any]]:
-    """The rows of a file that has one JSON object with its `step` a line; damaged and half lines are passed over."""
+    """The rows of a file that has one JSON object with its `step` a line; damaged and half lines
+    are passed over.
+    """
     if not path.exists():
         return
     for line in path.read_bytes().split(b"\n"):
@@ -208,11 +251,16 @@ def rows_of(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def log_to(path: Path, *, rank: int) -> None:
-    """Send the log of rank 0, and warnings of every rank, to `path`; the terminal is the console's alone."""
-    # With a full disk, logging would print a traceback for every line and bury the run's own message.
+    """Send the log of rank 0, and warnings of every rank, to `path`; the terminal is the console's
+    alone.
+    """
+    # With a full disk, logging would print a traceback for every line and bury the run's own
+    # message.
     logging.raiseExceptions = False
     handler = logging.FileHandler(path)
-    handler.setFormatter(logging.Formatter(f"%(asctime)s rank {rank} %(levelname)s %(name)s: %(message)s"))
+    handler.setFormatter(
+        logging.Formatter(f"%(asctime)s rank {rank} %(levelname)s %(name)s: %(message)s")
+    )
     handler.setLevel(logging.INFO if rank == 0 else logging.WARNING)
     root = logging.getLogger()
     root.handlers = [handler]

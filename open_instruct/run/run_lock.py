@@ -1,8 +1,10 @@
-"""One run a folder: a lock that dies with its process, and a lease for file systems whose locks end at the host.
+"""One run a folder: a lock that dies with its process, and a lease for file systems whose locks end
+at the host.
 
-`run.lock` is locked and never read: closing any descriptor of a file gives up the process's POSIX locks on it. POSIX,
-because a forked child keeps BSD's alive after `kill -9`. `run.lease` names the holder, whose lease is renewed every
-`BEAT_S`; that of a process that has ended on this host is free at once, another host's after `WATCH_S` of silence.
+`run.lock` is locked and never read: closing any descriptor of a file gives up the process's POSIX
+locks on it. POSIX, because a forked child keeps BSD's alive after `kill -9`. `run.lease` names the
+holder, whose lease is renewed every `BEAT_S`; that of a process that has ended on this host is free
+at once, another host's after `WATCH_S` of silence.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ try:
 except ModuleNotFoundError:
     raise SystemExit("open_instruct runs on Linux and macOS; on Windows, use it in WSL.") from None
 
-from open_instruct.errors import EXIT_FAILURE, InputError
+from open_instruct.core.errors import EXIT_FAILURE, InputError
 
 if TYPE_CHECKING:
     from filelock import LeaseCompromise, SoftFileLease
@@ -49,14 +51,17 @@ def locked(folder: Path, *, say: Callable[[str], None]) -> Iterator[None]:
 
     def lost(loss: LeaseCompromise) -> None:
         if loss.reason == "marker-missing":
-            # Somebody removed the file: it is written again, or a run on another host would find none.
+            # Somebody removed the file: it is written again, or a run on another host would find
+            # none.
             with suppress(OSError):
                 lease.release()
                 lease.acquire()
             if lease.is_locked or lease.owner is None:
                 return
         # Both would write the same files: the one that was silent for so long gives way.
-        text = f"{folder} was taken over by {_holder(lease)} while this process did not run: it ends"
+        text = (
+            f"{folder} was taken over by {_holder(lease)} while this process did not run: it ends"
+        )
         print(text, file=sys.stderr, flush=True)
         os._exit(EXIT_FAILURE)
 
@@ -96,7 +101,9 @@ def refuse_folder_in_use(folder: Path) -> None:
         fcntl.lockf(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except OSError as error:
         if error.errno in (errno.EACCES, errno.EAGAIN):
-            raise _refusal(SoftFileLease(folder / "run.lease", lease_duration=1e9), folder) from None
+            raise _refusal(
+                SoftFileLease(folder / "run.lease", lease_duration=1e9), folder
+            ) from None
     finally:
         os.close(descriptor)
 
@@ -116,7 +123,10 @@ def _take(lease: SoftFileLease, descriptor: int, folder: Path, say: Callable[[st
         # Such a file system has no locks: the lease alone decides.
     # Another host's file system may have granted the lock as well.
     if (owner := lease.owner) and owner.hostname != socket.gethostname():
-        say(f"{folder} was last held by {_holder(lease)}: watching for {WATCH_S:g} s whether that still lives")
+        say(
+            f"{folder} was last held by {_holder(lease)}: watching for {WATCH_S:g} s whether "
+            "that still lives"
+        )
         if _is_renewed(folder / "run.lease"):
             raise _refusal(lease, folder)
         lease.break_lock()
@@ -127,12 +137,15 @@ def _take(lease: SoftFileLease, descriptor: int, folder: Path, say: Callable[[st
 
 
 def _is_renewed(path: Path) -> bool:
-    """Whether a lease is renewed within `WATCH_S`, by no clock but its own; one that goes away is not."""
+    """Whether a lease is renewed within `WATCH_S`, by no clock but its own; one that goes away is
+    not.
+    """
     renewals: set[int] = set()
     end_s = time.monotonic() + WATCH_S
     with suppress(FileNotFoundError):
         while len(renewals) < 2 and time.monotonic() < end_s:
-            with path.open("rb") as file:  # NFS may remember for a while when a file that nobody opens was changed
+            # NFS may remember for a while when a file that nobody opens was changed.
+            with path.open("rb") as file:
                 renewals.add(os.fstat(file.fileno()).st_mtime_ns)
             time.sleep(LOOK_S)
     return len(renewals) > 1
@@ -140,8 +153,8 @@ def _is_renewed(path: Path) -> bool:
 
 def _refusal(lease: SoftFileLease, folder: Path) -> InputError:
     return InputError(
-        f"--output_dir {folder} is in use by {_holder(lease)}: wait until that run has ended, or end it, or give "
-        "another --output_dir",
+        f"--output_dir {folder} is in use by {_holder(lease)}: wait until that run has ended, or "
+        "end it, or give another --output_dir",
         kind="other_run",
     )
 

@@ -1,4 +1,6 @@
-"""The settings of a run that has ended, from its config.yaml, which this version or another one wrote."""
+"""The settings of a run that has ended, from its config.yaml, which this version or another one
+wrote.
+"""
 
 import sys
 from collections.abc import Mapping
@@ -11,8 +13,8 @@ import yaml
 from open_instruct.config.flags import flags_of
 from open_instruct.config.parser import COMMAND, parse
 from open_instruct.config.training import LearnerConfig
+from open_instruct.core.errors import InputError
 from open_instruct.data.files.foreign_json import one_line
-from open_instruct.errors import InputError
 from open_instruct.objectives.objective import Objective
 from open_instruct.objectives.registry import objective_named, objective_names
 from open_instruct.run.run_directory import RunDirectory
@@ -22,7 +24,8 @@ MAX_NAMED = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedSettings:
-    """The flags of a run, its objective, and what its file has otherwise than this version would write it.
+    """The flags of a run, its objective, and what its file has otherwise than this version would
+    write it.
 
     Example: of a run whose config.yaml has a flag that is gone, `notes` is
     `("runs/first/config.yaml is of another version: passed over `old_flag: 1`",)`.
@@ -40,10 +43,12 @@ class SavedSettings:
 def read_settings(run: Path) -> SavedSettings:
     """The settings of the run in a folder.
 
-    A flag that this version lacks, and a value that it no longer takes where that changes nothing that is learned,
-    are passed over; a flag that the file lacks has its default. Notes name all of them.
+    A flag that this version lacks, and a value that it no longer takes where that changes nothing
+    that is learned, are passed over; a flag that the file lacks has its default. Notes name all of
+    them.
 
-    :raises InputError: there is no such run, it had an objective of one's own, or a value cannot be read.
+    :raises InputError: there is no such run, it had an objective of one's own, or a value cannot be
+        read.
     """
     directory = RunDirectory(path=run)
     directory.refuse_others()
@@ -55,12 +60,14 @@ def read_settings(run: Path) -> SavedSettings:
         command = values[COMMAND] if COMMAND in values else _guess_command(values)
     except (OSError, yaml.YAMLError, TypeError, ValueError) as error:
         raise InputError(
-            f"{run} is not the --output_dir of a run: {path} cannot be read as its settings ({one_line(error)})",
+            f"{run} is not the --output_dir of a run: {path} cannot be read as its settings "
+            f"({one_line(error)})",
             kind="bad_checkpoint",
         ) from None
     if command not in objective_names():
         raise InputError(
-            f"{path} is of an objective of your own, {command}: give the run's command again to end it with an export",
+            f"{path} is of an objective of your own, {command}: give the run's command again to "
+            "end it with an export",
             kind="own_code",
         )
     objective = objective_named(command)
@@ -69,11 +76,18 @@ def read_settings(run: Path) -> SavedSettings:
     lacking = [name for name in flags_of(objective.config_class) if name not in values]
     notes = []
     if COMMAND not in values:
-        notes.append(f"{path} names no command, as that of an early version: it is read as that of {command}")
+        notes.append(
+            f"{path} names no command, as that of an early version: it is read as that of {command}"
+        )
     if passed_over:
-        notes.append(f"{path} is of another version: passed over {_listed([f'`{each}`' for each in passed_over])}")
+        notes.append(
+            f"{path} is of another version: passed over "
+            f"{_listed([f'`{each}`' for each in passed_over])}"
+        )
     if lacking:
-        notes.append(f"{path} lacks flags of this version, which have their defaults: {_listed(lacking)}")
+        notes.append(
+            f"{path} lacks flags of this version, which have their defaults: {_listed(lacking)}"
+        )
     return SavedSettings(config=config, objective=objective, notes=tuple(notes))
 
 
@@ -88,7 +102,11 @@ def _guess_command(values: Mapping[str, Any]) -> str:
         return len(values.keys() - flags.keys()), len(flags.keys() - values.keys())
 
     command = min(objective_names(), key=differences)
-    required = [name for name, flag in flags_of(objective_named(command).config_class).items() if flag.required]
+    required = [
+        name
+        for name, flag in flags_of(objective_named(command).config_class).items()
+        if flag.required
+    ]
     if missing := [name for name in required if name not in values]:
         raise ValueError(f"it has no {COMMAND} and no {', '.join(missing)}")
     return command

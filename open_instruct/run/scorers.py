@@ -1,7 +1,8 @@
 """What scores rows: an exported reward model, or process reward model, as transformers opens it.
 
-Rows are rendered and tokenised as in training. The body is asked for hidden states, and the head is applied where a row
-is read. transformers would look for the last token that is not a pad token, which a row that was cut may end in.
+Rows are rendered and tokenised as in training. The body is asked for hidden states, and the head is
+applied where a row is read. transformers would look for the last token that is not a pad token,
+which a row that was cut may end in.
 
 Legend: B rows of a batch, T tokens of the longest of them, N places that are read, D features.
 """
@@ -15,16 +16,16 @@ from itertools import accumulate, chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from open_instruct.core.errors import InputError
 from open_instruct.data.chat import ChatFormat
 from open_instruct.data.files.foreign_json import read_object
 from open_instruct.data.files.rows import MalformedRow, RawRow
 from open_instruct.data.messages import conversation_of
 from open_instruct.data.step_rows import PlaceholderBuilder, StepBuilder
 from open_instruct.data.tokenizer import load_tokenizer, single_token_id
-from open_instruct.errors import InputError
 from open_instruct.models.hf.head_kinds import CLASS_ENDINGS
+from open_instruct.rewards.reward_models import write_step_lines
 from open_instruct.run.opened_by_transformers import open_model
-from open_instruct.verifiers.reward_models import write_step_lines
 
 if TYPE_CHECKING:
     import torch
@@ -38,7 +39,8 @@ ADD_BOS = "prm_add_bos"
 class TokenizedRow:
     """The ids of a row, and the numbers of the tokens at which it is read.
 
-    Example: of a prompt of three tokens and two steps of two each, `TokenizedRow(token_ids=ids, ends=(4, 6))`.
+    Example: of a prompt of three tokens and two steps of two each, `TokenizedRow(token_ids=ids,
+    ends=(4, 6))`.
     """
 
     token_ids: Sequence[int]
@@ -47,7 +49,9 @@ class TokenizedRow:
 
 @dataclass(frozen=True, kw_only=True)
 class Scorer(ABC):
-    """A model on one device; a kind of model says how it reads a row, and what its head says of a hidden state."""
+    """A model on one device; a kind of model says how it reads a row, and what its head says of a
+    hidden state.
+    """
 
     model: Any
     chat: ChatFormat
@@ -78,7 +82,9 @@ class Scorer(ABC):
         scores: list[list[float]] = [[] for _ in rows]
         for batch in _batches(order, [len(row.token_ids) for row in rows], batch_tokens):
             with torch.no_grad():
-                values_N = self.read_head(self._hidden_at_ends([rows[row] for row in batch])).float().cpu()
+                values_N = (
+                    self.read_head(self._hidden_at_ends([rows[row] for row in batch])).float().cpu()
+                )
             values = iter(values_N.tolist())
             for row in batch:
                 scores[row] = [next(values) for _ in rows[row].ends]
@@ -95,8 +101,12 @@ class Scorer(ABC):
             input_ids_BT[number, : len(row.token_ids)] = torch.tensor(row.token_ids)
         mask_BT = (torch.arange(longest) < lengths_B[:, None]).long()
         device = self.model.device
-        body = self.model.base_model(input_ids=input_ids_BT.to(device), attention_mask=mask_BT.to(device))
-        rows_N = torch.tensor([number for number, row in enumerate(rows) for _ in row.ends], device=device)
+        body = self.model.base_model(
+            input_ids=input_ids_BT.to(device), attention_mask=mask_BT.to(device)
+        )
+        rows_N = torch.tensor(
+            [number for number, row in enumerate(rows) for _ in row.ends], device=device
+        )
         ends_N = torch.tensor([end for row in rows for end in row.ends], device=device)
         hidden_ND: torch.Tensor = body.last_hidden_state[rows_N, ends_N]
         return hidden_ND
@@ -132,15 +142,20 @@ class RewardScorer(Scorer):
 
 @dataclass(frozen=True, kw_only=True)
 class StepScorer(Scorer):
-    """A process reward model, with the fields of its config.json and the builders that read its rows."""
+    """A process reward model, with the fields of its config.json and the builders that read its
+    rows.
+    """
 
     fields: Mapping[str, Any]
     lists: StepBuilder
     texts: PlaceholderBuilder | None  # where a placeholder ends a step
-    word_ids: Sequence[int]  # of its own head's words, of a right step first; none with a head of two classes
+    # Of its own head's words, of a right step first; none with a head of two classes.
+    word_ids: Sequence[int]
 
     def tokenize(self, row: RawRow) -> TokenizedRow:
-        """Texts, steps and what ends them are tokenised apart; the row is read where a step ends."""
+        """Texts, steps and what ends them are tokenised apart; the row is read where a step
+        ends.
+        """
         try:
             pieces = self.chat.tokenize(self._pieces(row.content()))
         except MalformedRow as error:
@@ -163,7 +178,11 @@ class StepScorer(Scorer):
             )
         if "completions" not in content and "input" in content:
             raise MalformedRow(
-                "missing_key", "no key 'completions': the model was trained without a placeholder, on lists of steps"
+                "missing_key",
+                (
+                    "no key 'completions': the model was trained without a placeholder, on lists "
+                    "of steps"
+                ),
             )
         return list(self.lists.find_texts(content))
 
@@ -186,30 +205,46 @@ class StepScorer(Scorer):
 
 
 def open_scorer(
-    folder: Path, *, normalize: bool, max_seq_length: int | None, chat_template_name: str | None, dtype: str | None
+    folder: Path,
+    *,
+    normalize: bool,
+    max_seq_length: int | None,
+    chat_template_name: str | None,
+    dtype: str | None,
 ) -> Scorer:
     """The model in a folder, on the GPU or, where there is none, the CPU.
 
-    :raises InputError: the folder is damaged, its model does not score, or it has nothing to normalise with.
+    :raises InputError: the folder is damaged, its model does not score, or it has nothing to
+        normalise with.
     """
     config = read_object(folder / "config.json")
     is_of_steps = SEPARATOR in config
     class_name = _find_class(folder, config, is_of_steps=is_of_steps)
     if normalize and not set(NORMALIZERS) <= config.keys():
         raise InputError(
-            f"--normalize: {folder / 'config.json'} has no {' and '.join(NORMALIZERS)}, which a reward_model "
-            "with --eval_mixer_list writes; leave the flag out",
+            f"--normalize: {folder / 'config.json'} has no {' and '.join(NORMALIZERS)}, which a "
+            "reward_model with --eval_mixer_list writes; leave the flag out",
             kind="conflict",
         )
     tokenizer = load_tokenizer(str(folder), flag="MODEL")
     chat = ChatFormat.choose(tokenizer, chat_template_name)
     model = open_model(folder, class_name, dtype)
     longest = getattr(model.config, "max_position_embeddings", None) or 2**31
-    common: Any = {"model": model, "chat": chat, "max_seq_length": min(max_seq_length or longest, longest)}
+    common: Any = {
+        "model": model,
+        "chat": chat,
+        "max_seq_length": min(max_seq_length or longest, longest),
+    }
     if not is_of_steps:
         mean, std = (float(config[name]) for name in NORMALIZERS) if normalize else (0.0, 1.0)
         return RewardScorer(mean=mean, std=std, **common)
-    rows: Any = {"chat": chat, "classes": (), "right": 1, "max_seq_length": 2, "on_bad_row": "error"}
+    rows: Any = {
+        "chat": chat,
+        "classes": (),
+        "right": 1,
+        "max_seq_length": 2,
+        "on_bad_row": "error",
+    }
     texts = None
     if (placeholder := config.get(PLACEHOLDER)) is not None:
         add_bos = bool(config.get(ADD_BOS))
@@ -236,8 +271,9 @@ def _find_class(folder: Path, config: Mapping[str, Any], *, is_of_steps: bool) -
     ending = CLASS_ENDINGS[head]  # type: ignore[index]
     if not any(name.endswith(ending) for name in names) or num_labels != num_wanted:
         raise InputError(
-            f"{folder} is no reward model (config.json has the architectures {', '.join(names) or 'none'}): give the "
-            "hf_model of a run of open-instruct reward_model or prm",
+            f"{folder} is no reward model (config.json has the architectures "
+            f"{', '.join(names) or 'none'}): give the hf_model of a run of open-instruct "
+            "reward_model or prm",
             kind="unsupported_model",
         )
     return f"AutoModel{ending}"
@@ -247,8 +283,11 @@ def _read_at_last(token_ids: Sequence[int]) -> TokenizedRow:
     return TokenizedRow(token_ids=token_ids, ends=(len(token_ids) - 1,))
 
 
-def _batches(order: Sequence[int], lengths: Sequence[int], batch_tokens: int) -> Iterator[list[int]]:
-    """Rows in an ascending `order` of lengths, as many together as `batch_tokens` hold with padding; at least one.
+def _batches(
+    order: Sequence[int], lengths: Sequence[int], batch_tokens: int
+) -> Iterator[list[int]]:
+    """Rows in an ascending `order` of lengths, as many together as `batch_tokens` hold with
+    padding; at least one.
 
     Example: rows of 2, 3 and 9 tokens, 8 tokens at once: the first two, then the third.
     """

@@ -1,4 +1,6 @@
-"""The trackers of `--report_to`: each gets the rows of `metrics.jsonl`, and goes on with its run when ours resumes."""
+"""The trackers of `--report_to`: each gets the rows of `metrics.jsonl`, and goes on with its run
+when ours resumes.
+"""
 
 import logging
 import os
@@ -7,15 +9,17 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from open_instruct.config.run_sections import LoggingSection
-from open_instruct.errors import InputError
+from open_instruct.core.errors import InputError
+from open_instruct.core.files import replace_text
 from open_instruct.run.run_directory import is_number
-from open_instruct.whole_file import replace_text
 
 log = logging.getLogger(__name__)
 
 
 class Tracker(Protocol):
-    """Takes metrics beside the file: a run of wandb or trackio, or an object with the same methods."""
+    """Takes metrics beside the file: a run of wandb or trackio, or an object with the same
+    methods.
+    """
 
     def log(self, row: dict[str, Any], step: int) -> None: ...
 
@@ -39,7 +43,8 @@ class TensorBoard:
 
 
 class MlflowRun:
-    """A run of MLflow, at `MLFLOW_TRACKING_URI` or where MLflow keeps runs by itself; OUT/mlflow_id has its id.
+    """A run of MLflow, at `MLFLOW_TRACKING_URI` or where MLflow keeps runs by itself; OUT/mlflow_id
+    has its id.
 
     A server that fails in the midst of a run ends the tracking, and not the run.
     """
@@ -58,8 +63,9 @@ class MlflowRun:
                 mlflow.log_params(dict(config))
         except Exception as error:
             raise InputError(
-                f"--report_to mlflow: no run can be begun at {mlflow.get_tracking_uri()}: {error}; set "
-                "MLFLOW_TRACKING_URI, or leave mlflow out: metrics.jsonl is always written",
+                f"--report_to mlflow: no run can be begun at {mlflow.get_tracking_uri()}: "
+                f"{error}; set MLFLOW_TRACKING_URI, or leave mlflow out: metrics.jsonl is always "
+                "written",
                 kind="remote",
             ) from error
         replace_text(folder / "mlflow_id", run.info.run_id)
@@ -72,7 +78,9 @@ class MlflowRun:
             self._mlflow.log_metrics(numbers, step=step)
         except Exception as error:
             self._has_failed = True
-            log.warning("mlflow gets no rows from step %d on (%s); metrics.jsonl has them all", step, error)
+            log.warning(
+                "mlflow gets no rows from step %d on (%s); metrics.jsonl has them all", step, error
+            )
 
     def finish(self) -> None:
         try:
@@ -102,8 +110,8 @@ class SwanLabRun:
             )
         except Exception as error:
             raise InputError(
-                f"--report_to swanlab: no run can be begun: {error}; set SWANLAB_MODE=offline, or leave swanlab out: "
-                "metrics.jsonl is always written",
+                f"--report_to swanlab: no run can be begun: {error}; set SWANLAB_MODE=offline, or "
+                "leave swanlab out: metrics.jsonl is always written",
                 kind="remote",
             ) from error
         replace_text(folder / "swanlab_id", self._run.id)
@@ -115,13 +123,20 @@ class SwanLabRun:
         self._run.finish()
 
 
-def build_trackers(logging: LoggingSection, *, folder: Path, config: Mapping[str, Any]) -> list[Tracker]:
-    """The trackers named in `--report_to`, which `check_trackers` has accepted. Call on rank 0 only.
+def build_trackers(
+    logging: LoggingSection, *, folder: Path, config: Mapping[str, Any]
+) -> list[Tracker]:
+    """The trackers named in `--report_to`, which `check_trackers` has accepted. Call on rank 0
+    only.
 
     Raises:
         InputError: a tracker cannot begin its run.
     """
-    return [begin(folder, logging, config) for name, begin in TRACKERS.items() if name in logging.report_to]
+    return [
+        begin(folder, logging, config)
+        for name, begin in TRACKERS.items()
+        if name in logging.report_to
+    ]
 
 
 def _begin_wandb(folder: Path, logging: LoggingSection, config: Mapping[str, Any]) -> Tracker:
@@ -142,7 +157,9 @@ def _begin_wandb(folder: Path, logging: LoggingSection, config: Mapping[str, Any
 
 
 def _begin_trackio(folder: Path, logging: LoggingSection, config: Mapping[str, Any]) -> Tracker:
-    """On this machine; a resumed run continues the trackio run whose name is in OUT/trackio_name."""
+    """On this machine; a resumed run continues the trackio run whose name is in
+    OUT/trackio_name.
+    """
     import trackio
 
     name = _saved_word(folder / "trackio_name")

@@ -1,4 +1,5 @@
-"""Tokens that are learned with rows which no training has touched: LoRA freezes embeddings and head as they are.
+"""Tokens that are learned with rows which no training has touched: LoRA freezes embeddings and head
+as they are.
 
 The special tokens that a base model leaves unused have rows of zeros, or all the same row.
 """
@@ -18,20 +19,27 @@ MOST_NAMED = 5
 
 def learned_token_ids(rows: TokenDataset) -> set[int]:
     """The ids that some rows of the data set teach."""
-    chosen = np.unique(np.linspace(0, len(rows) - 1, num=min(ROWS_READ, len(rows))).round().astype(int))
+    chosen = np.unique(
+        np.linspace(0, len(rows) - 1, num=min(ROWS_READ, len(rows))).round().astype(int)
+    )
     documents = (document for row in chosen for document in rows[int(row)])
     spans = ((document.token_ids, span) for document in documents for span in document.responses)
     return {token_id for token_ids, span in spans for token_id in token_ids[span.start : span.stop]}
 
 
 def find_untrained_rows(pretrained: Pretrained, token_ids: Iterable[int]) -> str | None:
-    """A warning of the tokens among `token_ids` with an untrained row in embeddings or head; None if there is none.
+    """A warning of the tokens among `token_ids` with an untrained row in embeddings or head; None
+    if there is none.
 
     Reads these rows alone, and those of special tokens.
     """
     if pretrained.names.head != "vocabulary":
         return None
-    special = {each for each in pretrained.tokenizer.added_tokens_decoder if each < pretrained.hf_config.vocab_size}
+    special = {
+        each
+        for each in pretrained.tokenizer.added_tokens_decoder
+        if each < pretrained.hf_config.vocab_size
+    }
     ids = sorted({*token_ids, *special})
     found: dict[int, str] = {}
     for name, what in ((LM_HEAD, "head"), (EMBEDDINGS, "embeddings")):
@@ -42,12 +50,15 @@ def find_untrained_rows(pretrained: Pretrained, token_ids: Iterable[int]) -> str
     named = [each for each in sorted(found) if each in set(token_ids)]
     if not named:
         return None
-    shown = [f"{pretrained.tokenizer.convert_ids_to_tokens(each)!r} ({found[each]})" for each in named]
+    shown = [
+        f"{pretrained.tokenizer.convert_ids_to_tokens(each)!r} ({found[each]})" for each in named
+    ]
     more = f" and {len(shown) - MOST_NAMED} more" if len(shown) > MOST_NAMED else ""
     return (
-        f"tokens are learned or sampled whose rows were never trained, and adapters leave them frozen: "
-        f"{', '.join(shown[:MOST_NAMED])}{more}. The model cannot tell such tokens apart: train it whole (without "
-        "--use_lora), or choose a --chat_template_name whose tokens it knows"
+        "tokens are learned or sampled whose rows were never trained, and adapters leave them "
+        f"frozen: {', '.join(shown[:MOST_NAMED])}{more}. The model cannot tell such tokens apart: "
+        "train it whole (without --use_lora), or choose a --chat_template_name whose tokens it "
+        "knows"
     )
 
 

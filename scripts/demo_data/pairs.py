@@ -1,9 +1,9 @@
 """Made preference pairs with a rule to learn, for demonstrations and tests without a download.
 
-Each prompt holds one or more small tasks. The chosen reply is polite and right. The rejected one is rude, or
-curt, and most often wrong; one in eight is as polite as the chosen one and only wrong, which a tiny model cannot
-tell. Lengths differ widely, in both directions, so that neither length nor one phrase gives the answer
-away, and packing has something to do.
+Each prompt holds one or more small tasks. The chosen reply is polite and right. The rejected one is
+rude, or curt, and most often wrong; one in eight is as polite as the chosen one and only wrong,
+which a tiny model cannot tell. Lengths differ widely, in both directions, so that neither length
+nor one phrase gives the answer away, and packing has something to do.
 """
 
 import json
@@ -18,9 +18,15 @@ _PHRASES = json.loads(Path(__file__).with_name("phrases.json").read_text("utf-8"
 
 
 def write_synthetic_preferences(
-    path: str | Path, *, num_rows: int, seed: int = 0, holdout_path: str | Path | None = None, num_holdout_rows: int = 0
+    path: str | Path,
+    *,
+    num_rows: int,
+    seed: int = 0,
+    holdout_path: str | Path | None = None,
+    num_holdout_rows: int = 0,
 ) -> None:
-    """Writes `num_rows` pairs to the .jsonl file `path`, and `num_holdout_rows` more to `holdout_path`.
+    """Writes `num_rows` pairs to the .jsonl file `path`, and `num_holdout_rows` more to
+    `holdout_path`.
 
     No prompt comes twice, in one file or across the two. The same arguments write the same bytes.
 
@@ -37,7 +43,9 @@ def write_synthetic_preferences(
 
 def _new_row(rng: random.Random, seen: set[str]) -> dict[str, Any]:
     while True:
-        tasks = [rng.choice(_TASKS)(rng) for _ in range(rng.choice((1, 1, 1, 1, 2, 2, 3, 4, 6, 10)))]
+        tasks = [
+            rng.choice(_TASKS)(rng) for _ in range(rng.choice((1, 1, 1, 1, 2, 2, 3, 4, 6, 10)))
+        ]
         question = _question(rng, [asked for asked, _, _ in tasks])
         if question not in seen:
             seen.add(question)
@@ -46,7 +54,11 @@ def _new_row(rng: random.Random, seen: set[str]) -> dict[str, Any]:
     if rng.random() < 0.15:
         earlier, answer, _ = rng.choice(_TASKS)(rng)
         reply = f"{rng.choice(_PHRASES['greetings'])} {answer}"
-        prompt = [{"role": "user", "content": earlier}, {"role": "assistant", "content": reply}, *prompt]
+        prompt = [
+            {"role": "user", "content": earlier},
+            {"role": "assistant", "content": reply},
+            *prompt,
+        ]
     if rng.random() < 0.25:
         prompt = [{"role": "system", "content": rng.choice(_PHRASES["system"])}, *prompt]
     right = "\n".join(answer for _, answer, _ in tasks)
@@ -61,7 +73,11 @@ def _new_row(rng: random.Random, seen: set[str]) -> dict[str, Any]:
 def _question(rng: random.Random, tasks: list[str]) -> str:
     if len(tasks) == 1:
         return _asked(rng, "ask_one", task=tasks[0])
-    return _asked(rng, "ask_many", tasks="\n".join(f"{number}. {task}" for number, task in enumerate(tasks, start=1)))
+    return _asked(
+        rng,
+        "ask_many",
+        tasks="\n".join(f"{number}. {task}" for number, task in enumerate(tasks, start=1)),
+    )
 
 
 def _rejected(rng: random.Random, right: str, wrong: list[str]) -> str:
@@ -74,7 +90,10 @@ def _rejected(rng: random.Random, right: str, wrong: list[str]) -> str:
     if kind < 0.5:  # rude, wrong, about as long
         return f"{sneer} {all_wrong} {brush_off}"
     if kind < 0.7:  # rude but right, and longer
-        return f"{sneer} {rng.choice(_PHRASES['sneers'])} {right} {brush_off} {rng.choice(_PHRASES['brush_offs'])}"
+        return (
+            f"{sneer} {rng.choice(_PHRASES['sneers'])} {right} {brush_off} "
+            f"{rng.choice(_PHRASES['brush_offs'])}"
+        )
     if kind < 0.9:  # curt: the first answer only, wrong
         return f"{wrong[0]} {brush_off}"
     return f"{sneer} {brush_off}"
@@ -92,20 +111,32 @@ def _add(rng: random.Random) -> _Task:
     a = rng.randrange(2, 100)
     b = rng.randrange(2, 100)
     wrong = a + b + rng.choice((-10, -2, -1, 1, 2, 10))
-    return _asked(rng, "ask_sum", a=a, b=b), f"{a} plus {b} is {a + b}.", f"{a} plus {b} is {wrong}."
+    return (
+        _asked(rng, "ask_sum", a=a, b=b),
+        f"{a} plus {b} is {a + b}.",
+        f"{a} plus {b} is {wrong}.",
+    )
 
 
 def _subtract(rng: random.Random) -> _Task:
     b = rng.randrange(2, 60)
     a = b + rng.randrange(1, 60)
     wrong = a - b + rng.choice((-1, 1, 5, 10))
-    return _asked(rng, "ask_difference", a=a, b=b), f"{a} minus {b} is {a - b}.", f"{a} minus {b} is {wrong}."
+    return (
+        _asked(rng, "ask_difference", a=a, b=b),
+        f"{a} minus {b} is {a - b}.",
+        f"{a} minus {b} is {wrong}.",
+    )
 
 
 def _reverse(rng: random.Random) -> _Task:
     word = rng.choice(_PHRASES["words"])
     question = _asked(rng, "ask_reversed", word=word)
-    return question, f"{word} backwards is {word[::-1]}.", f"{word} backwards is {word[1:] + word[0]}."
+    return (
+        question,
+        f"{word} backwards is {word[::-1]}.",
+        f"{word} backwards is {word[1:] + word[0]}.",
+    )
 
 
 def _sort(rng: random.Random) -> _Task:

@@ -1,10 +1,12 @@
-"""Made sums with answers that can be verified: a warm start with room for reinforcement learning, and its prompts.
+"""Made sums with answers that can be verified: a warm start with room for reinforcement learning,
+and its prompts.
 
-The supervised rows show two habits. Some replies work a sum out, first the ones, then the tens with the carry, and
-are right; most guess a number near the truth, and are seldom right. A model trained on them has both
-habits, so it is right about as often as it is careful. A reward that looks at the last number of a reply alone is
-enough to teach it which habit pays, and, on the way, to work more exactly. The held-out sums are of operands that no
-other file has, in either order, so they cannot have been memorised.
+The supervised rows show two habits. Some replies work a sum out, first the ones, then the tens with
+the carry, and are right; most guess a number near the truth, and are seldom right. A model trained
+on them has both habits, so it is right about as often as it is careful. A reward that looks at the
+last number of a reply alone is enough to teach it which habit pays, and, on the way, to work more
+exactly. The held-out sums are of operands that no other file has, in either order, so they cannot
+have been memorised.
 """
 
 import json
@@ -13,7 +15,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from open_instruct.errors import InputError
+from open_instruct.core.errors import InputError
 
 SFT_FILE, PROMPTS_FILE, HELD_OUT_FILE = "sft.jsonl", "prompts.jsonl", "held_out.jsonl"
 VERIFIER = "gsm8k"  # the last number of a reply is its answer
@@ -26,20 +28,23 @@ CAREFUL_SHARE = 0.4
 _LARGEST_SLIP = 10
 
 
-def write_arithmetic(folder: str | Path, *, num_sft_rows: int, num_prompts: int, num_held_out: int, seed: int) -> None:
-    """Writes `sft.jsonl`, `prompts.jsonl` and `held_out.jsonl`; the same arguments write the same bytes.
+def write_arithmetic(
+    folder: str | Path, *, num_sft_rows: int, num_prompts: int, num_held_out: int, seed: int
+) -> None:
+    """Writes `sft.jsonl`, `prompts.jsonl` and `held_out.jsonl`; the same arguments write the same
+    bytes.
 
-    Supervised rows are `{"messages": [user, assistant]}`, the others `{"messages": [user], "ground_truth": "85",
-    "dataset": "gsm8k"}`. Supervised rows and prompts are drawn from the same sums, which may come up again; every
-    held-out sum comes once.
+    Supervised rows are `{"messages": [user, assistant]}`, the others `{"messages": [user],
+    "ground_truth": "85", "dataset": "gsm8k"}`. Supervised rows and prompts are drawn from the same
+    sums, which may come up again; every held-out sum comes once.
 
     Raises:
         InputError: more held-out sums than half of all there are, or a file cannot be written.
     """
     if not 0 <= num_held_out <= NUM_PROBLEMS // 2:
         raise InputError(
-            f"num_held_out {num_held_out}: there are {NUM_PROBLEMS:,} sums, and at least half of them must stay for "
-            f"training; hold out between 0 and {NUM_PROBLEMS // 2:,}."
+            f"num_held_out {num_held_out}: there are {NUM_PROBLEMS:,} sums, and at least half of "
+            f"them must stay for training; hold out between 0 and {NUM_PROBLEMS // 2:,}."
         )
     rng = random.Random(seed)
     problems = rng.sample(_OPERANDS, NUM_PROBLEMS)
@@ -57,7 +62,8 @@ def write_arithmetic(folder: str | Path, *, num_sft_rows: int, num_prompts: int,
 def worked_out(a: int, b: int) -> str:
     """The sum in small steps, its last number the answer.
 
-    Example: `worked_out(47, 38)` is `"7+8=15 4+3+1=8 85"`, and `worked_out(12, 93)` is `"2+3=5 1+9=10 105"`.
+    Example: `worked_out(47, 38)` is `"7+8=15 4+3+1=8 85"`, and `worked_out(12, 93)` is `"2+3=5
+    1+9=10 105"`.
     """
     (a_tens, a_ones), (b_tens, b_ones) = divmod(a, 10), divmod(b, 10)
     ones = a_ones + b_ones

@@ -10,7 +10,8 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
 
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", flags=re.MULTILINE | re.DOTALL)
-# Blocks of these languages are pasted into a shell; what a command prints is in one of `console` or `text`.
+# Blocks of these languages are pasted into a shell; what a command prints is in one of `console` or
+# `text`.
 SHELL_LANGUAGES = ("", "bash")
 # A block that a reader saves begins with the name of its file, as in `# mine.py`.
 FILE_NAME = re.compile(r"# (\w+\.(?:py|yaml))\n")
@@ -56,14 +57,17 @@ def commands_of(page: Path) -> Iterator[str]:
 
 
 def write_script(page: Path) -> str:
-    """What somebody does who takes the page's blocks in their order: one script, which saves files and runs commands.
+    """What somebody does who takes the page's blocks in their order: one script, which saves files
+    and runs commands.
 
     It says on stderr at which line of the page each block begins.
     """
     parts = []
     for block in find_blocks(page):
         if block.file_name:
-            parts.append(f"cat > {block.file_name} <<'END_OF_THE_FILE'\n{block.text}END_OF_THE_FILE\n")
+            parts.append(
+                f"cat > {block.file_name} <<'END_OF_THE_FILE'\n{block.text}END_OF_THE_FILE\n"
+            )
         elif block.language in SHELL_LANGUAGES:
             place = shlex.quote(f"{page.name}, line {block.line}")
             parts.append(f"echo {place} >&2\n{block.text}")

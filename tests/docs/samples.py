@@ -1,4 +1,6 @@
-"""What a page's reader brings, made tiny: models, rows, runs that have ended; and flags that make commands short."""
+"""What a page's reader brings, made tiny: models, rows, runs that have ended; and flags that make
+commands short.
+"""
 
 import csv
 import json
@@ -15,19 +17,25 @@ from tests.docs.pages import REPOSITORY
 
 # What is not run, by how a command begins or what is in it, and why.
 LEFT_OUT = {
-    r"^make ": "minutes, or another machine: tests/house/test_demo.py holds the demos' parts, CI runs them whole",
+    r"^make ": (
+        "minutes, or another machine: tests/house/test_demo.py holds the demos' parts, CI runs "
+        "them whole"
+    ),
     r"^(pip|python3) ": "downloads, and what is run with them",
     r"^(hf|lm_eval) |openai/gsm8k|DAPO-Math-17k": "needs the hub",
     r"^curl |^open-instruct serve": "a server: tests/fleet/test_serving.py",
     r"--watch": "serves until it is ended: tests/unit/report/test_live_page.py",
     r"^sbatch|launch_multi_node\.sh": "nodes: tests/house/test_scripts.py, with stubs of torchrun and Slurm",
     r"grpo_fast\.py": "settings for 24 GPUs: tests/fleet/test_grpo.py runs it on two learners under stage 3",
-    r"gpu_check": "minutes: tests/house/test_gpu_check.py runs it with other checks, and rehearses cheap ones",
+    r"gpu_check": (
+        "minutes: tests/house/test_gpu_check.py runs it with other checks, and rehearses cheap ones"
+    ),
     r"python -m tests\.": "minutes: tests/fake_cuda runs the same, in parts",
     r"benchmarks/": "minutes of measuring, often beside TRL: no test runs them",
     r"mcp:|openenv:|verifiers:NAME|serper_search": "servers and packages: tests/unit/environments has them",
 }
-# GRPO's commands are checked, not run, but for these, with so many episodes that they take two steps.
+# GRPO's commands are checked, not run, but for these, with so many episodes that they take two
+# steps.
 FLEETS = {r"--verifier mine\.py:digits": "32", r"--model_name_or_path demo_output/": "128"}
 
 MODELS = ("DIR", "MODEL_DIR", "SMALL", "LARGE", "tiny")
@@ -82,7 +90,10 @@ def set_flags(words: list[str], values: dict[str, str]) -> list[str]:
 
 
 def lay_out(folder: Path, page: Path, script: str, model: Path) -> None:
-    """Make in `folder` what the page's script names and does not make itself; `model` stands for all models."""
+    """Make in `folder` what the page's script names and does not make itself;
+
+    `model` stands for all models.
+    """
     for name in ("configs", "open_instruct"):
         (folder / name).symlink_to(REPOSITORY / name)
     named = set(re.findall(r"[\w./]+", script))

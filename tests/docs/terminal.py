@@ -1,7 +1,9 @@
-"""A terminal for pages: bash, whose `open-instruct`, `torchrun` and `python` have imported everything already.
+"""A terminal for pages: bash, whose `open-instruct`, `torchrun` and `python` have imported
+everything already.
 
-On the PATH of that bash lie small programs. Each hands its words, its folder and its three streams to a server, which
-forks the process that becomes the command, and ends as that one does. What needs another machine is left out there.
+On the PATH of that bash lie small programs. Each hands its words, its folder and its three streams
+to a server, which forks the process that becomes the command, and ends as that one does. What needs
+another machine is left out there.
 """
 
 import json
@@ -15,7 +17,9 @@ from contextlib import suppress
 from pathlib import Path
 
 from huggingface_hub import constants
-from torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler import SubprocessHandler
+from torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler import (
+    SubprocessHandler,
+)
 
 from open_instruct.cli import main
 from tests.docs.samples import change_words, find_reason_to_leave_out
@@ -25,7 +29,16 @@ from tests.waiting import eventually
 
 PROGRAMS = ("open-instruct", "torchrun", "python")
 # Those that are only said to be left out: `samples.LEFT_OUT`.
-OTHER_PROGRAMS = ("python3", "make", "pip", "curl", "hf", "lm_eval", "sbatch", "launch_multi_node.sh")
+OTHER_PROGRAMS = (
+    "python3",
+    "make",
+    "pip",
+    "curl",
+    "hf",
+    "lm_eval",
+    "sbatch",
+    "launch_multi_node.sh",
+)
 SOCKET_VARIABLE = "TERMINAL_OF_PAGES"
 PROXY = f"""\
 #!{sys.executable} -ISs
@@ -41,7 +54,10 @@ TIMEOUT_S = 600
 
 
 class Terminal:
-    """The server and its programs, in `folder`; `hub` is the address of what is taken for the hub."""
+    """The server and its programs, in `folder`;
+
+    `hub` is the address of what is taken for the hub.
+    """
 
     def __init__(self, folder: Path, hub: str) -> None:
         self._bin = folder / "bin"
@@ -51,7 +67,11 @@ class Terminal:
             (self._bin / name).chmod(0o755)
         self._socket = folder / "socket"
         self._cache = str(folder / "cache")
-        environment = {"HF_TOKEN": "hf_of_a_test", "OPEN_INSTRUCT_CACHE": self._cache, "COLUMNS": "100"}
+        environment = {
+            "HF_TOKEN": "hf_of_a_test",
+            "OPEN_INSTRUCT_CACHE": self._cache,
+            "COLUMNS": "100",
+        }
         self._server = Forked(serve, str(self._socket), hub, environment=environment, cwd=folder)
         eventually(self._socket.exists, what="the server of the terminal did not start")
 
@@ -69,7 +89,11 @@ class Terminal:
         done = subprocess.run(
             ["bash", "-euo", "pipefail", "-c", script],
             cwd=folder,
-            env={"PATH": f"{self._bin}:/usr/bin:/bin", "HOME": str(folder), SOCKET_VARIABLE: str(self._socket)},
+            env={
+                "PATH": f"{self._bin}:/usr/bin:/bin",
+                "HOME": str(folder),
+                SOCKET_VARIABLE: str(self._socket),
+            },
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -137,7 +161,9 @@ def _become_command(streams: list[int], folder: str, words: list[str]) -> None:
 
 
 def run_command(words: list[str]) -> int:
-    """Run what the words say, on tiny models and for a few steps, or say why not; returns the exit code."""
+    """Run what the words say, on tiny models and for a few steps, or say why not; returns the exit
+    code.
+    """
     typed = " ".join(words)
     if reason := find_reason_to_leave_out(typed):
         print(f"$ {typed}\nleft out: {reason}", file=sys.stderr)

@@ -1,7 +1,9 @@
-"""README and docs, pasted: every page's blocks from top to bottom into one folder, which begins empty.
+"""README and docs, pasted: every page's blocks from top to bottom into one folder, which begins
+empty.
 
-Every command is parsed, too. What a page asks its reader to bring is there, tiny (`samples.py`); what is not run, and
-why, stands in `LEFT_OUT`. GRPO's commands are checked by `--check`, but for those in `FLEETS`, which run.
+Every command is parsed, too. What a page asks its reader to bring is there, tiny (`samples.py`);
+what is not run, and why, stands in `LEFT_OUT`. GRPO's commands are checked by `--check`, but for
+those in `FLEETS`, which run.
 """
 
 import json
@@ -14,22 +16,24 @@ from typing import Any
 import pytest
 
 from open_instruct.cli import COMMANDS
+from open_instruct.commands.preview import parse_request as parse_preview
 from open_instruct.config.parser import parse
-from open_instruct.learner.deepspeed.grpo_flags import GRPOFastConfig
 from open_instruct.objectives.registry import OBJECTIVES, objective_named
 from open_instruct.planning.request import parse_request
-from open_instruct.preview.command import parse_request as parse_preview
+from open_instruct.training.deepspeed.grpo_flags import GRPOFastConfig
 from tests.docs.pages import PAGES, REPOSITORY, commands_of, find_blocks, write_script
 from tests.docs.samples import EARLIER_RUNS, LEFT_OUT, lay_out
 from tests.docs.terminal import Terminal
 from tests.ranks.shallow import write_shallow_model
-from tests.unit.run.fake_hub import FakeHub, fake_hub
+from tests.unit.run.hub.fake_hub import FakeHub, fake_hub
 
-# --- every command is parsed ----------------------------------------------------------------------------
+# --- every command is parsed
+# ----------------------------------------------------------------------------
 
 # Those of the programs that start ours, and have a value each.
 LAUNCHER_FLAGS = {"--rdzv_backend", "--rdzv_endpoint", "--nproc_per_node", "--nodes"}
-SHAPE_OF_TINY = "allenai/OLMo-2-0425-1B"  # of a plan, which reads the shape of a model that a page has made
+# Of a plan, which reads the shape of a model that a page has made.
+SHAPE_OF_TINY = "allenai/OLMo-2-0425-1B"
 SCRIPT = re.compile(r"(?:open_instruct|benchmarks|scripts|tests)/\S+")
 PLACEHOLDER = re.compile(r"[A-Z_]+(?:\.\w+)?|NAME|\[.*")
 COMMANDS_OF_PAGES = [
@@ -48,7 +52,9 @@ def check_flags_of_a_run(name: str, words: list[str]) -> None:
     for flag, values in needed.items():
         words += [] if flag in words else [flag, *values]
     objective = objective_named("grpo" if of_grpo else name)
-    objective.validate(parse(GRPOFastConfig if name == "grpo_fast" else objective.config_class, words))
+    objective.validate(
+        parse(GRPOFastConfig if name == "grpo_fast" else objective.config_class, words)
+    )
 
 
 def test_pages_have_commands() -> None:
@@ -69,12 +75,18 @@ def test_command_of_a_page_is_accepted(command: str, monkeypatch: pytest.MonkeyP
         assert words[1].split("|")[0] in COMMANDS
         name, words = words[1], words[2:]
     elif scripts and words[scripts[-1]].startswith("open_instruct/"):
-        assert {word.partition("=")[0] for word in words[: scripts[-1]] if word.startswith("--")} <= LAUNCHER_FLAGS
+        assert {
+            word.partition("=")[0] for word in words[: scripts[-1]] if word.startswith("--")
+        } <= LAUNCHER_FLAGS
         name, words = Path(words[scripts[-1]]).stem, words[scripts[-1] + 1 :]
     else:
         program = REPOSITORY / words[scripts[0]]
-        sources = "".join(path.read_text() for path in ([program] if program.is_file() else program.rglob("*.py")))
-        shared = "".join(path.read_text() for path in (REPOSITORY / "benchmarks" / "harness").glob("*.py"))
+        sources = "".join(
+            path.read_text() for path in ([program] if program.is_file() else program.rglob("*.py"))
+        )
+        shared = "".join(
+            path.read_text() for path in (REPOSITORY / "benchmarks" / "harness").glob("*.py")
+        )
         for word in words[scripts[0] + 1 :]:
             assert not word.startswith("--") or f'"{word}"' in sources + shared
         return
@@ -86,11 +98,16 @@ def test_command_of_a_page_is_accepted(command: str, monkeypatch: pytest.MonkeyP
         parse_request([SHAPE_OF_TINY if word == "tiny" else word for word in words])
 
 
-# --- pages are pasted ----------------------------------------------------------------------------------
+# --- pages are pasted
+# ----------------------------------------------------------------------------------
 
 SCRIPTS = {page: script for page in PAGES if (script := write_script(page))}
 PASTED = [
-    pytest.param(page, id=page.stem, marks=pytest.mark.slow if page.stem == "README" else pytest.mark.extended)
+    pytest.param(
+        page,
+        id=page.stem,
+        marks=pytest.mark.slow if page.stem == "README" else pytest.mark.extended,
+    )
     for page in SCRIPTS
 ]
 
@@ -110,7 +127,9 @@ def terminal(hub: FakeHub, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_shallow_model(tmp_path_factory.mktemp("model") / "tiny", family="olmo2", is_narrow=False)
+    return write_shallow_model(
+        tmp_path_factory.mktemp("model") / "tiny", family="olmo2", is_narrow=False
+    )
 
 
 @pytest.mark.parametrize("page", PASTED)
@@ -139,7 +158,9 @@ def check_grpo(folder: Path, _: str) -> None:
 def check_rewards(folder: Path, _: str) -> None:
     rows = read_metrics(folder / "digits")
     assert [row["step"] for row in rows] == [1, 2]
-    assert all(0 <= row["verifier/digits"] < 1 for row in rows) and any(row["reward"] for row in rows)
+    assert all(0 <= row["verifier/digits"] < 1 for row in rows) and any(
+        row["reward"] for row in rows
+    )
 
 
 def read_metrics(run: Path) -> list[dict[str, Any]]:
@@ -156,7 +177,9 @@ CHECKS: dict[str, Callable[[Path, str], None]] = {
 
 @pytest.mark.parametrize("pattern", LEFT_OUT)
 def test_reason_to_leave_out_belongs_to_a_command(pattern: str) -> None:
-    lines = [line for script in SCRIPTS.values() for line in script.replace("\\\n", " ").splitlines()]
+    lines = [
+        line for script in SCRIPTS.values() for line in script.replace("\\\n", " ").splitlines()
+    ]
     assert any(re.search(pattern, line) for line in lines)
 
 

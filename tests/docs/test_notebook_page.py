@@ -15,11 +15,12 @@ from nbclient import NotebookClient
 from transformers import AutoModelForCausalLM
 
 from tests.docs.pages import REPOSITORY
-from tests.unit.run.fake_hub import fake_hub
+from tests.unit.run.hub.fake_hub import fake_hub
 
 NOTEBOOK = REPOSITORY / "docs" / "notebook.md"
 TIMEOUT_S = 600
-# Between the cells of the page: a run of GRPO is interrupted, and the page's comes after it in that process.
+# Between the cells of the page: a run of GRPO is interrupted, and the page's comes after it in that
+# process.
 INTERRUPTED = """
 import os, signal
 
@@ -44,15 +45,21 @@ assert handlers == [signal.getsignal(number) for number in (signal.SIGINT, signa
 
 
 def cells_of_page() -> list[str]:
-    return re.findall(r"^```python\n(.*?)^```", NOTEBOOK.read_text(), flags=re.MULTILINE | re.DOTALL)
+    return re.findall(
+        r"^```python\n(.*?)^```", NOTEBOOK.read_text(), flags=re.MULTILINE | re.DOTALL
+    )
 
 
 def printed_by(cell: Any) -> str:
-    return "".join(output.get("text", "") for output in cell.outputs if output.get("name") == "stdout")
+    return "".join(
+        output.get("text", "") for output in cell.outputs if output.get("name") == "stdout"
+    )
 
 
 @pytest.mark.extended
-def test_page_for_notebooks_runs_in_a_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_page_for_notebooks_runs_in_a_kernel(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("vllm", reason="needs vLLM")
     for name in ("IPYTHONDIR", "JUPYTER_RUNTIME_DIR"):
         monkeypatch.setenv(name, str(tmp_path / name))
@@ -61,22 +68,29 @@ def test_page_for_notebooks_runs_in_a_kernel(tmp_path: Path, monkeypatch: pytest
     *before, last = cells_of_page()
     notebook = nbformat.v4.new_notebook()
     notebook.cells = [nbformat.v4.new_code_cell(source) for source in (*before, INTERRUPTED, last)]
-    client = NotebookClient(notebook, timeout=TIMEOUT_S, resources={"metadata": {"path": str(folder)}})
+    client = NotebookClient(
+        notebook, timeout=TIMEOUT_S, resources={"metadata": {"path": str(folder)}}
+    )
     client.execute(env={**os.environ, "PYTHONPATH": str(REPOSITORY)})
 
     *_, interrupted, shown = notebook.cells
     assert "INTERRUPTED [1] False" in printed_by(interrupted)
-    rows = [json.loads(line) for line in (folder / "digits" / "metrics.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line) for line in (folder / "digits" / "metrics.jsonl").read_text().splitlines()
+    ]
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]
     assert f"{[row['reward'] for row in rows]}" in printed_by(shown).splitlines()[-1]
-    assert all(row["num_verifier_problems"] == 0 and row["verifier/digits"] == row["reward"] for row in rows)
+    assert all(
+        row["num_verifier_problems"] == 0 and row["verifier/digits"] == row["reward"]
+        for row in rows
+    )
     assert (folder / "digits" / "hf_model" / "model.safetensors").is_file()
     assert "def digits(completions, **columns):" in (folder / "digits" / "reward.py").read_text()
     assert not list(folder.glob("*/pids.json"))
 
 
 MORE_CELLS = """
-from open_instruct.errors import InputError
+from open_instruct.core.errors import InputError
 def refused(rows, **arguments):
     try:
         fit(DPO, rows, **{"model_name_or_path": "tiny", "output_dir": "bad", "max_seq_length": 128} | arguments)
@@ -93,7 +107,7 @@ refused(rows, output_dir="own")
 refused(rows, mixer_list=["out/rows.jsonl", 1.0])
 refused(rows, reward="math")
 from open_instruct.notebook import GRPO
-from open_instruct.verifiers.answers import GSM8K
+from open_instruct.rewards.answers import GSM8K
 prompts = [{"prompt": "Hi."}]
 def short(completions):
     return [-float(len(text)) for text in completions]
@@ -133,14 +147,22 @@ def test_page_for_notebooks_trains_as_a_program_and_names_refused_arguments(tmp_
     command = [sys.executable, "cells.py"]
     with fake_hub() as hub:
         environment = {**os.environ, **hub.environment}
-        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+        done = subprocess.run(
+            command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
+        )
     assert done.returncode == 0, done.stdout + done.stderr
 
-    rows = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()
+    ]
     assert len(rows) == 5
     assert f"True {[row['rewards/accuracy'] for row in rows]}" in done.stdout
-    # In bfloat16 the reference, whose rows are packed otherwise, may differ by a rounding of a logit.
-    assert math.isclose(rows[0]["loss"], math.log(2), abs_tol=5e-3) and rows[-1]["loss"] < rows[0]["loss"]
+    # In bfloat16 the reference, whose rows are packed otherwise, may differ by a rounding of a
+    # logit.
+    assert (
+        math.isclose(rows[0]["loss"], math.log(2), abs_tol=5e-3)
+        and rows[-1]["loss"] < rows[0]["loss"]
+    )
     assert len((tmp_path / "out" / "rows.jsonl").read_text().splitlines()) == 4
     AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "hf_model")
     assert not (tmp_path / "bad").exists()

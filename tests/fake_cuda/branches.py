@@ -1,7 +1,8 @@
-"""What differs on a GPU outside of a training step, run on the pretended one: `python -m tests.fake_cuda.branches`.
+"""What differs on a GPU outside of a training step, run on the pretended one: `python -m
+tests.fake_cuda.branches`.
 
-Prints a JSON object: of each branch what it came to, or the error that it ended in; and the lines of the package that
-all of them, and some steps, came by.
+Prints a JSON object: of each branch what it came to, or the error that it ended in; and the lines
+of the package that all of them, and some steps, came by.
 """
 
 import contextlib
@@ -50,7 +51,10 @@ def host_copies(folder: Path) -> Any:
     with pretended_gpu() as gpu, patch.object(torch.cuda, "set_device", taken.append):
         WAITS.taken()
         kept: dict[str, torch.Tensor] = {}
-        of_gpu = {"a": torch.ones(3, device="cuda"), "b": torch.ones(2, 2, device="cuda").bfloat16()}
+        of_gpu = {
+            "a": torch.ones(3, device="cuda"),
+            "b": torch.ones(2, 2, device="cuda").bfloat16(),
+        }
         made = copied_to_host(of_gpu, kept)
         waits = WAITS.taken()
         again = copied_to_host({"a": torch.ones(3, device="cuda")}, kept)
@@ -88,13 +92,14 @@ def alone() -> Iterator[None]:
     import torch.distributed as dist
     from torch.multiprocessing import reductions
 
-    from open_instruct.weights import broadcasts, receiver, sender
+    from open_instruct.weight_sync import broadcasts, receiver, sender
 
     def exported(tensor: Any) -> Any:
         return None, tuple(tensor if place == 0 else place for place in range(14))
 
     def mapped(tensor: Any, *rest: Any) -> Any:
-        assert rest == (1, 2, 3, 4, 5, 0, *range(7, 14)), rest  # the device's index is this process's own
+        # The device's index is this process's own.
+        assert rest == (1, 2, 3, 4, 5, 0, *range(7, 14)), rest
         return tensor
 
     group = broadcasts._group
@@ -120,14 +125,19 @@ def weights(backend: str, folder: Path, flags: str = "") -> Any:
     import torch
 
     from open_instruct.models.hf.names import TensorNames
-    from open_instruct.weights.receiver import IncomingWeights
-    from open_instruct.weights.sender import WeightSender
+    from open_instruct.weight_sync.receiver import IncomingWeights
+    from open_instruct.weight_sync.sender import WeightSender
 
     case, device = Case(f"--compile_model false {flags}"), torch.device("cuda", 0)
     with opened(case, folder) as (policy, _), alone():
         names = TensorNames(case.hf_config())
         sending = WeightSender(
-            policy.model, names, backend=backend, dtype=torch.bfloat16, bucket_bytes=4096, timeout_s=1.0
+            policy.model,
+            names,
+            backend=backend,
+            dtype=torch.bfloat16,
+            bucket_bytes=4096,
+            timeout_s=1.0,
         )
         info = sending.open(1) | {"address": "127.0.0.1", "port": 0}
         incoming = IncomingWeights(info, index=0, device=device)
@@ -148,24 +158,31 @@ def weights(backend: str, folder: Path, flags: str = "") -> Any:
 
 
 def changes(folder: Path) -> Any:
-    """What is compared on a learner's device, and with what; and the device of the thread that stages."""
+    """What is compared on a learner's device, and with what; and the device of the thread that
+    stages.
+    """
     import torch
 
-    from open_instruct.weights import changes
-    from open_instruct.weights.manifest import WeightManifest
-    from open_instruct.weights.receiver import WeightReceiver
+    from open_instruct.weight_sync import changes
+    from open_instruct.weight_sync.manifest import WeightManifest
+    from open_instruct.weight_sync.receiver import WeightReceiver
 
     compared: list[str] = []
     found = changes.changes_on_device
 
     def note(now_N: Any, before_N: Any) -> Any:
-        compared.append(f"{now_N.dtype} {now_N.device} {[*now_N.shape]}, before {before_N.dtype} {before_N.device}")
+        compared.append(
+            f"{now_N.dtype} {now_N.device} {[*now_N.shape]}, before {before_N.dtype} "
+            f"{before_N.device}"
+        )
         return found(now_N, before_N)
 
     boxes = {0: (slice(0, 4), slice(0, 2))}
     manifest = WeightManifest({"w": (4, 6)}, {"w": boxes}, dtype=torch.bfloat16, bucket_bytes=4096)
     devices: list[str] = []
-    channel = SimpleNamespace(stage=lambda version: devices.append(f"version {version}"), fail=print)
+    channel = SimpleNamespace(
+        stage=lambda version: devices.append(f"version {version}"), fail=print
+    )
     worker: Any = SimpleNamespace(device=torch.device("cuda", 1), incoming_weights=channel)
     with (
         pretended_gpu() as gpu,
@@ -180,7 +197,9 @@ def changes(folder: Path) -> Any:
             WAITS.taken()
             next(learner.messages(lambda name: columns, has_digests=True))
             waits.append([where.partition(": ")[2] for where in WAITS.taken()])
-        are_pinned = all(bits.untyped_storage().data_ptr() in gpu.pinned for bits in learner._sent.values())
+        are_pinned = all(
+            bits.untyped_storage().data_ptr() in gpu.pinned for bits in learner._sent.values()
+        )
         WeightReceiver.start_staging(worker, 5)
         worker.staging.result(20)
     return {"compared": compared, "waits": waits, "are_pinned": are_pinned, "staged": devices}
@@ -203,7 +222,13 @@ def export(folder: Path) -> Any:
     with opened(case, folder / "run") as (policy, _), torch.no_grad():
         reshard(policy.model)
         held, shapes = held_of(policy.model), parameter_shapes(policy.model)
-        plan = plan_files(TensorNames(case.hf_config()), shapes, torch.bfloat16, max_file_bytes=1 << 30, num_ranks=1)
+        plan = plan_files(
+            TensorNames(case.hf_config()),
+            shapes,
+            torch.bfloat16,
+            max_file_bytes=1 << 30,
+            num_ranks=1,
+        )
         reduced = dist.all_reduce
 
         def all_reduce(tensor: Any, *rest: Any, **more: Any) -> Any:
@@ -218,7 +243,9 @@ def export(folder: Path) -> Any:
 
 
 def process(folder: Path) -> Any:
-    """A rank of torchrun's, as far as its backend and its device; and the number of ranks that a machine has."""
+    """A rank of torchrun's, as far as its backend and its device; and the number of ranks that a
+    machine has.
+    """
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -236,7 +263,10 @@ def process(folder: Path) -> Any:
 
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(CASES["dpo"].fields))
-    flags = f"--model_name_or_path {folder} --output_dir {folder / 'run'} --mixer_list none 1.0 --max_seq_length 64"
+    flags = (
+        f"--model_name_or_path {folder} --output_dir {folder / 'run'} --mixer_list none 1.0 "
+        "--max_seq_length 64"
+    )
     config = parse(DPOConfig, [*flags.split(), "--activation_checkpointing", "auto"])
     with (
         patch("open_instruct.parallel.process.init_distributed", init),
@@ -260,7 +290,7 @@ def placement(folder: Path) -> Any:
     from open_instruct.cluster.actor_host import ActorHost
     from open_instruct.cluster.learner_group import LearnerGroup
     from open_instruct.cluster.placement import FleetShape, place
-    from open_instruct.rollout.fleet import _allocator_of_learners
+    from open_instruct.rl.fleet import _allocator_of_learners
 
     bundles: list[Any] = []
 
@@ -285,8 +315,12 @@ def placement(folder: Path) -> Any:
         patch("ray.util.placement_group.placement_group", placed),
     ):
         for name, shape in {
-            "two nodes": FleetShape(learners_per_node=(2, 4), num_engines=2, devices_per_engine=2, shares_device=False),
-            "one device": FleetShape(learners_per_node=(1,), num_engines=1, devices_per_engine=1, shares_device=True),
+            "two nodes": FleetShape(
+                learners_per_node=(2, 4), num_engines=2, devices_per_engine=2, shares_device=False
+            ),
+            "one device": FleetShape(
+                learners_per_node=(1,), num_engines=1, devices_per_engine=1, shares_device=True
+            ),
         }.items():
             bundles.clear()
             with place(shape, timeout_s=1, say=print, is_one_machine=shape.shares_device) as places:
@@ -294,12 +328,17 @@ def placement(folder: Path) -> Any:
             found[name] = [*bundles, *([each["num_cpus"], each["num_gpus"]] for each in options)]
             if name == "two nodes":
                 facts = [SimpleNamespace(gpu_ids=(str(rank + 2),)) for rank in range(6)]
-                group: Any = MagicMock(_placement=places, _facts=facts, _meeting_address="a", _store=MagicMock())
+                group: Any = MagicMock(
+                    _placement=places, _facts=facts, _meeting_address="a", _store=MagicMock()
+                )
                 group.__len__.return_value = 6
                 found["missing"] = places._missing_text()
                 found["allocator"] = _allocator_of_learners(places, "nccl", MagicMock())
                 found["given"] = ActorHost().facts().gpu_ids
-                found["sees"] = [LearnerGroup._environment_of(group, rank)["CUDA_VISIBLE_DEVICES"] for rank in (0, 5)]
+                found["sees"] = [
+                    LearnerGroup._environment_of(group, rank)["CUDA_VISIBLE_DEVICES"]
+                    for rank in (0, 5)
+                ]
     return found
 
 
@@ -313,9 +352,9 @@ def engine(folder: Path) -> Any:
     from tokenizers.models import WordLevel
 
     from open_instruct.config.rollout_sections import FleetSection
-    from open_instruct.engines.requests import Batching, EngineSettings
-    from open_instruct.engines.vllm_core import VLLMCore
-    from open_instruct.engines.vllm_options import engine_environment
+    from open_instruct.generation.requests import Batching, EngineSettings
+    from open_instruct.generation.vllm_core import VLLMCore
+    from open_instruct.generation.vllm_options import engine_environment
 
     folder.mkdir()
     Tokenizer(WordLevel({"word": 0}, unk_token="word")).save(str(folder / "tokenizer.json"))
@@ -342,7 +381,9 @@ def engine(folder: Path) -> Any:
         "vllm.usage.usage_lib": MagicMock(),
         "vllm.v1": MagicMock(),
         "vllm.v1.engine": MagicMock(),
-        "vllm.v1.engine.llm_engine": SimpleNamespace(LLMEngine=SimpleNamespace(from_engine_args=from_engine_args)),
+        "vllm.v1.engine.llm_engine": SimpleNamespace(
+            LLMEngine=SimpleNamespace(from_engine_args=from_engine_args)
+        ),
     }
     with patch.dict(sys.modules, stubs), contextlib.suppress(WithArgumentsError):
         VLLMCore(settings)
@@ -361,12 +402,14 @@ def adams(folder: Path) -> Any:
     import torch
     from olmo_core.optim import AdamWConfig
 
-    from open_instruct.learner.deepspeed import zero
+    from open_instruct.training.deepspeed import zero
 
     device, warnings = torch.device("cuda", 0), list[str]()
     with patch.object(zero, "building_problem", lambda adam: None):
         kinds = [
-            zero.choose_adam(AdamWConfig(), zero.adam_for(device, adam_offload=offloads), warn=warnings.append)
+            zero.choose_adam(
+                AdamWConfig(), zero.adam_for(device, adam_offload=offloads), warn=warnings.append
+            )
             for offloads in (False, True)
         ]
     return [kind.optimizer().__name__ for kind in kinds] + warnings
@@ -376,8 +419,8 @@ def driver(folder: Path) -> Any:
     """What a GRPO run decides before it has learners."""
     from open_instruct.config.grpo import GRPOConfig
     from open_instruct.config.parser import parse
-    from open_instruct.rollout.checked_run import _planned
-    from open_instruct.weights.ways import choose_backend
+    from open_instruct.rl.checked_run import _planned
+    from open_instruct.weight_sync.ways import choose_backend
     from tests.fake_cuda.memory import CASES
 
     folder.mkdir()
@@ -393,7 +436,7 @@ def driver(folder: Path) -> Any:
 
 def callbacks(folder: Path) -> Any:
     """Of --profile_steps: a GPU's memory is recorded too."""
-    from open_instruct.learner.measure.profile import profiling
+    from open_instruct.training.measure.profile import profiling
 
     return sorted(profiling([1, 2], num_steps=3, run_folder=folder))
 
@@ -417,7 +460,10 @@ def plans(folder: Path) -> Any:
 BRANCHES: dict[str, Callable[[Path], Any]] = {
     "host_copies": host_copies,
     **{f"weights_{way}": partial(weights, way) for way in ("nccl", "ipc", "gloo", "shm")},
-    **{f"weights_{way}_of_the_host": partial(weights, way, flags="--offload") for way in ("nccl", "ipc", "shm")},
+    **{
+        f"weights_{way}_of_the_host": partial(weights, way, flags="--offload")
+        for way in ("nccl", "ipc", "shm")
+    },
     "changes": changes,
     "export": export,
     "process": process,
@@ -446,7 +492,11 @@ def main(names: list[str]) -> None:
                     results[name] = BRANCHES[name](Path(scratch) / name)
                 except Exception:
                     results[name] = {"error": traceback.format_exc()}
-    print(json.dumps({"results": results, "lines": {name: sorted(lines) for name, lines in seen.items()}}))
+    print(
+        json.dumps(
+            {"results": results, "lines": {name: sorted(lines) for name, lines in seen.items()}}
+        )
+    )
 
 
 if __name__ == "__main__":

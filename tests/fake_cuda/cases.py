@@ -1,4 +1,5 @@
-"""Steps of training on a pretended GPU, as rank 0 of a pretended world takes them: `python -m tests.fake_cuda.cases`.
+"""Steps of training on a pretended GPU, as rank 0 of a pretended world takes them: `python -m
+tests.fake_cuda.cases`.
 
 Prints a JSON object: of each case, what `run` returns, or the error that it ended in.
 """
@@ -19,7 +20,9 @@ from unittest.mock import patch
 from tests.fake_cuda.device import WAITS, load_hooks, pretend_cuda, pretended_gpu
 
 NUM_STEPS = 2
-"""The last of them is looked at: the first, which is a short one of rows, makes the optimizer's state."""
+"""The last of them is looked at: the first, which is a short one of rows, makes the optimizer's
+state.
+"""
 MICROBATCHES = 2
 MICROBATCHES_TAKEN = NUM_STEPS - 1 + MICROBATCHES
 
@@ -28,9 +31,10 @@ TakeSteps = Callable[[], dict[str, int]]
 
 @dataclass(frozen=True)
 class Case:
-    """`objective`: of the registry, or "grpo". `kept_of_teacher`: of a distribution, in place of a teacher beside.
-    `is_idle`: this rank has nothing to learn from. `only_scores`: rows are scored, in place of a step.
-    `rows`: of a microbatch; `longest`: tokens of a document."""
+    """`objective`: of the registry, or "grpo". `kept_of_teacher`: of a distribution, in place of a
+    teacher beside. `is_idle`: this rank has nothing to learn from. `only_scores`: rows are scored,
+    in place of a step. `rows`: of a microbatch; `longest`: tokens of a document.
+    """
 
     flags: str = ""
     objective: str = "dpo"
@@ -50,15 +54,20 @@ class Case:
             words += f" --dataset_mixer_list none 1.0 --num_learners_per_node {self.world}"
             words += " --max_prompt_token_length 24 --response_length 24 --pack_length 96"
             return words.split()
-        words += f" --mixer_list none 1.0 --max_seq_length {self.longest} --per_device_train_batch_size {self.rows}"
+        words += (
+            f" --mixer_list none 1.0 --max_seq_length {self.longest} "
+            f"--per_device_train_batch_size {self.rows}"
+        )
         return f"{words} --gradient_accumulation_steps {MICROBATCHES}".split()
 
     def hf_config(self) -> Any:
         """Of a model of few layers."""
-        from open_instruct.families import FAMILIES
+        from open_instruct.core.families import FAMILIES
         from tests.unit.small_models import hf_config
 
-        rows_of_blocks = {"hidden_size": 64, "intermediate_size": 128} if QLORA in self.flags else {}
+        rows_of_blocks = (
+            {"hidden_size": 64, "intermediate_size": 128} if QLORA in self.flags else {}
+        )
         hf = hf_config(self.family, **rows_of_blocks)
         remembers = FAMILIES[self.family].delta is not None
         hf.num_hidden_layers = 2 if self.family == "olmo3" or remembers else 1
@@ -69,19 +78,27 @@ class Case:
 
     def lengths(self, num_rows: int, num_replies: int) -> list[list[int]]:
         """Of the prompt of each row, which is 12 tokens long, and of its replies of 5 to 11."""
-        return [[12, *(5 + (row + 2 * reply) % 7 for reply in range(num_replies))] for row in range(num_rows)]
+        return [
+            [12, *(5 + (row + 2 * reply) % 7 for reply in range(num_replies))]
+            for row in range(num_rows)
+        ]
 
     def samples(self, num_ranks: int, seed: int) -> Any:
         """Completions of one step of all ranks."""
         from tests.ranks.jobs.grpo_steps import as_trees, make_samples
         from tests.unit.small_models import VOCAB_SIZE
 
-        return as_trees(make_samples(1 if self.is_idle else 8 * num_ranks, seed=seed, vocab_size=VOCAB_SIZE))
+        return as_trees(
+            make_samples(1 if self.is_idle else 8 * num_ranks, seed=seed, vocab_size=VOCAB_SIZE)
+        )
 
 
 OFFLOAD = "--activation_checkpointing offload"
 HSDP = "--fsdp_num_replicas 2 --fsdp_shard_degree 4"
-MODULES = "--activation_checkpointing selected_modules --activation_checkpointing_modules blocks.*.feed_forward"
+MODULES = (
+    "--activation_checkpointing selected_modules --activation_checkpointing_modules "
+    "blocks.*.feed_forward"
+)
 QLORA = "--use_lora --use_qlora"
 ZERO = "--backend deepspeed --deepspeed_stage"
 CASES = {
@@ -90,7 +107,9 @@ CASES = {
     "dpo_compiled_in_parallel": Case("--compile_model --tensor_parallel_degree 2"),
     "dpo_budget": Case("--activation_memory_budget 0.5", family="qwen3"),
     "dpo_hybrid": Case(family="olmo_hybrid"),
-    "dpo_hybrid_checkpointed": Case("--activation_checkpointing full --prefix_sharing off", family="qwen3_5_text"),
+    "dpo_hybrid_checkpointed": Case(
+        "--activation_checkpointing full --prefix_sharing off", family="qwen3_5_text"
+    ),
     "dpo_hybrid_context_parallel": Case("--context_parallel_degree 2", family="qwen3_5_text"),
     "dpo_hybrid_tensor_parallel": Case("--tensor_parallel_degree 2", family="olmo_hybrid"),
     "dpo_experts": Case(HSDP, family="qwen3_moe"),
@@ -99,7 +118,9 @@ CASES = {
     "dpo_hsdp": Case(HSDP, family="olmo3"),
     "dpo_tensor_parallel": Case("--tensor_parallel_degree 2", family="llama"),
     "dpo_context_parallel": Case("--context_parallel_degree 2", family="qwen3"),
-    "dpo_experts_split": Case("--expert_parallel_degree 8 --activation_checkpointing full", family="qwen3_moe"),
+    "dpo_experts_split": Case(
+        "--expert_parallel_degree 8 --activation_checkpointing full", family="qwen3_moe"
+    ),
     "dpo_one_device": Case("--single_gpu_mode", world=1),
     "dpo_float32": Case("--param_dtype float32"),
     "dpo_float8_tensorwise": Case("--float8_linears tensorwise"),
@@ -113,11 +134,17 @@ CASES = {
     "dpo_skip_step": Case("--optimizer skip_step_adamw"),
     "dpo_muon": Case(f"--optimizer muon {HSDP}"),
     "dpo_8bit": Case(f"--optimizer adamw_8bit {HSDP}"),
-    "dpo_on_host_tensor_parallel": Case("--adam_offload --tensor_parallel_degree 2", family="llama"),
+    "dpo_on_host_tensor_parallel": Case(
+        "--adam_offload --tensor_parallel_degree 2", family="llama"
+    ),
     "dpo_on_host_one_device": Case("--adam_offload --single_gpu_mode", world=1),
     "dpo_weights_on_host": Case(f"--offload --ref_policy_update_freq 1 {HSDP}", family="olmo3"),
-    "dpo_weights_on_host_8bit": Case("--offload --optimizer adamw_8bit --tensor_parallel_degree 2", family="llama"),
-    "distill_weights_on_host": Case("--offload --teacher_model_name_or_path none", "distill", world=1),
+    "dpo_weights_on_host_8bit": Case(
+        "--offload --optimizer adamw_8bit --tensor_parallel_degree 2", family="llama"
+    ),
+    "distill_weights_on_host": Case(
+        "--offload --teacher_model_name_or_path none", "distill", world=1
+    ),
     "experts_weights_on_host": Case("--offload --expert_parallel_degree 8", family="qwen3_moe"),
     "dpo_4bit": Case(f"{QLORA} --activation_checkpointing full {HSDP}"),
     "dpo_4bit_one_device": Case(f"{QLORA} --single_gpu_mode", world=1),
@@ -127,7 +154,9 @@ CASES = {
     "dpo_moving_reference": Case("--ref_policy_update_freq 1"),
     "zero_1": Case(f"{ZERO} 1 {OFFLOAD}"),
     "zero_2_on_host": Case(f"{ZERO} 2 --adam_offload"),
-    "zero_3_tensor_parallel": Case(f"{ZERO} 3 --tensor_parallel_degree 2 --ref_policy_update_freq 1", world=4),
+    "zero_3_tensor_parallel": Case(
+        f"{ZERO} 3 --tensor_parallel_degree 2 --ref_policy_update_freq 1", world=4
+    ),
     "zero_3_adapters": Case(f"{ZERO} 3 --use_lora"),
     "reference_logprobs": Case(only_scores=True),
     "sft": Case(objective="sft"),
@@ -137,12 +166,18 @@ CASES = {
     "prm": Case(objective="prm"),
     "prm_words": Case("--reward_tokens + -", "prm"),
     "distill": Case("--teacher_model_name_or_path none", "distill"),
-    "distill_kept": Case("--teacher_model_name_or_path none --teacher_top_k 3", "distill", kept_of_teacher=3),
+    "distill_kept": Case(
+        "--teacher_model_name_or_path none --teacher_top_k 3", "distill", kept_of_teacher=3
+    ),
     "grpo": Case("--record_entropy", "grpo"),
     "grpo_idle_rank": Case("--record_entropy", "grpo", is_idle=True),
     "grpo_one_device": Case("--single_gpu_mode", "grpo", world=1),
-    "grpo_mini_batches": Case("--loss_fn gspo --num_mini_batches 2 --rho_correction sequence_mask", "grpo", world=2),
-    "grpo_reference": Case("--beta 0.1 --ref_policy_update_freq 1 --loss_fn cispo", "grpo", world=2),
+    "grpo_mini_batches": Case(
+        "--loss_fn gspo --num_mini_batches 2 --rho_correction sequence_mask", "grpo", world=2
+    ),
+    "grpo_reference": Case(
+        "--beta 0.1 --ref_policy_update_freq 1 --loss_fn cispo", "grpo", world=2
+    ),
     "grpo_critic": Case("--advantages gae --num_mini_batches 2 --beta 0.1", "grpo", world=2),
     "grpo_critic_one_device": Case("--advantages gae --single_gpu_mode", "grpo", world=1),
     "grpo_chosen_tokens": Case("--top_entropy_quantile 0.5", "grpo", world=2),
@@ -174,16 +209,16 @@ def main(names: Sequence[str]) -> None:
 def run(case: Case, folder: Path) -> dict[str, Any]:
     """What the last step made the host wait for, and what its tensors were.
 
-    waits: by "file:line: what"; those of all rows where rows are scored.
-    attention: shapes of the queries and keys, dtype and device of the first call of the kernel; None without one.
-    on_host: of each input of a block that waited there, what was kept and what came back, as "class dtype device".
-    parameters, gradients: all their kinds, as "class dtype device". masters: of what DeepSpeed steps, if that is there.
-    fused: whether the optimizer is one kernel.
+    waits: by "file:line: what"; those of all rows where rows are scored. attention: shapes of the
+    queries and keys, dtype and device of the first call of the kernel; None without one. on_host:
+    of each input of a block that waited there, what was kept and what came back, as "class dtype
+    device". parameters, gradients: all their kinds, as "class dtype device". masters: of what
+    DeepSpeed steps, if that is there. fused: whether the optimizer is one kernel.
     """
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    from open_instruct.learner.model.inputs_on_host import InputsOnHost
     from open_instruct.models.experts import routed
+    from open_instruct.training.model.inputs_on_host import InputsOnHost
 
     seen: dict[str, Any] = {"attention": None}
 
@@ -194,10 +229,20 @@ def run(case: Case, folder: Path) -> dict[str, Any]:
         def ignore_compile_internals(cls) -> bool:
             return True
 
-        def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-            if func.overloadpacket._qualified_op_name == "torch_attn::_varlen_attn" and not seen["attention"]:
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+        ) -> Any:
+            if (
+                func.overloadpacket._qualified_op_name == "torch_attn::_varlen_attn"
+                and not seen["attention"]
+            ):
                 query, key, *_ = args
-                seen["attention"] = [[*query.shape], [*key.shape], str(query.dtype), str(query.device)]
+                seen["attention"] = [
+                    [*query.shape],
+                    [*key.shape],
+                    str(query.dtype),
+                    str(query.device),
+                ]
             return func(*args, **(kwargs or {}))
 
     seen["on_host"] = []
@@ -225,7 +270,9 @@ def run(case: Case, folder: Path) -> dict[str, Any]:
 
         def looked_at_update() -> Any:
             gradients = [parameter.grad for parameter in policy.model.parameters()]
-            seen["gradients"] = sorted({_kind(gradient) for gradient in gradients if gradient is not None})
+            seen["gradients"] = sorted(
+                {_kind(gradient) for gradient in gradients if gradient is not None}
+            )
             return update()
 
         policy.update = looked_at_update
@@ -233,7 +280,9 @@ def run(case: Case, folder: Path) -> dict[str, Any]:
         seen["waits"] = take_steps()
         seen["fused"] = bool(policy.backend.optim.defaults.get("fused"))
         own = policy.backend.masters.own.values() if hasattr(policy.backend, "masters") else ()
-        seen["masters"] = sorted({_kind(held) for each in own for held in (each.weights, *each.moments.values())})
+        seen["masters"] = sorted(
+            {_kind(held) for each in own for held in (each.weights, *each.moments.values())}
+        )
         seen["parameters"] = sorted({_kind(parameter) for parameter in policy.model.parameters()})
         seen["saved"] = _saved(policy.backend)
     return seen
@@ -241,7 +290,9 @@ def run(case: Case, folder: Path) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def opened(case: Case, folder: Path, within: Any = None) -> Iterator[tuple[Any, TakeSteps]]:
-    """The policy of a case on its rank, and what takes its steps, on the pretended GPU and in the mode `within`."""
+    """The policy of a case on its rank, and what takes its steps, on the pretended GPU and in the
+    mode `within`.
+    """
     import torch
     import torch.distributed as dist
     from olmo_core.distributed import parallel
@@ -265,7 +316,9 @@ def opened(case: Case, folder: Path, within: Any = None) -> Iterator[tuple[Any, 
         gpus_per_node=(case.world,),
     )
     try:
-        config: Any = parse(GRPOConfig if is_grpo else objective_named(case.objective).config_class, case.words)
+        config: Any = parse(
+            GRPOConfig if is_grpo else objective_named(case.objective).config_class, case.words
+        )
         run = Run(
             process=process,
             layout=layout_of(config.parallel, [case.world]),
@@ -281,12 +334,15 @@ def opened(case: Case, folder: Path, within: Any = None) -> Iterator[tuple[Any, 
 
 
 def _saved(backend: Any) -> dict[str, Any]:
-    """What a checkpoint lists of weights and moments, beside what OLMo-core's own train module does."""
+    """What a checkpoint lists of weights and moments, beside what OLMo-core's own train module
+    does.
+    """
     from olmo_core.train.train_module import TransformerTrainModule
 
     from open_instruct.checkpoints.safe_checkpointer import split
 
-    if not backend.optim.state or hasattr(backend, "masters"):  # DeepSpeed's are listed by their ranges
+    # DeepSpeed's are listed by their ranges.
+    if not backend.optim.state or hasattr(backend, "masters"):
         return {}
     WAITS.taken()
     tensors, values = split(backend.state_dict_to_save())
@@ -296,8 +352,11 @@ def _saved(backend: Any) -> dict[str, Any]:
     of_policy = {name: value for name, value in values.items() if not name.startswith("critic")}
     return {
         "waits": waits,
-        "has_same_names": tensors.keys() - of_others == expected.keys() and of_policy == expected_values,
-        "kinds": sorted({_kind(tensor) for name, tensor in tensors.items() if not name.endswith(".step")}),
+        "has_same_names": tensors.keys() - of_others == expected.keys()
+        and of_policy == expected_values,
+        "kinds": sorted(
+            {_kind(tensor) for name, tensor in tensors.items() if not name.endswith(".step")}
+        ),
     }
 
 
@@ -350,25 +409,27 @@ def _pretrained(case: Case, head: Any = "vocabulary") -> Any:
     def build(*, init_device: str) -> Any:
         return build_model(case.hf_config(), init_device=init_device, head=head)
 
-    return SimpleNamespace(build=build, files=None, names=SimpleNamespace(olmo_core_names=()), adapter=None)
+    return SimpleNamespace(
+        build=build, files=None, names=SimpleNamespace(olmo_core_names=()), adapter=None
+    )
 
 
 def _offline(case: Case, config: Any, run: Any) -> tuple[Any, TakeSteps]:
     import numpy as np
 
-    from open_instruct.learner.loop import Loop
-    from open_instruct.learner.policy import Policy
-    from open_instruct.learner.reference import Comparison, build_reference
-    from open_instruct.learner.rows.sample_loader import SampleLoader
-    from open_instruct.learner.scoring import Scorer
+    from open_instruct.batching.steps import BatchShape
+    from open_instruct.core.records import REFERENCE, StepBatch
     from open_instruct.objectives.registry import objective_named
-    from open_instruct.packing.steps import BatchShape
-    from open_instruct.records import REFERENCE, StepBatch
     from open_instruct.run.cadence import Cadence
+    from open_instruct.training.loop import Loop
+    from open_instruct.training.policy import Policy
+    from open_instruct.training.reference import Comparison, build_reference
+    from open_instruct.training.rows.sample_loader import SampleLoader
+    from open_instruct.training.scoring import Scorer
     from tests.unit.small_models import VOCAB_SIZE
 
     if config.parallel.backend == "olmo_core":
-        from open_instruct.learner.olmo_core.fsdp2 import build_backend
+        from open_instruct.training.olmo_core.fsdp2 import build_backend
     else:
         build_backend = _build_zero
 
@@ -384,10 +445,20 @@ def _offline(case: Case, config: Any, run: Any) -> tuple[Any, TakeSteps]:
             pretrained, run=run, config=config, update_freq=moves
         )
     if teacher := objective.teacher(config):
-        model = None if case.kept_of_teacher else build_reference(pretrained, run=run, config=config)
-        head_VD = None if model is None else model.lm_head.w_out.weight.full_tensor().bfloat16().to(model.device)
+        model = (
+            None if case.kept_of_teacher else build_reference(pretrained, run=run, config=config)
+        )
+        head_VD = (
+            None
+            if model is None
+            else model.lm_head.w_out.weight.full_tensor().bfloat16().to(model.device)
+        )
         policy.comparison = Comparison(
-            teacher=teacher, pretrained=pretrained, vocab_size=VOCAB_SIZE, model=model, head_VD=head_VD
+            teacher=teacher,
+            pretrained=pretrained,
+            vocab_size=VOCAB_SIZE,
+            model=model,
+            head_VD=head_VD,
         )
     num_ranks = run.layout.data_parallel_world_size
     rows = _rows(case, form, NUM_STEPS * MICROBATCHES * case.rows * num_ranks)
@@ -395,7 +466,9 @@ def _offline(case: Case, config: Any, run: Any) -> tuple[Any, TakeSteps]:
     loader = SampleLoader(
         rows,
         [(row,) for row in range(len(rows))],
-        scores={REFERENCE: np.zeros((len(rows), form.documents_per_row), np.float32)} if has_scores else {},
+        scores={REFERENCE: np.zeros((len(rows), form.documents_per_row), np.float32)}
+        if has_scores
+        else {},
         shape=BatchShape(
             documents_per_sample=form.documents_per_row,
             max_samples_per_microbatch=config.optim.per_device_train_batch_size,
@@ -423,13 +496,17 @@ def _offline(case: Case, config: Any, run: Any) -> tuple[Any, TakeSteps]:
         return WAITS.taken()
 
     def take_steps() -> dict[str, int]:
-        """From the metrics of the step before the last to the last one's: so what lies between steps counts too."""
+        """From the metrics of the step before the last to the last one's: so what lies between
+        steps counts too.
+        """
         waits: dict[str, int] = {}
         forward_backward = policy.forward_backward
 
         def shortened(step: StepBatch) -> Any:
             is_last = loop.step == NUM_STEPS
-            return forward_backward(step if is_last else replace(step, microbatches=step.microbatches[:1]))
+            return forward_backward(
+                step if is_last else replace(step, microbatches=step.microbatches[:1])
+            )
 
         policy.forward_backward = shortened
 
@@ -454,11 +531,12 @@ def _build_zero(*arguments: Any, **more: Any) -> Any:
     """DeepSpeed with PyTorch's AdamW: its own optimizers are kernels, which nobody can pretend."""
     import torch
 
-    from open_instruct.learner.deepspeed import zero
-    from open_instruct.learner.deepspeed.library import deepspeed
+    from open_instruct.training.deepspeed import zero
+    from open_instruct.training.deepspeed.library import deepspeed
 
     os.environ["LOCAL_RANK"] = "0"
-    deepspeed.utils.logger.setLevel("ERROR")  # it warns, where results are printed, of a memory that is pretended
+    # It warns, where results are printed, of a memory that is pretended.
+    deepspeed.utils.logger.setLevel("ERROR")
     coordinator = deepspeed.runtime.zero.partitioned_param_coordinator
     # Ranks compare what they did: all others have said 0.
     coordinator.assert_ints_same_as_other_ranks = lambda numbers: None
@@ -498,11 +576,14 @@ def _rows(case: Case, form: Any, num_rows: int) -> Any:
     return TokenDataset(
         documents_per_row=num_replies,
         reads_ends=form.reads_ends,
-        # By a prime number: no two replies of a row begin alike, whose lengths are multiples of others.
+        # By a prime number: no two replies of a row begin alike, whose lengths are multiples of
+        # others.
         token_ids_T=(3 + np.arange(edges[-1]) % 79).astype(np.int32),
         edges_E=edges.astype(np.int64),
         details_C=np.concatenate(details),
-        bounds_N4=np.stack([starts, starts + num_replies + 2, details_edges[:-1], details_edges[1:]], axis=1),
+        bounds_N4=np.stack(
+            [starts, starts + num_replies + 2, details_edges[:-1], details_edges[1:]], axis=1
+        ),
         num_tokens=np.array([num_replies * of_row[0] + sum(of_row[1:]) for of_row in lengths]),
         num_label_tokens=np.array(num_labels),
         keys_N32=keys,
@@ -510,8 +591,8 @@ def _rows(case: Case, form: Any, num_rows: int) -> Any:
 
 
 def _grpo(case: Case, config: Any, run: Any) -> tuple[Any, TakeSteps]:
-    from open_instruct.learner import critic, grpo
-    from open_instruct.packing.rollouts import plan_steps_of_ranks
+    from open_instruct.batching.rollouts import plan_steps_of_ranks
+    from open_instruct.training import critic, grpo
 
     zero = SimpleNamespace(build=_build_zero)
     named = grpo.backend_named if config.parallel.backend == "olmo_core" else lambda name: zero
@@ -543,7 +624,7 @@ def _grpo(case: Case, config: Any, run: Any) -> tuple[Any, TakeSteps]:
 
 def leave_weights_alone() -> None:
     """There are no files: let what would read them do nothing."""
-    from open_instruct.learner import backend, grpo, reference
+    from open_instruct.training import backend, grpo, reference
 
     backend.stream_load = reference.stream_load = _read_nothing
     grpo.start_model_of = lambda *arguments: ""

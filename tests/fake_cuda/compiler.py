@@ -1,8 +1,9 @@
-"""PyTorch's compiler for a GPU that is not there: kernels are written, assembled for it and listed, none is launched.
+"""PyTorch's compiler for a GPU that is not there: kernels are written, assembled for it and listed,
+none is launched.
 
-Inductor writes them for tensors of the mode of `device.py`, Triton compiles them to PTX, and ptxas, which lies in
-Triton's wheel, assembles that. The code that Inductor writes around the kernels runs: it makes its tensors on the
-pretended GPU, and calls the products of matrices there.
+Inductor writes them for tensors of the mode of `device.py`, Triton compiles them to PTX, and ptxas,
+which lies in Triton's wheel, assembles that. The code that Inductor writes around the kernels runs:
+it makes its tensors on the pretended GPU, and calls the products of matrices there.
 """
 
 import contextlib
@@ -20,7 +21,9 @@ from tests.fake_cuda.device import H100
 from tests.fake_cuda.program import REPOSITORY
 
 TRITON = REPOSITORY / "build" / "triton"
-"""Where `make triton` puts it: in an environment for CPUs, vLLM and PyTorch would take it for a sign of a GPU."""
+"""Where `make triton` puts it: in an environment for CPUs, vLLM and PyTorch would take it for a
+sign of a GPU.
+"""
 CAPABILITY = 10 * H100["major"] + H100["minor"]
 ELF, OF_CUDA = b"\x7fELF", 190
 USED = re.compile(r"(\d+) bytes spill stores.*?Used (\d+) registers", re.DOTALL)
@@ -28,10 +31,11 @@ USED = re.compile(r"(\d+) bytes spill stores.*?Used (\d+) registers", re.DOTALL)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kernel:
-    """One that was assembled: `variant` is one of the sizes of blocks that Inductor chooses from while it runs.
+    """One that was assembled: `variant` is one of the sizes of blocks that Inductor chooses from
+    while it runs.
 
-    Example: Kernel(name="triton_poi_fused_mul_silu_4", variant="XBLOCK 512, warps 8", target="sm_90a",
-    registers=32, spilled_bytes=0, shared_bytes=0)
+    Example: Kernel(name="triton_poi_fused_mul_silu_4", variant="XBLOCK 512, warps 8",
+    target="sm_90a", registers=32, spilled_bytes=0, shared_bytes=0)
     """
 
     name: str
@@ -47,10 +51,11 @@ def has_triton() -> bool:
 
 
 def set_compiler_environment(folder: Path) -> None:
-    """Inductor's caches are in `folder`, and it compiles in this process: workers would pretend nothing.
+    """Inductor's caches are in `folder`, and it compiles in this process: workers would pretend
+    nothing.
 
-    Before `pretend_cuda`, as libraries that find Triton import Inductor, which reads this then. Not by its `config`,
-    which is one for each thread, as the backward pass has its own.
+    Before `pretend_cuda`, as libraries that find Triton import Inductor, which reads this then. Not
+    by its `config`, which is one for each thread, as the backward pass has its own.
     """
     os.environ |= {
         "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),
@@ -62,7 +67,8 @@ def set_compiler_environment(folder: Path) -> None:
 def pretend_compiler() -> list[Kernel]:
     """Let Inductor compile for the pretended GPU; returns what was assembled so far.
 
-    Before it `set_compiler_environment` and `pretend_cuda`; torch may be imported, its compiler not yet be used.
+    Before it `set_compiler_environment` and `pretend_cuda`; torch may be imported, its compiler not
+    yet be used.
     """
     if find_spec("triton") is None:
         sys.path.append(str(TRITON))
@@ -109,7 +115,10 @@ def _kernel(source: Any, compiled: Any, said: str) -> Kernel:
     blocks = {source.fn.arg_names[index]: size for (index,), size in source.constants.items()}
     return Kernel(
         name=source.fn.__name__,
-        variant=", ".join(f"{name} {size}" for name, size in {**blocks, "warps": compiled.metadata.num_warps}.items()),
+        variant=", ".join(
+            f"{name} {size}"
+            for name, size in {**blocks, "warps": compiled.metadata.num_warps}.items()
+        ),
         target=ptx.partition(".target ")[2].split()[0],
         registers=registers,
         spilled_bytes=spilled,
@@ -134,7 +143,9 @@ def _fold_constants_on_the_host() -> None:
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class OnHost(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+        ) -> Any:
             where = {"device": "cpu"} if kwargs and kwargs.get("device") is not None else {}
             return func(*args, **(kwargs or {}) | where)
 

@@ -1,8 +1,8 @@
 """A CUDA device that is not there: its tensors have shapes, dtypes and a device, but no values.
 
-In a process of its own, on any build of torch and without a driver: `load_hooks`, before torch is imported; then
-`pretend_cuda`; then everything inside `PretendedGPU` runs as on a GPU, and what would make the host wait for the
-device is noted.
+In a process of its own, on any build of torch and without a driver: `load_hooks`, before torch is
+imported; then `pretend_cuda`; then everything inside `PretendedGPU` runs as on a GPU, and what
+would make the host wait for the device is noted.
 """
 
 from __future__ import annotations
@@ -25,17 +25,29 @@ PACKAGE = str(Path(__file__).resolve().parents[2] / "open_instruct")
 
 
 def load_hooks(folder: Path) -> None:
-    """Compile hooks.cpp into `folder` and load it: torch looks for hooks once, while it is imported."""
+    """Compile hooks.cpp into `folder` and load it: torch looks for hooks once, while it is
+    imported.
+    """
     assert "torch" not in sys.modules, "torch is imported already, without the hooks"
     spec = importlib.util.find_spec("torch")
     assert spec is not None and spec.submodule_search_locations
     torch_folder, built = Path(spec.submodule_search_locations[0]), folder / "hooks.so"
     command = [
-        *("g++", "-O0", "-shared", "-fPIC", "-std=c++20", f"-I{torch_folder / 'include'}", "-o", str(built)),
+        *(
+            "g++",
+            "-O0",
+            "-shared",
+            "-fPIC",
+            "-std=c++20",
+            f"-I{torch_folder / 'include'}",
+            "-o",
+            str(built),
+        ),
         *(str(HOOKS), f"-L{torch_folder / 'lib'}", "-ltorch_cpu", "-lc10"),
     ]
     subprocess.run(command, check=True)
-    # Of a CUDA build the third too, which registers hooks and a guard of its own: ours come after them.
+    # Of a CUDA build the third too, which registers hooks and a guard of its own: ours come after
+    # them.
     for name in ("libtorch_global_deps.so", "libtorch_cpu.so", "libtorch_cuda.so"):
         if (torch_folder / "lib" / name).exists():
             ctypes.CDLL(str(torch_folder / "lib" / name), mode=ctypes.RTLD_GLOBAL)
@@ -117,10 +129,12 @@ class Stream:
 
 
 def pretend_cuda() -> None:
-    """Let `torch.cuda` speak of a device: it has streams, memory of which little is used, and the name of an H100.
+    """Let `torch.cuda` speak of a device: it has streams, memory of which little is used, and the
+    name of an H100.
 
-    The libraries come after it: some keep functions of `torch.cuda` while they are imported (PyTorch's compiler), or
-    ask them about the device (torchao). All that they ask is answered, so that none goes to a driver.
+    The libraries come after it: some keep functions of `torch.cuda` while they are imported
+    (PyTorch's compiler), or ask them about the device (torchao). All that they ask is answered, so
+    that none goes to a driver.
     """
     gc.disable()
     import torch
@@ -133,10 +147,15 @@ def pretend_cuda() -> None:
     answers = {
         **dict.fromkeys(("is_available", "is_initialized", "is_bf16_supported"), True),
         **dict.fromkeys(("_lazy_init", "init", "set_device", "set_stream", "empty_cache"), None),
-        **dict.fromkeys(("manual_seed", "manual_seed_all", "set_sync_debug_mode", "reset_peak_memory_stats"), None),
+        **dict.fromkeys(
+            ("manual_seed", "manual_seed_all", "set_sync_debug_mode", "reset_peak_memory_stats"),
+            None,
+        ),
         "set_rng_state": None,
         "get_rng_state": torch.zeros(16, dtype=torch.uint8),
-        **dict.fromkeys(("current_device", "max_memory_allocated", "memory_allocated", "get_sync_debug_mode"), 0),
+        **dict.fromkeys(
+            ("current_device", "max_memory_allocated", "memory_allocated", "get_sync_debug_mode"), 0
+        ),
         **dict.fromkeys(("current_stream", "default_stream"), stream),
         "memory_stats": {
             "allocated_bytes.all.peak": 3 << 30,
@@ -160,8 +179,11 @@ def pretend_cuda() -> None:
     torch.cuda.Stream = torch.cuda.Event = Stream  # type: ignore[assignment, misc]
     torch.cuda.synchronize = lambda device=None: WAITS.note("torch.cuda.synchronize()")  # type: ignore[assignment]
     torch.accelerator.current_stream = always(stream)
-    torch.accelerator.synchronize = lambda device=None: WAITS.note("torch.accelerator.synchronize()")  # type: ignore
-    # Libraries stay: looking for garbage in them takes a tenth of the time, and to trace their import half a minute.
+    torch.accelerator.synchronize = lambda device=None: WAITS.note(
+        "torch.accelerator.synchronize()"
+    )  # type: ignore
+    # Libraries stay: looking for garbage in them takes a tenth of the time, and to trace their
+    # import half a minute.
     import olmo_core.train.train_module  # noqa: F401
     import transformers.models.auto.modeling_auto  # noqa: F401
 
@@ -172,7 +194,8 @@ def pretend_cuda() -> None:
 def pretended_gpu() -> Any:
     """A mode in which tensors on "cuda" are fake and those on the CPU are real.
 
-    A number that is read from the device is 0 or False, those of a list are 1; a mask there counts as all true.
+    A number that is read from the device is 0 or False, those of a list are 1; a mask there counts
+    as all true.
     """
     import torch
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -189,7 +212,9 @@ def pretended_gpu() -> Any:
 
         @classmethod
         def ignore_compile_internals(cls) -> bool:
-            """PyTorch's compiler works within it: what it makes is called on tensors of this mode."""
+            """PyTorch's compiler works within it: what it makes is called on tensors of this
+            mode.
+            """
             return True
 
         def __enter__(self) -> PretendedGPU:
@@ -202,9 +227,13 @@ def pretended_gpu() -> Any:
             super().__exit__(*error)
             torch._C._set_only_lift_cpu_tensors(False)
 
-        def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+        ) -> Any:
             kwargs = dict(kwargs or {})
-            tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+            tensors = [
+                leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)
+            ]
             target = kwargs.get("device")
             to_cuda = target is not None and torch.device(target).type == "cuda"
             name = func.overloadpacket._qualified_op_name.removeprefix("aten::")
@@ -227,12 +256,17 @@ def pretended_gpu() -> Any:
                 if name == "nonzero":
                     return args[0].new_empty((args[0].numel(), args[0].dim()), dtype=torch.int64)
                 if name in BY_INDEX:
-                    args = (args[0], [index for given in args[1] for index in without_mask(given)], *args[2:])
+                    args = (
+                        args[0],
+                        [index for given in args[1] for index in without_mask(given)],
+                        *args[2:],
+                    )
                 if name == "bincount":  # of ids below its third argument, as all of ours are
                     return args[0].new_empty((args[2],), dtype=torch.int64)
                 if not all(issubclass(kind, FakeTensor) for kind in types):
                     return func(*args, **kwargs)
-            return self.fake.__torch_dispatch__(func, types, args, kwargs)  # as within it, but at once
+            # As within it, but at once.
+            return self.fake.__torch_dispatch__(func, types, args, kwargs)
 
         def _note(self, name: str, args: tuple, kwargs: dict[str, Any]) -> None:
             if name == "_to_copy":
@@ -240,7 +274,9 @@ def pretended_gpu() -> Any:
                 device = source.device if target is None else torch.device(target)
                 self._note_copy(source, device, non_blocking=kwargs.get("non_blocking", False))
             elif name == "copy_":
-                self._note_copy(args[1], args[0].device, non_blocking=len(args) > 2 and args[2], into=args[0])
+                self._note_copy(
+                    args[1], args[0].device, non_blocking=len(args) > 2 and args[2], into=args[0]
+                )
             elif name in ("nonzero", "masked_select", "bincount"):
                 WAITS.note(name)
             elif name in BY_INDEX:
@@ -253,7 +289,12 @@ def pretended_gpu() -> Any:
                         WAITS.note("an index on the other device")
 
         def _note_copy(
-            self, source: torch.Tensor, device: torch.device, *, non_blocking: bool, into: torch.Tensor | None = None
+            self,
+            source: torch.Tensor,
+            device: torch.device,
+            *,
+            non_blocking: bool,
+            into: torch.Tensor | None = None,
         ) -> None:
             if {source.device.type, device.type} != {"cpu", "cuda"}:
                 return
@@ -262,7 +303,8 @@ def pretended_gpu() -> Any:
                 return
             if non_blocking and on_host.untyped_storage().data_ptr() in self.pinned:
                 return
-            # CUDA lets the stream run dry before it copies from memory that is not pinned, whatever it was asked.
+            # CUDA lets the stream run dry before it copies from memory that is not pinned, whatever
+            # it was asked.
             kind = "copy from memory that is not pinned" if non_blocking else "blocking copy"
             WAITS.note(f"{kind}, {source.device.type} to {device.type}, of {tuple(source.shape)}")
 

@@ -1,10 +1,11 @@
-"""The kernels of training steps, compiled for an H100 where there is none, with what each of them needs there.
+"""The kernels of training steps, compiled for an H100 where there is none, with what each of them
+needs there.
 
     python -m tests.fake_cuda.kernels               # all cases, about a minute
     python -m tests.fake_cuda.kernels olmo3         # one of them
 
-The blocks and the head of public models, cut to a few layers, in steps of real size and in passes without gradients:
-compiled as a run compiles them, by Inductor, Triton and ptxas. See compiler.py.
+The blocks and the head of public models, cut to a few layers, in steps of real size and in passes
+without gradients: compiled as a run compiles them, by Inductor, Triton and ptxas. See compiler.py.
 """
 
 import json
@@ -28,7 +29,10 @@ OLMO_2 = "allenai/OLMo-2-1124-7B"
 
 @dataclass(frozen=True)
 class KernelCase(TracedCase):
-    """A case that is compiled. `passes`: over rows that are scored, by whether these share their prompts."""
+    """A case that is compiled.
+
+    `passes`: over rows that are scored, by whether these share their prompts.
+    """
 
     passes: tuple[bool, ...] = (True,)
 
@@ -46,16 +50,17 @@ CASES = {
 def compiled(case: KernelCase, folder: Path, assembled: list[Kernel]) -> dict[str, Any]:
     """What the compiler made of a step, and of passes over rows that are scored alone.
 
-    kernels: as `Kernel` describes them. versions: of a block for each size of window, and of the head's loss.
-    fallbacks: functions that it gave up. graph_breaks: where it left what it compiles, with the reasons.
+    kernels: as `Kernel` describes them. versions: of a block for each size of window, and of the
+    head's loss. fallbacks: functions that it gave up. graph_breaks: where it left what it compiles,
+    with the reasons.
     """
     import torch
     from torch._dynamo.utils import counters
 
-    from open_instruct.learner.model.forward import token_logprobs
     from open_instruct.models import compiled as versions
     from open_instruct.models.heads.logprob_head import losses_of_logits
-    from tests.unit.learner.test_compiled import row, versions_of, versions_of_blocks
+    from open_instruct.training.model.forward import token_logprobs
+    from tests.unit.training.test_compiled import row, versions_of, versions_of_blocks
 
     torch.compiler.reset()
     counters.clear()
@@ -65,7 +70,9 @@ def compiled(case: KernelCase, folder: Path, assembled: list[Kernel]) -> dict[st
         rng = random.Random(0)
         with torch.no_grad():
             for shares in case.passes:
-                token_logprobs(policy.model, row(rng, shares=shares), device=torch.device("cuda", 0))
+                token_logprobs(
+                    policy.model, row(rng, shares=shares), device=torch.device("cuda", 0)
+                )
         windows = {block.attention.backend.window_size for block in policy.model.blocks.values()}
         return {
             "kernels": [asdict(kernel) for kernel in assembled[num_before:]],
@@ -107,7 +114,9 @@ def table(results: dict[str, Any]) -> str:
         for kernel, group in groupby(result["kernels"], lambda each: each["name"]):
             variants = list(group)
             registers = [each["registers"] for each in variants]
-            most = [max(each[what] for each in variants) for what in ("spilled_bytes", "shared_bytes")]
+            most = [
+                max(each[what] for each in variants) for what in ("spilled_bytes", "shared_bytes")
+            ]
             lines.append(
                 f"{shortened(kernel):72}{len(variants):>9}{min(registers):>7}-{max(registers):<3}{most[0]:>9}{most[1]:>8}"
             )

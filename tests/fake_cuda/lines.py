@@ -28,7 +28,9 @@ def spans_of(source: str) -> dict[int, Span]:
     lines = {line for line, _ in _mentions(source)}
     spans: dict[int, Span] = {}
     for node in ast.walk(ast.parse(source)):
-        if not isinstance(node, ast.stmt) or isinstance(node, ast.FunctionDef | ast.AnnAssign | ast.ClassDef):
+        if not isinstance(node, ast.stmt) or isinstance(
+            node, ast.FunctionDef | ast.AnnAssign | ast.ClassDef
+        ):
             continue
         body = [each for each in ast.iter_child_nodes(node) if isinstance(each, ast.stmt)]
         last = max(node.lineno, body[0].lineno - 1) if body else node.end_lineno or node.lineno
@@ -49,7 +51,10 @@ def _mentions(source: str) -> Iterator[tuple[int, str]]:
 
 def statements() -> dict[str, dict[int, Span]]:
     """Those of every file of the package that has any, by its path within the package."""
-    found = {path.relative_to(PACKAGE).as_posix(): spans_of(path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))}
+    found = {
+        path.relative_to(PACKAGE).as_posix(): spans_of(path.read_text())
+        for path in sorted(PACKAGE.rglob("*.py"))
+    }
     return {name: spans for name, spans in found.items() if spans}
 
 

@@ -1,11 +1,13 @@
-"""The memory of a training step by two accounts: what `open-instruct plan` says, and what the step really holds.
+"""The memory of a training step by two accounts: what `open-instruct plan` says, and what the step
+really holds.
 
     python -m tests.fake_cuda.memory                # all cases, about a minute
     python -m tests.fake_cuda.memory dpo grpo       # some of them
 
-Steps of models of 7B and 8B, cut to a few layers, run as rank 0 of 8 on the pretended GPU of `device.py`, by the code
-that a run uses. Tensors there have a size and no values, so that every storage on "cuda" can be counted while it lives.
-What kernels need within themselves, and what CUDA's allocator loses between tensors, is in neither account.
+Steps of models of 7B and 8B, cut to a few layers, run as rank 0 of 8 on the pretended GPU of
+`device.py`, by the code that a run uses. Tensors there have a size and no values, so that every
+storage on "cuda" can be counted while it lives. What kernels need within themselves, and what
+CUDA's allocator loses between tensors, is in neither account.
 """
 
 import contextlib
@@ -19,7 +21,16 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from tests.fake_cuda.cases import HSDP, MICROBATCHES, MODULES, OFFLOAD, ZERO, Case, leave_weights_alone, opened
+from tests.fake_cuda.cases import (
+    HSDP,
+    MICROBATCHES,
+    MODULES,
+    OFFLOAD,
+    ZERO,
+    Case,
+    leave_weights_alone,
+    opened,
+)
 from tests.fake_cuda.device import load_hooks, pretend_cuda
 
 GIB = 2**30
@@ -36,8 +47,9 @@ EXPERTS = "Qwen/Qwen3-30B-A3B"
 
 @dataclass(frozen=True)
 class TracedCase(Case):
-    """A case of a public model. `shared`: its documents have one prompt, which is computed once; GRPO's have in any
-    case a prompt of their group."""
+    """A case of a public model. `shared`: its documents have one prompt, which is computed once;
+    GRPO's have in any case a prompt of their group.
+    """
 
     family: str = OLMO
     rows: int = 1
@@ -59,20 +71,34 @@ class TracedCase(Case):
             words += f" {self.COMPILING}"
         sharing = f" --prefix_sharing {'on' if self.shared else 'off'}"
         if self.objective == "grpo":
-            words += f" --dataset_mixer_list none 1.0 --num_learners_per_node {self.world} --pack_length 16384"
-            words += f" --max_prompt_token_length {PROMPT} --response_length {self.longest - PROMPT}"
-            words += f" --num_unique_prompts_rollout {self.world} --num_samples_per_prompt_rollout 4"
+            words += (
+                f" --dataset_mixer_list none 1.0 --num_learners_per_node {self.world} "
+                "--pack_length 16384"
+            )
+            words += (
+                f" --max_prompt_token_length {PROMPT} --response_length {self.longest - PROMPT}"
+            )
+            words += (
+                f" --num_unique_prompts_rollout {self.world} --num_samples_per_prompt_rollout 4"
+            )
             return f"{words}{sharing}".split()
-        words += f" --mixer_list none 1.0 --max_seq_length {self.longest} --per_device_train_batch_size {self.rows}"
+        words += (
+            f" --mixer_list none 1.0 --max_seq_length {self.longest} "
+            f"--per_device_train_batch_size {self.rows}"
+        )
         words += f" --gradient_accumulation_steps {MICROBATCHES}"
         return f"{words}{sharing if self.objective in ('dpo', 'reward_model') else ''}".split()
 
     def hf_config(self) -> Any:
         import transformers
 
-        from open_instruct.families import FAMILIES
+        from open_instruct.core.families import FAMILIES
 
-        fields = {name: value for name, value in self.fields.items() if name not in ("model_type", "dtype")}
+        fields = {
+            name: value
+            for name, value in self.fields.items()
+            if name not in ("model_type", "dtype")
+        }
         config_class = FAMILIES[self.fields["model_type"]].config_class
         return getattr(transformers, config_class)(**fields, pad_token_id=0)
 
@@ -81,7 +107,7 @@ class TracedCase(Case):
         return [[PROMPT, *(self.longest - PROMPT,) * num_replies]] * num_rows
 
     def samples(self, num_ranks: int, seed: int) -> Any:
-        from open_instruct.records import Document, RolloutSample, Span
+        from open_instruct.core.records import Document, RolloutSample, Span
 
         num_generated = self.longest - PROMPT
         return [
@@ -105,12 +131,16 @@ class TracedCase(Case):
 
         config = folder / "config.json"
         config.write_text(json.dumps(self.fields))
-        words = [str(config) if before == "--model_name_or_path" else word for before, word in _after(self.words)]
+        words = [
+            str(config) if before == "--model_name_or_path" else word
+            for before, word in _after(self.words)
+        ]
         if self.objective != "grpo":
             words += ["--gpus_per_node", str(self.world)]
         if self.shared:
             words += ["--shared_prompt_tokens", str(PROMPT)]
-        # Without what attention's kernel needs, the worst moment of a backward pass may be another one.
+        # Without what attention's kernel needs, the worst moment of a backward pass may be another
+        # one.
         with patch.object(activations, "attention_scratch", lambda **_: 0):
             phases = plan_of(parse_request([self.objective, *words]).setting).phases
         return {
@@ -129,8 +159,12 @@ MORE_OF_GRPO = "--beta 0.1 --record_entropy"
 CASES = {
     "dpo": TracedCase(),
     "dpo, blocks recomputed": TracedCase("--activation_checkpointing full"),
-    "dpo, float8 products": TracedCase("--float8_linears tensorwise --activation_checkpointing full"),
-    "dpo, float8 products by row": TracedCase("--float8_linears rowwise --activation_checkpointing full"),
+    "dpo, float8 products": TracedCase(
+        "--float8_linears tensorwise --activation_checkpointing full"
+    ),
+    "dpo, float8 products by row": TracedCase(
+        "--float8_linears rowwise --activation_checkpointing full"
+    ),
     "dpo, modules recomputed": TracedCase(MODULES),
     "dpo, inputs on the host": TracedCase(OFFLOAD),
     "dpo, shared prompts": TracedCase(shared=True),
@@ -139,38 +173,59 @@ CASES = {
     "dpo, replicas": TracedCase(HSDP),
     "dpo, replicas, reduced last": TracedCase(f"--gradient_reduction last {HSDP}"),
     "dpo, adapters": TracedCase("--use_lora"),
-    "dpo, adapters beside 4 bits": TracedCase("--use_lora --use_qlora --activation_checkpointing full"),
+    "dpo, adapters beside 4 bits": TracedCase(
+        "--use_lora --use_qlora --activation_checkpointing full"
+    ),
     "dpo, muon": TracedCase(f"--optimizer muon {HSDP}"),
     "dpo, 8-bit adamw": TracedCase(f"--optimizer adamw_8bit {HSDP}"),
     "dpo, moments on the host": TracedCase("--adam_offload"),
     "dpo, 8-bit moments on the host": TracedCase("--adam_offload --optimizer adamw_8bit"),
     "dpo, weights on the host": TracedCase("--offload"),
-    "dpo, 4 bits on the host": TracedCase("--offload --use_lora --use_qlora --activation_checkpointing full"),
+    "dpo, 4 bits on the host": TracedCase(
+        "--offload --use_lora --use_qlora --activation_checkpointing full"
+    ),
     "dpo, experts": TracedCase("--activation_checkpointing none", family=EXPERTS, longest=4096),
     "dpo, zero 2": TracedCase(f"{ZERO} 2 --activation_checkpointing full"),
     "dpo, zero 3": TracedCase(f"{ZERO} 3 --activation_checkpointing full"),
     # Its blocks keep gathered weights alive.
-    "dpo, zero 3, nothing recomputed": TracedCase(f"{ZERO} 3 --activation_checkpointing none", family=LLAMA),
+    "dpo, zero 3, nothing recomputed": TracedCase(
+        f"{ZERO} 3 --activation_checkpointing none", family=LLAMA
+    ),
     # Its matrix of the head is larger than a bucket.
-    "dpo, zero 2, large vocabulary": TracedCase(f"{ZERO} 2 --activation_checkpointing full", family=QWEN),
-    "dpo, zero 3, large vocabulary": TracedCase(f"{ZERO} 3 --activation_checkpointing full", family=QWEN),
-    # So long that the prompt, whose tokens a plan takes for labels, makes no chunk of the head more or less.
+    "dpo, zero 2, large vocabulary": TracedCase(
+        f"{ZERO} 2 --activation_checkpointing full", family=QWEN
+    ),
+    "dpo, zero 3, large vocabulary": TracedCase(
+        f"{ZERO} 3 --activation_checkpointing full", family=QWEN
+    ),
+    # So long that the prompt, whose tokens a plan takes for labels, makes no chunk of the head more
+    # or less.
     "kto": TracedCase("--activation_checkpointing full", "kto", longest=8542),
     "reward_model": TracedCase("--activation_checkpointing full", "reward_model"),
     # Without logits the peak is within the blocks, where the bucket is emptied.
     "reward_model, zero 2": TracedCase(f"{ZERO} 2 --activation_checkpointing full", "reward_model"),
     "grpo": TracedCase("--activation_checkpointing full", "grpo"),
-    "grpo, reference, entropy": TracedCase(f"--activation_checkpointing full {MORE_OF_GRPO}", "grpo"),
+    "grpo, reference, entropy": TracedCase(
+        f"--activation_checkpointing full {MORE_OF_GRPO}", "grpo"
+    ),
     "grpo, critic": TracedCase("--activation_checkpointing full --advantages gae", "grpo"),
-    "grpo, critic, zero 2": TracedCase(f"{ZERO} 2 --activation_checkpointing full --advantages gae", "grpo"),
-    "grpo, critic, zero 3": TracedCase(f"{ZERO} 3 --activation_checkpointing full --advantages gae", "grpo"),
-    "grpo, critic, zero 1": TracedCase(f"{ZERO} 1 --activation_checkpointing full --advantages gae", "grpo"),
+    "grpo, critic, zero 2": TracedCase(
+        f"{ZERO} 2 --activation_checkpointing full --advantages gae", "grpo"
+    ),
+    "grpo, critic, zero 3": TracedCase(
+        f"{ZERO} 3 --activation_checkpointing full --advantages gae", "grpo"
+    ),
+    "grpo, critic, zero 1": TracedCase(
+        f"{ZERO} 1 --activation_checkpointing full --advantages gae", "grpo"
+    ),
     "grpo, shared prompts": TracedCase("--activation_checkpointing full", "grpo", shared=True),
 }
 
 
 class Alive:
-    """The bytes of all storages on the pretended GPU that are alive, and the most that there were in each phase."""
+    """The bytes of all storages on the pretended GPU that are alive, and the most that there were
+    in each phase.
+    """
 
     def __init__(self) -> None:
         self.phase = "building"
@@ -205,7 +260,9 @@ class Alive:
 
 
 def leaves_of(made: Any) -> Iterator[Any]:
-    """What an operator of PyTorch has made: one thing, or lists of them; pytree takes a tenth of the time for it."""
+    """What an operator of PyTorch has made: one thing, or lists of them; pytree takes a tenth of
+    the time for it.
+    """
     if isinstance(made, list | tuple):
         for each in made:
             yield from leaves_of(each)
@@ -222,10 +279,13 @@ def watching(alive: Alive) -> Iterator[Any]:
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class Watch(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+        ) -> Any:
             made = func(*args, **(kwargs or {}))
             if func is torch.ops._dtensor.shard_dim_alltoall.default:
-                made = made.clone()  # of a fake one the result is a part of what all ranks together have
+                # Of a fake one the result is a part of what all ranks together have.
+                made = made.clone()
             for leaf in leaves_of(made):
                 tensor = leaf._local_tensor if isinstance(leaf, DTensor) else leaf
                 if isinstance(tensor, FakeTensor) and tensor.device.type == "cuda":
@@ -284,7 +344,10 @@ def compared(names: Sequence[str]) -> dict[str, Any]:
         for name in names or CASES:
             case = CASES[name]
             try:
-                results[name] = {"planned": case.planned(folder), "traced": traced(case, folder / name)}
+                results[name] = {
+                    "planned": case.planned(folder),
+                    "traced": traced(case, folder / name),
+                }
             except Exception:
                 results[name] = {"error": traceback.format_exc()}
     return results
@@ -292,14 +355,17 @@ def compared(names: Sequence[str]) -> dict[str, Any]:
 
 def table(results: dict[str, Any]) -> str:
     """GiB by plan and by trace, of each phase, and by how much the plan of the peak is off."""
-    lines = [f"{'plan / trace, GiB':28}" + "".join(f"{phase:>22}" for phase in PHASES) + f"{'peak':>9}"]
+    lines = [
+        f"{'plan / trace, GiB':28}" + "".join(f"{phase:>22}" for phase in PHASES) + f"{'peak':>9}"
+    ]
     for name, found in results.items():
         if "error" in found:
             lines.append(f"{name:28}{found['error'].splitlines()[-1]}")
             continue
         planned, held = found["planned"], found["traced"]
         cells = [
-            f"{planned[phase] / GIB:>7.2f} {held[phase] / GIB:>6.2f} {planned[phase] / held[phase] - 1:>+7.1%}"
+            f"{planned[phase] / GIB:>7.2f} {held[phase] / GIB:>6.2f} "
+            f"{planned[phase] / held[phase] - 1:>+7.1%}"
             if phase in planned
             else " " * 22
             for phase in PHASES

@@ -1,13 +1,15 @@
-"""What may happen at once on streams and threads, and whether two of these touch one memory: `Order`, by vector clocks.
+"""What may happen at once on streams and threads, and whether two of these touch one memory:
+`Order`, by vector clocks.
 
-Every thread of the host and every stream has a clock, that is how much it knows to be over of everybody. What a thread
-launches on a stream knows what the thread knows; the thread learns of it by `synchronize` alone, another stream by
-`wait_event`. An access to memory must know of the writes before it, and a write of the reads too. Memory of the device
-goes back to the stream that it was allocated on, when its last tensor goes: that stream must know of everybody's use
-when the next is allocated there, or have been told by `record_stream`.
+Every thread of the host and every stream has a clock, that is how much it knows to be over of
+everybody. What a thread launches on a stream knows what the thread knows; the thread learns of it
+by `synchronize` alone, another stream by `wait_event`. An access to memory must know of the writes
+before it, and a write of the reads too. Memory of the device goes back to the stream that it was
+allocated on, when its last tensor goes: that stream must know of everybody's use when the next is
+allocated there, or have been told by `record_stream`.
 
-Within `watching`, on the pretended GPU of `device.py`; nothing is computed, so an order is not one of many that were
-met, but what is guaranteed.
+Within `watching`, on the pretended GPU of `device.py`; nothing is computed, so an order is not one
+of many that were met, but what is guaranteed.
 """
 
 from __future__ import annotations
@@ -44,7 +46,9 @@ def join(clock: Clock, other: Clock) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Access:
-    """Of the bytes from `start` to `stop` of a storage, by a stream or thread at a time of its own."""
+    """Of the bytes from `start` to `stop` of a storage, by a stream or thread at a time of its
+    own.
+    """
 
     by: Any
     time: int
@@ -71,18 +75,24 @@ class Memory:
         """Those that `new` would have to wait for, and does not."""
         touching = [it for it in self.accesses if it.start < new.stop and new.start < it.stop]
         conflicts = [it for it in touching if it.writes or new.writes]
-        # What a write covers is over for those that know of the write; so is a read by the next one of its stream.
+        # What a write covers is over for those that know of the write; so is a read by the next one
+        # of its stream.
         over = [
             it
             for it in touching
-            if new.start <= it.start and it.stop <= new.stop and (new.writes or (not it.writes and it.by is new.by))
+            if new.start <= it.start
+            and it.stop <= new.stop
+            and (new.writes or (not it.writes and it.by is new.by))
         ]
         self.accesses = [*(it for it in self.accesses if it not in over), new]
         return [it for it in conflicts if it.by is not new.by and clock.get(it.by, 0) < it.time]
 
 
 class Order(TorchDispatchMode):
-    """Finds races. With `threads_are_processes` every thread has a device's default stream of its own."""
+    """Finds races.
+
+    With `threads_are_processes` every thread has a device's default stream of its own.
+    """
 
     def __init__(self, *, threads_are_processes: bool = False) -> None:
         super().__init__()
@@ -154,7 +164,9 @@ class Order(TorchDispatchMode):
             return
         memory = self.memory_of(tensor)
         start = tensor.storage_offset() * tensor.itemsize
-        last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        last = sum(
+            (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+        )
         clock = self.clock(by)
         access = Access(
             by=by,
@@ -166,7 +178,8 @@ class Order(TorchDispatchMode):
         )
         self.num_accesses += 1
         self.races += [
-            f"{memory.what}: {it}, and {access}, which does not wait for it" for it in memory.add(access, clock)
+            f"{memory.what}: {it}, and {access}, which does not wait for it"
+            for it in memory.add(access, clock)
         ]
         if isinstance(by, Stream) and memory.allocated_on not in (None, by):
             memory.used[by] = access
@@ -176,7 +189,9 @@ class Order(TorchDispatchMode):
         storage = tensor.untyped_storage()
         memory = self._memories.get(storage._cdata)
         if memory is None or memory.weak.expired():
-            memory = Memory(storage, f"{tensor.device.type} {tuple(tensor.shape)} made at {place()}", on)
+            memory = Memory(
+                storage, f"{tensor.device.type} {tuple(tensor.shape)} made at {place()}", on
+            )
             self._memories[storage._cdata] = memory
             self.give_out(on)
         return memory
@@ -189,21 +204,30 @@ class Order(TorchDispatchMode):
                 self._given_back.setdefault(memory.allocated_on, []).append(memory)
 
     def give_out(self, stream: Any) -> None:
-        """The next that is allocated on a stream may be what was given back to it, which nobody may be using still."""
+        """The next that is allocated on a stream may be what was given back to it, which nobody may
+        be using still.
+        """
         knows = dict(self.clock(stream))
         join(knows, self.clock(self.host))
         for memory in self._given_back.pop(stream, ()):
             for user, access in memory.used.items():
                 if user not in memory.recorded and knows.get(user, 0) < access.time:
-                    self.races.append(f"{memory.what}: {access}, and freed for {stream} before that is over")
+                    self.races.append(
+                        f"{memory.what}: {access}, and freed for {stream} before that is over"
+                    )
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
         kwargs = kwargs or {}
         with self._lock:  # fake tensors are for one thread at a time
             self.notice_freed()
             made = func(*args, **kwargs)
             # A sharded tensor is what the rank holds of it.
-            self._note(func, *tree_map_only(DTensor, lambda tensor: tensor._local_tensor, (args, kwargs, made)))
+            self._note(
+                func,
+                *tree_map_only(DTensor, lambda tensor: tensor._local_tensor, (args, kwargs, made)),
+            )
         return made
 
     def _note(self, func: Any, args: tuple, kwargs: dict[str, Any], made: Any) -> None:
@@ -243,11 +267,17 @@ class Order(TorchDispatchMode):
     def _goes_on(self, tensor: torch.Tensor, args: tuple, kwargs: dict[str, Any]) -> bool:
         """Whether the host goes on while `tensor` is copied between it and the device."""
         non_blocking = kwargs.get("non_blocking", len(args) > 2 and args[2])
-        return tensor.device.type == "cuda" or (bool(non_blocking) and self.memory_of(tensor).is_pinned)
+        return tensor.device.type == "cuda" or (
+            bool(non_blocking) and self.memory_of(tensor).is_pinned
+        )
 
     def _who(self, tensor: torch.Tensor, launched: Any) -> Any:
         """Memory of the host that is not pinned is read as an operation is launched."""
-        if tensor.device.type == "cuda" or self.memory_of(tensor).is_pinned or launched == self.host:
+        if (
+            tensor.device.type == "cuda"
+            or self.memory_of(tensor).is_pinned
+            or launched == self.host
+        ):
             return launched
         return self.host
 
@@ -256,8 +286,16 @@ def written_by(func: Any, args: tuple, kwargs: dict[str, Any]) -> list[Any]:
     arguments = func._schema.arguments
     if func.namespace == "c10d":  # whose schemas say of no argument that it is written
         return tree_leaves(args[0])
-    given = [*zip(arguments, args, strict=False), *((it, kwargs[it.name]) for it in arguments if it.name in kwargs)]
-    return [leaf for it, value in given if it.alias_info and it.alias_info.is_write for leaf in tree_leaves(value)]
+    given = [
+        *zip(arguments, args, strict=False),
+        *((it, kwargs[it.name]) for it in arguments if it.name in kwargs),
+    ]
+    return [
+        leaf
+        for it, value in given
+        if it.alias_info and it.alias_info.is_write
+        for leaf in tree_leaves(value)
+    ]
 
 
 def place() -> str:
@@ -311,7 +349,10 @@ ORDERS: list[Order] = []
 
 @contextmanager
 def watching(order: Order, gpu: TorchDispatchMode) -> Iterator[Order]:
-    """Streams, events and threads tell `order` of themselves; `gpu` is the pretended one, which is entered already."""
+    """Streams, events and threads tell `order` of themselves;
+
+    `gpu` is the pretended one, which is entered already.
+    """
     submit, result = ThreadPoolExecutor.submit, Future.result
     set_event, wait_event = threading.Event.set, threading.Event.wait
     known: dict[Any, Clock] = {}

@@ -1,6 +1,8 @@
-"""Where streams and threads share memory, in the order that `order.py` watches: `python -m tests.fake_cuda.orders`.
+"""Where streams and threads share memory, in the order that `order.py` watches: `python -m
+tests.fake_cuda.orders`.
 
-Prints a JSON object: of each case its races and how many accesses were looked at, or the error that it ended in.
+Prints a JSON object: of each case its races and how many accesses were looked at, or the error that
+it ended in.
 """
 
 import json
@@ -30,7 +32,9 @@ TIMEOUT_S = 300.0
 
 
 def steps_of(case: Case, folder: Path) -> Any:
-    """All steps of a case as in `cases.py`: its rows are packed ahead by a thread, and copied to the device."""
+    """All steps of a case as in `cases.py`: its rows are packed ahead by a thread, and copied to
+    the device.
+    """
     from tests.fake_cuda.order import Order, watching
 
     order = Order()
@@ -50,7 +54,9 @@ def steps_of(case: Case, folder: Path) -> Any:
 
 
 def saves(folder: Path) -> Any:
-    """Two checkpoints that a thread copies and writes, with work beside and an update after each copy."""
+    """Two checkpoints that a thread copies and writes, with work beside and an update after each
+    copy.
+    """
     import torch
 
     from open_instruct.checkpoints import safe_checkpointer
@@ -150,7 +156,8 @@ def saved_steps(folder: Path) -> Any:
         for owner, name, meant in (
             (cases, "NUM_STEPS", 3),
             (cadence, "Cadence", lambda *, num_steps, save_every: every_step(num_steps=num_steps)),
-            (EnvRngStates, "current_state", lambda: SimpleNamespace(as_dict=dict)),  # the device has none
+            # The device has none.
+            (EnvRngStates, "current_state", lambda: SimpleNamespace(as_dict=dict)),
             (resume, "check_weights", lambda *_, **__: None),  # all numbers that are read are 0
             (safe_checkpointer, "write_own_files", write_own_files),
             (safe_checkpointer, "gathered", lambda value: [value]),
@@ -211,7 +218,13 @@ class Communicator:
     def __init__(self, order: Any, sender: str, rank: int, size: int, issued: Any) -> None:
         from tests.fake_cuda.order import Stream
 
-        self.order, self.sender, self.rank, self.size, self.issued = order, sender, rank, size, issued
+        self.order, self.sender, self.rank, self.size, self.issued = (
+            order,
+            sender,
+            rank,
+            size,
+            issued,
+        )
         self.stream = Stream(name=f"NCCL's stream of {sender}'s group at its rank {rank}")
         self.count = 0
 
@@ -227,7 +240,8 @@ class Communicator:
         members = self.issued.setdefault((self.sender, self.count), {})
         members[self.rank] = order.now(self.stream)
         self.count += 1
-        # The sender is done with it whether the others have it or not; they have it after the sender.
+        # The sender is done with it whether the others have it or not; they have it after the
+        # sender.
         needed = set(range(self.size)) if self.rank else {0}
 
         def is_completed() -> bool:
@@ -256,14 +270,16 @@ class Communicator:
 
 
 class Channel:
-    """Some versions through a way of weights; every member is a thread that stands for a process."""
+    """Some versions through a way of weights; every member is a thread that stands for a
+    process.
+    """
 
     def __init__(self, way: str, num_learners: int, num_receivers: int) -> None:
         import torch
 
-        from open_instruct.weights.manifest import WeightManifest
-        from open_instruct.weights.progress import learner_name, receiver_name
-        from open_instruct.weights.ways import WAYS
+        from open_instruct.weight_sync.manifest import WeightManifest
+        from open_instruct.weight_sync.progress import learner_name, receiver_name
+        from open_instruct.weight_sync.ways import WAYS
         from tests.fake_cuda.order import Order
 
         self.order = Order(threads_are_processes=True)
@@ -275,23 +291,29 @@ class Channel:
             name: {rank: rows_of(shape, rank, num_learners) for rank in range(num_learners)}
             for name, shape in SHAPES.items()
         }
-        self.manifest = WeightManifest(SHAPES, self.boxes, dtype=torch.float32, bucket_bytes=BUCKET_BYTES)
+        self.manifest = WeightManifest(
+            SHAPES, self.boxes, dtype=torch.float32, bucket_bytes=BUCKET_BYTES
+        )
         assert len(self.manifest.buckets) > 4
-        self.info = {"backend": way, "num_receivers": num_receivers, "manifest": self.manifest.described()}
+        self.info = {
+            "backend": way,
+            "num_receivers": num_receivers,
+            "manifest": self.manifest.described(),
+        }
         self.info["changes_alone"] = False
         self.store, self.issued, self.kept = Store(self.order), {}, []  # type: ignore[var-annotated]
         self.offered = threading.Event()
 
     def progress_of(self, member: str) -> Any:
-        from open_instruct.weights.progress import SyncProgress
+        from open_instruct.weight_sync.progress import SyncProgress
 
         return SyncProgress(self.store, member=member, timeout_s=TIMEOUT_S)  # type: ignore[arg-type]
 
     def learn(self, rank: int) -> None:
         import torch
 
-        from open_instruct.weights.progress import HOST_RANK
-        from open_instruct.weights.sender import WeightSender
+        from open_instruct.weight_sync.progress import HOST_RANK
+        from open_instruct.weight_sync.sender import WeightSender
 
         outgoing = self.outgoing(self.manifest, index=rank, device=self.device)
         progress = self.progress_of(self.learners[rank])
@@ -303,9 +325,13 @@ class Channel:
         progress.report("joined")
         progress.wait("joined", [*self.learners, *self.receivers], to="join")
         outgoing.connect(self.info, progress)
-        shapes = {name: [part.stop - part.start for part in self.boxes[name][rank]] for name in SHAPES}
+        shapes = {
+            name: [part.stop - part.start for part in self.boxes[name][rank]] for name in SHAPES
+        }
         held = {name: torch.ones(shape, device=self.device) for name, shape in shapes.items()}
-        sender: Any = SimpleNamespace(manifest=self.manifest, _position=0, _receivers=self.receivers)
+        sender: Any = SimpleNamespace(
+            manifest=self.manifest, _position=0, _receivers=self.receivers
+        )
         for version in range(NUM_VERSIONS):
             progress.new_round()
             progress.wait(f"began/{sender._position}", self.receivers, to="begin")
@@ -319,7 +345,7 @@ class Channel:
     def receive(self, index: int) -> None:
         import torch
 
-        from open_instruct.weights.receiver import IncomingWeights
+        from open_instruct.weight_sync.receiver import IncomingWeights
 
         assert self.offered.wait(TIMEOUT_S)
         incoming = IncomingWeights(self.info, index=index, device=self.device)
@@ -341,12 +367,14 @@ class Channel:
         self.kept.append(slots)  # another process would keep them too
         return (slots,)
 
-    def group(self, info: Any, progress: Any, *, sender: str, rank: int, device: Any) -> Communicator:
+    def group(
+        self, info: Any, progress: Any, *, sender: str, rank: int, device: Any
+    ) -> Communicator:
         return Communicator(self.order, sender, rank, len(self.receivers) + 1, self.issued)
 
 
 def channel(way: str, num_learners: int, num_receivers: int) -> Any:
-    from open_instruct.weights import broadcasts, receiver, slots
+    from open_instruct.weight_sync import broadcasts, receiver, slots
     from tests.fake_cuda.order import watching
 
     it, gpu = Channel(way, num_learners, num_receivers), pretended_gpu()
@@ -356,11 +384,15 @@ def channel(way: str, num_learners: int, num_receivers: int) -> Any:
         patch.object(broadcasts, "broadcast_group", it.group),
         patch.object(slots, "export_device_slots", it.export),
         patch.object(slots, "import_device_slots", lambda arguments, _: arguments[0]),
-        patch.object(receiver.SyncProgress, "join", lambda _, *, member, patience_s: it.progress_of(member)),
+        patch.object(
+            receiver.SyncProgress, "join", lambda _, *, member, patience_s: it.progress_of(member)
+        ),
         ThreadPoolExecutor(num_learners + num_receivers, thread_name_prefix=way) as threads,
     ):
         members = [threads.submit(it.take_part, it.learn, rank) for rank in range(num_learners)]
-        members += [threads.submit(it.take_part, it.receive, index) for index in range(num_receivers)]
+        members += [
+            threads.submit(it.take_part, it.receive, index) for index in range(num_receivers)
+        ]
         for member in members:
             member.result()
     return it.order
@@ -422,7 +454,9 @@ CASES: dict[str, Callable[[Path], Any]] = {
     "inputs on the host": lambda folder: steps_of(
         Case(f"{OFFLOAD} --single_gpu_mode", family="olmo3", world=1), folder
     ),
-    "sharded steps": lambda folder: steps_of(Case(f"{HSDP} --compile_model false", "sft", world=8), folder),
+    "sharded steps": lambda folder: steps_of(
+        Case(f"{HSDP} --compile_model false", "sft", world=8), folder
+    ),
     "weights on the host": lambda folder: steps_of(
         Case(f"--offload --ref_policy_update_freq 1 {HSDP} --compile_model false", world=8), folder
     ),
@@ -439,20 +473,30 @@ CASES |= {
     "a tensor that is not recorded": lambda _: short_lived(is_recorded=False),
     "a copy that is waited for": lambda _: early_read(waits=True),
     "a copy that is read too early": lambda _: early_read(waits=False),
-    "inputs on the host, read before they are back": planted("inputs on the host", "wait_event", "unpack"),
-    "inputs on the host, let go before they are out": planted("inputs on the host", "wait_event", "pack"),
+    "inputs on the host, read before they are back": planted(
+        "inputs on the host", "wait_event", "unpack"
+    ),
+    "inputs on the host, let go before they are out": planted(
+        "inputs on the host", "wait_event", "pack"
+    ),
     "sharded steps, read before they are gathered": planted(
         "sharded steps", "wait_event", "foreach_all_gather_copy_out"
     ),
-    "sharded steps, reduced before they are computed": planted("sharded steps", "wait_stream", "foreach_reduce"),
+    "sharded steps, reduced before they are computed": planted(
+        "sharded steps", "wait_stream", "foreach_reduce"
+    ),
     "weights on the host, stepped before gradients are there": planted(
         "weights on the host", "synchronize", "finalize_backward"
     ),
     "saves of a run, changed before they are copied": hurried_run,
     "saves, read before they are copied": planted("saves", "synchronize", "copied_to_host"),
     "saves, copied before they are computed": planted("saves", "wait_stream", "copied_to_host"),
-    "weights by nccl, sent before they are packed": planted("weights by nccl", "wait_stream", "broadcast"),
-    "weights by ipc, told before they are written": planted("weights by ipc", "synchronize", "wait_for_device"),
+    "weights by nccl, sent before they are packed": planted(
+        "weights by nccl", "wait_stream", "broadcast"
+    ),
+    "weights by ipc, told before they are written": planted(
+        "weights by ipc", "synchronize", "wait_for_device"
+    ),
 }
 
 

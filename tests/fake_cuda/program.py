@@ -24,7 +24,8 @@ def results_of(module: str, *words: str) -> dict[str, Any]:
         [sys.executable, "-m", module, *words],
         cwd=REPOSITORY,
         # What DeepSpeed is told in this process, which pretends nothing, is not for that one.
-        env={name: value for name, value in os.environ.items() if name != "DS_ACCELERATOR"} | {"OMP_NUM_THREADS": "1"},
+        env={name: value for name, value in os.environ.items() if name != "DS_ACCELERATOR"}
+        | {"OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=800,  # below that of a test; an idle machine takes a minute

@@ -1,4 +1,6 @@
-"""Every CUDA branch outside of a training step, without a GPU, and no line that speaks of CUDA without a test."""
+"""Every CUDA branch outside of a training step, without a GPU, and no line that speaks of CUDA
+without a test.
+"""
 
 from typing import Any
 
@@ -19,9 +21,24 @@ FOUND: dict[str, Any] = {
         "are_kept": True,
         "thread": [7, [0]],
     },
-    "weights_nccl": {"is_all": True, "kinds": ["torch.bfloat16 cuda:0"], "sent": ["cuda:0"], "waits": []},
-    "weights_ipc": {"is_all": True, "kinds": ["torch.bfloat16 cuda:0"], "sent": [], "waits": ["synchronize()"]},
-    "weights_gloo": {"is_all": True, "kinds": ["torch.bfloat16 cpu"], "sent": ["cpu"], "waits": [COPIES]},
+    "weights_nccl": {
+        "is_all": True,
+        "kinds": ["torch.bfloat16 cuda:0"],
+        "sent": ["cuda:0"],
+        "waits": [],
+    },
+    "weights_ipc": {
+        "is_all": True,
+        "kinds": ["torch.bfloat16 cuda:0"],
+        "sent": [],
+        "waits": ["synchronize()"],
+    },
+    "weights_gloo": {
+        "is_all": True,
+        "kinds": ["torch.bfloat16 cpu"],
+        "sent": ["cpu"],
+        "waits": [COPIES],
+    },
     "weights_shm": {"is_all": True, "kinds": ["torch.bfloat16 cpu"], "sent": [], "waits": [COPIES]},
     "weights_nccl_of_the_host": {
         "is_all": True,
@@ -35,10 +52,18 @@ FOUND: dict[str, Any] = {
         "sent": [],
         "waits": [BACK, "synchronize()"],
     },
-    "weights_shm_of_the_host": {"is_all": True, "kinds": ["torch.bfloat16 cpu"], "sent": [], "waits": []},
+    "weights_shm_of_the_host": {
+        "is_all": True,
+        "kinds": ["torch.bfloat16 cpu"],
+        "sent": [],
+        "waits": [],
+    },
     "changes": {
         "compared": ["torch.int16 cuda:0 [8], before torch.int16 cpu"],
-        "waits": [[f"{COPIES}, of (8,)"], ["blocking copy, cpu to cuda, of (8,)", "nonzero", f"{COPIES}, of (8,)"]],
+        "waits": [
+            [f"{COPIES}, of (8,)"],
+            ["blocking copy, cpu to cuda, of (8,)", "nonzero", f"{COPIES}, of (8,)"],
+        ],
         "are_pinned": True,
         "staged": ["cuda:1", "version 5"],
     },
@@ -50,7 +75,8 @@ FOUND: dict[str, Any] = {
             *([1, 1], [1, 2]),  # CPUs and GPUs of a learner, and of an engine
         ],
         "one device": [["PACK", [{"GPU": 1, "CPU": 2}]], [1, 0.5], [1, 0.5]],
-        "missing": "asked: nodes of 2 and 4 GPUs for learners, and 2 engines of 2 GPUs; the cluster has 2 nodes of 4 "
+        "missing": "asked: nodes of 2 and 4 GPUs for learners, and 2 engines of 2 GPUs; the cluster has "
+        "2 nodes of 4 "
         "GPUs, of which 3 are free",
         "allocator": {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"},
         "given": ["3"],
@@ -72,19 +98,27 @@ FOUND: dict[str, Any] = {
     **{f"step_{name}": True for name in STEPS},
 }
 ELSEWHERE = {
-    "rollout/fleet.py": ("tests/unit/cluster/test_fleet_start.py", "on_gpus: bool = True"),
-    "learner/model/float8.py": ("tests/unit/learner/test_float8.py", 'GPU = torch.device("cuda", 0)'),
-    "learner/deepspeed/planned.py": ("tests/unit/planning/test_deepspeed_plan.py", "on_cuda"),
+    "rl/fleet.py": ("tests/unit/cluster/test_fleet_start.py", "on_gpus: bool = True"),
+    "training/model/float8.py": (
+        "tests/unit/training/test_float8.py",
+        'GPU = torch.device("cuda", 0)',
+    ),
+    "training/deepspeed/planned.py": ("tests/unit/planning/test_deepspeed_plan.py", "on_cuda"),
     "paces = gathered": ("tests/unit/run/test_alarms.py", 'host_of_cores("cuda")'),
     "models/delta_rule/": ("tests/fake_cuda/cases.py", '"dpo_hybrid": Case('),
     "if family.delta is None or torch": ("tests/unit/models/test_delta_rule.py", "lambda: on_gpu"),
     "for layer in model.modules()": ("tests/fleet/test_grpo_kinds.py", "agree_on_experts"),
     'if self.device.type == "cpu":': ("tests/fleet/test_weight_sync_engine.py", "TIED"),
-    "has_cache_size = settings": ("tests/unit/engines/test_engine_choices.py", "refusal_of_memory"),
-    "run/scorers.py": ("tests/unit/run/test_score_command.py", "score_command"),
+    "has_cache_size = settings": (
+        "tests/unit/generation/test_engine_choices.py",
+        "refusal_of_memory",
+    ),
+    "run/scorers.py": ("tests/unit/commands/test_score_command.py", "score_command"),
     "planning/": ("tests/unit/planning/test_planning_memory.py", "on_cuda"),
 }
-"""Rooms, files and beginnings of statements that other tests come by: which test does, and the words that say so."""
+"""Rooms, files and beginnings of statements that other tests come by: which test does, and the
+words that say so.
+"""
 
 
 @pytest.fixture(scope="session")
@@ -103,7 +137,11 @@ def test_branch_comes_to_what_it_should(name: str, found: dict[str, Any]) -> Non
 def test_run_starts_on_its_gpu(found: dict[str, Any]) -> None:
     started = found["results"]["process"]
     assert "error" not in started, started["error"]
-    assert (started["backends"], started["device"], started["num_to_start"]) == (["cpu:gloo,cuda:nccl"], "cuda:0", 8)
+    assert (started["backends"], started["device"], started["num_to_start"]) == (
+        ["cpu:gloo,cuda:nccl"],
+        "cuda:0",
+        8,
+    )
     assert "this machine has 8 GPUs, and the run takes one" in started["said"]
     assert "on cuda" in started["said"] and "80.0 GiB" in started["said"], started["said"]
 
@@ -124,7 +162,9 @@ def test_no_line_that_speaks_of_cuda_is_without_a_test(found: dict[str, Any]) ->
         for first, last in spans.values()
         if not {*range(first, last + 1)} & {*seen[name]} and not is_elsewhere(name, first)
     ]
-    assert missed == [], "a branch in branches.py is to come by these, or a test that ELSEWHERE names"
+    assert missed == [], (
+        "a branch in branches.py is to come by these, or a test that ELSEWHERE names"
+    )
 
 
 def is_elsewhere(name: str, line: int) -> bool:

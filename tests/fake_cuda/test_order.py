@@ -1,4 +1,6 @@
-"""Streams and threads that share memory wait for each other; where one is made not to, that is seen."""
+"""Streams and threads that share memory wait for each other; where one is made not to, that is
+seen.
+"""
 
 from typing import Any
 
@@ -42,7 +44,10 @@ PLANTED = {
 
 @pytest.fixture(scope="module")
 def results() -> dict[str, Any]:
-    """Of each case, what tests/fake_cuda/orders.py found. One process for all: it alone has the hooks."""
+    """Of each case, what tests/fake_cuda/orders.py found.
+
+    One process for all: it alone has the hooks.
+    """
     skip_without_compiler()
     return results_of("tests.fake_cuda.orders")
 
@@ -62,4 +67,6 @@ def test_shared_tensor_is_waited_for(name: str, results: dict[str, Any]) -> None
 @pytest.mark.parametrize("name", PLANTED)
 def test_wait_that_is_missing_is_found(name: str, results: dict[str, Any]) -> None:
     first, then = PLANTED[name].split("*")
-    assert any(first in race and then in race for race in races(results, name)), races(results, name)[:3]
+    assert any(first in race and then in race for race in races(results, name)), races(
+        results, name
+    )[:3]

@@ -1,8 +1,9 @@
-"""Every CUDA branch of a training step, without a GPU: nothing is of a wrong shape, dtype or device, and the host waits
-for the device as often as it is said here, and no oftener.
+"""Every CUDA branch of a training step, without a GPU: nothing is of a wrong shape, dtype or
+device, and the host waits for the device as often as it is said here, and no oftener.
 
-The numbers are those of a step of two microbatches. Another one than is said is no matter of taste: a step that waits
-leaves the device idle until the host has caught up. One that waits less often is to be said here as well.
+The numbers are those of a step of two microbatches. Another one than is said is no matter of taste:
+a step that waits leaves the device idle until the host has caught up. One that waits less often is
+to be said here as well.
 """
 
 from typing import Any
@@ -14,7 +15,9 @@ from tests.fake_cuda.program import results_of, skip_without_compiler
 
 pytestmark = pytest.mark.extended
 
-HOST_WAITS = {name: 3 if name == "grpo_mini_batches" else 2 for name in CASES if name.startswith("grpo")}
+HOST_WAITS = {
+    name: 3 if name == "grpo_mini_batches" else 2 for name in CASES if name.startswith("grpo")
+}
 # A critic takes as many updates.
 HOST_WAITS |= {"grpo_critic": 3 + 2, "grpo_critic_one_device": 2 + 1}
 # For how many rows are exchanged: in each pass over a microbatch, and when it is recomputed.
@@ -22,12 +25,19 @@ HOST_WAITS["dpo_experts_split"] = 1 + 2 * MICROBATCHES
 HOST_WAITS |= {"zero_1": 5, "zero_2_on_host": 8, "zero_3_adapters": 7, "zero_3_tensor_parallel": 7}
 # Each moment of each weight comes from the host and goes back.
 HOST_WAITS |= {"dpo_on_host_tensor_parallel": 1 + 2 * 24, "dpo_on_host_one_device": 1 + 2 * 28}
-# Until the gradient of each weight is in host memory; with split experts, also where two microbatches add up there.
-HOST_WAITS |= {"dpo_weights_on_host": 26, "dpo_weights_on_host_8bit": 13, "distill_weights_on_host": 15}
+# Until the gradient of each weight is in host memory; with split experts, also where two
+# microbatches add up there.
+HOST_WAITS |= {
+    "dpo_weights_on_host": 26,
+    "dpo_weights_on_host_8bit": 13,
+    "distill_weights_on_host": 15,
+}
 HOST_WAITS["dpo_4bit_weights_on_host"] = 15  # there, of adapters
 HOST_WAITS["experts_weights_on_host"] = 1 + MICROBATCHES + 15 + 3
-"""What is not listed waits once: for every update, where loss and gradient are read. GRPO waits for its optimizer too:
-the weights go to the engines next. DeepSpeed waits in its step, for what its norm and its overflow are."""
+"""What is not listed waits once: for every update, where loss and gradient are read. GRPO waits for
+its optimizer too: the weights go to the engines next. DeepSpeed waits in its step, for what its
+norm and its overflow are.
+"""
 WITHOUT_KERNEL = {"dpo_float32"}
 """In float32 there is no kernel for documents of several lengths."""
 ON_ONE_DEVICE = {name for name in CASES if name.endswith("_one_device")}
@@ -45,7 +55,10 @@ OTHER_OPTIMIZERS = {
 
 @pytest.fixture(scope="session")
 def results() -> dict[str, Any]:
-    """Of each case, what tests/fake_cuda/cases.py found. One process for all: it alone has the hooks."""
+    """Of each case, what tests/fake_cuda/cases.py found.
+
+    One process for all: it alone has the hooks.
+    """
     skip_without_compiler()
     return results_of("tests.fake_cuda.cases")
 
@@ -62,14 +75,18 @@ of_each_case = pytest.mark.parametrize("found", CASES, indirect=True)
 
 def test_call_that_makes_the_host_wait_is_noted(results: dict[str, Any]) -> None:
     noted = results["waits noted"]
-    assert [words for words, waits in noted.items() if not waits] == [words for words in noted if "free" in words]
+    assert [words for words, waits in noted.items() if not waits] == [
+        words for words in noted if "free" in words
+    ]
 
 
 @of_each_case
 def test_host_waits_as_often_as_is_said(found: dict[str, Any]) -> None:
     waits = sorted(f"{where} (x{times})" for where, times in found["waits"].items())
     number, said = sum(found["waits"].values()), HOST_WAITS.get(found["name"], 1)
-    assert number == said, f"{number} waits for the device in a step, not {said}:\n" + "\n".join(waits)
+    assert number == said, f"{number} waits for the device in a step, not {said}:\n" + "\n".join(
+        waits
+    )
 
 
 @of_each_case
@@ -79,11 +96,14 @@ def test_tensors_are_what_they_should_be(found: dict[str, Any]) -> None:
     dtype = "torch.bfloat16" if name in ON_ZERO else "torch.float32"
     place = "cpu" if name in ALL_ON_HOST else "cuda:0"
     trained = f"{kind} {dtype} {place}"
-    # What is frozen beside 4-bit matrices is in 16 bits, and so are their scales; two of their values are in a byte.
+    # What is frozen beside 4-bit matrices is in 16 bits, and so are their scales; two of their
+    # values are in a byte.
     frozen = [f"{kind} torch.{each} {place}" for each in ("bfloat16", "uint8") if "4bit" in name]
     assert found["parameters"] == sorted([trained, *frozen])
     if name in ON_ZERO:
-        assert found["masters"] == [f"FakeTensor torch.float32 {'cpu' if name.endswith('_host') else 'cuda:0'}"]
+        assert found["masters"] == [
+            f"FakeTensor torch.float32 {'cpu' if name.endswith('_host') else 'cuda:0'}"
+        ]
     else:
         assert found.get("gradients", [trained]) == [trained]
     assert found["fused"] == (name not in OTHER_OPTIMIZERS)
@@ -93,7 +113,10 @@ def test_tensors_are_what_they_should_be(found: dict[str, Any]) -> None:
     query, key, *kind_of_both = found["attention"]
     num_heads, num_kv_heads = (2, 1) if name.endswith(("_parallel", "_host_8bit")) else (4, 2)
     assert kind_of_both == ["torch.bfloat16", "cuda:0"]
-    assert query[0] <= key[0] and (query[1:], key[1:]) == ([num_heads, query[2]], [num_kv_heads, query[2]])
+    assert query[0] <= key[0] and (query[1:], key[1:]) == (
+        [num_heads, query[2]],
+        [num_kv_heads, query[2]],
+    )
 
 
 @of_each_case
@@ -104,7 +127,9 @@ def test_checkpoint_lists_what_is_there_and_leaves_it_on_the_device(found: dict[
     places = ["cpu", "cuda:0"] if "_on_host_" in found["name"] else ["cuda:0"]
     places = ["cpu"] if found["name"] in ALL_ON_HOST else places
     kinds = [f"{kind} torch.float32 {place}" for place in places]
-    assert found["saved"] == ({"waits": {}, "has_same_names": True, "kinds": kinds} if has_state else {})
+    assert found["saved"] == (
+        {"waits": {}, "has_same_names": True, "kinds": kinds} if has_state else {}
+    )
 
 
 @of_each_case

@@ -1,4 +1,6 @@
-"""One local Ray for all the tests of a file, as starting it takes longer than most of them; runs of GRPO to vary."""
+"""One local Ray for all the tests of a file, as starting it takes longer than most of them; runs of
+GRPO to vary.
+"""
 
 import os
 import secrets
@@ -22,7 +24,8 @@ NUM_CPU_SLOTS = 16  # slots that actors are placed on, not cores
 TOKEN = secrets.token_hex(32)
 OBJECT_STORE_BYTES = 128 << 20
 
-# Read when Ray is imported, which test modules may do at their top: nodes have the loopback address.
+# Read when Ray is imported, which test modules may do at their top: nodes have the loopback
+# address.
 os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
 os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
 
@@ -41,7 +44,10 @@ def local_ray() -> Iterator[None]:
     folder = short_folder()
     watchdog = Watchdog(folder, logs_folder=None)
     # Ray's workers find the actors of these tests by it.
-    with watchdog.marking(), patch.dict(os.environ, RAY_AUTH_TOKEN=TOKEN, PYTHONPATH=str(REPOSITORY)):
+    with (
+        watchdog.marking(),
+        patch.dict(os.environ, RAY_AUTH_TOKEN=TOKEN, PYTHONPATH=str(REPOSITORY)),
+    ):
         ray.init(
             address="local",
             num_cpus=NUM_CPU_SLOTS,
@@ -73,6 +79,8 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> GRPOCase:
 @pytest.fixture(scope="module")
 def variant(base: GRPOCase, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., GRPOCase]:
     def make(**flags: Any) -> GRPOCase:
-        return replace(base, output_dir=tmp_path_factory.mktemp("run") / "out", flags=base.flags | flags)
+        return replace(
+            base, output_dir=tmp_path_factory.mktemp("run") / "out", flags=base.flags | flags
+        )
 
     return make

@@ -1,9 +1,9 @@
 """Engines that kill themselves in phases of a weight sync, one after the other: a plugin of vLLM's.
 
-A folder has a file for each death, `0-begin`, `1-join` and so on. The engine that comes into the phase
-of the first one dies there, and leaves `died-0-begin`, with the time of its death, in place of it.
-Where what has changed is sent, an engine dies only while that travels, which the first version that
-a channel carries does not.
+A folder has a file for each death, `0-begin`, `1-join` and so on. The engine that comes into the
+phase of the first one dies there, and leaves `died-0-begin`, with the time of its death, in place
+of it. Where what has changed is sent, an engine dies only while that travels, which the first
+version that a channel carries does not.
 """
 
 import os
@@ -66,7 +66,7 @@ def carries_changes(incoming: Any) -> bool:
 
 def arm_engines() -> None:
     """Let the methods that vLLM adds to its workers, and what they call, end the process."""
-    from open_instruct.weights.receiver import IncomingWeights, WeightReceiver
+    from open_instruct.weight_sync.receiver import IncomingWeights, WeightReceiver
 
     join, begin, finish = (
         WeightReceiver.open_channel,

@@ -1,17 +1,19 @@
-"""GRPO whose learners and engines kill themselves in the middle of a weight sync, in phases that a test has named.
+"""GRPO whose learners and engines kill themselves in the middle of a weight sync, in phases that a
+test has named.
 
     DYING=FOLDER python tests/fleet/dying_run.py FLAGS
 
-A file such as `compare-3` in FOLDER is the death of one process as it compares weights for version 3; the process takes
-the file away first, so that it dies once. Engines know of it by a plugin of vLLM's, in `environment_of`.
+A file such as `compare-3` in FOLDER is the death of one process as it compares weights for version
+3; the process takes the file away first, so that it dies once. Engines know of it by a plugin of
+vLLM's, in `environment_of`.
 """
 
 import os
 from pathlib import Path
 from typing import Any
 
+from open_instruct.commands.process import leave
 from open_instruct.config.grpo import GRPOConfig
-from open_instruct.entry import leave
 from open_instruct.grpo_olmo_core_actor import PolicyTrainerOLMoCoreProcess, run_grpo
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -20,11 +22,15 @@ PHASES = {"compare": 1, "send": 0}
 
 
 def environment_of(folder: Path) -> dict[str, str]:
-    """For a run with the deaths in `folder`: what an installer would have written beside the plugin is there too."""
+    """For a run with the deaths in `folder`: what an installer would have written beside the plugin
+    is there too.
+    """
     written = folder / "dying-1.0.dist-info"
     written.mkdir(parents=True)
     (written / "METADATA").write_text("Metadata-Version: 2.1\nName: dying\nVersion: 1.0\n")
-    (written / "entry_points.txt").write_text("[vllm.general_plugins]\ndying = tests.fleet.dying_run:arm_receivers\n")
+    (written / "entry_points.txt").write_text(
+        "[vllm.general_plugins]\ndying = tests.fleet.dying_run:arm_receivers\n"
+    )
     return {"PYTHONPATH": os.pathsep.join(map(str, (folder, REPOSITORY))), "DYING": str(folder)}
 
 
@@ -42,7 +48,11 @@ class DyingLearner(PolicyTrainerOLMoCoreProcess):
     def broadcast_to_vllm(self, version: int) -> None:
         from tests.ranks.jobs.delta_kills import dying
 
-        due = [phase for phase, rank in PHASES.items() if rank == self.run.process.rank and is_due(phase, version)]
+        due = [
+            phase
+            for phase, rank in PHASES.items()
+            if rank == self.run.process.rank and is_due(phase, version)
+        ]
         sender: Any = self.sender
         if "compare" in due:
             sender._sent._message = dying(sender._sent._message, 1)
@@ -52,9 +62,11 @@ class DyingLearner(PolicyTrainerOLMoCoreProcess):
 
 
 def arm_receivers() -> None:
-    """An engine dies once it has the message of one learner of two, or after some of the tensors that it is to load."""
-    from open_instruct.weights.changes import Mirror
-    from open_instruct.weights.receiver import IncomingWeights
+    """An engine dies once it has the message of one learner of two, or after some of the tensors
+    that it is to load.
+    """
+    from open_instruct.weight_sync.changes import Mirror
+    from open_instruct.weight_sync.receiver import IncomingWeights
     from tests.ranks.jobs.delta_kills import dying
 
     def stage(self: Any, version: int) -> None:

@@ -1,4 +1,6 @@
-"""A weight receiver for tests: its channel is the path of a checkpoint, read anew at each update."""
+"""A weight receiver for tests: its channel is the path of a checkpoint, read anew at each
+update.
+"""
 
 from typing import Any
 
@@ -13,7 +15,8 @@ class FolderReceiver:
         for layer in self.model_runner.get_model().modules():
             method: Any = getattr(layer, "quant_method", None)
             if hasattr(method, "moe_kernel"):
-                method.moe_kernel = None  # made again of the new weights, as our own receiver has it
+                # Made again of the new weights, as our own receiver has it.
+                method.moe_kernel = None
 
     def receive_weights(self: Any) -> None:
         self.reload_weights(weights_path=self.folders.pop(0))

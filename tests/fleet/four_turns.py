@@ -6,7 +6,8 @@ from itertools import count
 from typing import Any
 
 NUM_TURNS = 4
-# The driver, which plays all games, kills itself in the turn of this number, where the variable is set.
+# The driver, which plays all games, kills itself in the turn of this number, where the variable is
+# set.
 DIES_IN_TURN = "FOUR_TURNS_DIES_IN_TURN"
 TURNS_OF_ALL = count(1)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from open_instruct.cluster.watchdog import SHARED_MEMORY
-from open_instruct.verifiers.verifier import Verifier
+from open_instruct.rewards.verifier import Verifier
 from tests.ranks import programs
 from tests.ranks.fork_server import REPOSITORY, Forked
 from tests.waiting import eventually
@@ -23,7 +23,9 @@ NUM_SAMPLES_PER_PROMPT = 4
 
 
 class ShareOfDigits(Verifier):
-    """How much of an answer is digits: every group has a spread, so every step has something to learn."""
+    """How much of an answer is digits: every group has a spread, so every step has something to
+    learn.
+    """
 
     name = "digits"
     isolated = False
@@ -35,7 +37,11 @@ class ShareOfDigits(Verifier):
 def write_prompts(path: Path, num_rows: int, *, verifiers: Sequence[str] = ("digits",)) -> Path:
     judged = {"dataset": list(verifiers)}
     rows = [
-        {"messages": [{"role": "user", "content": f"Number {i}?"}], "ground_truth": [str(i)] * len(verifiers)} | judged
+        {
+            "messages": [{"role": "user", "content": f"Number {i}?"}],
+            "ground_truth": [str(i)] * len(verifiers),
+        }
+        | judged
         for i in range(num_rows)
     ]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -47,7 +53,9 @@ Process = subprocess.Popen[str] | Forked
 
 @dataclass(kw_only=True)
 class GRPOCase:
-    """One command, run as its users run it; the driver is forked where torch is imported already."""
+    """One command, run as its users run it; the driver is forked where torch is imported
+    already.
+    """
 
     model: Path
     prompts: Path

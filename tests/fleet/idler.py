@@ -4,7 +4,7 @@ import os
 import signal
 import time
 
-from open_instruct.errors import InputError
+from open_instruct.core.errors import InputError
 
 
 class Idler:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from open_instruct.errors import InputError, RunError
+from open_instruct.core.errors import InputError, RunError
 from open_instruct.parallel.process import start_process
 
 
@@ -29,7 +29,10 @@ class Recruit:
             "local_rank": self.process.local_rank,
             "seen_gpus": self.seen_gpus,
             "own_gpus": ray.get_runtime_context().get_accelerator_ids()["GPU"],
-            "environment": {name: os.environ.get(name) for name in ("NUM_NODES", "MASTER_ADDR", "OMP_NUM_THREADS")},
+            "environment": {
+                name: os.environ.get(name)
+                for name in ("NUM_NODES", "MASTER_ADDR", "OMP_NUM_THREADS")
+            },
         }
 
     def sum_of_ranks(self) -> int:

@@ -2,7 +2,7 @@
 
 import torch
 
-from open_instruct.engines.requests import GenerationRequest, SamplingSettings
+from open_instruct.generation.requests import GenerationRequest, SamplingSettings
 
 NUM_REQUESTS, TEMPERATURE = 6, 0.7
 STOP = 9  # ends a completion
@@ -25,7 +25,9 @@ def requests() -> list[GenerationRequest]:
             request_id=str(number),
             prompt_token_ids=(STOP if number % 3 == 1 else 100, *range(3, 5 + 4 * number)),
             seed=2**63 - 1 - number,  # the largest that there is
-            sampling=SamplingSettings(temperature=TEMPERATURE, top_p=1.0, max_tokens=1 if number == 5 else 14 + number),
+            sampling=SamplingSettings(
+                temperature=TEMPERATURE, top_p=1.0, max_tokens=1 if number == 5 else 14 + number
+            ),
         )
         for number in range(NUM_REQUESTS)
     ]

@@ -1,11 +1,12 @@
-"""A process with vLLM's own engine, its asynchronous scheduler and what its second model runner keeps of requests.
+"""A process with vLLM's own engine, its asynchronous scheduler and what its second model runner
+keeps of requests.
 
     python -m tests.fleet.queue_session MODEL_FOLDER OUT.json
 
-On a GPU two steps are in flight and vLLM's Model Runner V2 computes them; its build for CPUs has neither. Here all of
-it runs that is Python: `LLMEngine`, the scheduler, the queue of two batches, the executor, V2's slots of requests and
-its sampler. The model is a formula of all tokens so far and the version of the weights. The few Triton kernels on the
-way are said again in PyTorch.
+On a GPU two steps are in flight and vLLM's Model Runner V2 computes them; its build for CPUs has
+neither. Here all of it runs that is Python: `LLMEngine`, the scheduler, the queue of two batches,
+the executor, V2's slots of requests and its sampler. The model is a formula of all tokens so far
+and the version of the weights. The few Triton kernels on the way are said again in PyTorch.
 """
 
 import json
@@ -25,11 +26,11 @@ import torch
 
 from open_instruct.config.lora import LoRASection
 from open_instruct.config.rollout_sections import FleetSection
-from open_instruct.engines.requests import Batching, EngineSettings
-from open_instruct.engines.vllm_core import VLLMCore
-from open_instruct.engines.vllm_options import engine_environment
-from open_instruct.errors import RunError
-from open_instruct.records import Completion
+from open_instruct.core.errors import RunError
+from open_instruct.core.records import Completion
+from open_instruct.generation.requests import Batching, EngineSettings
+from open_instruct.generation.vllm_core import VLLMCore
+from open_instruct.generation.vllm_options import engine_environment
 from tests.fleet.queue_case import NUM_REQUESTS, STOP, logits_of, requests
 
 os.environ |= {**engine_environment(on_cuda=False), "VLLM_LOGGING_LEVEL": "ERROR"}
@@ -69,7 +70,9 @@ class Runner(GPUModelRunner):
         self.max_num_reqs = config.scheduler_config.max_num_seqs
         device = torch.device("cpu")
         most_tokens = config.scheduler_config.max_num_batched_tokens
-        self.req_states = RequestState(self.max_num_reqs, MAX_MODEL_LEN, most_tokens, 0, self.vocab_size, device)
+        self.req_states = RequestState(
+            self.max_num_reqs, MAX_MODEL_LEN, most_tokens, 0, self.vocab_size, device
+        )
         self.sampler = Sampler(
             vllm_config=config,
             max_num_reqs=self.max_num_reqs,
@@ -79,9 +82,20 @@ class Runner(GPUModelRunner):
             logprobs_mode=config.model_config.logprobs_mode,
         )
         self.lora_state = LoraState(max_num_reqs=self.max_num_reqs)
-        self.pooling_runner = self.pp_handler = self.encoder_cache = self.adaptive_verification = None
-        self.model_state, self.prompt_logprobs_worker, self.block_tables = MagicMock(), MagicMock(), MagicMock()
-        self.pcp_manager, self.use_pp, self.is_last_pp_rank, self.decode_query_len = None, False, True, 1
+        self.pooling_runner = self.pp_handler = self.encoder_cache = self.adaptive_verification = (
+            None
+        )
+        self.model_state, self.prompt_logprobs_worker, self.block_tables = (
+            MagicMock(),
+            MagicMock(),
+            MagicMock(),
+        )
+        self.pcp_manager, self.use_pp, self.is_last_pp_rank, self.decode_query_len = (
+            None,
+            False,
+            True,
+            1,
+        )
         self.version = 0
         self.most_names = 0
         self.batch: Any = None
@@ -95,7 +109,9 @@ class Runner(GPUModelRunner):
         if scheduled.total_num_scheduled_tokens == 0:
             return ModelRunnerOutput(req_ids=[], req_id_to_index={})
         self.batch, _ = self.gather_batch_req_state(scheduled, dummy_run=False)
-        self.most_names = max(self.most_names, len(self.lora_state.get_activate_loras(self.batch.req_ids)))
+        self.most_names = max(
+            self.most_names, len(self.lora_state.get_activate_loras(self.batch.req_ids))
+        )
         return None
 
     def sample_now(self) -> Later:
@@ -135,7 +151,9 @@ class Runner(GPUModelRunner):
             if tokens[-1]:
                 states.all_token_ids.gpu[place, length] = tokens[-1][0]
         numbers = {name: number for number, name in enumerate(batch.req_ids)}
-        output = ModelRunnerOutput(req_ids=batch.req_ids, req_id_to_index=numbers, sampled_token_ids=tokens)
+        output = ModelRunnerOutput(
+            req_ids=batch.req_ids, req_id_to_index=numbers, sampled_token_ids=tokens
+        )
         output.logprobs = answer.logprobs_tensors and answer.logprobs_tensors.tolists()
         return Later(output)
 
@@ -152,7 +170,13 @@ class Worker:
         self.get_supported_tasks = lambda: ("generate",)
         self.adapted_layers = lambda: ["q_proj"]
         self.execute_model = self.model_runner.execute
-        nothing = ("set_kv_cache_layout", "initialize_from_config", "synchronize_device", "shutdown", "hold_no_adapter")
+        nothing = (
+            "set_kv_cache_layout",
+            "initialize_from_config",
+            "synchronize_device",
+            "shutdown",
+            "hold_no_adapter",
+        )
         for name in (*nothing, "reset_mm_cache"):
             setattr(self, name, lambda *_: None)
 
@@ -173,7 +197,12 @@ class Executor(UniProcExecutor):
 
 def apply_write(staged: StagedWriteTensor) -> None:
     start = 0
-    places = zip(staged._staged_write_indices, staged._staged_write_starts, staged._staged_write_cu_lens, strict=True)
+    places = zip(
+        staged._staged_write_indices,
+        staged._staged_write_starts,
+        staged._staged_write_cu_lens,
+        strict=True,
+    )
     for index, first, stop in places:
         row = staged.gpu[index : index + 1] if staged.gpu.dim() == 1 else staged.gpu[index]
         row[first : first + stop - start] = torch.tensor(staged._staged_write_contents[start:stop])
@@ -181,7 +210,9 @@ def apply_write(staged: StagedWriteTensor) -> None:
     staged.clear_staged_writes()
 
 
-def apply_temperature(logits: torch.Tensor, places: torch.Tensor, temperatures: torch.Tensor) -> None:
+def apply_temperature(
+    logits: torch.Tensor, places: torch.Tensor, temperatures: torch.Tensor
+) -> None:
     logits /= temperatures[places].unsqueeze(1)
 
 
@@ -189,7 +220,9 @@ def logprobs_of(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
     return logits.log_softmax(-1).gather(1, tokens)
 
 
-def num_sampled(sampled: Any, lengths: Any, _: Any, places: Any, prefills: torch.Tensor) -> tuple[Any, Any]:
+def num_sampled(
+    sampled: Any, lengths: Any, _: Any, places: Any, prefills: torch.Tensor
+) -> tuple[Any, Any]:
     return torch.where(lengths >= prefills[places], sampled, 0), torch.zeros_like(sampled)
 
 
@@ -211,7 +244,9 @@ def second_runner(**sampler: Any) -> Iterator[None]:
         for name, meant in {
             "vllm.v1.engine.llm_engine.LLMEngine.from_engine_args": from_engine_args,
             # A config is made as for V1, as it would miss Triton.
-            "vllm.config.VllmConfig.use_v2_model_runner": property(lambda it: any(it is one for one in seconds)),
+            "vllm.config.VllmConfig.use_v2_model_runner": property(
+                lambda it: any(it is one for one in seconds)
+            ),
             f"{gpu}.buffer_utils.is_uva_available": lambda: False,
             f"{gpu}.buffer_utils.StagedWriteTensor.apply_write": apply_write,
             f"{gpu}.sample.states.apply_temperature": apply_temperature,
@@ -251,10 +286,14 @@ class Session:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Count the requests that lose their place in the cache, and what becomes of their tokens in flight."""
+        """Count the requests that lose their place in the cache, and what becomes of their tokens
+        in flight.
+        """
         preempt = Scheduler._preempt_request
 
-        def noted(scheduler: Scheduler, request: Any, timestamp: float, drop_stale_output: bool = False) -> None:
+        def noted(
+            scheduler: Scheduler, request: Any, timestamp: float, drop_stale_output: bool = False
+        ) -> None:
             preempt(scheduler, request, timestamp, drop_stale_output)
             kind = "updated" if drop_stale_output else "preempted"
             self.seen[kind] += 1
@@ -272,7 +311,9 @@ class Session:
         self.core.weights_changed(self.version)
         return finished
 
-    def answers(self, actions: Mapping[int, Callable[[], Mapping[int, Completion] | None]]) -> list[dict[str, Any]]:
+    def answers(
+        self, actions: Mapping[int, Callable[[], Mapping[int, Completion] | None]]
+    ) -> list[dict[str, Any]]:
         """All requests' completions; before the step of that number, one of `actions` is done."""
         finished: dict[int, Completion] = {}
         for key, request in enumerate(requests()):
@@ -293,7 +334,10 @@ def main(model_folder: str, out: Path) -> None:
             for name, settles, last in (("settled", True, 11), ("unsettled", False, 4)):
                 update = partial(session.update, settles=settles)
                 said[name] = [
-                    {"version": session.version, "answers": session.answers({first: update, first + gap: update})}
+                    {
+                        "version": session.version,
+                        "answers": session.answers({first: update, first + gap: update}),
+                    }
                     for first in range(1, last + 1)
                     for gap in (1, 4)
                 ]
@@ -306,7 +350,10 @@ def main(model_folder: str, out: Path) -> None:
         said["slots left"] = [left.num_reqs, len(left.free_indices)]
         session.core.close()
         late = requests()[0]
-        adapted = Session(model_folder, adapter=LoRASection(use_lora=True, lora_r=8, lora_target_modules=["q_proj"]))
+        adapted = Session(
+            model_folder,
+            adapter=LoRASection(use_lora=True, lora_r=8, lora_target_modules=["q_proj"]),
+        )
         actions = {
             3: adapted.update,
             4: lambda: adapted.core.add(NUM_REQUESTS, late),

@@ -8,9 +8,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from open_instruct.records import RolloutGroup
-from open_instruct.rollout.traces import read_traces
-from open_instruct.run import export_command
+from open_instruct.commands import export
+from open_instruct.core.records import RolloutGroup
+from open_instruct.rl.traces import read_traces
 from tests.fleet.grpo_case import NUM_STEPS, GRPOCase
 
 pytestmark = pytest.mark.extended
@@ -22,8 +22,9 @@ TOLERANCE = 1e-4
 def test_engine_computes_with_the_adapters_of_the_step_before_from_step_2_on(
     variant: Callable[..., GRPOCase], tmp_path: Path, lora_sync: str
 ) -> None:
-    """By transformers: an engine's log-probs are those of the exported checkpoint before, and of none
-    that is older, so each step has learned something and sent it."""
+    """By transformers: an engine's log-probs are those of the exported checkpoint before, and of
+    none that is older, so each step has learned something and sent it.
+    """
     case = variant(
         use_lora="true",
         lora_sync=lora_sync,
@@ -39,11 +40,13 @@ def test_engine_computes_with_the_adapters_of_the_step_before_from_step_2_on(
     for step in range(1, NUM_STEPS):
         folder = tmp_path / f"after_{step}"
         words = [str(case.output_dir), "--step", str(step), "--export_dtype", "float32"]
-        assert export_command.main([*words, "--output_dir", str(folder)]) == 0
+        assert export.main([*words, "--output_dir", str(folder)]) == 0
         models.append(open_model(folder))
     for step in range(2, NUM_STEPS + 1):
         groups = list(read_traces(case.output_dir, step))
-        assert {version for group in groups for each in group.completions for version in each.versions} == {step - 1}
+        assert {
+            version for group in groups for each in group.completions for version in each.versions
+        } == {step - 1}
         assert find_largest_difference(models[step - 1], groups) < TOLERANCE
         assert find_largest_difference(models[step - 2], groups) > 10 * TOLERANCE
 
@@ -55,7 +58,9 @@ def open_model(folder: Path) -> Any:
 def find_largest_difference(model: Any, groups: Sequence[RolloutGroup]) -> float:
     """Between a model's log-probs of the sampled tokens and those that the engine gave."""
     differences = [
-        (read_logprobs(model, group.prompt.token_ids, each.token_ids) - torch.tensor(each.logprobs)).abs().max()
+        (read_logprobs(model, group.prompt.token_ids, each.token_ids) - torch.tensor(each.logprobs))
+        .abs()
+        .max()
         for group in groups
         for each in group.completions
     ]

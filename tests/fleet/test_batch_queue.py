@@ -1,4 +1,5 @@
-"""What an engine of ours takes for granted of vLLM's scheduler and second model runner, as GPUs have them, holds there.
+"""What an engine of ours takes for granted of vLLM's scheduler and second model runner, as GPUs
+have them, holds there.
 
 `queue_session.py` runs both without a GPU, as far as they are Python; the table is in docs/gpu.md.
 """
@@ -12,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from open_instruct.engines.requests import sampling_seed
-from open_instruct.toys.tiny import write_tiny_model
+from open_instruct.commands.tiny_model import write_tiny_model
+from open_instruct.generation.requests import sampling_seed
 from tests.fleet.queue_case import STOP, TEMPERATURE, logits_of, requests
 
 pytestmark = pytest.mark.extended
@@ -41,8 +42,9 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 def faults(round_: dict[str, Any], *, without: int | None = None) -> list[str]:
-    """What is wrong with the completions of a round; every token and its log-prob must be what the weights of its
-    version give after the prompt and all tokens before it."""
+    """What is wrong with the completions of a round; every token and its log-prob must be what the
+    weights of its version give after the prompt and all tokens before it.
+    """
     found = []
     for number, (asked, answer) in enumerate(zip(requests(), round_["answers"], strict=True)):
         if number == without:
@@ -52,7 +54,11 @@ def faults(round_: dict[str, Any], *, without: int | None = None) -> list[str]:
             found.append(f"{number}: {len(tokens)} tokens, {len(versions)} versions")
         if answer["seed"] != asked.seed:
             found.append(f"{number}: the seed of another")
-        ends = tokens[-1] == STOP if answer["finish_reason"] == "stop" else len(tokens) == asked.sampling.max_tokens
+        ends = (
+            tokens[-1] == STOP
+            if answer["finish_reason"] == "stop"
+            else len(tokens) == asked.sampling.max_tokens
+        )
         if not ends:
             found.append(f"{number}: ends after {len(tokens)} tokens")
         before = list(asked.prompt_token_ids)
@@ -73,9 +79,13 @@ def test_two_steps_are_in_flight(said: dict[str, Any]) -> None:
 def test_settling_leaves_nothing_in_flight_and_loses_no_token(said: dict[str, Any]) -> None:
     """Whichever step the weights change before, and then again a step or four later."""
     seen = said["settled seen"]
-    assert seen["in flight while weights change"] == seen["updated in flight"] == 0 < seen["updated"]
+    assert (
+        seen["in flight while weights change"] == seen["updated in flight"] == 0 < seen["updated"]
+    )
     assert [fault for round_ in said["settled"] for fault in faults(round_)] == []
-    changes = [set(answer["versions"]) for round_ in said["settled"] for answer in round_["answers"]]
+    changes = [
+        set(answer["versions"]) for round_ in said["settled"] for answer in round_["answers"]
+    ]
     assert {len(each) for each in changes} == {1, 2, 3}
 
 
@@ -96,18 +106,28 @@ def test_wrong_version_would_be_seen(said: dict[str, Any]) -> None:
 
 
 def test_cancelling_one_in_flight_leaves_the_others(said: dict[str, Any]) -> None:
-    assert faults(said["cancelled"], without=CANCELLED) == [] and said["cancelled"]["answers"][CANCELLED] == {}
+    assert (
+        faults(said["cancelled"], without=CANCELLED) == []
+        and said["cancelled"]["answers"][CANCELLED] == {}
+    )
 
 
 def test_requests_of_several_versions_name_one_adapter(said: dict[str, Any]) -> None:
-    """The first runner counts adapters, the second their names; both have one slot, and it holds the newest."""
+    """The first runner counts adapters, the second their names; both have one slot, and it holds
+    the newest.
+    """
     assert faults(said["adapted"]) == []
     assert said["names of an adapter"] == 3
 
 
 def test_second_runner_answers_after_the_temperature(said: dict[str, Any]) -> None:
-    """All engines here have been started, and so were asked; one without is refused, with the flag."""
-    assert "at temperature 1 and by 0.45 at temperature 2" in said["raw"] and "--vllm_runner v1" in said["raw"]
+    """All engines here have been started, and so were asked; one without is refused, with the
+    flag.
+    """
+    assert (
+        "at temperature 1 and by 0.45 at temperature 2" in said["raw"]
+        and "--vllm_runner v1" in said["raw"]
+    )
 
 
 def test_seeds_fit_into_the_second_runner() -> None:

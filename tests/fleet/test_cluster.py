@@ -18,7 +18,7 @@ from open_instruct.cluster import ray_cluster
 from open_instruct.cluster.placement import FleetShape
 from open_instruct.cluster.ray_cluster import start_cluster
 from open_instruct.config.rollout_sections import FleetSection
-from open_instruct.errors import InputError, RunError
+from open_instruct.core.errors import InputError, RunError
 from tests.fleet.grpo_case import finished
 from tests.ranks import programs
 
@@ -26,10 +26,13 @@ pytestmark = pytest.mark.extended
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 GUARDED = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "a" * 64}
-ONE_LEARNER = FleetShape(learners_per_node=(1,), num_engines=1, devices_per_engine=1, shares_device=False)
+ONE_LEARNER = FleetShape(
+    learners_per_node=(1,), num_engines=1, devices_per_engine=1, shares_device=False
+)
 
-# A process can be connected to one Ray only, so the simulated cluster has processes of its own. Its nodes have 3 and
-# 1 pretended GPUs; the smaller one comes second, so that the order of the list is not the order of the nodes.
+# A process can be connected to one Ray only, so the simulated cluster has processes of its own. Its
+# nodes have 3 and 1 pretended GPUs; the smaller one comes second, so that the order of the list is
+# not the order of the nodes.
 SIMULATED_CLUSTER = """
 import os, sys
 from open_instruct.cluster.ray_cluster import short_folder
@@ -57,7 +60,7 @@ DRIVER = """
 import json, os, sys
 os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
 from open_instruct.config.rollout_sections import FleetSection
-from open_instruct.errors import RunError
+from open_instruct.core.errors import RunError
 from open_instruct.cluster.ray_cluster import start_cluster
 from open_instruct.cluster.learner_group import LearnerGroup
 from open_instruct.cluster.placement import FleetShape
@@ -87,7 +90,11 @@ print(json.dumps({"learners": learners, "sums": sums, "refusal": refusal, "said"
 
 
 def run(
-    program: str, *arguments: str, environment: dict[str, str] | None = None, cwd: Path | None = None, tmp_path: Path
+    program: str,
+    *arguments: str,
+    environment: dict[str, str] | None = None,
+    cwd: Path | None = None,
+    tmp_path: Path,
 ) -> Any:
     """The last line that a Python program prints, as JSON."""
     file = tmp_path / "program.py"
@@ -121,36 +128,46 @@ class TestSimulatedNodes:
     @pytest.fixture(scope="class")
     def report(self, simulated: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         """What a driver saw of the cluster that it joined."""
-        return run(DRIVER, simulated, environment=GUARDED, tmp_path=tmp_path_factory.mktemp("programs"))
+        return run(
+            DRIVER, simulated, environment=GUARDED, tmp_path=tmp_path_factory.mktemp("programs")
+        )
 
     def test_learners_of_a_node_are_on_one_node(self, report: dict[str, Any]) -> None:
         first, *others = (learner["node_id"] for learner in report["learners"])
         assert len(set(others)) == 1 and first not in others
 
-    def test_ranks_are_node_major_and_the_sizes_arrive_as_they_are(self, report: dict[str, Any]) -> None:
+    def test_ranks_are_node_major_and_the_sizes_arrive_as_they_are(
+        self, report: dict[str, Any]
+    ) -> None:
         learners = report["learners"]
         assert [learner["rank"] for learner in learners] == [0, 1, 2]
         assert [learner["local_rank"] for learner in learners] == [0, 0, 1]
         assert all(learner["gpus_per_node"] == [1, 2] for learner in learners)
         assert report["sums"] == [3, 3, 3]
 
-    def test_learner_sees_the_gpus_of_its_node_and_finds_its_own(self, report: dict[str, Any]) -> None:
+    def test_learner_sees_the_gpus_of_its_node_and_finds_its_own(
+        self, report: dict[str, Any]
+    ) -> None:
         for learner in report["learners"]:
             seen = learner["seen_gpus"].split(",")
             assert len(set(seen)) == (1 if learner["rank"] == 0 else 2)
             assert [seen[learner["local_rank"]]] == learner["own_gpus"]
 
-    def test_shape_that_never_fits_is_refused_after_the_timeout(self, report: dict[str, Any]) -> None:
+    def test_shape_that_never_fits_is_refused_after_the_timeout(
+        self, report: dict[str, Any]
+    ) -> None:
         assert (
-            "asked: 2 nodes of 3 GPUs for learners, and 1 engine of 1 GPU; the cluster has nodes of 1 and 3 "
-            "GPUs, of which" in report["refusal"]
+            "asked: 2 nodes of 3 GPUs for learners, and 1 engine of 1 GPU; the cluster has nodes "
+            "of 1 and 3 GPUs, of which" in report["refusal"]
         )
         assert "--cluster_timeout_s" in report["refusal"]
 
-    def test_joined_cluster_is_left_running_and_its_places_free(self, report: dict[str, Any]) -> None:
-        assert [words for words in report["said"] if words.startswith("joined Ray at 127.0.0.1:")] == (
-            [report["said"][0]] * 3
-        )
+    def test_joined_cluster_is_left_running_and_its_places_free(
+        self, report: dict[str, Any]
+    ) -> None:
+        assert [
+            words for words in report["said"] if words.startswith("joined Ray at 127.0.0.1:")
+        ] == ([report["said"][0]] * 3)
 
 
 class TestRefusals:
@@ -170,21 +187,39 @@ class TestRefusals:
         monkeypatch.setattr(ray_cluster, "CONNECT_TIMEOUT_S", 0.5)
         with socket.create_server(("127.0.0.1", 0)) as listener:
             address = f"127.0.0.1:{listener.getsockname()[1]}"
-            refuse(address, rf"^--ray_address {address}: nothing answers there \(timed out\); start .* leave the flag")
+            refuse(
+                address,
+                (
+                    rf"^--ray_address {address}: nothing answers there \(timed out\); start .* "
+                    r"leave "
+                    r"the flag"
+                ),
+            )
 
     def test_server_that_is_no_ray_is_refused(self) -> None:
         with ThreadingHTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as server:
             threading.Thread(target=server.serve_forever).start()
             address = f"127.0.0.1:{server.server_port}"
             try:
-                refuse(address, rf"^--ray_address {address}: what answers there is no Ray; start .* leave the flag")
+                refuse(
+                    address,
+                    (
+                        rf"^--ray_address {address}: what answers there is no Ray; start .* leave "
+                        r"the flag"
+                    ),
+                )
             finally:
                 server.shutdown()
 
-    def test_ray_that_does_not_start_ends_with_its_last_words(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_ray_that_does_not_start_ends_with_its_last_words(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         """What Ray says last, and what to do."""
         monkeypatch.setattr(ray_cluster, "_object_store_bytes", lambda: 1)
-        words = r"^the local Ray did not start: ValueError: .* Give the same command again, .* --ray_address auto$"
+        words = (
+            r"^the local Ray did not start: ValueError: .* Give the same command again, .* "
+            r"--ray_address auto$"
+        )
         starting = start_cluster(FleetSection(), ONE_LEARNER, say=lambda text: None)
         with pytest.raises(RunError, match=words), starting:
             pass
@@ -258,25 +293,36 @@ class TestALocalRay:
         """Of two runs, the second with places for five processes, in a folder with a module."""
         folder = tmp_path_factory.mktemp("working")
         (folder / "planted.py").touch()
-        environment = {"HOME": str(home), "RAY_AUTH_MODE": "disabled", "RAY_AUTH_TOKEN": "for another cluster"}
-        programs_folder = tmp_path_factory.mktemp("programs")  # a script's own one is on the path of Ray's actors
+        environment = {
+            "HOME": str(home),
+            "RAY_AUTH_MODE": "disabled",
+            "RAY_AUTH_TOKEN": "for another cluster",
+        }
+        # A script's own one is on the path of Ray's actors.
+        programs_folder = tmp_path_factory.mktemp("programs")
         return run(TWO_RUNS, environment=environment, cwd=folder, tmp_path=programs_folder)
 
     def test_local_ray_listens_to_this_machine_only(self, report: dict[str, Any]) -> None:
         assert {"gcs_server", "raylet", "ray::DashboardAgent"} <= set(report["programs"])
         assert set(report["listening"]) <= {"127.0.0.1", "::ffff:127.0.0.1", "::1"}
 
-    def test_programs_that_the_driver_starts_later_are_their_own_masters(self, report: dict[str, Any]) -> None:
+    def test_programs_that_the_driver_starts_later_are_their_own_masters(
+        self, report: dict[str, Any]
+    ) -> None:
         assert not report["marked"]
 
     def test_actors_import_nothing_from_the_working_folder(self, report: dict[str, Any]) -> None:
         assert report["found"] == [[False, True]] * 2
 
-    def test_actors_give_way_to_nothing_that_the_driver_does_not(self, report: dict[str, Any]) -> None:
+    def test_actors_give_way_to_nothing_that_the_driver_does_not(
+        self, report: dict[str, Any]
+    ) -> None:
         """Beside three busy processes a niced learner and engine took 16 times as long to start."""
         assert len(set(report["niceness"])) == 1
 
-    def test_run_has_a_token_in_a_folder_of_its_own(self, report: dict[str, Any], home: Path) -> None:
+    def test_run_has_a_token_in_a_folder_of_its_own(
+        self, report: dict[str, Any], home: Path
+    ) -> None:
         """Nothing is read from HOME, where a token for other clusters may be, or written there."""
         assert report["modes"] == [0o600, 0o700]
         assert report["tokens"] == [[True, True]] * 2
@@ -289,7 +335,13 @@ class TestWhoMayTalkToRay:
     @pytest.mark.parametrize(
         ("given", "said"),
         [
-            ({}, r"does not let this process in\. If the cluster has a token, give it here too.*\(now: none\)"),
+            (
+                {},
+                (
+                    r"does not let this process in\. If the cluster has a token, give it here "
+                    r"too.*\(now: none\)"
+                ),
+            ),
             ({"RAY_AUTH_MODE": "token"}, r"\(now: none\)"),
             ({"RAY_AUTH_TOKEN": "b" * 64}, r"\(now: RAY_AUTH_TOKEN\)"),
             ({"RAY_AUTH_TOKEN_PATH": "/nowhere"}, r"\(now: RAY_AUTH_TOKEN_PATH\)"),
@@ -297,7 +349,12 @@ class TestWhoMayTalkToRay:
         ids=["no token", "mode alone", "another token", "no file"],
     )
     def test_joined_cluster_wants_its_token(
-        self, simulated: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: dict[str, str], said: str
+        self,
+        simulated: str,
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        given: dict[str, str],
+        said: str,
     ) -> None:
         monkeypatch.setenv("HOME", str(tmp_path))
         for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
@@ -310,7 +367,7 @@ class TestWhoMayTalkToRay:
 JOINING = """
 import json, sys
 from open_instruct.config.rollout_sections import FleetSection
-from open_instruct.errors import InputError
+from open_instruct.core.errors import InputError
 from open_instruct.cluster.ray_cluster import start_cluster
 from open_instruct.cluster.placement import FleetShape
 shape = FleetShape(learners_per_node=(1,), num_engines=1, devices_per_engine=1, shares_device=False)

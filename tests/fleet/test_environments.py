@@ -1,6 +1,8 @@
-"""Whole runs of GRPO in an environment: learners, a vLLM engine, and episodes of four turns between them.
+"""Whole runs of GRPO in an environment: learners, a vLLM engine, and episodes of four turns between
+them.
 
-One run has adapters, a critic and two learners, too: what each of them promises holds of all at once.
+One run has adapters, a critic and two learners, too: what each of them promises holds of all at
+once.
 """
 
 import signal
@@ -12,8 +14,8 @@ import pytest
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
-from open_instruct.records import RolloutGroup
-from open_instruct.rollout.traces import read_traces
+from open_instruct.core.records import RolloutGroup
+from open_instruct.rl.traces import read_traces
 from tests.fleet.four_turns import DIES_IN_TURN, NUM_TURNS
 from tests.fleet.grpo_case import NUM_STEPS, GRPOCase, assert_no_process_left, write_prompts
 from tests.ranks import programs
@@ -68,9 +70,11 @@ def test_learners_and_engine_agree_over_all_turns_and_syncs(undisturbed: GRPOCas
     for row in rows:
         assert row["episodes/turns"] == NUM_TURNS and row["episodes/done"] == 1.0
     for row in rows[1:]:
-        assert row["logprob_diff/max"] < 1e-4  # engine's log-probs of sampled tokens, against the learners'
+        # Engine's log-probs of sampled tokens, against the learners'.
+        assert row["logprob_diff/max"] < 1e-4
         assert row["grad_norm"] > 0
-    assert "policy_loss" not in rows[0] and rows[-1]["kl"] > 1e-5  # at first the critic learns alone
+    # At first the critic learns alone.
+    assert "policy_loss" not in rows[0] and rows[-1]["kl"] > 1e-5
 
 
 def test_critic_learns_beside_the_policy(undisturbed: GRPOCase) -> None:
@@ -96,9 +100,14 @@ def test_learned_tokens_are_those_that_were_sampled(undisturbed: GRPOCase) -> No
                 assert completion.episode is not None and len(completion.replies) == NUM_TURNS
                 assert set(completion.versions) == {step - 1}
                 assert all(len(reply) <= 8 for reply in completion.replies)
-                sampled = {at for reply in completion.replies for at in range(reply.start, reply.stop)}
-                bridges = [token for at, token in enumerate(completion.token_ids) if at not in sampled]
-                # The game's own text holds a header, as plain text; the template's stands between two turns once.
+                sampled = {
+                    at for reply in completion.replies for at in range(reply.start, reply.stop)
+                }
+                bridges = [
+                    token for at, token in enumerate(completion.token_ids) if at not in sampled
+                ]
+                # The game's own text holds a header, as plain text; the template's stands between
+                # two turns once.
                 assert bridges.count(header) == NUM_TURNS - 1
                 assert sum(map(len, completion.replies)) == len(completion.logprobs)
         learned = [verdict.reward for group in batch for verdict in group.verdicts]
@@ -109,7 +118,9 @@ def test_learned_tokens_are_those_that_were_sampled(undisturbed: GRPOCase) -> No
 def test_driver_killed_within_its_episodes_takes_all_with_it_and_the_run_plays_the_same_again(
     undisturbed: GRPOCase, tmp_path: Path
 ) -> None:
-    """In the middle of the last step: some of its tickets are played, some are under way, some are not begun."""
+    """In the middle of the last step: some of its tickets are played, some are under way, some are
+    not begun.
+    """
     case = replace(undisturbed, output_dir=tmp_path / "out")
     turns_a_step = NUM_TURNS * CRITIC["num_unique_prompts_rollout"]
     dies_in = (NUM_STEPS - 1) * turns_a_step + turns_a_step // 2
@@ -122,30 +133,56 @@ def test_driver_killed_within_its_episodes_takes_all_with_it_and_the_run_plays_t
     assert "resuming after step" in case.run()
     for ours, theirs in zip(groups(case), groups(undisturbed), strict=True):
         assert ours == theirs
-    names = ("reward", "loss", "grad_norm", "critic/loss", "critic/grad_norm", "num_tokens", "episodes/turns")
+    names = (
+        "reward",
+        "loss",
+        "grad_norm",
+        "critic/loss",
+        "critic/grad_norm",
+        "num_tokens",
+        "episodes/turns",
+    )
     assert [[row.get(name) for name in names] for row in case.rows()] == [
         [row.get(name) for name in names] for row in undisturbed.rows()
     ]
 
 
 @pytest.mark.extended
-def test_two_runs_that_are_ahead_of_their_learners_are_the_same(base: GRPOCase, tmp_path: Path) -> None:
-    """Weights that stay are published at a moment of wall clock, in the middle of episodes. They change nothing."""
-    still = {**base.flags, "async_steps": 2, "learning_rate": 1e-46, "checkpointing_steps": 100}  # 0 in float32
-    ours, theirs = (replace(base, output_dir=tmp_path / name, flags=still) for name in ("ours", "theirs"))
+def test_two_runs_that_are_ahead_of_their_learners_are_the_same(
+    base: GRPOCase, tmp_path: Path
+) -> None:
+    """Weights that stay are published at a moment of wall clock, in the middle of episodes.
+
+    They change nothing.
+    """
+    # 0 in float32.
+    still = {**base.flags, "async_steps": 2, "learning_rate": 1e-46, "checkpointing_steps": 100}
+    ours, theirs = (
+        replace(base, output_dir=tmp_path / name, flags=still) for name in ("ours", "theirs")
+    )
     for case in (ours, theirs):
         case.run()
         assert max(row["logprob_diff/max"] for row in case.rows()) < 1e-4
 
     def told(case: GRPOCase) -> list[tuple[object, ...]]:
         return [
-            (group.ticket, [each.token_ids for each in group.completions], [each.reward for each in group.verdicts])
+            (
+                group.ticket,
+                [each.token_ids for each in group.completions],
+                [each.reward for each in group.verdicts],
+            )
             for batch in groups(case)
             for group in batch
         ]
 
     assert told(ours) == told(theirs)
     completions = [
-        each for case in (ours, theirs) for batch in groups(case) for group in batch for each in group.completions
+        each
+        for case in (ours, theirs)
+        for batch in groups(case)
+        for group in batch
+        for each in group.completions
     ]
-    assert any(len(set(completion.versions)) > 1 for completion in completions), "weights came within no episode"
+    assert any(len(set(completion.versions)) > 1 for completion in completions), (
+        "weights came within no episode"
+    )

@@ -1,7 +1,8 @@
-"""Whole runs of GRPO: what one leaves, and how others that are stopped, or lose processes, come to the same.
+"""Whole runs of GRPO: what one leaves, and how others that are stopped, or lose processes, come to
+the same.
 
-Real Ray, real learners over gloo, a real vLLM engine, one command each; see also test_grpo_kinds.py and
-test_grpo_ends.py.
+Real Ray, real learners over gloo, a real vLLM engine, one command each; see also test_grpo_kinds.py
+and test_grpo_ends.py.
 """
 
 import json
@@ -19,8 +20,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from open_instruct.rollout.traces import read_traces
-from open_instruct.run import export_command
+from open_instruct.commands import export
+from open_instruct.rl.traces import read_traces
 from tests.fleet import dying_engines, dying_run
 from tests.fleet.grpo_case import (
     NUM_PROMPTS_PER_STEP,
@@ -42,8 +43,24 @@ pytestmark = pytest.mark.slow
 
 # What scripts read; see README.
 EVERY_STEP = {
-    *("step", "loss", "reward", "verifier/digits", "clip_fraction", "rho/mean", "rho/max", "grad_norm", "lr"),
-    *("logprob_diff/mean", "logprob_diff/max", "staleness/mean", "sequence_length/mean", "truncated_fraction"),
+    *(
+        "step",
+        "loss",
+        "reward",
+        "verifier/digits",
+        "clip_fraction",
+        "rho/mean",
+        "rho/max",
+        "grad_norm",
+        "lr",
+    ),
+    *(
+        "logprob_diff/mean",
+        "logprob_diff/max",
+        "staleness/mean",
+        "sequence_length/mean",
+        "truncated_fraction",
+    ),
     *("zero_std_fraction", "num_tokens", "time/generate", "time/train", "time/sync", "time/step"),
 }
 # So many that one can lose an engine, a learner and the driver one after the other.
@@ -76,7 +93,9 @@ def weights(case: GRPOCase) -> dict[str, torch.Tensor]:
 
 
 def untimed(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [{name: value for name, value in row.items() if not name.startswith(TIMED)} for row in rows]
+    return [
+        {name: value for name, value in row.items() if not name.startswith(TIMED)} for row in rows
+    ]
 
 
 def test_run_leaves_every_metric_and_file_that_scripts_read(undisturbed: GRPOCase) -> None:
@@ -88,15 +107,23 @@ def test_run_leaves_every_metric_and_file_that_scripts_read(undisturbed: GRPOCas
     scored = [row["step"] for row in rows if {"eval/reward", "eval/pass_at_1"} <= row.keys()]
     assert scored == [step for step in STEPS if step % 2 == 0 or step == STEPS[-1]]
     out = undisturbed.output_dir
-    assert {path.name for path in out.iterdir()} >= {"config.yaml", "layout.json", "run.log", "hf_model", "step7"}
+    assert {path.name for path in out.iterdir()} >= {
+        "config.yaml",
+        "layout.json",
+        "run.log",
+        "hf_model",
+        "step7",
+    }
     assert not (out / "pids.json").exists()
     assert json.loads((out / "layout.json").read_text())["shard_degree"] == 2
 
 
-def test_export_of_the_newest_checkpoint_is_the_model_that_the_run_left(undisturbed: GRPOCase, tmp_path: Path) -> None:
+def test_export_of_the_newest_checkpoint_is_the_model_that_the_run_left(
+    undisturbed: GRPOCase, tmp_path: Path
+) -> None:
     """Byte for byte; transformers opens it whole, and it has moved from the start model."""
     left, again = undisturbed.output_dir / "hf_model", tmp_path / "again"
-    assert export_command.main([str(undisturbed.output_dir), "--output_dir", str(again)]) == 0
+    assert export.main([str(undisturbed.output_dir), "--output_dir", str(again)]) == 0
     files = {path.name: path.read_bytes() for path in left.iterdir()}
     assert files == {path.name: path.read_bytes() for path in again.iterdir()}
     assert_opens_whole(undisturbed.output_dir)
@@ -112,7 +139,9 @@ def test_ended_run_is_exported_again_when_its_model_is_gone(undisturbed: GRPOCas
     shutil.rmtree(undisturbed.output_dir / "hf_model")
     undisturbed.run()
     after = weights(undisturbed)
-    assert before.keys() == after.keys() and all(torch.equal(after[name], before[name]) for name in before)
+    assert before.keys() == after.keys() and all(
+        torch.equal(after[name], before[name]) for name in before
+    )
 
 
 def test_engines_and_learners_agree_after_every_sync(undisturbed: GRPOCase) -> None:
@@ -140,12 +169,15 @@ def assert_same_weights(ours: GRPOCase, theirs: GRPOCase) -> None:
 def test_run_that_loses_engine_learner_and_driver_ends_with_the_weights_of_one_that_loses_nothing(
     variant: Callable[..., GRPOCase], undisturbed: GRPOCase
 ) -> None:
-    """An engine as it reads a version; a learner, which all begin again for from the last checkpoint; then the driver,
-    with everything that it has started, and the same command given again.
+    """An engine as it reads a version; a learner, which all begin again for from the last
+    checkpoint; then the driver, with everything that it has started, and the same command given
+    again.
 
     Engines are sent what has changed of the weights, and whole weights where one of both is new.
     """
-    case = variant(**UNDISTURBED, checkpointing_steps=2, weight_sync="delta", weight_sync_backend="files")
+    case = variant(
+        **UNDISTURBED, checkpointing_steps=2, weight_sync="delta", weight_sync_backend="files"
+    )
     process = case.start()
     folder = case.output_dir / "weight_sync"
     killed: list[int] = []
@@ -178,7 +210,9 @@ def test_run_that_loses_engine_learner_and_driver_ends_with_the_weights_of_one_t
     assert not folder.exists()
     assert [row["step"] for row in case.rows()] == [*STEPS]
     assert_same_weights(case, undisturbed)
-    assert {path.name for path in (case.output_dir / "traces").iterdir()} == {f"step{step}.parquet" for step in STEPS}
+    assert {path.name for path in (case.output_dir / "traces").iterdir()} == {
+        f"step{step}.parquet" for step in STEPS
+    }
     for step in STEPS:  # some of them were taken twice
         assert token_ids_of(case, step) == token_ids_of(undisturbed, step)
         assert case.rows()[step - 1]["reward"] == undisturbed.rows()[step - 1]["reward"]
@@ -188,8 +222,9 @@ def test_run_that_loses_engine_learner_and_driver_ends_with_the_weights_of_one_t
 def test_process_that_dies_in_a_phase_of_a_weight_sync_is_replaced(
     variant: Callable[..., GRPOCase], undisturbed: GRPOCase
 ) -> None:
-    """Engines and learners, each in the middle of taking, comparing, loading or sending changes, one version after the
-    other: to the very weights of an undisturbed run."""
+    """Engines and learners, each in the middle of taking, comparing, loading or sending changes,
+    one version after the other: to the very weights of an undisturbed run.
+    """
     case = variant(**UNDISTURBED, weight_sync="delta", weight_sync_backend="gloo")
     case = replace(case, script="../tests/fleet/dying_run.py")
     folder = case.output_dir.parent / "dying"
@@ -226,14 +261,22 @@ def test_engine_that_dies_in_any_phase_of_a_weight_sync_is_missed_in_seconds_and
     phases: tuple[str, ...],
 ) -> None:
     """To the very weights of an undisturbed run, and long before the sync's own time-out."""
-    flags = {"weight_sync": weight_sync, "weight_sync_backend": backend, "max_restarts": len(phases)}
+    flags = {
+        "weight_sync": weight_sync,
+        "weight_sync_backend": backend,
+        "max_restarts": len(phases),
+    }
     case = variant(**UNDISTURBED, **flags, weight_sync_timeout_s=20 * SECONDS_TO_MISS_AN_ENGINE)
     environment = dying_engines.write_deaths(tmp_path, phases)
     process = programs.start(case.command(), environment=environment, cwd=case.output_dir.parent)
     finished(process, exit_code=0)
     died_s = dying_engines.read_deaths(tmp_path)
     assert tuple(died_s) == phases
-    missed_s = [read_time_s(line) for line in (case.output_dir / "run.log").read_text().splitlines() if RESTART in line]
+    missed_s = [
+        read_time_s(line)
+        for line in (case.output_dir / "run.log").read_text().splitlines()
+        if RESTART in line
+    ]
     for phase, missed in zip(phases, missed_s, strict=True):
         assert missed - died_s[phase] < SECONDS_TO_MISS_AN_ENGINE, phase
     assert [row["step"] for row in case.rows()] == [*STEPS]
@@ -264,7 +307,8 @@ def assert_same_steps(ours: GRPOCase, theirs: GRPOCase) -> None:
 def test_learners_on_deepspeed_take_the_same_steps_and_are_replaced(
     variant: Callable[..., GRPOCase], undisturbed: GRPOCase
 ) -> None:
-    """Under ZeRO-3: one is killed, all start again from the last checkpoint, and engines get what they have trained.
+    """Under ZeRO-3: one is killed, all start again from the last checkpoint, and engines get what
+    they have trained.
 
     Through shared memory, over which an engine is lost too.
     """
@@ -288,8 +332,12 @@ def test_learners_on_deepspeed_take_the_same_steps_and_are_replaced(
 
 
 @pytest.mark.extended
-def test_terminated_run_saves_and_resumes(variant: Callable[..., GRPOCase], undisturbed: GRPOCase) -> None:
-    case = variant(**UNDISTURBED, checkpointing_steps=100, weight_sync="delta", weight_sync_backend="gloo")
+def test_terminated_run_saves_and_resumes(
+    variant: Callable[..., GRPOCase], undisturbed: GRPOCase
+) -> None:
+    case = variant(
+        **UNDISTURBED, checkpointing_steps=100, weight_sync="delta", weight_sync_backend="gloo"
+    )
     process = case.start()
     case.when_step(1, process, lambda: stop_all(process))
     said = finished(process, exit_code=143)
@@ -302,7 +350,8 @@ def test_terminated_run_saves_and_resumes(variant: Callable[..., GRPOCase], undi
         said = finished(case.start(), exit_code=2)
     finally:
         case.prompts.write_text(rows)
-    assert "--dataset_mixer_list" in said and "weight sync:" not in said  # which is said once Ray is there
+    # Which is said once Ray is there.
+    assert "--dataset_mixer_list" in said and "weight sync:" not in said
 
     said = case.run()
     assert "resuming after step" in said
@@ -311,7 +360,12 @@ def test_terminated_run_saves_and_resumes(variant: Callable[..., GRPOCase], undi
 
 
 def stop_all(process: Process) -> None:
-    """As systemd and job schedulers do, which signal whatever a run has started, in whichever session."""
-    pids = [process.pid, *(child.pid for child in psutil.Process(process.pid).children(recursive=True))]
+    """As systemd and job schedulers do, which signal whatever a run has started, in whichever
+    session.
+    """
+    pids = [
+        process.pid,
+        *(child.pid for child in psutil.Process(process.pid).children(recursive=True)),
+    ]
     for pid in {*pids, *marked(process)}:
         os.kill(pid, signal.SIGTERM)

@@ -1,4 +1,6 @@
-"""Runs of GRPO that end before their time: what is said, with which exit code, and that nothing is left."""
+"""Runs of GRPO that end before their time: what is said, with which exit code, and that nothing is
+left.
+"""
 
 import os
 import signal
@@ -23,7 +25,7 @@ pytestmark = pytest.mark.extended
 def test_verifier_that_always_raises_ends_the_run(variant: Callable[..., GRPOCase]) -> None:
     case = variant(verifier="broken.py:Broken")
     (case.output_dir.parent / "broken.py").write_text(
-        "from open_instruct.verifiers.verifier import Verifier\n"
+        "from open_instruct.rewards.verifier import Verifier\n"
         "class Broken(Verifier):\n"
         "    name = 'digits'\n"
         "    def score(self, completion, ground_truth):\n"
@@ -41,7 +43,12 @@ def test_verifier_that_always_raises_ends_the_run(variant: Callable[..., GRPOCas
     ("words", "number", "last_words", "exit_code"),
     [
         ("prompts: ", signal.SIGHUP, "SIGHUP while ", 129),
-        ("load their libraries", signal.SIGTERM, "SIGTERM while starting learners and engines", 143),
+        (
+            "load their libraries",
+            signal.SIGTERM,
+            "SIGTERM while starting learners and engines",
+            143,
+        ),
     ],
     ids=["reading", "starting"],
 )
@@ -59,7 +66,9 @@ def test_run_that_is_stopped_while_it_starts_leaves_nothing(
     assert_nothing_left(case, process)
 
 
-def test_hangup_of_the_terminal_ends_the_run_behind_a_checkpoint(variant: Callable[..., GRPOCase]) -> None:
+def test_hangup_of_the_terminal_ends_the_run_behind_a_checkpoint(
+    variant: Callable[..., GRPOCase],
+) -> None:
     """The whole group is told of it, and twice."""
     case = variant(checkpointing_steps=100, total_episodes=8000)
     process = case.start()
@@ -76,7 +85,9 @@ def test_ray_that_dies_ends_the_run_at_once_in_a_sentence(variant: Callable[...,
     case = variant()
     process = case.start()
     when_logged(case, process, "load their libraries")
-    (server,) = [pid for pid in marked(process) if "gcs_server" in Path(f"/proc/{pid}/comm").read_text()]
+    (server,) = [
+        pid for pid in marked(process) if "gcs_server" in Path(f"/proc/{pid}/comm").read_text()
+    ]
     os.kill(server, signal.SIGKILL)
     said = finished(process, exit_code=1)
     assert "the run's own Ray was killed or crashed while starting" in said.splitlines()[-1], said

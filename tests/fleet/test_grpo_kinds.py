@@ -1,4 +1,6 @@
-"""Whole runs of GRPO of every kind: models with experts, adapters, a critic, nodes and engines of several sizes."""
+"""Whole runs of GRPO of every kind: models with experts, adapters, a critic, nodes and engines of
+several sizes.
+"""
 
 import json
 import time
@@ -13,8 +15,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification
 
 from open_instruct.cluster.watchdog import SHARED_MEMORY
-from open_instruct.rollout.traces import read_traces
-from open_instruct.verifiers.reward_models import ProcessRewardModel, RewardModel
+from open_instruct.rewards.reward_models import ProcessRewardModel, RewardModel
+from open_instruct.rl.traces import read_traces
 from tests.fleet.grpo_case import NUM_STEPS, GRPOCase, finished, write_prompts
 from tests.ranks import programs
 from tests.ranks.fork_server import REPOSITORY
@@ -23,7 +25,9 @@ from tests.ranks.shallow import write_shallow_model
 pytestmark = pytest.mark.extended
 
 
-def test_engines_and_learners_agree_on_experts(variant: Callable[..., GRPOCase], tmp_path: Path) -> None:
+def test_engines_and_learners_agree_on_experts(
+    variant: Callable[..., GRPOCase], tmp_path: Path
+) -> None:
     """Their sizes are those of vLLM's kernel on a CPU, in which they lie in another order."""
     model = write_shallow_model(tmp_path / "model", family="qwen3_moe", is_narrow=False)
     case = variant(model_name_or_path=model, num_learners_per_node=2, total_episodes=3 * 8)
@@ -37,26 +41,42 @@ def test_engines_and_learners_agree_on_experts(variant: Callable[..., GRPOCase],
 def test_replayed_experts_bring_learners_closer_to_engines_that_round(
     variant: Callable[..., GRPOCase], tmp_path: Path
 ) -> None:
-    """The same completions of the same weights, with the engine's choice of experts and, where the step is taken again,
-    with the learner's own."""
+    """The same completions of the same weights, with the engine's choice of experts and, where the
+    step is taken again, with the learner's own.
+    """
     model = write_shallow_model(tmp_path / "model", family="qwen3_moe", is_narrow=False)
-    flags = {"vllm_dtype": "bfloat16", "routing_replay": "on", "total_episodes": 8, "response_length": 24}
+    flags = {
+        "vllm_dtype": "bfloat16",
+        "routing_replay": "on",
+        "total_episodes": 8,
+        "response_length": 24,
+    }
     case = variant(model_name_or_path=model, **flags)
     case.run()
-    words = [str(REPOSITORY / "open_instruct" / "cli.py"), "replay", str(case.output_dir), "--step", "1"]
+    words = [
+        str(REPOSITORY / "open_instruct" / "cli.py"),
+        "replay",
+        str(case.output_dir),
+        "--step",
+        "1",
+    ]
     again = programs.start([*words, "--json", str(tmp_path / "again.json")], cwd=tmp_path)
     assert "here the learner chooses its own" in finished(again, exit_code=0)
     own: dict[str, float] = json.loads((tmp_path / "again.json").read_text())["recomputed"]
     (replayed,) = case.rows()
     assert "router/replayed" not in own
     assert replayed["router/replayed"] > 0.9 and replayed["router/differing"] < 0.1
-    assert all(replayed[f"logprob_diff/{of}"] <= own[f"logprob_diff/{of}"] for of in ("mean", "max"))
+    assert all(
+        replayed[f"logprob_diff/{of}"] <= own[f"logprob_diff/{of}"] for of in ("mean", "max")
+    )
 
 
 def test_engines_get_what_adapters_add(variant: Callable[..., GRPOCase]) -> None:
-    """Added to a base of 4 bits, which is another policy than the start model that engines begin with; or alone, beside
-    a base that each process of an engine rounds when it loads it. From the first completion on, also where a run begins
-    with an adapter, which the engines' start model has not."""
+    """Added to a base of 4 bits, which is another policy than the start model that engines begin
+    with; or alone, beside a base that each process of an engine rounds when it loads it. From the
+    first completion on, also where a run begins with an adapter, which the engines' start model has
+    not.
+    """
     flags = {"use_lora": "true", "use_qlora": "true", "learning_rate": "5e-3", "beta": 0.05}
     case = variant(num_learners_per_node=2, **flags)
     case.run()
@@ -74,15 +94,22 @@ def test_engines_get_what_adapters_add(variant: Callable[..., GRPOCase]) -> None
         dataset_mixer_eval_list=[variant().prompts, "2"],
     )
     said = again.run()
-    assert f"the adapter is in {again.output_dir / 'adapter'}" in said and "the trained model is in" not in said
+    assert (
+        f"the adapter is in {again.output_dir / 'adapter'}" in said
+        and "the trained model is in" not in said
+    )
     rows = again.rows()
     assert len(rows) == 2 and "eval/reward" in rows[-1]
     assert max(row["logprob_diff/max"] for row in rows) < 1e-4 and rows[0]["kl"] > 1e-5
 
 
 def test_learners_on_nodes_of_two_sizes(variant: Callable[..., GRPOCase]) -> None:
-    """Their sizes reach the layout as they are, and new weights reach completions that are being generated."""
-    case = variant(num_learners_per_node=[1, 2], async_steps=1, num_mini_batches=2, vllm_num_engines=2)
+    """Their sizes reach the layout as they are, and new weights reach completions that are being
+    generated.
+    """
+    case = variant(
+        num_learners_per_node=[1, 2], async_steps=1, num_mini_batches=2, vllm_num_engines=2
+    )
     case.run()
     layout = json.loads((case.output_dir / "layout.json").read_text())
     assert layout["gpus_per_node"] == [1, 2] and layout["shard_groups"] == [[0], [1], [2]]
@@ -94,7 +121,9 @@ def test_learners_on_nodes_of_two_sizes(variant: Callable[..., GRPOCase]) -> Non
 def test_engine_of_two_devices_leaves_nothing_in_shared_memory(
     variant: Callable[..., GRPOCase], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What its processes keep outside themselves, in ways of vLLM's own, is not there any more in the end."""
+    """What its processes keep outside themselves, in ways of vLLM's own, is not there any more in
+    the end.
+    """
 
     def shared() -> set[str]:
         names = {path.name for path in SHARED_MEMORY.iterdir()}
@@ -109,7 +138,8 @@ def test_engine_of_two_devices_leaves_nothing_in_shared_memory(
     finished(process, exit_code=0)
     own = while_it_ran - before
     assert own
-    deadline_s = time.monotonic() + 30  # a test beside this one may keep such things too, for a moment
+    # A test beside this one may keep such things too, for a moment.
+    deadline_s = time.monotonic() + 30
     while own & shared() and time.monotonic() < deadline_s:
         time.sleep(0.1)
     assert not own & shared()
@@ -126,18 +156,31 @@ def reward_model(base: GRPOCase) -> Path:
         for name, text in (("chosen", digits), ("rejected", letters))
     }
     (folder / "pairs.jsonl").write_text(f"{json.dumps(pair)}\n" * 4)
-    flags = {"model_name_or_path": base.model, "mixer_list": "pairs.jsonl 1.0", "output_dir": folder / "rewards"}
-    flags |= {"max_train_steps": 2, "per_device_train_batch_size": 2, "max_seq_length": 64, "param_dtype": "float32"}
+    flags = {
+        "model_name_or_path": base.model,
+        "mixer_list": "pairs.jsonl 1.0",
+        "output_dir": folder / "rewards",
+    }
+    flags |= {
+        "max_train_steps": 2,
+        "per_device_train_batch_size": 2,
+        "max_seq_length": 64,
+        "param_dtype": "float32",
+    }
     words = [word for name, value in flags.items() for word in (f"--{name}", *str(value).split())]
     script = str(REPOSITORY / "open_instruct" / "reward_model.py")
-    finished(programs.start([script, *words], environment={"PYTHONPATH": str(REPOSITORY)}, cwd=folder), exit_code=0)
+    finished(
+        programs.start([script, *words], environment={"PYTHONPATH": str(REPOSITORY)}, cwd=folder),
+        exit_code=0,
+    )
     return folder / "rewards" / "hf_model"
 
 
 def test_single_device_serves_learner_and_engine(
     variant: Callable[..., GRPOCase], reward_model: Path, tmp_path: Path
 ) -> None:
-    """A reward model judges too, a reference policy stands beside, and every step learns from conversations as well.
+    """A reward model judges too, a reference policy stands beside, and every step learns from
+    conversations as well.
 
     Completions are finished before weights change, so that each is of one version.
     """
@@ -153,7 +196,10 @@ def test_single_device_serves_learner_and_engine(
         verifier=["tests.fleet.grpo_case:ShareOfDigits", f"reward_model:{reward_model}"],
         num_verifier_processes=1,
         verifier_timeout_s=60,
-        dataset_mixer_list=[write_prompts(tmp_path / "prompts.jsonl", 6, verifiers=["digits", "reward_model"]), "1.0"],
+        dataset_mixer_list=[
+            write_prompts(tmp_path / "prompts.jsonl", 6, verifiers=["digits", "reward_model"]),
+            "1.0",
+        ],
         sft_mixer_list=[chats, "1.0"],
         sft_rows_per_step=2,
         save_traces="true",
@@ -171,7 +217,9 @@ def test_single_device_serves_learner_and_engine(
             assert all(len(set(completion.versions)) == 1 for completion in group.completions)
     for group in read_traces(case.output_dir, NUM_STEPS):
         for completion, verdict in zip(group.completions, group.verdicts, strict=True):
-            said = judge.judge(group.prompt.text, completion.text, None, is_truncated=completion.is_truncated)
+            said = judge.judge(
+                group.prompt.text, completion.text, None, is_truncated=completion.is_truncated
+            )
             assert verdict.scores["reward_model"] == pytest.approx(said, abs=1e-4)
             assert verdict.reward == pytest.approx((verdict.scores["digits"] + said) / 2, abs=1e-4)
 
@@ -179,15 +227,33 @@ def test_single_device_serves_learner_and_engine(
 def test_process_reward_model_judges_the_steps_of_completions(
     variant: Callable[..., GRPOCase], base: GRPOCase, tmp_path: Path
 ) -> None:
-    """Made of a few rows by the command that its users give; rewards are what it says of the completions in traces."""
-    step = {"prompt": [{"role": "user", "content": "Number?"}], "completions": ["4 5", "a b"], "labels": [True, False]}
+    """Made of a few rows by the command that its users give; rewards are what it says of the
+    completions in traces.
+    """
+    step = {
+        "prompt": [{"role": "user", "content": "Number?"}],
+        "completions": ["4 5", "a b"],
+        "labels": [True, False],
+    }
     (tmp_path / "steps.jsonl").write_text(f"{json.dumps(step)}\n" * 4)
-    flags = {"model_name_or_path": base.model, "mixer_list": "steps.jsonl 1.0", "output_dir": tmp_path / "prm"}
-    flags |= {"max_train_steps": 2, "per_device_train_batch_size": 2, "max_seq_length": 64, "param_dtype": "float32"}
+    flags = {
+        "model_name_or_path": base.model,
+        "mixer_list": "steps.jsonl 1.0",
+        "output_dir": tmp_path / "prm",
+    }
+    flags |= {
+        "max_train_steps": 2,
+        "per_device_train_batch_size": 2,
+        "max_seq_length": 64,
+        "param_dtype": "float32",
+    }
     flags |= {"reward_tokens": "+ -", "step_separator": "e"}
     words = [word for name, value in flags.items() for word in (f"--{name}", *str(value).split())]
     script = str(REPOSITORY / "open_instruct" / "prm.py")
-    finished(programs.start([script, *words], environment={"PYTHONPATH": str(REPOSITORY)}, cwd=tmp_path), exit_code=0)
+    finished(
+        programs.start([script, *words], environment={"PYTHONPATH": str(REPOSITORY)}, cwd=tmp_path),
+        exit_code=0,
+    )
     model = tmp_path / "prm" / "hf_model"
     case = variant(
         verifier=[f"prm:{model},mean"],
@@ -204,24 +270,45 @@ def test_process_reward_model_judges_the_steps_of_completions(
     found = []
     for group in read_traces(case.output_dir, NUM_STEPS):
         for completion, verdict in zip(group.completions, group.verdicts, strict=True):
-            expected = judge.judge(group.prompt.text, completion.text, None, is_truncated=completion.is_truncated)
+            expected = judge.judge(
+                group.prompt.text, completion.text, None, is_truncated=completion.is_truncated
+            )
             assert verdict.reward == verdict.scores["prm"] == pytest.approx(expected, abs=1e-4)
             found.append(expected)
     assert max(found) > 0, "no completion has a step"
 
 
-def test_critic_from_a_reward_model_learns(variant: Callable[..., GRPOCase], reward_model: Path) -> None:
-    """It starts from a reward model, learns alone in the first step, and makes advantages of groups of one."""
-    flags = {"critic_model_name_or_path": reward_model, "critic_learning_rate": "1e-3", "critic_warmup_steps": 1}
-    sizes = {"num_unique_prompts_rollout": 4, "num_samples_per_prompt_rollout": 1, "total_episodes": 12}
-    case = variant(advantages="gae", num_learners_per_node=2, checkpointing_steps=3, **flags, **sizes)
+def test_critic_from_a_reward_model_learns(
+    variant: Callable[..., GRPOCase], reward_model: Path
+) -> None:
+    """It starts from a reward model, learns alone in the first step, and makes advantages of groups
+    of one.
+    """
+    flags = {
+        "critic_model_name_or_path": reward_model,
+        "critic_learning_rate": "1e-3",
+        "critic_warmup_steps": 1,
+    }
+    sizes = {
+        "num_unique_prompts_rollout": 4,
+        "num_samples_per_prompt_rollout": 1,
+        "total_episodes": 12,
+    }
+    case = variant(
+        advantages="gae", num_learners_per_node=2, checkpointing_steps=3, **flags, **sizes
+    )
     assert f"the critic is in {case.output_dir / 'critic'}" in case.run()
     first, *others = case.rows()
     assert len(others) == 2 and "policy_loss" not in first and "zero_std_fraction" not in first
     assert all(row["grad_norm"] > 0 and row["logprob_diff/max"] < 1e-4 for row in others)
     assert all(row["critic/grad_norm"] > 0 for row in (first, *others))
-    before, after = (load_file(folder / "model.safetensors") for folder in (reward_model, case.output_dir / "critic"))
-    assert before.keys() == after.keys() and not torch.equal(before["score.weight"], after["score.weight"])
+    before, after = (
+        load_file(folder / "model.safetensors")
+        for folder in (reward_model, case.output_dir / "critic")
+    )
+    assert before.keys() == after.keys() and not torch.equal(
+        before["score.weight"], after["score.weight"]
+    )
     critic: Any = AutoModelForSequenceClassification
     assert critic.from_pretrained(case.output_dir / "critic").score.weight.shape[0] == 1
     without = sizes | {"num_unique_prompts_rollout": 2, "num_samples_per_prompt_rollout": 2}

@@ -1,4 +1,6 @@
-"""--keep_best of GRPO: the best step's checkpoint outlives the others, the driver that chose it, and is exported."""
+"""--keep_best of GRPO: the best step's checkpoint outlives the others, the driver that chose it,
+and is exported.
+"""
 
 import json
 import signal
@@ -10,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from open_instruct.checkpoints.step_folder import find_checkpoints
-from open_instruct.run import export_command
+from open_instruct.commands import export
 from tests.fleet.grpo_case import NUM_STEPS, TIMEOUT_S, GRPOCase, assert_no_process_left
 
 pytestmark = pytest.mark.extended
@@ -18,9 +20,17 @@ pytestmark = pytest.mark.extended
 METRIC = "eval/verifier/digits"
 
 
-def test_first_of_equally_good_steps_is_exported_though_the_driver_is_killed(variant: Callable[..., GRPOCase]) -> None:
-    """Held-out answers stay what they are, as weights change by less than sampling sees; so the first step stays."""
-    flags: dict[str, Any] = {"learning_rate": "1e-7", "lr_scheduler_type": "constant", "eval_split": 0.4}
+def test_first_of_equally_good_steps_is_exported_though_the_driver_is_killed(
+    variant: Callable[..., GRPOCase],
+) -> None:
+    """Held-out answers stay what they are, as weights change by less than sampling sees; so the
+    first step stays.
+    """
+    flags: dict[str, Any] = {
+        "learning_rate": "1e-7",
+        "lr_scheduler_type": "constant",
+        "eval_split": 0.4,
+    }
     flags |= {"keep_best": METRIC, "local_eval_every": 1, "eval_temperature": 0}
     case = variant(**flags, keep_last_n_checkpoints=1, checkpointing_steps=2)
     process = case.start()
@@ -39,8 +49,10 @@ def test_first_of_equally_good_steps_is_exported_though_the_driver_is_killed(var
     models = {}
     for step in (1, NUM_STEPS):
         folder = case.output_dir.parent / f"step{step}"
-        assert export_command.main([str(case.output_dir / folder.name), "--output_dir", str(folder)]) == 0
+        assert export.main([str(case.output_dir / folder.name), "--output_dir", str(folder)]) == 0
         models[step] = load_file(folder / "model.safetensors")
     exported = load_file(case.output_dir / "hf_model" / "model.safetensors")
     assert all(torch.equal(tensor, models[1][name]) for name, tensor in exported.items())
-    assert any(not torch.equal(tensor, models[NUM_STEPS][name]) for name, tensor in exported.items())
+    assert any(
+        not torch.equal(tensor, models[NUM_STEPS][name]) for name, tensor in exported.items()
+    )

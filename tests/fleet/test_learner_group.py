@@ -1,5 +1,6 @@
-"""Places on this machine, and learners in them: they start together, fail with the first cause, come back, and end with
-the driver."""
+"""Places on this machine, and learners in them: they start together, fail with the first cause,
+come back, and end with the driver.
+"""
 
 import contextlib
 import json
@@ -15,7 +16,7 @@ from open_instruct.cluster.learner_call import LearnerLost
 from open_instruct.cluster.learner_group import LearnerGroup
 from open_instruct.cluster.placement import FleetShape, place
 from open_instruct.cluster.watchdog import MARK_VARIABLE
-from open_instruct.errors import InputError, RunError
+from open_instruct.core.errors import InputError, RunError
 from open_instruct.parallel import peers
 from open_instruct.run.run_directory import RunDirectory
 from tests.fleet.idler import Idler
@@ -31,7 +32,10 @@ READY_TIMEOUT_S = 600.0
 
 def shape_of(*learners_per_node: int, devices: int = 1, shares_device: bool = False) -> FleetShape:
     return FleetShape(
-        learners_per_node=learners_per_node, num_engines=1, devices_per_engine=devices, shares_device=shares_device
+        learners_per_node=learners_per_node,
+        num_engines=1,
+        devices_per_engine=devices,
+        shares_device=shares_device,
     )
 
 
@@ -45,28 +49,48 @@ class TestPlaces:
         with place(shape_of(2, 1), timeout_s=30, say=said.append, is_one_machine=True) as placement:
             pass
         assert said == ["this machine stands for 2 nodes of learners"]
-        assert [placement.node_and_local_rank(rank) for rank in range(3)] == [(0, 0), (0, 1), (1, 0)]
+        assert [placement.node_and_local_rank(rank) for rank in range(3)] == [
+            (0, 0),
+            (0, 1),
+            (1, 0),
+        ]
 
     def test_nodes_of_a_joined_cluster_are_never_pretended(self, local_ray: None) -> None:
-        with pytest.raises(RunError, match=r"nodes of 2 and 1 CPU slots for learners.*has 1 node of 16 CPU slots"):
+        with pytest.raises(
+            RunError, match=r"nodes of 2 and 1 CPU slots for learners.*has 1 node of 16 CPU slots"
+        ):
             place(shape_of(2, 1), timeout_s=0.5, say=silent, is_one_machine=False).__enter__()
 
-    def test_progress_is_reported_while_it_waits(self, local_ray: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_progress_is_reported_while_it_waits(
+        self, local_ray: None, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.setattr("open_instruct.cluster.placement.SECONDS_BETWEEN_REPORTS", 0.2)
         said: list[str] = []
         with pytest.raises(RunError):
             place(shape_of(17), timeout_s=1, say=said.append, is_one_machine=False).__enter__()
-        assert said[0].startswith("waiting for the cluster (0 of 1 s): asked: 1 node of 17 CPU slots")
+        assert said[0].startswith(
+            "waiting for the cluster (0 of 1 s): asked: 1 node of 17 CPU slots"
+        )
 
     def test_too_much_is_refused_at_once(self, local_ray: None) -> None:
-        with pytest.raises(InputError, match=r"1 engine of 2 CPU slots; this machine .* 16 CPU slots.*--ray_address"):
-            place(shape_of(15, devices=2), timeout_s=60, say=silent, is_one_machine=True).__enter__()
+        with pytest.raises(
+            InputError,
+            match=r"1 engine of 2 CPU slots; this machine .* 16 CPU slots.*--ray_address",
+        ):
+            place(
+                shape_of(15, devices=2), timeout_s=60, say=silent, is_one_machine=True
+            ).__enter__()
 
     def test_learner_and_engine_share_a_device(self, local_ray: None) -> None:
-        with place(shape_of(1, shares_device=True), timeout_s=30, say=silent, is_one_machine=True) as placement:
+        with place(
+            shape_of(1, shares_device=True), timeout_s=30, say=silent, is_one_machine=True
+        ) as placement:
             learner, engine = placement.learner_options(0), placement.engine_options(0)
         assert learner == engine | {"scheduling_strategy": learner["scheduling_strategy"]}
-        assert learner["scheduling_strategy"].placement_group.id == engine["scheduling_strategy"].placement_group.id
+        assert (
+            learner["scheduling_strategy"].placement_group.id
+            == engine["scheduling_strategy"].placement_group.id
+        )
 
 
 def test_constructor_refuses_in_its_own_words(local_ray: None) -> None:
@@ -93,7 +117,9 @@ class TestTwoLearners:
         assert group.start(Recruit.sum_of_ranks).result(30) == [1, 1]
         assert len(set(group.pids())) == 2
 
-    def test_ray_knows_learners_by_the_name_of_their_class(self, group: LearnerGroup[Recruit]) -> None:
+    def test_ray_knows_learners_by_the_name_of_their_class(
+        self, group: LearnerGroup[Recruit]
+    ) -> None:
         titles = [Path(f"/proc/{pid}/cmdline").read_text() for pid in group.pids()]
         assert all(title.startswith("ray::Recruit") for title in titles)
 
@@ -126,13 +152,17 @@ class TestTwoLearners:
         monkeypatch.setattr(peers, "SILENT_S", 1.0)
         group.start(Recruit.meet, 1, 12.0).result(60)
 
-    def test_killed_rank_is_named_and_the_group_comes_back(self, group: LearnerGroup[Recruit]) -> None:
+    def test_killed_rank_is_named_and_the_group_comes_back(
+        self, group: LearnerGroup[Recruit]
+    ) -> None:
         """The rank that died, and not those that missed it."""
         before = group.pids()
         call = group.start(Recruit.meet, 1, 600.0)
         time.sleep(1.0)  # into the barrier
         os.kill(before[1], signal.SIGKILL)
-        with pytest.raises(LearnerLost, match=rf"rank 1 .*pid {before[1]}\) was lost during meet: .*killed") as caught:
+        with pytest.raises(
+            LearnerLost, match=rf"rank 1 .*pid {before[1]}\) was lost during meet: .*killed"
+        ) as caught:
             call.result(timeout_s=60)  # far below the ten minutes for which rank 1 would sleep
         assert "rank 0" not in str(caught.value)
         group.restart(timeout_s=60)
@@ -149,7 +179,8 @@ class TestTwoLearners:
         monkeypatch.setattr(peers, "SILENT_S", 6.0)  # in earnest a minute and a half
         pid = group.pids()[0]
         with pytest.raises(
-            LearnerLost, match=rf"rank 0 .*pid {pid}\) was lost during fail, while .+: its process is stopped"
+            LearnerLost,
+            match=rf"rank 0 .*pid {pid}\) was lost during fail, while .+: its process is stopped",
         ):
             call.result(3600)
 
@@ -181,11 +212,14 @@ with start_cluster(FleetSection(), shape, say=print, logs_folder=Path("logs")) a
 
 
 def processes_of(driver: int, folder: Path) -> list[int]:
-    """Living processes of a local Ray: those that carry the driver's mark, and those that were given its folder."""
+    """Living processes of a local Ray: those that carry the driver's mark, and those that were
+    given its folder.
+    """
     mark = f"{MARK_VARIABLE}=open_instruct-{driver}-".encode()
     found = []
     for process in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # it ended meanwhile; one that waits to be reaped has neither
+        # It ended meanwhile; one that waits to be reaped has neither.
+        with contextlib.suppress(OSError):
             marked = mark in (process / "environ").read_bytes()
             if marked or (str(folder).encode() in (process / "cmdline").read_bytes()):
                 found.append(int(process.name))
@@ -196,20 +230,28 @@ def processes_of(driver: int, folder: Path) -> list[int]:
 def test_learners_end_with_the_driver(tmp_path: Path, end: str) -> None:
     (tmp_path / "driver.py").write_text(DRIVER)
     environment = {"PYTHONPATH": str(REPOSITORY), "RAY_ADDRESS": "127.0.0.1:1"}
-    driver = programs.start([str(tmp_path / "driver.py"), end], environment=environment, cwd=tmp_path)
+    driver = programs.start(
+        [str(tmp_path / "driver.py"), end], environment=environment, cwd=tmp_path
+    )
     try:
         pids_file = tmp_path / "pids.json"
         eventually(lambda: pids_file.exists() or driver.poll() is not None)
         assert driver.poll() is None, driver.said()
         folder = Path((tmp_path / "folder").read_text()).parent
         if end == "kill":
-            assert {*json.loads(pids_file.read_text())["learners"]} < {*processes_of(driver.pid, folder)}
+            assert {*json.loads(pids_file.read_text())["learners"]} < {
+                *processes_of(driver.pid, folder)
+            }
             driver.send_signal(signal.SIGKILL)
         assert driver.wait(60) == (0 if end == "leave" else -signal.SIGKILL)
     finally:
         driver.send_signal(signal.SIGKILL)
 
-    eventually(lambda: not folder.exists() and not processes_of(driver.pid, folder), nap_s=0.1, timeout_s=60)
+    eventually(
+        lambda: not folder.exists() and not processes_of(driver.pid, folder),
+        nap_s=0.1,
+        timeout_s=60,
+    )
     assert not {name for name in os.listdir("/dev/shm") if f"open_instruct-{driver.pid}-" in name}
     assert list((tmp_path / "logs").glob("learner-[01].*"))
 
@@ -217,7 +259,11 @@ def test_learners_end_with_the_driver(tmp_path: Path, end: str) -> None:
 def test_file_of_process_ids_is_whole(tmp_path: Path) -> None:
     directory = RunDirectory(path=tmp_path)
     directory.write_pids(driver=1, learners=[2, 3], engines=[4])
-    assert json.loads(directory.pids.read_text()) == {"driver": 1, "learners": [2, 3], "engines": [4]}
+    assert json.loads(directory.pids.read_text()) == {
+        "driver": 1,
+        "learners": [2, 3],
+        "engines": [4],
+    }
     directory.write_pids(driver=1, learners=[5, 6], engines=[4])
     assert json.loads(directory.pids.read_text())["learners"] == [5, 6]
     assert [path.name for path in tmp_path.iterdir()] == ["pids.json"]

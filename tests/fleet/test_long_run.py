@@ -1,4 +1,6 @@
-"""A thousand steps of GRPO: no process of the run needs more memory for the last ones than for the first."""
+"""A thousand steps of GRPO: no process of the run needs more memory for the last ones than for the
+first.
+"""
 
 import json
 import time
@@ -8,7 +10,14 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.fleet.grpo_case import NUM_PROMPTS_PER_STEP, GRPOCase, Process, ShareOfDigits, finished, write_prompts
+from tests.fleet.grpo_case import (
+    NUM_PROMPTS_PER_STEP,
+    GRPOCase,
+    Process,
+    ShareOfDigits,
+    finished,
+    write_prompts,
+)
 from tests.ranks import programs
 from tests.ranks.fork_server import REPOSITORY
 from tests.ranks.shallow import write_shallow_model
@@ -74,14 +83,23 @@ def read_newest_step(metrics: Path) -> int:
 
 
 def read_memory_mib(case: GRPOCase, process: Process) -> dict[str, float]:
-    """Anonymous memory by what a process is; the judge's are one that is warm and those that it has forked."""
+    """Anonymous memory by what a process is; the judge's are one that is warm and those that it has
+    forked.
+    """
     pids: dict[str, Any] = case.pids()
     descendants = psutil.Process(process.pid).children(recursive=True)
     judges = [each.pid for each in descendants if "utf8" in each.cmdline()]
-    by_role = {"driver": [process.pid], "learner": pids["learners"], "engine": pids["engines"], "judge": judges}
+    by_role = {
+        "driver": [process.pid],
+        "learner": pids["learners"],
+        "engine": pids["engines"],
+        "judge": judges,
+    }
     return {role: sum(map(read_anonymous_mib, each)) for role, each in by_role.items() if each}
 
 
 def read_anonymous_mib(pid: int) -> float:
-    fields = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    fields = dict(
+        line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines()
+    )
     return int(fields["RssAnon"].split()[0]) / 1024

@@ -1,4 +1,6 @@
-"""A backend that the package does not know learns from completions, and engines are sent its weights."""
+"""A backend that the package does not know learns from completions, and engines are sent its
+weights.
+"""
 
 import json
 import subprocess
@@ -29,7 +31,9 @@ def test_third_backend_learns_from_completions(tmp_path: Path) -> None:
         timeout=600,
     )
     assert done.returncode == 0, done.stdout
-    rows = [json.loads(line) for line in (case.output_dir / "metrics.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line) for line in (case.output_dir / "metrics.jsonl").read_text().splitlines()
+    ]
     assert [row["step"] for row in rows] == [*range(1, NUM_STEPS + 1)]
     # The engine's log-probs are those of the weights that it was sent before each step.
     assert all(row["logprob_diff/mean"] < 1e-3 and row["grad_norm"] > 0 for row in rows)

@@ -1,4 +1,6 @@
-"""What an export is for: vLLM's server, asked as OpenAI's is, and lm-eval where that is installed (docs/after.md)."""
+"""What an export is for: vLLM's server, asked as OpenAI's is, and lm-eval where that is installed
+(docs/after.md).
+"""
 
 import json
 import os
@@ -14,12 +16,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from open_instruct.commands.tiny_model import write_tiny_model
 from open_instruct.config.rollout_sections import RewardSection
-from open_instruct.errors import InputError
-from open_instruct.records import Check
-from open_instruct.toys.tiny import write_tiny_model
-from open_instruct.verifiers.judge import JUDGE_COSTS
-from open_instruct.verifiers.pool import VerifierPool
+from open_instruct.core.errors import InputError
+from open_instruct.core.records import Check
+from open_instruct.rewards.judge import JUDGE_COSTS
+from open_instruct.rewards.pool import VerifierPool
 from tests.ranks.train_case import free_ports
 from tests.unit.scored import completion_of
 
@@ -59,7 +61,9 @@ def address(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[s
                 urllib.request.urlopen(f"{address}/health", timeout=5)
                 break
             except OSError:
-                assert time.monotonic() < deadline and server.poll() is None, (tmp_path / "log").read_text()[-4000:]
+                assert time.monotonic() < deadline and server.poll() is None, (
+                    tmp_path / "log"
+                ).read_text()[-4000:]
                 time.sleep(0.2)
         yield address
     finally:
@@ -69,7 +73,11 @@ def address(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[s
 
 def test_vllm_serves_an_export(model: Path, address: str) -> None:
     """And says what transformers goes on with, behind the export's own chat template."""
-    asked = {"messages": [{"role": "user", "content": QUESTION}], "temperature": 0, "max_tokens": NUM_TOKENS}
+    asked = {
+        "messages": [{"role": "user", "content": QUESTION}],
+        "temperature": 0,
+        "max_tokens": NUM_TOKENS,
+    }
     request = urllib.request.Request(
         f"{address}/v1/chat/completions",
         data=json.dumps({"model": "mine"} | asked).encode(),
@@ -79,9 +87,15 @@ def test_vllm_serves_an_export(model: Path, address: str) -> None:
         reply: dict[str, Any] = json.load(answer)
     tokenizer: Any = AutoTokenizer.from_pretrained(model)
     network: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
-    encoded = tokenizer.apply_chat_template(asked["messages"], return_tensors="pt", return_dict=True)
-    ids = network.generate(**encoded, do_sample=False, max_new_tokens=NUM_TOKENS)[0, encoded["input_ids"].shape[1] :]
-    assert reply["choices"][0]["message"]["content"] == tokenizer.decode(ids, skip_special_tokens=True)
+    encoded = tokenizer.apply_chat_template(
+        asked["messages"], return_tensors="pt", return_dict=True
+    )
+    ids = network.generate(**encoded, do_sample=False, max_new_tokens=NUM_TOKENS)[
+        0, encoded["input_ids"].shape[1] :
+    ]
+    assert reply["choices"][0]["message"]["content"] == tokenizer.decode(
+        ids, skip_special_tokens=True
+    )
     assert reply["usage"]["completion_tokens"] == len(ids) == NUM_TOKENS
 
 
@@ -96,12 +110,39 @@ def test_lm_eval_scores_an_export(model: Path, tmp_path: Path) -> None:
         "dataset_kwargs": {"data_files": {"test": f"{tmp_path}/sums.jsonl"}},
     }
     task |= {"test_split": "test", "output_type": "multiple_choice", "doc_to_choice": ["2", "3"]}
-    task |= {"doc_to_text": "{{question}}", "doc_to_target": "{{answer}}", "metric_list": [{"metric": "acc"}]}
+    task |= {
+        "doc_to_text": "{{question}}",
+        "doc_to_target": "{{answer}}",
+        "metric_list": [{"metric": "acc"}],
+    }
     (tmp_path / "sums.yaml").write_text(json.dumps(task))
-    words = ["--model", "hf", "--model_args", f"pretrained={model},dtype=float32", "--apply_chat_template"]
-    words += ["--tasks", "sums", "--include_path", str(tmp_path), "--output_path", str(tmp_path / "scores")]
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_DATASETS_CACHE": str(tmp_path / "cache")}
-    subprocess.run([sys.executable, "-m", "lm_eval", *words], env=environment, check=True, timeout=300, cwd=tmp_path)
+    words = [
+        "--model",
+        "hf",
+        "--model_args",
+        f"pretrained={model},dtype=float32",
+        "--apply_chat_template",
+    ]
+    words += [
+        "--tasks",
+        "sums",
+        "--include_path",
+        str(tmp_path),
+        "--output_path",
+        str(tmp_path / "scores"),
+    ]
+    environment = {
+        **os.environ,
+        "HF_HUB_OFFLINE": "1",
+        "HF_DATASETS_CACHE": str(tmp_path / "cache"),
+    }
+    subprocess.run(
+        [sys.executable, "-m", "lm_eval", *words],
+        env=environment,
+        check=True,
+        timeout=300,
+        cwd=tmp_path,
+    )
     (scores,) = (tmp_path / "scores").rglob("results_*.json")
     told = json.loads(scores.read_text())
     assert told["results"]["sums"]["acc,none"] in (0.0, 0.5, 1.0)
@@ -124,7 +165,10 @@ def test_served_model_judges(address: str, tmp_path: Path) -> None:
     outcomes = pool.scores(Check(verifier="judge", ground_truth=None), "", completions)
     assert [outcome.problem for outcome in outcomes] == [None] * 3
     assert {outcome.score for outcome in outcomes} <= {tenth / 10 for tenth in range(11)}
-    cost = {name: JUDGE_COSTS[f"judge/{name}"] - before[f"judge/{name}"] for name in ("requests", "completion_tokens")}
+    cost = {
+        name: JUDGE_COSTS[f"judge/{name}"] - before[f"judge/{name}"]
+        for name in ("requests", "completion_tokens")
+    }
     assert cost["requests"] == 3 and 3 <= cost["completion_tokens"] <= 3 * 16
     flags.llm_judge_model = "another"
     with pytest.raises(InputError, match=r"NotFoundError.*does not exist"):

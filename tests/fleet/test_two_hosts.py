@@ -41,7 +41,9 @@ def hosts() -> Iterator[list[list[str]]]:
         for _ in ADDRESSES:
             # A namespace lives as long as this process, which ends with ours.
             holder = subprocess.Popen(
-                ["unshare", "--net", "sh", "-c", "echo && cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+                ["unshare", "--net", "sh", "-c", "echo && cat"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
             )
             stack.callback(holder.communicate)
             assert holder.stdout is not None
@@ -50,7 +52,18 @@ def hosts() -> Iterator[list[list[str]]]:
             inside.append(["nsenter", "--target", str(holder.pid), "--net"])
         try:
             pids = [enter[2] for enter in inside]
-            sh(*inside[0], "ip", "link", "add", INTERFACES[0], "type", "veth", "peer", "name", INTERFACES[1])
+            sh(
+                *inside[0],
+                "ip",
+                "link",
+                "add",
+                INTERFACES[0],
+                "type",
+                "veth",
+                "peer",
+                "name",
+                INTERFACES[1],
+            )
             sh(*inside[0], "ip", "link", "set", INTERFACES[1], "netns", pids[1])
             for enter, address, interface in zip(inside, ADDRESSES, INTERFACES, strict=True):
                 sh(*enter, "ip", "address", "add", f"{address}/24", "dev", interface)
@@ -76,26 +89,51 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def cluster(hosts: list[list[str]], environment: dict[str, str]) -> Iterator[str]:
-    """Ray on both, with two CPU slots on the first host, which is the driver's, and one on the other."""
+    """Ray on both, with two CPU slots on the first host, which is the driver's, and one on the
+    other.
+    """
     ray = [sys.executable, "-m", "ray.scripts.scripts"]
     folder = short_folder()
     address = f"{ADDRESSES[0]}:{PORT}"
-    head = ["--head", f"--port={PORT}", f"--temp-dir={folder}", "--include-dashboard=false", "--num-cpus=2"]
+    head = [
+        "--head",
+        f"--port={PORT}",
+        f"--temp-dir={folder}",
+        "--include-dashboard=false",
+        "--num-cpus=2",
+    ]
     other = [f"--address={address}", "--num-cpus=1"]
     nodes: list[subprocess.Popen[bytes]] = []
     try:
         for enter, node_address, options in zip(hosts, ADDRESSES, (head, other), strict=True):
-            command = [*enter, *ray, "start", *options, f"--node-ip-address={node_address}", "--block"]
+            command = [
+                *enter,
+                *ray,
+                "start",
+                *options,
+                f"--node-ip-address={node_address}",
+                "--block",
+            ]
             with (folder / f"{node_address}.log").open("wb") as log:
                 nodes.append(
                     subprocess.Popen(
-                        [*command, "--object-store-memory=80000000"], env=environment, stdout=log, stderr=log
+                        [*command, "--object-store-memory=80000000"],
+                        env=environment,
+                        stdout=log,
+                        stderr=log,
                     )
                 )
-            answers = f"import socket, time\nwhile True:\n try: socket.create_connection({ADDRESSES[0], PORT}); break\n"
+            answers = (
+                "import socket, time\nwhile True:\n try: "
+                f"socket.create_connection({ADDRESSES[0], PORT}); break\n"
+            )
             answers += " except OSError: time.sleep(0.2)"
-            subprocess.run([*hosts[0], sys.executable, "-c", answers], check=True, timeout=START_TIMEOUT_S)
-        assert all(node.poll() is None for node in nodes), [log.read_text()[-2000:] for log in folder.glob("*.log")]
+            subprocess.run(
+                [*hosts[0], sys.executable, "-c", answers], check=True, timeout=START_TIMEOUT_S
+            )
+        assert all(node.poll() is None for node in nodes), [
+            log.read_text()[-2000:] for log in folder.glob("*.log")
+        ]
         yield address
     finally:
         for node in reversed(nodes):

@@ -14,16 +14,16 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from open_instruct.learner.model.forward import token_logprobs
-from open_instruct.learner.model.routing import noted_routers
+from open_instruct.batching.documents import pack_documents
+from open_instruct.commands.tiny_model import write_tiny_model
+from open_instruct.core.records import Completion, Document, Span
 from open_instruct.models.build import build_model
 from open_instruct.models.hf.checkpoint_files import CheckpointFiles
 from open_instruct.models.hf.hf_config import load_hf_config
 from open_instruct.models.hf.names import TensorNames
 from open_instruct.models.load import stream_load
-from open_instruct.packing.documents import pack_documents
-from open_instruct.records import Completion, Document, Span
-from open_instruct.toys.tiny import write_tiny_model
+from open_instruct.training.model.forward import token_logprobs
+from open_instruct.training.model.routing import noted_routers
 from tests.fleet.vllm_session import (
     MAX_TOKENS,
     NUM_REQUESTS,
@@ -54,7 +54,9 @@ class Session:
 
 
 def completion_of(answer: dict[str, Any]) -> Completion:
-    fields = {key: tuple(value) if isinstance(value, list) else value for key, value in answer.items()}
+    fields = {
+        key: tuple(value) if isinstance(value, list) else value for key, value in answer.items()
+    }
     return Completion(**fields | {"routes": bytes.fromhex(answer["routes"])})
 
 
@@ -62,9 +64,15 @@ def completion_of(answer: dict[str, Any]) -> Completion:
 def session(tmp_path_factory: pytest.TempPathFactory) -> Session:
     pytest.importorskip("vllm", reason="needs vLLM")
     folder = tmp_path_factory.mktemp("session")
-    folders = [write_tiny_model(folder / f"model{seed}", family="qwen3_moe", seed=seed) for seed in range(2)]
+    folders = [
+        write_tiny_model(folder / f"model{seed}", family="qwen3_moe", seed=seed)
+        for seed in range(2)
+    ]
     with (folder / "log").open("w") as log:
-        program, answers = str(REPOSITORY / "tests" / "fleet" / "vllm_session.py"), folder / "answers.json"
+        program, answers = (
+            str(REPOSITORY / "tests" / "fleet" / "vllm_session.py"),
+            folder / "answers.json",
+        )
         subprocess.run(
             [sys.executable, program, *map(str, folders), str(answers)],
             cwd=REPOSITORY,
@@ -96,27 +104,38 @@ def chosen_experts(folder: Path, token_ids: tuple[int, ...]) -> np.ndarray:
 
 
 @torch.no_grad()
-def learner_logprobs(folder: Path, completions: list[Completion], temperature: float) -> list[list[float]]:
+def learner_logprobs(
+    folder: Path, completions: list[Completion], temperature: float
+) -> list[list[float]]:
     """As the learner takes them, with all completions in one packed row."""
     documents = [
         Document(
             token_ids=(*asked.prompt_token_ids, *completion.token_ids),
             responses=(
-                Span(start=len(asked.prompt_token_ids), stop=len(asked.prompt_token_ids) + len(completion.token_ids)),
+                Span(
+                    start=len(asked.prompt_token_ids),
+                    stop=len(asked.prompt_token_ids) + len(completion.token_ids),
+                ),
             ),
         )
         for asked, completion in zip(requests(), completions, strict=True)
     ]
-    tokens = token_logprobs(learner(folder), pack_documents(documents), device=CPU, temperature=temperature)
+    tokens = token_logprobs(
+        learner(folder), pack_documents(documents), device=CPU, temperature=temperature
+    )
     lengths = [len(completion.token_ids) for completion in completions]
     return [part.tolist() for part in tokens.logprobs_N.split(lengths)]
 
 
-def largest_difference(completions: list[Completion], expected: list[list[float]], *, version: int = 0) -> float:
+def largest_difference(
+    completions: list[Completion], expected: list[list[float]], *, version: int = 0
+) -> float:
     return max(
         abs(ours - theirs)
         for completion, logprobs in zip(completions, expected, strict=True)
-        for ours, theirs, made_by in zip(logprobs, completion.logprobs, completion.versions, strict=True)
+        for ours, theirs, made_by in zip(
+            logprobs, completion.logprobs, completion.versions, strict=True
+        )
         if made_by == version
     )
 
@@ -132,10 +151,14 @@ def test_settings_left_open_on_a_gpu_are_those_of_vllms_llm(session: Session) ->
     }
 
 
-def test_gpu_that_another_has_filled_is_told_with_the_share_that_would_work(session: Session) -> None:
+def test_gpu_that_another_has_filled_is_told_with_the_share_that_would_work(
+    session: Session,
+) -> None:
     too_much, a_little_too_much, taken = session.answers["refused_share"].values()
     assert taken is None
-    assert "--vllm_gpu_memory_utilization 0.9 is 71.2 of 79.1 GiB, and 30.16 GiB are free" in too_much
+    assert (
+        "--vllm_gpu_memory_utilization 0.9 is 71.2 of 79.1 GiB, and 30.16 GiB are free" in too_much
+    )
     assert "--single_gpu_mode" in too_much
     assert ": use 0.38, or less" in too_much and ": use 0.38, or less" in a_little_too_much
 
@@ -163,8 +186,14 @@ def test_temperature_0_takes_the_likeliest_whatever_the_seed(session: Session) -
 
 def test_logprobs_are_the_learners_under_the_temperature(session: Session) -> None:
     sampled = session.completions("sampled")
-    assert largest_difference(sampled, learner_logprobs(session.folders[0], sampled, TEMPERATURE)) < TOLERANCE
-    assert largest_difference(sampled, learner_logprobs(session.folders[0], sampled, 1.0)) > 100 * TOLERANCE
+    assert (
+        largest_difference(sampled, learner_logprobs(session.folders[0], sampled, TEMPERATURE))
+        < TOLERANCE
+    )
+    assert (
+        largest_difference(sampled, learner_logprobs(session.folders[0], sampled, 1.0))
+        > 100 * TOLERANCE
+    )
 
 
 @pytest.mark.parametrize("name", ["sampled", "updated", "back"])
@@ -212,7 +241,9 @@ def test_too_long_a_prompt_is_refused_and_the_longest_is_not(session: Session) -
 
 
 def test_update_in_flight_changes_the_version_within_a_completion(session: Session) -> None:
-    """The tokens so far stay, with the log-probs of who made them; the rest is of the new weights altogether."""
+    """The tokens so far stay, with the log-probs of who made them; the rest is of the new weights
+    altogether.
+    """
     updated, before = session.completions("updated"), session.completions("sampled")
     both = [it for it in updated if set(it.versions) == {0, 1}]
     assert len(both) > NUM_REQUESTS // 2
@@ -227,21 +258,36 @@ def test_update_in_flight_changes_the_version_within_a_completion(session: Sessi
         assert largest_difference(updated, expected, version=1 - version) > 100 * TOLERANCE
 
 
-@pytest.mark.parametrize("name", ["sampled", "sampled_backwards", "short", "updated", "back", "after_cancel"])
-def test_experts_of_a_token_are_those_with_which_the_next_was_sampled(session: Session, name: str) -> None:
-    """Also of prompts that were cached, and of tokens that are computed again since the weights have changed."""
+@pytest.mark.parametrize(
+    "name", ["sampled", "sampled_backwards", "short", "updated", "back", "after_cancel"]
+)
+def test_experts_of_a_token_are_those_with_which_the_next_was_sampled(
+    session: Session, name: str
+) -> None:
+    """Also of prompts that were cached, and of tokens that are computed again since the weights
+    have changed.
+    """
     folders = [*session.folders, session.folders[0]]
-    asked = {"sampled_backwards": requests()[::-1], "after_cancel": requests()[1:2]}.get(name, requests())
+    asked = {"sampled_backwards": requests()[::-1], "after_cancel": requests()[1:2]}.get(
+        name, requests()
+    )
     for request, it in zip(asked, session.completions(name), strict=True):
-        num_prompt, token_ids = len(request.prompt_token_ids), (*request.prompt_token_ids, *it.token_ids)
+        num_prompt, token_ids = (
+            len(request.prompt_token_ids),
+            (*request.prompt_token_ids, *it.token_ids),
+        )
         own = {version: chosen_experts(folders[version], token_ids) for version in set(it.versions)}
-        experts = np.frombuffer(it.routes, dtype=np.int16).reshape(len(token_ids) - 1, *own[it.versions[0]].shape[1:])
+        experts = np.frombuffer(it.routes, dtype=np.int16).reshape(
+            len(token_ids) - 1, *own[it.versions[0]].shape[1:]
+        )
         for at, told in enumerate(np.sort(experts)):
             assert np.array_equal(told, own[it.versions[max(at + 1 - num_prompt, 0)]][at])
 
 
 def test_old_weights_are_gone_after_an_update(session: Session) -> None:
-    """Not in the cache of prefixes either: the prompts are those that were asked before the update."""
+    """Not in the cache of prefixes either: the prompts are those that were asked before the
+    update.
+    """
     other = session.completions("other")
     assert {version for it in other for version in it.versions} == {1}
     expected = learner_logprobs(session.folders[1], other, TEMPERATURE)

@@ -34,15 +34,20 @@ TIED = ("qwen2", "llama")  # the head has no tensor of its own there
         *(("llama", "gloo", "delta"), ("llama", "files", "delta"), ("qwen3", "nccl", "adapter")),
     ],
 )
-def test_engine_computes_what_the_learners_do(tmp_path: Path, family: str, backend: str, way: str) -> None:
-    """Version after version, for prompts that it has in its cache of another one, and after an update that broke in the
-    middle of a layer; also where completions were being generated. NCCL's way goes over gloo, and keeps to its rules.
+def test_engine_computes_what_the_learners_do(
+    tmp_path: Path, family: str, backend: str, way: str
+) -> None:
+    """Version after version, for prompts that it has in its cache of another one, and after an
+    update that broke in the middle of a layer; also where completions were being generated. NCCL's
+    way goes over gloo, and keeps to its rules.
     """
     pytest.importorskip("vllm", reason="needs vLLM")
     is_adapter = way == "adapter"
     num_versions = KEPT_NAME if is_adapter else IN_FLIGHT
     engines_model, learners_model = (
-        write_shallow_model(tmp_path / name, family=family, seed=seed, is_narrow=False, tie=family in TIED)
+        write_shallow_model(
+            tmp_path / name, family=family, seed=seed, is_narrow=False, tie=family in TIED
+        )
         for seed, name in enumerate(("engine", "learner"))
     )
     if is_adapter:
@@ -79,7 +84,9 @@ def test_engine_computes_what_the_learners_do(tmp_path: Path, family: str, backe
     words = "could not read version 1" if backend == "files" else "learner [01] failed: OutOfOrder"
     assert re.search(words, said["broken"])
     assert all({NUM_VERSIONS, IN_FLIGHT} == set(versions) for versions in said["in_flight"])
-    assert [version for version, *_ in differences] == list(range(0 if is_adapter else 1, num_versions + 1))
+    assert [version for version, *_ in differences] == list(
+        range(0 if is_adapter else 1, num_versions + 1)
+    )
     for version, to_own, to_one_before in differences:
         if version == KEPT_NAME:  # what a prefix of another version would do to each of the others
             assert to_own > 100 * TOLERANCE
@@ -88,4 +95,6 @@ def test_engine_computes_what_the_learners_do(tmp_path: Path, family: str, backe
         assert version == 0 or to_one_before > 100 * TOLERANCE
     if is_adapter:
         assert tuple(said["ranks"]) == RANKS_OF_ENGINES
-        assert said["refused"] == "an engine can hold no adapter for lm_head: use --lora_sync merged"
+        assert (
+            said["refused"] == "an engine can hold no adapter for lm_head: use --lora_sync merged"
+        )

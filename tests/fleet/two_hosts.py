@@ -1,4 +1,5 @@
-"""The driver of a small fleet on the Ray at an address, for the test beside it: learners send, an engine takes.
+"""The driver of a small fleet on the Ray at an address, for the test beside it: learners send, an
+engine takes.
 
     python tests/fleet/two_hosts.py HOST:PORT LEARNERS_OF_NODE_0 [LEARNERS_OF_NODE_1 ...]
 
@@ -26,7 +27,7 @@ class Sender(Recruit):
 
     def __init__(self) -> None:
         super().__init__()
-        from open_instruct.weights.sender import WeightSender
+        from open_instruct.weight_sync.sender import WeightSender
 
         linear = nn.Linear(3, 1, bias=False)
         nn.init.constant_(linear.weight, 7.0)
@@ -39,7 +40,9 @@ class Sender(Recruit):
         return self.sender.open(1)
 
     def send(self) -> tuple[str, str, str]:
-        """Returns where this learner met the others, and through which interface gloo and NCCL would."""
+        """Returns where this learner met the others, and through which interface gloo and NCCL
+        would.
+        """
         self.sender.join()
         self.sender.send(1)
         return os.environ["MASTER_ADDR"], *interfaces()
@@ -48,9 +51,11 @@ class Sender(Recruit):
 class Receiver:
     """What an engine is to the learners."""
 
-    def receive(self, info: Mapping[str, Any], meeting_address: str) -> tuple[list[float], tuple[str, str]]:
+    def receive(
+        self, info: Mapping[str, Any], meeting_address: str
+    ) -> tuple[list[float], tuple[str, str]]:
         from open_instruct.cluster.actor_host import take_environment
-        from open_instruct.weights.receiver import IncomingWeights
+        from open_instruct.weight_sync.receiver import IncomingWeights
 
         take_environment({}, meeting_address=meeting_address)
         incoming = IncomingWeights(info, index=0, device=torch.device("cpu"))
@@ -71,7 +76,12 @@ def main(address: str, learners_per_node: tuple[int, ...]) -> None:
     from open_instruct.cluster.ray_cluster import start_cluster
     from open_instruct.config.rollout_sections import FleetSection
 
-    shape = FleetShape(learners_per_node=learners_per_node, num_engines=1, devices_per_engine=1, shares_device=False)
+    shape = FleetShape(
+        learners_per_node=learners_per_node,
+        num_engines=1,
+        devices_per_engine=1,
+        shares_device=False,
+    )
     fleet = FleetSection(ray_address=address, cluster_timeout_s=600)
     with start_cluster(fleet, shape, say=lambda text: None) as placement:
         import ray
@@ -83,12 +93,19 @@ def main(address: str, learners_per_node: tuple[int, ...]) -> None:
         channel = learners.start(Sender.open_channel).result(TIMEOUT_S)[0]
         sending = learners.start(Sender.send)
         meeting_address = placement.whereabouts().meeting_address()
-        arrived, of_engine = ray.get(engine.receive.remote(channel, meeting_address), timeout=TIMEOUT_S)
+        arrived, of_engine = ray.get(
+            engine.receive.remote(channel, meeting_address), timeout=TIMEOUT_S
+        )
         met = sending.result(TIMEOUT_S)
-    print(json.dumps({"met": met, "channel": channel["address"], "arrived": arrived, "of_engine": of_engine}))
+    print(
+        json.dumps(
+            {"met": met, "channel": channel["address"], "arrived": arrived, "of_engine": of_engine}
+        )
+    )
 
 
 if __name__ == "__main__":
-    from tests.fleet.two_hosts import main as main_of_module  # so that Ray finds the classes by name
+    # So that Ray finds the classes by name.
+    from tests.fleet.two_hosts import main as main_of_module
 
     main_of_module(sys.argv[1], tuple(map(int, sys.argv[2:])))

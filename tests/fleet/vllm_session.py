@@ -20,12 +20,17 @@ from typing import Any
 from unittest.mock import Mock, patch
 
 from open_instruct.config.rollout_sections import FleetSection
-from open_instruct.engines import vllm_core
-from open_instruct.engines.engine import Engine
-from open_instruct.engines.requests import Batching, EngineSettings, GenerationRequest, SamplingSettings
-from open_instruct.engines.vllm_core import VLLMCore
-from open_instruct.engines.vllm_options import engine_environment, engine_options
-from open_instruct.records import Completion
+from open_instruct.core.records import Completion
+from open_instruct.generation import vllm_core
+from open_instruct.generation.engine import Engine
+from open_instruct.generation.requests import (
+    Batching,
+    EngineSettings,
+    GenerationRequest,
+    SamplingSettings,
+)
+from open_instruct.generation.vllm_core import VLLMCore
+from open_instruct.generation.vllm_options import engine_environment, engine_options
 from tests.fleet.folder_receiver import FolderReceiver
 
 TEMPERATURE = 0.7
@@ -33,7 +38,8 @@ MAX_MODEL_LEN = 96
 NUM_REQUESTS = 24
 MAX_TOKENS = 60
 EOS = 2
-# An untrained model ends no turn by itself: some tokens end it here, so that about half the completions are ended.
+# An untrained model ends no turn by itself: some tokens end it here, so that about half the
+# completions are ended.
 STOP_TOKEN_IDS = (EOS, *range(20, 512, 80))
 STEPS_BEFORE_UPDATE = 10
 TIMEOUT_S = 300.0
@@ -62,7 +68,9 @@ def requests(**sampling: Any) -> list[GenerationRequest]:
     return [
         GenerationRequest(
             request_id=f"{number // 4}/{number % 4}",
-            prompt_token_ids=tuple((7 * i + number // 4) % 500 + 3 for i in range(5 + 4 * (number // 4))),
+            prompt_token_ids=tuple(
+                (7 * i + number // 4) % 500 + 3 for i in range(5 + 4 * (number // 4))
+            ),
             seed=2**62 + number,
             sampling=replace(settings, **sampling),
         )
@@ -89,7 +97,9 @@ def answers_of(engine: Engine, asked: list[GenerationRequest]) -> list[Completio
     return poll_all(engine, len(asked))
 
 
-def during_generation(engine: Engine, asked: list[GenerationRequest], version: int) -> list[Completion]:
+def during_generation(
+    engine: Engine, asked: list[GenerationRequest], version: int
+) -> list[Completion]:
     """Ask, and update the weights after some steps."""
     HaltingCore.num_steps, HaltingCore.halt = 0, True
     engine.begin(dict(enumerate(asked)))
@@ -107,19 +117,27 @@ def during_generation(engine: Engine, asked: list[GenerationRequest], version: i
 
 
 def with_stop_strings(engine: Engine, whole: list[Completion]) -> list[dict[str, Any]]:
-    """The same requests again, each with a few letters from the middle of its own answer as a stop string."""
+    """The same requests again, each with a few letters from the middle of its own answer as a stop
+    string.
+    """
     answers = []
     for asked, completion in zip(requests(), whole, strict=True):
-        words = [match[0] for match in re.finditer("[a-z]{2,}", completion.text) if match.start() > 0]
+        words = [
+            match[0] for match in re.finditer("[a-z]{2,}", completion.text) if match.start() > 0
+        ]
         if words:
             sampling = replace(asked.sampling, stop_strings=(words[0], "never said"))
             (stopped,) = answers_of(engine, [replace(asked, sampling=sampling)])
-            answers.append({"stop": words[0], "whole": asdict(completion), "stopped": asdict(stopped)})
+            answers.append(
+                {"stop": words[0], "whole": asdict(completion), "stopped": asdict(stopped)}
+            )
     return answers
 
 
 def refused_share(settings: EngineSettings) -> dict[float, str | None]:
-    """By share of a GPU that is asked for where 30.157 of 79.1 GiB are free: what a run says of vLLM's own error."""
+    """By share of a GPU that is asked for where 30.157 of 79.1 GiB are free: what a run says of
+    vLLM's own error.
+    """
     from vllm.v1.worker.utils import request_memory
 
     found = Mock(device_="cuda:0", free_memory=int(30.157 * 2**30), total_memory=int(79.1 * 2**30))
@@ -130,12 +148,16 @@ def refused_share(settings: EngineSettings) -> dict[float, str | None]:
             request_memory(found, Mock(gpu_memory_utilization=share))
             said[share] = None
         except ValueError as error:
-            said[share] = vllm_core.refusal_of_memory(str(error), replace(settings, fleet=fleet), has_cache_size=False)
+            said[share] = vllm_core.refusal_of_memory(
+                str(error), replace(settings, fleet=fleet), has_cache_size=False
+            )
     return said
 
 
 def arguments_on_a_gpu(settings: EngineSettings) -> dict[str, Any]:
-    """What vLLM takes for an engine on CUDA where the flags leave much open; nothing here pretends to be CUDA."""
+    """What vLLM takes for an engine on CUDA where the flags leave much open; nothing here pretends
+    to be CUDA.
+    """
     from vllm.engine.arg_utils import EngineArgs
 
     batching = Batching(max_num_seqs=256, max_num_batched_tokens=None, schedules_ahead=True)
@@ -153,12 +175,17 @@ def main(model_folder: str, other_folder: str, out: Path) -> None:
         dtype="float32",
         max_model_len=MAX_MODEL_LEN,
         # All prompts together are more than one step takes, as with long prompts in a run.
-        batching=Batching(max_num_seqs=NUM_REQUESTS, max_num_batched_tokens=MAX_MODEL_LEN, schedules_ahead=False),
+        batching=Batching(
+            max_num_seqs=NUM_REQUESTS, max_num_batched_tokens=MAX_MODEL_LEN, schedules_ahead=False
+        ),
         fleet=FleetSection(vllm_kv_cache_mib=64, vllm_enforce_eager=True, routing_replay="on"),
         seed=0,
         stop_token_ids=STOP_TOKEN_IDS,
     )
-    answers: dict[str, Any] = {"on_cuda": arguments_on_a_gpu(settings), "refused_share": refused_share(settings)}
+    answers: dict[str, Any] = {
+        "on_cuda": arguments_on_a_gpu(settings),
+        "refused_share": refused_share(settings),
+    }
     from vllm.v1.engine.llm_engine import LLMEngine
 
     with (
@@ -167,7 +194,10 @@ def main(model_folder: str, other_folder: str, out: Path) -> None:
     ):
         engine = Engine(settings, make_core=partial(HaltingCore, weight_receiver=FolderReceiver))
     answers["on_cuda"]["as"] = started.call_args.kwargs["usage_context"].name
-    answers |= {"probed": [[*it.items()] for it in probed.call_args.args], "start_s": time.monotonic() - began_s}
+    answers |= {
+        "probed": [[*it.items()] for it in probed.call_args.args],
+        "start_s": time.monotonic() - began_s,
+    }
 
     def generate(name: str, asked: list[GenerationRequest]) -> list[Completion]:
         completions = answers_of(engine, asked)
@@ -180,13 +210,20 @@ def main(model_folder: str, other_folder: str, out: Path) -> None:
     generate("greedy", requests(temperature=0.0))
     answers["stopped"] = with_stop_strings(engine, sampled)
     try:
-        answers_of(engine, [replace(requests()[0], prompt_token_ids=(5,) * (MAX_MODEL_LEN - MAX_TOKENS + 1))])
+        answers_of(
+            engine,
+            [replace(requests()[0], prompt_token_ids=(5,) * (MAX_MODEL_LEN - MAX_TOKENS + 1))],
+        )
     except ValueError as error:
         answers["refused"] = str(error)
-    generate("longest", [replace(requests()[0], prompt_token_ids=(5,) * (MAX_MODEL_LEN - MAX_TOKENS))])
+    generate(
+        "longest", [replace(requests()[0], prompt_token_ids=(5,) * (MAX_MODEL_LEN - MAX_TOKENS))]
+    )
 
     engine.open_channel({"folders": [other_folder, model_folder]})
-    answers["updated"] = [asdict(completion) for completion in during_generation(engine, requests(), 1)]
+    answers["updated"] = [
+        asdict(completion) for completion in during_generation(engine, requests(), 1)
+    ]
     generate("other", requests())
     engine.begin_update(True)
     engine.receive_weights()

@@ -2,10 +2,11 @@
 
     python tests/fleet/weight_engine.py MODEL_FOLDER FOLDER merged|delta|adapter
 
-The same prompts are answered with each version. The first update breaks; the second last comes while completions are
-being generated (a delta has been staged by then, and changes nothing before it is put in place). An engine that holds
-an adapter has two more, without the emptying of its cache of prefixes that comes with every update: under a name of its
-own, and under that of the version before.
+The same prompts are answered with each version. The first update breaks; the second last comes
+while completions are being generated (a delta has been staged by then, and changes nothing before
+it is put in place). An engine that holds an adapter has two more, without the emptying of its cache
+of prefixes that comes with every update: under a name of its own, and under that of the version
+before.
 """
 
 import json
@@ -21,11 +22,16 @@ import torch
 
 from open_instruct.config.lora import LoRASection
 from open_instruct.config.rollout_sections import FleetSection
-from open_instruct.engines.engine import Engine
-from open_instruct.engines.requests import Batching, EngineSettings, GenerationRequest, SamplingSettings
-from open_instruct.engines.vllm_options import engine_environment
-from open_instruct.errors import RunError
-from open_instruct.weights.receiver import AdapterReceiver
+from open_instruct.core.errors import RunError
+from open_instruct.generation.engine import Engine
+from open_instruct.generation.requests import (
+    Batching,
+    EngineSettings,
+    GenerationRequest,
+    SamplingSettings,
+)
+from open_instruct.generation.vllm_options import engine_environment
+from open_instruct.weight_sync.receiver import AdapterReceiver
 from tests.fleet.vllm_session import HaltingCore, answers_of, during_generation
 from tests.ranks.files import tell, told
 from tests.ranks.jobs.weight_sync import LORA
@@ -41,7 +47,9 @@ SAMPLING = SamplingSettings(temperature=1.0, top_p=1.0, max_tokens=14)
 
 
 class RememberingCore(HaltingCore):
-    """After `remembering` an update leaves the cache of prefixes, and perhaps the adapter's name, as they are."""
+    """After `remembering` an update leaves the cache of prefixes, and perhaps the adapter's name,
+    as they are.
+    """
 
     @contextmanager
     def remembering(self, *, name: bool) -> Iterator[None]:
@@ -56,7 +64,10 @@ class RememberingCore(HaltingCore):
 def requests(version: int) -> list[GenerationRequest]:
     return [
         GenerationRequest(
-            request_id=f"{number}", prompt_token_ids=prompt, seed=100 * version + number, sampling=SAMPLING
+            request_id=f"{number}",
+            prompt_token_ids=prompt,
+            seed=100 * version + number,
+            sampling=SAMPLING,
         )
         for number, prompt in enumerate(PROMPTS)
     ]
@@ -115,13 +126,20 @@ def main(model_folder: str, folder: Path, way: str, notes: list[Call]) -> None:
         update(version)
         answer(version)
     stage(IN_FLIGHT)
-    completions.extend(zip(PROMPTS, during_generation(engine, requests(IN_FLIGHT), IN_FLIGHT), strict=True))
-    said: dict[str, Any] = {"broken": broken, "in_flight": [completion.versions for _, completion in completions[-4:]]}
+    completions.extend(
+        zip(PROMPTS, during_generation(engine, requests(IN_FLIGHT), IN_FLIGHT), strict=True)
+    )
+    said: dict[str, Any] = {
+        "broken": broken,
+        "in_flight": [completion.versions for _, completion in completions[-4:]],
+    }
     if adapter is not None:
         from vllm.config.lora import MaxLoRARanks
 
         said["ranks"] = get_args(MaxLoRARanks)
-        of_the_head = {f"base_model.model.lm_head.lora_{which}.weight": torch.zeros(8, 8) for which in "AB"}
+        of_the_head = {
+            f"base_model.model.lm_head.lora_{which}.weight": torch.zeros(8, 8) for which in "AB"
+        }
         try:
             cores[0].call_workers(AdapterReceiver.hold_adapter, of_the_head)
         except RunError as error:

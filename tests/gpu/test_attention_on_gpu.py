@@ -1,4 +1,6 @@
-"""Attention on the GPU gives what float32 on the CPU does: behind shared prompts, with windows and shared heads."""
+"""Attention on the GPU gives what float32 on the CPU does: behind shared prompts, with windows and
+shared heads.
+"""
 
 import pytest
 import torch
@@ -37,17 +39,24 @@ def test_values_and_gradients(
     generator = torch.Generator().manual_seed(0)
     heads = (NUM_HEADS, num_kv_heads, num_kv_heads)
     # Both sides are given the same rounded numbers.
-    given = [torch.randn(sum(lengths), count, HEAD_DIM, generator=generator).to(dtype) for count in heads]
+    given = [
+        torch.randn(sum(lengths), count, HEAD_DIM, generator=generator).to(dtype) for count in heads
+    ]
     upstream = torch.randn(sum(lengths), NUM_HEADS, HEAD_DIM, generator=generator).to(dtype)
 
     def attended(where: torch.device, computed_in: torch.dtype) -> list[torch.Tensor]:
         qkv = QKV(*(tensor.to(where, computed_in, copy=True).requires_grad_() for tensor in given))
-        output = attend_over_segments(qkv, Segments.of(lengths, prefix_lengths, device=where), left=left)
+        output = attend_over_segments(
+            qkv, Segments.of(lengths, prefix_lengths, device=where), left=left
+        )
         gradients = torch.autograd.grad(output, list(qkv), upstream.to(where, computed_in))
         return [tensor.detach().float().cpu() for tensor in (output, *gradients)]
 
     for name, ours, theirs in zip(
-        ("output", "query", "key", "value"), attended(device, dtype), attended(CPU, torch.float32), strict=True
+        ("output", "query", "key", "value"),
+        attended(device, dtype),
+        attended(CPU, torch.float32),
+        strict=True,
     ):
         furthest = (ours - theirs).abs().max() / theirs.abs().max()
         assert furthest < TOLERANCES[dtype], f"{name}: {furthest:.2g} of its largest value apart"

@@ -8,29 +8,44 @@ from pathlib import Path
 
 import pytest
 
-from open_instruct.toys.tiny import write_tiny_model
+from open_instruct.commands.tiny_model import write_tiny_model
 from scripts.demo_data.pairs import write_synthetic_preferences
 
 ENTRY = Path(__file__).resolve().parents[2] / "open_instruct" / "dpo.py"
 # Of a rehearsal, where a few cores run all of them.
 TIMEOUT_S = 600 if os.environ.get("REHEARSE_GPU_TESTS") else 150
-# By its name: flags of a run, and how far its losses and gradient norms may be from those of the CPU in float32.
+# By its name: flags of a run, and how far its losses and gradient norms may be from those of the
+# CPU in float32.
 WAYS: dict[str, tuple[list[str], float]] = {
     "float32": (["--param_dtype", "float32", "--no_compile_model"], 1e-4),
     "bfloat16": (["--param_dtype", "bfloat16", "--no_compile_model"], 5e-2),
-    "unshared": (["--param_dtype", "bfloat16", "--no_compile_model", "--prefix_sharing", "off"], 5e-2),
+    "unshared": (
+        ["--param_dtype", "bfloat16", "--no_compile_model", "--prefix_sharing", "off"],
+        5e-2,
+    ),
     "compiled": (["--param_dtype", "bfloat16", "--compile_model"], 5e-2),
     "budget": (["--param_dtype", "bfloat16", "--activation_memory_budget", "0.5"], 5e-2),
-    "single_gpu_mode": (["--param_dtype", "bfloat16", "--no_compile_model", "--single_gpu_mode"], 5e-2),
+    "single_gpu_mode": (
+        ["--param_dtype", "bfloat16", "--no_compile_model", "--single_gpu_mode"],
+        5e-2,
+    ),
 }
 
 pytestmark = pytest.mark.gpu
 
 
-def start(folder: Path, name: str, flags: list[str], *, on_cpu: bool = False) -> subprocess.Popen[bytes]:
+def start(
+    folder: Path, name: str, flags: list[str], *, on_cpu: bool = False
+) -> subprocess.Popen[bytes]:
     command = [
         *(sys.executable, str(ENTRY), "--model_name_or_path", str(folder / "model")),
-        *("--mixer_list", str(folder / "rows.jsonl"), "1.0", "--cache_dir", str(folder / "cache" / name)),
+        *(
+            "--mixer_list",
+            str(folder / "rows.jsonl"),
+            "1.0",
+            "--cache_dir",
+            str(folder / "cache" / name),
+        ),
         *("--output_dir", str(folder / name), "--max_seq_length", "256", "--loss_type", "dpo"),
         *("--learning_rate", "1e-4", "--max_train_steps", "4", *flags),
     ]
@@ -41,7 +56,9 @@ def start(folder: Path, name: str, flags: list[str], *, on_cpu: bool = False) ->
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where every way of running was run, at the same time: what takes long is to start a process."""
+    """Where every way of running was run, at the same time: what takes long is to start a
+    process.
+    """
     folder = tmp_path_factory.mktemp("dpo")
     write_tiny_model(folder / "model", family="olmo3")
     write_synthetic_preferences(folder / "rows.jsonl", num_rows=32, seed=0)

@@ -1,4 +1,6 @@
-"""Models of every family on the GPU give what float32 on the CPU does: log-probs, entropy and gradients."""
+"""Models of every family on the GPU give what float32 on the CPU does: log-probs, entropy and
+gradients.
+"""
 
 import random
 from functools import cache
@@ -9,12 +11,12 @@ import torch
 import torch.nn.functional as F
 from olmo_core.nn.transformer import Transformer
 
-from open_instruct.families import FAMILIES
-from open_instruct.learner.model.forward import token_logprobs
+from open_instruct.batching.documents import pack_documents
+from open_instruct.commands.tiny_model import SIZES, tiny_config
+from open_instruct.core.families import FAMILIES
+from open_instruct.core.records import Document, PackedBatch, Span
 from open_instruct.models.build import build_model
-from open_instruct.packing.documents import pack_documents
-from open_instruct.records import Document, PackedBatch, Span
-from open_instruct.toys.tiny import SIZES, tiny_config
+from open_instruct.training.model.forward import token_logprobs
 
 pytestmark = pytest.mark.gpu
 
@@ -22,13 +24,16 @@ CPU = torch.device("cpu")
 VOCAB_SIZE = 512
 SIZE = SIZES["tiny"]
 FLOAT32_TOLERANCE = 1e-4
-# A GPU in bfloat16 may err by so much more than the CPU in bfloat16 does, each from the CPU in float32.
+# A GPU in bfloat16 may err by so much more than the CPU in bfloat16 does, each from the CPU in
+# float32.
 MORE_THAN_THE_CPU = 3.0
 LEAST_ERROR = 2e-3
 
 
 class Computed(NamedTuple):
-    """On the CPU in float32: log-probs and entropies of the labels, logits of one document, all gradients in one."""
+    """On the CPU in float32: log-probs and entropies of the labels, logits of one document, all
+    gradients in one.
+    """
 
     logprobs_N: torch.Tensor
     entropy_N: torch.Tensor
@@ -55,7 +60,9 @@ def documents() -> list[Document]:
         prompt = tuple(rng.randrange(3, VOCAB_SIZE) for _ in range(prompt_length))
         for reply_length in (30, 1, 17):
             ids = prompt + tuple(rng.randrange(3, VOCAB_SIZE) for _ in range(reply_length))
-            found.append(Document(token_ids=ids, responses=(Span(start=prompt_length, stop=len(ids)),)))
+            found.append(
+                Document(token_ids=ids, responses=(Span(start=prompt_length, stop=len(ids)),))
+            )
     return found
 
 
@@ -73,7 +80,9 @@ def computed(family: str, batch: PackedBatch, device: torch.device, dtype: torch
     model = model.to(device, dtype)
     scores = token_logprobs(model, batch, device=device, with_entropy=True)
     weights = torch.linspace(-1, 1, len(scores.logprobs_N), device=device)
-    gradients = torch.autograd.grad((scores.logprobs_N.float() * weights).sum(), list(model.parameters()))
+    gradients = torch.autograd.grad(
+        (scores.logprobs_N.float() * weights).sum(), list(model.parameters())
+    )
     with torch.no_grad():
         logits = model(torch.tensor([documents()[0].token_ids], device=device))
     assert scores.entropy_N is not None
@@ -102,7 +111,9 @@ def errors(ours: Computed, theirs: Computed) -> dict[str, float]:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_float32(device: torch.device, family: str, kind: str) -> None:
     batch = BATCHES[kind]()
-    found = errors(computed(family, batch, device, torch.float32), computed(family, batch, CPU, torch.float32))
+    found = errors(
+        computed(family, batch, device, torch.float32), computed(family, batch, CPU, torch.float32)
+    )
     assert max(found.values()) < FLOAT32_TOLERANCE, found
 
 

@@ -20,7 +20,9 @@ def checkout(tmp_path: Path) -> Path:
     return folder
 
 
-def run(checkout: Path, command: str, *, home: str | None = None) -> subprocess.CompletedProcess[str]:
+def run(
+    checkout: Path, command: str, *, home: str | None = None
+) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [SCRIPT, "bash", "-c", command],
         cwd=checkout,
@@ -82,7 +84,9 @@ def test_process_that_was_left_fails_and_is_ended(checkout: Path) -> None:
 
 
 @pytest.mark.parametrize("folder", ["/tmp", "/var/tmp", "/dev/shm"])
-def test_file_left_in_a_folder_of_all_fails_and_is_not_seen_outside(checkout: Path, folder: str) -> None:
+def test_file_left_in_a_folder_of_all_fails_and_is_not_seen_outside(
+    checkout: Path, folder: str
+) -> None:
     if not walled(checkout):
         pytest.skip("no mount namespaces here")
     name = f"{folder}/left-{os.getpid()}"

@@ -1,4 +1,6 @@
-"""Every file in configs/: it parses, its flags go together, and it fits the hardware that its header names."""
+"""Every file in configs/: it parses, its flags go together, and it fits the hardware that its
+header names.
+"""
 
 import re
 import shlex
@@ -10,20 +12,22 @@ import pytest
 
 from open_instruct.cluster.placement import FleetShape
 from open_instruct.config.parser import parse
-from open_instruct.errors import InputError
+from open_instruct.core.errors import InputError
+from open_instruct.core.shard_layout import ShardLayout
 from open_instruct.objectives.registry import OBJECTIVES, objective_named
 from open_instruct.parallel import layout
 from open_instruct.planning.plan import plan_of
 from open_instruct.planning.request import parse_request
 from open_instruct.planning.subject.model import model_shape
-from open_instruct.shard_layout import ShardLayout
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 MAGNITUDES = {"M": 1e6, "B": 1e9}
 
 
 KINDS = {name: objective_named(name) for name in (*OBJECTIVES, "grpo")}
-SCRIPTS = {name: f"open_instruct/{name}.py" for name in OBJECTIVES} | {"grpo": "open_instruct/grpo_olmo_core_actor.py"}
+SCRIPTS = {name: f"open_instruct/{name}.py" for name in OBJECTIVES} | {
+    "grpo": "open_instruct/grpo_olmo_core_actor.py"
+}
 CLUSTER_SCRIPT = "scripts/launch_ray_slurm.sh"
 FILES = sorted(path for kind in KINDS for path in (REPOSITORY / "configs" / kind).glob("*.yaml"))
 TORCHRUN_FILES = [path for path in FILES if path.parent.name != "grpo"]
@@ -54,7 +58,9 @@ def nodes(path: Path) -> list[int]:
 
 def layout_of(path: Path) -> ShardLayout:
     parallel = read(path).parallel
-    return layout.layout_of(parallel, parallel.num_learners_per_node if path in GRPO_FILES else nodes(path))
+    return layout.layout_of(
+        parallel, parallel.num_learners_per_node if path in GRPO_FILES else nodes(path)
+    )
 
 
 def is_built_in(model: str) -> bool:
@@ -69,18 +75,28 @@ def model_of(path: Path) -> str:
 
 
 def launch_words(path: Path) -> tuple[list[str], list[str]]:
-    """The command in the header that starts one of our scripts, as the words before the script and after it."""
+    """The command in the header that starts one of our scripts, as the words before the script and
+    after it.
+    """
     comment = "\n".join(
-        line.removeprefix("#").strip() for line in path.read_text().splitlines() if line.startswith("#")
+        line.removeprefix("#").strip()
+        for line in path.read_text().splitlines()
+        if line.startswith("#")
     )
-    commands = re.findall(r"^(?:open-instruct|torchrun|python|sbatch) (?:.*\\\n)*.*$", comment, flags=re.MULTILINE)
+    commands = re.findall(
+        r"^(?:open-instruct|torchrun|python|sbatch) (?:.*\\\n)*.*$", comment, flags=re.MULTILINE
+    )
     ours = f"open-instruct {path.parent.name} "
-    (command,) = (command for command in commands if "open_instruct/" in command or command.startswith(ours))
+    (command,) = (
+        command for command in commands if "open_instruct/" in command or command.startswith(ours)
+    )
     words = shlex.split(command.replace("\\\n", " "))
     if command.startswith(ours):
         return words[:2], words[2:]
     on_deepspeed = path in GRPO_FILES and read(path).parallel.backend == "deepspeed"
-    script = words.index("open_instruct/grpo_fast.py" if on_deepspeed else SCRIPTS[path.parent.name])
+    script = words.index(
+        "open_instruct/grpo_fast.py" if on_deepspeed else SCRIPTS[path.parent.name]
+    )
     return words[:script], words[script + 1 :]
 
 
@@ -133,7 +149,10 @@ class TestGRPOFile:
         learners = read(path).parallel.num_learners_per_node
         assert len(learners) <= len(nodes(path))
         assert all(
-            num <= gpus for num, gpus in zip(sorted(learners), sorted(nodes(path))[-len(learners) :], strict=True)
+            num <= gpus
+            for num, gpus in zip(
+                sorted(learners), sorted(nodes(path))[-len(learners) :], strict=True
+            )
         )
 
     def test_launch_command_names_these_nodes(self, path: Path) -> None:

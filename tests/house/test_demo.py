@@ -38,9 +38,16 @@ def printed(drawing: RenderableType, width: int) -> str:
 
 @pytest.mark.parametrize("name", ["demo_dpo", "demo_grpo", "demo_tools"])
 def test_importing_a_demo_does_not_load_torch(name: str) -> None:
-    code = f"import runpy, sys; sys.path.insert(0, 'scripts'); runpy.run_path('scripts/{name}.py'); "
+    code = (
+        f"import runpy, sys; sys.path.insert(0, 'scripts'); runpy.run_path('scripts/{name}.py'); "
+    )
     code += "sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], cwd=SCRIPTS.parent, env={"PYTHONPATH": "."}).returncode == 0
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", code], cwd=SCRIPTS.parent, env={"PYTHONPATH": "."}
+        ).returncode
+        == 0
+    )
 
 
 @pytest.mark.parametrize(("name", "data"), [("demo_grpo", "DATA"), ("demo_tools", "FOLDER")])
@@ -58,11 +65,16 @@ def test_grpo_uses_what_sft_leaves(load: Load, name: str, data: str) -> None:
     assert grpo.evaluation.eval_on_step_0
 
 
-def test_few_examples_call_the_tool_and_no_held_out_product_is_among_them(load: Load, tmp_path: Path) -> None:
+def test_few_examples_call_the_tool_and_no_held_out_product_is_among_them(
+    load: Load, tmp_path: Path
+) -> None:
     demo = load("demo_tools")
     demo.TEMPLATE = tmp_path / "template.jinja"
     demo.write_products(tmp_path, seed=0)
-    rows = {name: load("demo_shell").rows_of(tmp_path / f"{name}.jsonl") for name in ("sft", "prompts", "held_out")}
+    rows = {
+        name: load("demo_shell").rows_of(tmp_path / f"{name}.jsonl")
+        for name in ("sft", "prompts", "held_out")
+    }
     asked = {name: {row["messages"][0]["content"] for row in each} for name, each in rows.items()}
     assert not asked["held_out"] & (asked["sft"] | asked["prompts"])
     calling = [row for row in rows["sft"] if len(row["messages"]) == 4]
@@ -74,9 +86,14 @@ def test_few_examples_call_the_tool_and_no_held_out_product_is_among_them(load: 
 @pytest.mark.parametrize("width", WIDTHS)
 def test_tools_summary_fits(load: Load, width: int) -> None:
     demo = load("demo_tools")
-    metrics = [{"reward": reward, "episodes/turns": 1 + reward, "logprob_diff/max": 2e-6} for reward in (0.25, 0.75)]
+    metrics = [
+        {"reward": reward, "episodes/turns": 1 + reward, "logprob_diff/max": 2e-6}
+        for reward in (0.25, 0.75)
+    ]
     evaluations = [{"eval/reward": 0.3}, {"eval/reward": 0.9}]
-    text = printed(demo.summary(metrics=metrics, evaluations=evaluations, elapsed_s=180.0, width=width), width)
+    text = printed(
+        demo.summary(metrics=metrics, evaluations=evaluations, elapsed_s=180.0, width=width), width
+    )
     words = " ".join(text.replace("│", " ").split())
     for fact in ("30.0% -> 90.0%", "25% -> 75% of the completions", "2.0e-06", "3.0 minutes"):
         assert fact in words
@@ -91,16 +108,28 @@ def test_grpo_summary_fits(load: Load, width: int) -> None:
         for reward in (0.25, 0.5, 0.75)
     ]
     evaluations = [{"eval/reward": 0.3}, {"eval/reward": 0.85}]
-    text = printed(demo.summary(metrics=metrics, evaluations=evaluations, elapsed_s=240.0, width=width), width)
+    text = printed(
+        demo.summary(metrics=metrics, evaluations=evaluations, elapsed_s=240.0, width=width), width
+    )
     words = " ".join(text.replace("│", " ").split())
-    for fact in ("30.0% -> 85.0%", "in 3 steps", "2.0 -> 6.0 tokens", "0.50 waiting", "2.0e-06", "4.0 minutes"):
+    for fact in (
+        "30.0% -> 85.0%",
+        "in 3 steps",
+        "2.0 -> 6.0 tokens",
+        "0.50 waiting",
+        "2.0e-06",
+        "4.0 minutes",
+    ):
         assert fact in words
     assert text.count("┤") == load("demo_shell").CURVE_HEIGHT
 
 
 def test_grpo_samples_show_both_answers(load: Load) -> None:
     sample = {"prompt": "<|bos|><|user|>\nWhat is 1 + 2?\n<|assistant|>\n", "ground_truth": ["3"]}
-    before, after = sample | {"completion": " 4", "reward": 0.0}, sample | {"completion": "1+2=3 3", "reward": 1.0}
+    before, after = (
+        sample | {"completion": " 4", "reward": 0.0},
+        sample | {"completion": "1+2=3 3", "reward": 1.0},
+    )
     text = printed(load("demo_grpo").samples([before], [after]), 100)
     assert "What is 1 + 2?" in text and "4 ✗" in text and "1+2=3 3 ✓" in text
 
@@ -120,14 +149,26 @@ def test_dpo_accepts_the_flags(load: Load) -> None:
 def test_dpo_summary_fits(load: Load, width: int) -> None:
     demo = load("demo_dpo")
     metrics = [
-        {"step": step, "loss": 0.7 / step, "rewards/margin": 0, "tokens_per_second": speed, "num_tokens": 1000 * step}
+        {
+            "step": step,
+            "loss": 0.7 / step,
+            "rewards/margin": 0,
+            "tokens_per_second": speed,
+            "num_tokens": 1000 * step,
+        }
         for step, speed in ((1, 1.0), (2, 500.0), (3, 700.0))
     ]
-    scores = [{"step": 0, "eval/preference_accuracy": 0.5}, {"step": 3, "eval/preference_accuracy": 0.875}]
+    scores = [
+        {"step": 0, "eval/preference_accuracy": 0.5},
+        {"step": 3, "eval/preference_accuracy": 0.875},
+    ]
     evaluations = [score | {"eval/num_pairs": 128} for score in scores]
     layout = {"num_replicas": 2, "shard_degree": 2, "shard_groups": [[0, 1], [2, 3]]}
     text = printed(
-        demo.summary(metrics=metrics, evaluations=evaluations, layout=layout, elapsed_s=90.0, width=width), width
+        demo.summary(
+            metrics=metrics, evaluations=evaluations, layout=layout, elapsed_s=90.0, width=width
+        ),
+        width,
     )
     for fact in (
         "50.0% -> 87.5% of 128 pairs",

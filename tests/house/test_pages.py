@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from open_instruct.families import FAMILIES
+from open_instruct.core.families import FAMILIES
 from open_instruct.losses.advantages import ADVANTAGES
 from open_instruct.losses.policy import POLICY_LOSSES
 from open_instruct.losses.preference import PREFERENCE_LOSSES
@@ -49,7 +49,9 @@ def test_readme_counts_losses_and_advantages() -> None:
 
 
 def test_contributing_has_the_rooms_in_the_order_that_the_tests_hold() -> None:
-    (block,) = re.findall(r"From the ground up:\n\n((?:    .*\n)+)", CONTRIBUTING.read_text(encoding="utf-8"))
+    (block,) = re.findall(
+        r"From the ground up:\n\n((?:    .*\n)+)", CONTRIBUTING.read_text(encoding="utf-8")
+    )
     floors = [{name.strip() for name in floor.split(",")} for floor in block.split("<")]
     held = [floor - {"__init__"} for floor in FLOORS]
     assert floors[:-1] == held[:-1]
@@ -57,7 +59,9 @@ def test_contributing_has_the_rooms_in_the_order_that_the_tests_hold() -> None:
 
 
 def test_architecture_names_files_that_exist() -> None:
-    (picture,) = re.findall(r"```text\n(.*?)```", ARCHITECTURE.read_text(encoding="utf-8"), re.DOTALL)
+    (picture,) = re.findall(
+        r"```text\n(.*?)```", ARCHITECTURE.read_text(encoding="utf-8"), re.DOTALL
+    )
     room = ""
     named: list[Path] = []
     for line in picture.splitlines():
@@ -65,10 +69,12 @@ def test_architecture_names_files_that_exist() -> None:
         if match := re.match(r" (\w+) +", start):
             room = match[1]
             start = start[match.end() :]
-        folder = PACKAGE if room in ("entries", "ground") else PACKAGE / room
+        folder = PACKAGE if room == "entries" else PACKAGE / room
         named += [folder / name for name in re.findall(r"\w+", start)]
     assert len(named) > 100
-    assert [str(path) for path in named if not path.is_dir() and not path.with_suffix(".py").is_file()] == []
+    assert [
+        str(path) for path in named if not path.is_dir() and not path.with_suffix(".py").is_file()
+    ] == []
 
 
 def test_changelog_fits_one_page() -> None:

@@ -1,4 +1,6 @@
-"""Files that a host of repositories reads: what they run exists, and what they say of the package is true."""
+"""Files that a host of repositories reads: what they run exists, and what they say of the package
+is true.
+"""
 
 import json
 import re

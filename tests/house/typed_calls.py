@@ -1,25 +1,28 @@
 """Calls across processes are checked: `make lint` has mypy read this file, and nothing runs it.
 
-A wrong call is one that mypy refuses. It stands beside an `ignore`, and mypy refuses an `ignore` that nothing needs.
+A wrong call is one that mypy refuses. It stands beside an `ignore`, and mypy refuses an `ignore`
+that nothing needs.
 """
 
 from typing import Any, assert_type
 
+from open_instruct.batching.rollouts import RankStep
 from open_instruct.cluster.learner_group import LearnerGroup, LearnerProcess
-from open_instruct.engines.engine import Engine, Outcomes
-from open_instruct.engines.engine_host import RayEngine
-from open_instruct.engines.engine_pool import EnginePool
-from open_instruct.engines.vllm_core import VLLMCore
+from open_instruct.generation.engine import Engine, Outcomes
+from open_instruct.generation.engine_host import RayEngine
+from open_instruct.generation.engine_pool import EnginePool
+from open_instruct.generation.vllm_core import VLLMCore
 from open_instruct.grpo_olmo_core_actor import PolicyTrainerOLMoCoreProcess
-from open_instruct.packing.rollouts import RankStep
-from open_instruct.weights.receiver import WeightReceiver
+from open_instruct.weight_sync.receiver import WeightReceiver
 
 LEARNER: type[LearnerProcess] = PolicyTrainerOLMoCoreProcess
 
 
 def to_learners(learners: LearnerGroup[LearnerProcess], work: list[RankStep]) -> None:
     assert_type(learners.start_each(LearnerProcess.step, work).result(1.0), list[dict[str, float]])
-    assert_type(learners.start(LearnerProcess.open_weight_channel, 2).result(1.0), list[dict[str, Any]])
+    assert_type(
+        learners.start(LearnerProcess.open_weight_channel, 2).result(1.0), list[dict[str, Any]]
+    )
     learners.start(LearnerProcess.broadcast_to_vllm, "3")  # type: ignore[arg-type]
     learners.start(LearnerProcess.broadcast_to_vllm)  # type: ignore[call-arg]
     learners.start_each(LearnerProcess.step, [3])  # type: ignore[arg-type]

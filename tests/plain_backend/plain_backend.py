@@ -1,6 +1,8 @@
-"""A backend that the package does not know, as another package would bring one: one process of plain PyTorch.
+"""A backend that the package does not know, as another package would bring one: one process of
+plain PyTorch.
 
-No FSDP, no DeepSpeed: a model in float32, PyTorch's AdamW, and OLMo-core's most basic train module for checkpoints.
+No FSDP, no DeepSpeed: a model in float32, PyTorch's AdamW, and OLMo-core's most basic train module
+for checkpoints.
 """
 
 import copy
@@ -10,9 +12,9 @@ from typing import Any, Literal
 
 from open_instruct.config.sections import ParallelSection
 from open_instruct.config.training import LearnerConfig
-from open_instruct.errors import InputError
+from open_instruct.core.errors import InputError
+from open_instruct.core.shard_layout import ShardLayout
 from open_instruct.parallel.layout import layout_of_degrees
-from open_instruct.shard_layout import ShardLayout
 
 
 class Plain:
@@ -22,7 +24,10 @@ class Plain:
 
     def problems(self, config: LearnerConfig) -> Iterator[str]:
         if config.model.param_dtype != "float32":
-            yield f"--backend plain computes in float32, not {config.model.param_dtype}: add --param_dtype float32"
+            yield (
+                f"--backend plain computes in float32, not {config.model.param_dtype}: add "
+                "--param_dtype float32"
+            )
 
     def warnings(self, config: LearnerConfig) -> Iterator[str]:
         yield from ()
@@ -31,7 +36,9 @@ class Plain:
 
     def layout(self, parallel: ParallelSection, gpus_per_node: Sequence[int]) -> ShardLayout:
         if sum(gpus_per_node) != 1:
-            raise InputError(f"--backend plain is one process, not {sum(gpus_per_node)}; use --backend olmo_core")
+            raise InputError(
+                f"--backend plain is one process, not {sum(gpus_per_node)}; use --backend olmo_core"
+            )
         return layout_of_degrees(parallel, gpus_per_node)
 
     def sharing(self, parallel: ParallelSection, layout: ShardLayout) -> str:
@@ -46,9 +53,9 @@ class Plain:
         import torch
         from olmo_core.train.train_module.train_module import BasicTrainModule
 
-        from open_instruct.learner.optim.optimizers import build_scheduler, set_learning_rate
-        from open_instruct.learner.reference import Reference
         from open_instruct.models.load import stream_load
+        from open_instruct.training.optim.optimizers import build_scheduler, set_learning_rate
+        from open_instruct.training.reference import Reference
 
         class PlainBackend(BasicTrainModule):
             """A `Backend`."""
@@ -83,10 +90,14 @@ class Plain:
                 loss.backward()
 
             def clip(self) -> torch.Tensor:
-                return torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.max_grad_norm or torch.inf)
+                return torch.nn.utils.clip_grad_norm_(
+                    self.model.parameters(), self.max_grad_norm or torch.inf
+                )
 
             def set_learning_rate(self) -> Any:
-                return set_learning_rate(self.optim, build_scheduler(config.optim, num_steps=num_steps), self.trainer)
+                return set_learning_rate(
+                    self.optim, build_scheduler(config.optim, num_steps=num_steps), self.trainer
+                )
 
             def step(self, *, loss: float, grad_norm: float) -> dict[str, float]:
                 self.optim.step()
@@ -97,7 +108,9 @@ class Plain:
             def zero_grads(self) -> None:
                 self.optim.zero_grad(set_to_none=True)
 
-            def moving_reference(self, pretrained: Any, *, run: Any, config: LearnerConfig, **moves: Any) -> Reference:
+            def moving_reference(
+                self, pretrained: Any, *, run: Any, config: LearnerConfig, **moves: Any
+            ) -> Reference:
                 return Reference(model=copy.deepcopy(self.model).requires_grad_(False), **moves)
 
         optim, length = config.optim, config.data.max_seq_length
@@ -106,7 +119,11 @@ class Plain:
         stream_load(model, pretrained.files, pretrained.names)
         betas = (optim.adam_beta1, optim.adam_beta2)
         stepped_by = torch.optim.AdamW(
-            model.parameters(), optim.learning_rate, betas, optim.adam_epsilon, weight_decay=optim.weight_decay
+            model.parameters(),
+            optim.learning_rate,
+            betas,
+            optim.adam_epsilon,
+            weight_decay=optim.weight_decay,
         )
         return PlainBackend(model, stepped_by, length, optim.max_grad_norm)
 

@@ -1,4 +1,5 @@
-"""Every collective that a rank issues, with its bytes and its group: FSDP2's and DTensor's, forward and backward.
+"""Every collective that a rank issues, with its bytes and its group: FSDP2's and DTensor's, forward
+and backward.
 
 torch's CommDebugMode counts calls by the same means, a dispatch mode, but no bytes.
 """
@@ -13,8 +14,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 OUTPUT = -1
-# Name of the operator -> (collective, which argument's bytes count). An all-gather is as large as what comes out
-# of it, everything else as large as what goes in.
+# Name of the operator -> (collective, which argument's bytes count). An all-gather is as large as
+# what comes out of it, everything else as large as what goes in.
 OPERATORS: dict[str, tuple[str, int]] = {
     "c10d::_allgather_base_": ("all_gather", 0),
     "c10d::_reduce_scatter_base_": ("reduce_scatter", 1),
@@ -39,7 +40,9 @@ class Issued(NamedTuple):
 
 
 class RecordCollectives(TorchDispatchMode):
-    """Within, counts what this rank issues, each kind by itself; an operator that it does not know is an error."""
+    """Within, counts what this rank issues, each kind by itself; an operator that it does not know
+    is an error.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,10 +50,14 @@ class RecordCollectives(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # it goes on with what the rank holds, and that comes by here again
+            # It goes on with what the rank holds, and that comes by here again.
+            return NotImplemented
         output = func(*args, **(kwargs or {}))
         name = func.name().partition(".")[0]
-        if name.startswith(("c10d::", "_c10d_functional::", "_dtensor::")) and name not in SENDS_NOTHING:
+        if (
+            name.startswith(("c10d::", "_c10d_functional::", "_dtensor::"))
+            and name not in SENDS_NOTHING
+        ):
             collective, counted = OPERATORS[name]
             tensors = output if counted == OUTPUT else args[counted]
             self.issued[Issued(collective, _num_bytes(tensors), _ranks_of(args))] += 1
@@ -58,7 +65,9 @@ class RecordCollectives(TorchDispatchMode):
 
 
 def calls_by_group() -> Counter[tuple[int, ...]]:
-    """How many collectives every group of this process has seen, by the group's own count: global ranks to calls."""
+    """How many collectives every group of this process has seen, by the group's own count: global
+    ranks to calls.
+    """
     calls: Counter[tuple[int, ...]] = Counter()
     for group in _world.pg_map:
         calls[tuple(dist.get_process_group_ranks(group))] += group._get_sequence_number_for_group()
@@ -72,7 +81,9 @@ def _num_bytes(tensors: Any) -> int:
 
 
 def _ranks_of(args: Any) -> tuple[int, ...]:
-    """Of the group among the arguments: an object to c10d's own operators, a name to the functional ones."""
+    """Of the group among the arguments: an object to c10d's own operators, a name to the functional
+    ones.
+    """
     for argument in reversed(args):
         if isinstance(argument, torch.ScriptObject) and "ProcessGroup" in str(argument._type()):
             return tuple(dist.get_process_group_ranks(dist.ProcessGroup.unbox(argument)))

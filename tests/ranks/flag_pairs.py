@@ -1,7 +1,9 @@
-"""The table of flags that are tried two by two, and the runs in which every pair that is not refused lies once.
+"""The table of flags that are tried two by two, and the runs in which every pair that is not
+refused lies once.
 
-A factor has levels, and a level has flags. A pair of levels that the commands refuse by its flags alone, or once the
-model is read, is a case by itself. The runs are made of all other pairs, so that no refusal hides what else a run has.
+A factor has levels, and a level has flags. A pair of levels that the commands refuse by its flags
+alone, or once the model is read, is a case by itself. The runs are made of all other pairs, so that
+no refusal hides what else a run has.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,7 +15,7 @@ import covertable
 
 from open_instruct.config.grpo import GRPOConfig, validate_grpo
 from open_instruct.config.parser import parse
-from open_instruct.errors import InputError
+from open_instruct.core.errors import InputError
 from open_instruct.objectives.registry import objective_named
 
 Flags = Mapping[str, Any]
@@ -31,7 +33,9 @@ FACTORS: Mapping[str, Mapping[str, Flags]] = {
         "zero_2": {"backend": "deepspeed", "deepspeed_stage": 2},
         "zero_3": {"backend": "deepspeed", "deepspeed_stage": 3},
     },
-    "objective": {name: {} for name in ("dpo", "sft", "kto", "reward_model", "prm", "distill", "grpo")},
+    "objective": {
+        name: {} for name in ("dpo", "sft", "kto", "reward_model", "prm", "distill", "grpo")
+    },
     "recomputed": {
         "nothing": {"activation_checkpointing": "none"},
         "blocks": {"activation_checkpointing": "full"},
@@ -39,7 +43,9 @@ FACTORS: Mapping[str, Mapping[str, Flags]] = {
         "offloaded": {"activation_checkpointing": "offload"},
         "budget": {"activation_memory_budget": 0.5},
     },
-    "optimizer": {name: {"optimizer": name} for name in ("adamw", "adamw_8bit", "skip_step_adamw", "muon")},
+    "optimizer": {
+        name: {"optimizer": name} for name in ("adamw", "adamw_8bit", "skip_step_adamw", "muon")
+    },
     "gathered": {
         "in turn": {},
         "ahead": {"fsdp_prefetch_factor": 1},
@@ -108,7 +114,10 @@ def spell_flags(flags: Mapping[str, Any]) -> list[str]:
 
 @cache
 def find_refusal(*levels: Level) -> InputError | None:
-    """Why the flags of some levels cannot go together, whatever else a run has; None where they can."""
+    """Why the flags of some levels cannot go together, whatever else a run has;
+
+    None where they can.
+    """
     case = dict(levels)
     objective = case.get("objective", "dpo")
     needed: dict[str, Any] = {"model_name_or_path": "m", "output_dir": "out"}
@@ -126,7 +135,10 @@ def find_refusal(*levels: Level) -> InputError | None:
 
 
 def is_refused(one: Level, other: Level) -> bool:
-    return frozenset({one, other}) in REFUSED_BY_MODEL or find_refusal(*sorted((one, other))) is not None
+    return (
+        frozenset({one, other}) in REFUSED_BY_MODEL
+        or find_refusal(*sorted((one, other))) is not None
+    )
 
 
 def list_pairs() -> list[tuple[Level, Level]]:

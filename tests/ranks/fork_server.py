@@ -1,8 +1,9 @@
 """Processes that have imported everything already: forked from one that does nothing else.
 
-A new Python is at work for seven seconds until it has imported torch, OLMo-core and transformers. The server imports
-them once a test session (`preloaded`), starts no thread and no process group, and forks a process for each that is
-asked for. What a test then has in hand is used like `subprocess.Popen`.
+A new Python is at work for seven seconds until it has imported torch, OLMo-core and transformers.
+The server imports them once a test session (`preloaded`), starts no thread and no process group,
+and forks a process for each that is asked for. What a test then has in hand is used like
+`subprocess.Popen`.
 """
 
 import ctypes
@@ -20,21 +21,26 @@ from typing import Any
 REPOSITORY = Path(__file__).resolve().parents[2]
 # Read by libraries when they are loaded, and so the same for all that is forked.
 WHEN_LOADED = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-# A server that does not find what it should import says nothing, and each of its forks then imports it by itself.
-FINDS_TESTS = {"PYTHONPATH": os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))}
+# A server that does not find what it should import says nothing, and each of its forks then imports
+# it by itself.
+FINDS_TESTS = {
+    "PYTHONPATH": os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
+}
 PRELOADED = "tests.ranks.preloaded"
-# What /proc tells of an environment lies where that of the server did, which therefore is a large one.
+# What /proc tells of an environment lies where that of the server did, which therefore is a large
+# one.
 ROOM = {"ROOM_FOR_ENVIRONMENT": " " * (1 << 15)}
 
 _server = multiprocessing.get_context("forkserver")
 
 
 class Forked:
-    """A process that calls `function(*arguments)`, of the top of a module; what that returns is the exit code.
+    """A process that calls `function(*arguments)`, of the top of a module; what that returns is the
+    exit code.
 
-    It leads a session, works in `cwd`, and has the environment of this process and what `environment` adds, which
-    counts for modules that are loaded from now on. It ignores the signals in `ignored`, as below `nohup`. All that it
-    and its children say is kept for `communicate`.
+    It leads a session, works in `cwd`, and has the environment of this process and what
+    `environment` adds, which counts for modules that are loaded from now on. It ignores the signals
+    in `ignored`, as below `nohup`. All that it and its children say is kept for `communicate`.
     """
 
     def __init__(
@@ -48,7 +54,8 @@ class Forked:
         self._said = tempfile.NamedTemporaryFile("r", errors="replace")  # noqa: SIM115 (it goes with the object)
         _server.set_forkserver_preload(["tests.ranks.uncollected", PRELOADED])
         ours = dict(os.environ)
-        os.environ.update(WHEN_LOADED | ROOM | FINDS_TESTS)  # of the server, which the first process starts
+        # Of the server, which the first process starts.
+        os.environ.update(WHEN_LOADED | ROOM | FINDS_TESTS)
         try:
             theirs = {**ours, **WHEN_LOADED, **(environment or {})}
             its = (function, arguments, theirs, cwd, self._said.name, ignored)
@@ -119,7 +126,8 @@ def _become(
     os.dup2(file, 2)
     os.close(file)
     sys.stdout.reconfigure(write_through=True)  # type: ignore[union-attr]
-    # A new Python has none; by that of this one, semaphores would have names that stay where a process is killed.
+    # A new Python has none; by that of this one, semaphores would have names that stay where a
+    # process is killed.
     multiprocessing.set_start_method(None, force=True)
     take_environment(environment)
     os.chdir(cwd)
@@ -127,11 +135,15 @@ def _become(
 
 
 def take_environment(environment: Mapping[str, str]) -> None:
-    """As the whole environment of this process, forked from the server; in /proc it has no other one either."""
+    """As the whole environment of this process, forked from the server; in /proc it has no other
+    one either.
+    """
     os.environ.clear()
     os.environ.update(environment)
     tempfile.tempdir = None  # the server may have looked it up
     start, end = map(int, Path("/proc/self/stat").read_text().rpartition(")")[2].split()[47:49])
-    shown = b"".join(f"{name}={value}\0".encode(errors="surrogateescape") for name, value in environment.items())
+    shown = b"".join(
+        f"{name}={value}\0".encode(errors="surrogateescape") for name, value in environment.items()
+    )
     assert len(shown) <= end - start, "ROOM is too small"
     ctypes.memmove(start, shown.ljust(end - start, b"\0"), end - start)

@@ -22,7 +22,9 @@ class GRPOCase:
         self.folder = folder
         self.model = write_shallow_model(folder / "model", family="olmo2", **size)
 
-    def case(self, name: str, *, completions: list[int] = COMPLETIONS, flags: dict[str, Any], **job: Any) -> dict:
+    def case(
+        self, name: str, *, completions: list[int] = COMPLETIONS, flags: dict[str, Any], **job: Any
+    ) -> dict:
         out = self.folder / name
         out.mkdir()
         settings: dict[str, Any] = {
@@ -43,11 +45,16 @@ class GRPOCase:
             words.extend(str(word) for word in (value if isinstance(value, list) else [value]))
         return {"flags": words, "completions": completions} | job
 
-    def run(self, run_ranks: RunRanks, num_ranks: int, cases: dict[str, dict], *, job: str = JOB) -> dict[str, Rows]:
-        results = run_ranks(num_ranks, job, cases=list(cases.values()), ports=free_ports(len(cases)))
+    def run(
+        self, run_ranks: RunRanks, num_ranks: int, cases: dict[str, dict], *, job: str = JOB
+    ) -> dict[str, Rows]:
+        results = run_ranks(
+            num_ranks, job, cases=list(cases.values()), ports=free_ports(len(cases))
+        )
         for rank in range(1, num_ranks):
             for ours, first in zip(results[rank], results[0], strict=True):
-                # Every rank tells the same, but for what tensor-parallel ranks measure of themselves.
+                # Every rank tells the same, but for what tensor-parallel ranks measure of
+                # themselves.
                 assert [_told(row) for row in ours] == [_told(row) for row in first]
         return dict(zip(cases, results[0], strict=True))
 
@@ -57,5 +64,8 @@ def _told(row: dict[str, float]) -> dict[str, float]:
 
 
 def is_computed(name: str) -> bool:
-    """Whether a metric is the same on every rank, and in every run. Routers of context ranks see parts of rows."""
+    """Whether a metric is the same on every rank, and in every run.
+
+    Routers of context ranks see parts of rows.
+    """
     return not name.startswith(("peak_memory_gib", "has_moved", "router/", "time/"))

@@ -1,12 +1,13 @@
-"""Runs a function on several ranks at once, each a process of its own that talks to the others over gloo.
+"""Runs a function on several ranks at once, each a process of its own that talks to the others over
+gloo.
 
 In a test, use the `run_ranks` fixture::
 
     def test_sum(run_ranks):
         assert run_ranks(2, "tests.ranks.jobs.sums:all_reduced", scale=3) == [9, 9]
 
-A job lives in tests/ranks/jobs/. It is a plain function, that starts the process group itself (so that its
-start can be tested too) and returns something JSON can say::
+A job lives in tests/ranks/jobs/. It is a plain function, that starts the process group itself (so
+that its start can be tested too) and returns something JSON can say::
 
     def all_reduced(scale: int) -> int:
         torch.distributed.init_process_group("gloo")
@@ -14,8 +15,8 @@ start can be tested too) and returns something JSON can say::
         torch.distributed.all_reduce(number)
         return int(number)
 
-All ranks are killed at the first failure or at the timeout, and the failing rank's stderr (at the timeout: every
-rank's, with the line it hangs in) is shown.
+All ranks are killed at the first failure or at the timeout, and the failing rank's stderr (at the
+timeout: every rank's, with the line it hangs in) is shown.
 """
 
 import faulthandler
@@ -55,12 +56,13 @@ def run_ranks(
     environment: dict[str, str] | None = None,
     **arguments: Any,
 ) -> list[Any]:
-    """Call `target` ("package.module:function") with `arguments` on every rank; return the results in rank order.
+    """Call `target` ("package.module:function") with `arguments` on every rank; return the results
+    in rank order.
 
-    Each rank sees what torchrun would set: RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, NUM_NODES,
-    FS_LOCAL_RANK, MASTER_ADDR, MASTER_PORT, and OMP_NUM_THREADS=1. `num_nodes` splits the ranks evenly
-    into pretended nodes; `environment` is added before the job's module is imported. Arguments and results
-    pass through JSON.
+    Each rank sees what torchrun would set: RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE,
+    NUM_NODES, FS_LOCAL_RANK, MASTER_ADDR, MASTER_PORT, and OMP_NUM_THREADS=1. `num_nodes` splits
+    the ranks evenly into pretended nodes; `environment` is added before the job's module is
+    imported. Arguments and results pass through JSON.
 
     Raises:
         RanksFailed: a rank raised or died (its stderr is in the message), or `timeout_s` passed.
@@ -82,7 +84,10 @@ def run_ranks(
                     "MASTER_ADDR": "127.0.0.1",
                     "MASTER_PORT": port,
                 }
-                theirs = {**(environment or {}), **{name: str(value) for name, value in place.items()}}
+                theirs = {
+                    **(environment or {}),
+                    **{name: str(value) for name, value in place.items()},
+                }
                 job = (target, json.dumps(arguments), f"{folder}/{rank}")
                 ranks.append(Forked(_run_rank, *job, environment=theirs))
             _wait_for_all(ranks, target, timeout_s)
@@ -102,12 +107,16 @@ def _wait_for_all(ranks: list[Forked], target: str, timeout_s: float) -> None:
                 each.send_signal(SHOWS_ITS_LINE)
             time.sleep(TIME_TO_SHOW_S)
             logs = "\n".join(_log(ranks, rank) for rank in range(len(ranks)))
-            raise RanksFailed(f"{target} on {len(ranks)} ranks did not finish in {timeout_s:g} s\n{logs}")
+            raise RanksFailed(
+                f"{target} on {len(ranks)} ranks did not finish in {timeout_s:g} s\n{logs}"
+            )
         for sentinel in ended:
             rank = running.pop(sentinel)  # type: ignore[call-overload]
             if code := ranks[rank].wait():
                 log = _log(ranks, rank)
-                raise RanksFailed(f"{target} on {len(ranks)} ranks failed\n{log}\nended with exit code {code}")
+                raise RanksFailed(
+                    f"{target} on {len(ranks)} ranks failed\n{log}\nended with exit code {code}"
+                )
 
 
 def _log(ranks: list[Forked], rank: int) -> str:

@@ -1,11 +1,14 @@
-"""What NCCL asks of a process and gloo does not, checked on what a weight sync over gloo asks of its groups.
+"""What NCCL asks of a process and gloo does not, checked on what a weight sync over gloo asks of
+its groups.
 
-Within `recorded`, the channel of `--weight_sync_backend nccl` is one of gloo, whose members note every call; `breaches`
-compares the notes of all members. The rules are those of NCCL's user guide:
+Within `recorded`, the channel of `--weight_sync_backend nccl` is one of gloo, whose members note
+every call; `breaches` compares the notes of all members. The rules are those of NCCL's user guide:
 
-- members of a communicator call the same operations, of the same size, in the same order (broadcasts are from rank 0);
-- a process that is in several communicators calls in an order that agrees with all others': together, the orders of all
-  processes have no circle, or kernels of two communicators may wait for each other;
+- members of a communicator call the same operations, of the same size, in the same order
+  (broadcasts are from rank 0);
+- a process that is in several communicators calls in an order that agrees with all others':
+  together, the orders of all processes have no circle, or kernels of two communicators may wait for
+  each other;
 - a tensor is on the device, is not empty and is in one piece;
 - one thread at a time uses a communicator.
 """
@@ -21,10 +24,10 @@ from unittest.mock import patch
 
 import torch
 
-from open_instruct.weights import broadcasts, receiver
-from open_instruct.weights.receiver import IncomingWeights
-from open_instruct.weights.sender import WeightSender
-from open_instruct.weights.ways import ON_DEVICE
+from open_instruct.weight_sync import broadcasts, receiver
+from open_instruct.weight_sync.receiver import IncomingWeights
+from open_instruct.weight_sync.sender import WeightSender
+from open_instruct.weight_sync.ways import ON_DEVICE
 
 DEVICE = torch.device("cuda", 0)
 
@@ -56,8 +59,16 @@ class OnDevice:
 class Recorded:
     """A group whose calls are noted."""
 
-    def __init__(self, group: Any, name: str, member: int, device: OnDevice, notes: list[Call]) -> None:
-        self._group, self._name, self._member, self._device, self._notes = group, name, member, device, notes
+    def __init__(
+        self, group: Any, name: str, member: int, device: OnDevice, notes: list[Call]
+    ) -> None:
+        self._group, self._name, self._member, self._device, self._notes = (
+            group,
+            name,
+            member,
+            device,
+            notes,
+        )
         self._in_use = threading.Lock()
 
     def broadcast(self, tensors: Sequence[torch.Tensor]) -> Any:
@@ -71,7 +82,9 @@ class Recorded:
         if not is_alone:
             faults.append("a second thread")
         what = f"broadcast of {tensor.nbytes} bytes of {tensor.dtype}"
-        self._notes.append({"group": self._name, "member": self._member, "what": what, "faults": faults})
+        self._notes.append(
+            {"group": self._name, "member": self._member, "what": what, "faults": faults}
+        )
         try:
             return self._group.broadcast(tensors)
         finally:
@@ -88,21 +101,33 @@ def recorded() -> Iterator[list[Call]]:
     notes: list[Call] = []
     device = OnDevice()
     opened: Counter[str] = Counter()
-    make, open_sender, init_receiver = broadcasts._group, WeightSender.open, IncomingWeights.__init__
+    make, open_sender, init_receiver = (
+        broadcasts._group,
+        WeightSender.open,
+        IncomingWeights.__init__,
+    )
 
     def group(info: Any, store: Any, *, sender: str, rank: int) -> Any:
         if info["backend"] != "nccl":
             return make(info, store, sender=sender, rank=rank)
         opened[sender] += 1
         name = f"{sender} in channel {opened[sender]}"
-        return Recorded(make({**info, "backend": "gloo"}, store, sender=sender, rank=rank), name, rank, device, notes)
+        return Recorded(
+            make({**info, "backend": "gloo"}, store, sender=sender, rank=rank),
+            name,
+            rank,
+            device,
+            notes,
+        )
 
     def open_on_device(sender: WeightSender, num_receivers: int) -> dict[str, Any]:
         if sender._backend in ON_DEVICE:
             sender._device = DEVICE
         return open_sender(sender, num_receivers)
 
-    def init_on_device(incoming: IncomingWeights, info: Any, *, index: int, device: torch.device) -> None:
+    def init_on_device(
+        incoming: IncomingWeights, info: Any, *, index: int, device: torch.device
+    ) -> None:
         init_receiver(incoming, info, index=index, device=DEVICE)
 
     with ExitStack() as stack:
@@ -119,8 +144,15 @@ def recorded() -> Iterator[list[Call]]:
 
 
 def breaches(notes: Sequence[Sequence[Call]], *, broken_channels: Sequence[int] = ()) -> list[str]:
-    """Of the rules, by the notes of each process; members of a channel that broke may have come to different points."""
-    found = [f"{it['group']}: {fault} in {it['what']}" for calls in notes for it in calls for fault in it["faults"]]
+    """Of the rules, by the notes of each process; members of a channel that broke may have come to
+    different points.
+    """
+    found = [
+        f"{it['group']}: {fault} in {it['what']}"
+        for calls in notes
+        for it in calls
+        for fault in it["faults"]
+    ]
     of_group: dict[str, dict[int, list[str]]] = defaultdict(dict)
     before: dict[str, set[str]] = defaultdict(set)
     for calls in notes:
@@ -136,10 +168,15 @@ def breaches(notes: Sequence[Sequence[Call]], *, broken_channels: Sequence[int] 
         for number, together in enumerate(zip_longest(*members.values()), start=1):
             said = {what for what in together if what is not None or not is_broken}
             if len(said) > 1:
-                found.append(f"operation {number} of {group}: its members call {' and '.join(sorted(map(str, said)))}")
+                found.append(
+                    f"operation {number} of {group}: its members call "
+                    f"{' and '.join(sorted(map(str, said)))}"
+                )
                 break
     try:
         TopologicalSorter(before).prepare()
     except CycleError as error:
-        found.append(f"processes call in orders that do not agree: {' before '.join(error.args[1])}")
+        found.append(
+            f"processes call in orders that do not agree: {' before '.join(error.args[1])}"
+        )
     return found

@@ -1,4 +1,6 @@
-"""What the rank tests of objectives share: how runs are started, and what is the same in two of them."""
+"""What the rank tests of objectives share: how runs are started, and what is the same in two of
+them.
+"""
 
 import json
 from collections.abc import Iterable
@@ -42,17 +44,23 @@ def assert_resumed_bitwise(case: TrainCase) -> None:
     assert case.weights_digest("resumed") == case.weights_digest("undisturbed")
 
 
-def assert_same(case: TrainCase, name: str, base: str, numbers: Iterable[str], *, num_steps: int) -> None:
+def assert_same(
+    case: TrainCase, name: str, base: str, numbers: Iterable[str], *, num_steps: int
+) -> None:
     """The numbers of every step, and the held-out ones where there are any."""
     ours, theirs = case.metrics(name), case.metrics(base)
     assert len(ours) == len(theirs) == num_steps
     for row, expected in zip(ours, theirs, strict=True):
         for number in (*numbers, "grad_norm"):
-            assert row[number] == pytest.approx(expected[number], rel=1e-5, abs=1e-6), f"{name}: {number}"
+            assert row[number] == pytest.approx(expected[number], rel=1e-5, abs=1e-6), (
+                f"{name}: {number}"
+            )
     if (case.folder / base / "eval.jsonl").exists():
         held_out = (read(case.folder / run / "eval.jsonl") for run in (name, base))
         for row, expected in zip(*held_out, strict=True):
-            assert without_lists(row) == pytest.approx(without_lists(expected), rel=1e-4, abs=1e-5), name
+            assert without_lists(row) == pytest.approx(
+                without_lists(expected), rel=1e-4, abs=1e-5
+            ), name
 
 
 def without_lists(row: dict[str, Any]) -> dict[str, float]:
@@ -61,6 +69,8 @@ def without_lists(row: dict[str, Any]) -> dict[str, float]:
 
 def assert_opens_whole(folder: Path) -> AutoModelForCausalLM:
     """The exported model, as transformers opens it, with all of its tensors and no others."""
-    model, report = AutoModelForCausalLM.from_pretrained(folder / "hf_model", output_loading_info=True)
+    model, report = AutoModelForCausalLM.from_pretrained(
+        folder / "hf_model", output_loading_info=True
+    )
     assert not report["missing_keys"] and not report["unexpected_keys"]
     return model

@@ -1,4 +1,6 @@
-"""Rows of each objective, made of the same synthetic pairs, and the start models that learn from them."""
+"""Rows of each objective, made of the same synthetic pairs, and the start models that learn from
+them.
+"""
 
 import json
 import random
@@ -25,7 +27,11 @@ def write_labelled(pairs: Path, path: Path) -> Path:
     for number, pair in enumerate(read(pairs)):
         label = number % 3 != 0
         messages = pair["chosen" if label else "rejected"]
-        form = {"messages": messages} if number % 2 else {"prompt": messages[:-1], "completion": messages[-1:]}
+        form = (
+            {"messages": messages}
+            if number % 2
+            else {"prompt": messages[:-1], "completion": messages[-1:]}
+        )
         rows.append(form | {"label": label})
     return write(path, rows)
 
@@ -51,12 +57,21 @@ def write_solutions(path: Path, *, num_rows: int, seed: int) -> None:
             steps.append(f"{total} + {summand} = {total + summand + (not is_right)}")
             labels.append(draw.choice([is_right, 0.9 if is_right else 0.2]))
             total += summand
-        rows.append({"prompt": f"{' + '.join(map(str, numbers))}?\n", "completions": steps, "labels": labels})
+        rows.append(
+            {
+                "prompt": f"{' + '.join(map(str, numbers))}?\n",
+                "completions": steps,
+                "labels": labels,
+            }
+        )
     write(path, rows)
 
 
 def write_objective_case(folder: Path, entry: str, *, family: str) -> TrainCase:
-    """Model and rows of the command `entry`, and the flags that only it has; SFT's model has a tied head."""
+    """Model and rows of the command `entry`, and the flags that only it has;
+
+    SFT's model has a tied head.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     rows, own = folder / "rows.jsonl", dict[str, Any](max_train_steps=STEPS_OF_AN_EPOCH)
     model = write_shallow_model(folder / "model", family=family, tie=entry == "sft")
@@ -75,5 +90,7 @@ def write_objective_case(folder: Path, entry: str, *, family: str) -> TrainCase:
     if entry == "sft":
         own |= {"eval_mixer_list": [rows, "3"], "eval_steps": 2}
     if entry == "distill":
-        own["teacher_model_name_or_path"] = write_shallow_model(folder / "teacher", family=family, seed=1)
+        own["teacher_model_name_or_path"] = write_shallow_model(
+            folder / "teacher", family=family, seed=1
+        )
     return TrainCase(model=model, rows=rows, folder=folder, own_flags=own)

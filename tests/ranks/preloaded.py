@@ -7,17 +7,17 @@ import numpy.ma  # noqa: F401
 import torch
 
 import open_instruct  # noqa: F401  (before OLMo-core, which it keeps from writing into /tmp)
-from open_instruct import wording
+from open_instruct.core import text
 from open_instruct.data import report
-from open_instruct.learner import offline, scoring  # noqa: F401
-from open_instruct.learner.olmo_core import record  # noqa: F401
-from open_instruct.learner.rows import sample_loader  # noqa: F401
 from open_instruct.losses import preference  # noqa: F401
 from open_instruct.objectives import distill, dpo, kto, prm, reward_model, sft  # noqa: F401
 from open_instruct.parallel.wording import nodes_text
 from open_instruct.planning import shown
 from open_instruct.planning.subject import units
 from open_instruct.run import metrics_log, opened  # noqa: F401
+from open_instruct.training import offline, scoring  # noqa: F401
+from open_instruct.training.olmo_core import record  # noqa: F401
+from open_instruct.training.rows import sample_loader  # noqa: F401
 from tests.ranks.jobs import (  # noqa: F401
     checkpoints,
     deepspeed_grpo,
@@ -40,8 +40,8 @@ from transformers.models.olmo3 import modeling_olmo3  # noqa: F401
 from transformers.models.qwen3 import modeling_qwen3  # noqa: F401
 
 # The templates of what each run says are compiled at their first use: half a second.
-wording._macros(shown.WORDS, counted=wording.counted, nodes_text=nodes_text, units=units)
-wording._macros(report.REPORT)
+text._macros(shown.WORDS, counted=text.counted, nodes_text=nodes_text, units=units)
+text._macros(report.REPORT)
 
 nvtx.enable_nvtx = False  # marks for a profiler of CUDA, around each of DeepSpeed's calls
 assert torch.get_num_threads() == 1, "threads do not live through a fork"

@@ -1,7 +1,8 @@
-"""Commands of users, but forked where everything is imported already: `python FILE ...`, and torchrun of it.
+"""Commands of users, but forked where everything is imported already: `python FILE ...`, and
+torchrun of it.
 
-The file is run as the main program, torchrun is the true one, and so is the agent of a file that starts ranks
-by itself; only that no Python is started anew is different.
+The file is run as the main program, torchrun is the true one, and so is the agent of a file that
+starts ranks by itself; only that no Python is started anew is different.
 """
 
 import importlib
@@ -16,7 +17,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler import SubprocessHandler
+from torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler import (
+    SubprocessHandler,
+)
 
 from tests.ranks.fork_server import REPOSITORY, Forked
 
@@ -31,11 +34,14 @@ def start(
     constants: dict[str, Any] | None = None,
     ignored: Sequence[int] = (),
 ) -> Forked:
-    """Start what `python WORDS` would; torchrun, as in `[*TORCHRUN, "--nproc_per_node", "2", "FILE", ...]`, too.
+    """Start what `python WORDS` would; torchrun, as in `[*TORCHRUN, "--nproc_per_node", "2",
+    "FILE", ...]`, too.
 
     `constants` of modules ("package.module:NAME") are what they say in it, and in the ranks.
     """
-    return Forked(_with_constants, constants or {}, words, environment=environment, cwd=cwd, ignored=ignored)
+    return Forked(
+        _with_constants, constants or {}, words, environment=environment, cwd=cwd, ignored=ignored
+    )
 
 
 def _with_constants(constants: dict[str, Any], words: list[str]) -> int:
@@ -83,10 +89,15 @@ class _ForkedRank(subprocess.Popen[bytes]):
             code = 1
             try:
                 os.setsid()
-                logging.disable(logging.NOTSET)  # a new Python knows nothing of what its launcher leaves out
+                # A new Python knows nothing of what its launcher leaves out.
+                logging.disable(logging.NOTSET)
                 for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGINT):
                     if signal.getsignal(number) is not signal.SIG_IGN:
-                        own = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+                        own = (
+                            signal.default_int_handler
+                            if number == signal.SIGINT
+                            else signal.SIG_DFL
+                        )
                         signal.signal(number, own)
                 os.environ.clear()
                 os.environ.update(self._environment)

@@ -1,18 +1,25 @@
-"""Tiny models of fewer and narrower layers, for tests that prove of each layer what they prove of one."""
+"""Tiny models of fewer and narrower layers, for tests that prove of each layer what they prove of
+one.
+"""
 
 import json
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from open_instruct.toys.tiny import SIZES, write_tiny_model
+from open_instruct.commands.tiny_model import SIZES, write_tiny_model
 
 NUM_LAYERS = 2
 """With one there is nothing between layers; a step through more takes as much longer."""
 
 
 def write_shallow_model(
-    folder: Path, *, layers: int = NUM_LAYERS, is_narrow: bool = True, like: str = "tiny", **given: Any
+    folder: Path,
+    *,
+    layers: int = NUM_LAYERS,
+    is_narrow: bool = True,
+    like: str = "tiny",
+    **given: Any,
 ) -> Path:
     """As `write_tiny_model` of the size `like`, but of fewer layers; the last one has no window.
 

@@ -1,4 +1,6 @@
-"""Checkpoints are read bitwise under any layout; damaged ones are gone around, by all ranks alike; none runs code."""
+"""Checkpoints are read bitwise under any layout; damaged ones are gone around, by all ranks alike;
+none runs code.
+"""
 
 import json
 import pickle
@@ -21,14 +23,21 @@ from tests.ranks.train_case import free_ports
 JOBS = "tests.ranks.jobs.checkpoints"
 HSDP_2X2 = {"num_learners_per_node": 4, "fsdp_shard_degree": 2}
 FSDP_2_TP_2 = {"num_learners_per_node": 4, "fsdp_shard_degree": 2, "tensor_parallel_degree": 2}
-FSDP_2, TP_2 = {"num_learners_per_node": 2}, {"num_learners_per_node": 2, "tensor_parallel_degree": 2}
+FSDP_2, TP_2 = (
+    {"num_learners_per_node": 2},
+    {"num_learners_per_node": 2, "tensor_parallel_degree": 2},
+)
 ONE = {"num_learners_per_node": 1}
 MOVING = {"beta": 0.05, "ref_policy_update_freq": 1, "alpha": 0.5, "learning_rate": 1e-2}
 
 # What is trained, the layout that saves, and those that load.
 RUNS: dict[str, tuple[dict[str, Any], dict[str, Any], list[dict[str, Any]]]] = {
     "adamw": ({"weight_decay": 0.1}, HSDP_2X2, [HSDP_2X2, FSDP_2_TP_2, FSDP_2, TP_2, ONE]),
-    "skip_step": ({"optimizer": "skip_step_adamw", **MOVING}, FSDP_2_TP_2, [FSDP_2_TP_2, FSDP_2, ONE]),
+    "skip_step": (
+        {"optimizer": "skip_step_adamw", **MOVING},
+        FSDP_2_TP_2,
+        [FSDP_2_TP_2, FSDP_2, ONE],
+    ),
     "muon": ({"optimizer": "muon"}, HSDP_2X2, [HSDP_2X2, FSDP_2]),
     "adamw_8bit": ({"optimizer": "adamw_8bit"}, HSDP_2X2, [HSDP_2X2, FSDP_2, ONE]),
     # Where tensor ranks cut rows, blocks of these are shorter.
@@ -43,7 +52,9 @@ def flags_of(case: GRPOCase, name: str, **flags: Any) -> list[str]:
     if family is not None:
         # A vocabulary that no number of ranks divides.
         model = case.folder / f"{name}_model"
-        flags["model_name_or_path"] = write_shallow_model(model, family=family, tie=True, vocab_size=389, layers=1)
+        flags["model_name_or_path"] = write_shallow_model(
+            model, family=family, tie=True, vocab_size=389, layers=1
+        )
     return case.case(name, flags=flags)["flags"]
 
 
@@ -72,7 +83,11 @@ def test_any_layout_finds_the_very_bits(grpo_case: GRPOCase) -> None:
     flags = {name: flags_of(grpo_case, name, **own) for name, (own, _, _) in RUNS.items()}
     saved: dict[str, list[dict[str, Any]]] = {}
     for num_ranks in (1, 2, 4):
-        names = [name for name, (_, layout, _) in RUNS.items() if layout["num_learners_per_node"] == num_ranks]
+        names = [
+            name
+            for name, (_, layout, _) in RUNS.items()
+            if layout["num_learners_per_node"] == num_ranks
+        ]
         cases = [with_layout(flags[name], RUNS[name][1]) for name in names]
         saved |= dict(zip(names, call("save_each", num_ranks, cases, num_saved=2), strict=True))
     for num_ranks in (1, 2, 4):
@@ -82,12 +97,16 @@ def test_any_layout_finds_the_very_bits(grpo_case: GRPOCase) -> None:
             for layout in layouts
             if layout["num_learners_per_node"] == num_ranks
         ]
-        results = call("load_each", num_ranks, [with_layout(flags[name], layout) for name, layout in wanted])
+        results = call(
+            "load_each", num_ranks, [with_layout(flags[name], layout) for name, layout in wanted]
+        )
         for (name, layout), found in zip(wanted, results, strict=True):
             check_found(name, found, saved[name], of_same_layout=layout == RUNS[name][1])
 
 
-def check_found(name: str, found: list[dict[str, Any]], saved: list[dict[str, Any]], *, of_same_layout: bool) -> None:
+def check_found(
+    name: str, found: list[dict[str, Any]], saved: list[dict[str, Any]], *, of_same_layout: bool
+) -> None:
     for rank, theirs in enumerate(found):
         assert theirs["found"] == {"mark": 2} and theirs["warnings"] == []
         for kind in ("tensors", "values", "trainer"):
@@ -96,7 +115,9 @@ def check_found(name: str, found: list[dict[str, Any]], saved: list[dict[str, An
             assert theirs["random_state"] == saved[rank]["random_state"]
     names = saved[0]["tensors"]
     assert any(tensor.startswith("optim.") for tensor in names)
-    assert any(tensor.endswith("exp_avg_scales") for tensor in names) == name.startswith("adamw_8bit")
+    assert any(tensor.endswith("exp_avg_scales") for tensor in names) == name.startswith(
+        "adamw_8bit"
+    )
     assert any(tensor.startswith("reference.") for tensor in names) == (name == "skip_step")
 
 
@@ -114,11 +135,19 @@ def test_moments_come_back_from_the_host(grpo_case: GRPOCase) -> None:
 def test_moments_of_another_kind_are_refused_by_the_flag(grpo_case: GRPOCase) -> None:
     """Where no config.yaml tells of it."""
     optimizers = ("adamw", "adamw_8bit")
-    flags = [with_layout(flags_of(grpo_case, f"kept_as_{each}", optimizer=each), ONE) for each in optimizers]
+    flags = [
+        with_layout(flags_of(grpo_case, f"kept_as_{each}", optimizer=each), ONE)
+        for each in optimizers
+    ]
     call("save_each", 1, flags, num_saved=1)
-    others = [[{"adamw": "adamw_8bit", "adamw_8bit": "adamw"}.get(word, word) for word in each] for each in flags]
+    others = [
+        [{"adamw": "adamw_8bit", "adamw_8bit": "adamw"}.get(word, word) for word in each]
+        for each in flags
+    ]
     for (found,) in call("load_each", 1, others):
-        assert found["error"].startswith("InputError: the checkpoints in --output_dir are of another --optimizer than")
+        assert found["error"].startswith(
+            "InputError: the checkpoints in --output_dir are of another --optimizer than"
+        )
         assert "give theirs again, or start in another --output_dir" in found["error"]
 
 
@@ -143,13 +172,20 @@ def half_written(run: Path) -> None:
 
 
 def plant(run: Path) -> None:
-    """Where checkpoints of OLMo-core's own format are unpickled: in one of ours, and in a newer one of its own."""
+    """Where checkpoints of OLMo-core's own format are unpickled: in one of ours, and in a newer one
+    of its own.
+    """
     for folder in (run / "step2", run / "step9"):
         for name in ("train", "model_and_optim"):
             (folder / name).mkdir(parents=True)
         for name in ("train/rank0.pt", "train/rank1.pt", "rank0.pt"):
             torch.save(Opens(run / "ran"), folder / name)
-        for name in (".metadata", "model_and_optim/.metadata", "model_and_optim/__0_0.distcp", "__0_0.distcp"):
+        for name in (
+            ".metadata",
+            "model_and_optim/.metadata",
+            "model_and_optim/__0_0.distcp",
+            "__0_0.distcp",
+        ):
             (folder / name).write_bytes(pickle.dumps(Opens(run / "ran")))
         (folder / ".metadata.json").write_text("{}")
 
@@ -168,7 +204,9 @@ def put_another_step(run: Path) -> None:
     """Into the trainer's state, as who knows the format would."""
     folder = run / "step2"
     state = json.loads((folder / "rank0.json").read_bytes())
-    state["dict"] = [[name, -5 if name == "global_step" else value] for name, value in state["dict"]]
+    state["dict"] = [
+        [name, -5 if name == "global_step" else value] for name, value in state["dict"]
+    ]
     (folder / "rank0.json").unlink()
     written = {"rank0.json": write_hashed(folder / "rank0.json", [json.dumps(state).encode()])}
     manifest = read_manifest(folder)
@@ -181,7 +219,8 @@ def damage_both(run: Path) -> None:
     flip(run / "step1" / "rank0.json")
 
 
-# What is done to a run of two checkpoints, the step it goes on from, and what is said of which file.
+# What is done to a run of two checkpoints, the step it goes on from, and what is said of which
+# file.
 DAMAGES: dict[str, tuple[Callable[[Path], None], int, str]] = {
     **{
         name: (flipped(name), 1, f"{name} is not what was written")
@@ -190,12 +229,24 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], int, str]] = {
             *("rank0.safetensors", "rank1.safetensors"),
         )
     },
-    "missing": (lambda run: (run / "step2" / "rank1.safetensors").unlink(), 1, "rank1.safetensors is missing"),
+    "missing": (
+        lambda run: (run / "step2" / "rank1.safetensors").unlink(),
+        1,
+        "rank1.safetensors is missing",
+    ),
     "cut": (cut_short, 1, "rank1.safetensors is not what was written"),
     "half": (half_written, 2, ""),
     "planted": (plant, 2, "step9/checkpoint.json is missing"),
-    "copied": (lambda run: shutil.copytree(run / "step2", run / "step9"), 2, "step9 is a copy of another checkpoint"),
-    "another step": (put_another_step, 0, "rank0.json is of step -5, and checkpoint.json of step 2"),
+    "copied": (
+        lambda run: shutil.copytree(run / "step2", run / "step9"),
+        2,
+        "step9 is a copy of another checkpoint",
+    ),
+    "another step": (
+        put_another_step,
+        0,
+        "rank0.json is of step -5, and checkpoint.json of step 2",
+    ),
     "both": (damage_both, 0, "index.json is not what was written"),
 }
 
@@ -212,7 +263,9 @@ def test_damaged_and_planted_checkpoints(grpo_case: GRPOCase, tmp_path: Path) ->
         shutil.copytree(whole, run)
         change(run)
         cases.append(with_layout([*flags[:at], str(run), *flags[at + 1 :]], FSDP_2))
-    for (name, (_, step, told)), of_ranks in zip(DAMAGES.items(), call("load_each", 2, cases), strict=True):
+    for (name, (_, step, told)), of_ranks in zip(
+        DAMAGES.items(), call("load_each", 2, cases), strict=True
+    ):
         run = tmp_path / name
         left = sorted(path.name for path in run.glob("step*"))
         assert not (run / "ran").exists(), "a pickle was loaded"
@@ -225,7 +278,10 @@ def test_damaged_and_planted_checkpoints(grpo_case: GRPOCase, tmp_path: Path) ->
             continue
         if name == "another step":
             for rank in of_ranks:
-                assert told in rank["error"] and "Remove that folder to go on from the one before it" in rank["error"]
+                assert (
+                    told in rank["error"]
+                    and "Remove that folder to go on from the one before it" in rank["error"]
+                )
             continue
         for rank in of_ranks:
             assert rank["found"] == {"mark": step}, name
@@ -236,14 +292,20 @@ def test_damaged_and_planted_checkpoints(grpo_case: GRPOCase, tmp_path: Path) ->
             assert left == ["step1", "step2-damaged"]
         else:
             assert left == (
-                ["step1", "step2", "step9-damaged"] if name in ("planted", "copied") else ["step1", "step2"]
+                ["step1", "step2", "step9-damaged"]
+                if name in ("planted", "copied")
+                else ["step1", "step2"]
             )
 
 
 @pytest.mark.extended
 @pytest.mark.parametrize("in_background", ["off", "on"])
-def test_checkpoint_fails_on_all_ranks_when_it_fails_on_one(grpo_case: GRPOCase, in_background: str) -> None:
-    flags = with_layout(flags_of(grpo_case, f"faults_{in_background}", async_checkpoints=in_background), FSDP_2)
+def test_checkpoint_fails_on_all_ranks_when_it_fails_on_one(
+    grpo_case: GRPOCase, in_background: str
+) -> None:
+    flags = with_layout(
+        flags_of(grpo_case, f"faults_{in_background}", async_checkpoints=in_background), FSDP_2
+    )
     of_ranks = run_ranks(2, f"{JOBS}:faults_of_one_rank", flags=flags)
     assert of_ranks[0] == of_ranks[1]
     written, read, step, left = of_ranks[0]
@@ -256,8 +318,16 @@ def test_checkpoint_fails_on_all_ranks_when_it_fails_on_one(grpo_case: GRPOCase,
 @pytest.mark.extended
 def test_checkpoints_of_a_thread_are_those_of_a_run_that_waits(grpo_case: GRPOCase) -> None:
     modes = ("off", "on")
-    flags = [flags_of(grpo_case, f"async_{mode}", async_checkpoints=mode, **MOVING) for mode in modes]
-    call("save_each", 2, [with_layout(each, FSDP_2) for each in flags], num_saved=3, copies_after_s=1.0)
+    flags = [
+        flags_of(grpo_case, f"async_{mode}", async_checkpoints=mode, **MOVING) for mode in modes
+    ]
+    call(
+        "save_each",
+        2,
+        [with_layout(each, FSDP_2) for each in flags],
+        num_saved=3,
+        copies_after_s=1.0,
+    )
     waited, written = (dict(files_of(Path(output_of(each)))) for each in flags)
     assert {name.split("/")[0] for name in waited} == {"step1", "step2", "step3"}
     assert written == waited
@@ -265,7 +335,9 @@ def test_checkpoints_of_a_thread_are_those_of_a_run_that_waits(grpo_case: GRPOCa
 
 @pytest.mark.extended
 def test_many_saves_on_four_ranks(grpo_case: GRPOCase) -> None:
-    flags = with_layout(flags_of(grpo_case, "many", async_checkpoints="on", keep_last_n_checkpoints=2), HSDP_2X2)
+    flags = with_layout(
+        flags_of(grpo_case, "many", async_checkpoints="on", keep_last_n_checkpoints=2), HSDP_2X2
+    )
     left = run_ranks(4, f"{JOBS}:save_many", flags=flags, num_saves=30)
     assert left[0] == ["step29", "step30"], "rank 0 removes the older ones"
 

@@ -1,4 +1,6 @@
-"""PPO's steps: those of one plain loop, however they are cut and sharded; stopped, gone on with, and refused."""
+"""PPO's steps: those of one plain loop, however they are cut and sharded; stopped, gone on with,
+and refused.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -8,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoModel, AutoModelForCausalLM
 
+from open_instruct.core.records import RolloutSample
 from open_instruct.models.heads.value_head import drawn_score
-from open_instruct.records import RolloutSample
 from tests.ranks.grpo_case import GRPOCase, Rows
 from tests.ranks.jobs.grpo_steps import make_samples
 from tests.ranks.launch import run_ranks
@@ -56,19 +58,25 @@ def one_process(grpo_case: GRPOCase) -> dict[str, Rows]:
         "adapters": ADAPTERS,
     }
     cases = {
-        name: case_of(grpo_case, name.replace("/", "_"), each, **(TREES if "beside" in name else {}))
+        name: case_of(
+            grpo_case, name.replace("/", "_"), each, **(TREES if "beside" in name else {})
+        )
         for name, each in flags.items()
     }
     return grpo_case.run(run_ranks, 1, cases)
 
 
-def test_trajectory_is_that_of_one_plain_loop(grpo_case: GRPOCase, one_process: dict[str, Rows]) -> None:
+def test_trajectory_is_that_of_one_plain_loop(
+    grpo_case: GRPOCase, one_process: dict[str, Rows]
+) -> None:
     rows = one_process["alone"]
     for step, (row, plain) in enumerate(zip(rows, plain_steps(grpo_case.model), strict=True)):
         assert {"policy_loss", "grad_norm"} <= row.keys() or step == 0  # the critic warms up
         assert plain.keys() <= row.keys()
         for name, value in plain.items():
-            assert row[name] == pytest.approx(value, rel=1e-5, abs=1e-6), f"{name} of step {step + 1}"
+            assert row[name] == pytest.approx(value, rel=1e-5, abs=1e-6), (
+                f"{name} of step {step + 1}"
+            )
     assert [row["has_moved"] for row in rows] == [0, 1, 1]
     assert any(row["critic/clip_fraction"] > 0.01 for row in rows)
 
@@ -96,8 +104,13 @@ LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("num_ranks", LAYOUTS)
-def test_ranks_do_not_matter(grpo_case: GRPOCase, one_process: dict[str, Rows], num_ranks: int) -> None:
-    """Nor does the backend. The second step has fewer completions in a mini-batch than there are ranks."""
+def test_ranks_do_not_matter(
+    grpo_case: GRPOCase, one_process: dict[str, Rows], num_ranks: int
+) -> None:
+    """Nor does the backend.
+
+    The second step has fewer completions in a mini-batch than there are ranks.
+    """
     cases = {
         name: case_of(
             grpo_case,
@@ -107,7 +120,9 @@ def test_ranks_do_not_matter(grpo_case: GRPOCase, one_process: dict[str, Rows], 
         )
         for name, flags in LAYOUTS[num_ranks].items()
     }
-    for name, rows in grpo_case.run(run_ranks, num_ranks, cases, job=f"{JOBS_OF_ZERO}:run_each").items():
+    for name, rows in grpo_case.run(
+        run_ranks, num_ranks, cases, job=f"{JOBS_OF_ZERO}:run_each"
+    ).items():
         assert_same_steps(rows, one_process[name.partition("/")[0]])
 
 
@@ -136,7 +151,9 @@ def test_stopped_run_goes_on_bitwise(grpo_case: GRPOCase, backend: str) -> None:
 
 
 def plain_steps(folder: Path) -> list[dict[str, float]]:
-    """Document by document, token by token: transformers' models, one optimizer each, and nothing packed."""
+    """Document by document, token by token: transformers' models, one optimizer each, and nothing
+    packed.
+    """
     policy = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     trunk = AutoModel.from_pretrained(folder, dtype=torch.float32)
     score = torch.nn.Parameter(drawn_score(trunk.config.hidden_size, seed=SEED))
@@ -157,11 +174,19 @@ def plain_steps(folder: Path) -> list[dict[str, float]]:
     for step, count in enumerate(COMPLETIONS):
         samples = make_samples(count, seed=step, vocab_size=policy.config.vocab_size)
         with torch.no_grad():
-            old_logprobs, old_values = [logprobs_of(each) for each in samples], [values_of(each) for each in samples]
-        advantages = [plain_gae(values, each.advantage) for values, each in zip(old_values, samples, strict=True)]
+            old_logprobs, old_values = (
+                [logprobs_of(each) for each in samples],
+                [values_of(each) for each in samples],
+            )
+        advantages = [
+            plain_gae(values, each.advantage)
+            for values, each in zip(old_values, samples, strict=True)
+        ]
         returns = [a + v for a, v in zip(advantages, old_values, strict=True)]
         everything = torch.cat(advantages)
-        advantages = [(a - everything.mean()) / (everything.var() + 1e-8).sqrt() for a in advantages]
+        advantages = [
+            (a - everything.mean()) / (everything.var() + 1e-8).sqrt() for a in advantages
+        ]
         explained = 1 - everything.var() / torch.cat(returns).var()
         half = count // 2
         told: list[dict[str, float]] = []
@@ -195,7 +220,9 @@ def plain_gae(values: torch.Tensor, reward: float) -> torch.Tensor:
     return advantages
 
 
-def taken(optimizer: torch.optim.Optimizer, loss: torch.Tensor, parameters: list[torch.nn.Parameter]) -> float:
+def taken(
+    optimizer: torch.optim.Optimizer, loss: torch.Tensor, parameters: list[torch.nn.Parameter]
+) -> float:
     """Take the step; returns the gradient's norm."""
     optimizer.zero_grad()
     loss.backward()

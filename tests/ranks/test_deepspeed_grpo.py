@@ -1,4 +1,6 @@
-"""GRPO on DeepSpeed: the steps of one process, the weights that engines get, and what a stopped run goes on from."""
+"""GRPO on DeepSpeed: the steps of one process, the weights that engines get, and what a stopped run
+goes on from.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -25,7 +27,11 @@ OWN_WAYS = {
 
 def of_stage(stage: int, **flags: Any) -> dict[str, Any]:
     """Blocks are recomputed where that is asked for, as in `test_deepspeed.of_stage`."""
-    return {"backend": "deepspeed", "deepspeed_stage": stage, "activation_checkpointing": "none"} | flags
+    return {
+        "backend": "deepspeed",
+        "deepspeed_stage": stage,
+        "activation_checkpointing": "none",
+    } | flags
 
 
 def run(case: GRPOCase, ranks: int, runs: dict[str, dict[str, Any]]) -> dict[str, Rows]:
@@ -45,19 +51,28 @@ def taught(grpo_case: GRPOCase) -> dict[str, Any]:
 def one_process(grpo_case: GRPOCase, taught: dict[str, Any]) -> dict[str, Rows]:
     """On the other backend, without anything shared."""
     ways = OWN_WAYS | {"taught": taught}
-    return run(grpo_case, 1, {way: flags | {"prefix_sharing": "off"} for way, flags in ways.items()})
+    return run(
+        grpo_case, 1, {way: flags | {"prefix_sharing": "off"} for way, flags in ways.items()}
+    )
 
 
 def test_every_stage_takes_the_steps_of_one_process(
     grpo_case: GRPOCase, one_process: dict[str, Rows], taught: dict[str, Any]
 ) -> None:
-    """With a reference policy, with several updates a step, then also with a reference that follows, or adapters.
+    """With a reference policy, with several updates a step, then also with a reference that
+    follows, or adapters.
 
-    Or with matrices that ranks split, beside a reference, and a teacher, that FSDP2 shards, and splits over the same.
+    Or with matrices that ranks split, beside a reference, and a teacher, that FSDP2 shards, and
+    splits over the same.
     """
     runs = {
         f"{way}_{stage}": of_stage(stage, **OWN_WAYS[way])
-        for way, stages in {"minibatches": (0, 1), "plain": (1,), "moving": (2, 3), "adapters": (2, 3)}.items()
+        for way, stages in {
+            "minibatches": (0, 1),
+            "plain": (1,),
+            "moving": (2, 3),
+            "adapters": (2, 3),
+        }.items()
         for stage in stages
     }
     runs |= {
@@ -69,16 +84,27 @@ def test_every_stage_takes_the_steps_of_one_process(
         assert_same_trajectory(rows, one_process[name.partition("_")[0]])
 
 
-def test_single_device_takes_the_steps_of_one_process(grpo_case: GRPOCase, one_process: dict[str, Rows]) -> None:
+def test_single_device_takes_the_steps_of_one_process(
+    grpo_case: GRPOCase, one_process: dict[str, Rows]
+) -> None:
     flags = of_stage(2, single_gpu_mode=True, **WAYS["minibatches"])
-    assert_same_trajectory(run(grpo_case, 1, {"one_device": flags})["one_device"], one_process["minibatches"])
+    assert_same_trajectory(
+        run(grpo_case, 1, {"one_device": flags})["one_device"], one_process["minibatches"]
+    )
 
 
 def test_split_rows_second_copies_and_host_memory_change_nothing(
     grpo_case: GRPOCase, one_process: dict[str, Rows]
 ) -> None:
-    """Second copies are those of before an update, until they are made again: also where it is only looked at."""
-    in_host_memory = {"deepspeed_zpg": 2, "adam_offload": True, "offload": True, "activation_checkpointing": "auto"}
+    """Second copies are those of before an update, until they are made again: also where it is only
+    looked at.
+    """
+    in_host_memory = {
+        "deepspeed_zpg": 2,
+        "adam_offload": True,
+        "offload": True,
+        "activation_checkpointing": "auto",
+    }
     runs = {
         "minibatches_split": of_stage(2, sequence_parallel_size=2, **WAYS["minibatches"]),
         "minibatches_copied": of_stage(3, **in_host_memory, **WAYS["minibatches"]),
@@ -88,7 +114,9 @@ def test_split_rows_second_copies_and_host_memory_change_nothing(
 
 
 def test_engines_get_the_masters_part_by_part(grpo_case: GRPOCase, tmp_path: Path) -> None:
-    """In the engines' dtype, be it finer than what learners compute in; each value once; with adapters added."""
+    """In the engines' dtype, be it finer than what learners compute in; each value once; with
+    adapters added.
+    """
     ways: list[tuple[int, str, str, str, dict[str, Any]]] = [
         (0, "float32", "gloo", "bfloat16", {}),
         (1, "bfloat16", "shm", "bfloat16", {}),
@@ -100,7 +128,9 @@ def test_engines_get_the_masters_part_by_part(grpo_case: GRPOCase, tmp_path: Pat
     assert differing(grpo_case, tmp_path, 2, ways) == [[]] * len(ways)
 
 
-def test_matrices_that_ranks_split_come_together_in_engines(grpo_case: GRPOCase, tmp_path: Path) -> None:
+def test_matrices_that_ranks_split_come_together_in_engines(
+    grpo_case: GRPOCase, tmp_path: Path
+) -> None:
     """Also where a rank has a run of the values of a matrix that is cut along its columns."""
     ways: list[tuple[int, str, str, str, dict[str, Any]]] = [
         (1, "bfloat16", "shm", "float32", SPLIT),
@@ -110,15 +140,29 @@ def test_matrices_that_ranks_split_come_together_in_engines(grpo_case: GRPOCase,
 
 
 def differing(
-    grpo_case: GRPOCase, folder: Path, num_learners: int, ways: list[tuple[int, str, str, str, dict[str, Any]]]
+    grpo_case: GRPOCase,
+    folder: Path,
+    num_learners: int,
+    ways: list[tuple[int, str, str, str, dict[str, Any]]],
 ) -> list[list[str]]:
     """Of each way the tensors that engines get other than an export of the masters."""
     cases = []
     for number, (stage, param_dtype, way, dtype, more) in enumerate(ways):
-        flags = of_stage(stage, param_dtype=param_dtype, num_learners_per_node=num_learners, learning_rate=0.05, **more)
+        flags = of_stage(
+            stage,
+            param_dtype=param_dtype,
+            num_learners_per_node=num_learners,
+            learning_rate=0.05,
+            **more,
+        )
         case = grpo_case.case(f"sync_{num_learners}_{number}", flags=flags)
         cases.append({"flags": case["flags"], "way": way, "dtype": dtype})
-    arguments = {"cases": cases, "ports": free_ports(len(cases)), "num_learners": num_learners, "folder": str(folder)}
+    arguments = {
+        "cases": cases,
+        "ports": free_ports(len(cases)),
+        "num_learners": num_learners,
+        "folder": str(folder),
+    }
     *_, of_receiver = run_ranks(num_learners + 1, f"{JOBS}:sync", **arguments)
     return of_receiver
 

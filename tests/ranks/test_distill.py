@@ -1,4 +1,6 @@
-"""Distillation whole: no cut of a batch and no sharding changes it, it resumes bitwise, and what it ends with."""
+"""Distillation whole: no cut of a batch and no sharding changes it, it resumes bitwise, and what it
+ends with.
+"""
 
 import shutil
 from pathlib import Path
@@ -36,13 +38,21 @@ LORA: dict[str, Any] = {"use_lora": "true", "lora_r": 4, "learning_rate": 5e-3}
 
 @pytest.fixture(scope="module")
 def case(tmp_path_factory: pytest.TempPathFactory) -> TrainCase:
-    """A student, and a teacher of another family, width and depth, whose head has 64 rows of padding."""
+    """A student, and a teacher of another family, width and depth, whose head has 64 rows of
+    padding.
+    """
     folder = tmp_path_factory.mktemp("distill")
     write_conversations(folder / "rows.jsonl", num_rows=NUM_ROWS, seed=1)
     write_conversations(folder / "held_out.jsonl", num_rows=6, seed=2)
     model = write_shallow_model(folder / "model", family="olmo2", is_narrow=False)
     teacher = write_shallow_model(
-        folder / "teacher", like="mini", layers=3, is_narrow=False, family="qwen3", vocab_size=512 + 64, seed=1
+        folder / "teacher",
+        like="mini",
+        layers=3,
+        is_narrow=False,
+        family="qwen3",
+        vocab_size=512 + 64,
+        seed=1,
     )
     for file in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(model / file, teacher / file)
@@ -59,8 +69,14 @@ def case(tmp_path_factory: pytest.TempPathFactory) -> TrainCase:
 def one_process(case: TrainCase) -> TrainCase:
     heldout = {"eval_mixer_list": [case.folder / "held_out.jsonl", "1.0"]}
     itself = {"teacher_model_name_or_path": case.model, "kd_coef": 1, "max_train_steps": 1}
-    begun = TOP_K | {"adapter_name_or_path": case.folder / "shared" / "adapter", "cache_dir": case.folder / "begun"}
-    shared, apart = (LORA | {"teacher_model_name_or_path": each} for each in (case.model, stored_otherwise(case.model)))
+    begun = TOP_K | {
+        "adapter_name_or_path": case.folder / "shared" / "adapter",
+        "cache_dir": case.folder / "begun",
+    }
+    shared, apart = (
+        LORA | {"teacher_model_name_or_path": each}
+        for each in (case.model, stored_otherwise(case.model))
+    )
     whole = {"max_train_steps": 1, "per_device_train_batch_size": NUM_ROWS, "learning_rate": 1e-9}
     train(
         "distill",
@@ -121,7 +137,9 @@ def test_steps_are_the_same_however_they_are_cut_or_sharded(on_ranks: TrainCase,
 
 
 @pytest.mark.parametrize("name", ["top_k_fsdp_2", "top_k_tensor_2", "top_k_context_2"])
-def test_steps_with_a_kept_teacher_are_the_same_however_they_are_sharded(on_ranks: TrainCase, name: str) -> None:
+def test_steps_with_a_kept_teacher_are_the_same_however_they_are_sharded(
+    on_ranks: TrainCase, name: str
+) -> None:
     assert_same_as(on_ranks, "top_k", name)
 
 
@@ -144,19 +162,26 @@ def test_student_that_is_its_own_teacher_is_at_zero(on_ranks: TrainCase, name: s
 
 
 @pytest.mark.parametrize(("name", "base"), [("shared", "apart"), ("top_k_shared", "top_k_apart")])
-def test_without_its_adapters_a_student_may_be_its_own_teacher(on_ranks: TrainCase, name: str, base: str) -> None:
+def test_without_its_adapters_a_student_may_be_its_own_teacher(
+    on_ranks: TrainCase, name: str, base: str
+) -> None:
     """Which is loaded where it is another, and else is not."""
     assert_same_as(on_ranks, base, name)
     assert on_ranks.metrics(name)[-1]["kl"] > 1e-4
     for run, is_shared in ((name, True), (base, False)):
         log = (on_ranks.folder / run / "run.log").read_text()
-        assert ("the teacher is the start model" in log, "loaded the teacher" in log) == (is_shared, not is_shared)
+        assert ("the teacher is the start model" in log, "loaded the teacher" in log) == (
+            is_shared,
+            not is_shared,
+        )
     assert_same_as(on_ranks, "apart", "shared_fsdp_2")
 
 
 @pytest.mark.parametrize(("name", "beta"), [("whole_data", 0.0), ("jsd", 0.3)])
 def test_numbers_are_those_of_transformers(one_process: TrainCase, name: str, beta: float) -> None:
-    """Both models as transformers has them, document by document, with the logits of every position whole."""
+    """Both models as transformers has them, document by document, with the logits of every position
+    whole.
+    """
     models = [
         AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         for folder in (one_process.model, one_process.own_flags["teacher_model_name_or_path"])
@@ -177,8 +202,12 @@ def test_numbers_are_those_of_transformers(one_process: TrainCase, name: str, be
             student, teacher = (model(input_ids=ids).logits[0, :, :512] for model in models)
         for span in document.responses:
             positions = slice(span.start - 1, span.stop - 1)
-            ce += float(F.cross_entropy(student[positions], ids[0, span.start : span.stop], reduction="sum"))
-            log_q, log_p = (each[positions].div(TEMPERATURE).log_softmax(dim=-1) for each in (student, teacher))
+            ce += float(
+                F.cross_entropy(student[positions], ids[0, span.start : span.stop], reduction="sum")
+            )
+            log_q, log_p = (
+                each[positions].div(TEMPERATURE).log_softmax(dim=-1) for each in (student, teacher)
+            )
             if beta:
                 log_m = (beta * log_p.exp() + (1 - beta) * log_q.exp()).log()
                 kl += beta * float(F.kl_div(log_m, log_p, reduction="sum", log_target=True))
@@ -189,7 +218,9 @@ def test_numbers_are_those_of_transformers(one_process: TrainCase, name: str, be
     (first,) = one_process.metrics(name)
     assert first["ce"] == pytest.approx(ce / num_labels, rel=1e-5)
     assert first["kl"] == pytest.approx(kl / num_labels, rel=1e-4)
-    assert first["loss"] == pytest.approx((1 - COEF) * first["ce"] + COEF * TEMPERATURE**2 * first["kl"], rel=1e-5)
+    assert first["loss"] == pytest.approx(
+        (1 - COEF) * first["ce"] + COEF * TEMPERATURE**2 * first["kl"], rel=1e-5
+    )
 
 
 def test_metrics_have_the_names_scripts_read(one_process: TrainCase) -> None:

@@ -1,4 +1,6 @@
-"""Every family trains the same sharded, its matrices or rows split, its prompts shared, and on one process without."""
+"""Every family trains the same sharded, its matrices or rows split, its prompts shared, and on one
+process without.
+"""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -31,7 +33,10 @@ def cases(dpo_case: TrainCase, tmp_path_factory: pytest.TempPathFactory) -> dict
 
 def test_families(cases: dict[str, TrainCase], run_ranks: Callable[..., list[Any]]) -> None:
     flags: dict[str, Any] = {"max_train_steps": 3, "per_device_train_batch_size": 4}
-    alone = [case.command(f"{family}_alone", batch=4, prefix_sharing="off", **flags) for family, case in cases.items()]
+    alone = [
+        case.command(f"{family}_alone", batch=4, prefix_sharing="off", **flags)
+        for family, case in cases.items()
+    ]
     sharded = [case.command(f"{family}_fsdp_2", ranks=2, **flags) for family, case in cases.items()]
     split = [
         case.command(f"{family}_{name}_2", batch=4, **{f"{name}_parallel_degree": 2}, **flags)

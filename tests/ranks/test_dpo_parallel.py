@@ -1,4 +1,6 @@
-"""The loss and its gradient do not depend on how a global batch is cut, on what documents share, or on the sharding."""
+"""The loss and its gradient do not depend on how a global batch is cut, on what documents share, or
+on the sharding.
+"""
 
 import math
 from collections.abc import Callable
@@ -8,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from open_instruct.toys.tiny import SIZES
+from open_instruct.commands.tiny_model import SIZES
 from tests.ranks.shallow import write_shallow_model
 from tests.ranks.train_case import OF_EVERY_RUN, STEPS_OF_AN_EPOCH, TrainCase, free_ports
 
@@ -19,7 +21,11 @@ RunRanks = Callable[..., list[Any]]
 # What the plan of a run on GPUs may choose.
 NORMS_AND_MLP: dict[str, Any] = {
     "activation_checkpointing": "selected_modules",
-    "activation_checkpointing_modules": ["blocks.*.*_norm", "blocks.*.attention.*_norm", "blocks.*.feed_forward"],
+    "activation_checkpointing_modules": [
+        "blocks.*.*_norm",
+        "blocks.*.attention.*_norm",
+        "blocks.*.feed_forward",
+    ],
 }
 JOB = "tests.ranks.jobs.train_runs:run_each"
 # Under a constant rate the start of a longer run.
@@ -28,7 +34,9 @@ EPOCH: dict[str, Any] = {"max_train_steps": STEPS_OF_AN_EPOCH}
 
 @pytest.fixture(scope="module")
 def one_process(dpo_case: TrainCase) -> TrainCase:
-    """Runs of one process: the trajectory that every other must follow, and other ways to cut its batches."""
+    """Runs of one process: the trajectory that every other must follow, and other ways to cut its
+    batches.
+    """
     from tests.ranks.launch import run_ranks
 
     dpo_case = replace(dpo_case, own_flags=dpo_case.own_flags | {"lr_scheduler_type": "constant"})
@@ -43,7 +51,9 @@ def one_process(dpo_case: TrainCase) -> TrainCase:
         dpo_case.command("single_gpu_mode", **EPOCH, single_gpu_mode=True),
         dpo_case.command("init_on_cpu", **EPOCH, init_device="cpu"),
         dpo_case.command("checkpointed_full", **EPOCH, activation_checkpointing="full"),
-        dpo_case.command("checkpointed_modules", **EPOCH, activation_checkpointing="selected_modules"),
+        dpo_case.command(
+            "checkpointed_modules", **EPOCH, activation_checkpointing="selected_modules"
+        ),
         dpo_case.command("checkpointed_norms_and_mlp", **EPOCH, **NORMS_AND_MLP),
         *(
             dpo_case.command(f"start_{loss}", loss_type=loss, max_train_steps=1)
@@ -59,7 +69,9 @@ def one_process(dpo_case: TrainCase) -> TrainCase:
     return dpo_case
 
 
-def assert_same_trajectory(case: TrainCase, name: str, other: str = "base", rel: float = 1e-5) -> None:
+def assert_same_trajectory(
+    case: TrainCase, name: str, other: str = "base", rel: float = 1e-5
+) -> None:
     ours, theirs = case.trajectory(name), case.trajectory(other)
     assert len(ours) in (STEPS_OF_AN_EPOCH, 5) and len(theirs) == 5
     for step, (a, b) in enumerate(zip(ours, theirs, strict=False), start=1):
@@ -98,11 +110,18 @@ def test_prompts_are_shared(one_process: TrainCase) -> None:
         for name in ("base", "shared", "accumulated", "checkpointed_full", "padded")
     }
     assert all(share == 0 for share in shares["base"] + shares["padded"])
-    assert all(share > 0.1 for name in ("shared", "accumulated", "checkpointed_full") for share in shares[name]), shares
+    assert all(
+        share > 0.1
+        for name in ("shared", "accumulated", "checkpointed_full")
+        for share in shares[name]
+    ), shares
 
 
 def test_first_loss_is_that_of_the_reference(one_process: TrainCase) -> None:
-    first = {name: one_process.metrics(f"start_{name}")[0] for name in ("dpo_norm", "ipo", "hinge", "wpo")}
+    first = {
+        name: one_process.metrics(f"start_{name}")[0]
+        for name in ("dpo_norm", "ipo", "hinge", "wpo")
+    }
     base = one_process.metrics("base")[0]
     assert base["loss"] == pytest.approx(math.log(2), abs=1e-6)
     assert first["dpo_norm"]["loss"] == pytest.approx(math.log(2), abs=1e-6)
@@ -138,14 +157,25 @@ def test_two_ranks(one_process: TrainCase, run_ranks: RunRanks) -> None:
     commands = [
         one_process.command("fsdp_2", ranks=2),
         one_process.command("replicas_2", ranks=2, **EPOCH, fsdp_shard_degree=1, batch=2),
-        one_process.command("gathered_ahead", ranks=2, **EPOCH, fsdp_prefetch_factor=1, **NORMS_AND_MLP),
+        one_process.command(
+            "gathered_ahead", ranks=2, **EPOCH, fsdp_prefetch_factor=1, **NORMS_AND_MLP
+        ),
         one_process.command("tensor_2", ranks=1, **EPOCH, tensor_parallel_degree=2),
         one_process.command("context_2", ranks=1, **EPOCH, context_parallel_degree=2),
         one_process.command(
-            "context_2_unshared", ranks=1, **EPOCH, batch=2, sequence_parallel_size=2, prefix_sharing="off"
+            "context_2_unshared",
+            ranks=1,
+            **EPOCH,
+            batch=2,
+            sequence_parallel_size=2,
+            prefix_sharing="off",
         ),
         one_process.command(
-            "context_2_full", ranks=1, **EPOCH, context_parallel_degree=2, activation_checkpointing="full"
+            "context_2_full",
+            ranks=1,
+            **EPOCH,
+            context_parallel_degree=2,
+            activation_checkpointing="full",
         ),
     ]
     run_ranks(2, JOB, commands=commands, ports=free_ports(len(commands)))
@@ -159,8 +189,17 @@ def test_two_ranks(one_process: TrainCase, run_ranks: RunRanks) -> None:
 def test_four_ranks(one_process: TrainCase, run_ranks: RunRanks) -> None:
     commands = [
         one_process.command("fsdp_4", ranks=4, **EPOCH, packing=False),
-        one_process.command("context_2_replicas_2", ranks=2, **EPOCH, context_parallel_degree=2, fsdp_num_replicas=2),
-        one_process.command("muon_hsdp_2x2", ranks=4, **EPOCH, fsdp_shard_degree=2, optimizer="muon", weight_decay=0.1),
+        one_process.command(
+            "context_2_replicas_2", ranks=2, **EPOCH, context_parallel_degree=2, fsdp_num_replicas=2
+        ),
+        one_process.command(
+            "muon_hsdp_2x2",
+            ranks=4,
+            **EPOCH,
+            fsdp_shard_degree=2,
+            optimizer="muon",
+            weight_decay=0.1,
+        ),
     ]
     run_ranks(4, JOB, commands=commands, ports=free_ports(len(commands)))
     for name in ("fsdp_4", "context_2_replicas_2"):
@@ -186,5 +225,7 @@ def test_heads_that_cannot_be_shared_out(one_process: TrainCase, run_ranks: RunR
     from tests.ranks.launch import RanksFailed
 
     degrees = {"tensor_parallel_degree": 2, "context_parallel_degree": 2}
-    with pytest.raises(RanksFailed, match="= 4 does not divide the 4 query heads and 2 key-value heads"):
+    with pytest.raises(
+        RanksFailed, match="= 4 does not divide the 4 query heads and 2 key-value heads"
+    ):
         run_ranks(4, JOB, commands=[one_process.command("too_few", **degrees)], ports=free_ports(1))

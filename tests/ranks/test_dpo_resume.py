@@ -19,7 +19,13 @@ ENTRY = str(REPOSITORY / "open_instruct" / "dpo.py")
 
 def start(command: list[str], *, ranks: int) -> Forked:
     """The command a user gives: plain Python for one rank, torchrun for more."""
-    torchrun = [*programs.TORCHRUN, "--nproc_per_node", str(ranks), "--master_port", str(free_ports(1)[0])]
+    torchrun = [
+        *programs.TORCHRUN,
+        "--nproc_per_node",
+        str(ranks),
+        "--master_port",
+        str(free_ports(1)[0]),
+    ]
     return programs.start([*(torchrun if ranks > 1 else ()), ENTRY, *command])
 
 
@@ -58,11 +64,15 @@ def command_of(dpo_case: TrainCase) -> Callable[..., Command]:
     return with_flags
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", pytest.param("adamw_8bit", marks=pytest.mark.extended)])
+@pytest.mark.parametrize(
+    "optimizer", ["adamw", pytest.param("adamw_8bit", marks=pytest.mark.extended)]
+)
 def test_killed_run_resumes_bitwise_in_bfloat16(
     dpo_case: TrainCase, command_of: Callable[..., Command], optimizer: str
 ) -> None:
-    command = command_of(ranks=2, param_dtype="bfloat16", optimizer=optimizer, keep_last_n_checkpoints=2)
+    command = command_of(
+        ranks=2, param_dtype="bfloat16", optimizer=optimizer, keep_last_n_checkpoints=2
+    )
     undisturbed, killed = f"bf16_{optimizer}_undisturbed", f"bf16_{optimizer}_killed"
     finish(start(command(undisturbed), ranks=2))
 
@@ -77,7 +87,10 @@ def test_killed_run_resumes_bitwise_in_bfloat16(
     assert dpo_case.weights_digest(killed) == dpo_case.weights_digest(undisturbed)
     for name in (undisturbed, killed):
         # The last two, whichever run wrote them.
-        assert sorted(path.name for path in (dpo_case.folder / name).glob("step*")) == ["step10", "step12"]
+        assert sorted(path.name for path in (dpo_case.folder / name).glob("step*")) == [
+            "step10",
+            "step12",
+        ]
 
 
 @pytest.mark.extended
@@ -95,19 +108,29 @@ def test_damaged_newest_checkpoint_is_gone_around_bitwise(
 
     output = finish(start(command("gone_around"), ranks=2))
     told = " ".join(output.split())
-    assert "warning: the checkpoint step4 is damaged" in told and f"{weights} is not what was written" in told
+    assert (
+        "warning: the checkpoint step4 is damaged" in told
+        and f"{weights} is not what was written" in told
+    )
     assert "resuming after step 2 of 4" in told and "damaged" not in first
-    assert (dpo_case.weights_digest("gone_around"), dpo_case.trajectory("gone_around")) == undisturbed
+    assert (
+        dpo_case.weights_digest("gone_around"),
+        dpo_case.trajectory("gone_around"),
+    ) == undisturbed
     assert sorted(path.name for path in run.glob("step*")) == ["step2", "step4", "step4-damaged"]
 
 
 @pytest.mark.extended
-def test_ended_run_goes_on_when_it_is_given_more_steps(dpo_case: TrainCase, command_of: Callable[..., Command]) -> None:
+def test_ended_run_goes_on_when_it_is_given_more_steps(
+    dpo_case: TrainCase, command_of: Callable[..., Command]
+) -> None:
     """With the learning rate of the longer run, which is told."""
     two, four = (command_of(ranks=1, max_train_steps=steps) for steps in (2, 4))
     finish(start(two("ended"), ranks=1))
     output = " ".join(finish(start(four("ended"), ranks=1)).split())
-    assert "had ended after step 2, and goes on from there (--max_train_steps was 2, is 4)" in output
+    assert (
+        "had ended after step 2, and goes on from there (--max_train_steps was 2, is 4)" in output
+    )
     assert "--lr_scheduler_type linear" in output and "resuming after step 2 of 4" in output
     finish(start(four("at_once"), ranks=1))
     rates = [[row["lr"] for row in dpo_case.metrics(name)] for name in ("ended", "at_once")]
@@ -127,7 +150,11 @@ def test_ended_run_goes_on_when_it_is_given_more_steps(dpo_case: TrainCase, comm
     ],
 )
 def test_terminated_run_resumes_bitwise_in_float32(
-    dpo_case: TrainCase, command_of: Callable[..., Command], optimizer: str, number: signal.Signals, exit_code: int
+    dpo_case: TrainCase,
+    command_of: Callable[..., Command],
+    optimizer: str,
+    number: signal.Signals,
+    exit_code: int,
 ) -> None:
     command = command_of(ranks=1, optimizer=optimizer, checkpointing_steps=100)
     undisturbed, stopped = f"{optimizer}_undisturbed", f"{optimizer}_stopped"
@@ -151,7 +178,9 @@ def test_terminated_run_resumes_bitwise_in_float32(
     finally:
         dpo_case.rows.write_text(rows)
     # Before the reference's log-probs are asked for, and so before a model is there.
-    assert process.returncode == 2 and "--mixer_list" in output and "log-probs" not in output, output
+    assert process.returncode == 2 and "--mixer_list" in output and "log-probs" not in output, (
+        output
+    )
 
     finish(start(command(stopped), ranks=1))
     assert dpo_case.trajectory(stopped) == dpo_case.trajectory(undisturbed)
@@ -159,7 +188,9 @@ def test_terminated_run_resumes_bitwise_in_float32(
 
 
 @pytest.mark.extended
-def test_run_of_four_ranks_resumes_on_two(dpo_case: TrainCase, command_of: Callable[..., Command]) -> None:
+def test_run_of_four_ranks_resumes_on_two(
+    dpo_case: TrainCase, command_of: Callable[..., Command]
+) -> None:
     on_four = command_of(ranks=4, batch=1, fsdp_shard_degree=2)
     on_two = command_of(ranks=2, batch=1)
     finish(start(on_two("elastic_undisturbed"), ranks=2))
@@ -170,5 +201,7 @@ def test_run_of_four_ranks_resumes_on_two(dpo_case: TrainCase, command_of: Calla
     output = finish(start(on_two("elastic"), ranks=2))
 
     assert "resuming after step" in output
-    for ours, theirs in zip(dpo_case.trajectory("elastic"), dpo_case.trajectory("elastic_undisturbed"), strict=True):
+    for ours, theirs in zip(
+        dpo_case.trajectory("elastic"), dpo_case.trajectory("elastic_undisturbed"), strict=True
+    ):
         assert ours == pytest.approx(theirs, rel=1e-5)

@@ -1,4 +1,6 @@
-"""Experts split over ranks learn what experts that are gathered learn, and what one process does."""
+"""Experts split over ranks learn what experts that are gathered learn, and what one process
+does.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -29,22 +31,35 @@ def one_process(tmp_path_factory: pytest.TempPathFactory) -> TrainCase:
     model = write_shallow_model(folder / "model", family="qwen3_moe")
     # Large experts have a large part in every gradient.
     stored = load_file(model / SINGLE_NAME)
-    save_file({name: each * (5 if "experts" in name else 1) for name, each in stored.items()}, model / SINGLE_NAME)
+    save_file(
+        {name: each * (5 if "experts" in name else 1) for name, each in stored.items()},
+        model / SINGLE_NAME,
+    )
     rows = folder / "rows.jsonl"
     write_synthetic_preferences(rows, num_rows=NUM_ROWS, seed=1)
-    case = TrainCase(model=model, rows=rows, folder=folder, own_flags={"loss_type": "dpo"} | CLIPPED)
+    case = TrainCase(
+        model=model, rows=rows, folder=folder, own_flags={"loss_type": "dpo"} | CLIPPED
+    )
     run(start, case, 1, {"base": {"max_train_steps": 4}})
     return case
 
 
-def run(run_ranks: RunRanks, case: TrainCase, num_ranks: int, runs: dict[str, dict[str, Any]]) -> None:
-    commands = [case.command(name, ranks=num_ranks, **{"max_train_steps": 3} | flags) for name, flags in runs.items()]
+def run(
+    run_ranks: RunRanks, case: TrainCase, num_ranks: int, runs: dict[str, dict[str, Any]]
+) -> None:
+    commands = [
+        case.command(name, ranks=num_ranks, **{"max_train_steps": 3} | flags)
+        for name, flags in runs.items()
+    ]
     run_ranks(num_ranks, JOB, commands=commands, ports=free_ports(len(commands)))
 
 
 def assert_same(case: TrainCase, names: dict[str, Any]) -> None:
     base = case.trajectory("base")
-    assert base[-1][0] < base[0][0] - 0.005 and min(norm for _, norm in base) > CLIPPED["max_grad_norm"]
+    assert (
+        base[-1][0] < base[0][0] - 0.005
+        and min(norm for _, norm in base) > CLIPPED["max_grad_norm"]
+    )
     for name in names:
         ours = case.trajectory(name)
         for step, (a, b) in enumerate(zip(ours, base, strict=False), start=1):
@@ -74,7 +89,12 @@ def test_run_goes_on_with_experts_split_or_not(one_process: TrainCase, run_ranks
     then = {"split": SPLIT, "to be gathered": gathered, "to be split": SPLIT, "undisturbed": SPLIT}
     both = [(first, {"max_train_steps": 2}), (then, {"max_train_steps": 4})]
     for runs, steps in both:
-        run(run_ranks, one_process, 2, {f"{name}, saved": flags | steps for name, flags in runs.items()})
+        run(
+            run_ranks,
+            one_process,
+            2,
+            {f"{name}, saved": flags | steps for name, flags in runs.items()},
+        )
     assert_same(one_process, {f"{name}, saved": flags for name, flags in then.items()})
     resumed, undisturbed = "split, saved", "undisturbed, saved"
     assert one_process.trajectory(resumed) == one_process.trajectory(undisturbed)
@@ -90,7 +110,9 @@ def test_run_goes_on_with_experts_split_or_not(one_process: TrainCase, run_ranks
         ([[1, 2, 3, 3], [2, 2, 2, 2], [0, 0, 3, 4], [1, 1, 2, 6]], 2),
     ],
 )
-def test_rows_come_back_from_their_experts(run_ranks: RunRanks, ends: list[list[int]], replicas: int) -> None:
+def test_rows_come_back_from_their_experts(
+    run_ranks: RunRanks, ends: list[list[int]], replicas: int
+) -> None:
     job = "tests.ranks.jobs.experts:differences"
     for of_rank in run_ranks(len(ends), job, ends=ends, replicas=replicas):
         assert set(of_rank) == {"output", "input", "w1", "w2", "w3"}

@@ -1,4 +1,5 @@
-"""Faults of DPO and SFT runs: what is said, with which exit code, and what the same command does next.
+"""Faults of DPO and SFT runs: what is said, with which exit code, and what the same command does
+next.
 
 The table of faults is docs/reliability.md; those of GRPO's fleet are in tests/fleet/test_grpo.py.
 """
@@ -37,8 +38,18 @@ P = TypeVar("P", bound=Process)
 
 
 def words_of(command: list[str], ranks: int) -> list[str]:
-    torchrun = [*programs.TORCHRUN, "--nproc_per_node", str(ranks), "--master_port", str(free_ports(1)[0])]
-    return [*(torchrun if ranks > 1 else ()), str(REPOSITORY / "open_instruct" / "dpo.py"), *command]
+    torchrun = [
+        *programs.TORCHRUN,
+        "--nproc_per_node",
+        str(ranks),
+        "--master_port",
+        str(free_ports(1)[0]),
+    ]
+    return [
+        *(torchrun if ranks > 1 else ()),
+        str(REPOSITORY / "open_instruct" / "dpo.py"),
+        *command,
+    ]
 
 
 def start(command: list[str], *, ranks: int = 1, constants: dict[str, Any] | None = None) -> Forked:
@@ -60,7 +71,10 @@ def start_python(command: list[str], **options: Any) -> subprocess.Popen[str]:
 
 def pids_of(process: Process) -> list[int]:
     """The ranks that torchrun has started, in rank order, which is that of its children."""
-    return [int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
+    return [
+        int(pid)
+        for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    ]
 
 
 @contextmanager
@@ -107,7 +121,9 @@ class TestLostRanks:
     @pytest.mark.parametrize("rank", [0, 1])
     def test_killed_rank_is_named(self, dpo_case: TrainCase, rank: int) -> None:
         out = dpo_case.folder / f"killed_{rank}"
-        command = dpo_case.command(out.name, ranks=3, batch=1, max_train_steps=MANY_STEPS, checkpointing_steps=2)
+        command = dpo_case.command(
+            out.name, ranks=3, batch=1, max_train_steps=MANY_STEPS, checkpointing_steps=2
+        )
         with running(start(command, ranks=3)) as process:
             once(lambda: rows_in(out) >= 3, process)
             pid = pids_of(process)[rank]
@@ -124,7 +140,8 @@ class TestLostRanks:
 
     def test_stopped_rank_is_named_within_two_minutes(self, dpo_case: TrainCase) -> None:
         assert peers.SILENT_S < 120
-        silence = {"open_instruct.parallel.peers:SILENT_S": 8.0}  # for as long as that, but not as long as in earnest
+        # For as long as that, but not as long as in earnest.
+        silence = {"open_instruct.parallel.peers:SILENT_S": 8.0}
         out = dpo_case.folder / "stopped_rank"
         command = dpo_case.command(out.name, ranks=2, batch=1, max_train_steps=MANY_STEPS)
         with running(start(command, ranks=2, constants=silence)) as process:
@@ -150,16 +167,21 @@ class TestSignals:
         return process.returncode, said
 
     @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 1)])
-    def test_signal_before_the_first_step_leaves_nothing(self, dpo_case: TrainCase, number: int, code: int) -> None:
+    def test_signal_before_the_first_step_leaves_nothing(
+        self, dpo_case: TrainCase, number: int, code: int
+    ) -> None:
         out = dpo_case.folder / f"early_{number}"
-        heeding = {"preexec_fn": lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)}  # whatever the tests do
+        # Whatever the tests do.
+        heeding = {"preexec_fn": lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)}
         with running(start_python(dpo_case.command(out.name), **heeding)) as process:
             once(lambda: b"libtorch" in Path(f"/proc/{process.pid}/maps").read_bytes(), process)
             process.send_signal(number)
             said = said_by(process)
         assert process.returncode == code, said
         assert "while starting. " in said.splitlines()[-1]
-        assert "There is no checkpoint yet: the same command, given again, starts from the beginning." in said
+        assert (
+            "There is no checkpoint yet: the same command, given again, starts from the beginning."
+        ) in said
         assert "Traceback" not in said
 
     def test_signal_in_the_reference_pass_ends_the_run(self, dpo_case: TrainCase) -> None:
@@ -169,11 +191,16 @@ class TestSignals:
         command = dpo_case.command(out.name, mixer_list=[rows, "1.0"], batch=1)
         code, said = self.stopped(command, out, "to compute", signal.SIGTERM)
         assert code == 143, said
-        assert "SIGTERM while scoring rows (reference log-probs). There is no checkpoint yet" in said.splitlines()[-1]
+        assert (
+            "SIGTERM while scoring rows (reference log-probs). There is no checkpoint yet"
+            in said.splitlines()[-1]
+        )
         assert "Traceback" not in said
         assert not (out / "run.lease").exists()
 
-    def test_signal_to_torchrun_in_the_reference_pass_ends_the_run(self, dpo_case: TrainCase) -> None:
+    def test_signal_to_torchrun_in_the_reference_pass_ends_the_run(
+        self, dpo_case: TrainCase
+    ) -> None:
         rows = dpo_case.folder / "more_rows.jsonl"
         write_synthetic_preferences(rows, num_rows=6000, seed=3)
         out = dpo_case.folder / "in_reference_of_two"
@@ -183,8 +210,11 @@ class TestSignals:
             time.sleep(INTO_IT_S)
             process.send_signal(signal.SIGTERM)
             said = said_by(process)
-        # The launcher stops one rank after the other: rank 0 may first meet, and tell, what ended rank 1.
-        lines = [line for line in our_lines(said) if line.startswith(("dpo.py:", "[rank 1] dpo.py:"))]
+        # The launcher stops one rank after the other: rank 0 may first meet, and tell, what ended
+        # rank 1.
+        lines = [
+            line for line in our_lines(said) if line.startswith(("dpo.py:", "[rank 1] dpo.py:"))
+        ]
         assert len(lines) == 1, said
         assert "SIGTERM while scoring rows" in lines[0]
         assert "gloo" not in said
@@ -212,7 +242,9 @@ class TestFullDisk:
         said = said_by(start(command))
         self.check(said)
 
-    def test_disk_that_is_full_from_the_start_is_refused(self, dpo_case: TrainCase, small_disk: Path) -> None:
+    def test_disk_that_is_full_from_the_start_is_refused(
+        self, dpo_case: TrainCase, small_disk: Path
+    ) -> None:
         with suppress(OSError), (small_disk / "other").open("wb") as other:
             other.write(bytes(2 << 20))
         out = small_disk / "out"
@@ -220,26 +252,36 @@ class TestFullDisk:
         command[command.index("--output_dir") + 1] = str(out)
         self.check(said_by(start(command)))
 
-    def test_disk_that_fills_between_two_checkpoints_leaves_the_first(self, dpo_case: TrainCase) -> None:
+    def test_disk_that_fills_between_two_checkpoints_leaves_the_first(
+        self, dpo_case: TrainCase
+    ) -> None:
         """As a quota does: files may not grow beyond what the rows of some steps take."""
         out = dpo_case.folder / "quota"
 
         def limit() -> None:
             resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 14, 1 << 14))
 
-        command = dpo_case.command(out.name, max_train_steps=MANY_STEPS, checkpointing_steps=MANY_STEPS)
+        command = dpo_case.command(
+            out.name, max_train_steps=MANY_STEPS, checkpointing_steps=MANY_STEPS
+        )
         said_by(start([*command, "--cache_logprobs_only"]))  # which needs larger files
         process = start_python(command, preexec_fn=limit)
         said = said_by(process)
         assert process.returncode == 1, said
         self.check(said)
-        assert all(json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()[:-1])
+        assert all(
+            json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()[:-1]
+        )
 
     def check(self, said: str) -> None:
         *_, last = said.splitlines()
         assert "make room" in last or "free some space" in last, said
         assert "again" in last
-        assert not [line for line in said.splitlines() if line.startswith(("Traceback", "--- Logging error"))], said
+        assert not [
+            line
+            for line in said.splitlines()
+            if line.startswith(("Traceback", "--- Logging error"))
+        ], said
 
 
 def test_second_run_in_the_folder_is_refused_and_the_first_goes_on(dpo_case: TrainCase) -> None:
@@ -255,7 +297,9 @@ def test_second_run_in_the_folder_is_refused_and_the_first_goes_on(dpo_case: Tra
         once(lambda: rows_in(out) > before + 2, first)
         os.kill(first.pid, signal.SIGKILL)
         first.wait()
-    steps = [json.loads(line)["step"] for line in (out / "metrics.jsonl").read_text().splitlines()[:-1]]
+    steps = [
+        json.loads(line)["step"] for line in (out / "metrics.jsonl").read_text().splitlines()[:-1]
+    ]
     assert steps == list(range(1, len(steps) + 1))
     # Its predecessor is dead, so the next one is refused nothing.
     with running(start(command)) as third:

@@ -1,4 +1,6 @@
-"""Matrices that multiply in float8, emulated on the CPU: losses near bfloat16's, and nothing else changed by a bit."""
+"""Matrices that multiply in float8, emulated on the CPU: losses near bfloat16's, and nothing else
+changed by a bit.
+"""
 
 from pathlib import Path
 
@@ -17,7 +19,12 @@ pytest.importorskip("torchao", reason="needs torchao: pip install 'open-instruct
 
 RECIPES = ("tensorwise", "rowwise")
 NUM_STEPS = 50
-LONG = {"max_train_steps": NUM_STEPS, "max_seq_length": 48, "batch": 4, "lr_scheduler_type": "constant"}
+LONG = {
+    "max_train_steps": NUM_STEPS,
+    "max_seq_length": 48,
+    "batch": 4,
+    "lr_scheduler_type": "constant",
+}
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +33,12 @@ def sft(tmp_path_factory: pytest.TempPathFactory) -> TrainCase:
     folder = tmp_path_factory.mktemp("float8")
     write_conversations(folder / "rows.jsonl", num_rows=NUM_ROWS, seed=1)
     model = write_shallow_model(folder / "model", family="olmo2")
-    case = TrainCase(model=model, rows=folder / "rows.jsonl", folder=folder, own_flags={"param_dtype": "bfloat16"})
+    case = TrainCase(
+        model=model,
+        rows=folder / "rows.jsonl",
+        folder=folder,
+        own_flags={"param_dtype": "bfloat16"},
+    )
     commands = [
         case.command("off", **LONG),
         case.command("tensorwise", float8_linears="tensorwise", **LONG),
@@ -57,7 +69,10 @@ def test_reference_and_export_are_the_same_to_the_bit(dpo_case: TrainCase) -> No
         for name, recipe in zip(names, ("rowwise", "off"), strict=True)
     ]
     run_ranks(1, JOB, commands=commands, ports=free_ports(len(commands)))
-    caches = [[path.read_bytes() for path in (cache_of(name) / "reference_logprobs").iterdir()] for name in names]
+    caches = [
+        [path.read_bytes() for path in (cache_of(name) / "reference_logprobs").iterdir()]
+        for name in names
+    ]
     assert caches[0] and caches[0] == caches[1]
     assert dpo_case.weights_digest("float8") == dpo_case.weights_digest("bf16")
     assert dpo_case.trajectory("float8") != dpo_case.trajectory("bf16")

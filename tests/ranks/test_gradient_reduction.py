@@ -36,14 +36,17 @@ def test_point_of_reduction_changes_no_step(
     commands = []
     for name, flags in CASES[num_ranks].items():
         if "model_name_or_path" in flags:
-            flags = flags | {"model_name_or_path": write_shallow_model(tmp_path / "tied", family="qwen3")}
+            flags = flags | {
+                "model_name_or_path": write_shallow_model(tmp_path / "tied", family="qwen3")
+            }
         out = tmp_path / name
         out.mkdir()
         commands.append(dpo_case.command(name, output_dir=out, gradient_reduction="last", **flags))
     job = "tests.ranks.jobs.gradient_reduction:compare_each"
     of_ranks = run_ranks(num_ranks, job, cases=commands, ports=free_ports(len(commands)))
     for name, *of_case in zip(CASES[num_ranks], *of_ranks, strict=True):
-        # Tensor ranks add up their gradients of norms in the dtype that they have: bfloat16, or float32 if last.
+        # Tensor ranks add up their gradients of norms in the dtype that they have: bfloat16, or
+        # float32 if last.
         within = 1e-2 if "tensor 2, bfloat16" in name else 1e-6
         for result in of_case:
             assert result["difference"] < within, name
@@ -55,9 +58,20 @@ def test_point_of_reduction_changes_no_step(
 
 
 def test_grpo_over_several_updates(grpo_case: GRPOCase, run_ranks: RunRanks) -> None:
-    """Mini-batches, a reference, ranks without completions in the last step, and steps that are left out."""
-    flags = {"beta": 0.05, "num_mini_batches": 2, "num_epochs": 2, "pack_length": 48, "optimizer": "skip_step_adamw"}
-    cases = {when: grpo_case.case(when, flags=flags | {"gradient_reduction": when}) for when in ("every", "last")}
+    """Mini-batches, a reference, ranks without completions in the last step, and steps that are
+    left out.
+    """
+    flags = {
+        "beta": 0.05,
+        "num_mini_batches": 2,
+        "num_epochs": 2,
+        "pack_length": 48,
+        "optimizer": "skip_step_adamw",
+    }
+    cases = {
+        when: grpo_case.case(when, flags=flags | {"gradient_reduction": when})
+        for when in ("every", "last")
+    }
     rows = grpo_case.run(run_ranks, 2, cases)
     for every, last in zip(rows["every"], rows["last"], strict=True):
         assert every["has_moved"] and every["grad_norm"] > 1e-3

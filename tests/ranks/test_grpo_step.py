@@ -1,4 +1,6 @@
-"""What a GRPO step learns does not depend on how its completions are cut or how the model is sharded."""
+"""What a GRPO step learns does not depend on how its completions are cut or how the model is
+sharded.
+"""
 
 from functools import partial
 from typing import Any
@@ -12,16 +14,28 @@ pytestmark = pytest.mark.extended
 # The settings under which layouts are compared: a reference policy, and engines that disagree.
 WAYS: dict[str, dict[str, Any]] = {
     "plain": {"beta": 0.05, "kl_estimator": 2, "record_entropy": True},
-    "minibatches": {"beta": 0.05, "num_mini_batches": 2, "num_epochs": 2, "loss_fn": "grpo", "clip_higher": 0.001},
+    "minibatches": {
+        "beta": 0.05,
+        "num_mini_batches": 2,
+        "num_epochs": 2,
+        "loss_fn": "grpo",
+        "clip_higher": 0.001,
+    },
 }
 CORRECTED = {"rho_correction": "sequence_mask", "rho_cap": 1.3}
 OTHER_LOSSES: dict[str, dict[str, Any]] = {
     "cispo": CORRECTED,
     "dr_grpo": CORRECTED,
     "gspo": CORRECTED,
-    # Of sequences, and of tokens that are chosen among those of all ranks, once the weights have moved.
+    # Of sequences, and of tokens that are chosen among those of all ranks, once the weights have
+    # moved.
     "gmpo": {"num_epochs": 2, "clip_lower": 0.001, "clip_higher": 0.001},
-    "clip_cov": {"num_epochs": 2, "cov_fraction": 0.2, "clip_cov_lower": 0.0, "clip_cov_upper": 9.0},
+    "clip_cov": {
+        "num_epochs": 2,
+        "cov_fraction": 0.2,
+        "clip_cov_lower": 0.0,
+        "clip_cov_upper": 9.0,
+    },
     "kl_cov": {"num_epochs": 2, "cov_fraction": 0.2},
 }
 SHARDED_LOSSES = ("gmpo", "clip_cov", "kl_cov")
@@ -35,12 +49,17 @@ def data_of(way: str) -> dict[str, bool]:
 
 @pytest.fixture(scope="module")
 def one_process(grpo_case: GRPOCase) -> dict[str, Rows]:
-    """Runs of one process: those that every layout must follow, and other ways to cut and to lose."""
+    """Runs of one process: those that every layout must follow, and other ways to cut and to
+    lose.
+    """
     from tests.ranks.launch import run_ranks
 
     # Nothing shared here; by default all others share what pays.
     unshared = {"prefix_sharing": "off"}
-    cases = {way: grpo_case.case(way, flags=flags | unshared, **data_of(way)) for way, flags in WAYS.items()}
+    cases = {
+        way: grpo_case.case(way, flags=flags | unshared, **data_of(way))
+        for way, flags in WAYS.items()
+    }
     for way, flags in WAYS.items():
         case = partial(grpo_case.case, **data_of(way))
         cases[f"{way}/shared"] = case(f"{way}_shared", flags=flags | {"prefix_sharing": "on"})
@@ -49,7 +68,9 @@ def one_process(grpo_case: GRPOCase) -> dict[str, Rows]:
         cases[f"{way}/chunked"] = case(f"{way}_chunked", flags=flags, logits_per_chunk=5)
     cases["constant"] = grpo_case.case("constant", flags={"loss_denominator": 24}, completions=[6])
     cases["tokens"] = grpo_case.case("tokens", flags={}, completions=[6])
-    cases["single_device"] = grpo_case.case("single_device", flags=WAYS["plain"] | {"single_gpu_mode": True}, **TREES)
+    cases["single_device"] = grpo_case.case(
+        "single_device", flags=WAYS["plain"] | {"single_gpu_mode": True}, **TREES
+    )
     cases["nothing"] = grpo_case.case("nothing", flags=WAYS["plain"], completions=[6, 0, 6])
     return grpo_case.run(run_ranks, 1, cases)
 
@@ -81,7 +102,9 @@ def assert_same_trajectory(ours: Rows, theirs: Rows) -> None:
 def test_steps_move_the_weights(one_process: dict[str, Rows]) -> None:
     for way in WAYS:
         rows = one_process[way]
-        assert all(row["has_moved"] and row["grad_norm"] > 1e-3 and abs(row["loss"]) > 1e-4 for row in rows)
+        assert all(
+            row["has_moved"] and row["grad_norm"] > 1e-3 and abs(row["loss"]) > 1e-4 for row in rows
+        )
         assert all(row["rho/corrected_fraction"] > 0.01 for row in rows)
     assert any(row["clip_fraction"] > 0.01 for row in one_process["minibatches"])
     assert all(row["kl"] > 0 for row in one_process["plain"][1:])
@@ -93,7 +116,16 @@ def test_steps_move_the_weights(one_process: dict[str, Rows]) -> None:
 def test_metrics_of_a_step(one_process: dict[str, Rows]) -> None:
     first = one_process["plain"][0]
     assert first.keys() > {
-        *("loss", "policy_loss", "kl", "clip_fraction", "entropy", "padding_fraction", "grad_norm", "lr"),
+        *(
+            "loss",
+            "policy_loss",
+            "kl",
+            "clip_fraction",
+            "entropy",
+            "padding_fraction",
+            "grad_norm",
+            "lr",
+        ),
         *("rho/mean", "rho/max", "rho/corrected_fraction", "rho/hist_0.95_to_1.05"),
         *("logprob_diff/mean", "logprob_diff/max"),
     }
@@ -113,7 +145,9 @@ def test_cutting_does_not_matter(one_process: dict[str, Rows], way: str, cut: st
 
 
 @pytest.mark.parametrize("loss_fn", OTHER_LOSSES)
-def test_cutting_does_not_matter_to_other_losses(other_losses: dict[str, Rows], loss_fn: str) -> None:
+def test_cutting_does_not_matter_to_other_losses(
+    other_losses: dict[str, Rows], loss_fn: str
+) -> None:
     assert_same_trajectory(other_losses[f"{loss_fn}/single"], other_losses[loss_fn])
 
 
@@ -130,8 +164,11 @@ def test_two_ranks_learn_by_other_losses(
     }
     for loss_fn, rows in grpo_case.run(run_ranks, 2, cases).items():
         assert_same_trajectory(rows, other_losses[loss_fn])
-        # What the loss has beside a clipped ratio is at work, where the weights have moved since the rollout.
-        assert rows[-1]["grad_norm"] != pytest.approx(other_losses["ratio"][-1]["grad_norm"], rel=1e-4), loss_fn
+        # What the loss has beside a clipped ratio is at work, where the weights have moved since
+        # the rollout.
+        assert rows[-1]["grad_norm"] != pytest.approx(
+            other_losses["ratio"][-1]["grad_norm"], rel=1e-4
+        ), loss_fn
 
 
 def test_single_device_mode(one_process: dict[str, Rows]) -> None:
@@ -141,7 +178,9 @@ def test_single_device_mode(one_process: dict[str, Rows]) -> None:
 def test_constant_denominator_only_scales(one_process: dict[str, Rows]) -> None:
     (constant,), (tokens,) = one_process["constant"], one_process["tokens"]
     for name in ("loss", "grad_norm"):
-        assert constant[name] * 6 * 24 == pytest.approx(tokens[name] * tokens["num_labels"], rel=1e-5)
+        assert constant[name] * 6 * 24 == pytest.approx(
+            tokens[name] * tokens["num_labels"], rel=1e-5
+        )
 
 
 def test_step_with_nothing_to_learn_from_changes_nothing(one_process: dict[str, Rows]) -> None:
@@ -173,7 +212,12 @@ def test_two_ranks(grpo_case: GRPOCase, one_process: dict[str, Rows], run_ranks:
 def test_four_ranks(grpo_case: GRPOCase, one_process: dict[str, Rows], run_ranks: RunRanks) -> None:
     layouts = [
         ("plain", "fsdp_4", {}, {}),
-        ("plain", "context_2_replicas_2", {"context_parallel_degree": 2, "fsdp_shard_degree": 1}, {}),
+        (
+            "plain",
+            "context_2_replicas_2",
+            {"context_parallel_degree": 2, "fsdp_shard_degree": 1},
+            {},
+        ),
     ]
     check_layouts(4, layouts, grpo_case, one_process, run_ranks)
 
@@ -185,7 +229,9 @@ def check_layouts(
     one_process: dict[str, Rows],
     run_ranks: RunRanks,
 ) -> None:
-    """Run (way, name, flags of the layout, arguments of the job), and compare each with its way in one process."""
+    """Run (way, name, flags of the layout, arguments of the job), and compare each with its way in
+    one process.
+    """
     cases = {
         (way, name): grpo_case.case(
             f"{way}_{name}",

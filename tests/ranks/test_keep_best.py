@@ -1,4 +1,6 @@
-"""--keep_best: of a run whose best step is in its middle, that step's weights are kept and exported, bit by bit."""
+"""--keep_best: of a run whose best step is in its middle, that step's weights are kept and
+exported, bit by bit.
+"""
 
 import hashlib
 import json
@@ -11,8 +13,8 @@ import pytest
 from safetensors.numpy import load_file
 
 from open_instruct.checkpoints.step_folder import find_checkpoints
+from open_instruct.commands import export
 from open_instruct.objectives.registry import OBJECTIVES, objective_named
-from open_instruct.run import export_command
 from tests.ranks.objective_rows import write_objective_case
 from tests.ranks.test_deepspeed import of_stage
 from tests.ranks.test_dpo_resume import finish, kill, start, wait_for_rows
@@ -42,9 +44,11 @@ def names_of_checkpoints(run: Path) -> list[str]:
 
 
 def digest_of_step(run: Path, step: int) -> str:
-    """Hash of the weights in a checkpoint, as `TrainCase.weights_digest` has it of a run's model."""
+    """Hash of the weights in a checkpoint, as `TrainCase.weights_digest` has it of a run's
+    model.
+    """
     folder = run.parent / f"{run.name}_step{step}"
-    assert export_command.main([str(run / f"step{step}"), "--output_dir", str(folder)]) == 0
+    assert export.main([str(run / f"step{step}"), "--output_dir", str(folder)]) == 0
     digest = hashlib.sha256()
     for file in sorted(folder.glob("*.safetensors")):
         for tensor, values in sorted(load_file(file).items()):
@@ -80,15 +84,21 @@ def test_best_step_in_the_middle_is_kept_and_exported_bitwise(dpo_case: TrainCas
 
 @pytest.mark.extended
 def test_killed_run_keeps_its_best_step_when_it_goes_on(dpo_case: TrainCase) -> None:
-    """Killed at any moment; and before the last checkpoint, of a step whose score nothing has any more."""
-    undisturbed, killed, half = (dpo_case.folder / name for name in ("undisturbed", "killed", "half"))
+    """Killed at any moment; and before the last checkpoint, of a step whose score nothing has any
+    more.
+    """
+    undisturbed, killed, half = (
+        dpo_case.folder / name for name in ("undisturbed", "killed", "half")
+    )
     finish(start(write_command(dpo_case, undisturbed.name), ranks=2))
     process = start(write_command(dpo_case, killed.name, async_checkpoints="on"), ranks=2)
     wait_for_rows(killed / "metrics.jsonl", BEST_STEP + 1, process)
     kill(process)
     finish(start(write_command(dpo_case, killed.name, async_checkpoints="on"), ranks=2))
 
-    shutil.copytree(undisturbed, half, ignore=shutil.ignore_patterns("step8", "hf_model", "best.json"))
+    shutil.copytree(
+        undisturbed, half, ignore=shutil.ignore_patterns("step8", "hf_model", "best.json")
+    )
     write_row(half / "eval.jsonl", read_rows(half / "eval.jsonl")[-1] | {METRIC: 0.0})
     finish(start(write_command(dpo_case, half.name), ranks=2))
 
@@ -112,12 +122,16 @@ def test_weights_of_every_backend_go_back_to_the_best_step(
 ) -> None:
     """The share of pairs that are told apart is soon 1, and as good is no better."""
     name = f"back_{next(iter(flags))}"
-    command = write_command(dpo_case, name, ranks=ranks, **flags | {"keep_best": "eval/rewards/accuracy"})
+    command = write_command(
+        dpo_case, name, ranks=ranks, **flags | {"keep_best": "eval/rewards/accuracy"}
+    )
     run_ranks(ranks, JOB, commands=[command], ports=free_ports(1))
     run = dpo_case.folder / name
     best = json.loads((run / "best.json").read_text())["step"]
     assert best < NUM_STEPS
-    assert dpo_case.weights_digest(name) == digest_of_step(run, best) != digest_of_step(run, NUM_STEPS)
+    assert (
+        dpo_case.weights_digest(name) == digest_of_step(run, best) != digest_of_step(run, NUM_STEPS)
+    )
 
 
 @pytest.mark.extended

@@ -1,4 +1,6 @@
-"""All ranks killed within a save: whatever the phase, the layout and the states, one whole checkpoint is found."""
+"""All ranks killed within a save: whatever the phase, the layout and the states, one whole
+checkpoint is found.
+"""
 
 from itertools import cycle
 from pathlib import Path
@@ -35,7 +37,9 @@ def test_run_killed_within_a_save_goes_on_from_a_whole_checkpoint_under_any_layo
     own, killed, layouts = RUNS[name]
     flags = dict(own)
     if family := flags.pop("family", None):
-        flags["model_name_or_path"] = write_shallow_model(tmp_path / "experts", family=family, layers=1)
+        flags["model_name_or_path"] = write_shallow_model(
+            tmp_path / "experts", family=family, layers=1
+        )
     words = GRPOCase(tmp_path, layers=1).case("run", flags=flags)["flags"]
     output_dir = tmp_path / "run"
     of_ranks = run_ranks(2, JOB, cases=[with_layout(words, killed)], ports=free_ports(1))
@@ -44,12 +48,18 @@ def test_run_killed_within_a_save_goes_on_from_a_whole_checkpoint_under_any_layo
     at = words.index("--output_dir") + 1
     goes_on = list(zip(PHASES, cycle(layouts), strict=False))
     for num_ranks in (1, 2):
-        wanted = [(phase, layout) for phase, layout in goes_on if layout["num_learners_per_node"] == num_ranks]
+        wanted = [
+            (phase, layout)
+            for phase, layout in goes_on
+            if layout["num_learners_per_node"] == num_ranks
+        ]
         cases = [
             with_layout([*words[:at], str(copy_of(output_dir, phase)), *words[at + 1 :]], layout)
             for phase, layout in wanted
         ]
-        for (phase, layout), found in zip(wanted, call_loads("load_each", num_ranks, cases), strict=True):
+        for (phase, layout), found in zip(
+            wanted, call_loads("load_each", num_ranks, cases), strict=True
+        ):
             expected, step = (second, 2) if phase in WHOLE else (first, 1)
             for rank, theirs in enumerate(found):
                 assert theirs["found"] == {"mark": step}, (phase, layout)

@@ -1,4 +1,6 @@
-"""KTO on ranks: the same losses however rows are cut, laid out and sharded; stopped and resumed; to a model."""
+"""KTO on ranks: the same losses however rows are cut, laid out and sharded; stopped and resumed; to
+a model.
+"""
 
 import math
 
@@ -21,8 +23,8 @@ from tests.waiting import HANGS_AFTER_S
 
 pytestmark = pytest.mark.extended
 
-# One has a prompt that is too long. So in global batches of 8 the last one of an epoch is a single row: three of four
-# ranks have none.
+# One has a prompt that is too long. So in global batches of 8 the last one of an epoch is a single
+# row: three of four ranks have none.
 NUM_ROWS = 18
 
 
@@ -32,7 +34,11 @@ def case(tmp_path_factory: pytest.TempPathFactory) -> TrainCase:
     for name, seed in (("train", 1), ("held_out", 2)):
         write_synthetic_preferences(folder / f"{name}_pairs.jsonl", num_rows=NUM_ROWS, seed=seed)
         write_labelled(folder / f"{name}_pairs.jsonl", folder / f"{name}.jsonl")
-    flags = {"eval_mixer_list": [folder / "held_out.jsonl", "1.0"], "learning_rate": 1e-3, "undesirable_weight": 1.5}
+    flags = {
+        "eval_mixer_list": [folder / "held_out.jsonl", "1.0"],
+        "learning_rate": 1e-3,
+        "undesirable_weight": 1.5,
+    }
     flags["max_train_steps"] = STEPS_OF_AN_EPOCH
     model = write_shallow_model(folder / "model", family="olmo2")
     return TrainCase(model=model, rows=folder / "train.jsonl", folder=folder, own_flags=flags)
@@ -60,8 +66,12 @@ def assert_same_as(case: TrainCase, base: str, *names: str) -> None:
         assert_same(case, name, base, ("loss",), num_steps=STEPS_OF_AN_EPOCH)
         # At the first step policy and reference differ by rounding alone.
         for row, expected in list(zip(case.metrics(name), case.metrics(base), strict=True))[1:]:
-            for key in (key for key in expected if key.startswith(("rewards/", "logps/")) or key == "kl"):
-                assert row[key] == pytest.approx(expected[key], rel=1e-4, abs=1e-4), f"{name}: {key}"
+            for key in (
+                key for key in expected if key.startswith(("rewards/", "logps/")) or key == "kl"
+            ):
+                assert row[key] == pytest.approx(expected[key], rel=1e-4, abs=1e-4), (
+                    f"{name}: {key}"
+                )
 
 
 def test_cutting_does_not_matter(one_process: TrainCase) -> None:
@@ -103,7 +113,10 @@ def test_loss_learns_from_both_classes(one_process: TrainCase) -> None:
     assert first["loss"] == pytest.approx(0.5, abs=1e-5)
     assert "kl" not in one_process.metrics("apo")[0]
     before, after = read(one_process.folder / "base" / "eval.jsonl")
-    assert before["eval/loss"] == pytest.approx((12 + 1.5 * 6) / 36, abs=1e-6) and before["eval/kl"] == 0
+    assert (
+        before["eval/loss"] == pytest.approx((12 + 1.5 * 6) / 36, abs=1e-6)
+        and before["eval/kl"] == 0
+    )
     assert after["eval/loss"] < before["eval/loss"]
 
 
@@ -112,7 +125,9 @@ def test_metrics_have_the_names_scripts_read(one_process: TrainCase) -> None:
         *("kl", "rewards/accuracy", "rewards/chosen", "rewards/rejected", "rewards/margin"),
         *("logps/chosen", "logps/rejected"),
     }
-    of_one_class = {name for name in names if not name.endswith(("/rejected", "/chosen", "/margin"))}
+    of_one_class = {
+        name for name in names if not name.endswith(("/rejected", "/chosen", "/margin"))
+    }
     for row in one_process.metrics("base"):
         assert of_one_class < set(row) <= names
         assert all(math.isfinite(value) for value in row.values())
@@ -132,12 +147,15 @@ def run(words: list[str]) -> tuple[int, str]:
 
 
 def test_from_the_command_line_to_a_model_that_transformers_loads(case: TrainCase) -> None:
-    command = case.command("cli", ranks=2, undesirable_weight=1, max_train_steps=12, fsdp_shard_degree=2)
+    command = case.command(
+        "cli", ranks=2, undesirable_weight=1, max_train_steps=12, fsdp_shard_degree=2
+    )
     torchrun = [*programs.TORCHRUN, "--nproc_per_node", "2", "--master_port", str(free_ports(1)[0])]
     code, said = run([*torchrun, "open_instruct/kto.py", *command])
     assert code == 0, said
     assert "\nmemory: at most " in said
-    # 11 desirable rows and 6 that are not: the range of the paper is left, and the way back is told.
+    # 11 desirable rows and 6 that are not: the range of the paper is left, and the way back is
+    # told.
     assert "--desirable_weight 0.545 to 0.727 would do" in " ".join(said.split())
     rows = case.metrics("cli")
     assert rows[0]["loss"] == pytest.approx(0.5, abs=1e-5) and rows[-1]["loss"] < 0.45
@@ -145,6 +163,8 @@ def test_from_the_command_line_to_a_model_that_transformers_loads(case: TrainCas
 
 
 def test_global_batch_of_one_row_is_refused(case: TrainCase) -> None:
-    code, said = run(["open_instruct/kto.py", *case.command("one", batch=1, gradient_accumulation_steps=1)])
+    code, said = run(
+        ["open_instruct/kto.py", *case.command("one", batch=1, gradient_accumulation_steps=1)]
+    )
     assert code == 2, said
     assert "a global batch of one row: z0 of --loss_type kto is a mean" in " ".join(said.split())

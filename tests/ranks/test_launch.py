@@ -19,4 +19,5 @@ def test_failing_rank_ends_all_and_shows_its_error(run_ranks):
 
 def test_hang_is_killed_and_shows_where(run_ranks):
     with pytest.raises(RanksFailed, match=r"did not finish in 8 s[\s\S]*in hang"):
-        run_ranks(2, "tests.ranks.jobs.launching:hang", timeout_s=8)  # far above what a rank needs until it hangs
+        # Far above what a rank needs until it hangs.
+        run_ranks(2, "tests.ranks.jobs.launching:hang", timeout_s=8)

@@ -1,4 +1,6 @@
-"""Adapters train alike on every layout; peft and transformers compute with what a run leaves what the run computed."""
+"""Adapters train alike on every layout; peft and transformers compute with what a run leaves what
+the run computed.
+"""
 
 import json
 from dataclasses import replace
@@ -53,14 +55,22 @@ def cases(dpo_case: TrainCase, tmp_path_factory: pytest.TempPathFactory) -> dict
 @pytest.fixture(scope="module")
 def runs(cases: dict[str, TrainCase]) -> dict[str, TrainCase]:
     case = cases["olmo2"]
-    flat = {"lr_scheduler_type": "constant", "lora_dropout": 0.1, "activation_checkpointing": "full"}
-    alone = [each.command("alone", max_train_steps=5 if each is case else 2) for each in cases.values()]
+    flat = {
+        "lr_scheduler_type": "constant",
+        "lora_dropout": 0.1,
+        "activation_checkpointing": "full",
+    }
+    alone = [
+        each.command("alone", max_train_steps=5 if each is case else 2) for each in cases.values()
+    ]
     alone += [
         case.command("single", single_gpu_mode="true"),
         case.command("whole", **flat),
         case.command("resumed", max_train_steps=3, **flat),
         case.command("resumed", **flat),
-        case.command("again", adapter_name_or_path=case.folder / "alone" / "adapter", max_train_steps=1),
+        case.command(
+            "again", adapter_name_or_path=case.folder / "alone" / "adapter", max_train_steps=1
+        ),
     ]
     two = [
         case.command("fsdp", ranks=2),
@@ -76,7 +86,11 @@ def runs(cases: dict[str, TrainCase]) -> dict[str, TrainCase]:
     for num_ranks, commands in ((1, alone), (2, two), (4, four)):
         codes = start(num_ranks, JOB, commands=commands, ports=free_ports(len(commands)))
         assert set(codes[0]) == {0}
-    commands = [replace(case, own_flags=LORA).command("reward", ranks=2, max_train_steps=3, chat_template_name="tulu")]
+    commands = [
+        replace(case, own_flags=LORA).command(
+            "reward", ranks=2, max_train_steps=3, chat_template_name="tulu"
+        )
+    ]
     start(2, JOB, commands=commands, ports=free_ports(1), entry="reward_model")
     return cases
 
@@ -89,7 +103,8 @@ def adapter_of(case: TrainCase, name: str) -> dict[str, torch.Tensor]:
 def test_layout_changes_nothing(runs: dict[str, TrainCase], layout: str) -> None:
     case = runs["olmo2"]
     expected = case.trajectory("alone")
-    assert expected[0][0] == pytest.approx(0.6931472, abs=1e-6)  # the reference is the policy without adapters
+    # The reference is the policy without adapters.
+    assert expected[0][0] == pytest.approx(0.6931472, abs=1e-6)
     assert expected[-1][0] < 0.65
     with safe_open(case.folder / layout / "adapter" / WEIGHTS_NAME, framework="pt") as file:
         assert file.metadata()[BASE_FINGERPRINT] == CheckpointFiles.open(case.model).fingerprint, (
@@ -104,7 +119,9 @@ def test_layout_changes_nothing(runs: dict[str, TrainCase], layout: str) -> None
 
 
 def test_resumed_run_is_bitwise_the_one_that_was_not_stopped(runs: dict[str, TrainCase]) -> None:
-    """What is left out of an adapter's inputs is drawn alike, also where blocks are computed again."""
+    """What is left out of an adapter's inputs is drawn alike, also where blocks are computed
+    again.
+    """
     case = runs["olmo2"]
     assert case.trajectory("resumed")[-2:] == case.trajectory("whole")[-2:]
     assert abs(case.trajectory("whole")[1][1] - case.trajectory("alone")[1][1]) > 2e-4
@@ -143,7 +160,9 @@ def test_peft_and_transformers_compute_what_we_do(runs: dict[str, TrainCase], fa
     assert (with_adapter - plain).abs().max() > 1e-2
     torch.testing.assert_close(ours(IDS).log_softmax(-1), with_adapter, atol=1e-5, rtol=0)
     exported = AutoModelForCausalLM.from_pretrained(merged, dtype=torch.float32)
-    torch.testing.assert_close(exported(IDS).logits.log_softmax(-1), with_adapter, atol=1e-5, rtol=0)
+    torch.testing.assert_close(
+        exported(IDS).logits.log_softmax(-1), with_adapter, atol=1e-5, rtol=0
+    )
     with adapters_off(ours):
         torch.testing.assert_close(ours(IDS).log_softmax(-1), plain, atol=1e-5, rtol=0)
 
@@ -168,20 +187,31 @@ def test_reward_models_head_is_saved_with_its_adapter(runs: dict[str, TrainCase]
 
     case = runs["olmo2"]
     folder = case.folder / "reward"
-    base = AutoModelForSequenceClassification.from_pretrained(case.model, num_labels=1, dtype=torch.float32)
-    merged = AutoModelForSequenceClassification.from_pretrained(folder / "hf_model", dtype=torch.float32)
+    base = AutoModelForSequenceClassification.from_pretrained(
+        case.model, num_labels=1, dtype=torch.float32
+    )
+    merged = AutoModelForSequenceClassification.from_pretrained(
+        folder / "hf_model", dtype=torch.float32
+    )
     for model in (base, merged):
         model.config.pad_token_id = 0
     scored = peft.PeftModel.from_pretrained(base, folder / "adapter")(IDS).logits
     torch.testing.assert_close(merged(IDS).logits, scored, atol=1e-5, rtol=0)
     assert case.is_exported_again("reward")
-    template = "chat_template.jinja"  # --chat_template_name's: an adapter by itself is talked to as it was trained
-    assert (folder / "adapter" / template).read_text() == (folder / "hf_model" / template).read_text()
+    # --chat_template_name's: an adapter by itself is talked to as it was trained.
+    template = "chat_template.jinja"
+    assert (folder / "adapter" / template).read_text() == (
+        folder / "hf_model" / template
+    ).read_text()
 
 
-def test_run_goes_on_from_no_adapter_of_other_weights(runs: dict[str, TrainCase], tmp_path: Path) -> None:
+def test_run_goes_on_from_no_adapter_of_other_weights(
+    runs: dict[str, TrainCase], tmp_path: Path
+) -> None:
     case = runs["olmo2"]
-    other = replace(case, model=write_shallow_model(tmp_path / "other", family="olmo2", seed=1), folder=tmp_path)
+    other = replace(
+        case, model=write_shallow_model(tmp_path / "other", family="olmo2", seed=1), folder=tmp_path
+    )
     folder = case.folder / "alone" / "adapter"
     commands = [other.command("refused", adapter_name_or_path=folder, max_train_steps=1)]
     with pytest.raises(RanksFailed, match="has other weights; give that model"):
@@ -191,15 +221,25 @@ def test_run_goes_on_from_no_adapter_of_other_weights(runs: dict[str, TrainCase]
 def test_grpo_learns_the_same_on_every_layout(tmp_path: Path, run_ranks: RunRanks) -> None:
     """The reference is the policy without its adapters, and so is the teacher."""
     case = GRPOCase(tmp_path)
-    flags = {"beta": 0.05, "num_mini_batches": 2, **{name: LORA[name] for name in ("use_lora", "lora_r")}}
+    flags = {
+        "beta": 0.05,
+        "num_mini_batches": 2,
+        **{name: LORA[name] for name in ("use_lora", "lora_r")},
+    }
     flags |= {"learning_rate": 2e-3, "teacher_kl_coef": 0.1}
-    shared, apart = ({"teacher_model_name_or_path": each} for each in (case.model, stored_otherwise(case.model)))
+    shared, apart = (
+        {"teacher_model_name_or_path": each} for each in (case.model, stored_otherwise(case.model))
+    )
     both = {"alone": flags | shared, "apart": flags | apart}
     alone, of_two_models = case.run(
         run_ranks, 1, {name: case.case(name, flags=own) for name, own in both.items()}
     ).values()
     assert alone[-1]["kl"] > 1e-3
-    layouts = {"fsdp": {}, "tensor": {"tensor_parallel_degree": 2}, "context": {"context_parallel_degree": 2}}
+    layouts = {
+        "fsdp": {},
+        "tensor": {"tensor_parallel_degree": 2},
+        "context": {"context_parallel_degree": 2},
+    }
     cases = {name: case.case(name, flags=flags | shared | own) for name, own in layouts.items()}
     of_two = case.run(run_ranks, 2, cases)
     for rows in (of_two_models, *of_two.values()):

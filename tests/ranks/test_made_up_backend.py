@@ -1,4 +1,6 @@
-"""A backend that the package does not know trains DPO: what a third one costs is its own file and an entry point."""
+"""A backend that the package does not know trains DPO: what a third one costs is its own file and
+an entry point.
+"""
 
 import subprocess
 import sys
@@ -21,17 +23,33 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 def run(words: list[str], environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(REPOSITORY / "open_instruct" / "dpo.py"), *words]
     return subprocess.run(
-        command, env=environment, check=False, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=300
+        command,
+        env=environment,
+        check=False,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        timeout=300,
     )
 
 
 def test_third_backend_takes_the_steps_of_the_others_and_resumes(
     dpo_case: TrainCase, environment: dict[str, str]
 ) -> None:
-    own, moving = {"backend": "plain", "checkpointing_steps": 3}, {"ref_policy_update_freq": 2, "alpha": 0.5}
+    own, moving = (
+        {"backend": "plain", "checkpointing_steps": 3},
+        {"ref_policy_update_freq": 2, "alpha": 0.5},
+    )
     of_fsdp2: dict[str, dict[str, object]] = {"of_fsdp2": {}, "moves_of_fsdp2": moving}
-    commands = [dpo_case.command(name, single_gpu_mode=True, **flags) for name, flags in of_fsdp2.items()]
-    run_ranks(1, "tests.ranks.jobs.train_runs:run_each", commands=commands, ports=free_ports(len(commands)))
+    commands = [
+        dpo_case.command(name, single_gpu_mode=True, **flags) for name, flags in of_fsdp2.items()
+    ]
+    run_ranks(
+        1,
+        "tests.ranks.jobs.train_runs:run_each",
+        commands=commands,
+        ports=free_ports(len(commands)),
+    )
     for name, flags in {
         "plain": own,
         "plain_again": own | {"output_dir": dpo_case.folder / "plain"},
@@ -44,18 +62,28 @@ def test_third_backend_takes_the_steps_of_the_others_and_resumes(
         if name == "plain":
             assert "1 rank: plain PyTorch on cpu" in done.stdout
             first = dpo_case.trajectory("plain")
-    assert first == [pytest.approx(of_step, rel=1e-5) for of_step in dpo_case.trajectory("of_fsdp2")]
+    assert first == [
+        pytest.approx(of_step, rel=1e-5) for of_step in dpo_case.trajectory("of_fsdp2")
+    ]
     assert dpo_case.trajectory("plain") == first
     moves = dpo_case.trajectory("moves_of_fsdp2")
-    assert dpo_case.trajectory("plain_moves") == [pytest.approx(of_step, rel=1e-5) for of_step in moves]
+    assert dpo_case.trajectory("plain_moves") == [
+        pytest.approx(of_step, rel=1e-5) for of_step in moves
+    ]
     assert moves[-1] != pytest.approx(first[-1], rel=1e-3)
 
 
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        ({"backend": "plian"}, "--backend plian: takes deepspeed or olmo_core or plain; did you mean plain?"),
-        ({"backend": "plain", "param_dtype": "bfloat16"}, "--backend plain computes in float32, not bfloat16"),
+        (
+            {"backend": "plian"},
+            "--backend plian: takes deepspeed or olmo_core or plain; did you mean plain?",
+        ),
+        (
+            {"backend": "plain", "param_dtype": "bfloat16"},
+            "--backend plain computes in float32, not bfloat16",
+        ),
     ],
 )
 def test_third_backend_refuses_flags_that_it_cannot_follow(

@@ -1,4 +1,6 @@
-"""An objective that the package does not know, as docs/your_own_loss.md has it: from the command line to a model."""
+"""An objective that the package does not know, as docs/your_own_loss.md has it: from the command
+line to a model.
+"""
 
 import json
 import math
@@ -20,14 +22,15 @@ pytestmark = pytest.mark.extended
 # What a user would write: the page shows it.
 PAGE = REPOSITORY / "docs" / "your_own_loss.md"
 
-# The one line of the registry, and the console script; where it is run was forked, the script is imported already.
+# The one line of the registry, and the console script; where it is run was forked, the script is
+# imported already.
 PROGRAM = """
 import sys
 sys.modules.pop("open_instruct.cli", None)
 from open_instruct.objectives.registry import OBJECTIVES
 OBJECTIVES["pull"] = ("mine:PULL", "questions with an answer")
 from open_instruct.cli import main
-from open_instruct.entry import leave
+from open_instruct.commands.process import leave
 leave(main(["pull", *sys.argv[1:]]))
 """
 
@@ -42,15 +45,27 @@ def case(dpo_case: TrainCase, tmp_path_factory: pytest.TempPathFactory) -> Train
     with (folder / "rows.jsonl").open("w") as file:
         for line in dpo_case.rows.read_text().splitlines():
             *_, question, answer = json.loads(line)["chosen"]
-            file.write(json.dumps({"question": question["content"], "answer": answer["content"]}) + "\n")
+            file.write(
+                json.dumps({"question": question["content"], "answer": answer["content"]}) + "\n"
+            )
     flags = {"eval_mixer_list": [folder / "rows.jsonl", "6"]}
-    return TrainCase(model=dpo_case.model, rows=folder / "rows.jsonl", folder=folder, own_flags=flags)
+    return TrainCase(
+        model=dpo_case.model, rows=folder / "rows.jsonl", folder=folder, own_flags=flags
+    )
 
 
 def run(case: TrainCase, words: list[str], *, ranks: int = 1) -> tuple[int, str]:
     """The program of the registry line, as a user starts it; its exit code, and what it said."""
-    torchrun = [*programs.TORCHRUN, "--nproc_per_node", str(ranks), "--master_port", str(free_ports(1)[0])]
-    process = programs.start([*(torchrun if ranks > 1 else ()), str(case.folder / "program.py"), *words])
+    torchrun = [
+        *programs.TORCHRUN,
+        "--nproc_per_node",
+        str(ranks),
+        "--master_port",
+        str(free_ports(1)[0]),
+    ]
+    process = programs.start(
+        [*(torchrun if ranks > 1 else ()), str(case.folder / "program.py"), *words]
+    )
     said, _ = process.communicate(timeout=HANGS_AFTER_S)
     assert process.returncode is not None
     return process.returncode, said
@@ -68,7 +83,8 @@ def test_two_ranks_train_it_to_a_model(case: TrainCase) -> None:
 
     rows = case.metrics("run")
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]
-    # A policy that is its reference is at distance 0, where the curve is half as high as it can be: 4 / 2.
+    # A policy that is its reference is at distance 0, where the curve is half as high as it can be:
+    # 4 / 2.
     assert rows[0]["loss"] == pytest.approx(2.0, abs=1e-5)
     assert rows[0]["distance"] == pytest.approx(0.0, abs=1e-4)
     for row in rows:
@@ -78,9 +94,14 @@ def test_two_ranks_train_it_to_a_model(case: TrainCase) -> None:
     before, after = read(case.folder / "run" / "eval.jsonl")
     assert before["eval/distance"] == pytest.approx(0.0, abs=1e-4) and after["eval/distance"] > 8
 
-    model, report = AutoModelForCausalLM.from_pretrained(case.folder / "run" / "hf_model", output_loading_info=True)
+    model, report = AutoModelForCausalLM.from_pretrained(
+        case.folder / "run" / "hf_model", output_loading_info=True
+    )
     assert not report["missing_keys"] and not report["unexpected_keys"]
-    trained, start = model.state_dict(), AutoModelForCausalLM.from_pretrained(case.model).state_dict()
+    trained, start = (
+        model.state_dict(),
+        AutoModelForCausalLM.from_pretrained(case.model).state_dict(),
+    )
     assert any(not weight.equal(start[name]) for name, weight in trained.items())
 
     # Another value of a flag that only this objective has is another run.
@@ -107,7 +128,9 @@ def test_flags_of_an_objective_of_ones_own_are_refused_and_explained(case: Train
 def train(case: TrainCase, *words: str | Path) -> subprocess.CompletedProcess[str]:
     """`open-instruct train`, as it is installed."""
     command = [sys.executable, "-m", "open_instruct.cli", "train", *map(str, words)]
-    return subprocess.run(command, cwd=case.folder, capture_output=True, text=True, timeout=200, check=False)
+    return subprocess.run(
+        command, cwd=case.folder, capture_output=True, text=True, timeout=200, check=False
+    )
 
 
 def test_flag_names_one_that_no_registry_knows(case: TrainCase) -> None:
@@ -115,7 +138,9 @@ def test_flag_names_one_that_no_registry_knows(case: TrainCase) -> None:
     done = train(case, *named, *case.command("named", batch=2, max_train_steps=1))
     assert done.returncode == 0, done.stdout + done.stderr
     assert [row["loss"] for row in case.metrics("named")] == [pytest.approx(1.5, abs=1e-5)]
-    told = programs.start([str(REPOSITORY / "open_instruct" / "train.py"), *map(str, named), "--help"])
+    told = programs.start(
+        [str(REPOSITORY / "open_instruct" / "train.py"), *map(str, named), "--help"]
+    )
     assert told.wait(60) == 0 and "--strength FLOAT" in told.said()
 
 
@@ -124,12 +149,20 @@ def test_flag_names_one_that_no_registry_knows(case: TrainCase) -> None:
     [
         ([], "give --objective FILE.py:NAME"),
         (["--objective"], "give --objective FILE.py:NAME"),
-        (["--objective", "mine.py:PULLED"], "--objective mine.py:PULLED cannot be loaded (AttributeError"),
-        (["--objective", "nowhere.py:PULL"], "--objective nowhere.py:PULL cannot be loaded (FileNotFoundError"),
+        (
+            ["--objective", "mine.py:PULLED"],
+            "--objective mine.py:PULLED cannot be loaded (AttributeError",
+        ),
+        (
+            ["--objective", "nowhere.py:PULL"],
+            "--objective nowhere.py:PULL cannot be loaded (FileNotFoundError",
+        ),
         (["--objective", "mine.py:bind"], "--objective mine.py:bind is no objective"),
     ],
 )
-def test_object_that_is_no_objective_is_refused(case: TrainCase, words: list[str], told: str) -> None:
+def test_object_that_is_no_objective_is_refused(
+    case: TrainCase, words: list[str], told: str
+) -> None:
     refused = train(case, *words)
     assert refused.returncode == 2 and told in refused.stderr
     assert "Traceback" not in refused.stderr

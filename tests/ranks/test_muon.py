@@ -1,9 +1,11 @@
-"""Muon on shards is Muon on whole matrices; also where there are fewer rows than shards, as of narrow heads."""
+"""Muon on shards is Muon on whole matrices; also where there are fewer rows than shards, as of
+narrow heads.
+"""
 
 from typing import Any
 
-# Rows, replicas, shards and tensor ranks; then the rows that each of four ranks holds of a matrix, and of one that
-# tensor parallelism splits by columns.
+# Rows, replicas, shards and tensor ranks; then the rows that each of four ranks holds of a matrix,
+# and of one that tensor parallelism splits by columns.
 CASES = {
     (5, 1, 4, 1): ([2, 2, 1, 0], [2, 2, 1, 0]),
     (3, 1, 4, 1): ([1, 1, 1, 0], [1, 1, 1, 0]),

@@ -21,16 +21,27 @@ Notes = list[list[Call]]
 
 def synced(run_ranks: RunRanks, folder: Path, num_learners: int, layouts: list[Any]) -> Notes:
     model = write_shallow_model(folder / "model", family="olmo2")
-    case = {"folder": str(model), "backend": "nccl", "dtype": "bfloat16", "bucket_bytes": 20_000, "min_buckets": 3}
+    case = {
+        "folder": str(model),
+        "backend": "nccl",
+        "dtype": "bfloat16",
+        "bucket_bytes": 20_000,
+        "min_buckets": 3,
+    }
     results = run_ranks(
         num_learners + NUM_RECEIVERS,
         "tests.ranks.jobs.nccl_sync:sync",
-        cases=[{**case, "layout": layout, "adapter_alone": False, "changes_alone": False} for layout in layouts],
+        cases=[
+            {**case, "layout": layout, "adapter_alone": False, "changes_alone": False}
+            for layout in layouts
+        ],
         num_learners=num_learners,
         num_receivers=NUM_RECEIVERS,
         folder=str(folder),
     )
-    assert [result["differing"] for result in results[num_learners:]] == [[[]] * len(layouts)] * NUM_RECEIVERS
+    assert [result["differing"] for result in results[num_learners:]] == [
+        [[]] * len(layouts)
+    ] * NUM_RECEIVERS
     return [result["notes"] for result in results]
 
 
@@ -94,7 +105,12 @@ def test_call_that_nccl_would_not_take_is_noted() -> None:
                     threads.submit(group.broadcast, [make(2, device="cuda")]).result()
 
     group = Recorded(Group(), "learner 0", 0, device, notes)
-    for tensor in (make(2, device="cuda"), torch.empty(2), make(0, device="cuda"), make(2, 2, device="cuda").T):
+    for tensor in (
+        make(2, device="cuda"),
+        torch.empty(2),
+        make(0, device="cuda"),
+        make(2, 2, device="cuda").T,
+    ):
         group.broadcast([tensor])
     found = [call["faults"] for call in notes]
     cut = ["a tensor that is empty or not in one piece"]

@@ -1,4 +1,5 @@
-"""Every objective learns the same on four ranks as on one: as HSDP, split by matrices or rows, and on ZeRO 2 and 3.
+"""Every objective learns the same on four ranks as on one: as HSDP, split by matrices or rows, and
+on ZeRO 2 and 3.
 
 The files of the objectives have the rest of the layouts, and what is special to each.
 """
@@ -31,7 +32,8 @@ FAMILIES = {
 HSDP_2X2: dict[str, Any] = {"fsdp_shard_degree": 2}
 TENSOR: dict[str, Any] = {"tensor_parallel_degree": 2}
 CONTEXT: dict[str, Any] = {"context_parallel_degree": 2}
-# Of each run: its objective, its layout's name and flags, and how many ranks have rows of their own.
+# Of each run: its objective, its layout's name and flags, and how many ranks have rows of their
+# own.
 LAYOUTS: list[tuple[str, str, dict[str, Any], int]] = [
     *((entry, "hsdp_2x2", HSDP_2X2, 4) for entry in FAMILIES),
     ("dpo", "tensor", TENSOR, 2),
@@ -39,7 +41,12 @@ LAYOUTS: list[tuple[str, str, dict[str, Any], int]] = [
     ("dpo", "zero_2", of_stage(2), 4),
     ("dpo", "zero_3", of_stage(3), 4),
 ]
-GRPO: dict[str, Any] = {"beta": 0.05, "num_mini_batches": 2, "loss_fn": "grpo", "clip_higher": 0.001}
+GRPO: dict[str, Any] = {
+    "beta": 0.05,
+    "num_mini_batches": 2,
+    "loss_fn": "grpo",
+    "clip_higher": 0.001,
+}
 GRPO_LAYOUTS: dict[str, dict[str, Any]] = {
     "hsdp_2x2": HSDP_2X2,
     "context": CONTEXT | HSDP_2X2,
@@ -50,7 +57,10 @@ GRPO_LAYOUTS: dict[str, dict[str, Any]] = {
 @pytest.fixture(scope="module")
 def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, TrainCase]:
     folder = tmp_path_factory.mktemp("objectives")
-    return {entry: write_objective_case(folder / entry, entry, family=family) for entry, family in FAMILIES.items()}
+    return {
+        entry: write_objective_case(folder / entry, entry, family=family)
+        for entry, family in FAMILIES.items()
+    }
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +70,10 @@ def grpo_steps(cases: dict[str, TrainCase], grpo_case: GRPOCase) -> dict[str, Ro
     base = grpo_case.case("base", flags=GRPO | {"prefix_sharing": "off"})
     said, (rows,) = start(1, runs, [base])
     assert said == [None] * len(runs)
-    runs = [a_run(cases[entry], name, flags, readers=readers, entry=entry) for entry, name, flags, readers in LAYOUTS]
+    runs = [
+        a_run(cases[entry], name, flags, readers=readers, entry=entry)
+        for entry, name, flags, readers in LAYOUTS
+    ]
     layouts = {
         name: grpo_case.case(name, flags=GRPO | flags | {"num_learners_per_node": NUM_RANKS})
         for name, flags in GRPO_LAYOUTS.items()
@@ -70,7 +83,9 @@ def grpo_steps(cases: dict[str, TrainCase], grpo_case: GRPOCase) -> dict[str, Ro
     return {"base": rows, **dict(zip(layouts, sharded, strict=True))}
 
 
-def start(num_ranks: int, runs: list[dict[str, Any]], steps: list[dict[str, Any]]) -> tuple[list[Any], list[Rows]]:
+def start(
+    num_ranks: int, runs: list[dict[str, Any]], steps: list[dict[str, Any]]
+) -> tuple[list[Any], list[Rows]]:
     """What rank 0 returns."""
     ports = free_ports(len(runs) + len(steps))
     (said, rows), *_ = run_ranks(num_ranks, JOB, runs=runs, steps=steps, ports=ports)
@@ -86,7 +101,9 @@ def test_objective_is_trained_sharded_by_make_test(entry: str) -> None:
 
 @pytest.mark.usefixtures("grpo_steps")
 @pytest.mark.parametrize(("entry", "layout"), [(entry, name) for entry, name, *_ in LAYOUTS])
-def test_offline_objective_takes_the_steps_of_one_process(cases: dict[str, TrainCase], entry: str, layout: str) -> None:
+def test_offline_objective_takes_the_steps_of_one_process(
+    cases: dict[str, TrainCase], entry: str, layout: str
+) -> None:
     """Of an epoch, whose last batch is short: with KTO, some ranks have no row of it."""
     assert_same(cases[entry], layout, "base", ("loss",), num_steps=STEPS_OF_AN_EPOCH)
 
@@ -96,7 +113,9 @@ def test_offline_objectives_learn_and_leave_models_that_open(cases: dict[str, Tr
     """Otherwise equal trajectories would prove nothing."""
     for entry, case in cases.items():
         rows = case.metrics("base")
-        assert all(row["grad_norm"] > 0 for row in rows) and rows[0]["loss"] != rows[-1]["loss"], entry
+        assert all(row["grad_norm"] > 0 for row in rows) and rows[0]["loss"] != rows[-1]["loss"], (
+            entry
+        )
     assert cases["dpo"].metrics("base")[0]["loss"] == pytest.approx(math.log(2), abs=1e-6)
     for layout in ("hsdp_2x2", "tensor", "zero_3"):
         assert_opens_whole(cases["dpo"].folder / layout)

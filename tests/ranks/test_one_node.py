@@ -46,12 +46,18 @@ print(json.dumps([c.laddr for c in psutil.Process().net_connections() if c.statu
 
 def launch(program: Path, *command: str) -> subprocess.CompletedProcess[str]:
     bin_folder = Path(sys.executable).parent
-    environment = {name: value for name, value in os.environ.items() if not name.endswith("_SOCKET_IFNAME")}
+    environment = {
+        name: value for name, value in os.environ.items() if not name.endswith("_SOCKET_IFNAME")
+    }
     return subprocess.run(
         [*command, str(program)],
         cwd=REPOSITORY,
         env=environment
-        | {"PATH": f"{bin_folder}:{os.environ['PATH']}", "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
+        | {
+            "PATH": f"{bin_folder}:{os.environ['PATH']}",
+            "PYTHONPATH": str(REPOSITORY),
+            "OMP_NUM_THREADS": "1",
+        }
         | {"NUM_NODES": "1", "NODE_RANK": "0", "MASTER_ADDR": "127.0.0.1", "GPUS_PER_NODE": "2"},
         capture_output=True,
         text=True,
@@ -84,7 +90,9 @@ def test_launch_on_one_node_listens_on_loopback_alone(
     assert code == 0, told
     report = json.loads(next(line for line in said.splitlines() if line.startswith('{"launcher"')))
     assert len(report["listening"]) >= 3 and report["listening"][str(report["launcher"])]
-    assert {address for addresses in report["listening"].values() for address in addresses} <= LOOPBACK
+    assert {
+        address for addresses in report["listening"].values() for address in addresses
+    } <= LOOPBACK
 
 
 def test_process_alone_keeps_no_store(tmp_path: Path) -> None:
@@ -96,6 +104,8 @@ def test_process_alone_keeps_no_store(tmp_path: Path) -> None:
 
 
 def test_several_nodes_cannot_meet_on_a_loopback(program: Path) -> None:
-    done = launch(program, "torchrun", "--rdzv_backend", "loopback", "--nnodes", "2", "--nproc_per_node", "1")
+    done = launch(
+        program, "torchrun", "--rdzv_backend", "loopback", "--nnodes", "2", "--nproc_per_node", "1"
+    )
     assert done.returncode == 1
     assert "--rdzv_backend loopback is for one node" in done.stderr

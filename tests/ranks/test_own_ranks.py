@@ -29,19 +29,34 @@ def test_ranks_of_a_command_train_as_those_of_torchrun_do(dpo_case: TrainCase) -
     assert process.returncode == 0, said
     torchrun = [*programs.TORCHRUN, "--rdzv_backend", "loopback", "--nproc_per_node", "2"]
     script = str(REPOSITORY / "open_instruct" / "dpo.py")
-    said_by(programs.start([*torchrun, script, *dpo_case.command("torchruns_ranks", ranks=2, max_train_steps=2)]))
-    assert json.loads((dpo_case.folder / "own_ranks" / "layout.json").read_text())["gpus_per_node"] == [2]
+    said_by(
+        programs.start(
+            [*torchrun, script, *dpo_case.command("torchruns_ranks", ranks=2, max_train_steps=2)]
+        )
+    )
+    assert json.loads((dpo_case.folder / "own_ranks" / "layout.json").read_text())[
+        "gpus_per_node"
+    ] == [2]
     assert dpo_case.trajectory("own_ranks") == dpo_case.trajectory("torchruns_ranks")
-    warnings = [line for line in said.splitlines() if "warning" in line and "warning: --" not in line]
+    warnings = [
+        line for line in said.splitlines() if "warning" in line and "warning: --" not in line
+    ]
     assert all("rows are cut to --max_seq_length" in line for line in warnings), said
 
 
-def test_refusal_of_a_rank_is_the_last_word_and_exit_code_2(dpo_case: TrainCase, tmp_path: Path) -> None:
+def test_refusal_of_a_rank_is_the_last_word_and_exit_code_2(
+    dpo_case: TrainCase, tmp_path: Path
+) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{}\n{"prompt": "Name a prime.", "chosen": "Two.", "rejected": "Ten."}\n')
-    said = said_by(process := start(dpo_case.command("own_refused", ranks=2, mixer_list=[rows, "1.0"])))
+    said = said_by(
+        process := start(dpo_case.command("own_refused", ranks=2, mixer_list=[rows, "1.0"]))
+    )
     assert process.returncode == 2, said
-    assert said.count("dpo.py: 1 of 2 rows cannot be used") == 1 and "--on_bad_row skip" in said.splitlines()[-1], said
+    assert (
+        said.count("dpo.py: 1 of 2 rows cannot be used") == 1
+        and "--on_bad_row skip" in said.splitlines()[-1]
+    ), said
     assert "Traceback" not in said and "Error" not in said
 
 
@@ -86,7 +101,10 @@ def test_ranks_end_with_a_launcher_that_is_killed(dpo_case: TrainCase) -> None:
                     os.kill(rank, signal.SIGKILL)
         said = process.said()
     (line,) = [line for line in said.splitlines() if "launcher" in line]
-    assert f"(pid {process.pid}) was killed or crashed while " in line and line == said.splitlines()[-1], said
+    assert (
+        f"(pid {process.pid}) was killed or crashed while " in line
+        and line == said.splitlines()[-1]
+    ), said
     assert "the same command" in line
     assert "Traceback" not in said and "gloo" not in said
     assert not (out / "run.lease").exists()

@@ -1,4 +1,6 @@
-"""Every loss of --loss_type in a run: it starts where it must, and its steps do not depend on how they are cut."""
+"""Every loss of --loss_type in a run: it starts where it must, and its steps do not depend on how
+they are cut.
+"""
 
 import json
 import math
@@ -17,7 +19,8 @@ pytestmark = pytest.mark.extended
 RunRanks = Callable[..., list[Any]]
 
 JOB = "tests.ranks.jobs.train_runs:run_each"
-# What a loss has of the whole batch, of single tokens, of both replies' lengths, or of other losses.
+# What a loss has of the whole batch, of single tokens, of both replies' lengths, or of other
+# losses.
 CASES: dict[str, dict[str, Any]] = {
     "aot": {"loss_type": "aot"},
     "aot_unpaired": {"loss_type": "aot_unpaired"},
@@ -37,7 +40,12 @@ def one_process(dpo_case: TrainCase) -> TrainCase:
     heldout = [dpo_case.rows, "5"]
     commands = [
         *(
-            dpo_case.command(f"first_{name}", loss_type=name, max_train_steps=1, **(EXO if name == "exo_pair" else {}))
+            dpo_case.command(
+                f"first_{name}",
+                loss_type=name,
+                max_train_steps=1,
+                **(EXO if name == "exo_pair" else {}),
+            )
             for name in PREFERENCE_LOSSES
         ),
         *(
@@ -59,7 +67,9 @@ def assert_same_trajectory(case: TrainCase, name: str, other: str) -> None:
     ours, theirs = case.trajectory(name), case.trajectory(other)
     assert len(ours) == len(theirs) == 3
     for step, (a, b) in enumerate(zip(ours, theirs, strict=True), start=1):
-        assert a == pytest.approx(b, rel=1e-5, abs=1e-6), f"{name} differs from {other} at step {step}"
+        assert a == pytest.approx(b, rel=1e-5, abs=1e-6), (
+            f"{name} differs from {other} at step {step}"
+        )
 
 
 @pytest.mark.parametrize("name", PREFERENCE_LOSSES)
@@ -90,7 +100,9 @@ def test_loss_falls(one_process: TrainCase, name: str) -> None:
 def test_sum_of_losses_tells_each_of_them(one_process: TrainCase) -> None:
     for row in one_process.metrics("mixed_base"):
         parts = {name: row[f"loss/{name}"] for name in ("dpo", "bco_pair", "sft")}
-        assert row["loss"] == pytest.approx(0.8 * parts["dpo"] + 0.2 * parts["bco_pair"] + parts["sft"], rel=1e-6)
+        assert row["loss"] == pytest.approx(
+            0.8 * parts["dpo"] + 0.2 * parts["bco_pair"] + parts["sft"], rel=1e-6
+        )
     first = one_process.metrics("mixed_base")[0]
     assert first["loss/dpo"] == pytest.approx(math.log(2), abs=1e-6)
     assert first["loss/bco_pair"] == pytest.approx(2 * math.log(2), abs=1e-5)
@@ -108,7 +120,9 @@ def test_sums_that_count_tokens_differently_are_kept_apart(one_process: TrainCas
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_ranks(one_process: TrainCase, run_ranks: RunRanks, ranks: int) -> None:
     names = list(CASES) if ranks == 2 else ["aot", "aot_unpaired"]
-    commands = [one_process.command(f"{name}_{ranks}", ranks=ranks, **LONG, **CASES[name]) for name in names]
+    commands = [
+        one_process.command(f"{name}_{ranks}", ranks=ranks, **LONG, **CASES[name]) for name in names
+    ]
     run_ranks(ranks, JOB, commands=commands, ports=free_ports(len(commands)))
     for name in names:
         assert_same_trajectory(one_process, f"{name}_{ranks}", f"{name}_base")

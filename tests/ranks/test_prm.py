@@ -1,4 +1,6 @@
-"""Process reward models: that no cut of a batch changes one, and what is exported is what transformers scores with."""
+"""Process reward models: that no cut of a batch changes one, and what is exported is what
+transformers scores with.
+"""
 
 import json
 from pathlib import Path
@@ -9,7 +11,7 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, AutoTokenizer
 
-from open_instruct.run import merge_command
+from open_instruct.commands import merge
 from tests.ranks.objective_case import (
     assert_opens_whole,
     assert_resumed_bitwise,
@@ -31,7 +33,10 @@ LORA: dict[str, Any] = {"use_lora": "true", "lora_r": 8, "lora_alpha": 16, "lear
 
 
 def with_placeholders(row: dict[str, Any]) -> dict[str, Any]:
-    return {"input": row["prompt"] + "".join(f"{step} @\n" for step in row["completions"]), "values": row["labels"]}
+    return {
+        "input": row["prompt"] + "".join(f"{step} @\n" for step in row["completions"]),
+        "values": row["labels"],
+    }
 
 
 @pytest.fixture(scope="module")
@@ -39,9 +44,14 @@ def case(tmp_path_factory: pytest.TempPathFactory) -> TrainCase:
     folder = tmp_path_factory.mktemp("prm")
     for name, num_rows, seed in (("rows", NUM_ROWS, 1), ("held_out", 12, 2)):
         write_solutions(folder / f"{name}.jsonl", num_rows=num_rows, seed=seed)
-        write(folder / f"{name}_of_text.jsonl", map(with_placeholders, read(folder / f"{name}.jsonl")))
+        write(
+            folder / f"{name}_of_text.jsonl", map(with_placeholders, read(folder / f"{name}.jsonl"))
+        )
     model = write_shallow_model(folder / "model", family="qwen3", tie=True)
-    own = {"eval_mixer_list": [folder / "held_out.jsonl", "1.0"], "max_train_steps": STEPS_OF_AN_EPOCH}
+    own = {
+        "eval_mixer_list": [folder / "held_out.jsonl", "1.0"],
+        "max_train_steps": STEPS_OF_AN_EPOCH,
+    }
     return TrainCase(model=model, rows=folder / "rows.jsonl", folder=folder, own_flags=own)
 
 
@@ -56,7 +66,11 @@ def words(case: TrainCase, name: str, **flags: Any) -> list[str]:
 
 @pytest.fixture(scope="module")
 def one_process(case: TrainCase) -> TrainCase:
-    whole: dict[str, Any] = {"max_train_steps": 1, "per_device_train_batch_size": NUM_ROWS, "learning_rate": 1e-9}
+    whole: dict[str, Any] = {
+        "max_train_steps": 1,
+        "per_device_train_batch_size": NUM_ROWS,
+        "learning_rate": 1e-9,
+    }
     train(
         "prm",
         1,
@@ -126,16 +140,26 @@ def test_metrics_are_those_of_the_page(one_process: TrainCase) -> None:
 
 
 def open_whole(folder: Path) -> Any:
-    """The model with its head of classes, as transformers opens it, with all of its tensors and no others."""
+    """The model with its head of classes, as transformers opens it, with all of its tensors and no
+    others.
+    """
     model, report = AutoModelForTokenClassification.from_pretrained(
         folder, dtype=torch.float32, output_loading_info=True
     )
-    assert not report["missing_keys"] and not report["unexpected_keys"] and not report["mismatched_keys"]
+    assert (
+        not report["missing_keys"]
+        and not report["unexpected_keys"]
+        and not report["mismatched_keys"]
+    )
     return model.eval()
 
 
-def mean_loss(model: Any, pieces: list[tuple[list[int], list[int], list[float]]], choose: Any) -> float:
-    """By float64 cross-entropy at the places where steps end: ids, places and P(right) of each row."""
+def mean_loss(
+    model: Any, pieces: list[tuple[list[int], list[int], list[float]]], choose: Any
+) -> float:
+    """By float64 cross-entropy at the places where steps end: ids, places and P(right) of each
+    row.
+    """
     losses = []
     for ids, places, labels in pieces:
         with torch.no_grad():
@@ -145,11 +169,16 @@ def mean_loss(model: Any, pieces: list[tuple[list[int], list[int], list[float]]]
     return sum(losses) / len(losses)
 
 
-def tokenized(tokenizer: Any, row: dict[str, Any], end: str) -> tuple[list[int], list[int], list[float]]:
+def tokenized(
+    tokenizer: Any, row: dict[str, Any], end: str
+) -> tuple[list[int], list[int], list[float]]:
     ids = tokenizer(row["prompt"], add_special_tokens=False)["input_ids"]
     places = []
     for step in row["completions"]:
-        ids += tokenizer(step, add_special_tokens=False)["input_ids"] + tokenizer(end)["input_ids"][-1:]
+        ids += (
+            tokenizer(step, add_special_tokens=False)["input_ids"]
+            + tokenizer(end)["input_ids"][-1:]
+        )
         places.append(len(ids) - 1)
     return ids, places, list(map(float, row["labels"]))
 
@@ -163,7 +192,9 @@ def test_first_loss_is_that_of_transformers_with_the_exported_head(one_process: 
     (first,) = one_process.metrics("goes_on")
     assert first["loss"] == pytest.approx(expected, rel=1e-5)
     config = json.loads((start / "config.json").read_text())
-    assert config["id2label"] == {"0": "wrong", "1": "right"} and config["prm_step_separator"] == "\n"
+    assert (
+        config["id2label"] == {"0": "wrong", "1": "right"} and config["prm_step_separator"] == "\n"
+    )
 
 
 def test_first_loss_of_two_words_is_that_of_transformers(one_process: TrainCase) -> None:
@@ -184,9 +215,13 @@ def test_first_loss_of_two_words_is_that_of_transformers(one_process: TrainCase)
     assert (config["prm_placeholder_token"], config["prm_reward_tokens"]) == ("@", ["+", "-"])
 
 
-def test_adapter_with_its_head_opens_in_peft_and_is_the_merged_model(one_process: TrainCase) -> None:
+def test_adapter_with_its_head_opens_in_peft_and_is_the_merged_model(
+    one_process: TrainCase,
+) -> None:
     run = one_process.folder / "adapters"
-    base = AutoModelForTokenClassification.from_pretrained(one_process.model, num_labels=2, dtype=torch.float32)
+    base = AutoModelForTokenClassification.from_pretrained(
+        one_process.model, num_labels=2, dtype=torch.float32
+    )
     model = PeftModel.from_pretrained(base, str(run / "adapter")).eval()
     ids = torch.arange(6, 40).unsqueeze(0)
     with torch.no_grad():
@@ -197,7 +232,10 @@ def test_adapter_with_its_head_opens_in_peft_and_is_the_merged_model(one_process
         "adapter_name_or_path": run / "adapter",
         "output_dir": run / "merged",
     }
-    assert merge_command.main([word for name, value in flags.items() for word in (f"--{name}", str(value))]) == 0
+    assert (
+        merge.main([word for name, value in flags.items() for word in (f"--{name}", str(value))])
+        == 0
+    )
     for name in ("config.json", "model.safetensors"):
         assert (run / "merged" / name).read_bytes() == (run / "hf_model" / name).read_bytes()
     assert one_process.is_exported_again("adapters") and one_process.is_exported_again("base")

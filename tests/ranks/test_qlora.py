@@ -1,4 +1,6 @@
-"""Adapters beside a base in 4 bits train alike on every layout, and a run leaves the policy that it trained."""
+"""Adapters beside a base in 4 bits train alike on every layout, and a run leaves the policy that it
+trained.
+"""
 
 import math
 from dataclasses import replace
@@ -21,14 +23,19 @@ from tests.ranks.train_case import NUM_ROWS, TrainCase, free_ports
 pytestmark = pytest.mark.extended
 
 JOB = "tests.ranks.jobs.train_runs:run_each"
-QLORA: dict[str, Any] = LORA | {"use_qlora": "true", "lora_target_modules": ["q_proj", "v_proj", "down_proj"]}
+QLORA: dict[str, Any] = LORA | {
+    "use_qlora": "true",
+    "lora_target_modules": ["q_proj", "v_proj", "down_proj"],
+}
 FLAT = {"lr_scheduler_type": "constant", "activation_checkpointing": "full"}
 LAYOUTS = ("single", "fsdp", "hsdp")
 
 
 @pytest.fixture(scope="module")
 def runs(dpo_case: TrainCase, tmp_path_factory: pytest.TempPathFactory) -> TrainCase:
-    case = replace(dpo_case, folder=tmp_path_factory.mktemp("qlora"), own_flags=dpo_case.own_flags | QLORA)
+    case = replace(
+        dpo_case, folder=tmp_path_factory.mktemp("qlora"), own_flags=dpo_case.own_flags | QLORA
+    )
     stored = write_shallow_model(case.folder / "model", family="olmo2", dtype="bfloat16")
     alone = [
         case.command("alone", **FLAT),
@@ -42,14 +49,17 @@ def runs(dpo_case: TrainCase, tmp_path_factory: pytest.TempPathFactory) -> Train
         (2, [case.command("fsdp", ranks=2, **FLAT)]),
         (4, [case.command("hsdp", ranks=4, fsdp_shard_degree=2, **FLAT)]),
     ):
-        assert set(start(num_ranks, JOB, commands=commands, ports=free_ports(len(commands)))[0]) == {0}
+        assert set(
+            start(num_ranks, JOB, commands=commands, ports=free_ports(len(commands)))[0]
+        ) == {0}
     return case
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layout_changes_nothing(runs: TrainCase, layout: str) -> None:
     expected = runs.trajectory("alone")
-    assert expected[0][0] == pytest.approx(math.log(2), abs=1e-6)  # the reference is the same base without adapters
+    # The reference is the same base without adapters.
+    assert expected[0][0] == pytest.approx(math.log(2), abs=1e-6)
     assert expected[-1][0] < 0.68
     for ours, theirs in zip(runs.trajectory(layout), expected, strict=True):
         assert ours == pytest.approx(theirs, rel=1e-5)
@@ -72,7 +82,9 @@ def test_export_is_the_base_of_4_bits_with_the_adapter(runs: TrainCase) -> None:
 
     base = CheckpointFiles.open(runs.model)
     adapter = load_file(runs.folder / "fsdp" / "adapter" / WEIGHTS_NAME)
-    exported = AutoModelForCausalLM.from_pretrained(runs.folder / "fsdp" / "hf_model", dtype=torch.float32)
+    exported = AutoModelForCausalLM.from_pretrained(
+        runs.folder / "fsdp" / "hf_model", dtype=torch.float32
+    )
     rounded = set()
     for name, merged in exported.named_parameters():
         expected = base.read(name)
@@ -80,14 +92,20 @@ def test_export_is_the_base_of_4_bits_with_the_adapter(runs: TrainCase) -> None:
             values = dequantized(*quantized(expected, torch.float32))
             rounded.add(name)
             assert 0.05 < (values - expected).norm() / expected.norm() < 0.12
-            a_RI, b_OR = (adapter.get(PREFIX + name.replace("weight", f"lora_{half}.weight")) for half in "AB")
+            a_RI, b_OR = (
+                adapter.get(PREFIX + name.replace("weight", f"lora_{half}.weight")) for half in "AB"
+            )
             expected = values if a_RI is None else values + 2 * b_OR @ a_RI
         torch.testing.assert_close(merged, expected, atol=1e-6, rtol=0)
     assert len(rounded) == 2 * 7 and len(adapter) == 2 * 3 * 2
 
 
-def test_adapter_learns_the_same_beside_the_rounded_base_in_full_precision(runs: TrainCase, tmp_path: Path) -> None:
-    """SFT of a model that has learned something, on two ranks: the losses of the 41st to 50th step."""
+def test_adapter_learns_the_same_beside_the_rounded_base_in_full_precision(
+    runs: TrainCase, tmp_path: Path
+) -> None:
+    """SFT of a model that has learned something, on two ranks: the losses of the 41st to 50th
+    step.
+    """
     rows = tmp_path / "rows.jsonl"
     write_conversations(rows, num_rows=4 * NUM_ROWS, seed=1)
     case = replace(runs, rows=rows, folder=tmp_path, own_flags={"num_epochs": 100})
@@ -96,7 +114,10 @@ def test_adapter_learns_the_same_beside_the_rounded_base_in_full_precision(runs:
     start(2, JOB, commands=commands, ports=free_ports(1), entry="sft")
     case = replace(case, model=tmp_path / "trained" / "hf_model")
     lora = LORA | {"lora_target_modules": "all-linear"}
-    commands = [case.command("base", **lora, **steps), case.command("rounded", use_qlora="true", **lora, **steps)]
+    commands = [
+        case.command("base", **lora, **steps),
+        case.command("rounded", use_qlora="true", **lora, **steps),
+    ]
     start(2, JOB, commands=commands, ports=free_ports(2), entry="sft")
     first, last = {}, {}
     for name in ("base", "rounded"):

@@ -1,4 +1,6 @@
-"""The reference policy starts as the policy, follows it where that is asked for, and outlives a restart."""
+"""The reference policy starts as the policy, follows it where that is asked for, and outlives a
+restart.
+"""
 
 import json
 from typing import Any
@@ -66,12 +68,20 @@ def test_full_update_makes_the_reference_the_policy(results: dict[str, list[Rows
         assert [row["reference"] == row["policy"] for row in rows] == [False, True, False, True]
         assert rows[0]["reference_is_start"] and rows[2]["reference"] == rows[1]["reference"]
         # The policy is its own reference again.
-        assert rows[1]["kl"] > 1e-4 and rows[2]["kl"] == pytest.approx(0, abs=1e-6) and rows[3]["kl"] > 1e-4
+        assert (
+            rows[1]["kl"] > 1e-4
+            and rows[2]["kl"] == pytest.approx(0, abs=1e-6)
+            and rows[3]["kl"] > 1e-4
+        )
 
 
 @pytest.mark.parametrize("kind", ["frozen", "moved"])
-def test_resumed_run_is_bitwise_the_undisturbed_one(results: dict[str, list[Rows]], kind: str) -> None:
-    for undisturbed, first, rest in zip(results[kind], results[f"{kind}/first"], results[f"{kind}/rest"], strict=True):
+def test_resumed_run_is_bitwise_the_undisturbed_one(
+    results: dict[str, list[Rows]], kind: str
+) -> None:
+    for undisturbed, first, rest in zip(
+        results[kind], results[f"{kind}/first"], results[f"{kind}/rest"], strict=True
+    ):
         assert [row["step"] for row in rest] == [4]
         assert first + rest == undisturbed
         assert undisturbed[-1]["reference_is_start"] == (kind == "frozen")
@@ -82,6 +92,8 @@ def test_only_a_reference_that_moves_is_stored(
     results: dict[str, list[Rows]], layout: str, grpo_case: GRPOCase
 ) -> None:
     for kind in ("frozen", "moved"):
-        index = json.loads((grpo_case.folder / f"{kind}_{layout}" / "step3" / "index.json").read_text())
+        index = json.loads(
+            (grpo_case.folder / f"{kind}_{layout}" / "step3" / "index.json").read_text()
+        )
         names = index["tensors"]
         assert any(name.startswith("reference.") for name in names) == (kind == "moved")

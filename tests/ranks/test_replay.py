@@ -1,4 +1,6 @@
-"""A step that is taken again gives what the run recorded, whatever the run's layout was, and leaves the run alone."""
+"""A step that is taken again gives what the run recorded, whatever the run's layout was, and leaves
+the run alone.
+"""
 
 import hashlib
 import json
@@ -39,13 +41,29 @@ MOVING = {
     "optimizer": "skip_step_adamw",
 }
 ON_TWO = {"num_learners_per_node": 2}
-OF_ZERO = {"backend": "deepspeed", "deepspeed_stage": 2, "beta": 0.05, "num_mini_batches": 2, "loss_fn": "grpo"}
-OTHER = ["--loss_fn", "gspo", "--beta", "0.05", "--no_filter_zero_std_samples", "--pack_length", "48"]
+OF_ZERO = {
+    "backend": "deepspeed",
+    "deepspeed_stage": 2,
+    "beta": 0.05,
+    "num_mini_batches": 2,
+    "loss_fn": "grpo",
+}
+OTHER = [
+    "--loss_fn",
+    "gspo",
+    "--beta",
+    "0.05",
+    "--no_filter_zero_std_samples",
+    "--pack_length",
+    "48",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replays:
-    """A run of one process, one of two ranks, and what replays of their steps wrote and printed, by name."""
+    """A run of one process, one of two ranks, and what replays of their steps wrote and printed, by
+    name.
+    """
 
     plain: Path
     was_left_alone: bool
@@ -56,7 +74,8 @@ class Replays:
 @pytest.fixture(scope="module")
 def replays(grpo_case: GRPOCase, tmp_path_factory: pytest.TempPathFactory) -> Replays:
     plain = run_of(grpo_case, "plain")
-    # Several updates a step, so that the optimizer's state counts, and a reference policy that is in the checkpoints.
+    # Several updates a step, so that the optimizer's state counts, and a reference policy that is
+    # in the checkpoints.
     moving = run_of(grpo_case, "moving", **(ON_TWO | MOVING))
     zero = run_of(grpo_case, "zero", **(ON_TWO | OF_ZERO))
     without_step2 = grpo_case.folder / "without_step2"
@@ -90,7 +109,10 @@ def run_of(grpo_case: GRPOCase, name: str, **flags: Any) -> Path:
 
 def files_of(folder: Path) -> dict[str, tuple[int, str]]:
     return {
-        str(path.relative_to(folder)): (path.stat().st_mtime_ns, hashlib.sha256(path.read_bytes()).hexdigest())
+        str(path.relative_to(folder)): (
+            path.stat().st_mtime_ns,
+            hashlib.sha256(path.read_bytes()).hexdigest(),
+        )
         for path in sorted(folder.rglob("*"))
         if path.is_file()
     }
@@ -107,12 +129,20 @@ def assert_same_step(report: dict[str, Any], *, loss_abs: float = 1e-8) -> None:
 
 
 @pytest.mark.parametrize(("name", "step"), [("first", 1), ("second", 2)])
-def test_runs_own_settings_give_the_recorded_numbers(replays: Replays, name: str, step: int) -> None:
+def test_runs_own_settings_give_the_recorded_numbers(
+    replays: Replays, name: str, step: int
+) -> None:
     report, printed = replays.reports[name], replays.printed[name]
-    assert report["recorded"] == json.loads((replays.plain / "metrics.jsonl").read_text().splitlines()[step - 1])
+    assert report["recorded"] == json.loads(
+        (replays.plain / "metrics.jsonl").read_text().splitlines()[step - 1]
+    )
     assert_same_step(report)
     assert report["recomputed"]["num_trained_completions"] == 9
-    assert report["weights"]["are_the_steps_own"] and report["changes"] == {} and report["changed"] is None
+    assert (
+        report["weights"]["are_the_steps_own"]
+        and report["changes"] == {}
+        and report["changed"] is None
+    )
     assert report["weights"]["checkpoint"] == (None if step == 1 else str(replays.plain / "step1"))
     assert "recorded and recomputed differ by" in printed
     loss = next(line.split() for line in printed.splitlines() if line.startswith("loss "))
@@ -132,10 +162,14 @@ def test_run_on_deepspeed_is_replayed_on_it(replays: Replays) -> None:
     assert report["weights"]["are_the_steps_own"]
     assert_same_step(report, loss_abs=1e-7)
     assert report["recorded"]["kl"] > 1e-6
-    assert report["changed"]["grad_norm"] != pytest.approx(report["recomputed"]["grad_norm"], rel=1e-3)
+    assert report["changed"]["grad_norm"] != pytest.approx(
+        report["recomputed"]["grad_norm"], rel=1e-3
+    )
 
 
-def test_replay_with_another_loss_gives_other_numbers_and_leaves_the_run_alone(replays: Replays) -> None:
+def test_replay_with_another_loss_gives_other_numbers_and_leaves_the_run_alone(
+    replays: Replays,
+) -> None:
     assert replays.was_left_alone
     report = replays.reports["other"]
     assert_same_step(report)
@@ -154,7 +188,10 @@ def test_older_weights_are_said_to_be_older(replays: Replays) -> None:
     assert not report["weights"]["are_the_steps_own"] and report["weights"]["checkpoint"].endswith(
         "without_step2/step1"
     )
-    assert "the weights are those after step 1," in printed and "step 3 began with those of step 2" in printed
+    assert (
+        "the weights are those after step 1," in printed
+        and "step 3 began with those of step 2" in printed
+    )
     assert "recorded and recomputed" not in printed
     assert report["recomputed"]["loss"] != pytest.approx(report["recorded"]["loss"], rel=1e-5)
 
@@ -163,10 +200,14 @@ def test_given_weights_are_taken_as_they_are(replays: Replays, grpo_case: GRPOCa
     report, printed = replays.reports["given"], replays.printed["given"]
     weights = report["weights"]
     assert (
-        weights["model"] == str(grpo_case.model) and weights["checkpoint"] is None and not weights["are_the_steps_own"]
+        weights["model"] == str(grpo_case.model)
+        and weights["checkpoint"] is None
+        and not weights["are_the_steps_own"]
     )
     assert "fresh optimizer" in printed and "the reference policy is the start model" in printed
-    assert report["recomputed"]["grad_norm"] != pytest.approx(report["recorded"]["grad_norm"], rel=1e-3)
+    assert report["recomputed"]["grad_norm"] != pytest.approx(
+        report["recorded"]["grad_norm"], rel=1e-3
+    )
     assert report["recomputed"]["lr"] == pytest.approx(report["recorded"]["lr"])
 
 
@@ -183,7 +224,9 @@ def test_command_of_the_docs_runs(replays: Replays, tmp_path: Path) -> None:
     (tmp_path / "runs").mkdir()
     (tmp_path / "runs" / "first").symlink_to(replays.plain)
     said = said_by(words, exit_code=0, cwd=tmp_path)
-    shown = page.read_text().partition(f"$ open-instruct {shlex.join(words)}\n")[2].partition("```")[0]
+    shown = (
+        page.read_text().partition(f"$ open-instruct {shlex.join(words)}\n")[2].partition("```")[0]
+    )
     head, _, table = shown.partition("\n\n")
     assert head and said.startswith(f"{head}\n\n")
     columns = table.splitlines()[0].split()

@@ -1,4 +1,6 @@
-"""Tokens go to the experts that they are told, however their rows are cut, shared, recomputed or split over ranks."""
+"""Tokens go to the experts that they are told, however their rows are cut, shared, recomputed or
+split over ranks.
+"""
 
 from typing import Any
 
@@ -31,7 +33,9 @@ def case(tmp_path_factory: pytest.TempPathFactory) -> GRPOCase:
 
 
 def job(case: GRPOCase, name: str, flags: dict[str, Any], **more: Any) -> dict:
-    return case.case(name, flags=FLAGS | flags, **{"completions": [9, 3], "trees": True, "routes": True} | more)
+    return case.case(
+        name, flags=FLAGS | flags, **{"completions": [9, 3], "trees": True, "routes": True} | more
+    )
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +43,10 @@ def one_process(case: GRPOCase) -> dict[str, Rows]:
     from tests.ranks.launch import run_ranks
 
     cases = {name: job(case, name, flags, **more) for name, (flags, more) in CUTS.items()}
-    cases |= {"base": job(case, "base", {}), "own choice": job(case, "own choice", {}, routes=False)}
+    cases |= {
+        "base": job(case, "base", {}),
+        "own choice": job(case, "own choice", {}, routes=False),
+    }
     return case.run(run_ranks, 1, cases)
 
 
@@ -63,12 +70,20 @@ def test_step_differs_when_experts_do(one_process: dict[str, Rows]) -> None:
 
 def test_deepspeed(case: GRPOCase, one_process: dict[str, Rows], run_ranks: RunRanks) -> None:
     flags = {"backend": "deepspeed", "activation_checkpointing": "full", "num_learners_per_node": 2}
-    cases = {f"zero_{stage}": job(case, f"zero_{stage}", flags | {"deepspeed_stage": stage}) for stage in (1, 3)}
-    for rows in case.run(run_ranks, 2, cases, job="tests.ranks.jobs.deepspeed_grpo:run_each").values():
+    cases = {
+        f"zero_{stage}": job(case, f"zero_{stage}", flags | {"deepspeed_stage": stage})
+        for stage in (1, 3)
+    }
+    for rows in case.run(
+        run_ranks, 2, cases, job="tests.ranks.jobs.deepspeed_grpo:run_each"
+    ).values():
         assert_same(rows, one_process["base"])
 
 
 def test_two_ranks(case: GRPOCase, one_process: dict[str, Rows], run_ranks: RunRanks) -> None:
-    cases = {name: job(case, name, flags | {"num_learners_per_node": 2}) for name, flags in LAYOUTS.items()}
+    cases = {
+        name: job(case, name, flags | {"num_learners_per_node": 2})
+        for name, flags in LAYOUTS.items()
+    }
     for rows in case.run(run_ranks, 2, cases).values():
         assert_same(rows, one_process["base"])

@@ -1,4 +1,6 @@
-"""Supervised tuning: its loss, that no cut of a batch changes it, and a run from the command line to a model."""
+"""Supervised tuning: its loss, that no cut of a batch changes it, and a run from the command line
+to a model.
+"""
 
 import json
 import math
@@ -47,7 +49,12 @@ def one_process(case: TrainCase) -> TrainCase:
         case.command("one_row_at_a_time", batch=1),
         case.command("padded", packing=False),
         case.command("padded_accumulated", packing=False, batch=2),
-        case.command("whole_data", max_train_steps=1, per_device_train_batch_size=NUM_ROWS, learning_rate=1e-9),
+        case.command(
+            "whole_data",
+            max_train_steps=1,
+            per_device_train_batch_size=NUM_ROWS,
+            learning_rate=1e-9,
+        ),
     ]
     start(1, JOB, commands=commands, ports=free_ports(len(commands)), entry="sft")
     return case
@@ -77,35 +84,58 @@ def test_two_ranks(one_process: TrainCase, run_ranks: RunRanks) -> None:
 
 
 def test_slow_rank_is_told_of_once(one_process: TrainCase, run_ranks: RunRanks) -> None:
-    """Also one of a tensor group, whose ranks wait for each other within every layer; and one whose rows come late."""
+    """Also one of a tensor group, whose ranks wait for each other within every layer; and one whose
+    rows come late.
+    """
     window, flags = 5, {"max_train_steps": 10, "eval_steps": 0}
     commands = [
         one_process.command("slow", ranks=2, **flags),
         one_process.command("slow_tensor", ranks=1, tensor_parallel_degree=2, batch=4, **flags),
     ]
     job = JOB.replace("run_each", "run_with_a_slow_rank")
-    run_ranks(2, job, commands=commands, ports=free_ports(2), slow_rank=1, window=window, on_one_host=False)
+    run_ranks(
+        2,
+        job,
+        commands=commands,
+        ports=free_ports(2),
+        slow_rank=1,
+        window=window,
+        on_one_host=False,
+    )
     for name in ("slow", "slow_tensor"):
-        rows, log = one_process.metrics(name), (one_process.folder / name / "run.log").read_text().splitlines()
+        rows, log = (
+            one_process.metrics(name),
+            (one_process.folder / name / "run.log").read_text().splitlines(),
+        )
         assert [row["step"] for row in rows if "slowest_learner" in row] == [window, 2 * window]
-        assert rows[window - 1]["slowest_learner"] == 1 and rows[window - 1]["slowest_learner/times"] > 1.5
+        assert (
+            rows[window - 1]["slowest_learner"] == 1
+            and rows[window - 1]["slowest_learner/times"] > 1.5
+        )
         (told,) = [line for line in log if "takes" in line]
         assert f"after step {2 * window} learner-1 takes " in told
     row = one_process.metrics("slow")[window - 1]
-    assert row["slowest_loader"] == 1 and row["loaders/share"] < 0.1 and row["slowest_loader/share"] > LATER_SHARE
+    assert (
+        row["slowest_loader"] == 1
+        and row["loaders/share"] < 0.1
+        and row["slowest_loader/share"] > LATER_SHARE
+    )
     log = (one_process.folder / "slow" / "run.log").read_text().splitlines()
     (late,) = [line for line in log if "waits for its own rows" in line]
     assert f"after step {2 * window} learner-1 waits " in late
 
     # Of one host's CPU ranks, none is slow by itself.
     shared = [one_process.command("shares_cores", ranks=2, max_train_steps=window, eval_steps=0)]
-    run_ranks(2, job, commands=shared, ports=free_ports(1), slow_rank=1, window=window, on_one_host=True)
+    run_ranks(
+        2, job, commands=shared, ports=free_ports(1), slow_rank=1, window=window, on_one_host=True
+    )
     row = one_process.metrics("shares_cores")[window - 1]
     assert "slowest_loader" in row and "slowest_learner" not in row
 
 
 def sums_of_transformers(case: TrainCase, *, max_seq_length: int) -> list[tuple[int, float, int]]:
-    """Of each row that is learned: its tokens, the sum of -log p over those of its replies, and how many these are.
+    """Of each row that is learned: its tokens, the sum of -log p over those of its replies, and how
+    many these are.
 
     An implementation of nobody here: its own model, its own template, its own cross-entropy.
     """
@@ -124,7 +154,10 @@ def sums_of_transformers(case: TrainCase, *, max_seq_length: int) -> list[tuple[
                 for stop in (turn, turn + 1)
             )
             known = tokenizer.decode(ids)
-            for text, learned in ((before.removeprefix(known), False), (after.removeprefix(before).rstrip(), True)):
+            for text, learned in (
+                (before.removeprefix(known), False),
+                (after.removeprefix(before).rstrip(), True),
+            ):
                 piece = tokenizer(text, add_special_tokens=False)["input_ids"]
                 ids += piece
                 is_reply += [learned] * len(piece)
@@ -142,11 +175,15 @@ def sums_of_transformers(case: TrainCase, *, max_seq_length: int) -> list[tuple[
 def test_loss_is_that_of_transformers_on_the_replies(one_process: TrainCase) -> None:
     sums = sums_of_transformers(one_process, max_seq_length=192)
     (first,) = one_process.metrics("whole_data")
-    assert first["loss"] == pytest.approx(sum(loss for _, loss, _ in sums) / sum(n for *_, n in sums), rel=1e-5)
+    assert first["loss"] == pytest.approx(
+        sum(loss for _, loss, _ in sums) / sum(n for *_, n in sums), rel=1e-5
+    )
 
 
 def test_batch_of_rows_that_conversations_fill(one_process: TrainCase, run_ranks: RunRanks) -> None:
-    """Each step is the mean over the replies in its rows, on any number of ranks; an epoch has all conversations."""
+    """Each step is the mean over the replies in its rows, on any number of ranks; an epoch has all
+    conversations.
+    """
     sums = sums_of_transformers(one_process, max_seq_length=512)
     filled: list[list[int]] = []
     for row in sorted(range(len(sums)), key=lambda row: -sums[row][0]):
@@ -158,7 +195,11 @@ def test_batch_of_rows_that_conversations_fill(one_process: TrainCase, run_ranks
             filled[rooms.index(room)].append(row)
     num_steps = -(-len(filled) // 2)
     assert num_steps > 1 and len(filled) < len(sums) / 2
-    flags: dict[str, Any] = {"packing_strategy": "bfd", "max_train_steps": num_steps, "learning_rate": 1e-9}
+    flags: dict[str, Any] = {
+        "packing_strategy": "bfd",
+        "max_train_steps": num_steps,
+        "learning_rate": 1e-9,
+    }
     flags |= {"eval_steps": 0, "per_device_train_batch_size": 1, "max_seq_length": 512}
     own = [one_process.command("filled", **flags, gradient_accumulation_steps=2)]
     start(1, JOB, commands=own, ports=free_ports(1), entry="sft")
@@ -175,7 +216,9 @@ def test_batch_of_rows_that_conversations_fill(one_process: TrainCase, run_ranks
         num_tokens += sum(sums[row][0] for row in rows)
         for name in ("filled", "filled_2"):
             found = one_process.metrics(name)[step]
-            assert found["loss"] == pytest.approx(loss, rel=1e-5) and found["num_tokens"] == num_tokens
+            assert (
+                found["loss"] == pytest.approx(loss, rel=1e-5) and found["num_tokens"] == num_tokens
+            )
     assert num_tokens == sum(length for length, *_ in sums)
 
 
@@ -191,11 +234,17 @@ def test_metrics_have_the_names_scripts_read(one_process: TrainCase) -> None:
 
 
 def test_stopped_run_resumes_bitwise(one_process: TrainCase) -> None:
-    """Stopped by what ends it: two of the three steps, with a schedule that does not know the length.
+    """Stopped by what ends it: two of the three steps, with a schedule that does not know the
+    length.
 
-    Nor do held-out rows, scored after every step of the one and around the other, change what is learned.
+    Nor do held-out rows, scored after every step of the one and around the other, change what is
+    learned.
     """
-    flags: dict[str, Any] = {"lr_scheduler_type": "constant", "checkpointing_steps": 2, "eval_steps": 1}
+    flags: dict[str, Any] = {
+        "lr_scheduler_type": "constant",
+        "checkpointing_steps": 2,
+        "eval_steps": 1,
+    }
     filled = {"packing_strategy": "bfd", "gradient_accumulation_steps": 2, "batch": 1}
     commands = [
         one_process.command("undisturbed", **flags | {"eval_steps": 0}),
@@ -207,15 +256,21 @@ def test_stopped_run_resumes_bitwise(one_process: TrainCase) -> None:
     ]
     start(1, JOB, commands=commands, ports=free_ports(len(commands)), entry="sft")
     for ended in ("", "_filled"):
-        assert one_process.trajectory(f"resumed{ended}") == one_process.trajectory(f"undisturbed{ended}")
-        assert one_process.weights_digest(f"resumed{ended}") == one_process.weights_digest(f"undisturbed{ended}")
+        assert one_process.trajectory(f"resumed{ended}") == one_process.trajectory(
+            f"undisturbed{ended}"
+        )
+        assert one_process.weights_digest(f"resumed{ended}") == one_process.weights_digest(
+            f"undisturbed{ended}"
+        )
     held_out = read(one_process.folder / "resumed" / "eval.jsonl")
     assert [row["step"] for row in held_out] == [0, 1, 2, 3]
     assert [held_out[0], held_out[3]] == read(one_process.folder / "undisturbed" / "eval.jsonl")
 
 
 def test_from_the_command_line_to_a_model_that_transformers_loads(case: TrainCase) -> None:
-    command = case.command("cli", ranks=2, learning_rate=1e-2, max_train_steps=30, fsdp_shard_degree=2, eval_steps=0)
+    command = case.command(
+        "cli", ranks=2, learning_rate=1e-2, max_train_steps=30, fsdp_shard_degree=2, eval_steps=0
+    )
     torchrun = [*programs.TORCHRUN, "--nproc_per_node", "2", "--master_port", str(free_ports(1)[0])]
     process = programs.start([*torchrun, "open_instruct/sft.py", *command])
     said, _ = process.communicate(timeout=HANGS_AFTER_S)
@@ -224,19 +279,27 @@ def test_from_the_command_line_to_a_model_that_transformers_loads(case: TrainCas
     losses = [loss for loss, _ in case.trajectory("cli")]
     assert losses[-1] < 0.6 * losses[0]
     before, after = read(case.folder / "cli" / "eval.jsonl")
-    assert before["eval/loss"] == pytest.approx(math.log(len(AutoTokenizer.from_pretrained(case.model))), rel=0.1)
+    assert before["eval/loss"] == pytest.approx(
+        math.log(len(AutoTokenizer.from_pretrained(case.model))), rel=0.1
+    )
     assert after["eval/loss"] < 0.8 * before["eval/loss"]
-    model, report = AutoModelForCausalLM.from_pretrained(case.folder / "cli" / "hf_model", output_loading_info=True)
+    model, report = AutoModelForCausalLM.from_pretrained(
+        case.folder / "cli" / "hf_model", output_loading_info=True
+    )
     assert not report["missing_keys"] and not report["unexpected_keys"]
     assert sum(parameter.numel() for parameter in model.parameters()) > 0
 
 
 def test_rows_that_are_only_tokenised_are_found_by_the_run(case: TrainCase) -> None:
-    command = case.command("tokenised", eval_steps=0, max_train_steps=1, cache_dir=case.folder / "other_cache")
+    command = case.command(
+        "tokenised", eval_steps=0, max_train_steps=1, cache_dir=case.folder / "other_cache"
+    )
     only = programs.start(["open_instruct/sft.py", *command, "--cache_dataset_only"])
     said, _ = only.communicate(timeout=HANGS_AFTER_S)
     assert only.returncode == 0 and said.count("kept in ") == 2, said
-    assert not {"metrics.jsonl", "hf_model"} & {path.name for path in (case.folder / "tokenised").iterdir()}
+    assert not {"metrics.jsonl", "hf_model"} & {
+        path.name for path in (case.folder / "tokenised").iterdir()
+    }
     run = programs.start(["open_instruct/sft.py", *command])
     said, _ = run.communicate(timeout=HANGS_AFTER_S)
     assert run.returncode == 0 and said.count("read from ") == 2, said

@@ -1,4 +1,6 @@
-"""One device without sharding: a copy in bfloat16 computes, and float32 masters are what is updated and saved."""
+"""One device without sharding: a copy in bfloat16 computes, and float32 masters are what is updated
+and saved.
+"""
 
 import gzip
 import json
@@ -17,7 +19,8 @@ from tests.ranks.train_case import TrainCase, free_ports
 pytestmark = pytest.mark.extended
 
 JOB = "tests.ranks.jobs.train_runs:run_each"
-# A rate of which bfloat16 would keep next to nothing, and two microbatches a step, whose gradients add up.
+# A rate of which bfloat16 would keep next to nothing, and two microbatches a step, whose gradients
+# add up.
 FLAGS: dict[str, Any] = {
     "param_dtype": "bfloat16",
     "learning_rate": 5e-7,
@@ -43,7 +46,9 @@ def trained(dpo_case: TrainCase) -> TrainCase:
 
 
 def exported(folder: Path) -> torch.Tensor:
-    tensors = [tensors for file in sorted(folder.glob("*.safetensors")) for tensors in [load_file(file)]]
+    tensors = [
+        tensors for file in sorted(folder.glob("*.safetensors")) for tensors in [load_file(file)]
+    ]
     return torch.cat([part[name].float().flatten() for part in tensors for name in sorted(part)])
 
 
@@ -57,7 +62,9 @@ def test_small_updates_are_not_lost(trained: TrainCase) -> None:
 
 @pytest.mark.parametrize("name", ["bf16_single", "bf16_single_full"])
 def test_run_on_one_device_is_that_of_float32_shards(trained: TrainCase, name: str) -> None:
-    for ours, theirs in zip(trained.trajectory(name), trained.trajectory("bf16_sharded"), strict=True):
+    for ours, theirs in zip(
+        trained.trajectory(name), trained.trajectory("bf16_sharded"), strict=True
+    ):
         assert ours == pytest.approx(theirs, rel=1e-6)
     ours, theirs = (exported(trained.folder / run / "hf_model") for run in (name, "bf16_sharded"))
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-8)
@@ -70,8 +77,13 @@ def test_resumed_run_is_bitwise_the_run_that_was_not_stopped(trained: TrainCase)
 
 def test_profiled_steps_leave_a_trace(trained: TrainCase) -> None:
     (trace,) = (trained.folder / "bf16_single" / "profiler").glob("rank-0-step-*.json.gz")
-    names = {event.get("name", "") for event in json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]}
-    assert {"ProfilerStep#1", "ProfilerStep#2"} <= names and "ProfilerStep#3" not in names, "counted from 0"
+    names = {
+        event.get("name", "")
+        for event in json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
+    }
+    assert {"ProfilerStep#1", "ProfilerStep#2"} <= names and "ProfilerStep#3" not in names, (
+        "counted from 0"
+    )
     assert any("AdamW" in name for name in names)
     assert "aten::embedding" in names
 

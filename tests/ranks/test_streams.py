@@ -1,4 +1,6 @@
-"""A step of three streams is the same however it is cut and sharded, and what a run learned can be replayed."""
+"""A step of three streams is the same however it is cut and sharded, and what a run learned can be
+replayed.
+"""
 
 import json
 import re
@@ -26,7 +28,9 @@ PAGE = REPOSITORY / "docs" / "losses.md"
 
 @pytest.fixture(scope="module")
 def ways(grpo_case: GRPOCase) -> dict[str, dict[str, Any]]:
-    """Flags: three streams with both frozen models; and a loss that looks at all tokens of an update."""
+    """Flags: three streams with both frozen models; and a loss that looks at all tokens of an
+    update.
+    """
     teacher = write_shallow_model(grpo_case.folder / "teacher", family="olmo2", seed=1)
     return {
         "streams": {
@@ -59,14 +63,20 @@ def one_process(grpo_case: GRPOCase, ways: dict[str, dict[str, Any]]) -> dict[st
     cases["warm"] = case_of(grpo_case, "warm", ways["streams"] | {"temperature": 1.0})
     for loss_fn in ("vespo", "luspo"):
         for cut in ("", "/single"):
-            cases[loss_fn + cut] = case_of(grpo_case, loss_fn + cut, {"loss_fn": loss_fn}, **cuts[cut][1])
+            cases[loss_fn + cut] = case_of(
+                grpo_case, loss_fn + cut, {"loss_fn": loss_fn}, **cuts[cut][1]
+            )
     return grpo_case.run(run_ranks, 1, cases)
 
 
 def case_of(grpo_case: GRPOCase, name: str, flags: dict[str, Any], **job: Any) -> dict[str, Any]:
     given = CONVERSATIONS if "ce_coef" in flags else 0
     return grpo_case.case(
-        f"streams_{name}".replace("/", "_"), flags=flags, completions=COMPLETIONS, conversations=given, **job
+        f"streams_{name}".replace("/", "_"),
+        flags=flags,
+        completions=COMPLETIONS,
+        conversations=given,
+        **job,
     )
 
 
@@ -74,12 +84,15 @@ def test_every_stream_is_learned(one_process: dict[str, Rows]) -> None:
     for row in one_process["streams"]:
         parts = row["policy_loss"], row["ce"]
         assert all(abs(part) > 1e-3 for part in parts) and row["ce"] > 1
-        assert row["has_moved"] and row["loss"] > 0.5 * row["ce"] + row["policy_loss"]  # and two divergences
+        # And two divergences.
+        assert row["has_moved"] and row["loss"] > 0.5 * row["ce"] + row["policy_loss"]
     assert one_process["streams"][0]["kl"] == pytest.approx(0, abs=1e-6)
     assert abs(one_process["streams"][0]["teacher_kl"]) > 1e-3
 
 
-def test_conversations_know_nothing_of_the_temperature_of_sampling(one_process: dict[str, Rows]) -> None:
+def test_conversations_know_nothing_of_the_temperature_of_sampling(
+    one_process: dict[str, Rows],
+) -> None:
     """Their cross-entropy is that of SFT. Completions have theirs, here of 0.7 and of 1."""
     cold, warm = (one_process[name][0] for name in ("streams", "warm"))
     assert cold["ce"] == pytest.approx(warm["ce"], rel=1e-6)
@@ -93,7 +106,9 @@ def test_cutting_does_not_matter(one_process: dict[str, Rows], way: str, cut: st
 
 
 @pytest.mark.parametrize("loss_fn", ["vespo", "luspo"])
-def test_cutting_does_not_matter_to_losses_of_whole_completions(one_process: dict[str, Rows], loss_fn: str) -> None:
+def test_cutting_does_not_matter_to_losses_of_whole_completions(
+    one_process: dict[str, Rows], loss_fn: str
+) -> None:
     assert_same_trajectory(one_process[f"{loss_fn}/single"], one_process[loss_fn])
 
 
@@ -117,12 +132,16 @@ def test_ranks(
 
 
 def test_replay(grpo_case: GRPOCase, tmp_path: Path, run_ranks: RunRanks) -> None:
-    """Of a run with conversations: as it was, with another loss, and with a loss and advantages of one's own."""
+    """Of a run with conversations: as it was, with another loss, and with a loss and advantages of
+    one's own.
+    """
     rows, own = tmp_path / "conversations.jsonl", tmp_path / "own.py"
     turns = [{"role": "user", "content": "What is 2 + 3?"}, {"role": "assistant", "content": "5"}]
     write(rows, [{"messages": [turns[0], turns[1] | {"content": str(i)}]} for i in range(7)])
     # The examples of that page, `squared` and `signs`.
-    own.write_text("\n".join(re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)))
+    own.write_text(
+        "\n".join(re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE))
+    )
     flags: dict[str, Any] = {
         "num_unique_prompts_rollout": 4,
         "num_samples_per_prompt_rollout": 3,
@@ -141,17 +160,23 @@ def test_replay(grpo_case: GRPOCase, tmp_path: Path, run_ranks: RunRanks) -> Non
         "table": ["--loss_fn", "dppo_tv", "--advantages", "rloo", "--ce_coef", "0.5"],
         "own": ["--loss_fn", f"{own}:squared", "--advantages", f"{own}:signs"],
     }
-    commands = [[str(run), "--step", "2", *words, "--json", str(tmp_path / name)] for name, words in changes.items()]
+    commands = [
+        [str(run), "--step", "2", *words, "--json", str(tmp_path / name)]
+        for name, words in changes.items()
+    ]
     run_ranks(1, REPLAY, commands=commands, ports=free_ports(len(commands)))
     reports = {name: json.loads((tmp_path / name).read_text()) for name in changes}
     for report in reports.values():
         for name in ("loss", "grad_norm", "ce", "policy_loss"):
-            assert report["recomputed"][name] == pytest.approx(report["recorded"][name], rel=1e-4, abs=1e-6)
+            assert report["recomputed"][name] == pytest.approx(
+                report["recorded"][name], rel=1e-4, abs=1e-6
+            )
     assert reports["as_it_was"]["changed"] is None
     recorded, changed = reports["table"]["recorded"], reports["table"]["changed"]
     assert changed["ce"] == pytest.approx(recorded["ce"], rel=1e-4)
     assert changed["loss"] == pytest.approx(changed["policy_loss"] + 0.5 * changed["ce"], rel=1e-4)
-    # On-policy the log-ratio is 0 and every advantage 1 or -1: half a square of 1 for each token, weighed by rho.
+    # On-policy the log-ratio is 0 and every advantage 1 or -1: half a square of 1 for each token,
+    # weighed by rho.
     assert reports["own"]["changed"]["policy_loss"] == pytest.approx(
         0.5 * min(2.0, reports["own"]["changed"]["rho/mean"]), rel=0.2
     )

@@ -14,7 +14,11 @@ pytestmark = pytest.mark.extended
 RunRanks = Callable[..., list[Any]]
 
 JOB = "tests.ranks.jobs.train_runs:run_each"
-FLAT: dict[str, Any] = {"lr_scheduler_type": "constant", "learning_rate": 2e-4, "max_train_steps": 4}
+FLAT: dict[str, Any] = {
+    "lr_scheduler_type": "constant",
+    "learning_rate": 2e-4,
+    "max_train_steps": 4,
+}
 HALF: dict[str, Any] = FLAT | {"ref_policy_update_freq": 2, "alpha": 0.5}
 
 

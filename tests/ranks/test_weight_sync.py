@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from open_instruct.cluster.watchdog import MARK_VARIABLE
-from open_instruct.toys.tiny import write_tiny_model
+from open_instruct.commands.tiny_model import write_tiny_model
 
 pytestmark = pytest.mark.extended
 
@@ -19,11 +19,18 @@ TP_2 = {"replicas": 1, "shards": 1, "tensor": 2, "checkpointing": False}
 HSDP_2X2 = {"replicas": 2, "shards": 2, "tensor": 1, "checkpointing": True}
 EXPERTS = {"splits_experts": True}
 FSDP_2_TP_2 = {"replicas": 1, "shards": 2, "tensor": 2, "checkpointing": False}
-CONTEXT_2_REPLICAS_2 = {"replicas": 2, "shards": 1, "tensor": 1, "context": 2, "checkpointing": False}
+CONTEXT_2_REPLICAS_2 = {
+    "replicas": 2,
+    "shards": 1,
+    "tensor": 1,
+    "context": 2,
+    "checkpointing": False,
+}
 ALONE = "the adapter alone"
 CHANGES = "what has changed"
 LEAST_BUCKETS = 8
-BUCKET_BYTES = {"float32": 150_000, "bfloat16": 100_000}  # less than the embeddings, which come in pieces
+# Less than the embeddings, which come in pieces.
+BUCKET_BYTES = {"float32": 150_000, "bfloat16": 100_000}
 ADAPTERS_BUCKET_BYTES = {"float32": 5_000, "bfloat16": 2_500}
 
 
@@ -38,7 +45,10 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "llama": {},
         "qwen3_moe": {},
     }
-    return {family: write_tiny_model(root / family, family=family, **kind) for family, kind in kinds.items()}  # type: ignore[arg-type]
+    return {
+        family: write_tiny_model(root / family, family=family, **kind)
+        for family, kind in kinds.items()
+    }  # type: ignore[arg-type]
 
 
 CASES: dict[int, list[tuple[Any, ...]]] = {
@@ -124,7 +134,9 @@ def test_receivers_get_what_an_export_holds(run_ranks, models, tmp_path, num_lea
         ("gloo", "abandoned", "engine 1 died"),
     ],
 )
-def test_missing_process_is_named_on_every_side(run_ranks, models, tmp_path, backend, missing_at, complaint):
+def test_missing_process_is_named_on_every_side(
+    run_ranks, models, tmp_path, backend, missing_at, complaint
+):
     results = run_ranks(
         4,
         f"{JOB}:go_missing",
@@ -143,8 +155,12 @@ def test_missing_process_is_named_on_every_side(run_ranks, models, tmp_path, bac
 
 @pytest.mark.parametrize("changes_alone", [True, False])
 @pytest.mark.parametrize("backend", ["shm", "gloo"])
-def test_every_receiver_has_exactly_one_version_when_a_process_is_killed(run_ranks, backend, changes_alone):
-    """A hundred versions of what has changed on each way, or of all weights, and kills in every phase that there is."""
+def test_every_receiver_has_exactly_one_version_when_a_process_is_killed(
+    run_ranks, backend, changes_alone
+):
+    """A hundred versions of what has changed on each way, or of all weights, and kills in every
+    phase that there is.
+    """
     arguments = {"num_syncs": 100, "backend": backend, "seed": 7, "changes_alone": changes_alone}
     (kills,) = run_ranks(1, f"{KILLS_JOB}:syncs", **arguments)
     phases = {"send", "stage", "apply", "between versions"}

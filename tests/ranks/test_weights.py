@@ -1,4 +1,6 @@
-"""Weights in and out of shards: every rank has its own bytes, and import -> export is the identity."""
+"""Weights in and out of shards: every rank has its own bytes, and import -> export is the
+identity.
+"""
 
 import itertools
 import json
@@ -13,7 +15,7 @@ from torch.distributed.tensor._utils import _compute_local_shape_and_global_offs
 from torch.distributed.tensor.placement_types import _StridedShard
 from transformers import AutoModelForCausalLM
 
-from open_instruct.errors import InputError
+from open_instruct.core.errors import InputError
 from open_instruct.models.build import build_model
 from open_instruct.models.export import check_destination, check_exportable, export_hf
 from open_instruct.models.export_files import partial_folder_of, prepare_folder
@@ -42,7 +44,9 @@ ODD_VOCABULARY = 263  # shards of 66, 66, 66 and 65 rows
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Families, tied and not, three dtypes on disk, one file and several, even and uneven vocabularies."""
+    """Families, tied and not, three dtypes on disk, one file and several, even and uneven
+    vocabularies.
+    """
     root = tmp_path_factory.mktemp("checkpoints")
     kinds: dict[str, dict[str, Any]] = {
         "olmo2_fp32": {"family": "olmo2"},
@@ -60,7 +64,11 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         (folders[name] / SINGLE_NAME).unlink()
     # As transformers 5 has experts in memory.
     packed = AutoModelForCausalLM.from_pretrained(folders["packed_fp32"])
-    save_file(dict(packed.named_parameters()), folders["packed_fp32"] / SINGLE_NAME, metadata={"format": "pt"})
+    save_file(
+        dict(packed.named_parameters()),
+        folders["packed_fp32"] / SINGLE_NAME,
+        metadata={"format": "pt"},
+    )
     # An old habit: a tied model that stores its head once more.
     tensors = load_file(folders["olmo3_tied_fp16"] / SINGLE_NAME)
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
@@ -74,8 +82,12 @@ def stored_tensors(folder: Path) -> dict[str, torch.Tensor]:
 
 
 @torch.no_grad()
-def check_export(out: Path, source: Path, dtype: torch.dtype, logits: list[list[float]] | None) -> None:
-    """The export holds the source's numbers and opens in transformers, where it computes what we computed."""
+def check_export(
+    out: Path, source: Path, dtype: torch.dtype, logits: list[list[float]] | None
+) -> None:
+    """The export holds the source's numbers and opens in transformers, where it computes what we
+    computed.
+    """
     from transformers import AutoTokenizer
 
     assert (out / "README.md").read_text() == "# A card"
@@ -89,7 +101,10 @@ def check_export(out: Path, source: Path, dtype: torch.dtype, logits: list[list[
     opened, info = AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"]
     assert opened.dtype == dtype
-    assert AutoTokenizer.from_pretrained(out)("a b").input_ids == AutoTokenizer.from_pretrained(source)("a b").input_ids
+    assert (
+        AutoTokenizer.from_pretrained(out)("a b").input_ids
+        == AutoTokenizer.from_pretrained(source)("a b").input_ids
+    )
     if logits is not None:
         expected = opened.float()((torch.arange(len(logits)) % 7 + 2).unsqueeze(0)).logits[0]
         torch.testing.assert_close(torch.tensor(logits), expected, atol=1e-5, rtol=1e-5)
@@ -133,7 +148,9 @@ IMPORTS: dict[int, list[tuple[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("num_ranks", [pytest.param(each, marks=EXTENDED if each < 4 else ()) for each in IMPORTS])
+@pytest.mark.parametrize(
+    "num_ranks", [pytest.param(each, marks=EXTENDED if each < 4 else ()) for each in IMPORTS]
+)
 def test_import_then_export_is_the_identity(run_ranks, checkpoints, tmp_path, num_ranks):
     cases = [
         {
@@ -152,7 +169,10 @@ def test_import_then_export_is_the_identity(run_ranks, checkpoints, tmp_path, nu
         assert (tmp_path / str(number) / INDEX_NAME).is_file(), "the export should have been split"
         check_export(tmp_path / str(number), checkpoints[name], dtype, results[0]["logits"])
         # Exactly the bytes of its own shards: not one byte of another rank's.
-        assert all(result["num_bytes_read"] == result["num_local_params"] * dtype.itemsize for result in results)
+        assert all(
+            result["num_bytes_read"] == result["num_local_params"] * dtype.itemsize
+            for result in results
+        )
         if layout == FSDP_2_TP_2:
             assert results[0]["strided"], "FSDP over tensor parallel should cut one dim twice"
         alone = CheckpointFiles.open(checkpoints[name]).fingerprint
@@ -166,11 +186,15 @@ def test_dtypes_and_chunks_do_not_matter(run_ranks, checkpoints, tmp_path):
         {"layout": FSDP_2, "dtype": "bfloat16", "chunk_bytes": 1, "export_dtype": "bfloat16"},
         {"layout": computing_in_bf16, "chunk_bytes": 10**9, "export_dtype": "float32"},
     ]
-    cases = [case | {"folder": str(folder), "out": str(tmp_path / str(number))} for number, case in enumerate(cases)]
+    cases = [
+        case | {"folder": str(folder), "out": str(tmp_path / str(number))}
+        for number, case in enumerate(cases)
+    ]
     results = run_ranks(2, f"{JOB}:import_and_export", cases=cases)
     assert [case["differing"] for of_rank in results for case in of_rank] == [[]] * 4
     check_export(tmp_path / "0", folder, torch.bfloat16, None)
-    check_export(tmp_path / "1", folder, torch.float32, None)  # master weights, not the bf16 ones computed with
+    # Master weights, not the bf16 ones computed with.
+    check_export(tmp_path / "1", folder, torch.float32, None)
 
 
 @EXTENDED
@@ -179,12 +203,15 @@ def test_damaged_data_is_one_error_on_all_ranks(run_ranks, checkpoints, tmp_path
     for folder in (nan, head):
         write_shallow_model(folder, family="llama", tie=folder is head)
     tensors = load_file(nan / SINGLE_NAME)
-    tensors["model.layers.1.mlp.up_proj.weight"][-1, 3] = float("nan")  # on the last rank's shard only
+    # On the last rank's shard only.
+    tensors["model.layers.1.mlp.up_proj.weight"][-1, 3] = float("nan")
     save_file(tensors, nan / SINGLE_NAME, metadata={"format": "pt"})
     tensors = load_file(head / SINGLE_NAME)
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] + 1
     save_file(tensors, head / SINGLE_NAME, metadata={"format": "pt"})
-    first, second = run_ranks(2, f"{JOB}:damaged", nan_folder=str(nan), head_folder=str(head), layout=FSDP_2)
+    first, second = run_ranks(
+        2, f"{JOB}:damaged", nan_folder=str(nan), head_folder=str(head), layout=FSDP_2
+    )
     assert first == second
     assert "model.layers.1.mlp.up_proj.weight" in first[0] and "NaN" in first[0]
     assert "lm_head.weight" in first[1] and "tie_word_embeddings" in first[1]
@@ -198,7 +225,9 @@ def test_failed_export_leaves_the_earlier_one(run_ranks, checkpoints, tmp_path):
     assert first == second and first[0] == "exported"
     assert "model-00002-of" in first[1] and "File too large" in first[1]
     check_export(out, folder, torch.float32, None)
-    assert [path.name for path in out.parent.iterdir()] == ["hf_model"], "nothing half-written should stay"
+    assert [path.name for path in out.parent.iterdir()] == ["hf_model"], (
+        "nothing half-written should stay"
+    )
 
 
 def test_export_never_replaces_what_is_no_export(checkpoints, tmp_path):
@@ -221,9 +250,15 @@ def test_export_that_would_not_load_is_refused(checkpoints):
     names, shapes = TensorNames(hf_config), parameter_shapes(build_model(hf_config))
     check_exportable(names, shapes)
     for changed, word in (
-        ({**shapes, "blocks.1.attention.w_q.weight": (1, 2)}, "model.layers.1.self_attn.q_proj.weight"),
+        (
+            {**shapes, "blocks.1.attention.w_q.weight": (1, 2)},
+            "model.layers.1.self_attn.q_proj.weight",
+        ),
         ({**shapes, "blocks.1.attention.w_q.bias": (2,)}, "blocks.1.attention.w_q.bias"),
-        ({name: shape for name, shape in shapes.items() if name != "embeddings.weight"}, "model.embed_tokens.weight"),
+        (
+            {name: shape for name, shape in shapes.items() if name != "embeddings.weight"},
+            "model.embed_tokens.weight",
+        ),
     ):
         with pytest.raises(InputError, match=word):
             check_exportable(names, changed)
@@ -248,10 +283,17 @@ def test_chosen_chat_template_is_the_one_that_tokenizers_find(checkpoints, tmp_p
     model.init_weights(device=torch.device("cpu"))
     template = "{% for message in messages %}[{{ message['content'] }}]{% endfor %}"
     export_hf(
-        model, names, source_folder=folder, out_folder=tmp_path / "out", dtype=torch.float32, chat_template=template
+        model,
+        names,
+        source_folder=folder,
+        out_folder=tmp_path / "out",
+        dtype=torch.float32,
+        chat_template=template,
     )
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
-    assert tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False) == "[hi]"
+    assert (
+        tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False) == "[hi]"
+    )
     assert (tmp_path / "out" / SINGLE_NAME).is_file()
     assert not (tmp_path / "out" / INDEX_NAME).exists()
 
@@ -259,20 +301,31 @@ def test_chosen_chat_template_is_the_one_that_tokenizers_find(checkpoints, tmp_p
 def test_boxes_agree_with_torch_where_cuts_are_even():
     placements = [Replicate(), Shard(0), Shard(1), _StridedShard(0, split_factor=2)]
     for first, second in itertools.product(placements, placements):
-        if isinstance(second, _StridedShard) or (isinstance(first, _StridedShard) and second != Shard(0)):
+        if isinstance(second, _StridedShard) or (
+            isinstance(first, _StridedShard) and second != Shard(0)
+        ):
             continue
         for place in itertools.product(range(2), range(2)):
-            shape, offset = _compute_local_shape_and_global_offset((8, 12), (2, 2), list(place), [first, second])
+            shape, offset = _compute_local_shape_and_global_offset(
+                (8, 12), (2, 2), list(place), [first, second]
+            )
             box = shard_box((8, 12), (2, 2), place, [first, second])
             assert (box_shape(box), tuple(part.start for part in box)) == (shape, offset)
 
 
 @pytest.mark.parametrize("num_rows", [1, 3, 7, 10, 13])
 def test_boxes_of_uneven_cuts_tile_the_tensor(num_rows):
-    """Tensor parallelism cuts first, FSDP what is left: as torch.chunk does, one after the other."""
+    """Tensor parallelism cuts first, FSDP what is left: as torch.chunk does, one after the
+    other.
+    """
     rows = torch.arange(num_rows)
     for tensor_rank, fsdp_rank in itertools.product(range(2), range(4)):
         halves = [*rows.chunk(2), rows[:0], rows[:0]]
         quarters = [*halves[tensor_rank].chunk(4), *[rows[:0]] * 4]
-        box = shard_box((num_rows,), (4, 2), (fsdp_rank, tensor_rank), [_StridedShard(0, split_factor=2), Shard(0)])
+        box = shard_box(
+            (num_rows,),
+            (4, 2),
+            (fsdp_rank, tensor_rank),
+            [_StridedShard(0, split_factor=2), Shard(0)],
+        )
         assert torch.equal(rows[box], quarters[fsdp_rank])

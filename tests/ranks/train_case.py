@@ -15,26 +15,40 @@ from typing import Any
 
 from safetensors.numpy import load_file
 
-from open_instruct.run import export_command
+from open_instruct.commands import export
 
 NUM_ROWS = 22
 ROWS_PER_STEP = 8
 # Of a whole epoch, the last of which is short; what a command takes without the flag is of two.
 STEPS_OF_AN_EPOCH = 3
-# Above those that Ray gives to its workers, too. Each process of a test session has an eighth by itself.
+# Above those that Ray gives to its workers, too. Each process of a test session has an eighth by
+# itself.
 OUTSIDE_THE_EPHEMERAL = range(20_000, 32_000)
 NUM_SHARES = 8
 
 OF_EVERY_RUN = {
-    *("step", "loss", "grad_norm", "lr", "num_tokens", "tokens_per_second", "peak_memory_gib", "padding_fraction"),
-    *("shared_fraction", *(f"time/{part}" for part in ("data", "forward", "backward", "optimizer", "checkpoint"))),
+    *(
+        "step",
+        "loss",
+        "grad_norm",
+        "lr",
+        "num_tokens",
+        "tokens_per_second",
+        "peak_memory_gib",
+        "padding_fraction",
+    ),
+    *(
+        "shared_fraction",
+        *(f"time/{part}" for part in ("data", "forward", "backward", "optimizer", "checkpoint")),
+    ),
 }
 """Metrics that a row of every objective has."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainCase:
-    """Model, rows and cache of a run; 22 rows in global batches of 8, so that the last batch is short.
+    """Model, rows and cache of a run; 22 rows in global batches of 8, so that the last batch is
+    short.
 
     `own_flags` are those that only its command has.
     """
@@ -44,8 +58,12 @@ class TrainCase:
     folder: Path
     own_flags: dict[str, Any]
 
-    def command(self, name: str, *, ranks: int = 1, batch: int | None = None, **flags: Any) -> list[str]:
-        """Flags of a run called `name` on so many data-parallel ranks, `batch` rows a microbatch."""
+    def command(
+        self, name: str, *, ranks: int = 1, batch: int | None = None, **flags: Any
+    ) -> list[str]:
+        """Flags of a run called `name` on so many data-parallel ranks, `batch` rows a
+        microbatch.
+        """
         per_rank = ROWS_PER_STEP // ranks
         batch = batch or per_rank
         settings: dict[str, Any] = {
@@ -70,17 +88,24 @@ class TrainCase:
         return words
 
     def metrics(self, name: str) -> list[dict[str, float]]:
-        return [json.loads(line) for line in (self.folder / name / "metrics.jsonl").read_text().splitlines()]
+        return [
+            json.loads(line)
+            for line in (self.folder / name / "metrics.jsonl").read_text().splitlines()
+        ]
 
     def trajectory(self, name: str) -> list[tuple[float, float]]:
         """(loss, gradient norm) of every step."""
         return [(row["loss"], row["grad_norm"]) for row in self.metrics(name)]
 
     def is_exported_again(self, name: str) -> bool:
-        """Whether `open-instruct export` makes of the newest checkpoint, byte for byte, what the run has left."""
+        """Whether `open-instruct export` makes of the newest checkpoint, byte for byte, what the
+        run has left.
+        """
         left, again = self.folder / name / "hf_model", self.folder / f"{name}_again"
-        assert export_command.main([str(self.folder / name), "--output_dir", str(again)]) == 0
-        of_both = [{path.name: path.read_bytes() for path in folder.iterdir()} for folder in (left, again)]
+        assert export.main([str(self.folder / name), "--output_dir", str(again)]) == 0
+        of_both = [
+            {path.name: path.read_bytes() for path in folder.iterdir()} for folder in (left, again)
+        ]
         assert of_both[0]
         return of_both[0] == of_both[1]
 
@@ -94,7 +119,9 @@ class TrainCase:
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports that nobody listens on now, and that neither the system nor other tests take before they are used."""
+    """Ports that nobody listens on now, and that neither the system nor other tests take before
+    they are used.
+    """
     ports: list[int] = []
     for port in islice(_own_ports(), 50 + 2 * count):
         with socket.socket() as listener, contextlib.suppress(OSError):
@@ -107,7 +134,9 @@ def free_ports(count: int) -> list[int]:
 
 @cache
 def _own_ports() -> Iterator[int]:
-    """From a place that is not seeded, as runs within this process seed `random`: another session may run beside it."""
+    """From a place that is not seeded, as runs within this process seed `random`: another session
+    may run beside it.
+    """
     number = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
     own = OUTSIDE_THE_EPHEMERAL[number % NUM_SHARES :: NUM_SHARES]
     return islice(cycle(own), random.SystemRandom().randrange(len(own)), None)

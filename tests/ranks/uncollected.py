@@ -1,4 +1,6 @@
-"""Imported before `preloaded`, which has it on again: libraries that are being imported are no garbage."""
+"""Imported before `preloaded`, which has it on again: libraries that are being imported are no
+garbage.
+"""
 
 import gc
 

@@ -11,7 +11,8 @@ JoinAs = Callable[[int, int], None]
 def join_as() -> Iterator[JoinAs]:
     """Become a rank of a world that has no other processes.
 
-    OLMo-core keeps its mesh in a global, and DTensor remembers process groups with the shapes it has worked out.
+    OLMo-core keeps its mesh in a global, and DTensor remembers process groups with the shapes it
+    has worked out.
     """
     import torch.distributed as dist  # only now: most selections of tests do without it
     from olmo_core.distributed import parallel

@@ -1,4 +1,6 @@
-"""Engines without a model: what makes their tokens is steered by the test, and they can be killed."""
+"""Engines without a model: what makes their tokens is steered by the test, and they can be
+killed.
+"""
 
 import threading
 import time
@@ -9,10 +11,15 @@ from dataclasses import replace
 from typing import Any
 
 from open_instruct.config.rollout_sections import FleetSection
-from open_instruct.engines.engine import Engine
-from open_instruct.engines.requests import Batching, EngineSettings, GenerationRequest, SamplingSettings
-from open_instruct.errors import RunError
-from open_instruct.records import Completion
+from open_instruct.core.errors import RunError
+from open_instruct.core.records import Completion
+from open_instruct.generation.engine import Engine
+from open_instruct.generation.requests import (
+    Batching,
+    EngineSettings,
+    GenerationRequest,
+    SamplingSettings,
+)
 
 MAX_NUM_SEQS = 4
 MAX_PROMPT_LENGTH = 16
@@ -23,7 +30,9 @@ SETTINGS = EngineSettings(
     tokenizer_folder="model",
     dtype="float32",
     max_model_len=64,
-    batching=Batching(max_num_seqs=MAX_NUM_SEQS, max_num_batched_tokens=None, schedules_ahead=False),
+    batching=Batching(
+        max_num_seqs=MAX_NUM_SEQS, max_num_batched_tokens=None, schedules_ahead=False
+    ),
     fleet=FleetSection(),
     seed=0,
 )
@@ -71,7 +80,8 @@ class FakeCore:
         calls: what the engine asked of it, in order, steps as ("step", number of requests).
         failures: by method, what to raise the next time it is called.
         num_steps_begun: a step that is held back counts.
-        is_ahead: a step hands out what the one before has finished, as with vLLM's async scheduling.
+        is_ahead: a step hands out what the one before has finished, as with vLLM's async
+            scheduling.
     """
 
     def __init__(self) -> None:
@@ -159,7 +169,10 @@ class FakeCore:
 
 
 class InProcessEngine:
-    """A handle on an engine of this process, as the pool wants it. `die` makes it silent, like a lost process."""
+    """A handle on an engine of this process, as the pool wants it.
+
+    `die` makes it silent, like a lost process.
+    """
 
     def __init__(self, name: str = "engine", *, fleet: FleetSection = SETTINGS.fleet) -> None:
         self.name = name
@@ -184,7 +197,11 @@ class InProcessEngine:
     def ask(self, timeout_s: float, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         name = method.__name__
         self.asked.append(name)
-        answer = Future[Any]() if self._death.done() else meanwhile(getattr(self.engine, name), *args, **kwargs)
+        answer = (
+            Future[Any]()
+            if self._death.done()
+            else meanwhile(getattr(self.engine, name), *args, **kwargs)
+        )
         wait([answer, self._death], timeout_s, FIRST_COMPLETED)
         if self._death.done():
             raise RunError(f"{self.name} was lost during {name}")
@@ -202,4 +219,6 @@ class InProcessEngine:
     @property
     def requests(self) -> list[GenerationRequest]:
         """Those that it was told to begin."""
-        return [asked for method, args in self.told if method == "begin" for asked in args[0].values()]
+        return [
+            asked for method, args in self.told if method == "begin" for asked in args[0].values()
+        ]

@@ -1,4 +1,6 @@
-"""Flags, groups, engines and verifiers that a test can steer: what they answer depends on the request alone."""
+"""Flags, groups, engines and verifiers that a test can steer: what they answer depends on the
+request alone.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +13,27 @@ from typing import Literal
 
 from open_instruct.config.grpo import GRPOConfig
 from open_instruct.config.parser import parse
-from open_instruct.engines.requests import GenerationRequest
-from open_instruct.records import Check, Completion, Prompt, RolloutGroup, Verdict
+from open_instruct.core.records import Check, Completion, Prompt, RolloutGroup, Verdict
+from open_instruct.generation.requests import GenerationRequest
 
-PROMPT = Prompt(row_id=7, token_ids=(1, 40, 2), text="2 + 2?", checks=(Check(verifier="math", ground_truth="4"),))
+PROMPT = Prompt(
+    row_id=7,
+    token_ids=(1, 40, 2),
+    text="2 + 2?",
+    checks=(Check(verifier="math", ground_truth="4"),),
+)
 
 
 def grpo_config(*words: str) -> GRPOConfig:
-    required = ["--model_name_or_path", "m", "--dataset_mixer_list", "prompts.jsonl", "1.0", "--output_dir", "out"]
+    required = [
+        "--model_name_or_path",
+        "m",
+        "--dataset_mixer_list",
+        "prompts.jsonl",
+        "1.0",
+        "--output_dir",
+        "out",
+    ]
     return parse(GRPOConfig, [*required, *words])
 
 
@@ -53,7 +68,9 @@ def group_of(
         ticket=ticket,
         prompt=prompt,
         completions=tuple(completions or [completion(seed=index) for index in range(len(rewards))]),
-        verdicts=tuple(Verdict(reward=reward, scores={"math": reward} | scores) for reward in rewards),
+        verdicts=tuple(
+            Verdict(reward=reward, scores={"math": reward} | scores) for reward in rewards
+        ),
     )
 
 
@@ -71,7 +88,9 @@ class FakeDataset:
     def __getitem__(self, row_id: int) -> Prompt:
         assert 0 <= row_id < self._num_prompts
         check = Check(verifier="fake", ground_truth=str(row_id))
-        return Prompt(row_id=row_id, token_ids=(1, row_id + 10), text=f"prompt {row_id}", checks=(check,))
+        return Prompt(
+            row_id=row_id, token_ids=(1, row_id + 10), text=f"prompt {row_id}", checks=(check,)
+        )
 
 
 def answer(request: GenerationRequest, *, version: int = 0) -> Completion:
@@ -88,7 +107,10 @@ def answer(request: GenerationRequest, *, version: int = 0) -> Completion:
 
 
 class FakePool:
-    """Engines that answer when they are told to. `version` is what `submit` finds: the oldest a token may be."""
+    """Engines that answer when they are told to.
+
+    `version` is what `submit` finds: the oldest a token may be.
+    """
 
     def __init__(self) -> None:
         self.version = 0

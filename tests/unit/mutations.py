@@ -1,18 +1,50 @@
-"""Seeded damage: JSON with one value changed to something odd, bytes with some of them changed, cut or doubled."""
+"""Seeded damage:
+
+JSON with one value changed to something odd, bytes with some of them changed, cut or doubled.
+"""
 
 import copy
 import random
 from typing import Any
 
 ODD_VALUES: tuple[Any, ...] = (
-    *(None, True, False, 0, -1, 1, 7, 1000, 2**31, 2**63, 10**30, -(10**30), 0.5, -0.0, 1e-300, 1e308),
-    *(float("inf"), float("nan"), "", "x", "7", "é\ud800", "../../etc/passwd", "a/b", "\x00\x1b[31m"),
+    *(
+        None,
+        True,
+        False,
+        0,
+        -1,
+        1,
+        7,
+        1000,
+        2**31,
+        2**63,
+        10**30,
+        -(10**30),
+        0.5,
+        -0.0,
+        1e-300,
+        1e308,
+    ),
+    *(
+        float("inf"),
+        float("nan"),
+        "",
+        "x",
+        "7",
+        "é\ud800",
+        "../../etc/passwd",
+        "a/b",
+        "\x00\x1b[31m",
+    ),
     *([], [0], ["x", None], [[]], {}, {"x": 1}, {"": {}}),
 )
 
 
 def mutated(value: Any, rng: random.Random) -> Any:
-    """A copy of a JSON value in which one place, at any depth, is another value, is gone, or has another name."""
+    """A copy of a JSON value in which one place, at any depth, is another value, is gone, or has
+    another name.
+    """
     value = copy.deepcopy(value)
     places = list(_places(value))
     container, key = rng.choice(places)

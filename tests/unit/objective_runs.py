@@ -1,4 +1,6 @@
-"""What the tests of objectives share: their flags, rows in a file, and a train module on the CPU."""
+"""What the tests of objectives share: their flags, rows in a file, and a train module on the
+CPU.
+"""
 
 import json
 from collections.abc import Iterable
@@ -15,15 +17,23 @@ from open_instruct.data.mixer import parse_mixer_list
 from open_instruct.data.report import DataReport
 from open_instruct.data.row_builder import RowBuilder
 from open_instruct.data.token_dataset import TokenDataset, load_token_dataset
-from open_instruct.learner.optim.optimizers import build_optimizer_config
 from open_instruct.objectives.objective import BoundLoss, Objective
 from open_instruct.olmo_core_train_modules import ObjectiveTrainModule
-from tests.unit.learner.test_finite import CPU, Recorder
+from open_instruct.training.optim.optimizers import build_optimizer_config
+from tests.unit.training.test_finite import CPU, Recorder
 
 
 def config_of(objective: Objective, *words: str) -> Any:
     """Its flags: those that must be given, and `words`."""
-    needed = ["--model_name_or_path", "m", "--mixer_list", "rows.jsonl", "1.0", "--output_dir", "out"]
+    needed = [
+        "--model_name_or_path",
+        "m",
+        "--mixer_list",
+        "rows.jsonl",
+        "1.0",
+        "--output_dir",
+        "out",
+    ]
     return parse(objective.config_class, [*needed, *words])
 
 

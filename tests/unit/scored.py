@@ -2,15 +2,19 @@
 
 from typing import Literal
 
-from open_instruct.records import Check, Completion
-from open_instruct.verifiers.pool import Outcome, VerifierPool
+from open_instruct.core.records import Check, Completion
+from open_instruct.rewards.pool import Outcome, VerifierPool
 
 
 def completion_of(text: str, *, is_truncated: bool = False) -> Completion:
     reason: Literal["stop", "length"] = "length" if is_truncated else "stop"
-    return Completion(text=text, token_ids=(7,), logprobs=(-0.5,), versions=(0,), finish_reason=reason, seed=0)
+    return Completion(
+        text=text, token_ids=(7,), logprobs=(-0.5,), versions=(0,), finish_reason=reason, seed=0
+    )
 
 
-def score(pool: VerifierPool, check: Check, text: str, *, prompt: str = "", is_truncated: bool = False) -> Outcome:
+def score(
+    pool: VerifierPool, check: Check, text: str, *, prompt: str = "", is_truncated: bool = False
+) -> Outcome:
     (outcome,) = pool.scores(check, prompt, [completion_of(text, is_truncated=is_truncated)])
     return outcome

@@ -1,4 +1,6 @@
-"""Models of every family that are small enough for a test of a second, with weights that no norm hides."""
+"""Models of every family that are small enough for a test of a second, with weights that no norm
+hides.
+"""
 
 from functools import cache
 from typing import Any, TypeVar
@@ -7,7 +9,7 @@ import torch
 import transformers
 from olmo_core.nn.transformer import Transformer
 
-from open_instruct.families import FAMILIES
+from open_instruct.core.families import FAMILIES
 from open_instruct.models.attention.segments import Segments
 from open_instruct.models.build import build_model
 from open_instruct.models.transformer import SegmentTransformer

@@ -7,12 +7,12 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerFast
 
+from open_instruct.batching.steps import BatchShape
+from open_instruct.commands.tiny_model import train_tokenizer
+from open_instruct.core.records import Document, Span
 from open_instruct.data.chat import ChatFormat
 from open_instruct.data.messages import Message
 from open_instruct.data.mixer import parse_mixer_list
-from open_instruct.packing.steps import BatchShape
-from open_instruct.records import Document, Span
-from open_instruct.toys.tiny import train_tokenizer
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
@@ -37,7 +37,10 @@ def marked(tokenizer: PreTrainedTokenizerFast, document: Document) -> str:
     """The text of a document; what is learned stands in brackets."""
     text, stop = "", 0
     for span in document.responses:
-        context, learned = document.token_ids[stop : span.start], document.token_ids[span.start : span.stop]
+        context, learned = (
+            document.token_ids[stop : span.start],
+            document.token_ids[span.start : span.stop],
+        )
         text += f"{tokenizer.decode(list(context))}[{tokenizer.decode(list(learned))}]"
         stop = span.stop
     return text + str(tokenizer.decode(list(document.token_ids[stop:])))
@@ -69,7 +72,10 @@ def turns(*contents: str, roles: str = "") -> list[Any]:
     """Messages of the user and the assistant in turn, or of `roles`, such as "sua"."""
     names = {"s": "system", "u": "user", "a": "assistant"}
     letters = roles or ("ua" * len(contents))[: len(contents)]
-    return [{"role": names[letter], "content": text} for letter, text in zip(letters, contents, strict=True)]
+    return [
+        {"role": names[letter], "content": text}
+        for letter, text in zip(letters, contents, strict=True)
+    ]
 
 
 def pair(question: str, chosen: str, rejected: str) -> dict[str, Any]:
@@ -78,5 +84,10 @@ def pair(question: str, chosen: str, rejected: str) -> dict[str, Any]:
 
 
 def shape_of(**changes: Any) -> BatchShape:
-    least = {"documents_per_sample": 1, "max_samples_per_microbatch": 1, "max_microbatches": 1, "max_seq_length": 8}
+    least = {
+        "documents_per_sample": 1,
+        "max_samples_per_microbatch": 1,
+        "max_microbatches": 1,
+        "max_seq_length": 8,
+    }
     return BatchShape(**(least | {"packing": True} | changes))

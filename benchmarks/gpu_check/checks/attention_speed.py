@@ -1,4 +1,6 @@
-"""How fast attention is, with the heads of models of 7B and 8B, beside a product of matrices and dense attention."""
+"""How fast attention is, with the heads of models of 7B and 8B, beside a product of matrices and
+dense attention.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,15 +15,19 @@ from gpu_check.findings import Findings
 from open_instruct.models.attention.attention import attend_over_segments
 from open_instruct.models.attention.segments import QKV, Segments
 
-# Of a product forward, its two products backward; of attention backward five products, where forward has two.
+# Of a product forward, its two products backward; of attention backward five products, where
+# forward has two.
 BACKWARD_OF_PRODUCT, BACKWARD_OF_ATTENTION = 2.0, 2.5
-# Of a tree of 16 episodes of 4 turns, in which each turn is followed by two: turns that the one before does not have.
+# Of a tree of 16 episodes of 4 turns, in which each turn is followed by two: turns that the one
+# before does not have.
 OWN_TURNS = (1, 2, 1, 3, 1, 2, 1, 4, 1, 2, 1, 3, 1, 2, 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """A packed row: its segments as `Segments.of` takes them, heads, and the window's tokens to the left (-1: all)."""
+    """A packed row: its segments as `Segments.of` takes them, heads, and the window's tokens to the
+    left (-1: all).
+    """
 
     title: str
     lengths: tuple[int, ...]
@@ -140,11 +146,24 @@ def check(findings: Findings, work: Path, rehearse: bool) -> None:
         def attend(qkv: QKV = qkv, segments: Segments = segments, row: Row = row) -> torch.Tensor:
             return attend_over_segments(qkv, segments, left=row.left)
 
-        findings.require(bool(attend().isfinite().all()), f"{row.title}: what comes out is not finite")
-        measured(row.title, attend, list(qkv), row.forward_flops(), BACKWARD_OF_ATTENTION, tokens=num_tokens)
-    findings.table("bfloat16, medians; of attention only the pairs that see each other count", figures)
+        findings.require(
+            bool(attend().isfinite().all()), f"{row.title}: what comes out is not finite"
+        )
+        measured(
+            row.title,
+            attend,
+            list(qkv),
+            row.forward_flops(),
+            BACKWARD_OF_ATTENTION,
+            tokens=num_tokens,
+        )
+    findings.table(
+        "bfloat16, medians; of attention only the pairs that see each other count", figures
+    )
     shared = next(each for each in figures if "share prompts" in str(each["what"]))
-    findings.headline = f"pairs that share prompts: {shared['TFLOP/s']:.0f} TFLOP/s {shared['of the peak']}".strip()
+    findings.headline = (
+        f"pairs that share prompts: {shared['TFLOP/s']:.0f} TFLOP/s {shared['of the peak']}".strip()
+    )
 
 
 def leaf(*shape: int, device: torch.device) -> torch.Tensor:

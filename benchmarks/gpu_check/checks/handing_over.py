@@ -1,4 +1,7 @@
-"""Weights from a learner to a receiver in another process on the same device, without vLLM: CUDA's shared memory."""
+"""Weights from a learner to a receiver in another process on the same device, without vLLM:
+
+CUDA's shared memory.
+"""
 
 import time
 from multiprocessing.connection import Connection
@@ -9,7 +12,7 @@ import torch
 
 from gpu_check.devices import device_of, median_seconds
 from gpu_check.findings import Findings
-from open_instruct.weights.ways import choose_backend
+from open_instruct.weight_sync.ways import choose_backend
 
 NUM_COMPARED, NUM_TIMED = 2, 3
 TIMEOUT_S = 40.0
@@ -34,7 +37,9 @@ def check(findings: Findings, work: Path, rehearse: bool) -> None:
         for name, total in sums.items()
         if received[version].get(name) != total
     ]
-    findings.require(not wrong, f"{len(wrong)} tensors came out otherwise than they were sent, first {wrong[:3]}")
+    findings.require(
+        not wrong, f"{len(wrong)} tensors came out otherwise than they were sent, first {wrong[:3]}"
+    )
     rate = sent["bytes"] / min(sent["seconds"][NUM_COMPARED:]) / 1e9
     findings.table(
         f"A sync by {backend}, in buckets of {sent['bucket_mib']} MiB",
@@ -47,21 +52,25 @@ def check(findings: Findings, work: Path, rehearse: bool) -> None:
             {"what": "GB/s of a bare copy on the device", "figure": sent["copy_gb_s"]},
         ],
     )
-    findings.headline = f"{backend}: {len(sent['sums'][0])} tensors as they were sent, {rate:.1f} GB/s"
+    findings.headline = (
+        f"{backend}: {len(sent['sums'][0])} tensors as they were sent, {rate:.1f} GB/s"
+    )
 
 
 def send(pipe: Connection, rehearse: bool) -> tuple[dict[str, Any], str]:
     """As the learner: every version is the one before, doubled."""
     import torch.distributed as dist
 
+    from open_instruct.commands.tiny_model import SIZES, tiny_config
     from open_instruct.models.build import build_model
     from open_instruct.models.hf.names import TensorNames
     from open_instruct.parallel.process import start_process, stop_process
-    from open_instruct.toys.tiny import SIZES, tiny_config
-    from open_instruct.weights.sender import WeightSender
+    from open_instruct.weight_sync.sender import WeightSender
 
     device = device_of(rehearse)
-    backend = choose_backend("auto", on_cuda=not rehearse, single_device=not rehearse, same_host=True)
+    backend = choose_backend(
+        "auto", on_cuda=not rehearse, single_device=not rehearse, same_host=True
+    )
     size, bucket_mib = ("tiny", 1) if rehearse else ("base", 256)
     start_process(timeout_s=60, seed=0)
     assert dist.get_world_size() == 1
@@ -72,7 +81,12 @@ def send(pipe: Connection, rehearse: bool) -> tuple[dict[str, Any], str]:
         for parameter in model.parameters():
             parameter.uniform_(-1, 1)
     sender = WeightSender(
-        model, names, backend=backend, dtype=torch.bfloat16, bucket_bytes=bucket_mib * MIB, timeout_s=TIMEOUT_S
+        model,
+        names,
+        backend=backend,
+        dtype=torch.bfloat16,
+        bucket_bytes=bucket_mib * MIB,
+        timeout_s=TIMEOUT_S,
     )
     pipe.send(sender.open(1))
     sender.join()
@@ -80,7 +94,9 @@ def send(pipe: Connection, rehearse: bool) -> tuple[dict[str, Any], str]:
     sums, seconds = [], []
     for version in range(NUM_COMPARED + NUM_TIMED):
         if version < NUM_COMPARED:
-            sums.append({hf_name: checksum(parameters[name].to(torch.bfloat16)) for name, hf_name in names})
+            sums.append(
+                {hf_name: checksum(parameters[name].to(torch.bfloat16)) for name, hf_name in names}
+            )
         began_s = time.perf_counter()
         sender.send(version)
         seconds.append(time.perf_counter() - began_s)
@@ -105,7 +121,7 @@ def send(pipe: Connection, rehearse: bool) -> tuple[dict[str, Any], str]:
 
 def receive(pipe: Connection, rehearse: bool) -> None:
     """As an engine, without one: answers with the checksums of the versions that are compared."""
-    from open_instruct.weights.receiver import IncomingWeights
+    from open_instruct.weight_sync.receiver import IncomingWeights
 
     try:
         device = device_of(rehearse)

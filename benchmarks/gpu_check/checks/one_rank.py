@@ -1,4 +1,6 @@
-"""One rank under torchrun, over NCCL: a run that is stopped and resumed is the run that was not; its export opens."""
+"""One rank under torchrun, over NCCL: a run that is stopped and resumed is the run that was not;
+its export opens.
+"""
 
 from pathlib import Path
 
@@ -31,11 +33,17 @@ def open_export(findings: Findings, folder: Path, device: torch.device) -> None:
     """transformers opens it, holds the weights that were written, and writes a reply."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    model, tokenizer = (
+        AutoModelForCausalLM.from_pretrained(folder),
+        AutoTokenizer.from_pretrained(folder),
+    )
     held, written = model.state_dict(), weights(folder.parent)
     findings.require(
-        all(torch.equal(held[name], tensor) for name, tensor in written.items()), "transformers holds other weights"
+        all(torch.equal(held[name], tensor) for name, tensor in written.items()),
+        "transformers holds other weights",
     )
     ids = tokenizer("One and one are", return_tensors="pt").to(device)
     reply = model.to(device).generate(**ids, max_new_tokens=4, do_sample=False)
-    findings.require(reply.shape[1] > ids["input_ids"].shape[1], "the exported model writes nothing")
+    findings.require(
+        reply.shape[1] > ids["input_ids"].shape[1], "the exported model writes nothing"
+    )

@@ -25,9 +25,16 @@ def check(findings: Findings, work: Path, rehearse: bool) -> None:
         f"--junitxml={report}",
     ]
     words += ["--basetemp", str(work / "tests")]
-    environment = os.environ | ({"REHEARSE_GPU_TESTS": "1"} if rehearse else {})  # tests/conftest.py
-    done = subprocess.run([sys.executable, "-m", "pytest", *words, "tests/gpu"], cwd=REPOSITORY, env=environment)
-    rows = [] if not report.exists() else [row_of(case) for case in ElementTree.parse(report).iter("testcase")]
+    # Tests/conftest.py.
+    environment = os.environ | ({"REHEARSE_GPU_TESTS": "1"} if rehearse else {})
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", *words, "tests/gpu"], cwd=REPOSITORY, env=environment
+    )
+    rows = (
+        []
+        if not report.exists()
+        else [row_of(case) for case in ElementTree.parse(report).iter("testcase")]
+    )
     findings.table("Tests", rows)
     states = [row["state"] for row in rows]
     findings.headline = f"{states.count('passed')} of {len(rows)} tests passed"
@@ -38,7 +45,16 @@ def check(findings: Findings, work: Path, rehearse: bool) -> None:
 
 def row_of(case: ElementTree.Element) -> dict[str, object]:
     """Of one test: its name, how it ended, why where it did not pass, and how long it took."""
-    ends = {child.tag: child.get("message", "") for child in case if child.tag in ("failure", "error", "skipped")}
+    ends = {
+        child.tag: child.get("message", "")
+        for child in case
+        if child.tag in ("failure", "error", "skipped")
+    }
     state, why = next(iter(ends.items()), ("passed", ""))
     why = why.partition("\n")[0][:200]
-    return {"test": case.get("name"), "state": state, "seconds": float(case.get("time", 0)), "why": why}
+    return {
+        "test": case.get("name"),
+        "state": state,
+        "seconds": float(case.get("time", 0)),
+        "why": why,
+    }

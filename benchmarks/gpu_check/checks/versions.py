@@ -1,4 +1,6 @@
-"""Which versions are there, whether they go together by pyproject.toml, and whether the device computes at all."""
+"""Which versions are there, whether they go together by pyproject.toml, and whether the device
+computes at all.
+"""
 
 import platform
 import shutil
@@ -20,7 +22,8 @@ from gpu_check.findings import Findings
 
 # What a step or a file depends on; of other packages a version out of bounds is only told.
 MUST_FIT = {"torch", "ai2-olmo-core", "transformers", "tokenizers", "safetensors", "numpy"}
-# By the major version of CUDA that torch was built with: CUDA Toolkit release notes, minor version compatibility.
+# By the major version of CUDA that torch was built with: CUDA Toolkit release notes, minor version
+# compatibility.
 LEAST_DRIVER = {12: "525.60.13", 13: "580"}
 
 
@@ -58,7 +61,10 @@ def check(findings: Findings, work: Path, rehearse: bool) -> None:
     findings.table("Packages, by pyproject.toml", rows)
     for row in rows:
         if row["fits"] is False:
-            said = f"{row['package']} {row['installed'] or 'is missing'}: pyproject.toml wants {row['wanted']}"
+            said = (
+                f"{row['package']} {row['installed'] or 'is missing'}: pyproject.toml wants "
+                f"{row['wanted']}"
+            )
             if row["package"] in MUST_FIT:
                 findings.require(False, said)
             else:
@@ -66,9 +72,15 @@ def check(findings: Findings, work: Path, rehearse: bool) -> None:
 
     left, right = torch.randn(256, 192), torch.randn(192, 128)
     products = (left.to(device) @ right.to(device)).cpu()
-    findings.require(torch.allclose(products, left @ right, atol=1e-3), "a float32 product differs from the CPU's")
+    findings.require(
+        torch.allclose(products, left @ right, atol=1e-3),
+        "a float32 product differs from the CPU's",
+    )
     where = facts.get("device", "the CPU")
-    findings.headline = f"torch {torch.__version__} on {where}, {sum(row['fits'] is True for row in rows)} packages fit"
+    findings.headline = (
+        f"torch {torch.__version__} on {where}, {sum(row['fits'] is True for row in rows)} "
+        "packages fit"
+    )
 
 
 def packages() -> Iterator[dict[str, object]]:
@@ -76,7 +88,9 @@ def packages() -> Iterator[dict[str, object]]:
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     for requirement in map(Requirement, project["dependencies"]):
         installed = version_of(requirement.name)
-        fits = installed is not None and requirement.specifier.contains(installed.split("+")[0], prereleases=True)
+        fits = installed is not None and requirement.specifier.contains(
+            installed.split("+")[0], prereleases=True
+        )
         wanted = str(requirement.specifier)
         yield {"package": requirement.name, "installed": installed, "wanted": wanted, "fits": fits}
 
@@ -116,10 +130,14 @@ def driver_version() -> str | None:
 
 
 def driver_problem(driver: str | None, cuda: str | None) -> str | None:
-    """What is wrong with running a torch built with `cuda` on `driver`; None where nothing is, or is known."""
+    """What is wrong with running a torch built with `cuda` on `driver`;
+
+    None where nothing is, or is known.
+    """
     least = None if cuda is None else LEAST_DRIVER.get(int(cuda.split(".")[0]))
     if driver is None or least is None or Version(driver) >= Version(least):
         return None
     return (
-        f"the driver is {driver}, and CUDA {cuda} wants {least} or newer: update it, or install a torch of older CUDA"
+        f"the driver is {driver}, and CUDA {cuda} wants {least} or newer: update it, or install a "
+        "torch of older CUDA"
     )

@@ -1,7 +1,9 @@
-"""GRPO with vLLM engines of one and of two devices: after every sync, engines' log-probs against the learners'.
+"""GRPO with vLLM engines of one and of two devices: after every sync, engines' log-probs against
+the learners'.
 
-On GPUs the engines have vLLM's V2 model runner and schedule ahead, and the second run changes weights in the midst of
-completions. vLLM's CPU build, which the rehearsal takes, has the V1 runner alone.
+On GPUs the engines have vLLM's V2 model runner and schedule ahead, and the second run changes
+weights in the midst of completions. vLLM's CPU build, which the rehearsal takes, has the V1 runner
+alone.
 """
 
 import json
@@ -15,25 +17,36 @@ from harness import REPOSITORY
 
 from gpu_check.findings import Findings
 from gpu_check.ranks import devices
-from open_instruct.rollout.traces import read_traces
-from open_instruct.toys.tiny import write_tiny_model
+from open_instruct.commands.tiny_model import write_tiny_model
+from open_instruct.rl.traces import read_traces
 
 MOST_APART = 1e-2
 """Nats that a token's log-probs may be apart on average, in bfloat16."""
 NUM_LEARNERS, NUM_STEPS = 2, 4
 PROMPTS_A_STEP, GROUP = 8, 4
-# Devices of the engine, and flags. Where weights change within completions, steps are so small that rounding is more.
+# Devices of the engine, and flags. Where weights change within completions, steps are so small that
+# rounding is more.
 WAYS: dict[str, tuple[int, str]] = {
     "one device": (1, "--async_steps 0 --learning_rate 1e-4"),
-    "two devices, updates in flight": (2, "--async_steps 1 --inflight_updates true --learning_rate 1e-6"),
+    "two devices, updates in flight": (
+        2,
+        "--async_steps 1 --inflight_updates true --learning_rate 1e-6",
+    ),
 }
 
 
 def check(findings: Findings, work: Path, rehearse: bool) -> None:
-    model = write_tiny_model(work / "model", family="olmo2", size="tiny" if rehearse else "small", dtype="bfloat16")
+    model = write_tiny_model(
+        work / "model", family="olmo2", size="tiny" if rehearse else "small", dtype="bfloat16"
+    )
     prompts = work / "prompts.jsonl"
-    rows = ({"messages": [{"role": "user", "content": f"Number {i}?"}], "ground_truth": str(i)} for i in range(64))
-    prompts.write_text("".join(json.dumps(row | {"dataset": "share_of_digits"}) + "\n" for row in rows))
+    rows = (
+        {"messages": [{"role": "user", "content": f"Number {i}?"}], "ground_truth": str(i)}
+        for i in range(64)
+    )
+    prompts.write_text(
+        "".join(json.dumps(row | {"dataset": "share_of_digits"}) + "\n" for row in rows)
+    )
     common = f"""
         --model_name_or_path {model} --dataset_mixer_list {prompts} 1.0 --verifier gpu_check.digits:share_of_digits
         --num_learners_per_node {NUM_LEARNERS} --vllm_num_engines 1 --param_dtype bfloat16 --lr_scheduler_type constant
@@ -45,9 +58,18 @@ def check(findings: Findings, work: Path, rehearse: bool) -> None:
     running: dict[str, subprocess.Popen[bytes]] = {}
     first_device = 0
     for number, (name, (size, flags)) in enumerate(WAYS.items()):
-        own = ["--vllm_tensor_parallel_size", str(size), "--output_dir", str(work / str(number)), *flags.split()]
+        own = [
+            "--vllm_tensor_parallel_size",
+            str(size),
+            "--output_dir",
+            str(work / str(number)),
+            *flags.split(),
+        ]
         running[name] = start(
-            [*common, *own], first_device=first_device, num_devices=NUM_LEARNERS + size, rehearse=rehearse
+            [*common, *own],
+            first_device=first_device,
+            num_devices=NUM_LEARNERS + size,
+            rehearse=rehearse,
         )
         first_device += NUM_LEARNERS + size
         if rehearse:
@@ -55,12 +77,18 @@ def check(findings: Findings, work: Path, rehearse: bool) -> None:
     codes = {name: process.wait() for name, process in running.items()}
     for name, code in codes.items():
         findings.require(code == 0, f"{name}: ended with code {code}")
-    compare(findings, {name: work / str(number) for number, name in enumerate(WAYS) if codes[name] == 0})
+    compare(
+        findings, {name: work / str(number) for number, name in enumerate(WAYS) if codes[name] == 0}
+    )
     if rehearse:
-        findings.note("vLLM's CPU build has the V1 model runner: that this one agrees says nothing of V2.")
+        findings.note(
+            "vLLM's CPU build has the V1 model runner: that this one agrees says nothing of V2."
+        )
 
 
-def start(words: Sequence[str], *, first_device: int, num_devices: int, rehearse: bool) -> subprocess.Popen[bytes]:
+def start(
+    words: Sequence[str], *, first_device: int, num_devices: int, rehearse: bool
+) -> subprocess.Popen[bytes]:
     environment = dict(os.environ)
     if not rehearse:
         environment |= devices(first_device, num_devices)
@@ -69,13 +97,18 @@ def start(words: Sequence[str], *, first_device: int, num_devices: int, rehearse
 
 
 def compare(findings: Findings, folders: dict[str, Path]) -> None:
-    """Every step of every run in its folder: one that learned from nothing has no figure, and fails."""
+    """Every step of every run in its folder: one that learned from nothing has no figure, and
+    fails.
+    """
     table: list[dict[str, object]] = []
     worst = 0.0
     for name, folder in folders.items():
         for row in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines()):
             apart = row.get("logprob_diff/mean", float("nan"))
-            told = f"{name}: log-probs of step {row['step']} are {apart:.2g} apart, and may be {MOST_APART:g}"
+            told = (
+                f"{name}: log-probs of step {row['step']} are {apart:.2g} apart, and may be "
+                f"{MOST_APART:g}"
+            )
             findings.require(apart <= MOST_APART, told)
             worst = max(worst, apart)
             table.append(
@@ -89,8 +122,12 @@ def compare(findings: Findings, folders: dict[str, Path]) -> None:
                 }
             )
     findings.table("Log-probs of the sampled tokens, engine against learner, bfloat16", table)
-    if "two devices, updates in flight" in folders and not any(row["completions of several versions"] for row in table):
-        findings.note("No completion had weights of two versions: updates came between completions.")
+    if "two devices, updates in flight" in folders and not any(
+        row["completions of several versions"] for row in table
+    ):
+        findings.note(
+            "No completion had weights of two versions: updates came between completions."
+        )
     findings.headline = f"{', '.join(folders)}: at most {worst:.1e} nats apart on average"
 
 

@@ -1,4 +1,6 @@
-"""Two replicas of two shards: checkpoints written beside the steps, and a resumed run that is the one never stopped."""
+"""Two replicas of two shards: checkpoints written beside the steps, and a resumed run that is the
+one never stopped.
+"""
 
 from pathlib import Path
 
@@ -18,9 +20,13 @@ def check(findings: Findings, work: Path, rehearse: bool) -> None:
 
     def run(name: str, num_steps: int, *, first_device: int = 0) -> Run:
         words = (*flags, *folders(work, name), "--max_train_steps", str(num_steps))
-        return Run(name=name, module=DPO, words=words, num_ranks=NUM_RANKS, first_device=first_device)
+        return Run(
+            name=name, module=DPO, words=words, num_ranks=NUM_RANKS, first_device=first_device
+        )
 
-    codes = codes_of([run("whole", 4), run("stopped", 2, first_device=NUM_RANKS)], rehearse=rehearse)
+    codes = codes_of(
+        [run("whole", 4), run("stopped", 2, first_device=NUM_RANKS)], rehearse=rehearse
+    )
     if all_ended_well(findings, codes):
         last = [run("stopped", 4), run("whole_again", 4, first_device=NUM_RANKS)]
         if all_ended_well(findings, codes_of(last, rehearse=rehearse)):

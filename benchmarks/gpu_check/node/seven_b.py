@@ -1,7 +1,7 @@
 """DPO of a 7B model over 8 shards: MFU compiled, and memory against its plan.
 
-Uncompiled the plan must be what was allocated; compiled it is a bound. The model has random weights, which are written
-first: 14 GiB in the folder for temporary files.
+Uncompiled the plan must be what was allocated; compiled it is a bound. The model has random
+weights, which are written first: 14 GiB in the folder for temporary files.
 """
 
 import json
@@ -12,34 +12,63 @@ from gpu_check.checks.throughput import figures_of, judge_plan
 from gpu_check.devices import device_of
 from gpu_check.findings import Findings
 from gpu_check.rows import write_rows
+from open_instruct.commands.tiny_model import SPECIAL_TOKENS, built_in_corpus, train_tokenizer
 from open_instruct.planning.subject.model import public_models
-from open_instruct.toys.tiny import SPECIAL_TOKENS, built_in_corpus, train_tokenizer
 
 MODEL = "allenai/OLMo-2-1124-7B"
-TINY = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
+TINY = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+}
 TINY |= {"num_key_value_heads": 2, "head_dim": 32, "vocab_size": 512}
 NUM_RANKS = 8
 FILE_BYTES = 2 * 2**30
 LEAST_MFU = 0.3
-"""The goal is 45% (benchmarks/dpo_throughput.py). Below two thirds of it something is in the way."""
+"""The goal is 45% (benchmarks/dpo_throughput.py).
+
+Below two thirds of it something is in the way.
+"""
 COMPILED = "compiled"
-# Steps, and flags of the run. What fits without recomputing everything is the run's own choice where it is timed.
+# Steps, and flags of the run. What fits without recomputing everything is the run's own choice
+# where it is timed.
 WAYS = {
-    "uncompiled, blocks recomputed": (3, ["--no_compile_model", "--activation_checkpointing", "full"]),
+    "uncompiled, blocks recomputed": (
+        3,
+        ["--no_compile_model", "--activation_checkpointing", "full"],
+    ),
     COMPILED: (6, ["--compile_model"]),
 }
 
 
 def check(findings: Findings, work: Path, rehearse: bool) -> None:
     length, batch = (128, 1) if rehearse else (2048, 4)
-    write_model(work / "kept" / "model", public_models()[MODEL] | (TINY if rehearse else {}), rehearse=rehearse)
+    write_model(
+        work / "kept" / "model",
+        public_models()[MODEL] | (TINY if rehearse else {}),
+        rehearse=rehearse,
+    )
     words = length // 8
-    rows = write_rows(work / "rows.jsonl", num_rows=NUM_RANKS * batch * 7, prompt_words=words, reply_words=words)
+    rows = write_rows(
+        work / "rows.jsonl", num_rows=NUM_RANKS * batch * 7, prompt_words=words, reply_words=words
+    )
     table: list[dict[str, object]] = []
     for name, (num_steps, flags) in WAYS.items():
-        given: list[object] = ["--ranks", NUM_RANKS, "--rows", rows, "--max_seq_length", length, "--batch", batch]
+        given: list[object] = [
+            "--ranks",
+            NUM_RANKS,
+            "--rows",
+            rows,
+            "--max_seq_length",
+            length,
+            "--batch",
+            batch,
+        ]
         given += ["--num_steps", num_steps, "--num_warmup_steps", num_steps // 2]
-        if (run := figures_of(findings, name, work, [*map(str, given)], flags, rehearse=rehearse)) is None:
+        if (
+            run := figures_of(findings, name, work, [*map(str, given)], flags, rehearse=rehearse)
+        ) is None:
             continue
         table.append({"run": name} | run)
         findings.tables.clear()
@@ -57,22 +86,32 @@ def judge(findings: Findings, name: str, run: dict[str, Any]) -> None:
 
 
 def write_model(folder: Path, fields: dict[str, Any], *, rehearse: bool) -> None:
-    """A model with random weights, made on the device, and a tokenizer: transformers would take minutes on a CPU."""
+    """A model with random weights, made on the device, and a tokenizer: transformers would take
+    minutes on a CPU.
+    """
     import torch
     import transformers
     from safetensors.torch import save_file
 
-    from open_instruct.families import FAMILIES
+    from open_instruct.core.families import FAMILIES
 
     folder.mkdir(parents=True)
-    ids = {f"{name}_token_id": SPECIAL_TOKENS.index(f"<|{name}|>") for name in ("pad", "bos", "eos")}
-    given = {name: value for name, value in fields.items() if name not in ("model_type", "dtype")} | ids
-    config = getattr(transformers, FAMILIES[fields["model_type"]].config_class)(**given, dtype="bfloat16")
+    ids = {
+        f"{name}_token_id": SPECIAL_TOKENS.index(f"<|{name}|>") for name in ("pad", "bos", "eos")
+    }
+    given = {
+        name: value for name, value in fields.items() if name not in ("model_type", "dtype")
+    } | ids
+    config = getattr(transformers, FAMILIES[fields["model_type"]].config_class)(
+        **given, dtype="bfloat16"
+    )
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config)
     config.architectures = [type(model).__name__]
     config.save_pretrained(folder)
-    train_tokenizer(built_in_corpus(), vocab_size=min(8192, fields["vocab_size"])).save_pretrained(folder)
+    train_tokenizer(built_in_corpus(), vocab_size=min(8192, fields["vocab_size"])).save_pretrained(
+        folder
+    )
     device, waiting, held_bytes = device_of(rehearse), {}, 0
     file_of: dict[str, str] = {}
     names = [name for name, _ in model.named_parameters()]

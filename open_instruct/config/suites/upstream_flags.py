@@ -1,7 +1,8 @@
-"""What becomes here of each flag of the original open-instruct and its lineage, read from flags.yaml.
+"""What becomes here of each flag of the original open-instruct and its lineage, read from
+flags.yaml.
 
-The parser and `open-instruct migrate-args` both use it. The latter also knows trainers of other suites that
-open-instruct has no counterpart of, from step_launches.yaml.
+The parser and `open-instruct migrate-args` both use it. The latter also knows trainers of other
+suites that open-instruct has no counterpart of, from step_launches.yaml.
 """
 
 import json
@@ -38,7 +39,8 @@ class Entry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fate:
-    """What becomes of a flag with its value: it is translated to `ours` with `words`, left out, or refused.
+    """What becomes of a flag with its value: it is translated to `ours` with `words`, left out, or
+    refused.
 
     Example: of `--timeout 30`, which is in minutes::
 
@@ -53,7 +55,9 @@ class Fate:
 
 @cache
 def upstream_table(section: str = EVERY) -> dict[str, Entry]:
-    """The entries of a section of flags.yaml, or of a trainer of another suite, by the name of the flag there."""
+    """The entries of a section of flags.yaml, or of a trainer of another suite, by the name of the
+    flag there.
+    """
     table = read_table("flags.yaml").get(section) or _other_trainer(section).get("flags", {})
     return {name: _entry(**facts) for names, facts in table.items() for name in names.split(", ")}
 
@@ -65,8 +69,13 @@ def upstream_defaults(trainer: str) -> dict[str, list[str]]:
 
 
 def upstream_behaviours(name: str) -> dict[str, list[str]]:
-    """Differences in behaviour that no flag controls, for a command or a trainer of upstream's: there, and here."""
-    return dict(_other_trainer(name).get("behaviours") or read_table("defaults.yaml")["behaviours"].get(name, {}))
+    """Differences in behaviour that no flag controls, for a command or a trainer of upstream's:
+    there, and here.
+    """
+    return dict(
+        _other_trainer(name).get("behaviours")
+        or read_table("defaults.yaml")["behaviours"].get(name, {})
+    )
 
 
 def _other_trainer(name: str) -> dict[str, Any]:
@@ -75,15 +84,29 @@ def _other_trainer(name: str) -> dict[str, Any]:
 
 
 def taken(name: str, words: Sequence[str], known: Collection[str]) -> Fate | None:
-    """The fate of upstream's flag `name` in a command with the flags `known`; None if upstream has no such flag."""
+    """The fate of upstream's flag `name` in a command with the flags `known`;
+
+    None if upstream has no such flag.
+    """
     is_grpo = "total_episodes" in known
     # Special sections stand behind the general one, and win.
     sections = reversed(read_table("flags.yaml"))
-    tables = [upstream_table(section) for section in sections if section == EVERY or (section == "grpo") == is_grpo]
+    tables = [
+        upstream_table(section)
+        for section in sections
+        if section == EVERY or (section == "grpo") == is_grpo
+    ]
     if name in known:  # the same name here; only some values are spelled otherwise
         value = " ".join(words).lower()
         spelled = (table[name] for table in tables if name in table)
-        return next((fate(entry, words) for entry in spelled if entry.ours == name and value in entry.values), None)
+        return next(
+            (
+                fate(entry, words)
+                for entry in spelled
+                if entry.ours == name and value in entry.values
+            ),
+            None,
+        )
     for each, its_words in ((name, words), (name.removeprefix("no_"), ["false"])):
         entries = [table[each] for table in tables if each in table]
         usable = [entry for entry in entries if entry.ours is None or entry.ours in known]
@@ -141,7 +164,9 @@ def _entry(**facts: Any) -> Entry:
 
 @cache
 def read_table(file: str, *, package: str = "open_instruct.config.suites") -> dict[str, Any]:
-    """The content of a YAML file of a package, in which every scalar is the word that stands there."""
+    """The content of a YAML file of a package, in which every scalar is the word that stands
+    there.
+    """
     text = (files(package) / file).read_text(encoding="utf-8")
     table: dict[str, Any] = yaml.load(text, Loader=getattr(yaml, "CBaseLoader", yaml.BaseLoader))
     return table

@@ -1,7 +1,8 @@
 """Values of Arrow's columns as a file of JSON would have them.
 
-Arrow gives every struct of a column the keys of all rows, and fills those that a row does not have with nulls. Tables
-that the datasets library wrote have objects of many forms as JSON text (the type `arrow.json`).
+Arrow gives every struct of a column the keys of all rows, and fills those that a row does not have
+with nulls. Tables that the datasets library wrote have objects of many forms as JSON text (the type
+`arrow.json`).
 """
 
 from collections.abc import Callable, Mapping
@@ -16,8 +17,9 @@ Convert = Callable[[Any], Any]
 def row_conversion(schema: Any, *, decodes_json: bool) -> Convert:
     """What makes a row of a `pyarrow.Schema`, given as a dictionary, what JSON would have.
 
-    Keys of structs that are null are left out: `{"a": None, "city": "Rome"}` becomes `{"city": "Rome"}`. Columns of the
-    row, entries of lists and maps, and whatever JSON text says stay, null or not. Maps become objects.
+    Keys of structs that are null are left out: `{"a": None, "city": "Rome"}` becomes `{"city":
+    "Rome"}`. Columns of the row, entries of lists and maps, and whatever JSON text says stay, null
+    or not. Maps become objects.
 
     Args:
         decodes_json: whether values of the type `arrow.json` are still text.
@@ -38,14 +40,19 @@ def _converted(value: Any, convert: Convert | None) -> Any:
 
 
 def _conversion(kind: Any, decodes_json: bool) -> Convert | None:
-    """What converts values of a `pyarrow.DataType` that are not null; None where they stay as they are."""
+    """What converts values of a `pyarrow.DataType` that are not null;
+
+    None where they stay as they are.
+    """
     from pyarrow import types
 
     if getattr(kind, "extension_name", "") == "arrow.json":
         return _read_json if decodes_json else None
     if types.is_struct(kind):
         fields = [kind.field(index) for index in range(kind.num_fields)]
-        return partial(_convert_struct, {each.name: _conversion(each.type, decodes_json) for each in fields})
+        return partial(
+            _convert_struct, {each.name: _conversion(each.type, decodes_json) for each in fields}
+        )
     if types.is_map(kind):
         return partial(_convert_map, _conversion(kind.item_type, decodes_json))
     if types.is_nested(kind) and hasattr(kind, "value_type"):  # the kinds of lists
@@ -58,9 +65,12 @@ def _read_json(value: Any) -> Any:
 
 
 def _convert_struct(fields: Mapping[str, Convert | None], value: Any) -> Any:
-    if not isinstance(value, Mapping):  # a feature of the datasets library has made something else of it
+    # A feature of the datasets library has made something else of it.
+    if not isinstance(value, Mapping):
         return value
-    return {name: _converted(item, fields.get(name)) for name, item in value.items() if item is not None}
+    return {
+        name: _converted(item, fields.get(name)) for name, item in value.items() if item is not None
+    }
 
 
 def _convert_map(convert: Convert | None, value: Any) -> Any:

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
+from open_instruct.core.errors import InputError
 from open_instruct.data.files.rows import unpacked
-from open_instruct.errors import InputError
 
 # By how files of each kind begin: what it is, and what would be read.
 KINDS = {
@@ -30,7 +30,9 @@ def refuse_list_of_rows(path: Path, name: str, *, flag: str) -> None:
         is_one_list = not first.endswith(b"]") or next(lines, None) is None
     if is_one_list:
         remedy = "give it a name that ends in .json"
-        raise InputError(f"{flag}: {name} is one JSON list: {remedy}", kind="unreadable_file", remedy=remedy)
+        raise InputError(
+            f"{flag}: {name} is one JSON list: {remedy}", kind="unreadable_file", remedy=remedy
+        )
 
 
 def refuse_other_kinds(path: Path, name: str, *, flag: str) -> None:

@@ -1,7 +1,7 @@
 """Raw rows with their places in files, what a source of them is, and the sources of JSON.
 
-A source knows the number and the hash of its rows before any row is parsed, so that the mixer and the cache decide
-first. Tables are read in tables.py.
+A source knows the number and the hash of its rows before any row is parsed, so that the mixer and
+the cache decide first. Tables are read in tables.py.
 """
 
 import gzip
@@ -17,7 +17,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from open_instruct.errors import InputError
+from open_instruct.core.errors import InputError
 
 # The keys under which published files have their rows.
 WRAPPERS = ("data", "rows", "examples", "instances", "train")
@@ -37,13 +37,15 @@ class MalformedRow(ValueError):
     def __init__(self, kind: str, reason: str, *, missing_key: str = "") -> None:
         self.kind = kind
         self.missing_key = missing_key
-        self.reason = reason if len(reason) <= MAX_REASON else f"{reason[:MAX_REASON]}…"  # it may repeat the row
+        # It may repeat the row.
+        self.reason = reason if len(reason) <= MAX_REASON else f"{reason[:MAX_REASON]}…"
         super().__init__(self.reason)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RawRow:
-    """One row of a source. `line` counts from 1: the line of a .jsonl file, the row of anything else.
+    """One row of a source. `line` counts from 1: the line of a .jsonl file, the row of anything
+    else.
 
     Example: `RawRow(file="rows.jsonl", line=3, value={"chosen": [...], "rejected": [...]})`.
     """
@@ -67,10 +69,11 @@ class RawRow:
 class RowSource:
     """Rows of one file or one split.
 
-    `rows` gives one item for each of its indices, which must be ascending and distinct, in that order.
+    `rows` gives one item for each of its indices, which must be ascending and distinct, in that
+    order.
 
-    Example: `RowSource(name="rows.jsonl", fingerprint="9f86…", num_rows=2, rows=read)`, where `list(read([1]))` is
-    `[RawRow(file="rows.jsonl", line=2, value={…})]`.
+    Example: `RowSource(name="rows.jsonl", fingerprint="9f86…", num_rows=2, rows=read)`, where
+    `list(read([1]))` is `[RawRow(file="rows.jsonl", line=2, value={…})]`.
     """
 
     name: str
@@ -89,7 +92,9 @@ Reader = Callable[[], Iterable[tuple[int, Any]]]
 Parser = Callable[[Any], dict[str, Any]]
 
 
-def file_rows(path: Path, name: str, *, read: Reader, parse: Parser, num_rows: int | None = None) -> RowSource:
+def file_rows(
+    path: Path, name: str, *, read: Reader, parse: Parser, num_rows: int | None = None
+) -> RowSource:
     """The rows of one file, read from its start each time, so that memory holds one of them.
 
     Without `num_rows`, all is read once to be counted.
@@ -102,8 +107,11 @@ def file_rows(path: Path, name: str, *, read: Reader, parse: Parser, num_rows: i
                 try:
                     yield RawRow(file=name, line=line, value=parse(found))
                 except MalformedRow as error:
-                    # A new one: traceback and cause of the other hold the text of the row, which may be long.
-                    yield RawRow(file=name, line=line, problem=MalformedRow(error.kind, error.reason))
+                    # A new one: traceback and cause of the other hold the text of the row, which
+                    # may be long.
+                    yield RawRow(
+                        file=name, line=line, problem=MalformedRow(error.kind, error.reason)
+                    )
 
     with unpacked(path) as file:
         fingerprint = hashlib.file_digest(file, "sha256").hexdigest()
@@ -124,7 +132,8 @@ def json_lines(path: Path, name: str) -> RowSource:
 
 
 def json_list(path: Path, name: str, flag: str) -> RowSource:
-    """The rows of a file that is a list of rows, or an object with one such list; it is read as a whole.
+    """The rows of a file that is a list of rows, or an object with one such list; it is read as a
+    whole.
 
     Raises:
         InputError: it is not JSON, or there is no list of rows, or more than one.
@@ -141,11 +150,13 @@ def json_list(path: Path, name: str, flag: str) -> RowSource:
         problem = f"has lists of rows as {' and '.join(map(repr, keys))}" if keys else problem
     if not isinstance(value, list):
         raise InputError(
-            f"{flag}: {name} {problem}; give a list of rows, [{{...}}, {{...}}], or an object that has it as "
-            f"{' or '.join(map(repr, WRAPPERS))}",
+            f"{flag}: {name} {problem}; give a list of rows, [{{...}}, {{...}}], or an object "
+            f"that has it as {' or '.join(map(repr, WRAPPERS))}",
             kind="unreadable_file",
         )
-    return file_rows(path, name, read=partial(enumerate, value, start=1), parse=_as_object, num_rows=len(value))
+    return file_rows(
+        path, name, read=partial(enumerate, value, start=1), parse=_as_object, num_rows=len(value)
+    )
 
 
 def is_json_lines(path: Path) -> bool:
@@ -171,12 +182,15 @@ def parse_json_object(line: bytes) -> dict[str, Any]:
 
 def _as_object(value: Any) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise MalformedRow("not_object", f"the row is a JSON {kind_of(value).split()[-1]}, not an object")
+        raise MalformedRow(
+            "not_object", f"the row is a JSON {kind_of(value).split()[-1]}, not an object"
+        )
     return value
 
 
 def parsed_json(data: bytes, *, cut_short: str = "") -> Any:
-    """What JSON of others says; `cut_short` is a better reason for refusing the beginning of an object.
+    """What JSON of others says; `cut_short` is a better reason for refusing the beginning of an
+    object.
 
     Raises:
         MalformedRow: it is not UTF-8 or not JSON, or an object has a key twice.
@@ -189,15 +203,24 @@ def parsed_json(data: bytes, *, cut_short: str = "") -> Any:
             "not_utf8", f"not UTF-8: byte 0x{data[error.start]:02x} at byte {error.start + 1}"
         ) from error
     except json.JSONDecodeError as error:
-        place = f"column {error.colno}" if error.lineno == 1 else f"line {error.lineno}, column {error.colno}"
+        place = (
+            f"column {error.colno}"
+            if error.lineno == 1
+            else f"line {error.lineno}, column {error.colno}"
+        )
         is_cut = cut_short and error.pos >= len(text.rstrip()) and text.lstrip().startswith("{")
-        raise MalformedRow("not_json", cut_short if is_cut else f"not JSON: {error.msg} at {place}") from error
-    except (ValueError, RecursionError) as error:  # a key twice; an integer of thousands of digits; brackets too deep
+        raise MalformedRow(
+            "not_json", cut_short if is_cut else f"not JSON: {error.msg} at {place}"
+        ) from error
+    # A key twice; an integer of thousands of digits; brackets too deep.
+    except (ValueError, RecursionError) as error:
         raise MalformedRow("not_json", f"not JSON that can be read: {error}") from error
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A hook for `json.loads` that refuses duplicate keys, as readers differ in the value that they take."""
+    """A hook for `json.loads` that refuses duplicate keys, as readers differ in the value that they
+    take.
+    """
     fields = dict(pairs)
     if len(fields) < len(pairs):
         (twice, _), *_ = Counter(key for key, _ in pairs).most_common(1)
@@ -209,7 +232,14 @@ def kind_of(value: Any) -> str:
     """JSON's name of the type of a value, with its article."""
     if value is None:
         return "null"
-    kinds = {list: "a list", str: "a string", int: "a number", float: "a number", bool: "a boolean", dict: "an object"}
+    kinds = {
+        list: "a list",
+        str: "a string",
+        int: "a number",
+        float: "a number",
+        bool: "a boolean",
+        dict: "an object",
+    }
     return kinds.get(type(value), type(value).__name__)
 
 

@@ -12,18 +12,18 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import IO, Any
 
+from open_instruct.core.errors import InputError
 from open_instruct.data.files.arrow_values import row_conversion
 from open_instruct.data.files.foreign_json import one_line
 from open_instruct.data.files.rows import MalformedRow, RowSource, file_rows, unpacked
 from open_instruct.data.files.unfolding import check_declared_size
-from open_instruct.errors import InputError
 
 _DELIMITERS = ",;\t"
 _LONGEST_CELL = 2**28
 _NOT_UTF8 = re.compile(r"[\ud800-\udfff]")  # what stands for such bytes, see `_opened`
 _ROWS_AT_ONCE = 1024
-# A Parquet file may store a text of many rows once, so it does not show how many bytes its rows become in memory. But
-# no cell is larger than its unpacked row group.
+# A Parquet file may store a text of many rows once, so it does not show how many bytes its rows
+# become in memory. But no cell is larger than its unpacked row group.
 _BYTES_AT_ONCE = 2**29
 _LONGEST_ROW = 2**23  # bytes
 
@@ -33,7 +33,8 @@ Batches = Callable[[], Iterable[Any]]
 def text_table(path: Path, name: str, flag: str) -> RowSource:
     """The rows under a line of column names.
 
-    A cell is text, except for a list of messages, written as JSON or as Python's repr (pandas writes that).
+    A cell is text, except for a list of messages, written as JSON or as Python's repr (pandas
+    writes that).
     """
     with _opened(path) as file:
         first = next((line for line in file if line.strip()), "")
@@ -41,16 +42,20 @@ def text_table(path: Path, name: str, flag: str) -> RowSource:
     _, columns = next(cells(), (1, [""]))
     if len(set(columns)) < len(columns) or not all(column.strip() for column in columns):
         raise InputError(
-            f"{flag}: {name} must begin with a line of column names, each once; it begins with {first.strip()[:80]!r}",
+            f"{flag}: {name} must begin with a line of column names, each once; it begins with "
+            f"{first.strip()[:80]!r}",
             kind="bad_row",
         )
-    return file_rows(path, name, read=lambda: islice(cells(), 1, None), parse=partial(_row, columns))
+    return file_rows(
+        path, name, read=lambda: islice(cells(), 1, None), parse=partial(_row, columns)
+    )
 
 
 def _row(columns: Sequence[str], cells: Sequence[str]) -> dict[str, Any]:
     if len(cells) != len(columns):
         raise MalformedRow(
-            "not_readable", f"{len(cells)} cells under {len(columns)} column names ({', '.join(columns)[:80]})"
+            "not_readable",
+            (f"{len(cells)} cells under {len(columns)} column names ({', '.join(columns)[:80]})"),
         )
     if _NOT_UTF8.search("".join(cells)):
         raise MalformedRow("not_readable", "not UTF-8: save the table as CSV UTF-8")
@@ -58,7 +63,9 @@ def _row(columns: Sequence[str], cells: Sequence[str]) -> dict[str, Any]:
 
 
 def _cells(path: Path, name: str, delimiter: str) -> Iterator[tuple[int, list[str]]]:
-    """The cells of the header and of each row that is not blank, with the line that they begin in."""
+    """The cells of the header and of each row that is not blank, with the line that they begin
+    in.
+    """
     csv.field_size_limit(_LONGEST_CELL)
     line = 1
     with _opened(path) as file:
@@ -89,7 +96,8 @@ def _value_of_cell(cell: str) -> Any:
         except (ValueError, SyntaxError, RecursionError, MemoryError):
             continue
         is_messages = isinstance(value, list) and all(
-            isinstance(item, dict) and ({"role", "content"} <= item.keys() or {"from", "value"} <= item.keys())
+            isinstance(item, dict)
+            and ({"role", "content"} <= item.keys() or {"from", "value"} <= item.keys())
             for item in value
         )
         return value if is_messages and value else cell
@@ -104,18 +112,23 @@ def column_file(path: Path, name: str, flag: str) -> RowSource:
     except Exception as error:  # pyarrow's kinds of errors have no common ancestor
         kind = "a Parquet" if is_parquet else "an Arrow"
         raise InputError(
-            f"{flag}: {name} is not {kind} file, or is damaged: {one_line(error)}", kind="unreadable_file"
+            f"{flag}: {name} is not {kind} file, or is damaged: {one_line(error)}",
+            kind="unreadable_file",
         ) from error
     convert = row_conversion(schema, decodes_json=True)
     read = partial(_numbered_rows, batches, name)
-    return file_rows(path, name, read=read, parse=lambda row: convert(_value_of_row(row)), num_rows=num_rows)
+    return file_rows(
+        path, name, read=read, parse=lambda row: convert(_value_of_row(row)), num_rows=num_rows
+    )
 
 
 def _numbered_rows(batches: Batches, file: str) -> Iterator[tuple[int, Any]]:
     try:
         yield from enumerate(chain.from_iterable(map(_split, batches())), start=1)
     except Exception as error:
-        raise InputError(f"{file} is damaged: {one_line(error)}; fetch it again", kind="unreadable_file") from error
+        raise InputError(
+            f"{file} is damaged: {one_line(error)}; fetch it again", kind="unreadable_file"
+        ) from error
 
 
 def _split(batch: Any) -> Iterable[Any]:
@@ -157,13 +170,17 @@ def _parquet(path: Path) -> tuple[int, Any, Batches]:
     def batches() -> Iterator[Any]:
         for group in range(file.metadata.num_row_groups):
             num_rows = _BYTES_AT_ONCE // max(1, file.metadata.row_group(group).total_byte_size)
-            yield from file.iter_batches(batch_size=max(1, min(num_rows, _ROWS_AT_ONCE)), row_groups=[group])
+            yield from file.iter_batches(
+                batch_size=max(1, min(num_rows, _ROWS_AT_ONCE)), row_groups=[group]
+            )
 
     return file.metadata.num_rows, file.schema_arrow, batches
 
 
 def _arrow(path: Path) -> tuple[int, Any, Batches]:
-    """As `_parquet`, for Arrow's stream format, which datasets writes, or its random-access format."""
+    """As `_parquet`, for Arrow's stream format, which datasets writes, or its random-access
+    format.
+    """
     import pyarrow
 
     mapped = pyarrow.memory_map(str(path))

@@ -1,7 +1,7 @@
 """Parquet files of others: none unfolds to far more than files of its size do.
 
-A constant column of five billion numbers is a kilobyte on disk, and 40 GB in memory. A file says how many values it
-has; how long its texts are is found by reading them a few rows at a time.
+A constant column of five billion numbers is a kilobyte on disk, and 40 GB in memory. A file says
+how many values it has; how long its texts are is found by reading them a few rows at a time.
 """
 
 from pathlib import Path

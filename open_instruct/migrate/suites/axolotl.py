@@ -1,10 +1,18 @@
-"""axolotl's launches: nested YAML behind `axolotl train FILE.yaml --flag value`, or `-m axolotl.cli.train`."""
+"""axolotl's launches: nested YAML behind `axolotl train FILE.yaml --flag value`, or `-m
+axolotl.cli.train`.
+"""
 
 from pathlib import Path
 
 from open_instruct.config.parser import YAML_SUFFIXES
-from open_instruct.errors import InputError
-from open_instruct.migrate.suites.settings import Settings, count_gpus, name_configurations, read_flags, read_yaml
+from open_instruct.core.errors import InputError
+from open_instruct.migrate.suites.settings import (
+    Settings,
+    count_gpus,
+    name_configurations,
+    read_flags,
+    read_yaml,
+)
 
 WORDS_OF_PROGRAM = ("axolotl", "train", "axolotl.cli.train")
 KIND = "rl"
@@ -17,9 +25,13 @@ def read_settings(words: list[str]) -> Settings:
 
     :raises InputError: they name no YAML file, or it cannot be read.
     """
-    start = next((index for index, word in enumerate(words) if word.lower().endswith(YAML_SUFFIXES)), -1)
+    start = next(
+        (index for index, word in enumerate(words) if word.lower().endswith(YAML_SUFFIXES)), -1
+    )
     if start < 0:
-        raise InputError("axolotl takes a YAML file: name it, as in axolotl train FILE.yaml", kind="stray_word")
+        raise InputError(
+            "axolotl takes a YAML file: name it, as in axolotl train FILE.yaml", kind="stray_word"
+        )
     launcher = [word for word in words[:start] if Path(word).name not in WORDS_OF_PROGRAM]
     values = read_yaml(words[start]) | read_flags(words[start + 1 :])
     name_configurations(values, "datasets.path", "datasets.name")

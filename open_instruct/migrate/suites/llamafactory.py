@@ -1,4 +1,6 @@
-"""LLaMA-Factory's launches: flat YAML behind `llamafactory-cli train FILE.yaml name=value`, or flags."""
+"""LLaMA-Factory's launches: flat YAML behind `llamafactory-cli train FILE.yaml name=value`, or
+flags.
+"""
 
 import json
 import os
@@ -6,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from open_instruct.config.parser import YAML_SUFFIXES
-from open_instruct.errors import InputError
+from open_instruct.core.errors import InputError
+from open_instruct.core.files import read_asked
 from open_instruct.migrate.suites.settings import Settings, count_gpus, read_flags, read_yaml
 from open_instruct.migrate.suites.shell_script import expand_script
-from open_instruct.whole_file import read_asked
 
 PROGRAMS = ("llamafactory-cli", "lmf", "train.py", "train_bash.py")
 KIND = "stage"
@@ -22,9 +24,14 @@ def read_settings(words: list[str]) -> Settings:
 
     :raises InputError: a file cannot be read, or a word is no setting.
     """
-    words = expand_script(words, lambda command: any(Path(word).name in PROGRAMS for word in command))
+    words = expand_script(
+        words, lambda command: any(Path(word).name in PROGRAMS for word in command)
+    )
     start = next((index for index, word in enumerate(words) if Path(word).name in PROGRAMS), -1)
-    launcher, rest = words[: max(start, 0)], [word for word in words[start + 1 :] if word != "train"]
+    launcher, rest = (
+        words[: max(start, 0)],
+        [word for word in words[start + 1 :] if word != "train"],
+    )
     values: dict[str, list[str]] = {}
     folder = Path()
     if rest and rest[0].lower().endswith(YAML_SUFFIXES):
@@ -38,14 +45,22 @@ def read_settings(words: list[str]) -> Settings:
             names = [part.strip() for word in values[name] for part in word.split(",")]
             values[name] = [_place_of_data(each, values, folder) for each in names]
     trainer = " ".join(values.pop(KIND, ["sft"]))
-    return Settings(trainer=trainer, values=values, num_gpus=count_gpus(launcher) or _gpus_of_environment(launcher))
+    return Settings(
+        trainer=trainer,
+        values=values,
+        num_gpus=count_gpus(launcher) or _gpus_of_environment(launcher),
+    )
 
 
 def _place_of_data(name: str, values: dict[str, list[str]], folder: Path) -> str:
-    """The file or the hub's name that a name stands for in the list of data sets; the name itself without a list."""
+    """The file or the hub's name that a name stands for in the list of data sets; the name itself
+    without a list.
+    """
     folders = [Path(" ".join(values.get("dataset_dir", ["data"])))]
     folders.append(folder / folders[0])
-    listed = next((place / LIST_OF_DATA for place in folders if (place / LIST_OF_DATA).is_file()), None)
+    listed = next(
+        (place / LIST_OF_DATA for place in folders if (place / LIST_OF_DATA).is_file()), None
+    )
     if listed is None:
         return name
     try:
@@ -60,5 +75,8 @@ def _place_of_data(name: str, values: dict[str, list[str]], folder: Path) -> str
 
 def _gpus_of_environment(launcher: list[str]) -> int | None:
     """GPUs that `CUDA_VISIBLE_DEVICES=0,1` in front of a command lists."""
-    listed = next((word.partition("=")[2] for word in launcher if word.startswith("CUDA_VISIBLE_DEVICES=")), "")
+    listed = next(
+        (word.partition("=")[2] for word in launcher if word.startswith("CUDA_VISIBLE_DEVICES=")),
+        "",
+    )
     return len(listed.split(",")) if listed else None

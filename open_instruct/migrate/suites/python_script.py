@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from open_instruct.errors import InputError
-from open_instruct.whole_file import read_asked
+from open_instruct.core.errors import InputError
+from open_instruct.core.files import read_asked
 
 MAX_SCRIPT_BYTES = 2**20
 MAX_SHOWN = 60
@@ -47,19 +47,34 @@ def read_calls(path: str) -> list[Call]:
         tree = ast.parse(text)
     except (SyntaxError, ValueError, RecursionError) as error:
         line = f" line {error.lineno}" if isinstance(error, SyntaxError) else ""
-        raise InputError(f"{path}{line}: not valid Python: {error}", kind="unreadable_file") from None
+        raise InputError(
+            f"{path}{line}: not valid Python: {error}", kind="unreadable_file"
+        ) from None
     names = dict(_functions(tree, path)) | dict(_assignments(tree))
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
-    return [_read_call(node, names) for node in sorted(calls, key=lambda node: (node.lineno, node.col_offset))]
+    return [
+        _read_call(node, names)
+        for node in sorted(calls, key=lambda node: (node.lineno, node.col_offset))
+    ]
 
 
 def _assignments(tree: ast.Module) -> Iterator[tuple[str, ast.expr]]:
-    """The expression of each name that is assigned once; one that is assigned twice has no one value."""
+    """The expression of each name that is assigned once; one that is assigned twice has no one
+    value.
+    """
     found: dict[str, list[ast.expr]] = {}
     for node in ast.walk(tree):
-        if isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name):
+        if (
+            isinstance(node, ast.Assign)
+            and len(node.targets) == 1
+            and isinstance(node.targets[0], ast.Name)
+        ):
             found.setdefault(node.targets[0].id, []).append(node.value)
-        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.value is not None:
+        elif (
+            isinstance(node, ast.AnnAssign)
+            and isinstance(node.target, ast.Name)
+            and node.value is not None
+        ):
             found.setdefault(node.target.id, []).append(node.value)
     for name, expressions in found.items():
         if len(expressions) == 1:
@@ -98,7 +113,10 @@ def _read_call(node: ast.Call, names: Mapping[str, ast.expr]) -> Call:
 
 
 def _loading_arguments(node: ast.expr, names: Mapping[str, ast.expr]) -> dict[str, str]:
-    """The named arguments of the call that loads a model or rows: `split` of `load_dataset("a", split="train")`."""
+    """The named arguments of the call that loads a model or rows:
+
+    `split` of `load_dataset("a", split="train")`.
+    """
     found: dict[str, str] = {}
     for _ in range(MAX_DEPTH):
         if isinstance(node, ast.Name) and node.id in names:
@@ -107,7 +125,11 @@ def _loading_arguments(node: ast.expr, names: Mapping[str, ast.expr]) -> dict[st
             found["split"] = str(node.slice.value)
             node = node.value
     if isinstance(node, ast.Call) and _called(node) in NAMING:
-        found |= {keyword.arg: _shown(keyword.value).strip("'") for keyword in node.keywords if keyword.arg}
+        found |= {
+            keyword.arg: _shown(keyword.value).strip("'")
+            for keyword in node.keywords
+            if keyword.arg
+        }
         found.pop("name", None)  # of a configuration of rows: `_named_thing` has it
         if found.pop("data_files", None) is not None and found.get("split") == "train":
             del found["split"]  # all rows of files are its "train"
@@ -131,7 +153,9 @@ def _called(node: ast.Call) -> str:
 
 
 def _value(node: ast.expr, names: Mapping[str, ast.expr], depth: int) -> Any:
-    """The value of an expression of constants, of names that are assigned one, and of arithmetic on numbers."""
+    """The value of an expression of constants, of names that are assigned one, and of arithmetic on
+    numbers.
+    """
     if depth > MAX_DEPTH:
         raise _Unknown
     if isinstance(node, ast.Constant):
@@ -144,12 +168,18 @@ def _value(node: ast.expr, names: Mapping[str, ast.expr], depth: int) -> Any:
         if None in node.keys:
             raise _Unknown
         keys = [_value(key, names, depth + 1) for key in node.keys if key is not None]
-        return dict(zip(keys, [_value(value, names, depth + 1) for value in node.values], strict=True))
+        return dict(
+            zip(keys, [_value(value, names, depth + 1) for value in node.values], strict=True)
+        )
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
         return -_value(node.operand, names, depth + 1)
     if isinstance(node, ast.BinOp):
         return _arithmetic(node, names, depth)
-    if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "torch":
+    if (
+        isinstance(node, ast.Attribute)
+        and isinstance(node.value, ast.Name)
+        and node.value.id == "torch"
+    ):
         return node.attr  # torch.bfloat16
     if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
         return _value(node.value, names, depth + 1)
@@ -190,7 +220,8 @@ def _named_thing(node: ast.Call, names: Mapping[str, ast.expr], depth: int) -> s
         return ":".join(parts)
     files = _value(arguments["data_files"], names, depth + 1)
     if isinstance(files, dict) or parts[0] not in FILE_READERS:
-        raise _Unknown  # a file for each split, or some files of a folder or of a data set of the hub
+        # A file for each split, or some files of a folder or of a data set of the hub.
+        raise _Unknown
     return files
 
 

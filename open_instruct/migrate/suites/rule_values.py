@@ -15,7 +15,9 @@ def is_refused(rule: Rule, words: Sequence[str]) -> bool:
 
 def _mapped(rule: Rule, words: Sequence[str]) -> list[str] | None:
     """Our words for the value by the rule's list of values: for all of it, or for each word."""
-    if (mapped := rule.values.get(" ".join(words).lower(), rule.values.get(" ".join(words)))) is not None:
+    if (
+        mapped := rule.values.get(" ".join(words).lower(), rule.values.get(" ".join(words)))
+    ) is not None:
         return mapped.split() or [mapped]
     if words and all(word.lower() in rule.values for word in words):
         return [part for word in words for part in rule.values[word.lower()].split()]

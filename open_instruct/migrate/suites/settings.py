@@ -1,4 +1,6 @@
-"""What a launch of another suite sets: the one form in which every reader of this folder hands it on."""
+"""What a launch of another suite sets: the one form in which every reader of this folder hands it
+on.
+"""
 
 import json
 import re
@@ -10,11 +12,17 @@ from typing import Any
 import yaml
 
 from open_instruct.config.parser import YAML_NULL, groups_of, nodes_of
-from open_instruct.errors import InputError, Problem
+from open_instruct.core.errors import InputError, Problem
 
 ENDS_OF_COMMANDS = ("&&", "||", ";", "|", "&")
 # The flags by which launchers are told how many processes they start.
-GPU_FLAGS = ("--num_processes", "--num-processes", "--nproc_per_node", "--nproc-per-node", "--num_gpus")
+GPU_FLAGS = (
+    "--num_processes",
+    "--num-processes",
+    "--nproc_per_node",
+    "--nproc-per-node",
+    "--num_gpus",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,8 +35,10 @@ class Settings:
 
     Attributes:
         trainer: which of the suite's trainers it is for; empty where it does not say.
-        values: the words of each setting. A key of nested YAML has its sections before it, with dots between.
-        unreadable: for each setting whose value is not known before the launch runs, how it is given.
+        values: the words of each setting. A key of nested YAML has its sections before it, with
+            dots between.
+        unreadable: for each setting whose value is not known before the launch runs, how it is
+            given.
         num_gpus: processes that train, where the launch says how many.
     """
 
@@ -48,11 +58,17 @@ def read_flags(words: Sequence[str]) -> dict[str, list[str]]:
     groups = groups_of(words[:end], problems)
     if problems:
         raise InputError("\n".join(problems), problems=problems)
-    return {spelling.removeprefix("--").replace("-", "_"): its_words or ["true"] for spelling, its_words in groups}
+    return {
+        spelling.removeprefix("--").replace("-", "_"): its_words or ["true"]
+        for spelling, its_words in groups
+    }
 
 
-def split_at_program(words: Sequence[str], program: re.Pattern[str]) -> tuple[list[str], str, list[str]]:
-    """The launcher's words, what the first group of `program` matched, and the words behind the program.
+def split_at_program(
+    words: Sequence[str], program: re.Pattern[str]
+) -> tuple[list[str], str, list[str]]:
+    """The launcher's words, what the first group of `program` matched, and the words behind the
+    program.
 
     Where no word is the program, all words are behind it.
     """
@@ -72,7 +88,9 @@ def count_gpus(launcher: Sequence[str]) -> int | None:
 
 
 def name_configurations(values: dict[str, list[str]], name: str, configuration: str) -> None:
-    """Put the configurations of data sets behind their names, `name:configuration`, as they are written here."""
+    """Put the configurations of data sets behind their names, `name:configuration`, as they are
+    written here.
+    """
     if name not in values or configuration not in values:
         return
     pairs = zip(values[name], values.pop(configuration), strict=False)
@@ -80,26 +98,33 @@ def name_configurations(values: dict[str, list[str]], name: str, configuration: 
 
 
 def read_yaml(path: str) -> dict[str, list[str]]:
-    """The settings of a YAML file, whose sections are put before their keys: `lora: {rank: 8}` is `lora.rank`.
+    """The settings of a YAML file, whose sections are put before their keys: `lora: {rank: 8}` is
+    `lora.rank`.
 
     :raises InputError: the file cannot be read, or is no mapping.
     """
     try:
         values = {_key(key, path): plain_value(value, path) for key, value in nodes_of(path)}
     except RecursionError:  # a list that has itself in it, by an alias
-        raise InputError(f"{path}: lists or mappings nested too deep", kind="unreadable_file") from None
+        raise InputError(
+            f"{path}: lists or mappings nested too deep", kind="unreadable_file"
+        ) from None
     return flatten(values)
 
 
 def _key(node: Any, path: str) -> str:
     if not isinstance(node, yaml.ScalarNode):
         line = node.start_mark.line + 1
-        raise InputError(f"{path} line {line}: a setting's name is one word, not a list", kind="unreadable_file")
+        raise InputError(
+            f"{path} line {line}: a setting's name is one word, not a list", kind="unreadable_file"
+        )
     return str(node.value)
 
 
 def plain_value(node: Any, path: str) -> Any:
-    """A YAML value as dicts, lists and the words that stand there, so that 5e-7 is not read as a text."""
+    """A YAML value as dicts, lists and the words that stand there, so that 5e-7 is not read as a
+    text.
+    """
     if isinstance(node, yaml.ScalarNode):
         return "none" if node.tag == YAML_NULL else node.value
     if isinstance(node, yaml.SequenceNode):
@@ -108,7 +133,8 @@ def plain_value(node: Any, path: str) -> Any:
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, list[str]]:
-    """The words of nested settings. Of a list of mappings each key has a word for every mapping: none where it is not.
+    """The words of nested settings. Of a list of mappings each key has a word for every mapping:
+    none where it is not.
 
     Example: `{"datasets": [{"path": "a", "split": "train"}, {"path": "b"}]}` is::
 

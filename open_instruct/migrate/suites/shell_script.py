@@ -1,4 +1,6 @@
-"""The command of a shell script that starts a trainer, with its variables filled in; nothing is executed."""
+"""The command of a shell script that starts a trainer, with its variables filled in; nothing is
+executed.
+"""
 
 import ast
 import operator
@@ -6,8 +8,8 @@ import re
 import shlex
 from collections.abc import Callable, Mapping
 
-from open_instruct.errors import InputError
-from open_instruct.whole_file import read_asked
+from open_instruct.core.errors import InputError
+from open_instruct.core.files import read_asked
 
 MAX_SCRIPT_BYTES = 2**20
 MAX_ROUNDS = 10
@@ -27,7 +29,9 @@ COMMENT = re.compile(r"(?:^|(?<=\s))#[^\n'\"]*$", re.MULTILINE)
 
 
 def expand_script(words: list[str], starts_trainer: Callable[[list[str]], bool]) -> list[str]:
-    """The words of a launch; of a shell script, those of its command, and behind them what follows the script."""
+    """The words of a launch; of a shell script, those of its command, and behind them what follows
+    the script.
+    """
     if not words[0].endswith(SHELL_SUFFIXES):
         return words
     return [*read_command(words[0], starts_trainer), *words[1:]]
@@ -45,7 +49,9 @@ def read_command(path: str, starts_trainer: Callable[[list[str]], bool]) -> list
     for line in _logical_lines(text, variables):
         array, assignment = ARRAY.fullmatch(line), ASSIGNMENT.fullmatch(line)
         if array is not None:
-            variables[array[1]] = f"{variables.get(array[1], '')} {_fill_in(array[2], variables)}".strip()
+            variables[array[1]] = (
+                f"{variables.get(array[1], '')} {_fill_in(array[2], variables)}".strip()
+            )
             continue
         value = _split(_fill_in(assignment[2], variables)) if assignment is not None else []
         if assignment is not None and len(value) <= 1:
@@ -55,13 +61,16 @@ def read_command(path: str, starts_trainer: Callable[[list[str]], bool]) -> list
         if starts_trainer(words):
             return words
     raise InputError(
-        f"{path}: no line of it starts a trainer of that suite: give the words of the line that does",
+        f"{path}: no line of it starts a trainer of that suite: give the words of the line that "
+        "does",
         kind="unreadable_file",
     )
 
 
 def _logical_lines(text: str, variables: dict[str, str]) -> list[str]:
-    """Lines with those that they go on in, without comments; a text that is read into a variable is put there."""
+    """Lines with those that they go on in, without comments; a text that is read into a variable is
+    put there.
+    """
     lines: list[str] = []
     left = [re.sub(r"\\\s+$", r"\\", line) for line in text.splitlines()]
     while left:
@@ -82,7 +91,9 @@ def _logical_lines(text: str, variables: dict[str, str]) -> list[str]:
 
 def _is_open(line: str) -> bool:
     """Whether a list in brackets goes on in the next line."""
-    return re.match(r"\s*(?:export\s+)?\w+\+?=\(", line) is not None and not line.rstrip().endswith(")")
+    return re.match(r"\s*(?:export\s+)?\w+\+?=\(", line) is not None and not line.rstrip().endswith(
+        ")"
+    )
 
 
 def _without_comment(line: str) -> str:
@@ -123,7 +134,10 @@ def _fill_in_arithmetic(text: str, variables: Mapping[str, str]) -> str:
 
 
 def _compute(expression: str, variables: Mapping[str, str]) -> int | None:
-    """The whole number of an expression of numbers, variables, brackets and `+ - * /`; None where it is another."""
+    """The whole number of an expression of numbers, variables, brackets and `+ - * /`;
+
+    None where it is another.
+    """
     try:
         return _number(ast.parse(expression.strip(), mode="eval").body, variables)
     except (SyntaxError, ValueError, ArithmeticError, RecursionError):
@@ -136,7 +150,9 @@ def _number(node: ast.expr, variables: Mapping[str, str]) -> int:
     if isinstance(node, ast.Name):
         return int(variables.get(node.id, ""))
     if isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
-        return OPERATORS[type(node.op)](_number(node.left, variables), _number(node.right, variables))
+        return OPERATORS[type(node.op)](
+            _number(node.left, variables), _number(node.right, variables)
+        )
     raise ValueError
 
 

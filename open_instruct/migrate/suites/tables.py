@@ -1,14 +1,17 @@
-"""What each setting of another suite is called here, read from the YAML file of that suite in this folder.
+"""What each setting of another suite is called here, read from the YAML file of that suite in this
+folder.
 
-A file has the suite's `name`, the files whose sections it goes on from (`like`), its `trainers` (of each our command
-and the sections that hold for it, the most special first), the `older_names` of settings, the word of
-one that is written down and not set (`unset`), and its `sections`. A section may have
+A file has the suite's `name`, the files whose sections it goes on from (`like`), its `trainers` (of
+each our command and the sections that hold for it, the most special first), the `older_names` of
+settings, the word of one that is written down and not set (`unset`), and its `sections`. A section
+may have
 
 - `keys`: of each setting (or of several, with commas between) what becomes of it; see `Rule`
 - `defaults`: what the suite takes for a setting that is left out, where that has a counterpart here
 - `computed`: flags of ours that follow from several settings; see `Product`
 - `needs`: flags of ours that nothing in a launch determines, with what to give
-- `differs`: what is otherwise by no flag: there, and here, and perhaps settings with the values at which that is so
+- `differs`: what is otherwise by no flag: there, and here, and perhaps settings with the values at
+  which that is so
 """
 
 from collections.abc import Mapping, Sequence
@@ -33,18 +36,23 @@ class Rule:
         flags: ours that say it, each of them with all of the words.
         values: our words for a value, or for each word of it; `null` leaves the flag out.
         times: what a number is multiplied by, where the unit differs.
-        share_of: another setting: the value is a number of its steps where it is 1 or more, and here a share of them.
-        form: `whole` for names of data, of each of which all rows are taken; `commas` for a list in one word; `each`
-            where every flag has one of the words.
-        amount: with `whole`, the setting that says how many rows of each are taken, where it is given.
+        share_of: another setting: the value is a number of its steps where it is 1 or more, and
+            here a share of them.
+        form: `whole` for names of data, of each of which all rows are taken; `commas` for a list in
+            one word; `each` where every flag has one of the words.
+        amount: with `whole`, the setting that says how many rows of each are taken, where it is
+            given.
         column: the field of our rows that the value names a column for.
         part_of: a flag of ours that follows from it and other settings; see `Product`.
         unneeded: why it is left out, and the run learns the same.
-        refused: why it cannot be had, but for the values in `unless`, which ask for nothing, and those in `values`.
-        differs: what is otherwise about it here, though it is taken; without a flag, what it asks for in vain, but for
-            the values in `unless`.
-        when: another setting and a value of it (`>0`: any above 0), without which this one is not read there.
-        otherwise: why it cannot be had where `when` does not hold; without it, it is left out there.
+        refused: why it cannot be had, but for the values in `unless`, which ask for nothing, and
+            those in `values`.
+        differs: what is otherwise about it here, though it is taken; without a flag, what it asks
+            for in vain, but for the values in `unless`.
+        when: another setting and a value of it (`>0`: any above 0), without which this one is not
+            read there.
+        otherwise: why it cannot be had where `when` does not hold; without it, it is left out
+            there.
         repeat: another setting: the words stand as often as that says.
         prevails: whether it is heard where another setting says something else of the same flag.
     """
@@ -78,7 +86,8 @@ class Product:
 
     Attributes:
         flag: ours.
-        product: settings and numbers with `*` and `/` between; `num_gpus` and `num_rows` are what the user says.
+        product: settings and numbers with `*` and `/` between; `num_gpus` and `num_rows` are what
+            the user says.
         without: what to give, where neither this nor another product of the flag can be computed.
 
     Example: `{flag: num_learners_per_node, product: trainer.n_gpus_per_node * 1}`.
@@ -116,17 +125,28 @@ def find_suite_name(suite: str) -> str:
 
 @cache
 def find_table(suite: str, trainer: str) -> Table:
-    """The rules of the suite's `trainer`; where several sections have a setting, the first of them holds."""
+    """The rules of the suite's `trainer`; where several sections have a setting, the first of them
+    holds.
+    """
     facts = _read(suite)
     trainer_facts = facts["trainers"][trainer]
-    sections = [_read(suite)["sections"].get(name, {}) for name in [*trainer_facts.get("sections", [trainer]), "every"]]
-    sections += [section for other in facts.get("like", []) for section in _read(other)["sections"].values()]
+    sections = [
+        _read(suite)["sections"].get(name, {})
+        for name in [*trainer_facts.get("sections", [trainer]), "every"]
+    ]
+    sections += [
+        section for other in facts.get("like", []) for section in _read(other)["sections"].values()
+    ]
     rules: dict[str, Rule] = {}
     defaults: dict[str, str] = {}
     needs: dict[str, str] = {}
     differs: dict[str, Sequence[str]] = {}
     for section in reversed(sections):
-        rules |= {name: _rule(**rule) for names, rule in section.get("keys", {}).items() for name in names.split(", ")}
+        rules |= {
+            name: _rule(**rule)
+            for names, rule in section.get("keys", {}).items()
+            for name in names.split(", ")
+        }
         defaults |= section.get("defaults", {})
         needs |= section.get("needs", {})
         differs |= section.get("differs", {})
@@ -137,7 +157,9 @@ def find_table(suite: str, trainer: str) -> Table:
         older_names=facts.get("older_names", {}),
         unset=facts.get("unset"),
         defaults=defaults,
-        computed=[Product(**product) for section in sections for product in section.get("computed", [])],
+        computed=[
+            Product(**product) for section in sections for product in section.get("computed", [])
+        ],
         needs=needs,
         differs=differs,
     )
@@ -147,7 +169,9 @@ def _rule(**facts: Any) -> Rule:
     times = facts.pop("times", None)
     prevails = facts.pop("prevails", "false") == "true"
     flags = tuple(facts.pop("as", "").split())
-    return Rule(flags=flags, times=None if times is None else float(times), prevails=prevails, **facts)
+    return Rule(
+        flags=flags, times=None if times is None else float(times), prevails=prevails, **facts
+    )
 
 
 def _read(suite: str) -> dict[str, Any]:

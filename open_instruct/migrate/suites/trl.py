@@ -1,15 +1,25 @@
-"""TRL's launches: `trl dpo --config FILE.yaml --flag value`, its scripts with flags, YAML, and Python scripts."""
+"""TRL's launches:
+
+`trl dpo --config FILE.yaml --flag value`, its scripts with flags, YAML, and Python scripts.
+"""
 
 import re
 from collections.abc import Sequence
 from pathlib import Path
 
 from open_instruct.config.parser import YAML_SUFFIXES
-from open_instruct.errors import InputError
+from open_instruct.core.errors import InputError
 from open_instruct.migrate.suites.python_script import read_calls
-from open_instruct.migrate.suites.settings import Settings, count_gpus, name_configurations, read_flags, read_yaml
+from open_instruct.migrate.suites.settings import (
+    Settings,
+    count_gpus,
+    name_configurations,
+    read_flags,
+    read_yaml,
+)
 
-# Classes of which arguments are settings, by the end of their names: TRL has a config and a trainer of each kind.
+# Classes of which arguments are settings, by the end of their names: TRL has a config and a trainer
+# of each kind.
 CONFIG = re.compile(r"(\w+?)Config")
 TRAINER = re.compile(r"(\w+?)Trainer")
 TRAINERS_OF_CLASSES = {
@@ -28,7 +38,8 @@ TRAINERS_OF_CLASSES = {
     "Distillation": "distillation",
     "BCO": "bco",
 }
-# Names of what a script of TRL's own reads from its flags: what follows from these is not given by the script.
+# Names of what a script of TRL's own reads from its flags: what follows from these is not given by
+# the script.
 FROM_FLAGS = re.compile(r"\b(script_args|training_args|model_args)\b")
 # Of other classes in a script what is put before the names of their arguments.
 OTHER_CLASSES = {
@@ -83,7 +94,9 @@ def _split(words: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def _read_script(path: str) -> tuple[str, dict[str, list[str]], dict[str, str]]:
-    """The trainer, the settings and those that cannot be read of a Python script, which is not executed."""
+    """The trainer, the settings and those that cannot be read of a Python script, which is not
+    executed.
+    """
     values: dict[str, list[str]] = {}
     unreadable: dict[str, str] = {}
     trainers: list[str] = []
@@ -101,7 +114,8 @@ def _read_script(path: str) -> tuple[str, dict[str, list[str]], dict[str, str]]:
         unreadable |= {f"{prefix}{name}": how for name, how in unknown.items()}
     if len(set(trainers)) > 1:
         raise InputError(
-            f"{path} has several trainers, {', '.join(dict.fromkeys(trainers))}: give a script with one of them",
+            f"{path} has several trainers, {', '.join(dict.fromkeys(trainers))}: give a script "
+            "with one of them",
             kind="unreadable_file",
         )
     if any(name.startswith("LoraConfig.") for name in (*values, *unreadable)):

@@ -1,11 +1,20 @@
-"""verl's launches: Hydra's `a.b=c` behind `python3 -m verl.trainer.main_ppo`, a shell script, or nested YAML."""
+"""verl's launches:
+
+Hydra's `a.b=c` behind `python3 -m verl.trainer.main_ppo`, a shell script, or nested YAML.
+"""
 
 import json
 import re
 
 from open_instruct.config.parser import YAML_SUFFIXES
-from open_instruct.errors import InputError
-from open_instruct.migrate.suites.settings import ENDS_OF_COMMANDS, Settings, count_gpus, read_yaml, split_at_program
+from open_instruct.core.errors import InputError
+from open_instruct.migrate.suites.settings import (
+    ENDS_OF_COMMANDS,
+    Settings,
+    count_gpus,
+    read_yaml,
+    split_at_program,
+)
 from open_instruct.migrate.suites.shell_script import expand_script
 
 PROGRAM = re.compile(r"(?:.*[./])?(main_ppo|main_dapo|fsdp_sft_trainer|sft_trainer)(?:\.py)?")
@@ -39,9 +48,13 @@ def read_settings(words: list[str]) -> Settings:
         trainer = "sft"
     if trainer == "ppo" and values.get("algorithm.adv_estimator", ["gae"]) != ["gae"]:
         trainer = "grpo"
-    values = {name: [_fill_in(word, values) for word in its_words] for name, its_words in values.items()}
+    values = {
+        name: [_fill_in(word, values) for word in its_words] for name, its_words in values.items()
+    }
     values.pop("defaults", None)  # Hydra's list of files, whose settings are defaults
-    return Settings(trainer=trainer, values=values, num_gpus=_count_gpus(values) or count_gpus(launcher))
+    return Settings(
+        trainer=trainer, values=values, num_gpus=_count_gpus(values) or count_gpus(launcher)
+    )
 
 
 def _fill_in(word: str, values: dict[str, list[str]]) -> str:
@@ -50,12 +63,16 @@ def _fill_in(word: str, values: dict[str, list[str]]) -> str:
 
 
 def _starts_trainer(words: list[str]) -> bool:
-    return any(PROGRAM.fullmatch(word) for word in words) and any(OVERRIDE.fullmatch(word) for word in words)
+    return any(PROGRAM.fullmatch(word) for word in words) and any(
+        OVERRIDE.fullmatch(word) for word in words
+    )
 
 
 def _count_gpus(values: dict[str, list[str]]) -> int | None:
     """GPUs of all nodes, on which learners and engines take turns."""
-    numbers = [" ".join(values.get(name, ["1"])) for name in ("trainer.nnodes", "trainer.n_gpus_per_node")]
+    numbers = [
+        " ".join(values.get(name, ["1"])) for name in ("trainer.nnodes", "trainer.n_gpus_per_node")
+    ]
     if "trainer.n_gpus_per_node" not in values or not all(number.isdecimal() for number in numbers):
         return None
     return int(numbers[0]) * int(numbers[1])
@@ -74,13 +91,17 @@ def _read_overrides(words: list[str]) -> dict[str, list[str]]:
             continue
         match = OVERRIDE.fullmatch(word)
         if match is None:
-            raise InputError(f"'{word}' is no setting of verl, which are written a.b=c", kind="stray_word")
+            raise InputError(
+                f"'{word}' is no setting of verl, which are written a.b=c", kind="stray_word"
+            )
         values[match[1]] = _read_value(match[2])
     return values
 
 
 def _read_value(text: str) -> list[str]:
-    """The words of a value as Hydra writes it: a list in brackets, with quotes or without, or one word."""
+    """The words of a value as Hydra writes it: a list in brackets, with quotes or without, or one
+    word.
+    """
     text = text.strip().strip("'\"") if not text.strip().startswith(("[", "{")) else text.strip()
     if text.startswith("[") and text.endswith("]"):
         return [part.strip().strip("'\"") for part in text[1:-1].split(",") if part.strip()]

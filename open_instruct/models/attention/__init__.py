@@ -1,1 +1,3 @@
-"""Causal attention over packed documents: with shared prompts, with rows split over ranks, and on CPUs."""
+"""Causal attention over packed documents: with shared prompts, with rows split over ranks, and on
+CPUs.
+"""

@@ -1,13 +1,14 @@
 """Attention over documents that are packed end to end, without flash-attn.
 
-Legend of the shape suffixes: B rows, T tokens of a row, Q query tokens, K key tokens, H query heads, G key-value heads,
-D features of a head. The suffix of a `QKV` is the start that its three shapes have in common.
+Legend of the shape suffixes: B rows, T tokens of a row, Q query tokens, K key tokens, H query
+heads, G key-value heads, D features of a head. The suffix of a `QKV` is the start that its three
+shapes have in common.
 
 On a GPU in 16 bits, all documents take one call of PyTorch's variable-length attention; on a CPU
-parts of them are calls of its flash attention (cpu_flash.py). Elsewhere, and on a CPU where a window
-hides keys, each document takes calls of scaled dot product attention. Documents that share what they
-begin with are *segments* (segments.py): one that goes on from others is given their keys before its
-own.
+parts of them are calls of its flash attention (cpu_flash.py). Elsewhere, and on a CPU where a
+window hides keys, each document takes calls of scaled dot product attention. Documents that share
+what they begin with are *segments* (segments.py): one that goes on from others is given their keys
+before its own.
 """
 
 from __future__ import annotations
@@ -28,19 +29,21 @@ from open_instruct.models.attention.segments import QKV, Segments
 # Queries of a narrow window that are computed together.
 LEAST_PIECE = 128
 
-# Read once, since the parameters of varlen_attn differ between releases of PyTorch: the first had no flag for shared
-# heads (they were simply accepted), and none for windows.
+# Read once, since the parameters of varlen_attn differ between releases of PyTorch: the first had
+# no flag for shared heads (they were simply accepted), and none for windows.
 _VARLEN_PARAMETERS = inspect.signature(varlen_attn).parameters
-_VARLEN_GQA_FLAG: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in _VARLEN_PARAMETERS else {}
+_VARLEN_GQA_FLAG: dict[str, Any] = (
+    {"enable_gqa": True} if "enable_gqa" in _VARLEN_PARAMETERS else {}
+)
 _VARLEN_HAS_WINDOWS = "window_size" in _VARLEN_PARAMETERS
 
 
 class SegmentAttention(TorchAttentionBackend):
     """Causal attention within segments, in place of OLMo-core's backend; it has no parameters.
 
-    `window_size` is OLMo-core's: (left, 0) lets a query see itself and `left` tokens before it, (-1, -1) all
-    tokens before it. Distances are counted within the document. Key-value heads are shared by groups of
-    query heads and never repeated in memory.
+    `window_size` is OLMo-core's: (left, 0) lets a query see itself and `left` tokens before it,
+    (-1, -1) all tokens before it. Distances are counted within the document. Key-value heads are
+    shared by groups of query heads and never repeated in memory.
     """
 
     context: ContextGroup | None = None
@@ -56,7 +59,9 @@ class SegmentAttention(TorchAttentionBackend):
             window_size=stock.window_size,
         )
 
-    def forward(self, qkv: Any, cu_doc_lens: Any = None, *_: object, **unused: object) -> torch.Tensor:
+    def forward(
+        self, qkv: Any, cu_doc_lens: Any = None, *_: object, **unused: object
+    ) -> torch.Tensor:
         """Attend.
 
         Args:
@@ -66,11 +71,15 @@ class SegmentAttention(TorchAttentionBackend):
         Returns:
             Shape (B, T, H, D), contiguous.
         """
-        assert isinstance(cu_doc_lens, Segments), "blocks are called by a SegmentTransformer, with segments"
+        assert isinstance(cu_doc_lens, Segments), (
+            "blocks are called by a SegmentTransformer, with segments"
+        )
         qkv_T = QKV(*qkv).each(lambda tensor: tensor.flatten(0, 1))
         if self.context is not None:
             qkv_T = QKV(*self.context.heads_of_whole_row(*qkv_T))
-        attended = attend_over_segments(qkv_T, cu_doc_lens, left=self.window_size[0], scale=self.scale)
+        attended = attend_over_segments(
+            qkv_T, cu_doc_lens, left=self.window_size[0], scale=self.scale
+        )
         if self.context is not None:
             attended = self.context.tokens_of_all_heads(attended)
         return attended.unflatten(0, qkv[0].shape[:2]).contiguous()
@@ -82,7 +91,8 @@ def context_of(model: Transformer) -> ContextGroup | None:
 
 
 def attend(qkv: QKV, *, left: int = -1, scale: float | None = None) -> torch.Tensor:
-    """Scaled dot product attention of the last Q of K tokens, queries (Q, H, D) and keys (K, G, D), to those before.
+    """Scaled dot product attention of the last Q of K tokens, queries (Q, H, D) and keys (K, G, D),
+    to those before.
 
     Shape (Q, H, D).
     """
@@ -90,7 +100,9 @@ def attend(qkv: QKV, *, left: int = -1, scale: float | None = None) -> torch.Ten
     distance = num_keys - num_queries
     mask_QK = None
     if distance or 0 <= left < num_keys - 1:
-        mask_QK = torch.ones(num_queries, num_keys, dtype=torch.bool, device=qkv.key.device).tril(distance)
+        mask_QK = torch.ones(num_queries, num_keys, dtype=torch.bool, device=qkv.key.device).tril(
+            distance
+        )
         if left >= 0:
             mask_QK = mask_QK.triu(distance - left)
     output_NHQD = F.scaled_dot_product_attention(
@@ -104,15 +116,27 @@ def attend(qkv: QKV, *, left: int = -1, scale: float | None = None) -> torch.Ten
 
 
 @torch.compiler.disable
-def attend_by_segment(qkv: QKV, segments: Segments, *, left: int = -1, scale: float | None = None) -> torch.Tensor:
-    """Attention of one segment after another, queries (T, H, D) to keys (K, G, D) of the segments; shape (T, H, D).
+def attend_by_segment(
+    qkv: QKV, segments: Segments, *, left: int = -1, scale: float | None = None
+) -> torch.Tensor:
+    """Attention of one segment after another, queries (T, H, D) to keys (K, G, D) of the segments;
+    shape (T, H, D).
 
-    With a window the queries come in pieces, each with the keys that its window reaches, so that work and masks grow
-    with the window and not with the segment. Compiled blocks leave this out, as it differs with every row's lengths.
+    With a window the queries come in pieces, each with the keys that its window reaches, so that
+    work and masks grow with the window and not with the segment. Compiled blocks leave this out, as
+    it differs with every row's lengths.
     """
-    num_keys = [prefix + own for prefix, own in zip(segments.prefix_lengths, segments.lengths, strict=True)]
-    # split has one backward node for all segments; every slice would make a gradient of the whole row's size.
-    split = zip(qkv.query.split(segments.lengths), qkv.key.split(num_keys), qkv.value.split(num_keys), strict=True)
+    num_keys = [
+        prefix + own for prefix, own in zip(segments.prefix_lengths, segments.lengths, strict=True)
+    ]
+    # split has one backward node for all segments; every slice would make a gradient of the whole
+    # row's size.
+    split = zip(
+        qkv.query.split(segments.lengths),
+        qkv.key.split(num_keys),
+        qkv.value.split(num_keys),
+        strict=True,
+    )
     attended: list[torch.Tensor] = []
     for query, key, value in split:
         if not 0 <= left < len(key) - 1:
@@ -122,14 +146,20 @@ def attend_by_segment(qkv: QKV, segments: Segments, *, left: int = -1, scale: fl
         for piece in query.split(max(left + 1, LEAST_PIECE)):
             start = max(stop - left, 0)
             stop += len(piece)
-            attended.append(attend(QKV(piece, key[start:stop], value[start:stop]), left=left, scale=scale))
+            attended.append(
+                attend(QKV(piece, key[start:stop], value[start:stop]), left=left, scale=scale)
+            )
     return torch.cat(attended)
 
 
-def attend_over_segments(qkv_T: QKV, segments: Segments, *, left: int = -1, scale: float | None = None) -> torch.Tensor:
-    """Every token attends to its segment's prefix and to the tokens before it in the segment; shape (T, H, D).
+def attend_over_segments(
+    qkv_T: QKV, segments: Segments, *, left: int = -1, scale: float | None = None
+) -> torch.Tensor:
+    """Every token attends to its segment's prefix and to the tokens before it in the segment; shape
+    (T, H, D).
 
-    `left` is the number of tokens before it that a window lets it see; all of them where that is below 0.
+    `left` is the number of tokens before it that a window lets it see; all of them where that is
+    below 0.
     """
     has_varlen = _varlen_can_run(qkv_T.query)
     if not has_varlen and can_attend_in_parts(qkv_T.query, segments, left=left):
@@ -139,8 +169,9 @@ def attend_over_segments(qkv_T: QKV, segments: Segments, *, left: int = -1, scal
         keys, values = (Gathered.apply(tensor, segments.key_index_K) for tensor in (keys, values))
     if not has_varlen:
         return attend_by_segment(QKV(query, keys, values), segments, left=left, scale=scale)
-    # The kernel aligns the causal diagonal to the last query and the last key of a document, and counts windows
-    # from there. With a prefix's keys before a segment's own, distances are those of logical positions.
+    # The kernel aligns the causal diagonal to the last query and the last key of a document, and
+    # counts windows from there. With a prefix's keys before a segment's own, distances are those of
+    # logical positions.
     flags: dict[str, Any] = {"scale": scale, "window_size": (left, 0)}
     if qkv_T.shares_heads:
         flags |= _VARLEN_GQA_FLAG
@@ -151,7 +182,8 @@ def attend_over_segments(qkv_T: QKV, segments: Segments, *, left: int = -1, scal
 class Gathered(torch.autograd.Function):
     """Gathers rows of a tensor, some several times, and adds up their gradients in float32.
 
-    A shared token gets a gradient from each segment that sees it; a sum of many in 16 bits would lose the small ones.
+    A shared token gets a gradient from each segment that sees it; a sum of many in 16 bits would
+    lose the small ones.
     """
 
     @staticmethod
@@ -164,12 +196,21 @@ class Gathered(torch.autograd.Function):
     def backward(ctx: Any, grad_KGD: torch.Tensor) -> tuple[torch.Tensor, None]:
         (index_K,) = ctx.saved_tensors
         exact_KGD = grad_KGD.to(torch.promote_types(grad_KGD.dtype, torch.float32))
-        sums_TGD = exact_KGD.new_zeros(ctx.num_tokens, *exact_KGD.shape[1:]).index_add_(0, index_K, exact_KGD)
+        sums_TGD = exact_KGD.new_zeros(ctx.num_tokens, *exact_KGD.shape[1:]).index_add_(
+            0, index_K, exact_KGD
+        )
         return sums_TGD.to(grad_KGD.dtype), None
 
 
 def _varlen_can_run(query: torch.Tensor) -> bool:
-    # The kernels behind varlen_attn are flash attention's: 16 bits, heads of up to 256 in steps of 8.
+    # The kernels behind varlen_attn are flash attention's: 16 bits, heads of up to 256 in steps of
+    # 8.
     head_dim = query.shape[-1]
     is_16_bit = query.dtype in (torch.bfloat16, torch.float16)
-    return _VARLEN_HAS_WINDOWS and query.is_cuda and is_16_bit and head_dim % 8 == 0 and head_dim <= 256
+    return (
+        _VARLEN_HAS_WINDOWS
+        and query.is_cuda
+        and is_16_bit
+        and head_dim % 8 == 0
+        and head_dim <= 256
+    )

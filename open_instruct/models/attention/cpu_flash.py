@@ -3,8 +3,8 @@
 Legend of the shape suffixes: T tokens of the row, N equal parts of one call, H query heads,
 G key-value heads, D features of a head.
 
-PyTorch's kernel for CPUs computes a causal square of up to 512 keys as a whole, and hides half of it
-afterwards. A segment with a prefix needs a mask and a copy of its keys, which cost more. So what
+PyTorch's kernel for CPUs computes a causal square of up to 512 keys as a whole, and hides half of
+it afterwards. A segment with a prefix needs a mask and a copy of its keys, which cost more. So what
 tokens see is cut into *parts*: causal squares on the diagonal, and rectangles in which every query
 sees every key. No part needs a mask or a copy. Here a square is s, a rectangle r::
 
@@ -15,9 +15,10 @@ sees every key. No part needs a mask or a copy. Here a square is s, a rectangle 
              r r s                      a r r s
              r r r s                    b r r   s
 
-All replies to a prompt see it as one rectangle. The parts of a query are joined by the logarithms of
-their sums, which the kernel returns. Given the joined results, its backward pass returns the share
-of each part in the gradients, and these add up (Dao 2023, arXiv:2307.08691, sections 3.1 and 3.2).
+All replies to a prompt see it as one rectangle. The parts of a query are joined by the logarithms
+of their sums, which the kernel returns. Given the joined results, its backward pass returns the
+share of each part in the gradients, and these add up (Dao 2023, arXiv:2307.08691, sections 3.1 and
+3.2).
 
 Why this is not a call for each segment: that takes 1.2 to 1.4 times as long, forward and backward,
 for replies to a shared prompt and for rows of 512 tokens.
@@ -55,8 +56,8 @@ class Span(NamedTuple):
 class Part(NamedTuple):
     """`num_queries` tokens of the row, from `query` on, see the `num_keys` tokens from `key` on.
 
-    Each sees all of them, or, where both are the same tokens, those up to itself. There are `num_parts`
-    such parts, each `step` tokens behind the one before.
+    Each sees all of them, or, where both are the same tokens, those up to itself. There are
+    `num_parts` such parts, each `step` tokens behind the one before.
 
     Example: in `Part(128, 128, 0, 128, num_parts=2, step=256)` tokens 128 to 255 see 0 to 127, and
     tokens 384 to 511 see 256 to 383.
@@ -92,13 +93,16 @@ class Part(NamedTuple):
 
 
 def can_attend_in_parts(query_THD: torch.Tensor, segments: Segments, *, left: int) -> bool:
-    """Whether the row is on a CPU, and its window (`left` tokens before each; below 0: none) hides no key."""
+    """Whether the row is on a CPU, and its window (`left` tokens before each; below 0: none) hides
+    no key.
+    """
     window_hides_keys = 0 <= left < segments.max_keys - 1
     return query_THD.device.type == "cpu" and not window_hides_keys
 
 
 def attend_in_parts(qkv_T: QKV, segments: Segments, *, scale: float | None = None) -> torch.Tensor:
-    """Every token of queries (T, H, D) attends to its segment's prefix and to the tokens before it in the segment.
+    """Every token of queries (T, H, D) attends to its segment's prefix and to the tokens before it
+    in the segment.
 
     Keys and values are those of the row, (T, G, D). The result has shape (T, H, D).
     """
@@ -130,11 +134,15 @@ class _AttentionInParts(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_out_THD: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         *qkv, out_THD, lse_TH = ctx.saved_tensors
-        grads = _find_gradients(grad_out_THD, QKV(*qkv), out_THD, lse_TH, ctx.parts, scale=ctx.scale)
+        grads = _find_gradients(
+            grad_out_THD, QKV(*qkv), out_THD, lse_TH, ctx.parts, scale=ctx.scale
+        )
         return *grads, None, None
 
 
-def _attend(qkv_T: QKV, parts: Iterable[Part], *, scale: float | None) -> tuple[torch.Tensor, torch.Tensor]:
+def _attend(
+    qkv_T: QKV, parts: Iterable[Part], *, scale: float | None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """The result, (T, H, D), and the logarithm of the sum behind each query's weights, (T, H)."""
     query_THD, key_TGD, value_TGD = qkv_T
     out_THD = torch.empty_like(query_THD, memory_format=torch.contiguous_format)
@@ -171,7 +179,8 @@ def _find_gradients(
     return QKV(*(each.to(qkv_T.query.dtype) for each in sums))
 
 
-# The same for compiled blocks, whose graphs take tensors and numbers, and see no further into these two operators.
+# The same for compiled blocks, whose graphs take tensors and numbers, and see no further into these
+# two operators.
 
 
 @torch.library.custom_op("open_instruct::attend_in_parts", mutates_args=())
@@ -184,7 +193,9 @@ def attend_in_parts_compiled(
     scale: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As `_attend`; `cu_queries` and `cu_keys` are those of `Segments`."""
-    return _attend(QKV(query_THD, key_TGD, value_TGD), _read_parts(cu_queries, cu_keys), scale=scale)
+    return _attend(
+        QKV(query_THD, key_TGD, value_TGD), _read_parts(cu_queries, cu_keys), scale=scale
+    )
 
 
 @torch.library.custom_op("open_instruct::attend_in_parts_backward", mutates_args=())
@@ -266,12 +277,17 @@ def _sum_dtype(tensor: torch.Tensor) -> torch.dtype:
 
 @lru_cache(maxsize=MAX_CACHED_ROWS)
 def find_parts(lengths: tuple[int, ...], prefix_lengths: tuple[int, ...]) -> tuple[Part, ...]:
-    """The parts of a row: squares, which cover every token, and then rectangles. All layers share them."""
+    """The parts of a row: squares, which cover every token, and then rectangles.
+
+    All layers share them.
+    """
     squares: list[Part] = []
     rectangles: list[Part] = []
     seen: list[Span] = []  # by the last token of the segment before
     growing: dict[Span, Part] = {}  # the rectangles of the segment before, by their keys
-    for stop, length, prefix_length in zip(accumulate(lengths), lengths, prefix_lengths, strict=True):
+    for stop, length, prefix_length in zip(
+        accumulate(lengths), lengths, prefix_lengths, strict=True
+    ):
         own = Span(stop - length, stop)
         for part in cut_triangle(own):
             (squares if part.is_square else rectangles).append(part)
@@ -318,7 +334,9 @@ def lengthen(rectangle: Part | None, keys: Span, queries: Span) -> Part:
 
 
 def join_equal(parts: Iterable[Part]) -> Iterator[Part]:
-    """Parts of one shape at equal distances become one, if no two of them have a token in common."""
+    """Parts of one shape at equal distances become one, if no two of them have a token in
+    common.
+    """
     alike: dict[tuple[int, int, int], list[Part]] = {}
     for part in sorted(parts):
         alike.setdefault((part.num_queries, part.num_keys, part.query - part.key), []).append(part)

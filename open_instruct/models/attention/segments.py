@@ -1,18 +1,19 @@
 """Segments: what each token of a packed row attends to where documents share what they begin with.
 
-Legend: T tokens of the row, H query heads, G key-value heads, D features of a head, S segments, K keys with shared
-ones repeated for every segment that sees them.
+Legend: T tokens of the row, H query heads, G key-value heads, D features of a head, S segments, K
+keys with shared ones repeated for every segment that sees them.
 
-A row is a list of segments, end to end. A segment attends causally to itself, and before that to its *prefix*: the
-first p tokens of what the segment before it sees, itself included. Its own first token stands at position p::
+A row is a list of segments, end to end. A segment attends causally to itself, and before that to
+its *prefix*: the first p tokens of what the segment before it sees, itself included. Its own first
+token stands at position p::
 
     segment    a                b        c      d
     tokens     0 1 2 3 4 5      4 5 6    6 7    0 1 2
     prefix     0                4        6      0
 
-Here b begins like a, and goes on from a's first 4 tokens; c begins like b, and sees those 4 and the first 2 of b. So
-every tree of documents that share beginnings of any depth is a row, walked depth first. An ordinary document is a
-segment without a prefix.
+Here b begins like a, and goes on from a's first 4 tokens; c begins like b, and sees those 4 and the
+first 2 of b. So every tree of documents that share beginnings of any depth is a row, walked depth
+first. An ordinary document is a segment without a prefix.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ import torch
 
 
 class QKV(NamedTuple):
-    """Queries (..., H, D), keys and values (..., G, D); groups of query heads share a key-value head."""
+    """Queries (..., H, D), keys and values (..., G, D); groups of query heads share a key-value
+    head.
+    """
 
     query: torch.Tensor
     key: torch.Tensor
@@ -43,12 +46,14 @@ class Segments(NamedTuple):
     """The segments of one row, as the model's blocks receive them.
 
     Attributes:
-        lengths, prefix_lengths: of each segment, S numbers; for attention that is computed segment by segment.
-        positions_T: int64, the logical position of every token, for RoPE; where the row is split over ranks, of this
-            rank's tokens alone.
-        cu_queries, cu_keys: int32 (S + 1,), where each segment's queries and gathered keys start, then their number.
-            A prefix's keys come before a segment's own.
-        key_index_K: int64, the row's token that each gathered key is; None where that is the row, as nobody shares.
+        lengths, prefix_lengths: of each segment, S numbers; for attention that is computed segment
+            by segment.
+        positions_T: int64, the logical position of every token, for RoPE; where the row is split
+            over ranks, of this rank's tokens alone.
+        cu_queries, cu_keys: int32 (S + 1,), where each segment's queries and gathered keys start,
+            then their number. A prefix's keys come before a segment's own.
+        key_index_K: int64, the row's token that each gathered key is; None where that is the row,
+            as nobody shares.
         max_queries, max_keys: of any segment.
     """
 
@@ -62,7 +67,9 @@ class Segments(NamedTuple):
     max_keys: int
 
     @classmethod
-    def of(cls, lengths: tuple[int, ...], prefix_lengths: tuple[int, ...], *, device: torch.device) -> Segments:
+    def of(
+        cls, lengths: tuple[int, ...], prefix_lengths: tuple[int, ...], *, device: torch.device
+    ) -> Segments:
         """From the lengths of the segments and of their prefixes.
 
         Example: lengths (6, 3, 2, 3) and prefix lengths (0, 4, 6, 0), the row above::
@@ -75,8 +82,12 @@ class Segments(NamedTuple):
         positions: list[torch.Tensor] = []
         keys: list[torch.Tensor] = []
         seen = torch.arange(0)  # by the last token of the segment before
-        for stop, length, prefix_length in zip(accumulate(lengths), lengths, prefix_lengths, strict=True):
-            assert prefix_length <= len(seen), f"a prefix of {prefix_length} tokens of a segment that sees {len(seen)}"
+        for stop, length, prefix_length in zip(
+            accumulate(lengths), lengths, prefix_lengths, strict=True
+        ):
+            assert prefix_length <= len(seen), (
+                f"a prefix of {prefix_length} tokens of a segment that sees {len(seen)}"
+            )
             seen = torch.cat([seen[:prefix_length], torch.arange(stop - length, stop)])
             positions.append(torch.arange(prefix_length, len(seen)))
             keys.append(seen)

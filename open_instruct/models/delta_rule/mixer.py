@@ -1,11 +1,12 @@
-"""A layer of the gated delta rule, in the place of a block's attention, with Hugging Face's parameters.
+"""A layer of the gated delta rule, in the place of a block's attention, with Hugging Face's
+parameters.
 
-Queries, keys and values are projected, go through a short causal convolution and SiLU, and are what the rule (rule.py)
-remembers and reads; what it reads is normalised, gated and projected back. Olmo-Hybrid has a matrix and a convolution
-for each of the three, Qwen 3.5 one for all of them.
+Queries, keys and values are projected, go through a short causal convolution and SiLU, and are what
+the rule (rule.py) remembers and reads; what it reads is normalised, gated and projected back.
+Olmo-Hybrid has a matrix and a convolution for each of the three, Qwen 3.5 one for all of them.
 
-Legend of the shape suffixes: T tokens of all rows laid end to end, C channels of the convolution, H value heads, V
-features of a value.
+Legend of the shape suffixes: T tokens of all rows laid end to end, C channels of the convolution, H
+value heads, V features of a value.
 """
 
 from __future__ import annotations
@@ -47,7 +48,9 @@ class DeltaRuleMixer(SequenceMixer):
     """The layer; its parameters are those of `DeltaShape.tensors`."""
 
     context: ContextGroup | None = None
-    """The ranks that rows are split over, if they are: each walks the whole row for its part of the heads."""
+    """The ranks that rows are split over, if they are: each walks the whole row for its part of the
+    heads.
+    """
 
     def __init__(self, config: DeltaRuleConfig, d_model: int, *, init_device: str) -> None:
         super().__init__()
@@ -59,17 +62,27 @@ class DeltaRuleMixer(SequenceMixer):
         rows_of = {**self.shape.parts, "a": heads, "b": heads, "g": values}
         for name, rows in rows_of.items():
             self.add_module(f"w_{name}", linear(d_model, rows))
-        self.firsts = [f"w_{name}" for name in rows_of]  # the matrices whose rows are those of heads, the gate's last
+        # The matrices whose rows are those of heads, the gate's last.
+        self.firsts = [f"w_{name}" for name in rows_of]
         self.add_module(self.shape.output, linear(values, d_model))
         for part, rows in self.shape.parts.items():
-            self.add_module(f"{part}_conv1d", ShortConvolution(rows, self.shape, device=init_device))
+            self.add_module(
+                f"{part}_conv1d", ShortConvolution(rows, self.shape, device=init_device)
+            )
         self.o_norm = GatedNorm(self.shape.value_head_dim, eps=config.norm_eps, device=init_device)
 
     def forward(self, x: torch.Tensor, cu_doc_lens: Any = None, **_: object) -> torch.Tensor:
-        """The output for x, (B, T, D); `cu_doc_lens` are the `Segments` of the rows laid end to end."""
-        assert isinstance(cu_doc_lens, Segments), "blocks are called by a SegmentTransformer, with segments"
+        """The output for x, (B, T, D);
+
+        `cu_doc_lens` are the `Segments` of the rows laid end to end.
+        """
+        assert isinstance(cu_doc_lens, Segments), (
+            "blocks are called by a SegmentTransformer, with segments"
+        )
         given = [self.get_submodule(name)(x).flatten(0, 1) for name in self.firsts[:-1]]
-        *projected, a_TH, b_TH = given if self.context is None else self._exchanged(given, self.context)
+        *projected, a_TH, b_TH = (
+            given if self.context is None else self._exchanged(given, self.context)
+        )
         log_decay_H, bias_H = (own_heads(each, self.context) for each in (self.A_log, self.dt_bias))
         rate_TH = b_TH.sigmoid() * (2 if self.doubles_rates else 1)
         decay_TH = -exact(log_decay_H).exp() * F.softplus(exact(a_TH) + bias_H)
@@ -90,19 +103,27 @@ class DeltaRuleMixer(SequenceMixer):
     # Compiled blocks leave this out, as it differs with every row's lengths.
     @torch.compiler.disable
     def _remember(
-        self, projected: list[torch.Tensor], decay_TH: torch.Tensor, rate_TH: torch.Tensor, segments: Segments
+        self,
+        projected: list[torch.Tensor],
+        decay_TH: torch.Tensor,
+        rate_TH: torch.Tensor,
+        segments: Segments,
     ) -> torch.Tensor:
         shape = self.shape
         lengths = segments.lengths, segments.prefix_lengths
         walk = walk_on_device(*lengths, shape.conv_kernel_dim - 1, projected[0].device)
         convolutions = [self.get_submodule(f"{part}_conv1d") for part in shape.parts]
-        mixed = [F.silu(convolve(*each, walk)) for each in zip(projected, convolutions, strict=True)]
+        mixed = [
+            F.silu(convolve(*each, walk)) for each in zip(projected, convolutions, strict=True)
+        ]
         if shape.is_fused:
             num_parts = sum(shape.widths) // mixed[0].shape[-1]  # that heads are split into
             mixed = mixed[0].split([width // num_parts for width in shape.widths], dim=-1)
         num_shared = shape.num_value_heads // shape.num_key_heads
         query, key = (
-            each.unflatten(-1, (-1, 1, shape.key_head_dim)).expand(-1, -1, num_shared, -1).flatten(1, 2)
+            each.unflatten(-1, (-1, 1, shape.key_head_dim))
+            .expand(-1, -1, num_shared, -1)
+            .flatten(1, 2)
             for each in mixed[:2]
         )
         value = mixed[2].unflatten(-1, (-1, shape.value_head_dim))
@@ -110,25 +131,45 @@ class DeltaRuleMixer(SequenceMixer):
 
     def apply_tp(self, tp_mesh: DeviceMesh, *_: object, **style: Any) -> None:
         """Split matrices by heads over ranks, each of which walks rows for its own."""
-        assert not self.shape.is_fused and not style["float8_enabled"], "refused when the flags are checked"
-        given = tp.PrepareModuleInput(input_layouts=style["input_layout"], desired_input_layouts=Replicate())
+        assert not self.shape.is_fused and not style["float8_enabled"], (
+            "refused when the flags are checked"
+        )
+        given = tp.PrepareModuleInput(
+            input_layouts=style["input_layout"], desired_input_layouts=Replicate()
+        )
         tp.parallelize_module(self, tp_mesh, given)
         plan: dict[str, Any] = {name: tp.ColwiseParallel() for name in self.firsts}
         # Blocks take the sum as it is, in parts of the tokens.
-        plan[self.shape.output] = tp.RowwiseParallel(output_layouts=style["output_layout"], use_local_output=False)
+        plan[self.shape.output] = tp.RowwiseParallel(
+            output_layouts=style["output_layout"], use_local_output=False
+        )
         tp.parallelize_module(self, tp_mesh, plan)
         for module, name, parameter in self.small:
             placement = Replicate() if module is self.o_norm else Shard(0)
-            module.register_parameter(name, nn.Parameter(distribute_tensor(parameter, tp_mesh, [placement])))
+            module.register_parameter(
+                name, nn.Parameter(distribute_tensor(parameter, tp_mesh, [placement]))
+            )
 
     @property
     def small(self) -> list[tuple[nn.Module, str, nn.Parameter]]:
-        """Parameters that are no matrices, as (module, name, parameter); all but the norm's have heads one by one."""
-        modules = [self, self.o_norm, *(self.get_submodule(f"{part}_conv1d") for part in self.shape.parts)]
-        return [(module, *named) for module in modules for named in module.named_parameters(recurse=False)]
+        """Parameters that are no matrices, as (module, name, parameter); all but the norm's have
+        heads one by one.
+        """
+        modules = [
+            self,
+            self.o_norm,
+            *(self.get_submodule(f"{part}_conv1d") for part in self.shape.parts),
+        ]
+        return [
+            (module, *named)
+            for module in modules
+            for named in module.named_parameters(recurse=False)
+        ]
 
     def refuse(self, *_: object, **__: object) -> None:
-        raise NotImplementedError("rows are split by `SegmentTransformer.apply_cp`, and weights are not drawn")
+        raise NotImplementedError(
+            "rows are split by `SegmentTransformer.apply_cp`, and weights are not drawn"
+        )
 
     apply_cp = init_weights = refuse
 
@@ -139,7 +180,9 @@ class DeltaRuleMixer(SequenceMixer):
 
 
 def convolve(x_TC: torch.Tensor, convolution: nn.Module, walk: Walk) -> torch.Tensor:
-    """Each channel over a token and those before it in its document, zero before the first; (T, C)."""
+    """Each channel over a token and those before it in its document, zero before the first; (T,
+    C).
+    """
     with_zero = torch.cat([x_TC, x_TC.new_zeros(1, x_TC.shape[1])])
     laid_out = Gathered.apply(with_zero, walk.history)
     convolved = convolution(laid_out.T.unsqueeze(0))[0].T
@@ -147,13 +190,17 @@ def convolve(x_TC: torch.Tensor, convolution: nn.Module, walk: Walk) -> torch.Te
 
 
 def own_heads(whole: torch.Tensor, context: ContextGroup | None) -> torch.Tensor:
-    """What belongs to the heads that this rank walks, of a parameter with one head after another."""
+    """What belongs to the heads that this rank walks, of a parameter with one head after
+    another.
+    """
     own = whole.to_local() if isinstance(whole, DTensor) else whole  # of those of a tensor rank
     return own if context is None else own[context.part_of(len(own))]
 
 
 class ShortConvolution(nn.Conv1d):
-    """A filter for each channel of queries, keys or values, or of all three, of the heads that this rank walks."""
+    """A filter for each channel of queries, keys or values, or of all three, of the heads that this
+    rank walks.
+    """
 
     context: ContextGroup | None = None
 
@@ -168,7 +215,9 @@ class ShortConvolution(nn.Conv1d):
 
 
 class GatedNorm(nn.Module):
-    """RMSNorm over the features of a head, times SiLU of a gate, rounded where transformers rounds."""
+    """RMSNorm over the features of a head, times SiLU of a gate, rounded where transformers
+    rounds.
+    """
 
     def __init__(self, size: int, *, eps: float, device: str) -> None:
         super().__init__()
@@ -177,6 +226,12 @@ class GatedNorm(nn.Module):
     def forward(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
         given = exact(x)
         # Tensor ranks have their own heads' part of its gradient each.
-        weight = self.weight.to_local(grad_placements=[Partial()]) if isinstance(self.weight, DTensor) else self.weight
-        normed = weight * (given * (given.square().mean(-1, keepdim=True) + self.eps).rsqrt()).to(x.dtype)
+        weight = (
+            self.weight.to_local(grad_placements=[Partial()])
+            if isinstance(self.weight, DTensor)
+            else self.weight
+        )
+        normed = weight * (given * (given.square().mean(-1, keepdim=True) + self.eps).rsqrt()).to(
+            x.dtype
+        )
         return (normed * F.silu(exact(gate))).to(x.dtype)

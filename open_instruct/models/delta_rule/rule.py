@@ -1,16 +1,19 @@
-"""The gated delta rule (Yang et al. 2024, "Gated Delta Networks", arXiv:2412.06464, section 3) over segments.
+"""The gated delta rule (Yang et al. 2024, "Gated Delta Networks", arXiv:2412.06464, section 3) over
+segments.
 
-A head remembers in a matrix S, from keys to values. At each token it forgets a share of S, reads what S then holds
-under the token's key, and writes at some rate the difference to the token's value::
+A head remembers in a matrix S, from keys to values. At each token it forgets a share of S, reads
+what S then holds under the token's key, and writes at some rate the difference to the token's
+value::
 
     S = exp(decay) S;    S = S + rate * key (value - key^T S)^T;    output = query^T S
 
-S begins at zero with every document, and a segment goes on with the S that its prefix left. Over a chunk of C tokens S
-becomes M S + A, and what the chunk reads is R S + B, with matrices that do not depend on S: those of all chunks
-are made at once, and only S goes from chunk to chunk. Everything is float32.
+S begins at zero with every document, and a segment goes on with the S that its prefix left. Over a
+chunk of C tokens S becomes M S + A, and what the chunk reads is R S + B, with matrices that do not
+depend on S: those of all chunks are made at once, and only S goes from chunk to chunk. Everything
+is float32.
 
-Legend of the shape suffixes: T tokens of a row, N chunks, C tokens of a chunk, H value heads, G key heads, K features
-of a key, V features of a value.
+Legend of the shape suffixes: T tokens of a row, N chunks, C tokens of a chunk, H value heads, G key
+heads, K features of a key, V features of a value.
 """
 
 from typing import Any, NamedTuple
@@ -45,24 +48,31 @@ class Inputs(NamedTuple):
 def gated_delta_rule(inputs: Inputs, segments: Segments, walk: Walk) -> torch.Tensor:
     """What every token reads, (T, H, V).
 
-    On CUDA by the kernel of flash-linear-attention where that is installed, which knows no prefixes, and multiplies
-    float32 in TF32: it is given 16 bits alone.
+    On CUDA by the kernel of flash-linear-attention where that is installed, which knows no
+    prefixes, and multiplies float32 in TF32: it is given 16 bits alone.
     """
     can_be = inputs.value.dtype.itemsize == 2 and not any(segments.prefix_lengths)
-    return (_by_kernel if inputs.query.is_cuda and can_be and kernels.has_fla() else by_chunks)(inputs, walk)
+    return (_by_kernel if inputs.query.is_cuda and can_be and kernels.has_fla() else by_chunks)(
+        inputs, walk
+    )
 
 
 def by_chunks(inputs: Inputs, walk: Walk) -> torch.Tensor:
     """The rule in plain PyTorch, (T, H, V)."""
     with torch.autocast(inputs.query.device.type, enabled=False):
-        query, key, value, decay, rate = (_in_chunks(exact(each), walk.tokens_NC) for each in inputs)
-        query, key = (each * (each.square().sum(-1, keepdim=True) + NORM_EPS).rsqrt() for each in (query, key))
+        query, key, value, decay, rate = (
+            _in_chunks(exact(each), walk.tokens_NC) for each in inputs
+        )
+        query, key = (
+            each * (each.square().sum(-1, keepdim=True) + NORM_EPS).rsqrt() for each in (query, key)
+        )
         query = query * query.shape[-1] ** -0.5
         # From the beginning of the chunk to each token, and between each two tokens.
         kept_NHC1 = decay.cumsum(dim=2)
         is_later = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=query.device).triu(1)
         between = (kept_NHC1 - kept_NHC1.mT).masked_fill(is_later, -torch.inf).exp()
-        # What tokens write depends on what those before them wrote: a triangular system (section 3.3).
+        # What tokens write depends on what those before them wrote: a triangular system (section
+        # 3.3).
         key_at_rate = rate * key
         system_NHCC = key_at_rate @ key.mT * between
         right = torch.cat([rate * value, key_at_rate * kept_NHC1.exp()], dim=-1)
@@ -71,10 +81,14 @@ def by_chunks(inputs: Inputs, walk: Walk) -> torch.Tensor:
 
         reads = query @ key.mT * between
         leaves = (key * (kept_NHC1[:, :, -1:] - kept_NHC1).exp()).mT
-        all_kept = kept_NHC1[:, :, -1:].exp() * torch.eye(key.shape[-1], dtype=key.dtype, device=key.device)
+        all_kept = kept_NHC1[:, :, -1:].exp() * torch.eye(
+            key.shape[-1], dtype=key.dtype, device=key.device
+        )
         found_NHKV = _states(all_kept - leaves @ corrected, leaves @ written, walk)
         read = reads @ written + (query * kept_NHC1.exp() - reads @ corrected) @ found_NHKV
-        return read.transpose(1, 2).flatten(0, 1).index_select(0, walk.places_T).to(inputs.value.dtype)
+        return (
+            read.transpose(1, 2).flatten(0, 1).index_select(0, walk.places_T).to(inputs.value.dtype)
+        )
 
 
 def exact(tensor: torch.Tensor) -> torch.Tensor:
@@ -83,10 +97,13 @@ def exact(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _in_chunks(tensor: torch.Tensor, tokens_NC: torch.Tensor) -> torch.Tensor:
-    """(T, H, ...) into (N, H, C, ...), with zeros after a chunk's last token; (T, H) into (N, H, C, 1)."""
+    """(T, H, ...) into (N, H, C, ...), with zeros after a chunk's last token; (T, H) into (N, H, C,
+    1).
+    """
     with_zero = torch.cat([tensor, tensor.new_zeros(1, *tensor.shape[1:])])
     chunks = with_zero.index_select(0, tokens_NC.flatten()).unflatten(0, tokens_NC.shape)
-    chunks = chunks.transpose(1, 2).contiguous()  # else every product would copy it, and keep the copy
+    # Else every product would copy it, and keep the copy.
+    chunks = chunks.transpose(1, 2).contiguous()
     return chunks if tensor.dim() == 3 else chunks.unsqueeze(-1)
 
 
@@ -94,7 +111,9 @@ def _states(changes_NHKK: torch.Tensor, additions_NHKV: torch.Tensor, walk: Walk
     """The memory that each chunk finds, (N, H, K, V)."""
     nothing = torch.zeros_like(additions_NHKV[0])
     found, left = list[torch.Tensor](), list[torch.Tensor]()
-    for goes_on_from, change, addition in zip(walk.goes_on_from, changes_NHKK, additions_NHKV, strict=True):
+    for goes_on_from, change, addition in zip(
+        walk.goes_on_from, changes_NHKK, additions_NHKV, strict=True
+    ):
         found.append(nothing if goes_on_from is None else left[goes_on_from])
         left.append(addition if goes_on_from is None else change @ found[-1] + addition)
     return torch.stack(found)
@@ -102,7 +121,15 @@ def _states(changes_NHKK: torch.Tensor, additions_NHKV: torch.Tensor, walk: Walk
 
 def _by_kernel(inputs: Inputs, walk: Walk) -> torch.Tensor:
     query, key, value, decay, rate = (each.unsqueeze(0) for each in inputs)
-    # Of borders the kernel makes indices, waiting for the device, once for a tensor: all layers have the same.
-    given: dict[str, Any] = {"q": query, "k": key, "v": value, "g": decay, "beta": rate, "cu_seqlens": walk.borders}
+    # Of borders the kernel makes indices, waiting for the device, once for a tensor: all layers
+    # have the same.
+    given: dict[str, Any] = {
+        "q": query,
+        "k": key,
+        "v": value,
+        "g": decay,
+        "beta": rate,
+        "cu_seqlens": walk.borders,
+    }
     output, _ = kernels.dispatch_chunk_gated_delta_rule(**given, use_qk_l2norm_in_kernel=True)
     return output[0]

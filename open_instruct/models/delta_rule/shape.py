@@ -13,13 +13,15 @@ CHUNK = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeltaShape:
-    """Heads of keys (and queries) and of values, which groups of the latter share, their features, and the convolution.
+    """Heads of keys (and queries) and of values, which groups of the latter share, their features,
+    and the convolution.
 
     The sizes have the names of config.json, without its `linear_`.
 
     Example: a layer of Olmo-Hybrid 7B::
 
-        DeltaShape(num_key_heads=30, num_value_heads=30, key_head_dim=96, value_head_dim=192, conv_kernel_dim=4,
+        DeltaShape(num_key_heads=30, num_value_heads=30, key_head_dim=96, value_head_dim=192,
+                   conv_kernel_dim=4,
                    is_fused=False)
     """
 
@@ -39,23 +41,33 @@ class DeltaShape:
     @property
     def parts(self) -> dict[str, int]:
         """The matrices that queries, keys and values come from, and their rows."""
-        return {"qkv": sum(self.widths)} if self.is_fused else dict(zip("qkv", self.widths, strict=True))
+        return (
+            {"qkv": sum(self.widths)}
+            if self.is_fused
+            else dict(zip("qkv", self.widths, strict=True))
+        )
 
     @property
     def output(self) -> str:
-        """The matrix of the output: adapters for `o_proj` are beside `w_out`, and one matrix for all has `out_proj`."""
+        """The matrix of the output: adapters for `o_proj` are beside `w_out`, and one matrix for
+        all has `out_proj`.
+        """
         return "w_output" if self.is_fused else "w_out"
 
     @property
     def rule_flops(self) -> int:
-        """Of the rule for one token in a forward pass: with what is remembered, and within a chunk."""
+        """Of the rule for one token in a forward pass: with what is remembered, and within a
+        chunk.
+        """
         keys, values = self.key_head_dim, self.value_head_dim
         return 2 * self.num_value_heads * (2 * keys * values + CHUNK * (3 * keys + 2 * values))
 
     @property
     def numbers_of_chunk(self) -> tuple[int, int, int, int]:
-        """Of the rule for a chunk: those that it keeps; those that it has in a forward pass, without what it keeps and
-        beside it; and those beside it in a backward pass. Fitted to plain PyTorch with heads of 32 to 128 features."""
+        """Of the rule for a chunk: those that it keeps; those that it has in a forward pass,
+        without what it keeps and beside it; and those beside it in a backward pass. Fitted to plain
+        PyTorch with heads of 32 to 128 features.
+        """
         keys, values, heads = self.key_head_dim, self.value_head_dim, self.num_value_heads
         kept = CHUNK * (8 * keys + 2 * values + 5 * CHUNK) + keys * (2 * values + keys)
         alone = CHUNK * (7 * keys + 3 * values + 5 * CHUNK) + 2 * keys * (keys + values)
@@ -73,7 +85,10 @@ class DeltaShape:
             "w_b.weight": (*heads, d_model),
             "w_g.weight": (values, d_model),
             f"{self.output}.weight": (d_model, values),
-            **{f"{part}_conv1d.weight": (rows, 1, self.conv_kernel_dim) for part, rows in self.parts.items()},
+            **{
+                f"{part}_conv1d.weight": (rows, 1, self.conv_kernel_dim)
+                for part, rows in self.parts.items()
+            },
             "o_norm.weight": (self.value_head_dim,),
         }
 
@@ -85,5 +100,7 @@ def delta_shape(fields: Mapping[str, Any], where: str, *, is_fused: bool) -> Del
         InputError: a size is none, or groups of value heads cannot share the key heads.
     """
     sizes = {name: size_of(fields, where, f"linear_{name}") for name in SIZES}
-    check_multiple(where, **{f"linear_{name}": sizes[name] for name in ("num_value_heads", "num_key_heads")})
+    check_multiple(
+        where, **{f"linear_{name}": sizes[name] for name in ("num_value_heads", "num_key_heads")}
+    )
     return DeltaShape(**sizes, is_fused=is_fused)

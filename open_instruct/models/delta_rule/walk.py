@@ -1,12 +1,14 @@
-"""How a row of segments is walked by what remembers: in chunks, each of which goes on from one that came before.
+"""How a row of segments is walked by what remembers: in chunks, each of which goes on from one that
+came before.
 
-A segment with a prefix goes on from the middle of what the segment before it sees. So a chunk ends at every token that
-another segment goes on from, and what it leaves is taken up as often as it is needed::
+A segment with a prefix goes on from the middle of what the segment before it sees. So a chunk ends
+at every token that another segment goes on from, and what it leaves is taken up as often as it is
+needed::
 
     segment    a                b        c      d          (lengths 6, 3, 2, 3; prefixes 0, 4, 6, 0)
     tokens     0 1 2 3 | 4 5    6 7 | 8  9 10   11 12 13
     chunk      0         1      2     3  4      5
-    goes on    -         0      0     2  2      -          (b from 4 tokens of a, c from those and 2 of b)
+    goes on    -         0      0     2  2      -     (b from 4 of a, c from those and 2 of b)
 
 Legend of the shape suffixes: T tokens of the row, N chunks, C tokens of the longest chunk.
 """
@@ -27,8 +29,8 @@ class Walk(NamedTuple):
         goes_on_from: the chunk that each goes on from; None: it begins a document.
         tokens_NC: the tokens of each chunk, and after its last none.
         places_T: of each token, its place among those of all chunks, C for each.
-        history: the tokens of the row, with as many as asked for before each that does not follow its neighbour; none
-            before a document.
+        history: the tokens of the row, with as many as asked for before each that does not follow
+            its neighbour; none before a document.
         after_history_T: of each token, the window of the history that ends with it.
         borders: where tokens do not follow their neighbour, then the number of all tokens.
     """
@@ -68,14 +70,18 @@ def walk_on_device(
             places += range(len(chunks) * CHUNK, len(chunks) * CHUNK + len(chunk))
             chunks.append(chunk)
     filled_up = [chunk + [none] * (CHUNK - len(chunk)) for chunk in chunks]
-    indices = [torch.tensor(each) for each in (filled_up, places, history, after_history, [*begins, none])]
+    indices = [
+        torch.tensor(each) for each in (filled_up, places, history, after_history, [*begins, none])
+    ]
     if device.type == "cuda":  # or the host would wait for the device
         indices = [index.pin_memory().to(device, non_blocking=True) for index in indices]
     return Walk(tuple(goes_on_from), *indices)
 
 
 def _before(lengths: tuple[int, ...], prefix_lengths: tuple[int, ...]) -> list[int]:
-    """Of each token of a row the one that it goes on from; the number of all tokens where it begins a document."""
+    """Of each token of a row the one that it goes on from; the number of all tokens where it begins
+    a document.
+    """
     before: list[int] = []
     seen: list[int] = []  # by the last token of the segment before
     for stop, length, prefix in zip(accumulate(lengths), lengths, prefix_lengths, strict=True):

@@ -1,14 +1,15 @@
 """A sparse MLP in the place of a block's `feed_forward`.
 
-OLMo-core's own has kernels in Triton alone, and its blocks are of another kind. Here blocks stay ordinary ones: the
-config builds another module, which any split of dim 0 of its parameters suits.
+OLMo-core's own has kernels in Triton alone, and its blocks are of another kind. Here blocks stay
+ordinary ones: the config builds another module, which any split of dim 0 of its parameters suits.
 
-Experts may be split over ranks (expert parallelism; Lepikhin et al. 2020, GShard, arXiv:2006.16668, section 3.2). Each
-of the R ranks of a shard group has E / R whole experts. Tokens travel to the ranks of their experts, and what these
-make of them travels back. So no expert is gathered, and each rank computes a part of every rank's tokens.
+Experts may be split over ranks (expert parallelism; Lepikhin et al. 2020, GShard, arXiv:2006.16668,
+section 3.2). Each of the R ranks of a shard group has E / R whole experts. Tokens travel to the
+ranks of their experts, and what these make of them travels back. So no expert is gathered, and each
+rank computes a part of every rank's tokens.
 
-Legend: T tokens, K experts of each token, S = T * K pairs of both in the order of experts, N pairs that a rank gets,
-E experts, R ranks that split them, D width of the model, H width of an expert.
+Legend: T tokens, K experts of each token, S = T * K pairs of both in the order of experts, N pairs
+that a rank gets, E experts, R ranks that split them, D width of the model, H width of an expert.
 """
 
 from collections.abc import Sequence
@@ -25,7 +26,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 Routing = tuple[torch.Tensor, torch.Tensor]
-"""Of tokens: the probabilities of all experts (T, E), float32, and the numbers of the K chosen ones (T, K)."""
+"""Of tokens: the probabilities of all experts (T, E), float32, and the numbers of the K chosen ones
+(T, K).
+"""
 
 
 @dataclass(kw_only=True)
@@ -44,7 +47,9 @@ class ExpertsConfig(FeedForwardConfig):
 
 
 class RoutedFeedForward(nn.Module):
-    """Each token's MLP is the weighted sum of K experts' MLPs, those whose probability the router finds highest."""
+    """Each token's MLP is the weighted sum of K experts' MLPs, those whose probability the router
+    finds highest.
+    """
 
     def __init__(self, config: ExpertsConfig, *, d_model: int, device: str) -> None:
         super().__init__()
@@ -52,7 +57,8 @@ class RoutedFeedForward(nn.Module):
         self.is_noted = False  # whether what the router decides is kept for `taken`
         self.notes_gradient = True  # of passes with gradient; else of those without
         self._noted: list[Routing] = []
-        self.told_TK: torch.Tensor | None = None  # experts that are chosen in place of its own; -1: its own
+        # Experts that are chosen in place of its own; -1: its own.
+        self.told_TK: torch.Tensor | None = None
         self.is_told = False  # whether there are any; compiled code does not look at them
         self.router = nn.Linear(d_model, config.num_experts, bias=False, device=device)
         self.experts = Experts(config.num_experts, d_model, config.hidden_size, device=device)
@@ -71,7 +77,8 @@ class RoutedFeedForward(nn.Module):
         in_order_S, order_S = experts_TK.flatten().sort(stable=True)
         experts_E = torch.arange(logits_TE.shape[-1], device=x.device)
         ends_E = torch.searchsorted(in_order_S, experts_E, right=True).int()
-        # Tokens are repeated before they are sorted: so every gradient is a sum in one order, the same each time.
+        # Tokens are repeated before they are sorted: so every gradient is a sum in one order, the
+        # same each time.
         x_SD = x_TD.repeat_interleave(self.top_k, dim=0).index_select(0, order_S)
         y_SD = self.experts(x_SD, ends_E)
         y_TKD = y_SD.index_select(0, order_S.argsort()).unflatten(0, weights_TK.shape)
@@ -88,18 +95,23 @@ class RoutedFeedForward(nn.Module):
     def allowed(self, probs_TE: torch.Tensor) -> torch.Tensor:
         """The probabilities, -inf for an expert that is not told of a token of which some are.
 
-        The router's gradient comes through those that are told, as it comes through those that it chooses itself.
+        The router's gradient comes through those that are told, as it comes through those that it
+        chooses itself.
         """
         assert self.told_TK is not None
         told_TK = self.told_TK.long()
-        is_told_TE = torch.zeros_like(probs_TE, dtype=torch.bool).scatter_(1, told_TK.clamp(min=0), True)
+        is_told_TE = torch.zeros_like(probs_TE, dtype=torch.bool).scatter_(
+            1, told_TK.clamp(min=0), True
+        )
         return probs_TE.masked_fill(~is_told_TE & (told_TK[:, :1] >= 0), -torch.inf)
 
     def num_flops_per_token(self, seq_len: int) -> int:
         """As OLMo-core counts them: 6 for each parameter that a token meets."""
         del seq_len
         of_experts = sum(each.numel() for each in self.experts.parameters())
-        return 6 * (self.router.weight.numel() + of_experts * self.top_k // self.router.out_features)
+        return 6 * (
+            self.router.weight.numel() + of_experts * self.top_k // self.router.out_features
+        )
 
     @torch.compiler.disable  # a compiled block would be another one for every list
     def _note(self, probs_TE: torch.Tensor, experts_TK: torch.Tensor) -> None:
@@ -121,8 +133,8 @@ class ExpertGroup:
     def own(self, stack: torch.Tensor) -> torch.Tensor:
         """This rank's matrices of a stack that FSDP has gathered from the replicas.
 
-        Their gradient is of the whole group's tokens, and FSDP averages it over the replicas alone; so the average over
-        the group is taken here.
+        Their gradient is of the whole group's tokens, and FSDP averages it over the replicas alone;
+        so the average over the group is taken here.
         """
         assert isinstance(stack, DTensor)
         own = stack.to_local()
@@ -132,8 +144,11 @@ class ExpertGroup:
 
     # PyTorch's compiler would give up a whole block with an all-to-all in it.
     @torch.compiler.disable
-    def at_experts(self, stacks: Sequence[torch.Tensor], x_SD: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
-        """What all experts make of this rank's rows, expert e of those from `ends_E[e - 1]` to `ends_E[e]`.
+    def at_experts(
+        self, stacks: Sequence[torch.Tensor], x_SD: torch.Tensor, ends_E: torch.Tensor
+    ) -> torch.Tensor:
+        """What all experts make of this rank's rows, expert e of those from `ends_E[e - 1]` to
+        `ends_E[e]`.
 
         :param stacks: see `_mlps`.
         """
@@ -144,7 +159,9 @@ class ExpertGroup:
         x_ND = all_to_all_single_autograd(x_SD, num_received, num_sent, self.group)
         # Rows come rank by rank, and go on expert by expert.
         experts_RE = torch.arange(sent_RE.shape[1], device=x_SD.device).expand(sent_RE.shape)
-        experts_N = experts_RE.flatten().repeat_interleave(received_RE.flatten(), output_size=sum(num_received))
+        experts_N = experts_RE.flatten().repeat_interleave(
+            received_RE.flatten(), output_size=sum(num_received)
+        )
         order_N = experts_N.argsort(stable=True)
         y_ND = _mlps(own, x_ND.index_select(0, order_N), received_RE.sum(dim=0).cumsum(0).int())
         y_ND = y_ND.index_select(0, order_N.argsort())
@@ -152,12 +169,16 @@ class ExpertGroup:
 
 
 class Experts(nn.Module):
-    """The experts' matrices, stacked: those of gates and of what they multiply (E, H, D), and the last (E, D, H)."""
+    """The experts' matrices, stacked: those of gates and of what they multiply (E, H, D), and the
+    last (E, D, H).
+    """
 
     def __init__(self, num_experts: int, d_model: int, width: int, *, device: str) -> None:
         super().__init__()
         self.group: ExpertGroup | None = None  # of ranks that split them
-        self.w1, self.w3 = (nn.Parameter(torch.empty(num_experts, width, d_model, device=device)) for _ in range(2))
+        self.w1, self.w3 = (
+            nn.Parameter(torch.empty(num_experts, width, d_model, device=device)) for _ in range(2)
+        )
         self.w2 = nn.Parameter(torch.empty(num_experts, d_model, width, device=device))
 
     def forward(self, x_SD: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
@@ -179,7 +200,9 @@ class Experts(nn.Module):
 
 
 def _mlps(stacks: Sequence[torch.Tensor], x_SD: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
-    """What experts make of rows in their order; stacks are of gates, of what these multiply, and of the last."""
+    """What experts make of rows in their order; stacks are of gates, of what these multiply, and of
+    the last.
+    """
     w1, w3, w2 = stacks
     gate_SH, up_SH = (_products(x_SD, weight, ends_E) for weight in (w1, w3))
     return _products(F.silu(gate_SH) * up_SH, w2, ends_E)

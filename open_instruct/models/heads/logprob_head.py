@@ -1,7 +1,7 @@
 """A language-model head that never holds the logits of a whole microbatch.
 
-B rows, K kept label positions (all T of a row where none are chosen), N positions of a chunk, D width of the model,
-V vocabulary.
+B rows, K kept label positions (all T of a row where none are chosen), N positions of a chunk, D
+width of the model, V vocabulary.
 """
 
 from collections.abc import Callable
@@ -21,14 +21,17 @@ from torch.utils.checkpoint import checkpoint
 MAX_LOGITS_BYTES = 1 << 30
 MAX_KEPT_BYTES = 2 << 30
 MEASURED_SHARE = 8
-"""Measures of logits may need several tensors of the logits' size: chunks are smaller by this factor."""
+"""Measures of logits may need several tensors of the logits' size: chunks are smaller by this
+factor.
+"""
 
 
 class Measure(NamedTuple):
     """An extra value to be computed from the logits of every position.
 
-    `function(logits_NV, *beside_N)` is given some positions' logits and the same positions of every tensor of `beside`,
-    whose first two axes are (B, K): of the rank's own positions. It returns a value, or a row of values, for each.
+    `function(logits_NV, *beside_N)` is given some positions' logits and the same positions of every
+    tensor of `beside`, whose first two axes are (B, K): of the rank's own positions. It returns a
+    value, or a row of values, for each.
     """
 
     function: Callable[..., torch.Tensor]
@@ -42,7 +45,8 @@ class HeadSettings:
     If `temperature` is a tensor, it has one value for each of the rank's own positions, (B, K).
     With `only_hidden` the head returns the hidden states that logits are computed from.
 
-    A forward pass is given it by a function: FSDP casts every tensor that it finds in an argument, also in records.
+    A forward pass is given it by a function: FSDP casts every tensor that it finds in an argument,
+    also in records.
 
     Example: `HeadSettings(temperature=0.7, with_entropy=True)`.
     """
@@ -55,11 +59,12 @@ class HeadSettings:
 
 
 class LabelLosses(NamedTuple):
-    """-log p of every label (nats, 0 where there is none), and the requested values of every position.
+    """-log p of every label (nats, 0 where there is none), and the requested values of every
+    position.
 
-    These are the entropy, log(sum over v of p(v)^2), and the result of the `Measure`. All have shape (B, K); a measure
-    may have one more axis. Under tensor parallelism they are DTensors split along K. Only `loss` and
-    `measured` have a gradient.
+    These are the entropy, log(sum over v of p(v)^2), and the result of the `Measure`. All have
+    shape (B, K); a measure may have one more axis. Under tensor parallelism they are DTensors split
+    along K. Only `loss` and `measured` have a gradient.
     """
 
     loss: torch.Tensor
@@ -69,19 +74,22 @@ class LabelLosses(NamedTuple):
 
 
 class LogprobHead(LMHead):
-    """OLMo-core's head, with the per-label loss computed chunk by chunk where the logits would be large.
+    """OLMo-core's head, with the per-label loss computed chunk by chunk where the logits would be
+    large.
 
-    The logits of K positions over V words, in float32 and with their gradient, outgrow everything else
-    in a long microbatch. Chunks of at most `max_logits_bytes` are computed one at a time and computed again in
-    the backward pass, which costs one more product with the head's matrix. On a GPU the first chunks keep that product,
-    `max_kept_bytes` of it in the dtype that is computed in. Parameters, their names, and every other way of calling the
-    head are those of `LMHead`.
+    The logits of K positions over V words, in float32 and with their gradient, outgrow everything
+    else in a long microbatch. Chunks of at most `max_logits_bytes` are computed one at a time and
+    computed again in the backward pass, which costs one more product with the head's matrix. On a
+    GPU the first chunks keep that product, `max_kept_bytes` of it in the dtype that is computed in.
+    Parameters, their names, and every other way of calling the head are those of `LMHead`.
     """
 
     max_logits_bytes = MAX_LOGITS_BYTES
     max_kept_bytes = MAX_KEPT_BYTES
     # Replaces `losses_of_logits` where the model is compiled.
-    compute_losses: Callable[..., tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]] | None = None
+    compute_losses: (
+        Callable[..., tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]] | None
+    ) = None
     tp_mesh: DeviceMesh | None = None
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
@@ -93,22 +101,29 @@ class LogprobHead(LMHead):
         self.tp_mesh = tp_mesh
 
     def forward(self, x: torch.Tensor, **kwargs: Any) -> Any:
-        """See `LMHead.forward`; `LabelLosses` when only the unreduced loss of given labels is asked for.
+        """See `LMHead.forward`; `LabelLosses` when only the unreduced loss of given labels is asked
+        for.
 
         :param kwargs: those of `LMHead`, and `settings`, a function that returns a `HeadSettings`.
         """
         settings = (kwargs.pop("settings", None) or HeadSettings)()
         labels = kwargs.get("labels")
-        if labels is None or kwargs.get("loss_reduction") != "none" or kwargs.get("return_logits") is not False:
+        if (
+            labels is None
+            or kwargs.get("loss_reduction") != "none"
+            or kwargs.get("return_logits") is not False
+        ):
             return super().forward(x, **kwargs)
         h_BKD = x if self.norm is None else self.norm(x)
         keep_BK = kwargs.get("logits_to_keep")
         if isinstance(keep_BK, torch.Tensor):
-            assert not self.tp_enabled, "hidden states are split along T: no rank has all positions to choose from"
+            assert not self.tp_enabled, (
+                "hidden states are split along T: no rank has all positions to choose from"
+            )
             h_BKD = h_BKD.gather(1, keep_BK.unsqueeze(-1).expand(-1, -1, h_BKD.size(-1)))
             labels = labels.gather(1, keep_BK)
-        # Under tensor parallelism these are the rank's own positions. Every rank has equally many, so all cut them into
-        # the same chunks and meet in the head's collectives.
+        # Under tensor parallelism these are the rank's own positions. Every rank has equally many,
+        # so all cut them into the same chunks and meet in the head's collectives.
         h_BKD, labels_BK = get_local_tensor(h_BKD), get_local_tensor(labels)
         if settings.only_hidden:
             return self._joined((h_BKD.flatten(0, 1),), labels_BK)
@@ -120,20 +135,31 @@ class LogprobHead(LMHead):
         if isinstance(settings.temperature, torch.Tensor):
             beside = (*beside, settings.temperature)
         num_positions = max(1, max_bytes // (4 * self.vocab_size))
-        losses: Callable[..., Any] = partial(self._losses, ignored=kwargs.get("ignore_index", -100), settings=settings)
+        losses: Callable[..., Any] = partial(
+            self._losses, ignored=kwargs.get("ignore_index", -100), settings=settings
+        )
         if labels_BK.numel() > num_positions:
             losses = partial(checkpoint, losses, use_reentrant=False)
-        split = [tensor.flatten(0, 1).split(num_positions) for tensor in (h_BKD, labels_BK, *beside)]
+        split = [
+            tensor.flatten(0, 1).split(num_positions) for tensor in (h_BKD, labels_BK, *beside)
+        ]
         num_kept = self._num_kept(h_BKD, num_positions)
         parts = [
-            losses(self._product(h_ND) if index < num_kept else partial(self._product, h_ND), *others)
+            losses(
+                self._product(h_ND) if index < num_kept else partial(self._product, h_ND), *others
+            )
             for index, (h_ND, *others) in enumerate(zip(*split, strict=True))
         ]
-        joined: list[Any] = [None if p[0] is None else self._joined(p, labels_BK) for p in zip(*parts, strict=True)]
+        joined: list[Any] = [
+            None if p[0] is None else self._joined(p, labels_BK) for p in zip(*parts, strict=True)
+        ]
         return LabelLosses(*joined)
 
     def _num_kept(self, h_BKD: torch.Tensor, num_positions: int) -> int:
-        """The chunks, of so many positions, that keep their product. Tensor ranks would keep what they gather."""
+        """The chunks, of so many positions, that keep their product.
+
+        Tensor ranks would keep what they gather.
+        """
         if not h_BKD.is_cuda or self.tp_mesh is not None:
             return 0
         return self.max_kept_bytes // (num_positions * self.vocab_size * h_BKD.itemsize)
@@ -166,7 +192,9 @@ class LogprobHead(LMHead):
             measured = settings.measure.function(logits_NV, *beside_N)
         compute_losses = self.compute_losses or losses_of_logits
         both = settings.with_entropy, settings.with_collisions
-        return LabelLosses(*compute_losses(logits_NV, labels_N, ignored, temperature, *both), measured)
+        return LabelLosses(
+            *compute_losses(logits_NV, labels_N, ignored, temperature, *both), measured
+        )
 
     def _joined(self, parts: tuple[Any, ...], labels_BK: torch.Tensor) -> torch.Tensor:
         values_BK = torch.cat(parts).unflatten(0, labels_BK.shape)
@@ -189,9 +217,12 @@ def losses_of_logits(
     with_entropy: bool,
     with_collisions: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """-log p of the labels with gradient, and entropy and collisions without, from one log-softmax."""
+    """-log p of the labels with gradient, and entropy and collisions without, from one
+    log-softmax.
+    """
     logprobs_NV = _scaled(logits_NV, temperature).log_softmax(dim=-1)
-    # Computed first, because recomputation of a chunk stops at the last tensor that the backward pass needs.
+    # Computed first, because recomputation of a chunk stops at the last tensor that the backward
+    # pass needs.
     loss_N = F.nll_loss(logprobs_NV, labels_N, ignore_index=ignored, reduction="none")
     logprobs_NV = logprobs_NV.detach()
     entropy_N = -logprobs_NV.exp().mul_(logprobs_NV).sum(dim=-1) if with_entropy else None
@@ -213,4 +244,8 @@ def compiled_losses() -> Callable[..., Any]:
 
 def _scaled(logits_NV: torch.Tensor, temperature: float | torch.Tensor) -> torch.Tensor:
     logits_NV = logits_NV.float()
-    return logits_NV / temperature if isinstance(temperature, torch.Tensor) or temperature != 1.0 else logits_NV
+    return (
+        logits_NV / temperature
+        if isinstance(temperature, torch.Tensor) or temperature != 1.0
+        else logits_NV
+    )

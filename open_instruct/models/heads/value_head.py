@@ -1,7 +1,9 @@
-"""A head that gives a few numbers at a position in place of logits: a score, or the logits of two classes.
+"""A head that gives a few numbers at a position in place of logits: a score, or the logits of two
+classes.
 
-Its product is float32 even where the model computes in 16 bits, because two replies to one prompt often have equal
-scores to three digits. Its parameters are float32 too, except under a backend that holds all weights in one dtype.
+Its product is float32 even where the model computes in 16 bits, because two replies to one prompt
+often have equal scores to three digits. Its parameters are float32 too, except under a backend that
+holds all weights in one dtype.
 
 B rows, T tokens of a row, K positions kept of a row, D width of the model, C numbers at a position.
 """
@@ -68,7 +70,9 @@ class ValueHead(LMHead):
             self.w_out.float()
         return self
 
-    def apply_tp(self, tp_mesh: DeviceMesh, input_layouts: tuple[Placement, Placement] | None = None) -> None:
+    def apply_tp(
+        self, tp_mesh: DeviceMesh, input_layouts: tuple[Placement, Placement] | None = None
+    ) -> None:
         """Leave norm and matrix whole: each rank computes at its own positions of the rows."""
         layout = None if input_layouts is None else input_layouts[0]
         parallelize_module(
@@ -86,16 +90,20 @@ class ValueHead(LMHead):
 
 
 def drawn_score(hidden_size: int, *, seed: int, num_rows: int = 1) -> torch.Tensor:
-    """A new matrix of shape (C, D): normal with standard deviation 1 / sqrt(D + 1), the same wherever it is drawn.
+    """A new matrix of shape (C, D): normal with standard deviation 1 / sqrt(D + 1), the same
+    wherever it is drawn.
 
-    As Stiennon et al. draw it (2020, arXiv:2009.01325): scores then begin with a variance of about 1.
+    As Stiennon et al. draw it (2020, arXiv:2009.01325): scores then begin with a variance of about
+    1.
     """
     digest = hashlib.sha256(f"{HF_SCORE} {seed}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big", signed=True))
     return torch.randn(num_rows, hidden_size, generator=generator) / (hidden_size + 1) ** 0.5
 
 
-def open_head_files(folder: Path, hf_config: PretrainedConfig, head: Head, *, seed: int) -> CheckpointFiles:
+def open_head_files(
+    folder: Path, hf_config: PretrainedConfig, head: Head, *, seed: int
+) -> CheckpointFiles:
     """A checkpoint's files for a model with a head of this kind, without the language model's.
 
     The head is drawn at random, unless the checkpoint has one of its kind.

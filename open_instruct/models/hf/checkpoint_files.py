@@ -1,13 +1,14 @@
-"""The safetensors files of a Hugging Face checkpoint: names, shapes and byte ranges first, numbers only when asked.
+"""The safetensors files of a Hugging Face checkpoint: names, shapes and byte ranges first, numbers
+only when asked.
 
-Opening a checkpoint reads only the JSON header of each file. The library checks headers against the files' sizes, and
-this module checks them against the index, so that a damaged checkpoint is refused before anything is allocated.
-Tensors are views of the mapped file: the operating system reads the pages that a copy touches, and they are not the
-process's own memory.
+Opening a checkpoint reads only the JSON header of each file. The library checks headers against the
+files' sizes, and this module checks them against the index, so that a damaged checkpoint is refused
+before anything is allocated. Tensors are views of the mapped file: the operating system reads the
+pages that a copy touches, and they are not the process's own memory.
 
-The format, written here too since the library writes whole tensors only: 8 bytes (little-endian length of the header),
-the header (JSON: name -> dtype, shape and `[begin, end)` in the data that follows), the data. See
-https://huggingface.co/docs/safetensors.
+The format, written here too since the library writes whole tensors only: 8 bytes (little-endian
+length of the header), the header (JSON: name -> dtype, shape and `[begin, end)` in the data that
+follows), the data. See https://huggingface.co/docs/safetensors.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ import xxhash
 from olmo_core.distributed.utils import get_rank, get_world_size
 from safetensors import SafetensorError, safe_open
 
+from open_instruct.core.errors import InputError
 from open_instruct.data.files.foreign_json import one_line, read_object
-from open_instruct.errors import InputError
 from open_instruct.models.hf.hf_config import INDEX_NAME, weights_file
 from open_instruct.models.hf.names import unpacked
 from open_instruct.parallel.process import gathered
@@ -53,7 +54,9 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredTensor:
-    """The entry of a tensor in the header of the file at `path`; or of a part of it, `part` of the tensor `stored`."""
+    """The entry of a tensor in the header of the file at `path`; or of a part of it, `part` of the
+    tensor `stored`.
+    """
 
     path: Path
     dtype: torch.dtype
@@ -74,7 +77,8 @@ class CheckpointFiles:
 
     def __init__(self, folder: Path, tensors: Mapping[str, StoredTensor]) -> None:
         self.folder = folder
-        self.tensors: dict[str, StoredTensor | torch.Tensor] = dict(tensors)  # a torch.Tensor is in none of the files
+        # A torch.Tensor is in none of the files.
+        self.tensors: dict[str, StoredTensor | torch.Tensor] = dict(tensors)
 
     @classmethod
     def open(cls, folder: str | Path) -> CheckpointFiles:
@@ -87,7 +91,8 @@ class CheckpointFiles:
         folder = Path(folder)
         if not folder.is_dir():
             raise InputError(
-                f"{folder} is not a folder: give the folder of a Hugging Face checkpoint", kind="missing_file"
+                f"{folder} is not a folder: give the folder of a Hugging Face checkpoint",
+                kind="missing_file",
             )
         path = weights_file(folder)
         stored = _read_indexed(path) if path.name == INDEX_NAME else read_header(path)
@@ -96,8 +101,8 @@ class CheckpointFiles:
             for name, part in unpacked(tensor.stored, tensor.shape).items():
                 if name in tensors:
                     raise InputError(
-                        f"{folder}: {name!r} is there twice, in {tensors[name].stored!r} and in {tensor.stored!r}: "
-                        "fetch the checkpoint again",
+                        f"{folder}: {name!r} is there twice, in {tensors[name].stored!r} and in "
+                        f"{tensor.stored!r}: fetch the checkpoint again",
                         kind="bad_model",
                     )
                 shape = tuple(torch.empty(tensor.shape, device="meta")[part].shape)
@@ -122,18 +127,34 @@ class CheckpointFiles:
 
     @cached_property
     def fingerprint(self) -> str:
-        """32 hexadecimal digits that change if any byte of the files does. Collective when first asked for.
+        """32 hexadecimal digits that change if any byte of the files does. Collective when first
+        asked for.
 
-        The files are cut into chunks whose digests the ranks share out among themselves, so every byte is
-        read once whatever the number of ranks, and the result is the same for any number. The folder and the
-        names of the files do not matter. All ranks see the same files.
+        The files are cut into chunks whose digests the ranks share out among themselves, so every
+        byte is read once whatever the number of ranks, and the result is the same for any number.
+        The folder and the names of the files do not matter. All ranks see the same files.
         """
-        paths = sorted({each.path for each in self.tensors.values() if isinstance(each, StoredTensor)})
+        paths = sorted(
+            {each.path for each in self.tensors.values() if isinstance(each, StoredTensor)}
+        )
         # Chunks in the order of the files' names; no chunk crosses two files.
-        chunks = [(path, start) for path in paths for start in range(0, path.stat().st_size, DIGESTED_BYTES)]
-        own = {number: _digest(*chunks[number]) for number in range(get_rank(), len(chunks), get_world_size())}
-        digests = {number: digest for rank_digests in gathered(own) for number, digest in rank_digests.items()}
-        return xxhash.xxh3_128(b"".join(digests[number] for number in range(len(chunks)))).hexdigest()
+        chunks = [
+            (path, start)
+            for path in paths
+            for start in range(0, path.stat().st_size, DIGESTED_BYTES)
+        ]
+        own = {
+            number: _digest(*chunks[number])
+            for number in range(get_rank(), len(chunks), get_world_size())
+        }
+        digests = {
+            number: digest
+            for rank_digests in gathered(own)
+            for number, digest in rank_digests.items()
+        }
+        return xxhash.xxh3_128(
+            b"".join(digests[number] for number in range(len(chunks)))
+        ).hexdigest()
 
     def file_of(self, name: str) -> Path:
         tensor = self.tensors[name]
@@ -143,8 +164,8 @@ class CheckpointFiles:
     def read(self, name: str, slices: tuple[slice, ...] = ()) -> torch.Tensor:
         """A view of `tensor[slices]` on the mapped file: no bytes are read until it is copied from.
 
-        The view is for reading (writes to it would never reach the file). The file is mapped anew for each, and its
-        pages are let go with the last view of them.
+        The view is for reading (writes to it would never reach the file). The file is mapped anew
+        for each, and its pages are let go with the last view of them.
         """
         if isinstance(tensor := self.tensors[name], torch.Tensor):
             return tensor[slices]
@@ -177,17 +198,29 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
             for name in file.offset_keys():
                 if not name.isprintable():
                     raise InputError(
-                        f"{path}: the tensor name {name!r} cannot be printed; fetch the file again", kind="bad_model"
+                        (
+                            f"{path}: the tensor name {name!r} cannot be printed; fetch the file "
+                            "again"
+                        ),
+                        kind="bad_model",
                     )
                 tensor = file.get_slice(name)
                 if (dtype := tensor.get_dtype()) not in DTYPES:
                     raise InputError(
-                        f"{path}: tensor {name!r} has dtype {dtype!r}; known: {', '.join(DTYPES)}", kind="bad_model"
+                        (
+                            f"{path}: tensor {name!r} has dtype {dtype!r}; known: "
+                            f"{', '.join(DTYPES)}"
+                        ),
+                        kind="bad_model",
                     )
                 shape = tuple(tensor.get_shape())
-                tensors[name] = StoredTensor(path=path, dtype=DTYPES[dtype], shape=shape, stored=name)
+                tensors[name] = StoredTensor(
+                    path=path, dtype=DTYPES[dtype], shape=shape, stored=name
+                )
     except OSError as error:
-        raise InputError(f"{path} cannot be read: {error.strerror or error}", kind="bad_model") from None
+        raise InputError(
+            f"{path} cannot be read: {error.strerror or error}", kind="bad_model"
+        ) from None
     except SafetensorError as error:
         with path.open("rb") as file:
             is_pointer = file.read(24).startswith(b"version https://git-lfs")
@@ -198,9 +231,13 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
 
 
 def header_of(
-    tensors: Iterable[tuple[str, torch.dtype, tuple[int, ...]]], *, metadata: Mapping[str, str] | None = None
+    tensors: Iterable[tuple[str, torch.dtype, tuple[int, ...]]],
+    *,
+    metadata: Mapping[str, str] | None = None,
 ) -> bytes:
-    """The header of a file of `tensors`, each a name, dtype and shape; their data follows in that order."""
+    """The header of a file of `tensors`, each a name, dtype and shape; their data follows in that
+    order.
+    """
     entries: dict[str, object] = {"__metadata__": metadata} if metadata else {}
     end = 0
     for name, dtype, shape in tensors:
@@ -213,15 +250,23 @@ def header_of(
 
 def _read_indexed(index_path: Path) -> dict[str, StoredTensor]:
     weight_map = read_object(index_path).get("weight_map")
-    if not isinstance(weight_map, dict) or not all(isinstance(file_name, str) for file_name in weight_map.values()):
+    if not isinstance(weight_map, dict) or not all(
+        isinstance(file_name, str) for file_name in weight_map.values()
+    ):
         raise InputError(
-            f"{index_path} has no 'weight_map' from tensor names to file names: fetch it again", kind="bad_model"
+            (f"{index_path} has no 'weight_map' from tensor names to file names: fetch it again"),
+            kind="bad_model",
         )
     for name, file_name in weight_map.items():
-        if Path(file_name).name != file_name or not file_name.endswith(".safetensors") or not file_name.isprintable():
+        if (
+            Path(file_name).name != file_name
+            or not file_name.endswith(".safetensors")
+            or not file_name.isprintable()
+        ):
             raise InputError(
-                f"{index_path}: tensor {name!r} is said to be in {file_name!r}; only names of safetensors files beside "
-                "the index may stand there: fetch the checkpoint again, from a source that you trust",
+                f"{index_path}: tensor {name!r} is said to be in {file_name!r}; only names of "
+                "safetensors files beside the index may stand there: fetch the checkpoint again, "
+                "from a source that you trust",
                 kind="bad_model",
             )
     path_of = {name: index_path.parent / file_name for name, file_name in weight_map.items()}
@@ -229,12 +274,16 @@ def _read_indexed(index_path: Path) -> dict[str, StoredTensor]:
     for path in sorted(set(path_of.values())):
         if not path.is_file():
             raise InputError(
-                f"{path} is missing, but {index_path.name} names it: fetch the checkpoint again", kind="missing_file"
+                (f"{path} is missing, but {index_path.name} names it: fetch the checkpoint again"),
+                kind="missing_file",
             )
         stored = read_header(path)
         named = {name for name, other in path_of.items() if other == path}
         if differing := sorted(stored.keys() ^ named):
-            what = f"{path.name} and {index_path} do not agree on whether tensor {differing[0]!r} is in that file"
+            what = (
+                f"{path.name} and {index_path} do not agree on whether tensor {differing[0]!r} "
+                "is in that file"
+            )
             raise InputError(f"{what}: fetch the checkpoint again", kind="bad_model")
         tensors |= stored
     return tensors

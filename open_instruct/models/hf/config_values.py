@@ -6,14 +6,16 @@ from typing import Any
 
 import yaml
 
-from open_instruct.errors import InputError
+from open_instruct.core.errors import InputError
 
 MAX_SIZE = 2**24  # larger than any model, as are those of `SIZES`
 MAX_NUMBER = 1e12  # the largest parameter of RoPE for which float32 still resolves the frequencies
 PART_TURNED = "partial_rotary_factor"
 
 # What is known of fields.
-FIELDS: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("config_fields.yaml").read_text(encoding="utf-8"))
+FIELDS: dict[str, Any] = yaml.safe_load(
+    Path(__file__).with_name("config_fields.yaml").read_text(encoding="utf-8")
+)
 SIZES: dict[str, int] = FIELDS["sizes"]
 
 
@@ -21,16 +23,24 @@ def check_size(name: str, value: Any, where: str, largest: int = MAX_SIZE) -> in
     """`value`; raises InputError unless it is a whole number from 1 to `largest`."""
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= largest:
         raise InputError(
-            f"{where}: {name} = {shown(value)}; it must be a whole number from 1 to {largest}", kind="bad_model"
+            f"{where}: {name} = {shown(value)}; it must be a whole number from 1 to {largest}",
+            kind="bad_model",
         )
     return value
 
 
 def check_number(name: str, value: Any, where: str = "config.json", *, above: float = 0) -> Any:
-    """`value`; raises InputError unless it is a number that RoPE, or a norm, can be computed with."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not above < value <= MAX_NUMBER:
+    """`value`; raises InputError unless it is a number that RoPE, or a norm, can be computed
+    with.
+    """
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, int | float)
+        or not above < value <= MAX_NUMBER
+    ):
         raise InputError(
-            f"{where}: {name} = {value!r}; a number above {above:g}, at most {MAX_NUMBER:g}, is needed",
+            f"{where}: {name} = {value!r}; a number above {above:g}, at most {MAX_NUMBER:g}, is "
+            "needed",
             kind="bad_model",
         )
     return value
@@ -40,12 +50,19 @@ def check_multiple(where: str, **sizes: int) -> None:
     """Raises InputError unless the first of two sizes is a multiple of the second."""
     (whole, number), (part, divisor) = sizes.items()
     if number % divisor:
-        raise InputError(f"{where}: {whole} = {number} is not a multiple of {part} = {divisor}", kind="bad_model")
+        raise InputError(
+            f"{where}: {whole} = {number} is not a multiple of {part} = {divisor}", kind="bad_model"
+        )
 
 
 def size_of(fields: Mapping[str, Any], where: str, name: str, default: Any = None) -> int:
     """The size `name` that the fields of a config.json give; raises InputError if it is none."""
-    return check_size(name, default if fields.get(name) is None else fields[name], where, SIZES.get(name, MAX_SIZE))
+    return check_size(
+        name,
+        default if fields.get(name) is None else fields[name],
+        where,
+        SIZES.get(name, MAX_SIZE),
+    )
 
 
 def shown(value: Any) -> str:

@@ -1,6 +1,8 @@
-"""The convolutions of an Olmo-Hybrid as transformers 5.19 saves them: joined, then cut into three of one size.
+"""The convolutions of an Olmo-Hybrid as transformers 5.19 saves them: joined, then cut into three
+of one size.
 
-Those of queries, of keys and of values have as many rows as their matrices, which need not be alike.
+Those of queries, of keys and of values have as many rows as their matrices, which need not be
+alike.
 """
 
 from collections.abc import Mapping
@@ -13,7 +15,8 @@ FIRST = "linear_attn.q_conv1d.weight"
 
 
 def join_equal_parts(files: CheckpointFiles, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Cut them anew, where a file has three of one size and the model wants others with as many rows in all.
+    """Cut them anew, where a file has three of one size and the model wants others with as many
+    rows in all.
 
     :param shapes: that the model wants, by Hugging Face's names.
     """

@@ -1,12 +1,14 @@
-"""The kinds of heads: what each puts out at a position, its tensors, and transformers' class that opens it."""
+"""The kinds of heads: what each puts out at a position, its tensors, and transformers' class that
+opens it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Literal
 
-from open_instruct.errors import InputError
-from open_instruct.families import FAMILIES
+from open_instruct.core.errors import InputError
+from open_instruct.core.families import FAMILIES
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -19,7 +21,8 @@ LM_HEAD_BIAS = "lm_head.w_out.bias"
 HF_SCORE = "score.weight"
 HF_SCORE_BIAS = "score.bias"
 
-# Of the heads that are not the vocabulary's: our names of their tensors with Hugging Face's, and their numbers of rows.
+# Of the heads that are not the vocabulary's: our names of their tensors with Hugging Face's, and
+# their numbers of rows.
 HEAD_TENSORS: Mapping[Head, Mapping[str, str]] = {
     "score": {LM_HEAD: HF_SCORE},
     "classes": {LM_HEAD: HF_SCORE, LM_HEAD_BIAS: HF_SCORE_BIAS},
@@ -38,16 +41,21 @@ def has_head(hf_config: PretrainedConfig, head: Head) -> bool:
 
 
 def find_class(hf_config: PretrainedConfig, head: Head) -> str | None:
-    """The name of transformers' class of this family with a head of this kind, none where it has no such class."""
+    """The name of transformers' class of this family with a head of this kind, none where it has no
+    such class.
+    """
     from transformers.models.auto import modeling_auto
 
     if head == "score":
-        return modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.get(hf_config.model_type)
+        return modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.get(
+            hf_config.model_type
+        )
     return modeling_auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES.get(hf_config.model_type)
 
 
 def check_head(model_type: str, head: Head) -> None:
-    """The same without transformers, which takes seconds to load: asked by a plan, a preview and a run alike.
+    """The same without transformers, which takes seconds to load: asked by a plan, a preview and a
+    run alike.
 
     :raises InputError: transformers has no class of this family with a head of this kind.
     """
@@ -56,11 +64,13 @@ def check_head(model_type: str, head: Head) -> None:
 
 
 def no_class_problem(model_type: str, head: Head) -> str:
-    """Why a model of this family cannot have a head of this kind, where transformers has no class, and what to do."""
+    """Why a model of this family cannot have a head of this kind, where transformers has no class,
+    and what to do.
+    """
     remedy = "start from a model of another family"
     if head == "classes":
         remedy = f"give --reward_tokens + -, which are read of the model's own head, or {remedy}"
     return (
-        f"transformers has no {model_type}{CLASS_ENDINGS[head]}, so a trained model of this family could not be opened "
-        f"anywhere; {remedy}"
+        f"transformers has no {model_type}{CLASS_ENDINGS[head]}, so a trained model of this "
+        f"family could not be opened anywhere; {remedy}"
     )

@@ -1,4 +1,6 @@
-"""The config.json of a Hugging Face checkpoint, read without running code that it names, and its weights' file."""
+"""The config.json of a Hugging Face checkpoint, read without running code that it names, and its
+weights' file.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +10,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from open_instruct.core.errors import InputError
+from open_instruct.core.families import family_of
 from open_instruct.data.files.foreign_json import check_files, one_line, read_object
-from open_instruct.errors import InputError
-from open_instruct.families import family_of
 from open_instruct.models.hf.config_values import FIELDS, SIZES, check_size, shown
 from open_instruct.models.hf.rope import with_rope_by_layer_type
 from open_instruct.models.hf.supported import check_supported
@@ -28,7 +30,11 @@ CODE_FIELDS = {*FIELDS["naming_code"]}
 def without_code(fields: dict[str, Any]) -> dict[str, Any]:
     """The fields that describe a model, without those that name code (private ones, such as
     `_attn_implementation`, among them)."""
-    return {name: value for name, value in fields.items() if name not in CODE_FIELDS and not name.startswith("_")}
+    return {
+        name: value
+        for name, value in fields.items()
+        if name not in CODE_FIELDS and not name.startswith("_")
+    }
 
 
 def fingerprint_with(fields: Mapping[str, Any], weights: str) -> str:
@@ -36,8 +42,12 @@ def fingerprint_with(fields: Mapping[str, Any], weights: str) -> str:
 
     :param weights: their own fingerprint.
     """
-    computed_with = {name: value for name, value in fields.items() if name not in FIELDS["not_computed_with"]}
-    return hashlib.sha256((weights + json.dumps(computed_with, sort_keys=True, default=str)).encode()).hexdigest()
+    computed_with = {
+        name: value for name, value in fields.items() if name not in FIELDS["not_computed_with"]
+    }
+    return hashlib.sha256(
+        (weights + json.dumps(computed_with, sort_keys=True, default=str)).encode()
+    ).hexdigest()
 
 
 def load_hf_config(path: str) -> PretrainedConfig:
@@ -46,8 +56,8 @@ def load_hf_config(path: str) -> PretrainedConfig:
     A generation_config.json beside it, which engines read, is checked too.
 
     Raises:
-        InputError: there is no such folder or file, it is not JSON, its `model_type` is not of a supported
-            family, a size is impossible, or transformers refuses a value in it.
+        InputError: there is no such folder or file, it is not JSON, its `model_type` is not of a
+            supported family, a size is impossible, or transformers refuses a value in it.
     """
     folder = Path(path).expanduser()
     fields, file = config_fields(folder), folder / "config.json"
@@ -71,17 +81,20 @@ def config_fields(folder: Path) -> dict[str, Any]:
     if not folder.is_dir():
         what = " is a file" if folder.exists() else ": no such folder"
         raise InputError(
-            f"{folder}{what}; give the folder that holds config.json and the safetensors files", kind="bad_model"
+            (f"{folder}{what}; give the folder that holds config.json and the safetensors files"),
+            kind="bad_model",
         )
     file = folder / "config.json"
     if not file.is_file():
         run = folder.parent if (folder / "checkpoint.json").is_file() else folder
         if (run / "hf_model").is_dir():
             raise InputError(
-                f"{folder} holds no model but a run's files; did you mean {run / 'hf_model'}?", kind="bad_model"
+                f"{folder} holds no model but a run's files; did you mean {run / 'hf_model'}?",
+                kind="bad_model",
             )
         raise InputError(
-            f"{file}: no such file; a checkpoint folder needs the config.json it was saved with", kind="missing_file"
+            (f"{file}: no such file; a checkpoint folder needs the config.json it was saved with"),
+            kind="missing_file",
         )
     check_files(folder)
     fields = read_object(file)
@@ -95,7 +108,9 @@ def config_fields(folder: Path) -> dict[str, Any]:
             check_size(name, fields[name], str(file), largest)
     dtype = fields.get("dtype", fields.get("torch_dtype"))
     if dtype is not None and str(dtype).removeprefix("torch.") not in DTYPES:
-        raise InputError(f"{file}: dtype = {shown(dtype)}; use one of {', '.join(DTYPES)}", kind="bad_model")
+        raise InputError(
+            f"{file}: dtype = {shown(dtype)}; use one of {', '.join(DTYPES)}", kind="bad_model"
+        )
     check_supported(fields, str(file))
     return fields
 
@@ -111,8 +126,9 @@ def weights_file(folder: Path) -> Path:
         named = read_object(index).get("weight_map")
         if not isinstance(named, dict) or set(map(str, named.values())) != {SINGLE_NAME}:
             raise InputError(
-                f"{folder} holds {SINGLE_NAME}, which transformers reads, and {INDEX_NAME} with other files, which "
-                "vLLM reads: they are of two saves; remove the one that is stale",
+                f"{folder} holds {SINGLE_NAME}, which transformers reads, and {INDEX_NAME} with "
+                "other files, which vLLM reads: they are of two saves; remove the one that is "
+                "stale",
                 kind="bad_model",
             )
     for path in (index, single):
@@ -120,8 +136,9 @@ def weights_file(folder: Path) -> Path:
             return path
     if any(folder.glob("*.bin")) or any(folder.glob("*.pt")) or any(folder.glob("*.pth")):
         raise InputError(
-            f"{folder} holds its weights as pickle (.bin or .pt), which is never read here because a pickle can run "
-            "code: convert it, e.g. with transformers' from_pretrained(...).save_pretrained(...)",
+            f"{folder} holds its weights as pickle (.bin or .pt), which is never read here "
+            "because a pickle can run code: convert it, e.g. with transformers' "
+            "from_pretrained(...).save_pretrained(...)",
             kind="bad_model",
         )
     if any(folder.glob("*.safetensors")):
@@ -130,11 +147,16 @@ def weights_file(folder: Path) -> Path:
             "the index is missing; fetch the whole checkpoint",
             kind="bad_model",
         )
-    raise InputError(f"{folder} holds no weights: {SINGLE_NAME} or {INDEX_NAME} is needed", kind="bad_model")
+    raise InputError(
+        f"{folder} holds no weights: {SINGLE_NAME} or {INDEX_NAME} is needed", kind="bad_model"
+    )
 
 
 def _built(kind: Any, fields: dict[str, Any], file: Path) -> Any:
     try:
         return kind.from_dict(fields)
-    except Exception as error:  # transformers' validators raise many types, all of them about a value in the file
-        raise InputError(f"{file}: transformers cannot read it: {one_line(error)}", kind="bad_model") from None
+    # Transformers' validators raise many types, all of them about a value in the file.
+    except Exception as error:
+        raise InputError(
+            f"{file}: transformers cannot read it: {one_line(error)}", kind="bad_model"
+        ) from None

@@ -1,17 +1,20 @@
-"""Names of parameters and modules: the one map between OLMo-core's and Hugging Face's, and the patterns of flags."""
+"""Names of parameters and modules: the one map between OLMo-core's and Hugging Face's, and the
+patterns of flags.
+"""
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
-from open_instruct.families import LINEAR, MAX_EXPERTS, Family, family_of
+from open_instruct.core.families import LINEAR, MAX_EXPERTS, Family, family_of
 from open_instruct.models.hf.head_kinds import HEAD_TENSORS, LM_HEAD, Head
 
 EMBEDDINGS = "embeddings.weight"
 HF_LM_HEAD = "lm_head.weight"
 ADAPTER = ("lora_A", "lora_B")
-CODES, SCALES = ".codes", ".scales"  # the two parameters of a matrix in 4 bits, whose own name ends with .weight
+# The two parameters of a matrix in 4 bits, whose own name ends with .weight.
+CODES, SCALES = ".codes", ".scales"
 
 # Buffers that old checkpoints carry and that every reader computes for itself.
 _HARMLESS_EXTRA = re.compile(r"(^|\.)(rotary_emb\.inv_freq|attn\.masked_bias|attn\.bias)$")
@@ -34,14 +37,16 @@ _DENSE = {
     "feed_forward.w3.weight": "mlp.up_proj.weight",
 }
 _EXPERTS = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
-# As transformers 5 has experts in memory: all of a layer in one tensor, gates above what they multiply.
+# As transformers 5 has experts in memory: all of a layer in one tensor, gates above what they
+# multiply.
 _PACKED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 _QK_NORM = {
     "attention.q_norm.weight": "self_attn.q_norm.weight",
     "attention.k_norm.weight": "self_attn.k_norm.weight",
 }
 _QKV_BIAS = {f"attention.w_{one}.bias": f"self_attn.{one}_proj.bias" for one in "qkv"}
-# OLMo normalises the output of a sublayer, other families its input; so "post_attention" names different norms.
+# OLMo normalises the output of a sublayer, other families its input; so "post_attention" names
+# different norms.
 _NORM_AFTER = {
     "attention_norm.weight": "post_attention_layernorm.weight",
     "feed_forward_norm.weight": "post_feedforward_layernorm.weight",
@@ -50,7 +55,8 @@ _NORM_BEFORE = {
     "attention_norm.weight": "input_layernorm.weight",
     "feed_forward_norm.weight": "post_attention_layernorm.weight",
 }
-# Layers of the gated delta rule: with a matrix for each of queries, keys and values, or with one for all.
+# Layers of the gated delta rule: with a matrix for each of queries, keys and values, or with one
+# for all.
 _DELTA = {f"attention.{name}": f"linear_attn.{name}" for name in ("A_log", "dt_bias")}
 _DELTA_APART = {
     **{f"attention.w_{one}.weight": f"linear_attn.{one}_proj.weight" for one in "qkvabg"},
@@ -59,18 +65,27 @@ _DELTA_APART = {
     "attention.w_out.weight": "linear_attn.o_proj.weight",
 }
 _DELTA_FUSED = {
-    **{f"attention.w_{one}.weight": f"linear_attn.in_proj_{one}.weight" for one in ("qkv", "a", "b")},
+    **{
+        f"attention.w_{one}.weight": f"linear_attn.in_proj_{one}.weight"
+        for one in ("qkv", "a", "b")
+    },
     "attention.w_g.weight": "linear_attn.in_proj_z.weight",
     "attention.qkv_conv1d.weight": "linear_attn.conv1d.weight",
     "attention.o_norm.weight": "linear_attn.norm.weight",
     "attention.w_output.weight": "linear_attn.out_proj.weight",
 }
-# As transformers saves the norms of Olmo-Hybrid; it reads the usual names too, and engines no others.
-_SAVED_AS = {"attention_layer_norm": "input_layernorm", "feedforward_layer_norm": "post_attention_layernorm"}
+# As transformers saves the norms of Olmo-Hybrid; it reads the usual names too, and engines no
+# others.
+_SAVED_AS = {
+    "attention_layer_norm": "input_layernorm",
+    "feedforward_layer_norm": "post_attention_layernorm",
+}
 
 
 def clean_name(name: str) -> str:
-    """A parameter's own name, without the prefixes of activation checkpointing, compile and FSDP."""
+    """A parameter's own name, without the prefixes of activation checkpointing, compile and
+    FSDP.
+    """
     for wrapper in _WRAPPERS:
         name = name.replace(wrapper, "")
     return name
@@ -87,7 +102,8 @@ def is_stack(name: str) -> bool:
 
 
 def names_module(patterns: Iterable[str], name: str) -> bool:
-    """Whether one of `patterns` names the module: a shell's pattern for each part between dots, so a * stops at dots.
+    """Whether one of `patterns` names the module: a shell's pattern for each part between dots, so
+    a * stops at dots.
 
     Example: "blocks.*.attention" is "blocks.3.attention", and not "blocks.3.attention.w_q".
     """
@@ -106,7 +122,12 @@ def is_harmless_extra(hf_name: str) -> bool:
 def _block(family: Family, *, is_delta: bool, num_experts: int) -> dict[str, str]:
     mlp = _sparse(num_experts) if num_experts else _DENSE
     if is_delta:
-        return _DELTA | (_DELTA_FUSED if family.delta == "fused" else _DELTA_APART) | mlp | _NORM_BEFORE
+        return (
+            _DELTA
+            | (_DELTA_FUSED if family.delta == "fused" else _DELTA_APART)
+            | mlp
+            | _NORM_BEFORE
+        )
     block = _ATTENTION | mlp | (_NORM_AFTER if family.norm_after else _NORM_BEFORE)
     if family.qk_norm != "none":
         block |= _QK_NORM
@@ -122,9 +143,11 @@ def _sparse(num_experts: int) -> dict[str, str]:
 
 
 def unpacked(stored: str, shape: Sequence[int]) -> dict[str, tuple[Any, ...]]:
-    """What a tensor of a file is here: its usual name; of one that packs experts' matrices each by name and place.
+    """What a tensor of a file is here: its usual name; of one that packs experts' matrices each by
+    name and place.
 
-    So is one that cannot be divided into them, or into more than any model has: no model wants a tensor of its name.
+    So is one that cannot be divided into them, or into more than any model has: no model wants a
+    tensor of its name.
 
     Example: `unpacked("model.layers.0.mlp.experts.down_proj", (2, 64, 32))` is
     `{"model.layers.0.mlp.experts.0.down_proj.weight": (0, slice(0, 64)), ...}`.
@@ -147,9 +170,11 @@ def unpacked(stored: str, shape: Sequence[int]) -> dict[str, tuple[Any, ...]]:
 
 
 def as_in_files(tensors: Mapping[str, Any]) -> dict[str, Any]:
-    """The tensors of a model of transformers as files have them: experts and convolutions one by one.
+    """The tensors of a model of transformers as files have them: experts and convolutions one by
+    one.
 
-    Its own `revert_weight_conversion` cuts the convolutions of Olmo-Hybrid into three of one size, which they are not.
+    Its own `revert_weight_conversion` cuts the convolutions of Olmo-Hybrid into three of one size,
+    which they are not.
     """
     stored: dict[str, Any] = {}
     for name, tensor in tensors.items():
@@ -157,20 +182,27 @@ def as_in_files(tensors: Mapping[str, Any]) -> dict[str, Any]:
         sizes = [len(matrix) for matrix in matrices if matrix is not None]
         if name.endswith("linear_attn.conv1d.weight") and sizes:
             parts = tensor.split(sizes)
-            stored |= {name.replace("conv1d", f"{one}_conv1d"): part for one, part in zip("qkv", parts, strict=True)}
+            stored |= {
+                name.replace("conv1d", f"{one}_conv1d"): part
+                for one, part in zip("qkv", parts, strict=True)
+            }
         else:
-            stored |= {own_name: tensor[part] for own_name, part in unpacked(name, tensor.shape).items()}
+            stored |= {
+                own_name: tensor[part] for own_name, part in unpacked(name, tensor.shape).items()
+            }
     return stored
 
 
 class TensorNames:
     """Both names of every tensor of one model, one to one, in layer order.
 
-    A tensor is a parameter, or one expert's matrix of a stack of them: matrix 5 of `blocks.3.feed_forward.experts.w1`
-    is `blocks.3.feed_forward.experts.w1.5`. Whoever asks `held_of` for the parameters of a model finds them as these.
+    A tensor is a parameter, or one expert's matrix of a stack of them: matrix 5 of
+    `blocks.3.feed_forward.experts.w1` is `blocks.3.feed_forward.experts.w1.5`. Whoever asks
+    `held_of` for the parameters of a model finds them as these.
 
     With tied embeddings the head is the embedding matrix: it has no pair, and a file may leave
-    `lm_head.weight` out or hold a copy equal to the embeddings. A head that gives scores is tied to nothing.
+    `lm_head.weight` out or hold a copy equal to the embeddings. A head that gives scores is tied to
+    nothing.
 
     Example::
 
@@ -183,13 +215,20 @@ class TensorNames:
         self.hf_config = hf_config
         self.head = head
         self.tied = head == "vocabulary" and bool(hf_config.tie_word_embeddings)
-        layer_types = getattr(hf_config, "layer_types", None) or [None] * hf_config.num_hidden_layers
+        layer_types = (
+            getattr(hf_config, "layer_types", None) or [None] * hf_config.num_hidden_layers
+        )
         pairs = {EMBEDDINGS: _MODEL[EMBEDDINGS]}
         for layer, layer_type in enumerate(layer_types):
             num_experts = hf_config.num_experts if family.is_sparse(hf_config, layer) else 0
             block = _block(family, is_delta=layer_type == LINEAR, num_experts=num_experts)
-            pairs |= {f"blocks.{layer}.{ours}": f"model.layers.{layer}.{theirs}" for ours, theirs in block.items()}
-        pairs |= {ours: theirs for ours, theirs in _MODEL.items() if not (self.tied and ours == LM_HEAD)}
+            pairs |= {
+                f"blocks.{layer}.{ours}": f"model.layers.{layer}.{theirs}"
+                for ours, theirs in block.items()
+            }
+        pairs |= {
+            ours: theirs for ours, theirs in _MODEL.items() if not (self.tied and ours == LM_HEAD)
+        }
         self._hf_of = {**pairs, **HEAD_TENSORS.get(head, {})}
 
     def hf_name(self, olmo_core_name: str) -> str:

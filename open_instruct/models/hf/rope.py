@@ -1,15 +1,16 @@
 """The numbers of RoPE in a config.json, in each of the spellings that transformers has had.
 
-Up to version 4: `rope_theta` and `rope_scaling` at the top. From version 5: `rope_parameters`, one object for all
-layers, or (OLMo 3) one for each layer type. 5.0 to 5.8 wrote one object of OLMo 3 too, which newer ones read as none:
-its layers without a window have what the object says, those with a window its theta alone, as OLMo 3 was trained.
+Up to version 4: `rope_theta` and `rope_scaling` at the top. From version 5: `rope_parameters`, one
+object for all layers, or (OLMo 3) one for each layer type. 5.0 to 5.8 wrote one object of OLMo 3
+too, which newer ones read as none: its layers without a window have what the object says, those
+with a window its theta alone, as OLMo 3 was trained.
 """
 
 from collections.abc import Mapping
 from typing import Any
 
-from open_instruct.errors import InputError
-from open_instruct.families import FULL, LINEAR, SLIDING, Family
+from open_instruct.core.errors import InputError
+from open_instruct.core.families import FULL, LINEAR, SLIDING, Family
 from open_instruct.models.hf.config_values import FIELDS, PART_TURNED, check_number
 
 NAME, THETA, SCALING = "rope_parameters", "rope_theta", "rope_scaling"
@@ -18,7 +19,8 @@ LAYER_TYPES = (FULL, SLIDING, LINEAR)
 
 
 def read_rope(fields: Mapping[str, Any], family: Family, where: str) -> dict[str, dict[str, Any]]:
-    """The parameters of RoPE by the type of layers: `full_attention`, and `sliding_attention` in families with windows.
+    """The parameters of RoPE by the type of layers: `full_attention`, and `sliding_attention` in
+    families with windows.
 
     A theta that the file does not give is not among them: the family's class has its own.
 
@@ -28,37 +30,51 @@ def read_rope(fields: Mapping[str, Any], family: Family, where: str) -> dict[str
     given, scaling, theta = fields.get(NAME), fields.get(SCALING), fields.get(THETA)
     for name, value in ((NAME, given), (SCALING, scaling)):
         if value is not None and not isinstance(value, dict):
-            raise InputError(f"{where}: {name} = {value!r}; an object with rope_theta is needed", kind="bad_model")
+            raise InputError(
+                f"{where}: {name} = {value!r}; an object with rope_theta is needed",
+                kind="bad_model",
+            )
     given = given or {}
     nested = [name for name in LAYER_TYPES if name in given]
     if nested and (beside := sorted(given.keys() - set(LAYER_TYPES))):
         raise InputError(
-            f"{where}: {NAME} has {beside[0]!r} beside {nested[0]!r}, and of which layers it is cannot be told: give "
-            "it within each type of layers",
+            f"{where}: {NAME} has {beside[0]!r} beside {nested[0]!r}, and of which layers it is "
+            "cannot be told: give it within each type of layers",
             kind="bad_model",
         )
     by_type = given if nested else {FULL: given}
     full = _with_top(by_type.get(FULL), scaling, theta, f"{NAME}.{FULL}" if nested else NAME, where)
     if not family.has_windows:
         return {FULL: full}
-    sliding = by_type.get(SLIDING) or {"rope_type": "default", **{k: v for k, v in full.items() if k == THETA}}
+    sliding = by_type.get(SLIDING) or {
+        "rope_type": "default",
+        **{k: v for k, v in full.items() if k == THETA},
+    }
     return {FULL: full, SLIDING: _with_top(sliding, None, theta, f"{NAME}.{SLIDING}", where)}
 
 
-def _with_top(own: Any, scaling: Mapping[str, Any] | None, theta: Any, name: str, where: str) -> dict[str, Any]:
+def _with_top(
+    own: Any, scaling: Mapping[str, Any] | None, theta: Any, name: str, where: str
+) -> dict[str, Any]:
     """The parameters of one type of layers, with what stands at the top of the file.
 
     :raises InputError: that says something else.
     """
     if own is not None and not isinstance(own, dict):
-        raise InputError(f"{where}: {name} = {own!r}; an object with rope_theta is needed", kind="bad_model")
+        raise InputError(
+            f"{where}: {name} = {own!r}; an object with rope_theta is needed", kind="bad_model"
+        )
     parameters = _renamed(own or {})
-    for place, values in ((SCALING, _renamed(scaling or {})), (THETA, {} if theta is None else {THETA: theta})):
+    for place, values in (
+        (SCALING, _renamed(scaling or {})),
+        (THETA, {} if theta is None else {THETA: theta}),
+    ):
         for field, value in values.items():
             if parameters.get(field, value) != value:
                 raise InputError(
-                    f"{where}: {field} = {value!r} by {place}, and {parameters[field]!r} by {name}: readers take one "
-                    "or the other; remove the one that the model was not trained with",
+                    f"{where}: {field} = {value!r} by {place}, and {parameters[field]!r} by "
+                    f"{name}: readers take one or the other; remove the one that the model was "
+                    "not trained with",
                     kind="bad_model",
                 )
         parameters = values | parameters
@@ -66,13 +82,19 @@ def _with_top(own: Any, scaling: Mapping[str, Any] | None, theta: Any, name: str
 
 
 def _renamed(parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """With `rope_type` in place of its older name, `type`; fields of null are as those that are not there."""
-    given = {name: value for name, value in parameters.items() if value is not None or name == THETA}
+    """With `rope_type` in place of its older name, `type`; fields of null are as those that are not
+    there.
+    """
+    given = {
+        name: value for name, value in parameters.items() if value is not None or name == THETA
+    }
     kind = given.pop("type", None)
     return given if kind is None else {"rope_type": kind} | given
 
 
-def with_rope_by_layer_type(fields: Mapping[str, Any], family: Family, where: str) -> dict[str, Any]:
+def with_rope_by_layer_type(
+    fields: Mapping[str, Any], family: Family, where: str
+) -> dict[str, Any]:
     """The fields of a config.json as transformers 5 reads RoPE of this family rightly.
 
     It loses a theta at the top on layers with windows, and one object for all layers.
@@ -86,10 +108,11 @@ def with_rope_by_layer_type(fields: Mapping[str, Any], family: Family, where: st
 def with_rope_at_top(
     fields: Mapping[str, Any], family: Family, rope: Mapping[str, Mapping[str, Any]]
 ) -> dict[str, Any]:
-    """The fields of an exported config.json, in which transformers 4, 5 and vLLM find the same RoPE.
+    """The fields of an exported config.json, in which transformers 4, 5 and vLLM find the same
+    RoPE.
 
-    Version 5 reads `rope_parameters`; version 4 reads `rope_theta` and `rope_scaling`, and has no other theta for
-    layers with windows.
+    Version 5 reads `rope_parameters`; version 4 reads `rope_theta` and `rope_scaling`, and has no
+    other theta for layers with windows.
 
     Args:
         rope: the parameters of each layer type, as `read_rope` gives them, thetas among them.
@@ -97,7 +120,9 @@ def with_rope_at_top(
     full = rope[FULL]
     parameters = dict(rope) if family.has_windows else dict(full)
     thetas = {each.get(THETA) for each in rope.values()}
-    fields = {name: value for name, value in fields.items() if name not in (THETA, SCALING)} | {NAME: parameters}
+    fields = {name: value for name, value in fields.items() if name not in (THETA, SCALING)} | {
+        NAME: parameters
+    }
     if len(thetas) > 1 or full.get(THETA) is None:
         return fields
     scaling = {name: value for name, value in full.items() if name not in (THETA, PART_TURNED)}
@@ -106,7 +131,12 @@ def with_rope_at_top(
 
 
 def check_rope_scaling(
-    parameters: Mapping[str, Any], name: str, family: Family, *, where: str = "config.json", is_whole: bool = True
+    parameters: Mapping[str, Any],
+    name: str,
+    family: Family,
+    *,
+    where: str = "config.json",
+    is_whole: bool = True,
 ) -> dict[str, Any] | None:
     """The numbers that scaled frequencies are computed from; None for RoPE as it is.
 
@@ -124,13 +154,22 @@ def check_rope_scaling(
             f"{where}: {name}.rope_type = {rope_type!r} is not supported; supported: {supported}",
             kind="unsupported_model",
         )
-    neutral = {"rope_type": (rope_type,), "type": (rope_type,), PART_TURNED: (1,), "truncate": (True,)}
-    read_elsewhere = {THETA, *((PART_TURNED, *FIELDS["rope_of_pictures"]) if family.turned_share else ())}
+    neutral = {
+        "rope_type": (rope_type,),
+        "type": (rope_type,),
+        PART_TURNED: (1,),
+        "truncate": (True,),
+    }
+    read_elsewhere = {
+        THETA,
+        *((PART_TURNED, *FIELDS["rope_of_pictures"]) if family.turned_share else ()),
+    }
     for field, value in parameters.items():
         known = field in read_elsewhere or field in ROPE_NUMBERS[rope_type]
         if not known and value is not None and value not in neutral.get(field, ()):
             raise InputError(
-                f"{where}: {name}.{field} = {value!r} is not supported with rope_type {rope_type!r}",
+                f"{where}: {name}.{field} = {value!r} is not supported with rope_type "
+                f"{rope_type!r}",
                 kind="unsupported_model",
             )
     if rope_type == "default":
@@ -143,5 +182,10 @@ def check_rope_scaling(
             above = 1 if field == "original_max_position_embeddings" else 0
             used[field] = check_number(f"{name}.{field}", value, where, above=above)
     if rope_type == "llama3":
-        check_number(f"{name}.high_freq_factor", used["high_freq_factor"], where, above=used["low_freq_factor"])
+        check_number(
+            f"{name}.high_freq_factor",
+            used["high_freq_factor"],
+            where,
+            above=used["low_freq_factor"],
+        )
     return used

@@ -1,16 +1,24 @@
-"""What of a config.json can be trained: asked by a plan, a preview and a run alike, before torch is loaded.
+"""What of a config.json can be trained: asked by a plan, a preview and a run alike, before torch is
+loaded.
 
-A field that would change the forward pass and has no counterpart here is refused by name. What a file leaves out has
-the default of the family's class in transformers, which the run itself asks again once that is loaded.
+A field that would change the forward pass and has no counterpart here is refused by name. What a
+file leaves out has the default of the family's class in transformers, which the run itself asks
+again once that is loaded.
 """
 
 from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
-from open_instruct.errors import InputError
-from open_instruct.families import MAX_EXPERTS, Family, family_of
-from open_instruct.models.hf.config_values import FIELDS, PART_TURNED, check_multiple, check_number, check_size
+from open_instruct.core.errors import InputError
+from open_instruct.core.families import MAX_EXPERTS, Family, family_of
+from open_instruct.models.hf.config_values import (
+    FIELDS,
+    PART_TURNED,
+    check_multiple,
+    check_number,
+    check_size,
+)
 from open_instruct.models.hf.rope import check_rope_scaling, read_rope
 
 ROWS_OF = 8  # values of 16 bits
@@ -22,32 +30,43 @@ def check_supported(fields: Mapping[str, Any], where: str = "config.json") -> No
     """Check the fields of a config.json; `where` stands in a refusal.
 
     Raises:
-        InputError: the family, or a field that changes the forward pass, is not supported, or a number is impossible;
-            the message names the field, its value and what is supported.
+        InputError: the family, or a field that changes the forward pass, is not supported, or a
+            number is impossible; the message names the field, its value and what is supported.
     """
     family = family_of(fields.get("model_type"), where)
     check_fields(SimpleNamespace(**fields), family, where)
     for layer_type, parameters in read_rope(fields, family, where).items():
         if parameters.get("rope_theta") is None and family.may_not_turn:
             continue
-        check_rope_scaling(parameters, f"rope_parameters of {layer_type}", family, where=where, is_whole=False)
+        check_rope_scaling(
+            parameters, f"rope_parameters of {layer_type}", family, where=where, is_whole=False
+        )
         if parameters.get("rope_theta") is not None:
             check_number("rope_theta", parameters["rope_theta"], where, above=1)
 
 
 def check_fields(model: Any, family: Family, where: str = "config.json") -> None:
-    """The same of the attributes of a config, transformers' own or the fields of a file; not of RoPE."""
+    """The same of the attributes of a config, transformers' own or the fields of a file; not of
+    RoPE.
+    """
     for field, supported in _required_values(model, family).items():
         value = getattr(model, field, supported[0])
-        if not any(value is each or (value == each and type(value) is not bool) for each in supported):
+        if not any(
+            value is each or (value == each and type(value) is not bool) for each in supported
+        ):
             problem = f"{field} = {value!r} is not supported for {model.model_type!r}"
             others = " or ".join(repr(value) for value in supported if value is not None)
-            raise InputError(f"{where}: {problem}; supported: {others or 'absent'}", kind="unsupported_model")
+            raise InputError(
+                f"{where}: {problem}; supported: {others or 'absent'}", kind="unsupported_model"
+            )
     if family.expert_size is not None:
         _check_experts(model, family.expert_size, where)
     if getattr(model, "rms_norm_eps", None) is not None:
         check_number("rms_norm_eps", model.rms_norm_eps, where)
-    sizes = [getattr(model, name, None) for name in ("hidden_size", "num_attention_heads", "num_key_value_heads")]
+    sizes = [
+        getattr(model, name, None)
+        for name in ("hidden_size", "num_attention_heads", "num_key_value_heads")
+    ]
     hidden_size, num_heads, num_kv_heads = sizes
     if hidden_size is None or num_heads is None:
         return  # of the family's class
@@ -55,14 +74,18 @@ def check_fields(model: Any, family: Family, where: str = "config.json") -> None
     check_size("num_attention_heads", num_heads, where)
     dim = getattr(model, "head_dim", None) or family.default_head_dim or hidden_size // num_heads
     if check_size(HEAD_DIM, dim, where) % 2:
-        raise InputError(f"{where}: {HEAD_DIM} = {dim} is odd, and RoPE turns pairs", kind="bad_model")
+        raise InputError(
+            f"{where}: {HEAD_DIM} = {dim} is odd, and RoPE turns pairs", kind="bad_model"
+        )
     if num_kv_heads is not None:
         check_size("num_key_value_heads", num_kv_heads, where)
         check_multiple(where, num_attention_heads=num_heads, num_key_value_heads=num_kv_heads)
 
 
 def _required_values(model: Any, family: Family) -> dict[str, Any]:
-    """The values that the forward pass has, by field; a bool stands for itself alone, not for 0 or 1."""
+    """The values that the forward pass has, by field; a bool stands for itself alone, not for 0 or
+    1.
+    """
     required = dict(REQUIRED_VALUES)
     # In families without windows, transformers gives all layers a window by this field alone.
     if not family.has_windows and not family.has_window_switch:
@@ -76,13 +99,16 @@ def _required_values(model: Any, family: Family) -> dict[str, Any]:
 def _check_experts(model: Any, expert_size: str, where: str) -> None:
     num_experts = getattr(model, "num_experts", None) or getattr(model, "num_local_experts", None)
     num_experts = check_size("num_experts", num_experts, where, MAX_EXPERTS)
-    check_size("num_experts_per_tok", getattr(model, "num_experts_per_tok", None), where, num_experts)
+    check_size(
+        "num_experts_per_tok", getattr(model, "num_experts_per_tok", None), where, num_experts
+    )
     check_size("decoder_sparse_step", getattr(model, "decoder_sparse_step", 1), where)
     for field in (expert_size, "hidden_size"):
         if check_size(field, getattr(model, field, None), where) % ROWS_OF:
             raise InputError(
-                f"{where}: {field} = {getattr(model, field)} is not a multiple of {ROWS_OF}: the product of tokens "
-                "with their experts takes rows of 16 bytes and multiples of that",
+                f"{where}: {field} = {getattr(model, field)} is not a multiple of {ROWS_OF}: the "
+                "product of tokens with their experts takes rows of 16 bytes and multiples of "
+                "that",
                 kind="unsupported_model",
             )
     if getattr(model, "output_router_logits", False):

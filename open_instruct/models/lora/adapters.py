@@ -1,8 +1,10 @@
-"""Low-rank adapters beside the matrices of the blocks (LoRA, Hu et al. 2021, arXiv:2106.09685, section 4.1).
+"""Low-rank adapters beside the matrices of the blocks (LoRA, Hu et al. 2021, arXiv:2106.09685,
+section 4.1).
 
-`adapt` adds them before the model is sharded. An adapter is two more parameters of a linear layer, and moves and is
-sharded with it. Adapters are float32 and trained; everything else is frozen, except the head of a score or of classes.
-Readers and writers of checkpoints (`held_of`) see the model without adapters.
+`adapt` adds them before the model is sharded. An adapter is two more parameters of a linear layer,
+and moves and is sharded with it. Adapters are float32 and trained; everything else is frozen,
+except the head of a score or of classes. Readers and writers of checkpoints (`held_of`) see the
+model without adapters.
 
 Legend of the shape suffixes: O output features of a layer, I input features, R rank.
 """
@@ -23,7 +25,7 @@ from torch.distributed import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from open_instruct.config.lora import ALL_LINEAR, BLOCK, IN_4_BITS, MODULES_OF_TARGETS, LoRASection
-from open_instruct.errors import InputError
+from open_instruct.core.errors import InputError
 from open_instruct.models.experts.routed import RoutedFeedForward
 from open_instruct.models.heads.value_head import ValueHead
 from open_instruct.models.hf.head_kinds import LM_HEAD, LM_HEAD_BIAS
@@ -35,7 +37,9 @@ A, B = ADAPTER
 
 
 class AdaptedLinear(FrozenLinear):
-    """A linear layer that adds `scale * B A x` to its output; it takes over the parameters of another layer."""
+    """A linear layer that adds `scale * B A x` to its output; it takes over the parameters of
+    another layer.
+    """
 
     lora_A: nn.Parameter  # (R, I)
     lora_B: nn.Parameter  # (O, R)
@@ -47,7 +51,9 @@ class AdaptedLinear(FrozenLinear):
         self.register_adapter()
 
     def register_adapter(self, tp_mesh: DeviceMesh | None = None) -> None:
-        """Add the adapter without values; tensor parallelism cuts its half that meets the matrix's cut side."""
+        """Add the adapter without values; tensor parallelism cuts its half that meets the matrix's
+        cut side.
+        """
         device = next(self.parameters()).device
         a_RI = torch.empty(self.rank, self.in_features, device=device)
         b_OR = torch.empty(self.out_features, self.rank, device=device)
@@ -57,7 +63,8 @@ class AdaptedLinear(FrozenLinear):
             a_RI = distribute_tensor(a_RI, tp_mesh, [Replicate() if cuts_out else Shard(1)])
             b_OR = distribute_tensor(b_OR, tp_mesh, [Shard(0) if cuts_out else Replicate()])
         self.lora_A, self.lora_B = nn.Parameter(a_RI), nn.Parameter(b_OR)
-        # OLMo-core looks for dropout modules, and only then replays random numbers when a block is recomputed.
+        # OLMo-core looks for dropout modules, and only then replays random numbers when a block is
+        # recomputed.
         self.dropout = nn.Dropout(self._dropped_share)
 
     def remove_adapter(self) -> None:
@@ -73,17 +80,20 @@ class AdaptedLinear(FrozenLinear):
 
 
 def adapt(model: Transformer, lora: LoRASection, *, dtype: torch.dtype) -> None:
-    """Add adapters to `model` before it is sharded; its own parameters are frozen and cast to `dtype`.
+    """Add adapters to `model` before it is sharded; its own parameters are frozen and cast to
+    `dtype`.
 
     :raises InputError: a matrix cannot have an adapter, or cannot be held in 4 bits.
     """
     wanted = {MODULES_OF_TARGETS[target] for target in lora.targets}
-    names_experts = ALL_LINEAR not in lora.lora_target_modules and any("feed_forward" in each for each in wanted)
+    names_experts = ALL_LINEAR not in lora.lora_target_modules and any(
+        "feed_forward" in each for each in wanted
+    )
     for block in model.blocks.values():
         if names_experts and isinstance(block.feed_forward, RoutedFeedForward):
             raise InputError(
-                "--lora_target_modules: experts have no adapters, as they lie in stacks; leave out gate_proj, "
-                "up_proj and down_proj, or name all-linear",
+                "--lora_target_modules: experts have no adapters, as they lie in stacks; leave "
+                "out gate_proj, up_proj and down_proj, or name all-linear",
                 kind="conflict",
             )
         modules: dict[str, Any] = dict(block.named_modules())
@@ -93,7 +103,11 @@ def adapt(model: Transformer, lora: LoRASection, *, dtype: torch.dtype) -> None:
             columns = linear.in_features
             if lora.use_qlora and columns % BLOCK:
                 raise InputError(
-                    f"--use_qlora: {name} has {columns} columns, no multiple of {BLOCK}; leave it out", kind="conflict"
+                    (
+                        f"--use_qlora: {name} has {columns} columns, no multiple of {BLOCK}; "
+                        "leave it out"
+                    ),
+                    kind="conflict",
                 )
             adapted = AdaptedLinear(linear, lora, dtype=dtype) if name in wanted else None
             block.set_submodule(name, adapted or FrozenLinear(linear, in_4_bits=True, dtype=dtype))
@@ -108,7 +122,11 @@ def adapt(model: Transformer, lora: LoRASection, *, dtype: torch.dtype) -> None:
 
 def layers_of(model: nn.Module) -> dict[str, AdaptedLinear]:
     """The layers that have adapters, by OLMo-core's names: `blocks.3.attention.w_q`."""
-    return {clean_name(name): module for name, module in model.named_modules() if isinstance(module, AdaptedLinear)}
+    return {
+        clean_name(name): module
+        for name, module in model.named_modules()
+        if isinstance(module, AdaptedLinear)
+    }
 
 
 @contextmanager
@@ -125,10 +143,14 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
 
 
 @torch.no_grad()
-def fill_adapter(model: nn.Module, lora: LoRASection, *, seed: int, start: Mapping[str, torch.Tensor] | None) -> None:
-    """Load this rank's parts from `start`, by their names in OLMo-core; or initialise A, and set B to zero.
+def fill_adapter(
+    model: nn.Module, lora: LoRASection, *, seed: int, start: Mapping[str, torch.Tensor] | None
+) -> None:
+    """Load this rank's parts from `start`, by their names in OLMo-core; or initialise A, and set B
+    to zero.
 
-    Each matrix is drawn whole, from a seed of its name, so that it is the same on any number of ranks.
+    Each matrix is drawn whole, from a seed of its name, so that it is the same on any number of
+    ranks.
     """
     layers = layers_of(model)
     for full_name, parameter in model.named_parameters():
@@ -144,7 +166,9 @@ def fill_adapter(model: nn.Module, lora: LoRASection, *, seed: int, start: Mappi
 
 
 def _drawn(layer: AdaptedLinear, name: str, lora: LoRASection, seed: int) -> torch.Tensor:
-    """First values by one of peft's two ways: uniform within 1 / sqrt(I), or normal with standard deviation 1 / R."""
+    """First values by one of peft's two ways: uniform within 1 / sqrt(I), or normal with standard
+    deviation 1 / R.
+    """
     digest = hashlib.sha256(f"{name} {seed}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big", signed=True))
     a_RI = torch.empty(layer.rank, layer.in_features)
@@ -156,7 +180,10 @@ def _drawn(layer: AdaptedLinear, name: str, lora: LoRASection, seed: int) -> tor
 
 @torch.no_grad()
 def whole_adapter(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every trained matrix, whole, by OLMo-core's names. Collective: every rank iterates to the end."""
+    """Every trained matrix, whole, by OLMo-core's names.
+
+    Collective: every rank iterates to the end.
+    """
     reshard(model)
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
@@ -173,7 +200,10 @@ def scaled_adapters(model: nn.Module) -> dict[str, Held]:
 
 @torch.no_grad()
 def weights_of(model: nn.Module) -> Mapping[str, Held]:
-    """The weights for a checkpoint of `model`: those of `held_of` with any adapters added. Collective."""
+    """The weights for a checkpoint of `model`: those of `held_of` with any adapters added.
+
+    Collective.
+    """
     layers = layers_of(model)
     if not layers:
         return held_of(model)
@@ -191,8 +221,10 @@ def weights_of(model: nn.Module) -> Mapping[str, Held]:
 class MergedWeights(UserDict[str, Held]):
     """`plain` with adapters added, in float32; each matrix is made when it is asked for.
 
-    :param halves: of adapters, by OLMo-core's names: the first whole; the second whole, or the rows held of the matrix.
-    :param in_4_bits: names of matrices that a run held in 4 bits, unlike `plain`, with the dtype of their scales.
+    :param halves: of adapters, by OLMo-core's names: the first whole; the second whole, or the rows
+        held of the matrix.
+    :param in_4_bits: names of matrices that a run held in 4 bits, unlike `plain`, with the dtype of
+        their scales.
     """
 
     def __init__(
@@ -215,14 +247,19 @@ class MergedWeights(UserDict[str, Held]):
         layer = name.removesuffix(".weight")
         if f"{layer}.{A}" not in self._halves:
             return plain
-        a_RI, b_OR = (self._halves[f"{layer}.{half}"].to(plain.stored.device, torch.float32) for half in ADAPTER)
+        a_RI, b_OR = (
+            self._halves[f"{layer}.{half}"].to(plain.stored.device, torch.float32)
+            for half in ADAPTER
+        )
         if len(plain.box) == 1:
             return self._run(plain, a_RI, b_OR)
         merged = plain.local.float().addmm(b_OR, a_RI[:, plain.box[1]], alpha=self._scale)
         return replace(plain, stored=merged, scales=None)
 
     def _run(self, plain: Held, a_RI: torch.Tensor, b_OR: torch.Tensor) -> Held:
-        """The product for the rows that a run of values touches; the run may begin and end within a row."""
+        """The product for the rows that a run of values touches; the run may begin and end within a
+        row.
+        """
         assert plain.num_slabs == 1
         (values,) = plain.box
         width = a_RI.shape[1]

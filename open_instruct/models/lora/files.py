@@ -1,6 +1,8 @@
-"""An adapter on disk as peft writes it: adapter_config.json and adapter_model.safetensors, of float32.
+"""An adapter on disk as peft writes it: adapter_config.json and adapter_model.safetensors, of
+float32.
 
-A matrix is there under `base_model.model.` + the Hugging Face name of its layer + `.lora_A.weight` or `.lora_B.weight`.
+A matrix is there under `base_model.model.` + the Hugging Face name of its layer + `.lora_A.weight`
+or `.lora_B.weight`.
 """
 
 import json
@@ -16,8 +18,8 @@ from safetensors.torch import save_file
 
 from open_instruct.config.flags import spelled
 from open_instruct.config.lora import LoRASection
+from open_instruct.core.errors import InputError, RunError
 from open_instruct.data.files.foreign_json import read_object
-from open_instruct.errors import InputError, RunError
 from open_instruct.models import export_files
 from open_instruct.models.hf.checkpoint_files import CheckpointFiles, read_header
 from open_instruct.models.hf.head_kinds import HEAD_TENSORS, HF_SCORE, Head
@@ -29,9 +31,14 @@ from open_instruct.parallel.process import on_main_process
 
 WEIGHTS_NAME = "adapter_model.safetensors"
 BASE_FINGERPRINT = "base_fingerprint"  # in the header of the weights, which other readers pass over
-MODEL_FIELDS = "model_fields"  # likewise: what the merged model's config.json adds to the base's, as JSON
+# Likewise: what the merged model's config.json adds to the base's, as JSON.
+MODEL_FIELDS = "model_fields"
 PREFIX = "base_model.model."
-TASK_TYPES: dict[Head, str] = {"vocabulary": "CAUSAL_LM", "score": "SEQ_CLS", "classes": "TOKEN_CLS"}
+TASK_TYPES: dict[Head, str] = {
+    "vocabulary": "CAUSAL_LM",
+    "score": "SEQ_CLS",
+    "classes": "TOKEN_CLS",
+}
 
 
 def file_name_of(name: str, names: TensorNames) -> str:
@@ -43,37 +50,60 @@ def file_name_of(name: str, names: TensorNames) -> str:
 
 
 def read_head(folder: Path) -> Head:
-    """The kind of head of the model that the adapter in `folder` is of; `read_settings` has accepted its file."""
+    """The kind of head of the model that the adapter in `folder` is of;
+
+    `read_settings` has accepted its file.
+    """
     task = read_object(folder / CONFIG_NAME).get("task_type")
     return next((head for head, task_type in TASK_TYPES.items() if task_type == task), "vocabulary")
 
 
-def open_adapter(folder: Path, model: Transformer, names: TensorNames, lora: LoRASection) -> dict[str, torch.Tensor]:
-    """Views of the file's matrices by OLMo-core's names; nothing is read before it is copied from them.
+def open_adapter(
+    folder: Path, model: Transformer, names: TensorNames, lora: LoRASection
+) -> dict[str, torch.Tensor]:
+    """Views of the file's matrices by OLMo-core's names; nothing is read before it is copied from
+    them.
 
     :param model: on meta; it gets adapters, which define the matrices to find.
-    :raises InputError: the adapter is missing or damaged, is of another model, or does not fit the flags.
+    :raises InputError: the adapter is missing or damaged, is of another model, or does not fit the
+        flags.
     """
     own = vars(lora) | {"lora_target_modules": list(lora.targets)}
-    differing = [f"--{name} {spelled(value)}" for name, value in read_settings(folder).items() if own[name] != value]
+    differing = [
+        f"--{name} {spelled(value)}"
+        for name, value in read_settings(folder).items()
+        if own[name] != value
+    ]
     if differing:
         raise InputError(
-            f"--adapter_name_or_path {folder} was made with other flags: give {' '.join(differing)}", kind="conflict"
+            (
+                f"--adapter_name_or_path {folder} was made with other flags: give "
+                f"{' '.join(differing)}"
+            ),
+            kind="conflict",
         )
     adapt(model, lora, dtype=torch.float32)
-    shapes = {clean_name(name): tuple(each.shape) for name, each in model.named_parameters() if each.requires_grad}
+    shapes = {
+        clean_name(name): tuple(each.shape)
+        for name, each in model.named_parameters()
+        if each.requires_grad
+    }
     path = folder / WEIGHTS_NAME
     files = CheckpointFiles(folder, read_header(path))
     wanted = {file_name_of(name, names): name for name in shapes}
-    if problem := cover_problem(files, {file_name: shapes[name] for file_name, name in wanted.items()}):
+    if problem := cover_problem(
+        files, {file_name: shapes[name] for file_name, name in wanted.items()}
+    ):
         raise InputError(
-            f"{path} {problem}. It is of other --lora_target_modules, or of another model", kind="bad_model"
+            f"{path} {problem}. It is of other --lora_target_modules, or of another model",
+            kind="bad_model",
         )
     return {name: files.read(file_name) for file_name, name in wanted.items()}
 
 
 def check_base(folder: Path, base: Path, fingerprint: str) -> str | None:
-    """Check that the adapter in `folder` belongs to `base`, whose weights have this fingerprint; a warning if unknown.
+    """Check that the adapter in `folder` belongs to `base`, whose weights have this fingerprint; a
+    warning if unknown.
 
     :raises InputError: the adapter was trained on other weights.
     """
@@ -81,16 +111,21 @@ def check_base(folder: Path, base: Path, fingerprint: str) -> str | None:
     with safe_open(folder / WEIGHTS_NAME, framework="pt") as adapter:
         known = (adapter.metadata() or {}).get(BASE_FINGERPRINT)
     if known is None and Path(named).expanduser().resolve() != base.resolve():
-        return f"{folder} says that it was made beside {named}: whether {base} has those weights cannot be told"
+        return (
+            f"{folder} says that it was made beside {named}: whether {base} has those weights "
+            "cannot be told"
+        )
     if known not in (None, fingerprint):
         raise InputError(
-            f"{folder} was made beside {named}, and {base} has other weights; give that model", kind="other_run"
+            f"{folder} was made beside {named}, and {base} has other weights; give that model",
+            kind="other_run",
         )
     return None
 
 
 def read_model_fields(folder: Path) -> dict[str, Any]:
-    """The fields that a model with this adapter added has in config.json, beside its base's; none of others' adapters.
+    """The fields that a model with this adapter added has in config.json, beside its base's; none
+    of others' adapters.
 
     :raises InputError: they are damaged.
     """
@@ -100,7 +135,8 @@ def read_model_fields(folder: Path) -> dict[str, Any]:
         return dict(json.loads(text))
     except (ValueError, TypeError) as error:
         raise InputError(
-            f"{folder / WEIGHTS_NAME}: {MODEL_FIELDS} in its header is damaged ({error}); export the run again",
+            f"{folder / WEIGHTS_NAME}: {MODEL_FIELDS} in its header is damaged ({error}); export "
+            "the run again",
             kind="bad_model",
         ) from None
 
@@ -117,7 +153,8 @@ def write_adapter(
     more_config: Mapping[str, Any] | None = None,
     card: Callable[[], str | None] = lambda: None,
 ) -> None:
-    """Write `adapter`, whole matrices by OLMo-core's names, in place of an earlier one. Collective; rank 0 writes.
+    """Write `adapter`, whole matrices by OLMo-core's names, in place of an earlier one. Collective;
+    rank 0 writes.
 
     :param base: the name of the base model, for readers.
     :param fingerprint: of the weights of `base`, checked when a run goes on from the adapter.
@@ -135,7 +172,11 @@ def write_adapter(
         with export_files.disk_errors(folder, RunError):
             export_files.prepare_folder(folder, sum(tensor.nbytes for tensor in tensors.values()))
             beside = export_files.partial_folder_of(folder)
-            header = {"format": "pt", BASE_FINGERPRINT: fingerprint, MODEL_FIELDS: json.dumps(dict(more_config or {}))}
+            header = {
+                "format": "pt",
+                BASE_FINGERPRINT: fingerprint,
+                MODEL_FIELDS: json.dumps(dict(more_config or {})),
+            }
             save_file(tensors, beside / WEIGHTS_NAME, metadata=header)
             config = _config(lora, base=base, head=names.head)
             (beside / CONFIG_NAME).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

@@ -1,8 +1,10 @@
-"""A small autograd on sizes alone: which bytes are alive while a piece of a model runs forward and backward.
+"""A small autograd on sizes alone: which bytes are alive while a piece of a model runs forward and
+backward.
 
-Operations are recorded in the order in which they run. A tensor lives while a later operation needs it, while a
-variable of the function that made it holds it, or while it is saved for the backward pass; gradients are added up in
-place where a tensor is used more than once. The backward pass takes the operations in reverse order, as PyTorch does.
+Operations are recorded in the order in which they run. A tensor lives while a later operation needs
+it, while a variable of the function that made it holds it, or while it is saved for the backward
+pass; gradients are added up in place where a tensor is used more than once. The backward pass takes
+the operations in reverse order, as PyTorch does.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -16,7 +18,8 @@ Kind = Literal["made", "source", "weight", "frozen"]
 
 @dataclass(eq=False, slots=True)
 class Tensor:
-    """One storage; views of it are the same `Tensor`. Only those that are "made" by the piece itself are counted.
+    """One storage; views of it are the same `Tensor`. Only those that are "made" by the piece
+    itself are counted.
 
     A product with a "frozen" tensor keeps nothing for its gradient, and makes none.
     """
@@ -121,7 +124,9 @@ class Tape:
             saved = ()
             gradients = [gradient for gradient in gradients if gradient.of.kind != "frozen"]
         kept = (*saved, output) if saves_output else tuple(saved)
-        self.operations.append(Operation(inputs, output, kept, tuple(gradients), scratch_bytes, self._region))
+        self.operations.append(
+            Operation(inputs, output, kept, tuple(gradients), scratch_bytes, self._region)
+        )
         return output
 
     def hold(self, *tensors: Tensor) -> None:
@@ -131,7 +136,9 @@ class Tape:
 
     @contextmanager
     def recomputed(self, is_recomputed: bool = True) -> Iterator[None]:
-        """A context whose operations run again in the backward pass, and keep only their inputs from outside."""
+        """A context whose operations run again in the backward pass, and keep only their inputs
+        from outside.
+        """
         if not is_recomputed or self._region is not None:
             yield
             return
@@ -155,15 +162,23 @@ class Tape:
         )
 
     def _kept_at_first(self) -> Keeps:
-        """A region keeps what it is given from outside; run again, it keeps what every operation does."""
+        """A region keeps what it is given from outside; run again, it keeps what every operation
+        does.
+        """
         region_of = {op.output: op.region for op in self.operations}
         return [
-            op.saved if op.region is None else [each for each in op.inputs if region_of.get(each) != op.region]
+            op.saved
+            if op.region is None
+            else [each for each in op.inputs if region_of.get(each) != op.region]
             for op in self.operations
         ]
 
-    def _forward(self, indices: Iterable[int], *, keeps: Keeps, alive: set[Tensor]) -> tuple[Usage, set[Tensor]]:
-        """The peak of running `indices` beside the `alive` tensors, and these with the tensors that they keep."""
+    def _forward(
+        self, indices: Iterable[int], *, keeps: Keeps, alive: set[Tensor]
+    ) -> tuple[Usage, set[Tensor]]:
+        """The peak of running `indices` beside the `alive` tensors, and these with the tensors that
+        they keep.
+        """
         peak = Usage()
         kept = set(alive)
         for index in indices:
@@ -176,7 +191,9 @@ class Tape:
         return peak, kept
 
     def _backward(self, output: Tensor, kept: set[Tensor]) -> Iterator[Usage]:
-        """Every moment: as each gradient is made, and when an operation is done, whose weights then have theirs."""
+        """Every moment: as each gradient is made, and when an operation is done, whose weights then
+        have theirs.
+        """
         kept_at_first = self._kept_at_first()
         saved = [op.saved for op in self.operations]
         # Buffers are tensors too: one that is handed on is the gradient of several.
@@ -184,7 +201,9 @@ class Tape:
         ran_again: set[int] = set()
 
         def usage(activations: int, scratch_bytes: int = 0, kernel_bytes: int = 0) -> Usage:
-            of_weights = {gradient for tensor, gradient in gradient_of.items() if tensor.kind == "weight"}
+            of_weights = {
+                gradient for tensor, gradient in gradient_of.items() if tensor.kind == "weight"
+            }
             return Usage(
                 activations=activations,
                 temporaries=_made({*gradient_of.values()} - of_weights) + scratch_bytes,
@@ -203,7 +222,9 @@ class Tape:
                 continue
             made: list[tuple[Tensor, Tensor]] = []
             for gradient in op.gradients:
-                buffer = gradient_of_output if gradient.num_bytes is None else Tensor(gradient.num_bytes)
+                buffer = (
+                    gradient_of_output if gradient.num_bytes is None else Tensor(gradient.num_bytes)
+                )
                 made.append((gradient.of, buffer))
                 new = _made({each for _, each in made} - {gradient_of_output})
                 yield usage(_made(kept), new + gradient.scratch_bytes, gradient.kernel_bytes)
@@ -212,7 +233,9 @@ class Tape:
                 gradient_of.setdefault(tensor, buffer)
             before = zip(self.operations[:index], kept_at_first, strict=False)
             # What a region was given stays until the last of it has run backward.
-            needed = ((*op.saved, *first) if op.region in ran_again else first for op, first in before)
+            needed = (
+                (*op.saved, *first) if op.region in ran_again else first for op, first in before
+            )
             kept = kept.intersection(chain.from_iterable(needed))
             yield usage(_made(kept))
 

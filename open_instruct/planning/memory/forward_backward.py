@@ -1,19 +1,22 @@
 """A forward and a backward pass over sharded units: the memory alive at the worst moments.
 
-Units are gathered and freed as FSDP2 does it; one block's and the head's own needs are `activations.py`'s. Sources, in
-PyTorch 2.13:
+Units are gathered and freed as FSDP2 does it; one block's and the head's own needs are
+`activations.py`'s. Sources, in PyTorch 2.13:
 
-- `FSDPParamGroup.unshard` and `wait_for_unshard`: shards are cast into one flat buffer, gathered into another, and
-  copied out into the parameters. In the forward pass the gather buffer lives until the next unit is copied out (so that
-  the copy overlaps the next gather); in the backward pass it is freed at once, and the unit before is gathered ahead of
-  its turn. A shard group of one casts or copies without gathering. Forward, `set_modules_to_forward_prefetch` has the
-  buffers of the next blocks filled while one is at work (`--fsdp_prefetch_factor`).
-- The root unit is gathered before all others and freed after its forward; it is gathered again for the head's backward
-  and stays to the end. Embeddings of their own are not gathered for the backward pass.
-- `FSDPParamGroup.post_backward` and `foreach_reduce`: a unit's gradients, in the dtype that is computed in, are copied
-  into the float32 input of a reduce-scatter, which lives until the next unit has its own; its output is the gradient.
-  Root and embeddings are reduced last. Under HSDP all microbatches but the last keep that output and add to it; their
-  last reduce-scatter's input is not freed before the next microbatch has its first.
+- `FSDPParamGroup.unshard` and `wait_for_unshard`: shards are cast into one flat buffer, gathered
+  into another, and copied out into the parameters. In the forward pass the gather buffer lives
+  until the next unit is copied out (so that the copy overlaps the next gather); in the backward
+  pass it is freed at once, and the unit before is gathered ahead of its turn. A shard group of one
+  casts or copies without gathering. Forward, `set_modules_to_forward_prefetch` has the buffers of
+  the next blocks filled while one is at work (`--fsdp_prefetch_factor`).
+- The root unit is gathered before all others and freed after its forward; it is gathered again for
+  the head's backward and stays to the end. Embeddings of their own are not gathered for the
+  backward pass.
+- `FSDPParamGroup.post_backward` and `foreach_reduce`: a unit's gradients, in the dtype that is
+  computed in, are copied into the float32 input of a reduce-scatter, which lives until the next
+  unit has its own; its output is the gradient. Root and embeddings are reduced last. Under HSDP all
+  microbatches but the last keep that output and add to it; their last reduce-scatter's input is not
+  freed before the next microbatch has its first.
 - Where only the last microbatch reduces, those before add their gradients to whole ones in float32
   (`FSDPParam.to_accumulated_grad_if_needed`), of which each unit's are freed when it is reduced.
 """
@@ -24,12 +27,17 @@ from functools import partial
 from itertools import accumulate
 from math import prod
 
+from open_instruct.core.shard_layout import ShardLayout
 from open_instruct.planning.memory.activations import FLOAT32, profile_of
 from open_instruct.planning.memory.autograd_sizes import Profile, Usage
-from open_instruct.planning.memory.state import MASTER_BYTES, gathered_bytes, gathered_shape, local_size
+from open_instruct.planning.memory.state import (
+    MASTER_BYTES,
+    gathered_bytes,
+    gathered_shape,
+    local_size,
+)
 from open_instruct.planning.subject.model import ModelShape, Unit
 from open_instruct.planning.subject.workload import Workload
-from open_instruct.shard_layout import ShardLayout
 
 GRADIENTS = "gradients"
 GATHERED, REDUCED = "gathered weights", "gradients on their way"
@@ -40,7 +48,10 @@ Moment = Mapping[str, int]  # bytes by label
 
 
 class Passes:
-    """Memory of both passes by moment, beside the constant state. Without FSDP nothing is gathered or reduced."""
+    """Memory of both passes by moment, beside the constant state.
+
+    Without FSDP nothing is gathered or reduced.
+    """
 
     splits_rows = True  # between matrices that tensor ranks split
 
@@ -49,10 +60,14 @@ class Passes:
         self.layout = layout
         self.workload = workload
         self.root, self.embeddings, *kinds = shape.units
-        profile = partial(profile_of, shape=shape, layout=layout, workload=workload, splits_rows=self.splits_rows)
+        profile = partial(
+            profile_of, shape=shape, layout=layout, workload=workload, splits_rows=self.splits_rows
+        )
         self.head = profile(None)
         by_kind = {unit.kind: (unit, _with_budget(profile(unit.kind), workload)) for unit in kinds}
-        self.blocks, self.profiles = zip(*(by_kind[layer.kind] for layer in shape.layers), strict=True)
+        self.blocks, self.profiles = zip(
+            *(by_kind[layer.kind] for layer in shape.layers), strict=True
+        )
         self.head_gradient = self.head.backward[-1].weight_gradients
         self.c = workload.compute_bytes
         self.is_sharded = not layout.single_device
@@ -64,20 +79,29 @@ class Passes:
         self.looked_up = self.root if shape.is_tied else self.embeddings
         self.reduced_last = self.looked_up if shape.adapters is None else self.blocks[0]
         # Sizes that every moment needs.
-        self.gathered = {unit.name: gathered_bytes(unit.parameters, layout, self.c) for unit in shape.units}
-        self.reduced = {unit.name: gathered_bytes(unit.trained, layout, FLOAT32) for unit in shape.units}
+        self.gathered = {
+            unit.name: gathered_bytes(unit.parameters, layout, self.c) for unit in shape.units
+        }
+        self.reduced = {
+            unit.name: gathered_bytes(unit.trained, layout, FLOAT32) for unit in shape.units
+        }
         self.shards = {unit.name: self._shard(unit) for unit in shape.units}
-        # Gradients of an earlier microbatch are alive in a later one; `adds_up`: whole ones, not shards.
+        # Gradients of an earlier microbatch are alive in a later one; `adds_up`: whole ones, not
+        # shards.
         self.accumulates = workload.num_microbatches > 1
         self.adds_up = self.accumulates and workload.reduces_last and self.is_sharded
 
     def accumulated(self, shards: int) -> int:
         """Bytes of the gradients of earlier microbatches; `shards` are their bytes once reduced."""
         if self.adds_up:
-            return sum(unit.count * self._whole(unit) for unit in self.shape.units) * FLOAT32 // self.c
+            return (
+                sum(unit.count * self._whole(unit) for unit in self.shape.units) * FLOAT32 // self.c
+            )
         return shards if self.accumulates else 0
 
-    def forward(self, held: Moment, *, keeps: bool = True, runs_head: bool = True) -> Iterator[Moment]:
+    def forward(
+        self, held: Moment, *, keeps: bool = True, runs_head: bool = True
+    ) -> Iterator[Moment]:
         """The moments of a forward pass; without `keeps` no backward pass follows."""
         root = self._gathered(self.root)
         head_peak = self.head.forward_peak if keeps else self.head.scoring_peak
@@ -85,10 +109,13 @@ class Passes:
         looked_up = self._cast(self.embeddings) + self._buffer(self.embeddings)
         yield {**held, GATHERED: root + self._buffer(self.root) + looked_up}
         held[TEMPORARIES] = self.stream_bytes
-        # A block's memory comes beside what those before it keep, and what those after it are gathered in.
+        # A block's memory comes beside what those before it keep, and what those after it are
+        # gathered in.
         for layer, (block, profile) in enumerate(zip(self.blocks, self.profiles, strict=True)):
             peak = profile.forward_peak if keeps else profile.scoring_peak
-            buffers = sum(map(self._buffer, self.blocks[layer : layer + 1 + self.workload.gathered_ahead]))
+            buffers = sum(
+                map(self._buffer, self.blocks[layer : layer + 1 + self.workload.gathered_ahead])
+            )
             yield {
                 **held,
                 GATHERED: root + buffers + self._gathered(block),
@@ -100,17 +127,25 @@ class Passes:
         yield {**held, HEAD: sum(head_peak) if runs_head else 0}
 
     def backward(self, held: Moment) -> Iterator[Moment]:
-        """The moments of a backward pass: the head, blocks from the last to the first, embeddings and root."""
+        """The moments of a backward pass: the head, blocks from the last to the first, embeddings
+        and root.
+        """
         root = self._gathered(self.root)
         yield from self._through_head(held)
 
-        # Blocks, the last first. The gradient of the head's matrix waits for the root to be reduced in the end.
+        # Blocks, the last first. The gradient of the head's matrix waits for the root to be reduced
+        # in the end.
         waiting = self._unreduced(self.head_gradient)
-        gradients = held[GRADIENTS] + (0 if self.accumulates else self._made_in_place(self.head_gradient))
-        # The whole gradients of a unit are freed once they are copied into the input of its reduce-scatter, whose
-        # output comes on top. The matrix of a score is a unit of its own, which is reduced before the blocks.
+        gradients = held[GRADIENTS] + (
+            0 if self.accumulates else self._made_in_place(self.head_gradient)
+        )
+        # The whole gradients of a unit are freed once they are copied into the input of its
+        # reduce-scatter, whose output comes on top. The matrix of a score is a unit of its own,
+        # which is reduced before the blocks.
         reduced = 0 if self.shape.scores else self._left_over()
-        for layer, (block, profile) in reversed([*enumerate(zip(self.blocks, self.profiles, strict=True))]):
+        for layer, (block, profile) in reversed(
+            [*enumerate(zip(self.blocks, self.profiles, strict=True))]
+        ):
             next_one = self.blocks[layer - 1] if layer else None
             prefetched = self._buffer(next_one) + self._cast(next_one) if next_one else 0
             peak = profile.backward_peak
@@ -127,13 +162,18 @@ class Passes:
         looked_up = self._whole(self.looked_up)
         after_blocks = {**held, GRADIENTS: gradients}
         reduced_bytes = waiting + reduced + self._unreduced(looked_up)
-        temporaries = self.stream_bytes + self._made_in_place(looked_up) + (looked_up if self.has_copy else 0)
+        temporaries = (
+            self.stream_bytes + self._made_in_place(looked_up) + (looked_up if self.has_copy else 0)
+        )
         yield {**after_blocks, GATHERED: root, REDUCED: reduced_bytes, TEMPORARIES: temporaries}
         if not self.is_sharded:
             return
         unreduced = self._whole(self.root) + self._whole(self.embeddings)
         if self.adds_up:
-            gradients += sum(self.shards[each.name] - self._whole(each) * FLOAT32 // self.c for each in self.blocks)
+            gradients += sum(
+                self.shards[each.name] - self._whole(each) * FLOAT32 // self.c
+                for each in self.blocks
+            )
         for unit in (self.root, self.embeddings):
             gradients += 0 if self.accumulates else self.shards[unit.name]
             yield {**after_blocks, GRADIENTS: gradients, REDUCED: unreduced + self._reduced(unit)}
@@ -146,26 +186,41 @@ class Passes:
         gathered = self._gathered(self.root) + self._buffer(self.root) + self._cast(self.root)
         yield {**before, GATHERED: gathered, HEAD: self.head.kept_bytes + head_stream}
         prefetched = self._buffer(self.blocks[-1]) + self._cast(self.blocks[-1])
-        at_worst = sum(self.head.backward_peak) + head_stream + self._handed_over(self.head_gradient)
+        at_worst = (
+            sum(self.head.backward_peak) + head_stream + self._handed_over(self.head_gradient)
+        )
         yield {**before, GATHERED: self._gathered(self.root) + prefetched, HEAD: at_worst}
 
     def _in_block(self, held: Moment, layer: int, usage: Usage) -> Moment:
         """A moment of a block's backward pass, but for weights and their gradients."""
         alive = self._kept(layer) + self._source(self.profiles[layer]) + usage.activations
-        return {**held, ACTIVATIONS: alive, TEMPORARIES: usage.temporaries, SCRATCH: held[SCRATCH] + usage.kernels}
+        return {
+            **held,
+            ACTIVATIONS: alive,
+            TEMPORARIES: usage.temporaries,
+            SCRATCH: held[SCRATCH] + usage.kernels,
+        }
 
     def _source(self, block: Profile) -> int:
         """Bytes of a block's input, where that is kept."""
         return self.stream_bytes if block.keeps_source else 0
 
     def _kept(self, num_blocks: int) -> int:
-        """The bytes that the first blocks keep on the device; of inputs offloaded to the host, one is there."""
-        return self.kept_by_blocks[num_blocks - 1] if self.offloads and num_blocks else self.kept_before[num_blocks]
+        """The bytes that the first blocks keep on the device; of inputs offloaded to the host, one
+        is there.
+        """
+        return (
+            self.kept_by_blocks[num_blocks - 1]
+            if self.offloads and num_blocks
+            else self.kept_before[num_blocks]
+        )
 
     # Sizes of a unit.
 
     def _gathered(self, unit: Unit) -> int:
-        """Bytes of a unit's gathered parameters, which are as large as the buffer that they are gathered in."""
+        """Bytes of a unit's gathered parameters, which are as large as the buffer that they are
+        gathered in.
+        """
         return self.gathered[unit.name] if self.is_sharded else 0
 
     def _buffer(self, unit: Unit) -> int:
@@ -173,7 +228,11 @@ class Passes:
 
     def _cast(self, unit: Unit) -> int:
         """The flat buffer of this rank's shards in the dtype that is gathered."""
-        return 0 if self.c == MASTER_BYTES else self._reduced(unit) // FLOAT32 * self.c // self.layout.shard_group_size
+        return (
+            0
+            if self.c == MASTER_BYTES
+            else self._reduced(unit) // FLOAT32 * self.c // self.layout.shard_group_size
+        )
 
     def _reduced(self, unit: Unit) -> int:
         """Bytes of the float32 input of a unit's reduce-scatter."""
@@ -184,11 +243,15 @@ class Passes:
         return self._reduced(self.reduced_last) if self.accumulates and not self.adds_up else 0
 
     def _whole(self, unit: Unit) -> int:
-        """Bytes of a unit's gradients from the backward pass: a tensor rank's part of each, without padding."""
+        """Bytes of a unit's gradients from the backward pass: a tensor rank's part of each, without
+        padding.
+        """
         return sum(prod(gathered_shape(each, self.layout)) for each in unit.trained) * self.c
 
     def _unreduced(self, num_bytes: int) -> int:
-        """Bytes of gradients before their reduction: 0 without FSDP, where the optimizer reads them as they are."""
+        """Bytes of gradients before their reduction: 0 without FSDP, where the optimizer reads them
+        as they are.
+        """
         return num_bytes if self.is_sharded else 0
 
     def _handed_over(self, num_bytes: int) -> int:
@@ -196,22 +259,37 @@ class Passes:
 
         0 after a first microbatch, whose gradients are there already and take them in.
         """
-        return num_bytes * (MASTER_BYTES - self.c) // self.c if self.has_copy and not self.accumulates else 0
+        return (
+            num_bytes * (MASTER_BYTES - self.c) // self.c
+            if self.has_copy and not self.accumulates
+            else 0
+        )
 
     def _made_in_place(self, num_bytes: int) -> int:
-        """Bytes of gradients that the optimizer reads without a reduction: all without FSDP, 0 with it."""
+        """Bytes of gradients that the optimizer reads without a reduction: all without FSDP, 0 with
+        it.
+        """
         return 0 if self.is_sharded else num_bytes + self._handed_over(num_bytes)
 
     def _shard(self, unit: Unit) -> int:
         """Bytes of a unit's reduced gradients, which the optimizer reads."""
-        return sum(local_size(parameter, self.layout).padded for parameter in unit.trained) * MASTER_BYTES
+        return (
+            sum(local_size(parameter, self.layout).padded for parameter in unit.trained)
+            * MASTER_BYTES
+        )
 
 
 def _with_budget(block: Profile, workload: Workload) -> Profile:
-    """The profile of a block with a memory budget, which keeps that share of what it would keep beyond its input.
+    """The profile of a block with a memory budget, which keeps that share of what it would keep
+    beyond its input.
 
-    Source: `torch._functorch.config.activation_memory_budget`: 0 is recomputing everything, 1 keeping everything.
+    Source: `torch._functorch.config.activation_memory_budget`: 0 is recomputing everything, 1
+    keeping everything.
     """
     if workload.activation_memory_budget >= 1.0:
         return block
-    return replace(block, kept_bytes=round(block.kept_bytes * workload.activation_memory_budget), keeps_source=True)
+    return replace(
+        block,
+        kept_bytes=round(block.kept_bytes * workload.activation_memory_budget),
+        keeps_source=True,
+    )

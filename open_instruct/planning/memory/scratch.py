@@ -1,21 +1,26 @@
-"""What a GPU holds beside tensors: scratch memory of kernels, and what CUDA and its libraries take for themselves.
+"""What a GPU holds beside tensors: scratch memory of kernels, and what CUDA and its libraries take
+for themselves.
 
 Formulas, with the place where each can be read:
 
-- Flash attention's backward pass over documents (Dao 2023, arXiv:2307.08691, algorithm 2, which adds up dQ; PyTorch's
-  `aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp`, `mha_varlen_bwd`): `dq_accum`, `softmax_d` and,
-  where heads share keys, `dk_expanded` and `dv_expanded`. Its forward pass splits no keys over documents
-  (`set_params_splitkv` is of single queries); the statistic that it keeps is counted among activations.
-- cuBLAS (`aten/src/ATen/cuda/CublasHandlePool.cpp`, `parseChosenWorkspaceSize`): 32 MiB on Hopper and Blackwell, 8 on
-  others, for each handle and stream; cuBLASLt has the same memory. A thread has a handle: forward's, and autograd's.
-- CUDA's allocator (`c10/core/AllocatorConfig.h`, `kMinBlockSize`): tensors take multiples of 512 bytes.
-- NCCL, of every communicator. Each ring channel receives into buffers of three protocols (`src/init.cc`,
-  `computeBuffSizes`: 8 x 512 x 8 x 16, 120 x 640 x 8 x 8 and 2^22 bytes) and has a head and a tail, each a multiple of
-  2 MiB (`src/transport/p2p.cc`, `p2pSendSetup` and `p2pRecvSetup`). With NVLink SHARP, from three GPUs of a node on,
-  twice 8 steps of 128 KiB for each channel and GPU (`src/transport/nvls.cc`, `ncclNvlsBufferSetup`).
+- Flash attention's backward pass over documents (Dao 2023, arXiv:2307.08691, algorithm 2, which
+  adds up dQ; PyTorch's `aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp`,
+  `mha_varlen_bwd`): `dq_accum`, `softmax_d` and, where heads share keys, `dk_expanded` and
+  `dv_expanded`. Its forward pass splits no keys over documents (`set_params_splitkv` is of single
+  queries); the statistic that it keeps is counted among activations.
+- cuBLAS (`aten/src/ATen/cuda/CublasHandlePool.cpp`, `parseChosenWorkspaceSize`): 32 MiB on Hopper
+  and Blackwell, 8 on others, for each handle and stream; cuBLASLt has the same memory. A thread has
+  a handle: forward's, and autograd's.
+- CUDA's allocator (`c10/core/AllocatorConfig.h`, `kMinBlockSize`): tensors take multiples of 512
+  bytes.
+- NCCL, of every communicator. Each ring channel receives into buffers of three protocols
+  (`src/init.cc`, `computeBuffSizes`: 8 x 512 x 8 x 16, 120 x 640 x 8 x 8 and 2^22 bytes) and has a
+  head and a tail, each a multiple of 2 MiB (`src/transport/p2p.cc`, `p2pSendSetup` and
+  `p2pRecvSetup`). With NVLink SHARP, from three GPUs of a node on, twice 8 steps of 128 KiB for
+  each channel and GPU (`src/transport/nvls.cc`, `ncclNvlsBufferSetup`).
 """
 
-from open_instruct.shard_layout import ShardLayout
+from open_instruct.core.shard_layout import ShardLayout
 
 MIB = 2**20
 ACCUMULATOR_BYTES = 4
@@ -23,7 +28,8 @@ QUERY_BLOCK = 128
 """Rows of `dq_accum` behind every document."""
 CUBLAS_BYTES = 2 * 32 * MIB
 BLOCK_BYTES = 512
-# NCCL's own choice on eight GPUs of an NVSwitch; it logs it as "24 coll channels, 16 nvls channels".
+# NCCL's own choice on eight GPUs of an NVSwitch; it logs it as "24 coll channels, 16 nvls
+# channels".
 NUM_CHANNELS, NUM_NVLS_CHANNELS = 24, 16
 # Received: 0.5 + 4.7 + 4 MiB and the tail, to the next multiple; sent: the head.
 CHANNEL_BYTES = (10 + 2) * MIB
@@ -32,7 +38,9 @@ NVLS_CHANNEL_BYTES = 2 * 8 * MIB // 8
 CONTEXT_BYTES = 2**29
 
 
-def attention_scratch(*, num_queries: int, num_keys: int, num_documents: int, heads: tuple[int, int], dim: int) -> int:
+def attention_scratch(
+    *, num_queries: int, num_keys: int, num_documents: int, heads: tuple[int, int], dim: int
+) -> int:
     """Bytes within flash attention's backward pass over documents, in 16 bits.
 
     Args:
@@ -69,12 +77,20 @@ def communicator_bytes(num_members: int, num_in_node: int) -> int:
 
 
 def library_bytes(layout: ShardLayout, *, sends_weights: bool, num_trained: int = 1) -> int:
-    """CUDA's context and a communicator for each group that rank 0 is in, the one to engines' receivers included.
+    """CUDA's context and a communicator for each group that rank 0 is in, the one to engines'
+    receivers included.
 
     Of so many models that are trained each has groups of its own.
     """
     node = layout.nodes[0]
-    kinds = (layout.replica_groups, layout.shard_groups, layout.tensor_groups, layout.context_groups)
+    kinds = (
+        layout.replica_groups,
+        layout.shard_groups,
+        layout.tensor_groups,
+        layout.context_groups,
+    )
     groups = [range(layout.world_size), *(groups[0] for groups in kinds * num_trained)]
-    in_groups = sum(communicator_bytes(len(group), sum(rank in node for rank in group)) for group in groups)
+    in_groups = sum(
+        communicator_bytes(len(group), sum(rank in node for rank in group)) for group in groups
+    )
     return CONTEXT_BYTES + in_groups + (communicator_bytes(2, 1) if sends_weights else 0)

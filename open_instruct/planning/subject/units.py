@@ -1,10 +1,15 @@
-"""The spelling of a plan's numbers, and the names of the parts of a GPU's memory, for terminal and HTML page alike."""
+"""The spelling of a plan's numbers, and the names of the parts of a GPU's memory, for terminal and
+HTML page alike.
+"""
 
 GIB = 2**30
 
 
 def gib(num_bytes: float, unit: int = GIB) -> str:
-    """ "61.2", or "0.03": small amounts keep a digit that is not 0. In another unit, if one is given."""
+    """ "61.2", or "0.03": small amounts keep a digit that is not 0.
+
+    In another unit, if one is given.
+    """
     value = num_bytes / unit
     return f"{value:,.1f}" if value == 0 or value >= 0.095 else f"{value:.2f}"
 

@@ -1,4 +1,6 @@
-"""Checkpoints of GRPO's learner: written on some ranks, read on others, damaged, planted, and cut short on the way."""
+"""Checkpoints of GRPO's learner: written on some ranks, read on others, damaged, planted, and cut
+short on the way.
+"""
 
 import hashlib
 import json
@@ -16,9 +18,9 @@ from torch.distributed.tensor import DTensor
 
 from open_instruct.checkpoints import safe_checkpointer
 from open_instruct.checkpoints.safe_checkpointer import split, to_json
-from open_instruct.errors import InputError, RunError
-from open_instruct.learner.olmo_core import fsdp2
+from open_instruct.core.errors import InputError, RunError
 from open_instruct.parallel.process import stop_process
+from open_instruct.training.olmo_core import fsdp2
 from tests.ranks.jobs.grpo_steps import Learner
 
 NUM_STEPS = 4
@@ -27,7 +29,9 @@ NUM_STEPS = 4
 def save_each(
     cases: list[list[str]], ports: list[int], num_saved: int, copies_after_s: float = 0.0
 ) -> list[dict[str, Any]]:
-    """Take and save so many steps, where a thread copies with that delay; what was in the last of them."""
+    """Take and save so many steps, where a thread copies with that delay; what was in the last of
+    them.
+    """
     copied_to_host = safe_checkpointer.copied_to_host
 
     def late_copies(*arguments: Any) -> dict[str, torch.Tensor]:
@@ -52,7 +56,9 @@ def save_each(
 def take_steps(
     cases: list[list[str]], ports: list[int], completions: list[int], saves: bool
 ) -> list[list[dict[str, float]]]:
-    """The metrics of each case's steps; where it `saves`, a checkpoint is written after each of them."""
+    """The metrics of each case's steps; where it `saves`, a checkpoint is written after each of
+    them.
+    """
     results = []
     for flags, port in zip(cases, ports, strict=True):
         os.environ["MASTER_PORT"] = str(port)
@@ -79,7 +85,9 @@ def _on_host(build: Any, *arguments: Any, **settings: Any) -> Any:
 
 
 def save_many(flags: list[str], num_saves: int) -> list[str]:
-    """So many checkpoints, of one set of weights, some begun while the one before is written; what is left."""
+    """So many checkpoints, of one set of weights, some begun while the one before is written; what
+    is left.
+    """
     learner = Learner(flags, num_steps=num_saves)
     for number in range(num_saves):
         learner.loop.trainer.global_step += 1
@@ -93,7 +101,9 @@ def save_many(flags: list[str], num_saves: int) -> list[str]:
 
 
 def load_each(cases: list[list[str]], ports: list[int]) -> list[dict[str, Any]]:
-    """Go on from what is there: the state that was found, what was warned of, or why it was refused."""
+    """Go on from what is there: the state that was found, what was warned of, or why it was
+    refused.
+    """
     results: list[dict[str, Any]] = []
     for flags, port in zip(cases, ports, strict=True):
         os.environ["MASTER_PORT"] = str(port)
@@ -109,7 +119,9 @@ def load_each(cases: list[list[str]], ports: list[int]) -> list[dict[str, Any]]:
 
 
 def state_of(learner: Learner) -> dict[str, Any]:
-    """Of every tensor of policy, optimizer and reference the bits of the whole, of the rest the value."""
+    """Of every tensor of policy, optimizer and reference the bits of the whole, of the rest the
+    value.
+    """
     tensors, values = split(learner.policy.backend.train_module.state_dict_to_save())
     trainer = learner.loop.trainer.state_dict()
     own_random_state = hashlib.sha256(json.dumps(to_json(trainer.pop("rng"))).encode()).hexdigest()
@@ -130,7 +142,9 @@ def bits(tensor: torch.Tensor) -> str:
 
 
 def faults_of_one_rank(flags: list[str]) -> list[str]:
-    """Rank 1 cannot write, then cannot read: what each rank is told, and what is there in the end."""
+    """Rank 1 cannot write, then cannot read: what each rank is told, and what is there in the
+    end.
+    """
     learner = Learner(flags, num_steps=NUM_STEPS)
     learner.take_step(7)
     learner.save({})

@@ -1,4 +1,6 @@
-"""GRPO's learner steps on DeepSpeed, what goes to engines between them, and what a stopped run goes on from."""
+"""GRPO's learner steps on DeepSpeed, what goes to engines between them, and what a stopped run goes
+on from.
+"""
 
 import os
 from pathlib import Path
@@ -7,14 +9,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from open_instruct.learner.deepspeed import zero
 from open_instruct.models.export import export_hf
 from open_instruct.models.hf.checkpoint_files import CheckpointFiles
 from open_instruct.models.lora.adapters import weights_of as merged_weights_of
 from open_instruct.models.shards import held_of
 from open_instruct.parallel.process import stop_process
-from open_instruct.weights.receiver import IncomingWeights
-from open_instruct.weights.sender import WeightSender
+from open_instruct.training.deepspeed import zero
+from open_instruct.weight_sync.receiver import IncomingWeights
+from open_instruct.weight_sync.sender import WeightSender
 from tests.ranks.files import told
 from tests.ranks.grpo_case import is_computed
 from tests.ranks.jobs import grpo_steps
@@ -29,8 +31,12 @@ def run_each(**arguments: Any) -> list[list[dict[str, float]]]:
     return grpo_steps.run_each(**arguments)
 
 
-def sync(cases: list[dict[str, Any]], ports: list[int], num_learners: int, folder: str) -> list[list[str]]:
-    """For each case, what the receiver, which is the last rank, got other than an export of the masters."""
+def sync(
+    cases: list[dict[str, Any]], ports: list[int], num_learners: int, folder: str
+) -> list[list[str]]:
+    """For each case, what the receiver, which is the last rank, got other than an export of the
+    masters.
+    """
     zero.engine_settings = as_for_large_models
     os.environ.update(WORLD_SIZE=str(num_learners), LOCAL_WORLD_SIZE=str(num_learners))
     differing = []
@@ -46,20 +52,32 @@ def sync(cases: list[dict[str, Any]], ports: list[int], num_learners: int, folde
         files = CheckpointFiles.open(out)
         assert set(last) == set(files)
         moved = {name for name in files if not torch.equal(before[name], last[name])}
-        assert moved == {name for name in files if "_proj." in name or "--use_lora" not in case["flags"]}
+        assert moved == {
+            name for name in files if "_proj." in name or "--use_lora" not in case["flags"]
+        }
         differing.append([name for name in files if not torch.equal(last[name], files.read(name))])
     return differing
 
 
 def _send_twice(flags: list[str], way: str, dtype: str, info_path: Path, out: Path) -> None:
     learner = grpo_steps.Learner(flags, num_steps=1)
-    model, names, engines_dtype = learner.policy.model, learner.pretrained.names, getattr(torch, dtype)
-    sender = WeightSender(model, names, backend=way, dtype=engines_dtype, bucket_bytes=100_000, timeout_s=60)
-    # Every value is brought once, and where there is something shared every rank brings some. What adapters are beside
-    # is whole on every rank below stage 3.
-    num_values = sum(parameter.numel() for parameter in learner.pretrained.build(init_device="meta").parameters())
+    model, names, engines_dtype = (
+        learner.policy.model,
+        learner.pretrained.names,
+        getattr(torch, dtype),
+    )
+    sender = WeightSender(
+        model, names, backend=way, dtype=engines_dtype, bucket_bytes=100_000, timeout_s=60
+    )
+    # Every value is brought once, and where there is something shared every rank brings some. What
+    # adapters are beside is whole on every rank below stage 3.
+    num_values = sum(
+        parameter.numel() for parameter in learner.pretrained.build(init_device="meta").parameters()
+    )
     assert sender.manifest.num_bytes == num_values * engines_dtype.itemsize
-    is_shared = (learner.config.parallel.deepspeed_stage or 0) > (0 if learner.config.adapters is None else 2)
+    is_shared = (learner.config.parallel.deepspeed_stage or 0) > (
+        0 if learner.config.adapters is None else 2
+    )
     assert sender.manifest.ranks == list(range(dist.get_world_size() if is_shared else 1))
     offer(sender, 1, info_path)
     sender.join()
@@ -74,13 +92,17 @@ def _send_twice(flags: list[str], way: str, dtype: str, info_path: Path, out: Pa
 
 def weights_of(learner: grpo_steps.Learner) -> torch.Tensor:
     """What this rank holds of the trained models, on either backend."""
-    policies = [learner.policy] if learner.critic is None else [learner.policy, learner.critic.policy]
+    policies = (
+        [learner.policy] if learner.critic is None else [learner.policy, learner.critic.policy]
+    )
     held = [each.local for policy in policies for each in held_of(policy.model).values()]
     return torch.cat([local.detach().flatten().float() for local in held]).clone()
 
 
 def stop_and_go_on(flags: list[str], ports: list[int], num_steps: int) -> dict[str, Any]:
-    """The rows after a checkpoint in the middle: of the run that wrote it, and of one that began with it."""
+    """The rows after a checkpoint in the middle: of the run that wrote it, and of one that began
+    with it.
+    """
     zero.engine_settings = as_for_large_models
     rows, ends = [], []
     for port, resumes in zip(ports, (False, True), strict=True):

@@ -12,21 +12,23 @@ from unittest import mock
 import torch
 
 from open_instruct.config.parser import parse
-from open_instruct.learner.deepspeed import zero as built
-from open_instruct.learner.deepspeed.settings import engine_settings
-from open_instruct.learner.loop import Loop
-from open_instruct.learner.policy import Policy
+from open_instruct.core.records import StepBatch
 from open_instruct.models.lora.adapters import weights_of
 from open_instruct.objectives.dpo import DPO
 from open_instruct.parallel.process import stop_process
-from open_instruct.records import StepBatch
 from open_instruct.run.cadence import Cadence
 from open_instruct.run.opened import join_run
 from open_instruct.run.pretrained import open_pretrained
+from open_instruct.training.deepspeed import zero as built
+from open_instruct.training.deepspeed.settings import engine_settings
+from open_instruct.training.loop import Loop
+from open_instruct.training.policy import Policy
 from tests.ranks.jobs.traffic import _counted, _row, messages
 
 SETTLES_S = 0.2
-"""A thread of gloo holds what a collective was given for a moment after that is done: of metrics, 160 bytes."""
+"""A thread of gloo holds what a collective was given for a moment after that is done: of metrics,
+160 bytes.
+"""
 
 
 def measure_each(cases: list[dict[str, Any]], ports: list[int]) -> list[dict[str, Any] | None]:
@@ -41,7 +43,11 @@ def measure_each(cases: list[dict[str, Any]], ports: list[int]) -> list[dict[str
 
 
 def _measured(
-    flags: list[str], sharing: dict[str, int], num_tokens: int, num_microbatches: int, bucket_bytes: int
+    flags: list[str],
+    sharing: dict[str, int],
+    num_tokens: int,
+    num_microbatches: int,
+    bucket_bytes: int,
 ) -> dict[str, Any]:
     def settings(*sections: Any, **more: Any) -> dict[str, Any]:
         of_flags = engine_settings(*sections, **more)
@@ -56,11 +62,17 @@ def _measured(
     num_rows = num_microbatches * run.layout.data_parallel_world_size
     step = StepBatch(
         microbatches=(microbatch,) * num_microbatches,
-        counts={"rows": num_rows, "tokens": num_rows * num_tokens, "labels": num_rows * num_tokens // 2},
+        counts={
+            "rows": num_rows,
+            "tokens": num_rows * num_tokens,
+            "labels": num_rows * num_tokens // 2,
+        },
     )
     before = _storages()
     gc.freeze()  # none of these objects is looked at again
-    policy = Policy(built.build_backend(pretrained, run=run, config=config, num_steps=9), DPO.bind(config))
+    policy = Policy(
+        built.build_backend(pretrained, run=run, config=config, num_steps=9), DPO.bind(config)
+    )
     policy._check = lambda loss, counts: None  # type: ignore[method-assign]  # reference log-probs are made up
     settings_of_loop: Any = {
         "start_model": "",
@@ -70,7 +82,8 @@ def _measured(
     loop = Loop(policy, place, run=run, config=config, **settings_of_loop)
     with torch.no_grad():
         policy.scores(microbatch)
-    # The second pass learns the order of the modules, and the third one goes by it: a short step before a whole one.
+    # The second pass learns the order of the modules, and the third one goes by it: a short step
+    # before a whole one.
     for num_passes in (1, num_microbatches):
         warm = replace(step, microbatches=step.microbatches[:num_passes])
         loop.take_step([warm], num_tokens=num_rows * num_tokens)
@@ -82,12 +95,16 @@ def _measured(
         return update()
 
     with mock.patch.object(policy, "update", looked_at_update):
-        measured["step"] = _counted(partial(loop.take_step, [step], num_tokens=num_rows * num_tokens))
+        measured["step"] = _counted(
+            partial(loop.take_step, [step], num_tokens=num_rows * num_tokens)
+        )
     model, hf_config = policy.model, pretrained.hf_config
     measured["merging"] = _counted(lambda: weights_of(model))
     measured["sync"] = messages(model, hf_config, bucket_bytes=bucket_bytes)
     if config.adapters is not None:
-        measured["sync of adapters"] = messages(model, hf_config, bucket_bytes=bucket_bytes // 100, adapter_alone=True)
+        measured["sync of adapters"] = messages(
+            model, hf_config, bucket_bytes=bucket_bytes // 100, adapter_alone=True
+        )
     stop_process()
     return measured
 
@@ -99,7 +116,11 @@ def _storages() -> dict[int, torch.UntypedStorage]:
     kinds = {kind for kind in set(map(type, objects)) if issubclass(kind, torch.Tensor)}
     tensors = [each for each in objects if type(each) in kinds]
     tensors += [tensor.grad for tensor in tensors if tensor.is_leaf and tensor.grad is not None]
-    real = (tensor for tensor in tensors if type(tensor).__name__ != "FakeTensor" and tensor.device.type == "cpu")
+    real = (
+        tensor
+        for tensor in tensors
+        if type(tensor).__name__ != "FakeTensor" and tensor.device.type == "cpu"
+    )
     storages = [tensor.untyped_storage() for tensor in real]
     return {storage._cdata: storage for storage in storages}
 

@@ -1,4 +1,6 @@
-"""Runs on DeepSpeed, with what a run from the command line seldom has: nothing to learn, broken gradients."""
+"""Runs on DeepSpeed, with what a run from the command line seldom has: nothing to learn, broken
+gradients.
+"""
 
 import gc
 import os
@@ -13,19 +15,19 @@ import torch
 from olmo_core.train.callbacks import Callback
 
 from open_instruct.config.parser import parse
-from open_instruct.errors import InputError, RunError
-
-# What `train` imports when it is called, so that the ranks share it.
-from open_instruct.learner import export, loop  # noqa: F401
-from open_instruct.learner.deepspeed import zero
-from open_instruct.learner.deepspeed.library import deepspeed
-from open_instruct.learner.deepspeed.settings import engine_settings
-from open_instruct.learner.policy import Policy
-from open_instruct.learner.rows import datasets  # noqa: F401
+from open_instruct.core.errors import InputError, RunError
 from open_instruct.models.heads.logprob_head import LogprobHead
 from open_instruct.objectives.registry import objective_named
 from open_instruct.parallel.process import stop_process
 from open_instruct.train import train
+
+# What `train` imports when it is called, so that the ranks share it.
+from open_instruct.training import export, loop  # noqa: F401
+from open_instruct.training.deepspeed import zero
+from open_instruct.training.deepspeed.library import deepspeed
+from open_instruct.training.deepspeed.settings import engine_settings
+from open_instruct.training.policy import Policy
+from open_instruct.training.rows import datasets  # noqa: F401
 
 SMALL = 16 * 4 * 512  # bytes: the logits of 16 positions
 
@@ -34,21 +36,26 @@ OF_LARGE_MODELS = {
     "reduce_bucket_size": LESS_THAN_A_MATRIX,
     "stage3_param_persistence_threshold": 0,
     "stage3_prefetch_bucket_size": LESS_THAN_A_MATRIX,
-    **dict.fromkeys(("stage3_max_live_parameters", "stage3_max_reuse_distance"), 3 * LESS_THAN_A_MATRIX),
+    **dict.fromkeys(
+        ("stage3_max_live_parameters", "stage3_max_reuse_distance"), 3 * LESS_THAN_A_MATRIX
+    ),
 }
 
 
 def as_for_large_models(*sections: Any, **more: Any) -> dict[str, Any]:
-    """DeepSpeed leaves gathered what has few values, and reduces so much at once, that a tiny model is all of that."""
+    """DeepSpeed leaves gathered what has few values, and reduces so much at once, that a tiny model
+    is all of that.
+    """
     settings = engine_settings(*sections, **more)
     return settings | {"zero_optimization": settings["zero_optimization"] | OF_LARGE_MODELS}
 
 
 def run(runs: list[dict[str, Any]], ports: list[int]) -> list[Any]:
-    """One after the other: of each its `entry` with the words of `command`, and what it had to tell.
+    """One after the other: of each its `entry` with the words of `command`, and what it had to
+    tell.
 
-    `persists` leaves small parameters gathered, `does` is one of `CALLBACKS`, and `adam` the kernel of DeepSpeed that
-    takes the steps, or what stands in for it here.
+    `persists` leaves small parameters gathered, `does` is one of `CALLBACKS`, and `adam` the kernel
+    of DeepSpeed that takes the steps, or what stands in for it here.
     """
     return [one(port, **each) for each, port in zip(runs, ports, strict=True)]
 
@@ -77,7 +84,11 @@ def one(
         try:
             config = parse(objective.config_class, command)
             objective.validate(config)
-            train(config, objective=objective, callbacks={} if callback is None else {"test": callback})
+            train(
+                config,
+                objective=objective,
+                callbacks={} if callback is None else {"test": callback},
+            )
         except (InputError, RunError) as error:
             stop_process()
             return str(error), callback is not None and callback.is_unharmed()
@@ -104,7 +115,14 @@ def stepped_by(adam: str) -> Iterator[None]:
             adamw_(weights, gradient, first, second, lr, (beta1, beta2), eps, step, more[-1])
 
     def on_cpu(
-        optimizer_id: int, step: int, lr: float, beta1: float, beta2: float, eps: float, decay: float, *more: Any
+        optimizer_id: int,
+        step: int,
+        lr: float,
+        beta1: float,
+        beta2: float,
+        eps: float,
+        decay: float,
+        *more: Any,
     ) -> None:
         del optimizer_id
         _, weights, gradient, first, second = more
@@ -112,7 +130,9 @@ def stepped_by(adam: str) -> Iterator[None]:
 
     def nothing(*_: Any) -> None: ...
 
-    kernels = SimpleNamespace(multi_tensor_adam=fused, adam_update=on_cpu, create_adam=nothing, destroy_adam=nothing)
+    kernels = SimpleNamespace(
+        multi_tensor_adam=fused, adam_update=on_cpu, create_adam=nothing, destroy_adam=nothing
+    )
     builder = getattr(deepspeed.ops.op_builder, f"{adam}Builder")
     with (
         mock.patch.object(zero, "adam_for", return_value=adam),
@@ -142,7 +162,9 @@ def adamw_(
 
 
 class Idler(Callback):
-    """Before the third step comes an update that has nothing to learn from: its gradient must be forgotten."""
+    """Before the third step comes an update that has nothing to learn from: its gradient must be
+    forgotten.
+    """
 
     def pre_step(self, batch: dict[str, Any]) -> None:
         if self.trainer.global_step == 3:
@@ -155,7 +177,11 @@ class Idler(Callback):
 
 def policy_of(trainer: Any) -> Policy:
     """A callback is told of the policy's backend alone."""
-    (policy,) = (each for each in gc.get_objects() if type(each) is Policy and each.backend is trainer.train_module)
+    (policy,) = (
+        each
+        for each in gc.get_objects()
+        if type(each) is Policy and each.backend is trainer.train_module
+    )
     return policy
 
 
@@ -181,7 +207,9 @@ class Breaker(Callback):
         if self.trainer.global_step == 2:
             self.policy = policy_of(self.trainer)
             self.before, sound = weights_of(self.policy), self.policy.loss
-            self.policy.loss = replace(sound, function=lambda *inputs: _broken(sound.function(*inputs)))
+            self.policy.loss = replace(
+                sound, function=lambda *inputs: _broken(sound.function(*inputs))
+            )
 
     def is_unharmed(self) -> bool:
         return torch.equal(weights_of(self.policy), self.before)

@@ -1,8 +1,10 @@
-"""Versions of a tiny model go from a learner to two receivers, and now and then one of these processes is killed.
+"""Versions of a tiny model go from a learner to two receivers, and now and then one of these
+processes is killed.
 
-The processes are forked here, where no thread has been started, and told by pipes what to do: an end of a channel is
-the real one. Whoever is to die kills itself in the middle of the phase that it was told, so that a seed gives the same
-run again. What was left is then given up, as the publisher gives it up, and sent again by a new channel.
+The processes are forked here, where no thread has been started, and told by pipes what to do: an
+end of a channel is the real one. Whoever is to die kills itself in the middle of the phase that it
+was told, so that a seed gives the same run again. What was left is then given up, as the publisher
+gives it up, and sent again by a new channel.
 """
 
 import os
@@ -19,12 +21,12 @@ import torch
 import torch.distributed as dist
 import xxhash
 
-from open_instruct.errors import RunError
+from open_instruct.commands.tiny_model import SIZES, tiny_config
+from open_instruct.core.errors import RunError
 from open_instruct.models.hf.names import TensorNames
-from open_instruct.toys.tiny import SIZES, tiny_config
-from open_instruct.weights.progress import abandon
-from open_instruct.weights.receiver import IncomingWeights
-from open_instruct.weights.sender import WeightSender
+from open_instruct.weight_sync.progress import abandon
+from open_instruct.weight_sync.receiver import IncomingWeights
+from open_instruct.weight_sync.sender import WeightSender
 from tests.ranks.jobs.weights import unsharded
 
 LEARNER, RECEIVERS = "learner", ("receiver 0", "receiver 1")
@@ -34,7 +36,8 @@ PHASES_OF_WHOLE_WEIGHTS = PHASES | {LEARNER: ("send",)}
 KILLS_A_SYNC = 0.25
 CHANGED = 0.02
 PATIENCE_S = 60.0
-# Within which everybody knows of a loss: half of the sync's own time-out, so that it is known otherwise.
+# Within which everybody knows of a loss: half of the sync's own time-out, so that it is known
+# otherwise.
 BOUND_S = PATIENCE_S / 2
 
 
@@ -67,7 +70,8 @@ class Member:
 def syncs(num_syncs: int, backend: str, seed: int, changes_alone: bool = True) -> dict[str, int]:
     """How often somebody was killed in each phase; every version is compared on every receiver.
 
-    With `changes_alone` what has changed travels, else all weights; a receiver loads these as they come.
+    With `changes_alone` what has changed travels, else all weights; a receiver loads these as they
+    come.
     """
     choose = random.Random(seed)
     phases = PHASES if changes_alone else PHASES_OF_WHOLE_WEIGHTS
@@ -103,9 +107,13 @@ def opened(members: dict[str, Member]) -> bool:
     return True
 
 
-def sent(members: dict[str, Member], version: int, dies: dict[str, str], *, changes_alone: bool) -> list[str]:
-    """The digests of what receivers hold then: all of this version; or, where somebody dies and `changes_alone`
-    travel, of one version each. (Whole weights that came in part are loaded, and are of no use.)"""
+def sent(
+    members: dict[str, Member], version: int, dies: dict[str, str], *, changes_alone: bool
+) -> list[str]:
+    """The digests of what receivers hold then: all of this version; or, where somebody dies and
+    `changes_alone` travel, of one version each. (Whole weights that came in part are loaded, and
+    are of no use.)
+    """
     for name, member in members.items():
         member.tell("send" if name == LEARNER else "stage", version, dies.get(name, ""))
     waiting = {member.pipe: member for member in members.values()}
@@ -124,7 +132,11 @@ def sent(members: dict[str, Member], version: int, dies: dict[str, str], *, chan
         member.tell("apply" if has_come else "digest", version, dies.get(member.name, ""))
     digests = [member.answer() for member in alive]
     if not has_come and changes_alone:
-        before = members_digest(members[LEARNER], version - 1) if members[LEARNER].process.is_alive() else None
+        before = (
+            members_digest(members[LEARNER], version - 1)
+            if members[LEARNER].process.is_alive()
+            else None
+        )
         assert before is None or {*digests} <= {before, ""}, "what was not applied changed nothing"
     return digests
 
@@ -188,12 +200,16 @@ def learner(pipe: Connection, backend: str, changes_alone: bool) -> None:
 
     @torch.no_grad()
     def become(version: int) -> None:
-        """The weights of a version are nobody's but its own, and few of them are not those of the one before."""
+        """The weights of a version are nobody's but its own, and few of them are not those of the
+        one before.
+        """
         for name, parameter in model.named_parameters():
             parameter.copy_(noise(name, 0, parameter.shape))
             for each in (version - 1, version):
                 is_changed = noise(name, -each, parameter.shape).abs() < CHANGED
-                parameter.copy_(torch.where(is_changed, noise(name, each, parameter.shape), parameter))
+                parameter.copy_(
+                    torch.where(is_changed, noise(name, each, parameter.shape), parameter)
+                )
 
     def digest(version: int, _: str) -> str:
         become(version)
@@ -205,7 +221,9 @@ def learner(pipe: Connection, backend: str, changes_alone: bool) -> None:
 
 
 def noise(name: str, version: int, shape: torch.Size) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(zlib.crc32(f"{name} {version}".encode())))
+    return torch.randn(
+        shape, generator=torch.Generator().manual_seed(zlib.crc32(f"{name} {version}".encode()))
+    )
 
 
 def receiver(pipe: Connection, backend: str, changes_alone: bool) -> None:
@@ -247,7 +265,15 @@ def receiver(pipe: Connection, backend: str, changes_alone: bool) -> None:
             load_as_they_come(ends[0], dies_in)
         return digest_of(held)
 
-    serve(pipe, {"open": open_channel, "stage": stage, "apply": apply, "digest": lambda *_: digest_of(held)})
+    serve(
+        pipe,
+        {
+            "open": open_channel,
+            "stage": stage,
+            "apply": apply,
+            "digest": lambda *_: digest_of(held),
+        },
+    )
 
 
 def digest_of(tensors: dict[str, torch.Tensor]) -> str:

@@ -19,7 +19,8 @@ def stacks(num_experts: int) -> Experts:
 
 
 def differences(ends: list[list[int]], replicas: int) -> dict[str, float]:
-    """How far this rank's output, its input's gradient and the experts' gradients are from those of one rank.
+    """How far this rank's output, its input's gradient and the experts' gradients are from those of
+    one rank.
 
     :param ends: of each rank, the ends of the rows of each expert.
     """

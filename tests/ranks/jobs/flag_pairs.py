@@ -1,4 +1,6 @@
-"""Runs of any objective on either backend, one after the other in the same ranks, and how each ended."""
+"""Runs of any objective on either backend, one after the other in the same ranks, and how each
+ended.
+"""
 
 import gc
 import json
@@ -8,11 +10,11 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from open_instruct.errors import InputError
-from open_instruct.learner import export, loop  # noqa: F401
+from open_instruct.core.errors import InputError
 from open_instruct.objectives.registry import objective_named
 from open_instruct.parallel.process import stop_process
 from open_instruct.train import train
+from open_instruct.training import export, loop  # noqa: F401
 from tests.ranks.flag_pairs import parse_flags
 from tests.ranks.jobs.grpo_steps import Learner
 
@@ -29,7 +31,11 @@ def run_each(cases: list[dict[str, Any]], ports: list[int]) -> list[str]:
 def run_case(*, port: int, objective: str, words: list[str], folder: str) -> str:
     os.environ["MASTER_PORT"] = str(port)
     try:
-        losses = take_grpo_steps(words) if objective == "grpo" else take_steps(objective, words, Path(folder))
+        losses = (
+            take_grpo_steps(words)
+            if objective == "grpo"
+            else take_steps(objective, words, Path(folder))
+        )
         is_sound = len(losses) == NUM_STEPS and all(map(math.isfinite, losses))
         return "done" if is_sound else f"losses {losses}"
     except InputError as error:
@@ -43,7 +49,9 @@ def run_case(*, port: int, objective: str, words: list[str], folder: str) -> str
 
 def take_steps(objective: str, words: list[str], folder: Path) -> list[float]:
     assert train(parse_flags(objective, words), objective=objective_named(objective)) == 0
-    return [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [
+        json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()
+    ]
 
 
 def take_grpo_steps(words: list[str]) -> list[float]:

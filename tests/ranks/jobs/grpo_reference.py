@@ -13,7 +13,9 @@ from tests.ranks.jobs.grpo_steps import Learner, equal
 
 
 def run_each(cases: list[dict[str, Any]], ports: list[int]) -> list[list[dict[str, Any]]]:
-    """What every step of every case left; a case may begin where another one of the same folder saved."""
+    """What every step of every case left; a case may begin where another one of the same folder
+    saved.
+    """
     results = []
     for case, port in zip(cases, ports, strict=True):
         os.environ["MASTER_PORT"] = str(port)
@@ -21,8 +23,13 @@ def run_each(cases: list[dict[str, Any]], ports: list[int]) -> list[list[dict[st
     return results
 
 
-def _run(flags: list[str], *, completions: list[int], stop_after: int | None = None) -> list[dict[str, Any]]:
-    """Go on from the newest checkpoint, if there is one; `stop_after` so many steps save one and stop."""
+def _run(
+    flags: list[str], *, completions: list[int], stop_after: int | None = None
+) -> list[dict[str, Any]]:
+    """Go on from the newest checkpoint, if there is one;
+
+    `stop_after` so many steps save one and stop.
+    """
     learner = Learner(flags, num_steps=len(completions))
     start = [parameter.detach().clone() for parameter in learner.policy.model.parameters()]
     learner.resume(warn=refuse)
@@ -30,7 +37,11 @@ def _run(flags: list[str], *, completions: list[int], stop_after: int | None = N
     for num_completions in completions[learner.loop.step : stop_after]:
         row = learner.take_step(num_completions)
         policy = learner.policy.model
-        reference = None if learner.policy.backend.reference is None else learner.policy.backend.reference.model
+        reference = (
+            None
+            if learner.policy.backend.reference is None
+            else learner.policy.backend.reference.model
+        )
         rows.append(
             {name: row[name] for name in ("loss", "policy_loss", "kl", "grad_norm") if name in row}
             | {
@@ -56,5 +67,7 @@ def digest(model: Transformer) -> str:
     """Hash of what this rank holds of `model`."""
     bits = hashlib.sha256()
     for name, parameter in model.named_parameters():
-        bits.update(name.encode() + local_part(parameter).contiguous().view(torch.uint8).numpy().tobytes())
+        bits.update(
+            name.encode() + local_part(parameter).contiguous().view(torch.uint8).numpy().tobytes()
+        )
     return bits.hexdigest()

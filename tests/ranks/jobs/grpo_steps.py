@@ -10,21 +10,23 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from open_instruct.batching.rollouts import RankStep, plan_steps_of_ranks
 from open_instruct.config.grpo import GRPOConfig, validate_grpo
 from open_instruct.config.parser import parse
-from open_instruct.learner.grpo import GRPOLearner
+from open_instruct.core.records import Document, RolloutSample, Span
 from open_instruct.models.heads.logprob_head import LogprobHead
-from open_instruct.packing.rollouts import RankStep, plan_steps_of_ranks
 from open_instruct.parallel.process import stop_process
-from open_instruct.records import Document, RolloutSample, Span
 from open_instruct.run.opened import join_run
 from open_instruct.run.pretrained import open_pretrained
+from open_instruct.training.grpo import GRPOLearner
 
 GROUP = 4
 
 
 def run_each(cases: list[dict[str, Any]], ports: list[int]) -> list[list[dict[str, float]]]:
-    """The metrics of every step of every case; each case has a process group, and so a port, of its own."""
+    """The metrics of every step of every case; each case has a process group, and so a port, of its
+    own.
+    """
     results = []
     for case, port in zip(cases, ports, strict=True):
         os.environ["MASTER_PORT"] = str(port)
@@ -42,7 +44,9 @@ def _run(
     logits_per_chunk: int | None = None,
     routes: bool = False,
 ) -> list[dict[str, float]]:
-    """Learn from as many completions as `completions` says, a step each, and from `conversations` beside them."""
+    """Learn from as many completions as `completions` says, a step each, and from `conversations`
+    beside them.
+    """
     learner = Learner(flags, num_steps=len(completions))
     policy = learner.policy
     if logits_per_chunk is not None:
@@ -52,7 +56,11 @@ def _run(
     for num_completions in completions:
         before = [parameter.detach().clone() for parameter in policy.model.parameters()]
         row = learner.take_step(
-            num_completions, num_given=conversations, one_at_a_time=one_at_a_time, trees=trees, routes=routes
+            num_completions,
+            num_given=conversations,
+            one_at_a_time=one_at_a_time,
+            trees=trees,
+            routes=routes,
         )
         moved = any(not equal(a, b) for a, b in zip(before, policy.model.parameters(), strict=True))
         rows.append(row | {"has_moved": float(moved)})
@@ -84,18 +92,23 @@ class Learner(GRPOLearner):
         trees: bool = False,
         routes: bool = False,
     ) -> dict[str, float]:
-        """The metrics of a step, and how many labels it had; its completions depend on the number of the step."""
+        """The metrics of a step, and how many labels it had; its completions depend on the number
+        of the step.
+        """
         samples = make_samples(num_completions, seed=self.loop.step, vocab_size=self.vocab_size)
         samples = as_trees(samples) if trees else samples
         if routes:
             samples = [
-                replace(sample, routes=drawn_routes(sample.document.token_ids, self.hf_config)) for sample in samples
+                replace(sample, routes=drawn_routes(sample.document.token_ids, self.hf_config))
+                for sample in samples
             ]
         given = make_samples(num_given, seed=1000 + self.loop.step, vocab_size=self.vocab_size)
         samples += [replace(sample, weights=weights_of_given(sample)) for sample in given]
         return self.learn_from(samples, one_at_a_time=one_at_a_time)
 
-    def learn_from(self, samples: list[RolloutSample], *, one_at_a_time: bool = False) -> dict[str, float]:
+    def learn_from(
+        self, samples: list[RolloutSample], *, one_at_a_time: bool = False
+    ) -> dict[str, float]:
         """`take_step` with completions of one's own."""
         work = plan_steps_of_ranks(
             samples,
@@ -107,12 +120,15 @@ class Learner(GRPOLearner):
         if one_at_a_time:
             work = spread(work)
         row = self.step(work)
-        return row | {"num_labels": sum(minibatch.counts["labels"] for minibatch in work.minibatches)}
+        return row | {
+            "num_labels": sum(minibatch.counts["labels"] for minibatch in work.minibatches)
+        }
 
 
 def make_samples(count: int, *, seed: int, vocab_size: int) -> list[RolloutSample]:
-    """Random tokens, up to four completions of a prompt; the engine's log-probs lie around those of a model that
-    knows nothing."""
+    """Random tokens, up to four completions of a prompt; the engine's log-probs lie around those of
+    a model that knows nothing.
+    """
     chance = random.Random(seed)
     samples: list[RolloutSample] = []
     prompt: tuple[int, ...] = ()
@@ -123,8 +139,12 @@ def make_samples(count: int, *, seed: int, vocab_size: int) -> list[RolloutSampl
         ids = prompt + tuple(chance.randrange(vocab_size) for _ in range(num_generated))
         samples.append(
             RolloutSample(
-                document=Document(token_ids=ids, responses=(Span(start=num_prompt, stop=len(ids)),)),
-                engine_logprobs=tuple(-math.log(vocab_size) + chance.gauss(0, 0.5) for _ in range(num_generated)),
+                document=Document(
+                    token_ids=ids, responses=(Span(start=num_prompt, stop=len(ids)),)
+                ),
+                engine_logprobs=tuple(
+                    -math.log(vocab_size) + chance.gauss(0, 0.5) for _ in range(num_generated)
+                ),
                 advantage=chance.gauss(0, 1),
             )
         )
@@ -132,7 +152,9 @@ def make_samples(count: int, *, seed: int, vocab_size: int) -> list[RolloutSampl
 
 
 def as_trees(samples: list[RolloutSample]) -> list[RolloutSample]:
-    """The same, but completions begin like those before them in their group; each keeps its own advantage."""
+    """The same, but completions begin like those before them in their group; each keeps its own
+    advantage.
+    """
     trees = samples[:1]
     for index, sample in enumerate(samples[1:], start=1):
         ids, ids_before = sample.document.token_ids, trees[-1].document.token_ids
@@ -145,7 +167,9 @@ def as_trees(samples: list[RolloutSample]) -> list[RolloutSample]:
 
 
 def drawn_routes(ids: tuple[int, ...], hf_config: Any) -> bytes:
-    """Experts of all tokens but the last, as an engine would tell them: equal where the same tokens stand before."""
+    """Experts of all tokens but the last, as an engine would tell them: equal where the same tokens
+    stand before.
+    """
     experts = range(hf_config.num_experts)
     drawn: list[int] = []
     for stop in range(1, len(ids)):
@@ -165,7 +189,10 @@ def weights_of_given(sample: RolloutSample) -> dict[str, tuple[float, ...]]:
 def spread(work: RankStep) -> RankStep:
     """The same work, but every completion in a microbatch of its own."""
     minibatches = tuple(
-        replace(minibatch, microbatches=tuple((sample,) for mb in minibatch.microbatches for sample in mb))
+        replace(
+            minibatch,
+            microbatches=tuple((sample,) for mb in minibatch.microbatches for sample in mb),
+        )
         for minibatch in work.minibatches
     )
     return replace(work, minibatches=minibatches, prefix_sharing="off")

@@ -1,7 +1,8 @@
-"""Saves of GRPO's learner, and what a `kill -9` of all ranks would leave on the disk in each phase of one.
+"""Saves of GRPO's learner, and what a `kill -9` of all ranks would leave on the disk in each phase
+of one.
 
-What a killed process has written stays: so a copy of the run's folder, made in the middle of a phase, is
-what a kill in it leaves.
+What a killed process has written stays: so a copy of the run's folder, made in the middle of a
+phase, is what a kill in it leaves.
 """
 
 import os
@@ -25,7 +26,9 @@ PATIENCE_S = 300.0
 
 
 def save_and_copy(cases: list[list[str]], ports: list[int]) -> list[list[dict[str, Any]]]:
-    """Of each case the state at the first and at the second save, in each phase of which there is a copy."""
+    """Of each case the state at the first and at the second save, in each phase of which there is a
+    copy.
+    """
     results = []
     for flags, port in zip(cases, ports, strict=True):
         os.environ["MASTER_PORT"] = str(port)

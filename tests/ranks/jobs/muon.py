@@ -10,8 +10,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from open_instruct.learner.optim.muon import MOMENTUM, MuonWithAdamW
 from open_instruct.models.shards import own_box
+from open_instruct.training.optim.muon import MOMENTUM, MuonWithAdamW
 
 NUM_STEPS = 3
 NUM_COLUMNS = 8
@@ -19,8 +19,11 @@ NUM_ALIKE = 4
 TALL = (16, 4)  # larger, so that it is taken first
 
 
-def take_steps(num_rows: int, replicas: int, shards: int, tensor: int) -> tuple[list[int], bool, bool]:
-    """Rows that this rank holds of each matrix; whether weights, and momenta, are the bits of torch on whole ones.
+def take_steps(
+    num_rows: int, replicas: int, shards: int, tensor: int
+) -> tuple[list[int], bool, bool]:
+    """Rows that this rank holds of each matrix; whether weights, and momenta, are the bits of torch
+    on whole ones.
 
     Every other matrix is split by columns, where tensor parallelism splits them.
     """
@@ -30,9 +33,14 @@ def take_steps(num_rows: int, replicas: int, shards: int, tensor: int) -> tuple[
     starts = [torch.randn(shape) for shape in [(num_rows, NUM_COLUMNS)] * NUM_ALIKE + [TALL]]
     alone = [nn.Parameter(start.clone()) for start in starts]
     model = nn.Sequential(*[nn.Linear(*start.T.shape, bias=False) for start in starts])
-    mesh = init_device_mesh("cpu", (replicas, shards, tensor), mesh_dim_names=("replica", "shard", "tensor"))
+    mesh = init_device_mesh(
+        "cpu", (replicas, shards, tensor), mesh_dim_names=("replica", "shard", "tensor")
+    )
     if tensor > 1:
-        plan = {str(index): RowwiseParallel() if index % 2 else ColwiseParallel() for index in range(len(starts))}
+        plan = {
+            str(index): RowwiseParallel() if index % 2 else ColwiseParallel()
+            for index in range(len(starts))
+        }
         parallelize_module(model, mesh["tensor"], plan)
     fully_shard(model, mesh=mesh["replica", "shard"])
     sharded: list[Any] = list(model.parameters())

@@ -11,18 +11,19 @@ import torch.distributed as dist
 
 from open_instruct import cli
 from open_instruct.config.resolved import write_config
-from open_instruct.learner.export import export_policy
+from open_instruct.core.records import Completion, Prompt, RolloutGroup, Verdict
 from open_instruct.parallel.process import stop_process
-from open_instruct.records import Completion, Prompt, RolloutGroup, Verdict
-from open_instruct.rollout.samples import RolloutStepBatch, load_conversations, work_of_ranks
-from open_instruct.rollout.traces import write_traces
+from open_instruct.rl.samples import RolloutStepBatch, load_conversations, work_of_ranks
+from open_instruct.rl.traces import write_traces
+from open_instruct.training.export import export_policy
 from tests.ranks.jobs.grpo_steps import Learner, make_samples
 
 NUM_GROUPS, GROUP_SIZE = 4, 3
 
 
 def run_it(flags: list[str], *, num_steps: int, export: bool = False) -> list[dict[str, float]]:
-    """Leave in the run's folder what a run leaves there: flags, rollouts, rows, a checkpoint of every step.
+    """Leave in the run's folder what a run leaves there: flags, rollouts, rows, a checkpoint of
+    every step.
 
     With `export` the trained model too.
     """
@@ -34,7 +35,9 @@ def run_it(flags: list[str], *, num_steps: int, export: bool = False) -> list[di
     for step in range(1, num_steps + 1):
         batch = RolloutStepBatch(groups=make_groups(step, vocab_size=learner.vocab_size))
         num_ranks = run.layout.data_parallel_world_size
-        learned, work = work_of_ranks(batch, step=step, config=config, conversations=conversations, num_ranks=num_ranks)
+        learned, work = work_of_ranks(
+            batch, step=step, config=config, conversations=conversations, num_ranks=num_ranks
+        )
         own = work[dist.get_rank(learner.policy.dp_process_group)]
         rows.append({"step": step, **learner.step(own), **learned.metrics})
         learner.save({})
@@ -82,5 +85,7 @@ def make_groups(step: int, *, vocab_size: int) -> tuple[RolloutGroup, ...]:
         if ticket == NUM_GROUPS - 1:
             verdicts = tuple(replace(verdict, reward=1.0) for verdict in verdicts)
         prompt = Prompt(row_id=ticket, token_ids=prompt_ids, text="", checks=())
-        groups.append(RolloutGroup(ticket=ticket, prompt=prompt, completions=completions, verdicts=verdicts))
+        groups.append(
+            RolloutGroup(ticket=ticket, prompt=prompt, completions=completions, verdicts=verdicts)
+        )
     return tuple(groups)

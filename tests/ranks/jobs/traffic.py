@@ -1,4 +1,6 @@
-"""Optimizer steps of DPO, distillation and GRPO on rows of one given length, with every collective counted."""
+"""Optimizer steps of DPO, distillation and GRPO on rows of one given length, with every collective
+counted.
+"""
 
 import os
 from collections import Counter
@@ -14,30 +16,30 @@ import torch.distributed as dist
 from torch.distributed.tensor import placement_types
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from open_instruct.batching.steps import collate
 from open_instruct.config.parser import parse
 from open_instruct.config.training import LearnerConfig, TrainingConfig
-from open_instruct.learner import critic as critic_module
-from open_instruct.learner import policy as policy_module
-from open_instruct.learner.loop import Loop
-from open_instruct.learner.olmo_core.fsdp2 import build_backend
-from open_instruct.learner.policy import Policy
-from open_instruct.learner.reference import Comparison, Reference, build_reference
-from open_instruct.learner.scoring import compare_with
+from open_instruct.core.records import REFERENCE, Batch, Document, RolloutSample, Span, StepBatch
 from open_instruct.models.heads.logprob_head import LogprobHead
 from open_instruct.models.hf.names import TensorNames
 from open_instruct.models.lora.adapters import weights_of
 from open_instruct.objectives.objective import BoundLoss, Objective
 from open_instruct.objectives.registry import objective_named
-from open_instruct.packing.steps import collate
 from open_instruct.parallel.layout import layout_of
 from open_instruct.parallel.process import Process, stop_process
-from open_instruct.records import REFERENCE, Batch, Document, RolloutSample, Span, StepBatch
 from open_instruct.run.cadence import Cadence
 from open_instruct.run.console import Console
 from open_instruct.run.opened import Run
 from open_instruct.run.pretrained import open_pretrained
 from open_instruct.run.run_directory import RunDirectory
-from open_instruct.weights.sender import WeightSender
+from open_instruct.training import critic as critic_module
+from open_instruct.training import policy as policy_module
+from open_instruct.training.loop import Loop
+from open_instruct.training.olmo_core.fsdp2 import build_backend
+from open_instruct.training.policy import Policy
+from open_instruct.training.reference import Comparison, Reference, build_reference
+from open_instruct.training.scoring import compare_with
+from open_instruct.weight_sync.sender import WeightSender
 from tests.ranks.collectives import RecordCollectives, calls_by_group
 from tests.ranks.jobs import grpo_steps
 from tests.unit.token_data import shape_of
@@ -47,7 +49,9 @@ Rows = list[tuple[str, int, list[int], int]]
 
 
 def count_each(cases: list[dict[str, Any]], ports: list[int]) -> list[dict[str, Rows]]:
-    """What this rank issues in a step (and in a microbatch of the reference pass, for DPO) of every case."""
+    """What this rank issues in a step (and in a microbatch of the reference pass, for DPO) of every
+    case.
+    """
     results = []
     for case, port in zip(cases, ports, strict=True):
         os.environ["MASTER_PORT"] = str(port)
@@ -80,48 +84,71 @@ def _steps(
     policy = Policy(backend, _counted_alone(objective.bind(config)))
     if logits_per_chunk is not None:
         assert isinstance(policy.model.lm_head, LogprobHead)
-        policy.model.lm_head.max_logits_bytes = logits_per_chunk * 4 * pretrained.hf_config.vocab_size
+        policy.model.lm_head.max_logits_bytes = (
+            logits_per_chunk * 4 * pretrained.hf_config.vocab_size
+        )
     policy._check = lambda loss, counts: None  # the reference log-probs are made up
     if (moves := objective.reference_moves(config)).get("update_freq"):
-        backend.reference = Reference(model=build_reference(pretrained, run=run, config=config), **moves)
+        backend.reference = Reference(
+            model=build_reference(pretrained, run=run, config=config), **moves
+        )
     if (named := objective.teacher(config)) is not None:
         teacher = Comparison.of(named, pretrained, config=config, layout=run.layout)
         rows: Any = None
         scorer: Any = SimpleNamespace(policy=policy, run=run, config=config)
-        (policy.comparison, *_) = compare_with(teacher, rows, None, student=pretrained, scorer=scorer)
+        (policy.comparison, *_) = compare_with(
+            teacher, rows, None, student=pretrained, scorer=scorer
+        )
     settings: Any = {"start_model": "", "cadence": Cadence(num_steps=2, save_every=1)}
     place: Any = SimpleNamespace(state_dict=dict, load_state_dict=None)
     loop = Loop(policy, place, run=run, config=config, **settings)
     microbatch = _row(num_tokens, objective.rows_of(config).documents_per_row)
     num_rows = num_microbatches * run.layout.data_parallel_world_size
-    counts = {"rows": num_rows, "tokens": num_tokens * num_rows, "labels": num_tokens * num_rows // 2}
+    counts = {
+        "rows": num_rows,
+        "tokens": num_tokens * num_rows,
+        "labels": num_tokens * num_rows // 2,
+    }
     step = StepBatch(microbatches=(microbatch,) * num_microbatches, counts=counts)
     counted = {}
     with torch.no_grad():
         counted["reference"] = _counted(lambda: policy.scores(microbatch))
-    # The second step, as all that follow: the first one, be it as short as can be, makes what lasts.
-    loop.take_step([replace(step, microbatches=step.microbatches[:1])], num_tokens=step.counts["tokens"])
+    # The second step, as all that follow: the first one, be it as short as can be, makes what
+    # lasts.
+    loop.take_step(
+        [replace(step, microbatches=step.microbatches[:1])], num_tokens=step.counts["tokens"]
+    )
     counted["step"] = _counted(lambda: loop.take_step([step], num_tokens=step.counts["tokens"]))
     return counted
 
 
 def _counted_alone(loss: BoundLoss) -> BoundLoss:
-    """The same without the numbers that `prepare` brings together of all ranks, which no plan counts."""
+    """The same without the numbers that `prepare` brings together of all ranks, which no plan
+    counts.
+    """
     prepare = loss.prepare
-    return loss if prepare is None else replace(loss, prepare=lambda step, scores, _: prepare(step, scores, _own_rows))
+    return (
+        loss
+        if prepare is None
+        else replace(loss, prepare=lambda step, scores, _: prepare(step, scores, _own_rows))
+    )
 
 
 def _own_rows(rows: torch.Tensor) -> torch.Tensor:
     return rows
 
 
-def _grpo(flags: list[str], *, num_tokens: int, num_completions: int, sync_bucket_bytes: int) -> dict[str, Any]:
+def _grpo(
+    flags: list[str], *, num_tokens: int, num_completions: int, sync_bucket_bytes: int
+) -> dict[str, Any]:
     learner = grpo_steps.Learner(flags, num_steps=2)
     learner.policy.loss = _counted_alone(learner.policy.loss)
     critic_module.gather_rows = lambda rows, **_: rows
     samples = [
         RolloutSample(
-            document=_document(num_tokens), engine_logprobs=(-6.0,) * (num_tokens // 2), advantage=(-1.0) ** index
+            document=_document(num_tokens),
+            engine_logprobs=(-6.0,) * (num_tokens // 2),
+            advantage=(-1.0) ** index,
         )
         for index in range(num_completions)
     ]
@@ -129,14 +156,21 @@ def _grpo(flags: list[str], *, num_tokens: int, num_completions: int, sync_bucke
     counted = _counted(lambda: learner.learn_from(samples))
     merging = _counted(lambda: weights_of(learner.policy.model))
     is_alone = learner.config.sent_adapter is not None
-    sync = messages(learner.policy.model, learner.hf_config, bucket_bytes=sync_bucket_bytes, adapter_alone=is_alone)
+    sync = messages(
+        learner.policy.model,
+        learner.hf_config,
+        bucket_bytes=sync_bucket_bytes,
+        adapter_alone=is_alone,
+    )
     return {"step": counted, "sync": sync, "merging": merging}
 
 
 def messages(
     model: Any, hf_config: Any, *, bucket_bytes: int, adapter_alone: bool = False
 ) -> list[tuple[int, int, int]]:
-    """(bytes that this rank broadcasts of a bucket of a weight sync, bytes of the whole bucket, buckets), sorted."""
+    """(bytes that this rank broadcasts of a bucket of a weight sync, bytes of the whole bucket,
+    buckets), sorted.
+    """
     sender = WeightSender(
         model,
         TensorNames(hf_config),
@@ -148,7 +182,9 @@ def messages(
     )
     spans = [(bucket.span(dist.get_rank()), bucket.num_bytes) for bucket in sender.manifest.buckets]
     kinds = Counter((stop - start, num_bytes) for (start, stop), num_bytes in spans)
-    return sorted((own_bytes, num_bytes, num_calls) for (own_bytes, num_bytes), num_calls in kinds.items())
+    return sorted(
+        (own_bytes, num_bytes, num_calls) for (own_bytes, num_bytes), num_calls in kinds.items()
+    )
 
 
 def _counted(work: Any) -> Rows:
@@ -160,7 +196,9 @@ def _counted(work: Any) -> Rows:
     for kind, num_calls in recorder.issued.items():
         by_group[kind.ranks] += num_calls
     if has_counts:
-        assert by_group == calls_by_group() - before, "the groups have seen other calls than were recorded"
+        assert by_group == calls_by_group() - before, (
+            "the groups have seen other calls than were recorded"
+        )
     return [(*kind, num_calls) for kind, num_calls in sorted(recorder.issued.items())]
 
 
@@ -180,9 +218,11 @@ def _document(num_tokens: int) -> Document:
 
 
 def count_pretended(cases: list[dict[str, Any]]) -> list[dict[str, Rows]]:
-    """What rank 0 of a larger world issues in a step: a group that sends nothing stands for the others.
+    """What rank 0 of a larger world issues in a step: a group that sends nothing stands for the
+    others.
 
-    Tensors are split anew as on CUDA, by an all-to-all, which DTensor does without where there is no CUDA.
+    Tensors are split anew as on CUDA, by an all-to-all, which DTensor does without where there is
+    no CUDA.
     """
     placement_types.shard_dim_alltoall = _swap_as_on_cuda
     of_memory = ("peak_memory_gib", "peak_reserved_gib", "allocation_retries/max")
@@ -210,6 +250,8 @@ def _join_nobody(config: LearnerConfig, *, gpus_per_node: list[int]) -> Run:
     return Run(process=process, layout=layout, directory=directory, console=Console(speaks=False))
 
 
-def _swap_as_on_cuda(local: torch.Tensor, gather_dim: int, shard_dim: int, mesh: Any, mesh_dim: int) -> torch.Tensor:
+def _swap_as_on_cuda(
+    local: torch.Tensor, gather_dim: int, shard_dim: int, mesh: Any, mesh_dim: int
+) -> torch.Tensor:
     group = mesh.get_group(mesh_dim).group_name
     return torch.ops._dtensor.shard_dim_alltoall(local, gather_dim, shard_dim, group)

@@ -7,20 +7,22 @@ from typing import Any
 from unittest import mock
 
 from open_instruct.config.parser import parse
-
-# What `train` imports when it is called, so that the ranks share it.
-from open_instruct.learner import export, loop  # noqa: F401
-from open_instruct.learner.measure import speed
-from open_instruct.learner.olmo_core import fsdp2  # noqa: F401
-from open_instruct.learner.rows import datasets, sample_loader  # noqa: F401
 from open_instruct.models.heads import logprob_head
 from open_instruct.objectives.registry import objective_named
 from open_instruct.run import cadence
 from open_instruct.train import train
 
+# What `train` imports when it is called, so that the ranks share it.
+from open_instruct.training import export, loop  # noqa: F401
+from open_instruct.training.measure import speed
+from open_instruct.training.olmo_core import fsdp2  # noqa: F401
+from open_instruct.training.rows import datasets, sample_loader  # noqa: F401
+
 
 def run_each(commands: list[list[str]], ports: list[int], entry: str = "dpo") -> list[int]:
-    """Run `entry` with each command's flags; each run has a process group, and so a port, of its own."""
+    """Run `entry` with each command's flags; each run has a process group, and so a port, of its
+    own.
+    """
     objective = objective_named(entry)
     codes = []
     for command, port in zip(commands, ports, strict=True):
@@ -34,9 +36,11 @@ def run_each(commands: list[list[str]], ports: list[int], entry: str = "dpo") ->
 def run_with_a_slow_rank(
     commands: list[list[str]], ports: list[int], slow_rank: int, window: int, on_one_host: bool
 ) -> list[int]:
-    """SFT runs in which the losses of one rank take three times as long for a token as those of the others.
+    """SFT runs in which the losses of one rank take three times as long for a token as those of the
+    others.
 
-    Its rows come late, too. Ranks look every `window` steps, and take each other for processes of other hosts.
+    Its rows come late, too. Ranks look every `window` steps, and take each other for processes of
+    other hosts.
     """
     is_slow = int(os.environ["RANK"]) == slow_rank
     own_losses, own_batch = logprob_head.losses_of_logits, sample_loader.step_batch
@@ -52,7 +56,9 @@ def run_with_a_slow_rank(
     with (
         mock.patch.object(loop, "WINDOW", window),
         mock.patch.object(cadence, "WINDOW", window),
-        nullcontext() if on_one_host else mock.patch.object(loop, "host_of_cores", return_value=os.environ["RANK"]),
+        nullcontext()
+        if on_one_host
+        else mock.patch.object(loop, "host_of_cores", return_value=os.environ["RANK"]),
         mock.patch.object(speed, "LEAST_TOKENS", 1),
         mock.patch.object(logprob_head, "losses_of_logits", slow_losses),
         mock.patch.object(speed, "losses_of_logits", slow_losses),

@@ -1,4 +1,6 @@
-"""Jobs in which the first ranks are learners and the others receivers, which need no process group."""
+"""Jobs in which the first ranks are learners and the others receivers, which need no process
+group.
+"""
 
 import contextlib
 import math
@@ -15,10 +17,11 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
+from open_instruct.batching.documents import pack_documents
 from open_instruct.cluster.watchdog import MARK_VARIABLE, SHARED_MEMORY
 from open_instruct.config.lora import LoRASection
-from open_instruct.errors import RunError
-from open_instruct.learner.model.forward import token_logprobs
+from open_instruct.core.errors import RunError
+from open_instruct.core.records import Completion, Document, Span
 from open_instruct.models.export import export_hf
 from open_instruct.models.hf.checkpoint_files import CheckpointFiles
 from open_instruct.models.hf.hf_config import SINGLE_NAME, load_hf_config
@@ -27,18 +30,19 @@ from open_instruct.models.load import stream_load
 from open_instruct.models.lora.adapters import whole_adapter
 from open_instruct.models.lora.files import file_name_of
 from open_instruct.models.shards import held_of, reshard
-from open_instruct.packing.documents import pack_documents
-from open_instruct.records import Completion, Document, Span
-from open_instruct.weights import broadcasts
-from open_instruct.weights.folder_sender import FolderSender
-from open_instruct.weights.progress import abandon
-from open_instruct.weights.receiver import Incoming, IncomingWeights, incoming_of
-from open_instruct.weights.sender import WeightSender
+from open_instruct.training.model.forward import token_logprobs
+from open_instruct.weight_sync import broadcasts
+from open_instruct.weight_sync.folder_sender import FolderSender
+from open_instruct.weight_sync.progress import abandon
+from open_instruct.weight_sync.receiver import Incoming, IncomingWeights, incoming_of
+from open_instruct.weight_sync.sender import WeightSender
 from tests.ranks.files import tell, told
 from tests.ranks.jobs.weights import in_ranges, sharded, unsharded
 
 CPU = torch.device("cpu")
-DOCUMENT = Document(token_ids=tuple(i % 7 + 2 for i in range(12)), responses=(Span(start=4, stop=12),))
+DOCUMENT = Document(
+    token_ids=tuple(i % 7 + 2 for i in range(12)), responses=(Span(start=4, stop=12),)
+)
 LORA = LoRASection(use_lora=True, lora_r=8, lora_alpha=24)
 SPREAD = 0.05  # of an adapter's values
 
@@ -73,19 +77,29 @@ def offer(sender: WeightSender, num_receivers: int, path: Path) -> None:
         tell(path, info)
 
 
-def received(incoming: Incoming, info: dict[str, Any], version: int, turns: Path) -> dict[str, torch.Tensor]:
+def received(
+    incoming: Incoming, info: dict[str, Any], version: int, turns: Path
+) -> dict[str, torch.Tensor]:
     if info["backend"] == "files":
         told(turns.with_name(f"{turns.stem}-sent-{version}.told"))
     if info["changes_alone"]:
         incoming.stage(version)
     weights = {name: tensor for weights in incoming.buckets() for name, tensor in weights}
     tell(turns.with_name(f"{turns.stem}-read-{version}-{own_rank()}.told"), {})
-    return {name: tensor.clone() for name, tensor in weights.items()} if info["changes_alone"] else weights
+    return (
+        {name: tensor.clone() for name, tensor in weights.items()}
+        if info["changes_alone"]
+        else weights
+    )
 
 
 @torch.no_grad()
-def sync(cases: list[dict[str, Any]], num_learners: int, num_receivers: int, folder: str) -> list[list[str]]:
-    """For each case, what a receiver got other than the export, or, of a second version, other than twice as much."""
+def sync(
+    cases: list[dict[str, Any]], num_learners: int, num_receivers: int, folder: str
+) -> list[list[str]]:
+    """For each case, what a receiver got other than the export, or, of a second version, other than
+    twice as much.
+    """
     broadcasts.LARGE_BYTES = 2**12  # so that there are messages of every kind
     is_learner = own_rank() < num_learners
     if is_learner:
@@ -93,7 +107,9 @@ def sync(cases: list[dict[str, Any]], num_learners: int, num_receivers: int, fol
     differing = []
     for number, case in enumerate(cases):
         if is_learner:
-            _send_twice(case, num_receivers, Path(folder, f"{number}.told"), out=Path(folder, str(number)))
+            _send_twice(
+                case, num_receivers, Path(folder, f"{number}.told"), out=Path(folder, str(number))
+            )
             continue
         turns = Path(folder, f"{number}.told")
         info = told(turns)
@@ -122,7 +138,8 @@ def _send_twice(case: dict[str, Any], num_receivers: int, info_path: Path, *, ou
     else:
         export_hf(model, names, source_folder=case["folder"], out_folder=out, dtype=dtype)
     if case["layout"] != "ranges" and not case["changes_alone"]:
-        token_logprobs(model, pack_documents([DOCUMENT]), device=CPU)  # leaves FSDP's root module gathered
+        # Leaves FSDP's root module gathered.
+        token_logprobs(model, pack_documents([DOCUMENT]), device=CPU)
     sender = sender_of(case["backend"], out.with_suffix(".weights"))(
         model,
         names,
@@ -137,7 +154,10 @@ def _send_twice(case: dict[str, Any], num_receivers: int, info_path: Path, *, ou
     assert len(sender.manifest.buckets) >= case["min_buckets"]
     assert any(bucket.num_pieces > 1 for bucket in sender.manifest.buckets)
     assert sender.manifest.largest_bucket_bytes < 1.1 * case["bucket_bytes"]
-    assert sender.manifest.num_bytes == sum(math.prod(held.shape) for held in sent.values()) * dtype.itemsize
+    assert (
+        sender.manifest.num_bytes
+        == sum(math.prod(held.shape) for held in sent.values()) * dtype.itemsize
+    )
     offer(sender, num_receivers, info_path)
     sender.join()
 
@@ -147,16 +167,23 @@ def _send_twice(case: dict[str, Any], num_receivers: int, info_path: Path, *, ou
             if own_rank() == 0:
                 tell(info_path.with_name(f"{info_path.stem}-sent-{version}.told"), {})
             for receiver in range(num_receivers):
-                told(info_path.with_name(f"{info_path.stem}-read-{version}-{dist.get_world_size() + receiver}.told"))
+                told(
+                    info_path.with_name(
+                        f"{info_path.stem}-read-{version}-{dist.get_world_size() + receiver}.told"
+                    )
+                )
 
     send(1)
     if case["layout"] == "ranges":
         for held in sent.values():
             held.local.mul_(2)
-    else:  # shards are found anew: FSDP may replace them at the first forward pass, and whoever loads a checkpoint
+    # Shards are found anew: FSDP may replace them at the first forward pass, and whoever loads a
+    # checkpoint.
+    else:
         token_logprobs(model, pack_documents([DOCUMENT]), device=CPU)
         reshard(model)
-        state = get_model_state_dict(model)  # of what an adapter adds, and so of its second matrix, where it is alone
+        # Of what an adapter adds, and so of its second matrix, where it is alone.
+        state = get_model_state_dict(model)
         factors = {name: 2 if name.endswith(".lora_B") or not alone else 1 for name in state}
         set_model_state_dict(model, {name: value * factors[name] for name, value in state.items()})
         token_logprobs(model, pack_documents([DOCUMENT]), device=CPU)
@@ -192,7 +219,9 @@ def move(model: Any, version: int) -> None:
     reshard(model)
     for name, held in held_of(model, adapters_only=True).items():
         generator = torch.Generator().manual_seed(zlib.crc32(f"{name} {version}".encode()))
-        held.local.copy_(torch.randn(held.shape, generator=generator)[held.box] * SPREAD * bool(version))
+        held.local.copy_(
+            torch.randn(held.shape, generator=generator)[held.box] * SPREAD * bool(version)
+        )
 
 
 @torch.no_grad()
@@ -205,8 +234,10 @@ def feed_engine(
     changes_alone: bool,
     num_versions: int,
 ) -> list[tuple[int, float, float]]:
-    """One version that breaks after its third bucket, then whole ones. Of each that has tokens, how far the engine's
-    log-probs of them are from the learners' at that version, and at the one before it."""
+    """One version that breaks after its third bucket, then whole ones. Of each that has tokens, how
+    far the engine's log-probs of them are from the learners' at that version, and at the one before
+    it.
+    """
     start_learner(int(os.environ["WORLD_SIZE"]))
     model, names = load(source, layout, lora=LORA)
     sender = sender_of(backend, Path(folder, "weights"))(
@@ -222,7 +253,8 @@ def feed_engine(
     move(model, 1)
     offer(sender, 1, Path(folder, "0.told"))
     sender.join()
-    with breaking(sender), contextlib.suppress(OutOfOrder, RunError):  # its own, or the other learner's
+    # Its own, or the other learner's.
+    with breaking(sender), contextlib.suppress(OutOfOrder, RunError):
         sender.send(1)
     offer(sender, 1, Path(folder, "1.told"))
     sender.join()
@@ -233,15 +265,20 @@ def feed_engine(
             tell(Path(folder, f"sent-{version}-{own_rank()}.told"), {})
             told(Path(folder, f"read-{version}.told"))
     sender.close()
-    completions: list[tuple[tuple[int, ...], Completion]] = told(Path(folder, "completions.told"))["completions"]
-    farthest: dict[tuple[int, int], float] = {}  # of the learners' version, from the tokens of a version
+    completions: list[tuple[tuple[int, ...], Completion]] = told(Path(folder, "completions.told"))[
+        "completions"
+    ]
+    # Of the learners' version, from the tokens of a version.
+    farthest: dict[tuple[int, int], float] = {}
     for version in range(num_versions + 1):
         move(model, version)
         both_versions = {version, version + 1}
         near = [(prompt, it) for prompt, it in completions if both_versions & set(it.versions)]
         made_by = torch.tensor([maker for _, it in near for maker in it.versions])
         engines = torch.tensor([logprob for _, it in near for logprob in it.logprobs])
-        ours = token_logprobs(model, pack_documents([document_of(*both) for both in near]), device=CPU).logprobs_N
+        ours = token_logprobs(
+            model, pack_documents([document_of(*both) for both in near]), device=CPU
+        ).logprobs_N
         for maker in both_versions & set(made_by.tolist()):
             farthest[version, maker] = float((ours - engines).abs()[made_by == maker].max())
     return [
@@ -272,8 +309,13 @@ def document_of(prompt: tuple[int, ...], completion: Completion) -> Document:
     return Document(token_ids=whole, responses=(Span(start=len(prompt), stop=len(whole)),))
 
 
-def go_missing(folder: str, source: str, layout: dict[str, Any], backend: str, missing_at: str) -> str:
-    """Ranks 0 and 1 are learners, 2 and 3 receivers; receiver 1 stops at `missing_at`. Each rank's complaint."""
+def go_missing(
+    folder: str, source: str, layout: dict[str, Any], backend: str, missing_at: str
+) -> str:
+    """Ranks 0 and 1 are learners, 2 and 3 receivers; receiver 1 stops at `missing_at`.
+
+    Each rank's complaint.
+    """
     rank, path = own_rank(), Path(folder, f"{backend}-{missing_at}.told")
     try:
         if rank < 2:
@@ -281,7 +323,12 @@ def go_missing(folder: str, source: str, layout: dict[str, Any], backend: str, m
             model, names = load(source, layout)
             timeout_s = 30.0 if missing_at == "abandoned" else 2.0
             sender = WeightSender(
-                model, names, backend=backend, dtype=torch.float32, bucket_bytes=100_000, timeout_s=timeout_s
+                model,
+                names,
+                backend=backend,
+                dtype=torch.float32,
+                bucket_bytes=100_000,
+                timeout_s=timeout_s,
             )
             offer(sender, 2, path)
             assert backend != "shm" or own_files()

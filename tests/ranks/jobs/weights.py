@@ -21,7 +21,7 @@ from olmo_core.train.train_module.transformer.common import parallelize_model
 from torch.distributed.tensor import DTensor
 
 from open_instruct.config.lora import LoRASection
-from open_instruct.errors import InputError, RunError
+from open_instruct.core.errors import InputError, RunError
 from open_instruct.models import shards
 from open_instruct.models.build import build_model
 from open_instruct.models.export import check_exportable, export_hf
@@ -58,12 +58,16 @@ def sharded(
     if lora is not None:
         adapt(model, lora, dtype=getattr(torch, dtype))
     dp = TransformerDataParallelConfig(
-        name=DataParallelType.hsdp, num_replicas=replicas, shard_degree=shards, param_dtype=DType(compute_dtype)
+        name=DataParallelType.hsdp,
+        num_replicas=replicas,
+        shard_degree=shards,
+        param_dtype=DType(compute_dtype),
     )
     tp = TransformerTensorParallelConfig(degree=tensor) if tensor > 1 else None
     cp = TransformerContextParallelConfig.ulysses(context) if context > 1 else None
     ac = TransformerActivationCheckpointingConfig(mode=TransformerActivationCheckpointingMode.full)
-    olmo_core_parallel._WORLD_MESH = None  # OLMo-core allows one mesh a process; this one tries several
+    # OLMo-core allows one mesh a process; this one tries several.
+    olmo_core_parallel._WORLD_MESH = None
     return parallelize_model(
         model,
         world_mesh=build_world_mesh(dp=dp, tp=tp, cp=cp, device_type="cpu"),
@@ -83,11 +87,15 @@ def unsharded(hf_config: Any, *, dtype: str) -> Any:
 
 
 def in_ranges(hf_config: Any, *, dtype: str) -> Any:
-    """Whose parameters are nowhere: beside each is a range of it, of unequal lengths and for some ranks empty."""
+    """Whose parameters are nowhere: beside each is a range of it, of unequal lengths and for some
+    ranks empty.
+    """
     model, rank, num_ranks = build_model(hf_config), dist.get_rank(), dist.get_world_size()
     for parameter in model.parameters():
         ends = [parameter.numel() * index**2 // num_ranks**2 for index in range(num_ranks + 1)]
-        local = torch.full((ends[rank + 1] - ends[rank],), float("nan"), dtype=getattr(torch, dtype))
+        local = torch.full(
+            (ends[rank + 1] - ends[rank],), float("nan"), dtype=getattr(torch, dtype)
+        )
         parameter.held = held_run(  # type: ignore[attr-defined]
             local, tuple(parameter.shape), list(itertools.pairwise(ends)), rank=rank
         )
@@ -107,7 +115,9 @@ def _logits(model: Any) -> list[list[float]]:
 
 
 def _differing(model: Any, files: CheckpointFiles, names: TensorNames) -> list[str]:
-    """Parameters whose own shard, or whose gathered whole, is not bit for bit what the file holds."""
+    """Parameters whose own shard, or whose gathered whole, is not bit for bit what the file
+    holds.
+    """
     differing = []
     parameters = {clean_name(name): parameter for name, parameter in model.named_parameters()}
     parts = held_of(model)
@@ -132,7 +142,10 @@ def _differing(model: Any, files: CheckpointFiles, names: TensorNames) -> list[s
 
 @torch.no_grad()
 def import_and_export(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """For each case: load, compare with the file, run a forward, export. `layout` None is one process unsharded."""
+    """For each case: load, compare with the file, run a forward, export.
+
+    `layout` None is one process unsharded.
+    """
     start()
     results = []
     for case in cases:
@@ -142,7 +155,11 @@ def import_and_export(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
         if layout == "ranges":
             model = in_ranges(hf_config, dtype=dtype)
         else:
-            model = unsharded(hf_config, dtype=dtype) if layout is None else sharded(hf_config, dtype=dtype, **layout)
+            model = (
+                unsharded(hf_config, dtype=dtype)
+                if layout is None
+                else sharded(hf_config, dtype=dtype, **layout)
+            )
         files = CheckpointFiles.open(case["folder"])
         check_cover(names, files, parameter_shapes(model))
         check_exportable(names, parameter_shapes(model))
@@ -165,7 +182,9 @@ def import_and_export(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
         results.append(
             {
                 "differing": differing,
-                "strided": any("Strided" in str(getattr(p, "placements", "")) for p in model.parameters()),
+                "strided": any(
+                    "Strided" in str(getattr(p, "placements", "")) for p in model.parameters()
+                ),
                 "num_local_params": num_params,
                 "num_bytes_read": report.num_bytes_read,
                 "logits": logits if dist.get_rank() == 0 else None,
@@ -193,7 +212,9 @@ def damaged(nan_folder: str, head_folder: str, layout: dict[str, Any]) -> list[s
 
 
 def export_twice(folder: str, out: str, layout: dict[str, Any], break_disk_on: int) -> list[str]:
-    """Export, then again while rank `break_disk_on` finds its disk full in the middle: the messages, or 'exported'."""
+    """Export, then again while rank `break_disk_on` finds its disk full in the middle: the
+    messages, or 'exported'.
+    """
     start()
     hf_config = load_hf_config(folder)
     names = TensorNames(hf_config)

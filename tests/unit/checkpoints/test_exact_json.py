@@ -20,7 +20,11 @@ def bits(value: Any) -> Any:
     if isinstance(value, float):
         return struct.pack("<d", value)
     if isinstance(value, torch.Tensor):
-        return (value.dtype, tuple(value.shape), value.contiguous().view(-1).view(torch.uint8).tolist())
+        return (
+            value.dtype,
+            tuple(value.shape),
+            value.contiguous().view(-1).view(torch.uint8).tolist(),
+        )
     if isinstance(value, np.ndarray | np.generic):
         return (type(value), value.dtype, value.shape, value.tobytes())
     if isinstance(value, dict):
@@ -38,9 +42,18 @@ def bits(value: Any) -> Any:
         [0.1, -0.0, 5e-324, 1e308, math.inf, -math.inf, math.nan],
         {"betas": (0.9, 0.999), 3: [(1, (2,))], (1, "a"): {"tensor": "F32", "tuple": 1}},
         torch.tensor([1.5, -0.0, math.nan]),
-        [torch.tensor(3, dtype=torch.int64), torch.zeros(0, 4), torch.ones(2, 3, dtype=torch.bool).T],
+        [
+            torch.tensor(3, dtype=torch.int64),
+            torch.zeros(0, 4),
+            torch.ones(2, 3, dtype=torch.bool).T,
+        ],
         torch.randn(5).to(torch.bfloat16),
-        [np.float32(0.1), np.int64(-3), np.bool_(True), np.arange(6, dtype=np.uint32).reshape(2, 3).T],
+        [
+            np.float32(0.1),
+            np.int64(-3),
+            np.bool_(True),
+            np.arange(6, dtype=np.uint32).reshape(2, 3).T,
+        ],
         random.Random(3).getstate(),
         np.random.RandomState(3).get_state(),
         np.random.default_rng(3).bit_generator.state,

@@ -1,4 +1,6 @@
-"""A run's place in its data is read from a checkpoint without its model, and never from a damaged one."""
+"""A run's place in its data is read from a checkpoint without its model, and never from a damaged
+one.
+"""
 
 import json
 import shutil
@@ -20,7 +22,9 @@ def save_place(run_folder: Path, step: int, place: dict[str, Any]) -> Path:
     part = step_folder.begin(final)
     state = {"global_step": step, "data_loader": place, "rng": {"cpu": torch.get_rng_state()}}
     files = {STATE: write_hashed(part / STATE, [json.dumps(to_json(state)).encode()])}
-    step_folder.write_manifest(part, Manifest(step=step, num_ranks=1, start_model="ab", files=files))
+    step_folder.write_manifest(
+        part, Manifest(step=step, num_ranks=1, start_model="ab", files=files)
+    )
     step_folder.publish(part, final)
     return final
 

@@ -1,4 +1,6 @@
-"""The loop: a step's time has all of its work in it, though a device does some when nobody waits; when it saves."""
+"""The loop: a step's time has all of its work in it, though a device does some when nobody waits;
+when it saves.
+"""
 
 import math
 from collections.abc import Iterator
@@ -11,12 +13,12 @@ import pytest
 from open_instruct.checkpoints import resume as resume_module
 from open_instruct.checkpoints.background import in_background
 from open_instruct.checkpoints.step_folder import MANIFEST, find_checkpoints, step_of
-from open_instruct.learner import loop as loop_module
-from open_instruct.learner.best_step_watch import BestStepWatch
-from open_instruct.learner.grpo import GRPOLearner
-from open_instruct.learner.loop import Loop
 from open_instruct.run.cadence import Cadence
 from open_instruct.run.run_directory import RunDirectory
+from open_instruct.training import loop as loop_module
+from open_instruct.training.best_step_watch import BestStepWatch
+from open_instruct.training.grpo import GRPOLearner
+from open_instruct.training.loop import Loop
 
 NO_LOADER: Any = None
 NUM_TOKENS = 1000
@@ -35,11 +37,15 @@ class Device:
 
 
 class FakeLoop(Loop):
-    """A loop whose steps and checkpoints pass time on a fake device; a checkpoint is an empty folder."""
+    """A loop whose steps and checkpoints pass time on a fake device; a checkpoint is an empty
+    folder.
+    """
 
     step = 0
 
-    def __init__(self, device: Device, folder: Path, cadence: Cadence, *, keep_last_n: int = 0) -> None:
+    def __init__(
+        self, device: Device, folder: Path, cadence: Cadence, *, keep_last_n: int = 0
+    ) -> None:
         self.device = device
         self.folder = folder
         self.cadence = cadence
@@ -80,15 +86,20 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
     device = Device()
     monkeypatch.setattr(loop_module, "time", SimpleNamespace(perf_counter=lambda: device.now_s))
     monkeypatch.setattr(loop_module, "gathered", lambda value: [value])
-    monkeypatch.setattr(loop_module.dist, "all_reduce", lambda *_, **__: None)  # of the signals, over gloo
+    # Of the signals, over gloo.
+    monkeypatch.setattr(loop_module.dist, "all_reduce", lambda *_, **__: None)
     monkeypatch.setattr(resume_module, "barrier", lambda: None)
     monkeypatch.setattr(resume_module, "get_rank", lambda: 0)
     return device
 
 
 @pytest.mark.parametrize("save_every", [1, 2, 4])
-def test_optimizer_counts_and_a_checkpoint_does_not(device: Device, tmp_path: Path, save_every: int) -> None:
-    """The optimizer's kernels run on when the step returns; the next one waits for them, or a checkpoint does."""
+def test_optimizer_counts_and_a_checkpoint_does_not(
+    device: Device, tmp_path: Path, save_every: int
+) -> None:
+    """The optimizer's kernels run on when the step returns; the next one waits for them, or a
+    checkpoint does.
+    """
     speeds: list[float] = []
     loop = FakeLoop(device, tmp_path, Cadence(num_steps=4, save_every=save_every))
     loop.fit(NO_LOADER, on_step=lambda step, row: speeds.append(row["tokens_per_second"]))
@@ -110,18 +121,26 @@ def test_checkpoints_that_last_and_those_that_do_not(
     assert loop.saved == [step for step in range(1, 11) if cadence.saves_after(step)]
 
 
-def test_best_steps_are_saved_and_stay_until_there_is_a_better_one(device: Device, tmp_path: Path) -> None:
+def test_best_steps_are_saved_and_stay_until_there_is_a_better_one(
+    device: Device, tmp_path: Path
+) -> None:
     losses = {2: 5.0, 4: 3.0, 6: 4.0, 8: 2.0, 10: 6.0}
 
     class Scored(FakeLoop):
         def take_step(self, updates: Any, *, num_tokens: int) -> dict[str, float]:
-            return super().take_step(updates, num_tokens=num_tokens) | {"eval/loss": losses.get(self.step, math.nan)}
+            return super().take_step(updates, num_tokens=num_tokens) | {
+                "eval/loss": losses.get(self.step, math.nan)
+            }
 
-    loop = Scored(device, tmp_path, Cadence(num_steps=10, save_every=5, saves_best=True), keep_last_n=1)
+    loop = Scored(
+        device, tmp_path, Cadence(num_steps=10, save_every=5, saves_best=True), keep_last_n=1
+    )
     left: list[list[int]] = []
     watch = BestStepWatch("eval/loss", RunDirectory(path=tmp_path), until=0)
     loop.fit(
-        NO_LOADER, best=watch, on_step=lambda step, row: left.append(list(map(step_of, find_checkpoints(tmp_path))))
+        NO_LOADER,
+        best=watch,
+        on_step=lambda step, row: left.append(list(map(step_of, find_checkpoints(tmp_path)))),
     )
     assert loop.saved == [2, 4, 5, 8, 10]
     assert left[4:] == [[4], [4, 5], [4, 5], [4, 5], [5, 8], [5, 8]]
@@ -129,7 +148,9 @@ def test_best_steps_are_saved_and_stay_until_there_is_a_better_one(device: Devic
 
 
 def test_step_of_grpo_ends_with_its_optimizer() -> None:
-    """What is next, the weights' way to the engines, would wait for it, and take its time for its own."""
+    """What is next, the weights' way to the engines, would wait for it, and take its time for its
+    own.
+    """
     device = Device()
 
     def take_step(updates: Any, *, num_tokens: int, before: Any) -> dict[str, float]:
@@ -137,7 +158,9 @@ def test_step_of_grpo_ends_with_its_optimizer() -> None:
         return {"loss": 1.0}
 
     learner = SimpleNamespace(
-        config=SimpleNamespace(loss=SimpleNamespace(num_epochs=1), critic=SimpleNamespace(critic_warmup_steps=0)),
+        config=SimpleNamespace(
+            loss=SimpleNamespace(num_epochs=1), critic=SimpleNamespace(critic_warmup_steps=0)
+        ),
         critic=None,
         policy=SimpleNamespace(with_frozen_logprobs=lambda updates, num_epochs: ()),
         run=SimpleNamespace(layout=SimpleNamespace(model_parallel_degree=1)),

@@ -15,14 +15,21 @@ from open_instruct.checkpoints.step_folder import DAMAGED, MANIFEST, Damaged, Ma
 from open_instruct.models.box_files import write_hashed
 from tests.refusals import refused
 
-FILES = {"index.json": b"{}", "rank0.json": b"[]", "rank0.safetensors": b"weights", "rank1.json": b"[1]"}
+FILES = {
+    "index.json": b"{}",
+    "rank0.json": b"[]",
+    "rank0.safetensors": b"weights",
+    "rank1.json": b"[1]",
+}
 
 
 def save(folder: Path, step: int, *, contents: dict[str, bytes] = FILES) -> Path:
     final = folder / f"step{step}"
     part = step_folder.begin(final)
     files = {name: write_hashed(part / name, [content]) for name, content in contents.items()}
-    step_folder.write_manifest(part, Manifest(step=step, num_ranks=2, start_model="ab", files=files))
+    step_folder.write_manifest(
+        part, Manifest(step=step, num_ranks=2, start_model="ab", files=files)
+    )
     step_folder.publish(part, final)
     return final
 
@@ -51,8 +58,15 @@ def test_newest_is_the_one_of_the_highest_number(tmp_path: Path) -> None:
     (tmp_path / "step99").mkdir()  # the user's own
     (tmp_path / "step_by_step").mkdir()
     assert [path.name for path in step_folder.candidates(tmp_path)] == ["step10", "step9", "step2"]
-    assert [path.name for path in step_folder.find_checkpoints(tmp_path)] == ["step2", "step9", "step10"]
-    assert step_folder.latest_step(tmp_path / "gone") is None and step_folder.find_checkpoints(tmp_path / "gone") == []
+    assert [path.name for path in step_folder.find_checkpoints(tmp_path)] == [
+        "step2",
+        "step9",
+        "step10",
+    ]
+    assert (
+        step_folder.latest_step(tmp_path / "gone") is None
+        and step_folder.find_checkpoints(tmp_path / "gone") == []
+    )
 
 
 def test_copy_under_another_name_is_damaged(tmp_path: Path) -> None:
@@ -88,9 +102,9 @@ def test_any_byte_of_the_manifest_counts(tmp_path: Path) -> None:
     (folder / MANIFEST).unlink()
     with pytest.raises(Damaged, match=r"checkpoint\.json is missing"):
         step_folder.read_manifest(folder)
-    assert [path.name for path in step_folder.candidates(tmp_path)] == ["step4"] and step_folder.find_checkpoints(
-        tmp_path
-    ) == []
+    assert [path.name for path in step_folder.candidates(tmp_path)] == [
+        "step4"
+    ] and step_folder.find_checkpoints(tmp_path) == []
 
 
 @pytest.mark.parametrize(
@@ -130,8 +144,12 @@ CALLS = [(os, "fsync"), (Path, "replace"), (Path, "mkdir"), (step_folder.shutil,
 
 
 @pytest.mark.parametrize("step", [6, 4])  # a new one; one that takes the place of the newest
-def test_kill_at_any_moment_leaves_a_whole_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int) -> None:
-    """The process ends before the n-th call that changes the disk, for every n until the save gets through."""
+def test_kill_at_any_moment_leaves_a_whole_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int
+) -> None:
+    """The process ends before the n-th call that changes the disk, for every n until the save gets
+    through.
+    """
     for n in range(100):
         folder = tmp_path / str(n)
         save(folder, 2)
@@ -166,7 +184,9 @@ def test_kill_at_any_moment_leaves_a_whole_one(tmp_path: Path, monkeypatch: pyte
     assert (folder / f"step{step}" / "rank0.json").read_bytes() == b"new"
 
 
-def test_half_removed_ones_are_removed_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_half_removed_ones_are_removed_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = save(tmp_path, 4)
     with monkeypatch.context() as patch:
         patch.setattr(step_folder.shutil, "rmtree", lambda *_, **__: None)

@@ -6,7 +6,7 @@ from open_instruct.cluster import actor_host
 from open_instruct.cluster.actor_host import allocator_environment, take_environment
 from open_instruct.cluster.addresses import Host, Whereabouts, interface_of
 from open_instruct.parallel.listening import LOOPBACK, LOOPBACK_INTERFACE, listen_at
-from open_instruct.weights.ways import choose_backend
+from open_instruct.weight_sync.ways import choose_backend
 
 A, B, C = Host("10.0.0.1", "a"), Host("10.0.0.2", "b"), Host("10.0.0.3", "c")
 TWIN = Host("10.0.0.2", "a")  # a container with the name of host A
@@ -62,7 +62,8 @@ class TestProcessEnvironment:
         take_environment({"RANK": "1"}, meeting_address=A.address)
         assert own_environment["RANK"] == "1"
         assert own_environment["GLOO_SOCKET_IFNAME"] == "bond0"
-        assert own_environment["NCCL_SOCKET_IFNAME"] == "=bond0"  # and not every one whose name begins so
+        # And not every one whose name begins so.
+        assert own_environment["NCCL_SOCKET_IFNAME"] == "=bond0"
 
     def test_addresses_stay_on_loopback_on_one_host(self, own_environment: dict[str, str]) -> None:
         take_environment({}, meeting_address=LOOPBACK)
@@ -70,7 +71,9 @@ class TestProcessEnvironment:
         assert own_environment["NCCL_SOCKET_IFNAME"] == f"={LOOPBACK_INTERFACE}"
 
     @pytest.mark.parametrize("name", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
-    def test_environment_of_a_node_is_kept(self, own_environment: dict[str, str], name: str) -> None:
+    def test_environment_of_a_node_is_kept(
+        self, own_environment: dict[str, str], name: str
+    ) -> None:
         own_environment |= {name: "max_split_size_mb:128", "NCCL_SOCKET_IFNAME": "ib0", "RANK": "7"}
         given = allocator_environment(on_gpus=True, hands_over_memory=False)
         take_environment({**given, "RANK": "1"}, meeting_address=LOOPBACK)
@@ -109,7 +112,9 @@ class TestProcessEnvironment:
         assert (name in capsys.readouterr().out) == (left != of_the_node)
 
     def test_memory_grows_in_segments_unless_it_is_handed_over(self) -> None:
-        grows, stays = ({"PYTORCH_CUDA_ALLOC_CONF": f"expandable_segments:{each}"} for each in (True, False))
+        grows, stays = (
+            {"PYTORCH_CUDA_ALLOC_CONF": f"expandable_segments:{each}"} for each in (True, False)
+        )
         assert allocator_environment(on_gpus=True, hands_over_memory=False) == grows
         assert allocator_environment(on_gpus=True, hands_over_memory=True) == stays
         assert allocator_environment(on_gpus=False, hands_over_memory=False) == {}

@@ -1,4 +1,6 @@
-"""How a fleet is started on GPUs, which are pretended: in which order, with which memory and which batches."""
+"""How a fleet is started on GPUs, which are pretended: in which order, with which memory and which
+batches.
+"""
 
 import os
 from contextlib import nullcontext
@@ -10,14 +12,16 @@ import pytest
 
 from open_instruct.cluster.addresses import Host, Whereabouts
 from open_instruct.cluster.placement import FleetShape
-from open_instruct.errors import InputError
-from open_instruct.rollout import fleet
+from open_instruct.core.errors import InputError
+from open_instruct.rl import fleet
 from open_instruct.run.run_directory import RunDirectory
-from open_instruct.weights.folder import folder_of_run
+from open_instruct.weight_sync.folder import folder_of_run
 from tests.unit.fake_rollouts import grpo_config
 
 HERE = Host("10.0.0.1", "a")
-GROWS, STAYS = ({"PYTORCH_CUDA_ALLOC_CONF": f"expandable_segments:{grows}"} for grows in (True, False))
+GROWS, STAYS = (
+    {"PYTORCH_CUDA_ALLOC_CONF": f"expandable_segments:{grows}"} for grows in (True, False)
+)
 
 
 class Started:
@@ -33,10 +37,14 @@ class Started:
         self.events.append("learners begin")
         self.learners = options
         return SimpleNamespace(
-            wait_ready=lambda timeout_s: self.events.append("learners are ready"), shutdown=lambda: None, pids=list
+            wait_ready=lambda timeout_s: self.events.append("learners are ready"),
+            shutdown=lambda: None,
+            pids=list,
         )
 
-    def engine(self, index: int, settings: Any, placement: Any, *, environment: dict[str, str]) -> Any:
+    def engine(
+        self, index: int, settings: Any, placement: Any, *, environment: dict[str, str]
+    ) -> Any:
         self.events.append("engine begins")
         self.engines.append((settings, environment))
         return SimpleNamespace(wait_ready=lambda timeout_s: self.events.append("engine is ready"))
@@ -49,14 +57,18 @@ def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
         it = Started()
         where = Whereabouts(driver=HERE, learners=frozenset({HERE}), engines=frozenset({HERE}))
         placement = SimpleNamespace(
-            on_gpus=on_gpus, whereabouts=lambda: where, shape=FleetShape.of(config.fleet, config.parallel)
+            on_gpus=on_gpus,
+            whereabouts=lambda: where,
+            shape=FleetShape.of(config.fleet, config.parallel),
         )
         monkeypatch.setattr(fleet, "start_cluster", lambda *args, **kwargs: nullcontext(placement))
         monkeypatch.setattr(fleet, "LearnerGroup", it.learner_group)
         monkeypatch.setattr(fleet, "RayEngine", it.engine)
         pool = SimpleNamespace(close=lambda: None, pids=list)
         monkeypatch.setattr(fleet, "EnginePool", lambda *args, **kwargs: pool)
-        console = SimpleNamespace(say=it.said.append, warn=lambda text: None, report=lambda title, lines: list(lines))
+        console = SimpleNamespace(
+            say=it.said.append, warn=lambda text: None, report=lambda title, lines: list(lines)
+        )
         run = SimpleNamespace(
             config=config,
             console=console,
@@ -85,9 +97,16 @@ def test_engine_waits_for_the_learner_whose_device_it_shares(started: Any) -> No
 
 
 def test_engines_start_beside_learners_whose_memory_grows_on_other_devices(started: Any) -> None:
-    """Engines of several GPUs hand buffers over to each other's processes, which could not map it."""
+    """Engines of several GPUs hand buffers over to each other's processes, which could not map
+    it.
+    """
     it = started("--num_learners_per_node", "2", "--vllm_num_engines", "2")
-    assert it.events[:4] == ["learners begin", "engine begins", "engine begins", "learners are ready"]
+    assert it.events[:4] == [
+        "learners begin",
+        "engine begins",
+        "engine begins",
+        "learners are ready",
+    ]
     assert it.learners["environment"] == GROWS
     for settings, environment in it.engines:
         assert STAYS.items() <= environment.items()
@@ -101,12 +120,16 @@ def test_settings_of_the_shell_that_engines_drop_are_named_once(
 ) -> None:
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True,max_split_size_mb:128")
     told = [line for line in started(*flags.split()).said if "PYTORCH_ALLOC_CONF" in line]
-    assert [("engines" in line, "learners" in line) for line in told] == [(True, flags == "--single_gpu_mode")]
+    assert [("engines" in line, "learners" in line) for line in told] == [
+        (True, flags == "--single_gpu_mode")
+    ]
     assert not [line for line in started(on_gpus=False).said if "ALLOC_CONF" in line]
 
 
 @pytest.mark.parametrize("asked", [None, "there", "not there"])
-def test_folder_for_weights_is_there_as_long_as_the_fleet(started: Any, tmp_path: Path, asked: str | None) -> None:
+def test_folder_for_weights_is_there_as_long_as_the_fleet(
+    started: Any, tmp_path: Path, asked: str | None
+) -> None:
     (tmp_path / "there").mkdir()
     within = tmp_path / (asked or "")
     there: list[list[str]] = []
@@ -138,8 +161,12 @@ def test_memory_settings_are_left_alone_on_a_cpu(started: Any) -> None:
     assert (settings.batching.max_num_seqs, settings.batching.max_num_batched_tokens) == (64, 4096)
 
 
-@pytest.mark.parametrize(("flags", "is_held"), [("--use_lora", False), ("--use_lora --lora_sync adapter", True)])
-def test_engine_holds_the_adapter_where_it_is_sent_alone(started: Any, flags: str, is_held: bool) -> None:
+@pytest.mark.parametrize(
+    ("flags", "is_held"), [("--use_lora", False), ("--use_lora --lora_sync adapter", True)]
+)
+def test_engine_holds_the_adapter_where_it_is_sent_alone(
+    started: Any, flags: str, is_held: bool
+) -> None:
     it = started(*flags.split(), on_gpus=False)
     ((settings, _),) = it.engines
     assert settings.adapter == (it.learners["arguments"]["config"].lora if is_held else None)
@@ -151,12 +178,17 @@ def test_engine_holds_the_adapter_where_it_is_sent_alone(started: Any, flags: st
         ("", 4, 4),
         ("--num_learners_per_node 2 --vllm_num_engines 2", 2, 2),
         ("--num_learners_per_node 9", 1, 1),
-        ("--async_steps 0", None, 8),  # in turns: all cores for each; a group of learners divides them by itself
+        # In turns: all cores for each; a group of learners divides them by itself.
+        ("--async_steps 0", None, 8),
         ("--async_steps 0 --vllm_num_engines 2 --vllm_tensor_parallel_size 2", None, 2),
     ],
 )
 def test_processes_that_compute_at_once_share_the_cores(
-    started: Any, monkeypatch: pytest.MonkeyPatch, flags: str, of_learners: int | None, of_engines: int
+    started: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    flags: str,
+    of_learners: int | None,
+    of_engines: int,
 ) -> None:
     """Two threads for each of two processes on two cores took three times as long as one each."""
     monkeypatch.setattr(os, "cpu_count", lambda: 8)
@@ -167,7 +199,8 @@ def test_processes_that_compute_at_once_share_the_cores(
     assert {environment["OMP_NUM_THREADS"] for _, environment in it.engines} == {str(of_engines)}
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     it = started(*flags.split(), on_gpus=False)
-    assert it.learners["environment"].get("OMP_NUM_THREADS") == (of_learners and "3")  # else it has the run's
+    # Else it has the run's.
+    assert it.learners["environment"].get("OMP_NUM_THREADS") == (of_learners and "3")
     assert {environment["OMP_NUM_THREADS"] for _, environment in it.engines} == {"3"}
 
 

@@ -1,4 +1,6 @@
-"""Shared memory goes with the driver that it belongs to, whatever becomes of the processes that made it."""
+"""Shared memory goes with the driver that it belongs to, whatever becomes of the processes that
+made it.
+"""
 
 import json
 import os
@@ -19,7 +21,8 @@ TIMEOUT_S = 60.0
 
 pytestmark = pytest.mark.skipif(not SHARED_MEMORY.is_dir(), reason=f"no {SHARED_MEMORY} here")
 
-# Shared memory as vLLM makes it, without the tracker that would remove it; and a file that is mapped, but not its own.
+# Shared memory as vLLM makes it, without the tracker that would remove it; and a file that is
+# mapped, but not its own.
 WORKER = """
 import json, mmap, os, sys, time
 from multiprocessing import resource_tracker
@@ -64,7 +67,8 @@ def test_watchdog_ends_only_what_a_killed_driver_started(tmp_path: Path, model: 
     assert driver.stdout is not None
     workers = [json.loads(driver.stdout.readline()) for _ in range(2)]
     memories = [SHARED_MEMORY / worker["name"] for worker in workers]
-    # One ends before the driver, as an engine does that is started again; it has been looked at by then.
+    # One ends before the driver, as an engine does that is started again; it has been looked at by
+    # then.
     time.sleep(3 * POLL_INTERVAL_S)
     os.kill(workers[0]["pid"], signal.SIGKILL)
     assert all(memory.exists() for memory in memories)
@@ -76,8 +80,13 @@ def test_watchdog_ends_only_what_a_killed_driver_started(tmp_path: Path, model: 
 
 
 def test_process_that_wrote_over_its_environment_ends_with_the_session(tmp_path: Path) -> None:
-    """As Ray's agents do when they name themselves; the one that began the session has ended by then."""
-    renamed = "import subprocess; print(subprocess.Popen(['sleep', '600'], env={}).pid, flush=True); input()"
+    """As Ray's agents do when they name themselves; the one that began the session has ended by
+    then.
+    """
+    renamed = (
+        "import subprocess; print(subprocess.Popen(['sleep', '600'], env={}).pid, flush=True); "
+        "input()"
+    )
     driver = f"""
 import subprocess, sys, time
 from pathlib import Path
@@ -92,10 +101,15 @@ watchdog.finish()
 """
     environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
     found = subprocess.run(
-        [sys.executable, "-c", driver], env=environment, stdout=subprocess.PIPE, text=True, timeout=TIMEOUT_S
+        [sys.executable, "-c", driver],
+        env=environment,
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=TIMEOUT_S,
     )
     status = Path(f"/proc/{int(found.stdout)}/status")
-    assert not status.exists() or "State:\tZ" in status.read_text()  # nobody may have asked how it ended
+    # Nobody may have asked how it ended.
+    assert not status.exists() or "State:\tZ" in status.read_text()
 
 
 def test_logs_are_kept_under_the_names_that_workers_went_by(tmp_path: Path) -> None:

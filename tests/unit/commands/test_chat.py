@@ -1,4 +1,6 @@
-"""`open-instruct chat` and `serve`: which model a word means, and what is said in a terminal and through a pipe."""
+"""`open-instruct chat` and `serve`: which model a word means, and what is said in a terminal and
+through a pipe.
+"""
 
 import io
 import json
@@ -14,13 +16,13 @@ from open_instruct.cli import main
 from open_instruct.commands import chat as chat_command
 from open_instruct.commands.serve import CPU_CACHE_BYTES, server_words, words_on_a_cpu
 from open_instruct.commands.talking_models import find_model, find_start_model
+from open_instruct.commands.tiny_model import write_tiny_model
 from open_instruct.config.parser import parse
 from open_instruct.config.resolved import write_config
+from open_instruct.core.errors import InputError
 from open_instruct.data.chat import ChatFormat
 from open_instruct.data.tokenizer import load_tokenizer
-from open_instruct.errors import InputError
 from open_instruct.objectives.dpo import DPOConfig
-from open_instruct.toys.tiny import write_tiny_model
 from tests.refusals import refused
 
 NUM_TOKENS = 6
@@ -38,7 +40,15 @@ def run(tmp_path: Path, model: Path) -> Path:
     """The folder of a run, as far as commands look at it, which has left a model."""
     folder = tmp_path / "run"
     folder.mkdir()
-    words = ["--model_name_or_path", str(model), "--mixer_list", "r", "1.0", "--output_dir", str(folder)]
+    words = [
+        "--model_name_or_path",
+        str(model),
+        "--mixer_list",
+        "r",
+        "1.0",
+        "--output_dir",
+        str(folder),
+    ]
     write_config(parse(DPOConfig, words), folder / "config.yaml", command="dpo")
     (folder / "hf_model").symlink_to(model)
     return folder
@@ -99,7 +109,9 @@ def test_new_begins_another_conversation_in_a_terminal(
 def test_model_that_does_not_talk_is_refused(tmp_path: Path, run: Path) -> None:
     judge = tmp_path / "judge"
     judge.mkdir()
-    (judge / "config.json").write_text(json.dumps({"architectures": ["Qwen3ForSequenceClassification"]}))
+    (judge / "config.json").write_text(
+        json.dumps({"architectures": ["Qwen3ForSequenceClassification"]})
+    )
     with refused("bad_model", None, "open-instruct score"):
         find_model(str(judge))
     (run / "hf_model").unlink()
@@ -130,16 +142,22 @@ def test_adapter_is_found_with_its_base_and_served_beside_it(run: Path, model: P
 
 def test_server_on_a_cpu_does_not_take_all_memory_unless_told_to() -> None:
     assert words_on_a_cpu([])[:2] == ["--kv-cache-memory-bytes", str(CPU_CACHE_BYTES)]
-    assert words_on_a_cpu(["--gpu_memory_utilization=0.5", "--dtype", "bfloat16"]) == ["--enforce-eager"]
+    assert words_on_a_cpu(["--gpu_memory_utilization=0.5", "--dtype", "bfloat16"]) == [
+        "--enforce-eager"
+    ]
 
 
-@pytest.mark.parametrize("words", [["chat"], ["chat", "--seed", "1"], ["serve"], ["serve", "--port", "1"]])
+@pytest.mark.parametrize(
+    "words", [["chat"], ["chat", "--seed", "1"], ["serve"], ["serve", "--port", "1"]]
+)
 def test_first_word_is_a_model(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(words) == 2
     assert "the first word is a run" in capsys.readouterr().err
 
 
-def test_conversation_that_became_too_long_is_refused(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_conversation_that_became_too_long_is_refused(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO("word " * 5000))
     with pytest.raises(InputError, match="/new"):
         chat_command.main([str(model), "--temperature", "0"])

@@ -1,4 +1,6 @@
-"""`open-instruct check`: all that a run would be refused for, said together, and nothing written."""
+"""`open-instruct check`: all that a run would be refused for, said together, and nothing
+written.
+"""
 
 import json
 import re
@@ -10,11 +12,11 @@ import pytest
 import torch  # noqa: F401  so that transformers finds it, whichever test comes first
 
 from open_instruct.commands.check import main
+from open_instruct.commands.tiny_model import write_tiny_model
 from open_instruct.config.parser import parse
 from open_instruct.config.resolved import write_config
 from open_instruct.objectives.dpo import DPOConfig
 from open_instruct.run.run_lock import locked
-from open_instruct.toys.tiny import write_tiny_model
 from tests.refusals import refused
 
 TURN = {"role": "user", "content": "What is 3 + 4?"}
@@ -65,7 +67,9 @@ def write_rows(path: Path, *rows: Mapping[str, Any]) -> None:
     path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
 
 
-def words_for(command: str, model: Path | str, *more: str, rows: Sequence[str] = ("pairs.jsonl",)) -> list[str]:
+def words_for(
+    command: str, model: Path | str, *more: str, rows: Sequence[str] = ("pairs.jsonl",)
+) -> list[str]:
     flag = "--dataset_mixer_list" if command == "grpo" else "--mixer_list"
     mixed = [word for name in rows for word in (name, "1.0")]
     return [command, "--model_name_or_path", str(model), flag, *mixed, "--output_dir", "OUT", *more]
@@ -86,7 +90,15 @@ def test_check_looks_at_everything_and_writes_nothing(
     before = set(place.iterdir())
     assert main(words_for("dpo", model, "--max_seq_length", "64")) == 0
     said = capsys.readouterr().out
-    assert titles(said) == ["flags", "output folder", "layout", "model", "tokenizer", "rows", "memory"]
+    assert titles(said) == [
+        "flags",
+        "output folder",
+        "layout",
+        "model",
+        "tokenizer",
+        "rows",
+        "memory",
+    ]
     assert "2 pairs" in said and "OUT is new" in said
     assert set(place.iterdir()) == before
 
@@ -101,7 +113,12 @@ def test_refusals_of_a_run_are_said_together(model: Path, place: Path) -> None:
     with refused("out_of_range", "learning_rate") as caught:
         main(words)
     problems = caught.value.problems
-    assert [problem.kind for problem in problems] == ["out_of_range", "other_run", "bad_row", "missing_file"]
+    assert [problem.kind for problem in problems] == [
+        "out_of_range",
+        "other_run",
+        "bad_row",
+        "missing_file",
+    ]
     assert "rejected" in str(caught.value) and "gone.jsonl" in str(caught.value)
     assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
 
@@ -110,7 +127,12 @@ def test_refusals_of_a_run_are_said_together(model: Path, place: Path) -> None:
     ("change", "kind", "flag", "name"),
     [
         (["--max_seq_lenght", "64"], "unknown_flag", None, "max_seq_length"),
-        (["--eval_mixer_list", "gone.jsonl", "1.0"], "missing_file", "eval_mixer_list", "gone.jsonl"),
+        (
+            ["--eval_mixer_list", "gone.jsonl", "1.0"],
+            "missing_file",
+            "eval_mixer_list",
+            "gone.jsonl",
+        ),
         (["--max_seq_length", "100000"], "out_of_range", "max_seq_length", "100000"),
         (["--fsdp_shard_degree", "2"], "layout", None, "fsdp_shard_degree"),
         (["--tokenizer_name_or_path", "./none"], "missing_file", "tokenizer_name_or_path", "none"),
@@ -178,15 +200,22 @@ def test_run_that_would_go_on_says_after_which_step(
     folder = place / "OUT"
     (folder / "step3").mkdir(parents=True)
     (folder / "step3" / "checkpoint.json").touch()
-    write_config(parse(DPOConfig, words[1:]), folder / "config.yaml", {"world_size": 1}, command="dpo")
+    write_config(
+        parse(DPOConfig, words[1:]), folder / "config.yaml", {"world_size": 1}, command="dpo"
+    )
     assert main(words) == 0
     assert "after step 3" in capsys.readouterr().out
     with refused("other_run", None, "learning_rate"):
         main([*words, "--learning_rate", "0.5"])
 
 
-def test_grpo_has_its_judges_and_environments_asked_once(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(words_for_grpo(model, "--verifier", "mine.py:trl", "--environment", "mine.py:Shop")) == 0
+def test_grpo_has_its_judges_and_environments_asked_once(
+    model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert (
+        main(words_for_grpo(model, "--verifier", "mine.py:trl", "--environment", "mine.py:Shop"))
+        == 0
+    )
     said = capsys.readouterr().out
     assert titles(said)[-3:] == ["rewards", "environments", "memory"]
     assert "trl" in said and "messages" in said and "1 tool" in said
@@ -199,7 +228,14 @@ def test_grpo_has_its_judges_and_environments_asked_once(model: Path, capsys: py
         (["--verifier", "mine.py:gone"], "own_code", ["gone"]),
         (["--verifier", "mine.py:trl", "--environment", "mine.py:Closed"], "own_code", ["closed"]),
         (
-            ["--verifier", "judge", "--llm_judge_model", "m", "--llm_judge_url", "http://127.0.0.1:9/v1"],
+            [
+                "--verifier",
+                "judge",
+                "--llm_judge_model",
+                "m",
+                "--llm_judge_url",
+                "http://127.0.0.1:9/v1",
+            ],
             "remote",
             ["llm_judge_model"],
         ),
@@ -219,11 +255,16 @@ def test_what_judges_or_answers_and_does_not_work_is_refused(
 def test_first_loss_is_taken_of_the_real_model(
     command: str, model: Path, place: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    write_rows(place / "chats.jsonl", *({"messages": [TURN, {"role": "assistant", "content": "7"}]} for _ in range(4)))
+    write_rows(
+        place / "chats.jsonl",
+        *({"messages": [TURN, {"role": "assistant", "content": "7"}]} for _ in range(4)),
+    )
     rows = [{"prompt": "3 + 4?", "completion": str(n), "label": n % 2 == 0} for n in range(4)]
     write_rows(place / "labelled.jsonl", *rows)
     name = {"dpo": "pairs.jsonl", "sft": "chats.jsonl", "kto": "labelled.jsonl"}[command]
-    assert main(words_for(command, model, "--with_model", "--max_seq_length", "64", rows=[name])) == 0
+    assert (
+        main(words_for(command, model, "--with_model", "--max_seq_length", "64", rows=[name])) == 0
+    )
     (loss,) = re.findall(r"first loss +(\d+\.\d+)", capsys.readouterr().out)
     expected = {"dpo": 0.6931, "sft": 6.2, "kto": 0.5}[command]
     assert float(loss) == pytest.approx(expected, abs=1e-4 if command == "dpo" else 0.5)
@@ -241,7 +282,7 @@ def test_first_loss_of_grpo_is_that_of_two_made_up_answers(
 
 def test_run_with_check_does_as_the_command_does(model: Path, place: Path) -> None:
     from open_instruct import dpo
-    from open_instruct.errors import EXIT_INPUT
+    from open_instruct.core.errors import EXIT_INPUT
 
     words = words_for("dpo", model)[1:]
     assert dpo.main([*words, "--check"]) == 0

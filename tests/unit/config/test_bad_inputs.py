@@ -1,4 +1,6 @@
-"""What a user can get wrong, through the real entry: exit code 2, a sentence that names it, no traceback."""
+"""What a user can get wrong, through the real entry: exit code 2, a sentence that names it, no
+traceback.
+"""
 
 import errno
 import json
@@ -33,7 +35,9 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def stderr_of(good: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Iterator[Callable[..., str]]:
+def stderr_of(
+    good: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> Iterator[Callable[..., str]]:
     """Run with good flags but for those given; check the exit code; return stderr."""
 
     def run(*, exit_code: int = 2, **flags: Any) -> str:
@@ -97,7 +101,10 @@ NORM = "model.norm.weight"
         (edit_tensors(lambda tensors: tensors.update({NORM: torch.zeros(3)})), NORM),
         (edit_tensors(lambda tensors: tensors[NORM].fill_(float("nan"))), NORM),
         (truncate, "truncated"),
-        (lambda model: (model / "model.safetensors").write_bytes(b"no tensors here"), "model.safetensors"),
+        (
+            lambda model: (model / "model.safetensors").write_bytes(b"no tensors here"),
+            "model.safetensors",
+        ),
         (lambda model: (model / "model.safetensors").unlink(), "safetensors"),
         (lambda model: (model / "config.json").unlink(), "config.json"),
         (lambda model: (model / "config.json").write_text("{"), "config.json"),
@@ -117,13 +124,22 @@ def test_damaged_checkpoints(
     assert told in stderr_of(model_name_or_path=model)
 
 
-def test_all_bad_rows_are_told_with_their_lines(tmp_path: Path, stderr_of: Callable[..., str]) -> None:
+def test_all_bad_rows_are_told_with_their_lines(
+    tmp_path: Path, stderr_of: Callable[..., str]
+) -> None:
     def row(*replies: str, prompt: str = "Hello") -> bytes:
-        turns = [[{"role": "user", "content": prompt}, {"role": "assistant", "content": reply}] for reply in replies]
+        turns = [
+            [{"role": "user", "content": prompt}, {"role": "assistant", "content": reply}]
+            for reply in replies
+        ]
         return json.dumps(dict(zip(("chosen", "rejected"), turns, strict=False))).encode()
 
     rows = tmp_path / "rows.jsonl"
-    rows.write_bytes(b"\n".join([row("yes", "no"), b"{not json", row("yes"), row("same", "same"), b'{"a": "\xff"}']))
+    rows.write_bytes(
+        b"\n".join(
+            [row("yes", "no"), b"{not json", row("yes"), row("same", "same"), b'{"a": "\xff"}']
+        )
+    )
     told = stderr_of(mixer_list=[rows, "1.0"])
     assert "4 of 5 rows" in told and "--on_bad_row skip" in told
     for line, reason in ((2, "not JSON"), (3, "'rejected'"), (4, "equals"), (5, "UTF-8")):
@@ -140,7 +156,10 @@ def test_all_bad_rows_are_told_with_their_lines(tmp_path: Path, stderr_of: Calla
         ({"fsdp_shard_degree": 3}, "--fsdp_shard_degree 3"),
         ({"tensor_parallel_degree": 2}, "--tensor_parallel_degree 2"),
         (
-            {"activation_checkpointing": "selected_modules", "activation_checkpointing_modules": "blocks.*.mlp"},
+            {
+                "activation_checkpointing": "selected_modules",
+                "activation_checkpointing_modules": "blocks.*.mlp",
+            },
             "--activation_checkpointing_modules blocks.*.mlp",
         ),
         ({"output_dir": "/dev/null/run"}, "--output_dir"),
@@ -165,10 +184,15 @@ def test_folder_continues_only_its_own_run(
     assert [json.loads(row)["step"] for row in rows] == [1]
     (tmp_path / "out" / "step1" / "rank0.safetensors").write_bytes(b"damaged")
     told = stderr_of(exit_code=1)
-    assert "step1/rank0.safetensors is not what was written" in told and "--overwrite_output_dir" in told
+    assert (
+        "step1/rank0.safetensors is not what was written" in told
+        and "--overwrite_output_dir" in told
+    )
 
 
-def test_start_model_that_was_changed_in_place(good: Path, tmp_path: Path, stderr_of: Callable[..., str]) -> None:
+def test_start_model_that_was_changed_in_place(
+    good: Path, tmp_path: Path, stderr_of: Callable[..., str]
+) -> None:
     model = tmp_path / "model"
     shutil.copytree(good / "model", model)
     stderr_of(exit_code=0, model_name_or_path=model)
@@ -183,9 +207,15 @@ def test_start_model_that_was_changed_in_place(good: Path, tmp_path: Path, stder
             (model / name).write_bytes(content)
         return told
 
-    for change in (edit_tensors(lambda tensors: tensors[NORM].mul_(1.01)), edit_config(rms_norm_eps=0.1)):
+    for change in (
+        edit_tensors(lambda tensors: tensors[NORM].mul_(1.01)),
+        edit_config(rms_norm_eps=0.1),
+    ):
         told = told_after(change)
-        assert "the start model is not the one that the run of" in told and "--overwrite_output_dir" in told
+        assert (
+            "the start model is not the one that the run of" in told
+            and "--overwrite_output_dir" in told
+        )
     # Written anew with the same content, it is the same model.
     edit_config(transformers_version="7.0")(model)
     stderr_of(exit_code=0, model_name_or_path=model)
@@ -193,16 +223,26 @@ def test_start_model_that_was_changed_in_place(good: Path, tmp_path: Path, stder
 
 @pytest.mark.parametrize(
     "names",
-    [("train/rank0.pt", "model_and_optim/.metadata", ".metadata.json"), (".metadata", "__0_0.distcp")],
+    [
+        ("train/rank0.pt", "model_and_optim/.metadata", ".metadata.json"),
+        (".metadata", "__0_0.distcp"),
+    ],
 )
-def test_checkpoint_of_olmo_core(stderr_of: Callable[..., str], tmp_path: Path, names: tuple[str, ...]) -> None:
-    """Who has trained with OLMo-core may give its folder: nothing removes what took long to make."""
+def test_checkpoint_of_olmo_core(
+    stderr_of: Callable[..., str], tmp_path: Path, names: tuple[str, ...]
+) -> None:
+    """Who has trained with OLMo-core may give its folder: nothing removes what took long to
+    make.
+    """
     theirs = tmp_path / "out" / "step1"
     for name in names:
         (theirs / name).parent.mkdir(parents=True, exist_ok=True)
         (theirs / name).write_bytes(b"{}")
     told = stderr_of()
-    assert f"{theirs} is a checkpoint of OLMo-core's own format" in told and "another --output_dir" in told
+    assert (
+        f"{theirs} is a checkpoint of OLMo-core's own format" in told
+        and "another --output_dir" in told
+    )
     assert all((theirs / name).is_file() for name in names)
 
 
@@ -257,12 +297,18 @@ def test_checkpoint_that_cannot_be_written(
     assert any(path.name == "rank0.safetensors" for path in synced)
 
 
-def test_learning_rate_that_breaks_the_weights(stderr_of: Callable[..., str], tmp_path: Path) -> None:
+def test_learning_rate_that_breaks_the_weights(
+    stderr_of: Callable[..., str], tmp_path: Path
+) -> None:
     """The loss and the gradient of the only step are finite; what is broken is what comes of it."""
     told = stderr_of(exit_code=1, learning_rate=1e30, warmup_ratio=0.0)
     assert "some weights are not finite, or larger than" in told.splitlines()[-1]
-    assert "the checkpoint of step 1 was not written" in told and "This run has no checkpoint" in told
-    assert not list((tmp_path / "out").glob("step*")) and not (tmp_path / "out" / "hf_model").exists()
+    assert (
+        "the checkpoint of step 1 was not written" in told and "This run has no checkpoint" in told
+    )
+    assert (
+        not list((tmp_path / "out").glob("step*")) and not (tmp_path / "out" / "hf_model").exists()
+    )
 
 
 def test_only_reference_logprobs(stderr_of: Callable[..., str], tmp_path: Path) -> None:

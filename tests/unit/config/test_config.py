@@ -12,27 +12,49 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
+from open_instruct.commands.layout import LayoutFlags
 from open_instruct.config import resolved
 from open_instruct.config.flags import LARGEST_INT, NONE_WORDS, Flag, flags_of
 from open_instruct.config.grpo import GRPOConfig
 from open_instruct.config.help import MOST_USED, chosen_flags, help_page, help_topic, told_of
 from open_instruct.config.parser import parse
-from open_instruct.config.resolved import _git_state, as_flat_dict, refuse_conflicts, resume_conflicts, write_config
+from open_instruct.config.resolved import (
+    _git_state,
+    as_flat_dict,
+    refuse_conflicts,
+    resume_conflicts,
+    write_config,
+)
 from open_instruct.config.suites.upstream_flags import taken, upstream_table
-from open_instruct.errors import InputError
+from open_instruct.core.errors import InputError
+from open_instruct.core.user_code import load_named
 from open_instruct.losses.preference import PREFERENCE_LOSSES
 from open_instruct.objectives.dpo import DPOConfig, validate_dpo
 from open_instruct.objectives.registry import objective_named, objective_names
 from open_instruct.objectives.sft import SFTConfig
-from open_instruct.parallel.layout_command import LayoutFlags
-from open_instruct.users_code import load_named
 from tests.refusals import refused
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 SECTIONS = ("every", "dpo", "sft", "grpo", "reward_model")
 
-REQUIRED = ["--model_name_or_path", "model", "--mixer_list", "rows.jsonl", "1.0", "--output_dir", "out"]
-GRPO_REQUIRED = ["--model_name_or_path", "model", "--dataset_mixer_list", "prompts.jsonl", "1.0", "--output_dir", "out"]
+REQUIRED = [
+    "--model_name_or_path",
+    "model",
+    "--mixer_list",
+    "rows.jsonl",
+    "1.0",
+    "--output_dir",
+    "out",
+]
+GRPO_REQUIRED = [
+    "--model_name_or_path",
+    "model",
+    "--dataset_mixer_list",
+    "prompts.jsonl",
+    "1.0",
+    "--output_dir",
+    "out",
+]
 CONFIGS = (DPOConfig, GRPOConfig)
 
 
@@ -49,7 +71,9 @@ def refusal(*words: str) -> str:
 
 def yaml_file(tmp_path: Path, text: str) -> str:
     path = tmp_path / "run.yaml"
-    path.write_text("model_name_or_path: model\nmixer_list: [rows.jsonl, 1.0]\noutput_dir: out\n" + text)
+    path.write_text(
+        "model_name_or_path: model\nmixer_list: [rows.jsonl, 1.0]\noutput_dir: out\n" + text
+    )
     return str(path)
 
 
@@ -64,9 +88,13 @@ class TestCommandLine:
         config = config_of()
         assert config.model.model_name_or_path == "model"
         assert config.data.mixer_list == ["rows.jsonl", "1.0"]
-        defaults = {flag.name: flag.default for flag in flags_of(DPOConfig).values() if not flag.required}
+        defaults = {
+            flag.name: flag.default for flag in flags_of(DPOConfig).values() if not flag.required
+        }
         defaults |= {"beta": 5.0}  # of dpo_norm
-        assert {name: value for name, value in as_flat_dict(config).items() if name in defaults} == defaults
+        assert {
+            name: value for name, value in as_flat_dict(config).items() if name in defaults
+        } == defaults
 
     @pytest.mark.parametrize(
         ("loss_type", "beta"),
@@ -85,22 +113,29 @@ class TestCommandLine:
         assert config_of(*words, "--beta", "0.3").loss.beta == 0.3
         write_config(config, tmp_path / "config.yaml")
         assert f"\nbeta: {beta}\n" in (tmp_path / "config.yaml").read_text()
-        # What is not given again is what it was, so the run is the same; with the default of another loss it is not.
+        # What is not given again is what it was, so the run is the same; with the default of
+        # another loss it is not.
         assert resume_conflicts(as_flat_dict(config), config_of(*words)) == []
         assert len(resume_conflicts(as_flat_dict(config) | {"beta": 0.03}, config)) == 1
 
-    @pytest.mark.parametrize("text", ["loss_type: dpo\n", "loss_type: [dpo]\n", "loss_type:\n- dpo\n"])
+    @pytest.mark.parametrize(
+        "text", ["loss_type: dpo\n", "loss_type: [dpo]\n", "loss_type:\n- dpo\n"]
+    )
     def test_single_loss_is_one_word_in_every_spelling(self, tmp_path: Path, text: str) -> None:
         config = parse(DPOConfig, [yaml_file(tmp_path, text)])
         assert config.loss.loss_type == "dpo"
         write_config(config, tmp_path / "config.yaml")
         assert "\nloss_type: dpo\n" in (tmp_path / "config.yaml").read_text()
-        several = parse(DPOConfig, [yaml_file(tmp_path, "loss_type: [dpo, sft]\nloss_weights: [1, 0.5]\n")])
+        several = parse(
+            DPOConfig, [yaml_file(tmp_path, "loss_type: [dpo, sft]\nloss_weights: [1, 0.5]\n")]
+        )
         assert several.loss.loss_type == ["dpo", "sft"] and several.loss.loss_weights == [1.0, 0.5]
 
     @pytest.mark.parametrize("words", [["--exp_name", "a\0b"], ["--eval_mixer_list", "a\udc80"]])
     def test_words_that_are_no_text_are_refused(self, words: list[str]) -> None:
-        assert refusal(*words) == f"{words[0]} holds a null byte or one that is not UTF-8; give text"
+        assert (
+            refusal(*words) == f"{words[0]} holds a null byte or one that is not UTF-8; give text"
+        )
 
     def test_all_missing_flags_are_listed(self) -> None:
         with refused("missing_flag", "model_name_or_path", "--mixer_list", "--output_dir"):
@@ -108,19 +143,32 @@ class TestCommandLine:
 
     def test_flag_with_a_bad_value_is_not_missing_too(self) -> None:
         with pytest.raises(InputError) as caught:
-            parse(DPOConfig, ["--model_name_or_path", "--mixer_list", "a", "1.0", "--output_dir", "o"])
+            parse(
+                DPOConfig, ["--model_name_or_path", "--mixer_list", "a", "1.0", "--output_dir", "o"]
+            )
         assert "missing" not in str(caught.value)
 
     def test_everything_wrong_is_said_at_once(self) -> None:
         message = refusal("--beta", "x", "--load_in_8bit", "--sed", "3", "--packing", "maybe")
-        assert [line.split()[0] for line in message.splitlines()] == ["--beta", "--load_in_8bit", "--sed", "--packing"]
+        assert [line.split()[0] for line in message.splitlines()] == [
+            "--beta",
+            "--load_in_8bit",
+            "--sed",
+            "--packing",
+        ]
 
     @pytest.mark.parametrize("words", [["rows.jsonl"], ["-x", "1"], ["1.0", "--beta", "2"]])
     def test_words_before_the_first_flag_are_refused(self, words: list[str]) -> None:
         with refused("stray_word", "name", f"{words[0]}"):
             parse(DPOConfig, [*words, *REQUIRED])
 
-    @given(st.lists(st.one_of(st.text(), st.sampled_from(["--beta", "--packing", "--mixer_list", "x=", "1"]))))
+    @given(
+        st.lists(
+            st.one_of(
+                st.text(), st.sampled_from(["--beta", "--packing", "--mixer_list", "x=", "1"])
+            )
+        )
+    )
     @settings(max_examples=25)
     def test_no_words_give_anything_but_a_config_or_an_input_error(self, words: list[str]) -> None:
         with contextlib.suppress(InputError):
@@ -134,7 +182,10 @@ class TestUpstreamFlags:
                 parse(elsewhere, [*words, "--hf_repo_url", "u"])
 
     def test_command_hears_its_own_sentence(self) -> None:
-        assert parse(GRPOConfig, [*GRPO_REQUIRED, "--eval_steps", "3"]).evaluation.local_eval_every == 3
+        assert (
+            parse(GRPOConfig, [*GRPO_REQUIRED, "--eval_steps", "3"]).evaluation.local_eval_every
+            == 3
+        )
         with refused("foreign_flag", "num_processes", "--num_learners_per_node"):
             parse(GRPOConfig, [*GRPO_REQUIRED, "--num_processes", "3"])
 
@@ -147,17 +198,32 @@ class TestUpstreamFlags:
         ],
     )
     def test_mixtures_are_taken(self, words: str, mixer_list: list[str]) -> None:
-        assert parse(DPOConfig, [*REQUIRED[:2], *REQUIRED[5:], *words.split()]).data.mixer_list == mixer_list
+        assert (
+            parse(DPOConfig, [*REQUIRED[:2], *REQUIRED[5:], *words.split()]).data.mixer_list
+            == mixer_list
+        )
 
-    @pytest.mark.parametrize("words", [["--push_to_hub", "false"], ["--no_push_to_hub"], ["--hf_repo_id", "none"]])
+    @pytest.mark.parametrize(
+        "words", [["--push_to_hub", "false"], ["--no_push_to_hub"], ["--hf_repo_id", "none"]]
+    )
     def test_upstream_launches_ask_for_no_upload(self, words: list[str]) -> None:
         assert parse(DPOConfig, [*REQUIRED, *words], unneeded=[]) == config_of()
 
     @pytest.mark.parametrize(
         "words",
         [
-            *("--with_tracking", "--hf_repo_url u", "--hf_entity none", "--try_launch_beaker_eval_jobs False"),
-            *("--logging_steps 1", "--use_slow_tokenizer", "--trust_remote_code false", "--load_in_8bit False"),
+            *(
+                "--with_tracking",
+                "--hf_repo_url u",
+                "--hf_entity none",
+                "--try_launch_beaker_eval_jobs False",
+            ),
+            *(
+                "--logging_steps 1",
+                "--use_slow_tokenizer",
+                "--trust_remote_code false",
+                "--load_in_8bit False",
+            ),
             *("--no_load_balancing_loss", "--oe_eval_tasks a,b", "--deepspeed_config_file ds.conf"),
         ],
     )
@@ -181,14 +247,22 @@ class TestUpstreamFlags:
         assert never not in str(caught.value)
 
     def test_beta_is_0_without_a_reference_policy(self) -> None:
-        for words in ("--load_ref_policy false", "--load_ref_policy false --beta 0.0", "--beta 0 --no_load_ref_policy"):
+        for words in (
+            "--load_ref_policy false",
+            "--load_ref_policy false --beta 0.0",
+            "--beta 0 --no_load_ref_policy",
+        ):
             assert parse(GRPOConfig, [*GRPO_REQUIRED, *words.split()]).loss.beta == 0
         with refused("repeated_flag", "beta", "--load_ref_policy"):
             parse(GRPOConfig, [*GRPO_REQUIRED, "--beta", "0.1", "--load_ref_policy", "false"])
 
     @pytest.mark.parametrize("section", SECTIONS)
     def test_reasons_name_only_flags_that_exist(self, section: str) -> None:
-        known = {name for config_class in (DPOConfig, SFTConfig, GRPOConfig) for name in flags_of(config_class)}
+        known = {
+            name
+            for config_class in (DPOConfig, SFTConfig, GRPOConfig)
+            for name in flags_of(config_class)
+        }
         known |= {"nproc_per_node", "nnodes", "tools", "additive_format_reward"}
         for name, entry in upstream_table(section).items():
             named = re.findall(r"--(\w+)", f"{entry.unneeded} {entry.refused}")
@@ -201,17 +275,22 @@ class TestUpstreamFlags:
         config = parse(DPOConfig, [yaml_file(tmp_path, text)], unneeded=told)
         assert (config.loss.beta, config.run.checkpointing_steps, len(told)) == (3.0, 0, 2)
         path = tmp_path / "mixture.yaml"
-        path.write_text("model_name_or_path: m\noutput_dir: o\ndataset_mixer:\n  a: 1.0\n  b: 500\n")
+        path.write_text(
+            "model_name_or_path: m\noutput_dir: o\ndataset_mixer:\n  a: 1.0\n  b: 500\n"
+        )
         assert parse(DPOConfig, [str(path)]).data.mixer_list == ["a", "1.0", "b", "500"]
-        assert "line 4: trust_remote_code is refused" in yaml_refusal(tmp_path, "trust_remote_code: true\n")
+        assert "line 4: trust_remote_code is refused" in yaml_refusal(
+            tmp_path, "trust_remote_code: true\n"
+        )
 
 
 class TestYaml:
     def test_values_mean_what_they_mean_on_the_command_line(self, tmp_path: Path) -> None:
         path = yaml_file(
             tmp_path,
-            "learning_rate: 5e-7\nmax_train_steps: null\ntokenizer_name_or_path: ~\npacking: False\n"
-            "max-seq-length: 1_024\nreport_to:\n  - wandb\neval_mixer_list: [a.jsonl, 1.0, b.jsonl, 2]\nbeta: 5\n",
+            "learning_rate: 5e-7\nmax_train_steps: null\ntokenizer_name_or_path: ~\npacking: "
+            "False\nmax-seq-length: 1_024\nreport_to:\n  - wandb\neval_mixer_list: [a.jsonl, 1.0, "
+            "b.jsonl, 2]\nbeta: 5\n",
         )
         config = parse(DPOConfig, [path])
         assert config.optim.learning_rate == 5e-7
@@ -223,13 +302,20 @@ class TestYaml:
         assert config.data.eval_mixer_list == ["a.jsonl", "1.0", "b.jsonl", "2"]
         assert config.loss.beta == 5.0
 
-    def test_held_out_rows_of_the_command_line_replace_those_of_the_file(self, tmp_path: Path) -> None:
+    def test_held_out_rows_of_the_command_line_replace_those_of_the_file(
+        self, tmp_path: Path
+    ) -> None:
         file = yaml_file(
-            tmp_path, "eval_mixer_list: [held.jsonl, 1.0]\neval_mixer_list_splits: [test]\neval_steps: 5\n"
+            tmp_path,
+            ("eval_mixer_list: [held.jsonl, 1.0]\neval_mixer_list_splits: [test]\neval_steps: 5\n"),
         )
         told: list[str] = []
         data = parse(DPOConfig, [file, *REQUIRED, "--eval_split", "0.1"], unneeded=told).data
-        assert (data.eval_split, data.eval_mixer_list, data.eval_mixer_list_splits) == (0.1, [], ["train"])
+        assert (data.eval_split, data.eval_mixer_list, data.eval_mixer_list_splits) == (
+            0.1,
+            [],
+            ["train"],
+        )
         assert data.eval_steps == 5 and [word.split()[0] for word in told] == [
             "eval_mixer_list",
             "eval_mixer_list_splits",
@@ -251,7 +337,10 @@ class TestYaml:
     @pytest.mark.parametrize(
         ("text", "problem"),
         [
-            ("beta: 1\nlerning_rate: 1\n", ("unknown_flag", "lerning_rate", "line 5", "learning_rate")),
+            (
+                "beta: 1\nlerning_rate: 1\n",
+                ("unknown_flag", "lerning_rate", "line 5", "learning_rate"),
+            ),
             ("beta: 1\nseed: 2\nbeta: 3\n", ("repeated_flag", "beta", "line 6")),
             ("beta: 1\ndpo_beta: 3\n", ("repeated_flag", "beta", "line 5")),
             ("beta: much\n", ("bad_value", "beta", "line 4", "'much'")),
@@ -263,13 +352,18 @@ class TestYaml:
             ("dpo_beta: &a [*a]\n", ("bad_value", "dpo_beta", "line 4")),
             ("beta: &a {x: *a}\n", ("bad_value", "beta", "line 4")),
             ("report_to: [[wandb]]\n", ("bad_value", "report_to", "line 4")),
-            ("eval_mixer_list: null\nstop_strings: ~\n", ("unknown_flag", "stop_strings", "line 5")),
+            (
+                "eval_mixer_list: null\nstop_strings: ~\n",
+                ("unknown_flag", "stop_strings", "line 5"),
+            ),
             ("[a, b]: 1\n", ("unreadable_file", None, "line 4")),
             ("packing: yes\n", ("bad_value", "packing", "line 4", "'yes'")),
             ("no_packing: true\n", ("unknown_flag", "no_packing", "line 4", "packing")),
         ],
     )
-    def test_refusals_name_file_line_and_key(self, tmp_path: Path, text: str, problem: tuple[Any, ...]) -> None:
+    def test_refusals_name_file_line_and_key(
+        self, tmp_path: Path, text: str, problem: tuple[Any, ...]
+    ) -> None:
         with refused(*problem) as caught:
             parse(DPOConfig, [yaml_file(tmp_path, text)])
         assert str(caught.value).startswith(str(tmp_path / "run.yaml"))
@@ -281,7 +375,9 @@ class TestYaml:
             parse(DPOConfig, [*given, "--report_to", "wandb,tensorboard"])
 
     def test_word_is_a_list_of_one_and_null_an_empty_list(self, tmp_path: Path) -> None:
-        config = parse(DPOConfig, [yaml_file(tmp_path, "report_to: wandb\neval_mixer_list: null\n")])
+        config = parse(
+            DPOConfig, [yaml_file(tmp_path, "report_to: wandb\neval_mixer_list: null\n")]
+        )
         assert (config.logging.report_to, config.data.eval_mixer_list) == (["wandb"], [])
 
     @pytest.mark.parametrize(
@@ -299,7 +395,9 @@ class TestYaml:
         ],
         ids=range(9),
     )
-    def test_yaml_that_is_no_flat_mapping_is_refused(self, tmp_path: Path, content: bytes | None, told: str) -> None:
+    def test_yaml_that_is_no_flat_mapping_is_refused(
+        self, tmp_path: Path, content: bytes | None, told: str
+    ) -> None:
         path = tmp_path / "bad.yaml"
         if content is not None:
             path.write_bytes(content)
@@ -321,7 +419,10 @@ class TestYaml:
     @pytest.mark.parametrize("path", ["$NOT_SET/a", "${NOT_SET}/a", "~no_such_user/a"])
     def test_path_that_cannot_be_filled_in_is_refused(self, path: str) -> None:
         with refused("bad_value", "output_dir", path.partition("/")[0].strip("${}")):
-            parse(DPOConfig, ["--output_dir", path, "--model_name_or_path", "m", "--mixer_list", "r", "1.0"])
+            parse(
+                DPOConfig,
+                ["--output_dir", path, "--model_name_or_path", "m", "--mixer_list", "r", "1.0"],
+            )
 
     def test_folder_is_no_file(self, tmp_path: Path) -> None:
         folder = tmp_path / "folder.yaml"
@@ -329,8 +430,12 @@ class TestYaml:
         with refused("unreadable_file"):
             parse(DPOConfig, [str(folder)])
 
-    @pytest.mark.parametrize("word", ["dpo/tiny_cpu", "configs/dpo/tiny_cpu.yaml", "configs/dpo/tiny_cpu"])
-    def test_file_of_the_package_goes_by_its_name(self, word: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    @pytest.mark.parametrize(
+        "word", ["dpo/tiny_cpu", "configs/dpo/tiny_cpu.yaml", "configs/dpo/tiny_cpu"]
+    )
+    def test_file_of_the_package_goes_by_its_name(
+        self, word: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.chdir("/")
         assert parse(DPOConfig, [word, "--seed", "3"]).run.output_dir == "runs/tiny_cpu"
         with refused("stray_word", None, "dpo/tiny_cpu"):
@@ -357,16 +462,25 @@ class TestHelp:
         assert len(examples) == 2 and all(example in text for example in examples)
 
     @pytest.mark.parametrize("command", objective_names())
-    def test_few_flags_are_shown_at_first_with_an_example_that_names_no_checkout(self, command: str) -> None:
+    def test_few_flags_are_shown_at_first_with_an_example_that_names_no_checkout(
+        self, command: str
+    ) -> None:
         config_class = objective_named(command).config_class
         chosen = [flag for flags in chosen_flags(config_class, None).values() for flag in flags]
-        assert 10 <= len(chosen) <= 22 and {flag.name for flag in chosen if flag.required} >= {"output_dir"}
+        assert 10 <= len(chosen) <= 22 and {flag.name for flag in chosen if flag.required} >= {
+            "output_dir"
+        }
         page = help_page(config_class, "program", 100).plain
         assert f"{len(chosen)} of {len(flags_of(config_class))} flags" in " ".join(page.split())
-        assert all("configs/" not in example and ".py" not in example for example in told_of(config_class)[1])
+        assert all(
+            "configs/" not in example and ".py" not in example
+            for example in told_of(config_class)[1]
+        )
 
     def test_flags_most_runs_set_are_flags(self) -> None:
-        known = set().union(*(flags_of(objective_named(name).config_class) for name in objective_names()))
+        known = set().union(
+            *(flags_of(objective_named(name).config_class) for name in objective_names())
+        )
         assert known >= MOST_USED
 
     def test_word_behind_help_chooses_the_flags_about_it(self) -> None:
@@ -374,7 +488,9 @@ class TestHelp:
         assert help_topic(["--seed", "1", "-h"]) is None
         chosen = {flag.name for flags in chosen_flags(DPOConfig, "lora").values() for flag in flags}
         assert chosen >= {"use_lora", "lora_r", "adapter_name_or_path"} and "beta" not in chosen
-        assert {flag.name for flags in chosen_flags(DPOConfig, "lora-r").values() for flag in flags} == {"lora_r"}
+        assert {
+            flag.name for flags in chosen_flags(DPOConfig, "lora-r").values() for flag in flags
+        } == {"lora_r"}
         page = help_page(DPOConfig, "program", 100, topic="nowhere").plain
         assert "No flag is about 'nowhere'" in page and " 0 of " not in page
 
@@ -383,10 +499,17 @@ class TestHelp:
         assert "Examples" not in description
         assert [example.split()[0] for example in examples] == ["open-instruct", "open-instruct"]
         assert "--model_name_or_path MODEL_DIR --dataset_mixer_list" in examples[0]
-        own = (REPOSITORY / "docs" / "your_own_loss.md").read_text().partition("```python\n")[2].partition("```")[0]
+        own = (
+            (REPOSITORY / "docs" / "your_own_loss.md")
+            .read_text()
+            .partition("```python\n")[2]
+            .partition("```")[0]
+        )
         (tmp_path / "mine.py").write_text(own)
         objective = load_named(f"{tmp_path / 'mine.py'}:PULL", origin="--objective", what="NAME")
-        assert told_of(objective.config_class)[1][0].startswith("open-instruct train --objective mine.py:PULL ")
+        assert told_of(objective.config_class)[1][0].startswith(
+            "open-instruct train --objective mine.py:PULL "
+        )
 
     @pytest.mark.parametrize("width", [40, 72, 110])
     def test_text_is_wrapped_to_the_width(self, width: int) -> None:
@@ -409,7 +532,9 @@ class TestValidation:
             (["a", "1.0e999"], ("bad_value", "mixer_list", "0")),
         ],
     )
-    def test_mixer_lists_need_names_and_amounts(self, words: list[str], problem: tuple[Any, ...]) -> None:
+    def test_mixer_lists_need_names_and_amounts(
+        self, words: list[str], problem: tuple[Any, ...]
+    ) -> None:
         with refused(*problem):
             validate_dpo(parse(DPOConfig, ["--mixer_list", *words, *REQUIRED[:2], *REQUIRED[5:]]))
 
@@ -443,24 +568,34 @@ def values_of(flag: Flag) -> st.SearchStrategy[Any]:
         }
         strategy = st.lists(of_kinds[flag.item_kind]) if flag.kind is list else of_kinds[flag.kind]
         # 0 where upstream's 0 says `none`: no config holds it.
-        strategy = strategy.filter(lambda value: taken(flag.name, [str(value)], flags_of(DPOConfig)) is None)
+        strategy = strategy.filter(
+            lambda value: taken(flag.name, [str(value)], flags_of(DPOConfig)) is None
+        )
     # In a config there is always a beta: without one given, the loss's own.
     return st.one_of(st.none(), strategy) if flag.optional and flag.name != "beta" else strategy
 
 
 class TestSavedConfig:
     def test_saved_config_is_the_config(self, tmp_path: Path) -> None:
-        config = config_of("--beta", "5", "--report_to", "wandb", "--max_train_steps", "7", "--exp_name", "1.0")
+        config = config_of(
+            "--beta", "5", "--report_to", "wandb", "--max_train_steps", "7", "--exp_name", "1.0"
+        )
         path = tmp_path / "config.yaml"
-        write_config(config, path, {"versions": {"torch": "2.13.0"}, "git": "abc\ndef", "world_size": 4})
+        write_config(
+            config, path, {"versions": {"torch": "2.13.0"}, "git": "abc\ndef", "world_size": 4}
+        )
         assert parse(DPOConfig, [str(path)]) == config
         text = path.read_text()
-        assert text.startswith("# versions:\n#   torch: 2.13.0\n# git: 'abc\n# \n#   def'\n# world_size: 4\n")
+        assert text.startswith(
+            "# versions:\n#   torch: 2.13.0\n# git: 'abc\n# \n#   def'\n# world_size: 4\n"
+        )
         assert "\n# Optimisation\nlearning_rate: 5.0e-07\n" in text
         assert "\nmixer_list:\n- rows.jsonl\n- '1.0'\n" in text
         assert [entry.name for entry in tmp_path.iterdir()] == ["config.yaml"]
 
-    @pytest.mark.parametrize("word", ["\x85'", "a\u2028b", "é ", " x", "1.0", "a: b", "#", "- a", "\r\n", "\t", ""])
+    @pytest.mark.parametrize(
+        "word", ["\x85'", "a\u2028b", "é ", " x", "1.0", "a: b", "#", "- a", "\r\n", "\t", ""]
+    )
     def test_odd_words_survive_the_file(self, tmp_path: Path, word: str) -> None:
         config = config_of(f"--exp_name={word}", "--eval_mixer_list", word, word)
         path = tmp_path / "config.yaml"
@@ -477,14 +612,20 @@ class TestSavedConfig:
     def test_any_config_survives_the_file(self, tmp_path: Path, data: st.DataObject) -> None:
         config = config_of()
         for flag in flags_of(DPOConfig).values():
-            values = st.sampled_from(["olmo_core", "deepspeed"]) if flag.name == "backend" else values_of(flag)
+            values = (
+                st.sampled_from(["olmo_core", "deepspeed"])
+                if flag.name == "backend"
+                else values_of(flag)
+            )
             setattr(getattr(config, flag.section), flag.name, data.draw(values, label=flag.name))
         config.__post_init__()  # as if it had been built so
         path = tmp_path / "config.yaml"
         write_config(config, path)
         assert parse(DPOConfig, [str(path)]) == config
 
-    def test_old_file_survives_a_failed_write(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_old_file_survives_a_failed_write(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         path = tmp_path / "config.yaml"
         write_config(config_of(), path)
 
@@ -498,7 +639,9 @@ class TestSavedConfig:
 
     def test_provenance_names_versions_and_commit(self) -> None:
         provenance = resolved.provenance()
-        assert {"python", "open_instruct", "torch", "ai2-olmo-core"} <= provenance["versions"].keys()
+        assert {"python", "open_instruct", "torch", "ai2-olmo-core"} <= provenance[
+            "versions"
+        ].keys()
         assert provenance["git"]
 
 
@@ -510,12 +653,16 @@ def config_with(name: str) -> DPOConfig | GRPOConfig:
 
 
 def flags_that_are(resume: str) -> list[str]:
-    flags = {name: flag for config_class in CONFIGS for name, flag in flags_of(config_class).items()}
+    flags = {
+        name: flag for config_class in CONFIGS for name, flag in flags_of(config_class).items()
+    }
     return [name for name, flag in flags.items() if flag.resume == resume]
 
 
 class TestResume:
-    def conflicts(self, before: list[str], after: list[str], worlds: tuple[int, int] = (4, 4)) -> list[str]:
+    def conflicts(
+        self, before: list[str], after: list[str], worlds: tuple[int, int] = (4, 4)
+    ) -> list[str]:
         return resume_conflicts(as_flat_dict(config_of(*before)), config_of(*after), worlds=worlds)
 
     @pytest.mark.parametrize("name", flags_that_are("same"))
@@ -534,8 +681,8 @@ class TestResume:
     def test_global_batch_must_stay(self) -> None:
         batch = ["--per_device_train_batch_size", "2", "--gradient_accumulation_steps", "4"]
         assert self.conflicts(batch, batch, (4, 2)) == [
-            "the global batch was 32 rows (2 x 4 x 4 data-parallel ranks), is 16 rows (2 x 4 x 2 data-parallel ranks); "
-            "--gradient_accumulation_steps 8 keeps it"
+            "the global batch was 32 rows (2 x 4 x 4 data-parallel ranks), is 16 rows (2 x 4 x 2 "
+            "data-parallel ranks); --gradient_accumulation_steps 8 keeps it"
         ]
         kept = ["--per_device_train_batch_size", "2", "--gradient_accumulation_steps", "8"]
         assert self.conflicts(batch, kept, (4, 2)) == []
@@ -548,16 +695,36 @@ class TestResume:
         ("both", "before", "after", "conflicts"),
         [
             ("", "", "", []),
-            ("", "--max_train_steps 10", "--max_train_steps 20", ["--max_train_steps was 10, is 20"]),
+            (
+                "",
+                "--max_train_steps 10",
+                "--max_train_steps 20",
+                ["--max_train_steps was 10, is 20"],
+            ),
             ("", "", "--num_epochs 2", ["--num_epochs was 1, is 2"]),
             # A flat schedule has no length, and steps overrule epochs.
-            ("--lr_scheduler_type constant --warmup_ratio 0", "--max_train_steps 10", "--num_epochs 3", []),
-            ("--lr_scheduler_type constant", "--num_epochs 1", "--num_epochs 3", ["--num_epochs was 1, is 3"]),
+            (
+                "--lr_scheduler_type constant --warmup_ratio 0",
+                "--max_train_steps 10",
+                "--num_epochs 3",
+                [],
+            ),
+            (
+                "--lr_scheduler_type constant",
+                "--num_epochs 1",
+                "--num_epochs 3",
+                ["--num_epochs was 1, is 3"],
+            ),
             ("--max_train_steps 10", "", "--num_epochs 5", []),
         ],
     )
-    def test_length_sets_the_schedule(self, both: str, before: str, after: str, conflicts: list[str]) -> None:
-        assert self.conflicts([*both.split(), *before.split()], [*both.split(), *after.split()]) == conflicts
+    def test_length_sets_the_schedule(
+        self, both: str, before: str, after: str, conflicts: list[str]
+    ) -> None:
+        assert (
+            self.conflicts([*both.split(), *before.split()], [*both.split(), *after.split()])
+            == conflicts
+        )
 
     @pytest.mark.parametrize(
         ("before", "after", "num_conflicts"),
@@ -575,7 +742,9 @@ class TestResume:
     def test_run_that_had_ended_may_become_longer(
         self, before: list[str], after: list[str], num_conflicts: int
     ) -> None:
-        conflicts = resume_conflicts(as_flat_dict(config_of(*before)), config_of(*after), ended_after=10)
+        conflicts = resume_conflicts(
+            as_flat_dict(config_of(*before)), config_of(*after), ended_after=10
+        )
         assert len(conflicts) == num_conflicts
 
     def test_trailing_slash_is_the_same_folder(self) -> None:
@@ -594,7 +763,12 @@ class TestResume:
         with pytest.raises(InputError) as caught:
             refuse_conflicts(saved, config_of("--beta", "7", "--seed", "1"))
         message = str(caught.value)
-        for part in ("--beta was 5.0, is 7.0", "--seed was 42, is 1", "another --output_dir", "--overwrite_output_dir"):
+        for part in (
+            "--beta was 5.0, is 7.0",
+            "--seed was 42, is 1",
+            "another --output_dir",
+            "--overwrite_output_dir",
+        ):
             assert part in message
 
 

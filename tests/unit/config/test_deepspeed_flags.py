@@ -1,4 +1,6 @@
-"""The flags of the learner on DeepSpeed: what is refused and why, and what they make of its own configuration."""
+"""The flags of the learner on DeepSpeed: what is refused and why, and what they make of its own
+configuration.
+"""
 
 import sys
 from collections.abc import Callable
@@ -14,19 +16,27 @@ from open_instruct import grpo_fast
 from open_instruct.cluster.placement import FleetShape
 from open_instruct.config.grpo import GRPOConfig, validate_grpo
 from open_instruct.config.parser import parse
-from open_instruct.errors import EXIT_INPUT, InputError
-from open_instruct.learner.deepspeed.grpo_flags import GRPOFastConfig
-from open_instruct.learner.deepspeed.settings import engine_settings, refuse_unfit, zpg_of
-from open_instruct.learner.model import kernels
-from open_instruct.learner.model.kernels import kernel_warnings
-from open_instruct.learner.optim.optimizers import build_optimizer_config
+from open_instruct.core.errors import EXIT_INPUT, InputError
 from open_instruct.objectives.dpo import DPOConfig, validate_dpo
 from open_instruct.parallel.layout import layout_of
 from open_instruct.parallel.wording import describe_layout
-from open_instruct.rollout import checked_run
+from open_instruct.rl import checked_run
+from open_instruct.training.deepspeed.grpo_flags import GRPOFastConfig
+from open_instruct.training.deepspeed.settings import engine_settings, refuse_unfit, zpg_of
+from open_instruct.training.model import kernels
+from open_instruct.training.model.kernels import kernel_warnings
+from open_instruct.training.optim.optimizers import build_optimizer_config
 from tests.refusals import refused
 
-REQUIRED = ["--model_name_or_path", "model", "--mixer_list", "rows.jsonl", "1.0", "--output_dir", "out"]
+REQUIRED = [
+    "--model_name_or_path",
+    "model",
+    "--mixer_list",
+    "rows.jsonl",
+    "1.0",
+    "--output_dir",
+    "out",
+]
 
 
 def config_of(words: str, stage: int | None = 2) -> DPOConfig:
@@ -53,10 +63,20 @@ def test_every_stage_goes_with_float32_and_all_but_the_first_with_bfloat16(stage
 @pytest.mark.parametrize("words", ["--zero_stage 2", "--backend olmo_core --deepspeed_zpg 8"])
 def test_zero_flags_are_named_as_unread_under_fsdp2(words: str) -> None:
     (line,) = validate_dpo(config_of(words, stage=None))
-    assert "FSDP2 shards all that is trained" in line and "read only with --backend deepspeed" in line
+    assert (
+        "FSDP2 shards all that is trained" in line and "read only with --backend deepspeed" in line
+    )
 
 
-GRPO_REQUIRED = ["--model_name_or_path", "model", "--dataset_mixer_list", "prompts.jsonl", "1.0", "--output_dir", "out"]
+GRPO_REQUIRED = [
+    "--model_name_or_path",
+    "model",
+    "--dataset_mixer_list",
+    "prompts.jsonl",
+    "1.0",
+    "--output_dir",
+    "out",
+]
 
 
 def test_both_entries_of_grpo_take_either_backend() -> None:
@@ -71,7 +91,11 @@ def test_both_entries_of_grpo_take_either_backend() -> None:
 
 
 def test_run_with_the_defaults_works_and_so_does_one_on_a_single_gpu() -> None:
-    for given in ([], ["--single_gpu_mode", "--deepspeed_stage", "2"], ["--single_gpu_mode", "--deepspeed_stage", "3"]):
+    for given in (
+        [],
+        ["--single_gpu_mode", "--deepspeed_stage", "2"],
+        ["--single_gpu_mode", "--deepspeed_stage", "3"],
+    ):
         config = parse(GRPOFastConfig, [*GRPO_REQUIRED, *given])
         assert validate_grpo(config) == []
         assert config.model.param_dtype == "bfloat16" and config.parallel.deepspeed_stage == int(
@@ -108,7 +132,9 @@ def test_neighbours_hold_a_second_copy_where_there_are_several_nodes(words: str,
     settings = engine_settings(config, on_cuda=False)
     assert settings["zero_optimization"]["zero_hpz_partition_size"] == zpg
     told = describe_layout(
-        layout_of(config.parallel, config.parallel.num_learners_per_node), config.parallel, who="learner"
+        layout_of(config.parallel, config.parallel.num_learners_per_node),
+        config.parallel,
+        who="learner",
     )
     assert f"learners, DeepSpeed ZeRO-{config.parallel.deepspeed_stage}" in told
     assert (f"second copies of the weights shared by {zpg} neighbours" in told) is (zpg > 1)
@@ -128,12 +154,17 @@ def test_refused_run_of_grpo_starts_nothing(
     """Neither for its flags and layout, nor where there is no DeepSpeed that will do."""
     monkeypatch.setattr("open_instruct.grpo_olmo_core_actor.look_at", lambda config: None)
     out = [*GRPO_REQUIRED[:-1], str(tmp_path / "out"), "--deepspeed_stage", "3"]
-    assert grpo_fast.main([*out, "--deepspeed_zpg", "4", "--num_learners_per_node", "2", "4"]) == EXIT_INPUT
+    assert (
+        grpo_fast.main([*out, "--deepspeed_zpg", "4", "--num_learners_per_node", "2", "4"])
+        == EXIT_INPUT
+    )
     assert "--deepspeed_zpg 4 does not divide 6 learner GPUs" in capsys.readouterr().err
-    monkeypatch.delitem(sys.modules, "ray", raising=False)  # a test before this one may have imported it
+    # A test before this one may have imported it.
+    monkeypatch.delitem(sys.modules, "ray", raising=False)
     versions = {"deepspeed": "0.9.5"}
     with patch(
-        "importlib.metadata.version", lambda name, version=metadata.version: versions.get(name) or version(name)
+        "importlib.metadata.version",
+        lambda name, version=metadata.version: versions.get(name) or version(name),
     ):
         assert grpo_fast.main([*out, "--param_dtype", "float32"]) == EXIT_INPUT
     assert "pip install 'open-instruct[deepspeed]'" in capsys.readouterr().err
@@ -147,9 +178,17 @@ def test_all_ranks_share_on_whichever_nodes_they_are() -> None:
     assert by_stage[2].data_parallel_world_size == 6
     assert layout_of(config_of("--deepspeed_zpg 2", 3).parallel, [4, 4]).shard_degree == 8
     matrices = layout_of(config_of("--tensor_parallel_degree 2", 3).parallel, [4, 4])
-    assert (matrices.tensor_parallel_degree, matrices.data_parallel_world_size, matrices.shard_degree) == (2, 4, 4)
+    assert (
+        matrices.tensor_parallel_degree,
+        matrices.data_parallel_world_size,
+        matrices.shard_degree,
+    ) == (2, 4, 4)
     split = layout_of(config_of("--sequence_parallel_size 2", 3).parallel, [4, 4])
-    assert (split.context_parallel_degree, split.data_parallel_world_size, split.shard_degree) == (2, 4, 4)
+    assert (split.context_parallel_degree, split.data_parallel_world_size, split.shard_degree) == (
+        2,
+        4,
+        4,
+    )
     with refused("layout", "context_parallel_degree", "3", "8"):
         layout_of(config_of("--sequence_parallel_size 3", 3).parallel, [4, 4])
     with refused("layout", "deepspeed_zpg", "3", "8", "1"):
@@ -158,7 +197,9 @@ def test_all_ranks_share_on_whichever_nodes_they_are() -> None:
 
 def test_deepspeed_configuration_scales_and_clips_exactly() -> None:
     settings = settings_of("--max_grad_norm 0.5 --param_dtype float32")
-    assert settings["gradient_accumulation_steps"] == settings["train_micro_batch_size_per_gpu"] == 1
+    assert (
+        settings["gradient_accumulation_steps"] == settings["train_micro_batch_size_per_gpu"] == 1
+    )
     assert settings["managed_gradient_accumulation"] is False
     assert settings["gradient_clipping"] == 0.5
     assert "bf16" not in settings and "communication_data_type" not in settings
@@ -173,7 +214,9 @@ def test_gradients_add_up_in_float32_where_bfloat16_is_computed_with() -> None:
 
 
 def test_offload_and_second_copies_reach_it() -> None:
-    sharing = settings_of("--adam_offload --offload --deepspeed_zpg 4", 3, on_cuda=True)["zero_optimization"]
+    sharing = settings_of("--adam_offload --offload --deepspeed_zpg 4", 3, on_cuda=True)[
+        "zero_optimization"
+    ]
     in_host_memory = {"device": "cpu", "pin_memory": True}
     assert sharing == {
         "stage": 3,
@@ -181,7 +224,10 @@ def test_offload_and_second_copies_reach_it() -> None:
         "offload_optimizer": in_host_memory,
         "offload_param": in_host_memory,
     }
-    assert settings_of("--adam_offload", 1)["zero_optimization"]["offload_optimizer"]["pin_memory"] is False
+    assert (
+        settings_of("--adam_offload", 1)["zero_optimization"]["offload_optimizer"]["pin_memory"]
+        is False
+    )
 
 
 @pytest.fixture
@@ -205,14 +251,22 @@ def with_version(monkeypatch: pytest.MonkeyPatch) -> Callable[[str | None], None
 def test_deepspeed_of_another_version_is_refused(
     version: str | None, with_version: Callable[[str | None], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from open_instruct.learner.deepspeed import library
+    from open_instruct.training.deepspeed import library
 
     with_version(version)
     with pytest.raises(InputError) as caught:
         refuse_unfit()
     (said,) = str(caught.value).splitlines()
-    installed = "is not installed" if version is None else f"deepspeed {version} is installed, and <0.20,>=0.19.8 is"
-    assert installed in said and "pip install 'open-instruct[deepspeed]'" in said and "make install puts it in" in said
+    installed = (
+        "is not installed"
+        if version is None
+        else f"deepspeed {version} is installed, and <0.20,>=0.19.8 is"
+    )
+    assert (
+        installed in said
+        and "pip install 'open-instruct[deepspeed]'" in said
+        and "make install puts it in" in said
+    )
     # And nothing of it is imported then.
     monkeypatch.setitem(sys.modules, "deepspeed", None)
     with pytest.raises(InputError):
@@ -222,13 +276,25 @@ def test_deepspeed_of_another_version_is_refused(
 def test_driver_asks_for_the_version_alone(with_version: Callable[[str | None], None]) -> None:
     """Its learners load the library."""
     with_version("0.19.7")
-    words = ["--model_name_or_path", "m", "--dataset_mixer_list", "rows.jsonl", "1.0", "--output_dir", "out"]
+    words = [
+        "--model_name_or_path",
+        "m",
+        "--dataset_mixer_list",
+        "rows.jsonl",
+        "1.0",
+        "--output_dir",
+        "out",
+    ]
     with refused("missing_package", "backend", "0.19.7"):
-        checked_run.open_rollout_run(parse(GRPOConfig, [*words, "--backend", "deepspeed"])).__enter__()
+        checked_run.open_rollout_run(
+            parse(GRPOConfig, [*words, "--backend", "deepspeed"])
+        ).__enter__()
 
 
 @pytest.mark.parametrize("version", ["0.19.8", "0.19.10", "0.19.8+unknown"])
-def test_versions_that_were_asked_for_will_do(version: str, with_version: Callable[[str | None], None]) -> None:
+def test_versions_that_were_asked_for_will_do(
+    version: str, with_version: Callable[[str | None], None]
+) -> None:
     with_version(version)
     refuse_unfit()
 
@@ -248,32 +314,45 @@ class TestAdam:
         ],
     )
     def test_optimizer_is_built_for_the_device_of_its_states(
-        self, device: torch.device, adam_offload: bool, adam: Any, name: str, monkeypatch: pytest.MonkeyPatch
+        self,
+        device: torch.device,
+        adam_offload: bool,
+        adam: Any,
+        name: str,
+        monkeypatch: pytest.MonkeyPatch,
     ) -> None:
-        from open_instruct.learner.deepspeed import zero
+        from open_instruct.training.deepspeed import zero
 
         monkeypatch.setattr(zero, "building_problem", lambda adam: None)
         assert zero.adam_for(device, adam_offload=adam_offload) == adam
-        optim = config_of("--weight_decay 0.1 --learning_rate 0.5 --adam_beta2 0.95 --adam_epsilon 1e-5").optim
+        optim = config_of(
+            "--weight_decay 0.1 --learning_rate 0.5 --adam_beta2 0.95 --adam_epsilon 1e-5"
+        ).optim
         torchs = build_optimizer_config(optim, device=device, names=("norm.weight",))
         chosen = zero.choose_adam(torchs, adam, warn=pytest.fail)
         assert chosen.optimizer().__name__ == name
         for one in ("lr", "betas", "eps", "weight_decay", "group_overrides"):
             assert getattr(chosen, one) == getattr(torchs, one)
 
-    def test_pytorchs_steps_where_its_kernel_cannot_be_compiled(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        from open_instruct.learner.deepspeed import zero
+    def test_pytorchs_steps_where_its_kernel_cannot_be_compiled(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        from open_instruct.training.deepspeed import zero
 
         monkeypatch.setattr(zero, "building_problem", lambda adam: COMPILER_IS_MISSING)
-        torchs, said = build_optimizer_config(config_of("").optim, device=CPU, names=()), list[str]()
+        torchs, said = (
+            build_optimizer_config(config_of("").optim, device=CPU, names=()),
+            list[str](),
+        )
         chosen = zero.choose_adam(torchs, "FusedAdam", warn=said.append)
         assert chosen is torchs
         assert said == [
-            "DeepSpeed's FusedAdam cannot be compiled here (RuntimeError: no nvcc); PyTorch's AdamW is used"
+            "DeepSpeed's FusedAdam cannot be compiled here (RuntimeError: no nvcc); PyTorch's "
+            "AdamW is used"
         ]
 
     def test_error_of_the_builder_is_the_reason(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        from open_instruct.learner.deepspeed.zero import building_problem, deepspeed
+        from open_instruct.training.deepspeed.zero import building_problem, deepspeed
 
         def load(builder: object) -> None:
             raise RuntimeError("no\n  nvcc")
@@ -285,7 +364,7 @@ class TestAdam:
 
 
 def test_compiler_is_not_mentioned_when_nothing_needs_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    from open_instruct.learner.deepspeed.zero import uncompiled
+    from open_instruct.training.deepspeed.zero import uncompiled
 
     def warnings(config: DPOConfig) -> list[str]:
         return list(kernel_warnings(config.memory, param_dtype="bfloat16", device=CUDA))

@@ -8,11 +8,11 @@ import pytest
 
 from open_instruct.config.grpo import GRPOConfig
 from open_instruct.config.parser import parse
-from open_instruct.errors import InputError
+from open_instruct.core.errors import InputError
 from open_instruct.objectives.dpo import DPOConfig
 from open_instruct.run.first_look import local_folder, look_at
 from tests.refusals import refused
-from tests.unit.run.test_cli import run_dpo
+from tests.unit.commands.test_cli import run_dpo
 
 
 @pytest.fixture
@@ -39,10 +39,16 @@ def words(run: Path, **given: object) -> list[str]:
         "mixer_list": f"{run}/rows.jsonl 1.0",
         "output_dir": run / "new",
     }
-    return [word for name, value in (settings | given).items() for word in (f"--{name}", *str(value).split())]
+    return [
+        word
+        for name, value in (settings | given).items()
+        for word in (f"--{name}", *str(value).split())
+    ]
 
 
-@pytest.mark.parametrize("given", [{}, {"model_name_or_path": "a/hub-name"}, {"mixer_list": "a/hub-name 1.0"}])
+@pytest.mark.parametrize(
+    "given", [{}, {"model_name_or_path": "a/hub-name"}, {"mixer_list": "a/hub-name 1.0"}]
+)
 def test_first_look_accepts_what_will_do(run: Path, given: dict[str, str]) -> None:
     look_at(parse(DPOConfig, words(run, **given)))
 
@@ -55,20 +61,31 @@ def test_first_look_accepts_what_will_do(run: Path, given: dict[str, str]) -> No
         ({"model_name_or_path": "{run}/gone"}, "{run}/gone: there is no such folder"),
         ({"model_name_or_path": "{run}"}, "{run}/config.json: no such file"),
         ({"model_name_or_path": "{run}/rows.jsonl"}, "{run}/rows.jsonl is a file"),
-        ({"model_name_or_path": "{run}/config_alone"}, "{run}/config_alone holds no weights: model.safetensors or"),
+        (
+            {"model_name_or_path": "{run}/config_alone"},
+            "{run}/config_alone holds no weights: model.safetensors or",
+        ),
         (
             {"mixer_list": "{run}/row.jsonl 1.0"},
-            "--mixer_list: {run}/row.jsonl: no such file (a name like this is not looked for on the hub). Did you mean "
-            "{run}/rows",
+            "--mixer_list: {run}/row.jsonl: no such file (a name like this is not looked for on "
+            "the hub). Did you mean {run}/rows",
         ),
-        ({"eval_mixer_list": "{run}/rows.jsonl 1.0 {run}/b.jsonl 1"}, "--eval_mixer_list: {run}/b.jsonl: no such file"),
-        ({"tokenizer_name_or_path": "{run}/no"}, "--tokenizer_name_or_path: {run}/no: there is no such folder"),
+        (
+            {"eval_mixer_list": "{run}/rows.jsonl 1.0 {run}/b.jsonl 1"},
+            "--eval_mixer_list: {run}/b.jsonl: no such file",
+        ),
+        (
+            {"tokenizer_name_or_path": "{run}/no"},
+            "--tokenizer_name_or_path: {run}/no: there is no such folder",
+        ),
         ({"tokenizer_name_or_path": "{run}/out"}, "{run}/out has no tokenizer.json"),
         ({"chat_template_name": "tuluu"}, "--chat_template_name 'tuluu' is not a template"),
     ],
 )
 def test_first_look_refuses_what_is_not_there(run: Path, given: dict[str, str], part: str) -> None:
-    config = parse(DPOConfig, words(run, **{name: value.format(run=run) for name, value in given.items()}))
+    config = parse(
+        DPOConfig, words(run, **{name: value.format(run=run) for name, value in given.items()})
+    )
     with pytest.raises(InputError) as refused:
         look_at(config)
     assert part.format(run=run) in str(refused.value)
@@ -87,7 +104,8 @@ def test_prompts_and_teachers_of_grpo_are_looked_for_too(run: Path) -> None:
     [
         ("{% for message in messages %}", True),
         ("{% for message in messages %}{% break %}{% endfor %}", False),
-        ("{% generation %}{{ messages }}{% endgeneration %}", False),  # a tag that transformers adds
+        # A tag that transformers adds.
+        ("{% generation %}{{ messages }}{% endgeneration %}", False),
     ],
 )
 def test_template_that_cannot_be_parsed(run: Path, text: str, is_refused: bool) -> None:

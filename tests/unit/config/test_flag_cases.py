@@ -24,7 +24,11 @@ def cases(kind: str) -> Iterator[tuple[Any, ...]]:
 
 
 def config_of(command: str, words: str) -> Any:
-    rows = "--dataset_mixer_list prompts.jsonl 1.0" if command == "grpo" else "--mixer_list rows.jsonl 1.0"
+    rows = (
+        "--dataset_mixer_list prompts.jsonl 1.0"
+        if command == "grpo"
+        else "--mixer_list rows.jsonl 1.0"
+    )
     line = f"--model_name_or_path model --output_dir out {rows} {words}"
     return parse(objective_named(command).config_class, line.split())
 
@@ -34,7 +38,9 @@ def warnings_of(command: str, words: str) -> list[str]:
 
 
 @pytest.mark.parametrize(("command", "words", "problem"), cases("refused"))
-def test_flags_that_cannot_work_are_refused_by_kind_and_name(command: str, words: str, problem: str) -> None:
+def test_flags_that_cannot_work_are_refused_by_kind_and_name(
+    command: str, words: str, problem: str
+) -> None:
     kind, flag, *names = problem.split()
     with refused(kind, None if flag == "-" else flag, *names) as caught:
         warnings_of(command, words)
@@ -60,7 +66,10 @@ def test_words_of_flags_become_values(command: str, words: str, expected: dict[s
 
 
 def test_sizes_of_a_grpo_step_follow_from_its_flags() -> None:
-    words = "--num_learners_per_node 2 --num_unique_prompts_rollout 8 --num_samples_per_prompt_rollout 8 "
+    words = (
+        "--num_learners_per_node 2 --num_unique_prompts_rollout 8 "
+        "--num_samples_per_prompt_rollout 8 "
+    )
     words += "--response_length 64 --max_prompt_token_length 128 --total_episodes 640"
     config = config_of("grpo", words)
     assert (config.num_completions_per_step, config.num_steps) == (64, 10)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from open_instruct import entry
+from open_instruct.commands import process
 from open_instruct.config.parser import parse
 from open_instruct.config.sections import RanksSection
 from open_instruct.objectives.dpo import DPOConfig, validate_dpo
@@ -10,7 +10,15 @@ from open_instruct.parallel import launch
 from open_instruct.parallel.launch import idle_gpus, num_to_start, refuse_other_number
 from tests.refusals import refused
 
-REQUIRED = ["--model_name_or_path", "model", "--mixer_list", "rows.jsonl", "1.0", "--output_dir", "out"]
+REQUIRED = [
+    "--model_name_or_path",
+    "model",
+    "--mixer_list",
+    "rows.jsonl",
+    "1.0",
+    "--output_dir",
+    "out",
+]
 
 
 @pytest.mark.parametrize(
@@ -26,7 +34,11 @@ REQUIRED = ["--model_name_or_path", "model", "--mixer_list", "rows.jsonl", "1.0"
     ],
 )
 def test_ranks_are_started_by_launcher_or_command(
-    asked: str | None, environ: dict[str, str], num_gpus: int, number: int | None, monkeypatch: pytest.MonkeyPatch
+    asked: str | None,
+    environ: dict[str, str],
+    num_gpus: int,
+    number: int | None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(launch, "_num_gpus", lambda: num_gpus)
     assert num_to_start(asked, environ) == number
@@ -34,9 +46,9 @@ def test_ranks_are_started_by_launcher_or_command(
 
 def test_layout_is_checked_for_the_ranks_that_will_be(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WORLD_SIZE", raising=False)
-    assert entry._check_nodes(RanksSection(num_processes="6", fsdp_shard_degree=3)) == 6
+    assert process._check_nodes(RanksSection(num_processes="6", fsdp_shard_degree=3)) == 6
     with refused("layout", "fsdp_shard_degree", "4", "6"):
-        entry._check_nodes(RanksSection(num_processes="6", fsdp_shard_degree=4))
+        process._check_nodes(RanksSection(num_processes="6", fsdp_shard_degree=4))
 
 
 @pytest.mark.parametrize("asked", ["0", "-1", "many", "1.5", "1025"])
@@ -54,7 +66,11 @@ def test_launcher_that_started_another_number() -> None:
 
 def test_gpus_that_stay_idle_are_told_of_once_nobody_has_said_that_one_is_meant() -> None:
     told = idle_gpus(RanksSection(), num_ranks=1, num_gpus=8)
-    assert told is not None and told.startswith("this machine has 8 GPUs") and "--num_processes auto" in told
+    assert (
+        told is not None
+        and told.startswith("this machine has 8 GPUs")
+        and "--num_processes auto" in told
+    )
     told = idle_gpus(RanksSection(num_processes="auto"), num_ranks=1, num_gpus=8)
     assert told is not None and "WORLD_SIZE is set" in told
     for parallel, num_ranks, num_gpus in (

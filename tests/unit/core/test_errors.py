@@ -6,10 +6,18 @@ import pytest
 
 from open_instruct.config.parser import parse
 from open_instruct.config.validation import refuse
-from open_instruct.errors import InputError, Problem, problems_of_kind
+from open_instruct.core.errors import InputError, Problem, problems_of_kind
 from open_instruct.objectives.dpo import DPO, DPOConfig
 
-NEEDED = ["--model_name_or_path", "model", "--mixer_list", "rows.jsonl", "1.0", "--output_dir", "run"]
+NEEDED = [
+    "--model_name_or_path",
+    "model",
+    "--mixer_list",
+    "rows.jsonl",
+    "1.0",
+    "--output_dir",
+    "run",
+]
 
 
 def refusal_of(*words: str) -> InputError:
@@ -28,7 +36,9 @@ def refusal_of(*words: str) -> InputError:
         ("several things:\n  a: 1\nGive --output_dir anew", "output_dir", "Give --output_dir anew"),
     ],
 )
-def test_problem_reads_flag_and_remedy_from_its_sentence(text: str, flag: str | None, remedy: str | None) -> None:
+def test_problem_reads_flag_and_remedy_from_its_sentence(
+    text: str, flag: str | None, remedy: str | None
+) -> None:
     problem = Problem(text)
 
     assert (problem, problem.flag, problem.remedy, problem.kind) == (text, flag, remedy, "input")

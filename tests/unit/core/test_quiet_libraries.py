@@ -12,7 +12,9 @@ LOOK_FOR_CUDA = "from torch.utils import cpp_extension; assert cpp_extension._fi
 
 def stderr_of(program: str) -> str:
     environment = {**os.environ, "CUDA_HOME": "/somewhere", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     return done.stderr
 

@@ -1,4 +1,6 @@
-"""The made sums: right where they should be, disjoint where they must be, short enough for a small model."""
+"""The made sums: right where they should be, disjoint where they must be, short enough for a small
+model.
+"""
 
 import json
 import re
@@ -7,12 +9,12 @@ from typing import Any
 
 import pytest
 
+from open_instruct.commands.tiny_model import built_in_corpus, train_tokenizer
 from open_instruct.config.rollout_sections import RewardSection
+from open_instruct.core.errors import InputError
 from open_instruct.data.chat import ChatFormat
 from open_instruct.data.prompt_rows import parse_prompt_row
-from open_instruct.errors import InputError
-from open_instruct.toys.tiny import built_in_corpus, train_tokenizer
-from open_instruct.verifiers.registry import known_verifiers
+from open_instruct.rewards.registry import known_verifiers
 from scripts.demo_data.sums import NUM_PROBLEMS, worked_out, write_arithmetic
 from tests.unit.token_data import encoded
 
@@ -22,7 +24,8 @@ FILES = ("sft", "prompts", "held_out")
 
 def read(folder: Path) -> tuple[Rows, Rows, Rows]:
     sft, prompts, held_out = (
-        [json.loads(line) for line in (folder / f"{name}.jsonl").read_text().splitlines()] for name in FILES
+        [json.loads(line) for line in (folder / f"{name}.jsonl").read_text().splitlines()]
+        for name in FILES
     )
     return sft, prompts, held_out
 
@@ -58,11 +61,15 @@ def test_every_step_of_every_sum_is_right() -> None:
 def test_sizes_and_forms(rows: tuple[Rows, Rows, Rows]) -> None:
     sft, prompts, held_out = rows
     assert list(map(len, rows)) == [3000, 4500, 200]
-    assert {tuple(message["role"] for message in row["messages"]) for row in sft} == {("user", "assistant")}
+    assert {tuple(message["role"] for message in row["messages"]) for row in sft} == {
+        ("user", "assistant")
+    }
     verifiers = known_verifiers(RewardSection())
     for row in prompts + held_out:
         _, checks, _ = parse_prompt_row(row, verifiers)
-        assert [(check.verifier, check.ground_truth) for check in checks] == [("gsm8k", str(sum(operands(row))))]
+        assert [(check.verifier, check.ground_truth) for check in checks] == [
+            ("gsm8k", str(sum(operands(row))))
+        ]
 
 
 def test_held_out_sums_are_in_no_other_file_in_either_order(rows: tuple[Rows, Rows, Rows]) -> None:
@@ -85,7 +92,9 @@ def test_careful_replies_are_right_and_hasty_ones_seldom(rows: tuple[Rows, Rows,
 
 def test_same_arguments_write_the_same_bytes(tmp_path: Path) -> None:
     for name, seed in (("one", 0), ("two", 0), ("other", 1)):
-        write_arithmetic(tmp_path / name, num_sft_rows=20, num_prompts=20, num_held_out=20, seed=seed)
+        write_arithmetic(
+            tmp_path / name, num_sft_rows=20, num_prompts=20, num_held_out=20, seed=seed
+        )
     for file in (f"{name}.jsonl" for name in FILES):
         assert (tmp_path / "one" / file).read_bytes() == (tmp_path / "two" / file).read_bytes()
         assert (tmp_path / "one" / file).read_bytes() != (tmp_path / "other" / file).read_bytes()

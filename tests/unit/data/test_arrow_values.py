@@ -1,4 +1,6 @@
-"""Rows are the same whichever kind of file they are in: tables have no keys that the rows never had."""
+"""Rows are the same whichever kind of file they are in: tables have no keys that the rows never
+had.
+"""
 
 import json
 from collections.abc import Callable
@@ -62,7 +64,10 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 def schema(name: str, **properties: str) -> dict[str, Any]:
     typed = {key: {"type": kind} for key, kind in properties.items()}
-    return {"type": "function", "function": {"name": name, "parameters": {"type": "object", "properties": typed}}}
+    return {
+        "type": "function",
+        "function": {"name": name, "parameters": {"type": "object", "properties": typed}},
+    }
 
 
 def call(name: str, **arguments: Any) -> dict[str, Any]:
@@ -71,25 +76,41 @@ def call(name: str, **arguments: Any) -> dict[str, Any]:
 
 # Columns that only one row has are null in the others; what is within them is not there.
 ROWS: dict[str, list[dict[str, Any]]] = {
-    "tools": [{"tools": [schema("add", a="integer", b="integer")]}, {"tools": [schema("rain", city="string")]}],
+    "tools": [
+        {"tools": [schema("add", a="integer", b="integer")]},
+        {"tools": [schema("rain", city="string")]},
+    ],
     "arguments": [
         {"messages": [{"role": "assistant", "tool_calls": [call("add", a=2, b=3)]}]},
         {"messages": [{"role": "assistant", "tool_calls": [call("rain", city="Rome")]}]},
     ],
     "no_arguments": [{"calls": [call("now")]}, {"calls": [call("rain", city="Rome")]}],
     "some_messages_alone": [
-        {"messages": [{"role": "user", "content": "Rain?"}, {"role": "tool", "content": "no", "name": "rain"}]}
+        {
+            "messages": [
+                {"role": "user", "content": "Rain?"},
+                {"role": "tool", "content": "no", "name": "rain"},
+            ]
+        }
     ],
-    "deep": [{"x": {"a": {"b": [{"c": {"d": 1}}]}}}, {"x": {"a": {"b": [{"c": {"e": "x"}}], "f": []}}}],
+    "deep": [
+        {"x": {"a": {"b": [{"c": {"d": 1}}]}}},
+        {"x": {"a": {"b": [{"c": {"e": "x"}}], "f": []}}},
+    ],
     "lists_of_lists": [{"x": [[{"a": 1}], []]}, {"x": [[{"b": 2}]]}],
-    "null_within_lists": [{"x": {"enum": ["a", None], "of": [None, {"a": 1}]}}, {"x": {"enum": [None], "of": []}}],
+    "null_within_lists": [
+        {"x": {"enum": ["a", None], "of": [None, {"a": 1}]}},
+        {"x": {"enum": [None], "of": []}},
+    ],
     "plain": [{"a": 1, "b": "x", "c": [1, 2]}, {"a": 2, "b": "", "c": []}],
 }
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("form", ROWS)
-def test_rows_have_the_keys_that_they_were_written_with(tmp_path: Path, form: str, kind: str) -> None:
+def test_rows_have_the_keys_that_they_were_written_with(
+    tmp_path: Path, form: str, kind: str
+) -> None:
     assert read(KINDS[kind](tmp_path, ROWS[form])) == ROWS[form]
 
 
@@ -110,10 +131,14 @@ class TestObjectsAsText:
     @pytest.mark.parametrize("kind", ["hub", "rows.parquet", "disk", "part.arrow"])
     def test_objects_with_values_of_several_types_are_read(self, tmp_path: Path, kind: str) -> None:
         write_hub_copy(tmp_path / "hub", list(self.ROWS), "jsonl")
-        written = datasets.load_dataset(str(tmp_path / "hub"), split="train", cache_dir=str(tmp_path / "cache"))
+        written = datasets.load_dataset(
+            str(tmp_path / "hub"), split="train", cache_dir=str(tmp_path / "cache")
+        )
         written.to_parquet(str(tmp_path / "rows.parquet"))
         written.save_to_disk(str(tmp_path / "disk"))
-        (tmp_path / "part.arrow").write_bytes(next((tmp_path / "disk").glob("*.arrow")).read_bytes())
+        (tmp_path / "part.arrow").write_bytes(
+            next((tmp_path / "disk").glob("*.arrow")).read_bytes()
+        )
         assert read(tmp_path / kind) == list(self.ROWS)
 
     @pytest.mark.parametrize("text", ["{", '{"a": 1, "a": 2}'])
@@ -127,7 +152,9 @@ class TestObjectsAsText:
 
 def test_maps_are_objects(tmp_path: Path) -> None:
     kind = pa.map_(pa.string(), pa.struct([("a", pa.int64()), ("b", pa.string())]))
-    column = pa.array([[("x", {"a": 1})], None, [("y", None)], [("z", {"a": 1}), ("z", {"a": 2})]], type=kind)
+    column = pa.array(
+        [[("x", {"a": 1})], None, [("y", None)], [("z", {"a": 1}), ("z", {"a": 2})]], type=kind
+    )
     parquet.write_table(pa.table({"m": column}), tmp_path / "rows.parquet")
     *rows, twice = open_rows(str(tmp_path / "rows.parquet")).rows(range(4))
     assert [row.value for row in rows] == [{"m": {"x": {"a": 1}}}, {"m": None}, {"m": {"y": None}}]

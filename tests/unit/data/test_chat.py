@@ -11,7 +11,12 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from transformers import PreTrainedTokenizerFast
 
 from open_instruct.data.chat import ChatFormat, squeezed
-from open_instruct.data.chat_templates import ChatTemplate, built_in_templates, choose_chat_template, template_text
+from open_instruct.data.chat_templates import (
+    ChatTemplate,
+    built_in_templates,
+    choose_chat_template,
+    template_text,
+)
 from open_instruct.data.files.rows import MalformedRow
 from open_instruct.data.messages import Message
 from open_instruct.data.tokenizer import load_tokenizer
@@ -23,7 +28,9 @@ LLAMA3 = ["<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
 EOS = "<|endoftext|>"
 
 
-def make_tokenizer(special: list[str], *, nfc: bool = False, **kwargs: Any) -> PreTrainedTokenizerFast:
+def make_tokenizer(
+    special: list[str], *, nfc: bool = False, **kwargs: Any
+) -> PreTrainedTokenizerFast:
     """A byte-level BPE tokenizer that merges often, over line breaks too."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -39,7 +46,9 @@ def make_tokenizer(special: list[str], *, nfc: bool = False, **kwargs: Any) -> P
     text = ["the reply to the user\n\nis here,\n\n\nassistant and system: yes yes no no"]
     text += ["\n" * 4, "\n\n", "  the  \n"]
     tokenizer.train_from_iterator(text * 20, trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=EOS, bos_token=EOS, **kwargs)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token=EOS, bos_token=EOS, **kwargs
+    )
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +64,8 @@ def own(tokenizer: Any, text: str) -> ChatFormat:
     return ChatFormat(tokenizer, ChatTemplate(name="own", text=text))
 
 
-# --- spans ----------------------------------------------------------------------------------------------
+# --- spans
+# ----------------------------------------------------------------------------------------------
 
 EXPECTED = {
     "simple_chat": ("System: be kind\nUser: hi\nAssistant:", f" hello{EOS}"),
@@ -63,12 +73,13 @@ EXPECTED = {
     "olmo2": (f"{EOS}<|system|>\nbe kind\n<|user|>\nhi\n<|assistant|>\n", f"hello{EOS}"),
     "zephyr": (f"<|system|>\nbe kind{EOS}\n<|user|>\nhi{EOS}\n<|assistant|>\n", f"hello{EOS}"),
     "chatml": (
-        "<|im_start|>system\nbe kind<|im_end|>\n<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n",
+        "<|im_start|>system\nbe "
+        "kind<|im_end|>\n<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n",
         "hello<|im_end|>",
     ),
     "llama3": (
-        f"{EOS}<|start_header_id|>system<|end_header_id|>\n\nbe kind<|eot_id|>"
-        "<|start_header_id|>user<|end_header_id|>\n\nhi<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n",
+        f"{EOS}<|start_header_id|>system<|end_header_id|>\n\nbe "
+        "kind<|eot_id|><|start_header_id|>user<|end_header_id|>\n\nhi<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n",
         "hello<|eot_id|>",
     ),
 }
@@ -81,14 +92,25 @@ EXPECTED["qwen_instruct_user_boxed_math"] = (
 OLMO = EXPECTED["chatml"][0].replace(
     "be kind", "be kind You do not currently have access to any functions. <functions></functions>"
 )
-PLAIN_OLMOS = ("olmo", "olmo_old", "olmo_thinker_no_think_7b", "olmo_thinker_no_think_sft_tokenization")
+PLAIN_OLMOS = (
+    "olmo",
+    "olmo_old",
+    "olmo_thinker_no_think_7b",
+    "olmo_thinker_no_think_sft_tokenization",
+)
 EXPECTED |= dict.fromkeys(PLAIN_OLMOS, (OLMO, f"hello{EOS}"))
 THINKERS = {
     "tulu_thinker": EXPECTED["tulu"][0] + "<think>",
-    **dict.fromkeys(("olmo_thinker", "olmo_thinker_remove_intermediate_thinking"), OLMO + "<think>"),
+    **dict.fromkeys(
+        ("olmo_thinker", "olmo_thinker_remove_intermediate_thinking"), OLMO + "<think>"
+    ),
 }
-R1 = "tags, respectively, i.e., <think> reasoning process here </think> <answer> answer here </answer>.\n\n"
-# Prompts of these have an end, after which only a policy can go on; no reply that somebody wrote has that beginning.
+R1 = (
+    "tags, respectively, i.e., <think> reasoning process here </think> <answer> answer here "
+    "</answer>.\n\n"
+)
+# Prompts of these have an end, after which only a policy can go on; no reply that somebody wrote
+# has that beginning.
 PROMPTS = {
     "tulu_thinker_r1_style": f"{R1}<|system|>\nbe kind\n<|user|>\nhi\n<|assistant|>\n<think>",
     "r1_simple_chat": f"{R1}System: be kind\n\n\nUser: hi\nAssistant:",
@@ -107,7 +129,10 @@ def test_every_built_in_template_is_here() -> None:
 def test_thinkers_ask_with_the_first_word_of_the_reply(tokenizer: Any, name: str) -> None:
     form = chat_format(tokenizer, name)
     messages = turns("be kind", "hi", roles="su")
-    assert form.render(messages, said("<think>hm</think>hello")) == (THINKERS[name], (f"hm</think>hello{EOS}",))
+    assert form.render(messages, said("<think>hm</think>hello")) == (
+        THINKERS[name],
+        (f"hm</think>hello{EOS}",),
+    )
     document = encoded(form, [*messages, *said("<think>hm</think>hello")])
     assert marked(tokenizer, document) == f"{THINKERS[name]}[hm</think>hello{EOS}]"
     with pytest.raises(MalformedRow, match="does not write what it asks for the reply with"):
@@ -126,8 +151,12 @@ def test_templates_for_prompts_alone(tokenizer: Any, name: str) -> None:
 
 def test_olmo_says_who_it_is_where_there_is_no_system_turn(tokenizer: Any) -> None:
     prompt, _ = chat_format(tokenizer, "olmo").render(turns("hi"), ())
-    assert prompt.startswith("<|im_start|>system\nYou are OLMo, a helpful function-calling AI assistant built by Ai2.")
-    assert prompt.endswith("<functions></functions><|im_end|>\n<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n")
+    assert prompt.startswith(
+        "<|im_start|>system\nYou are OLMo, a helpful function-calling AI assistant built by Ai2."
+    )
+    assert prompt.endswith(
+        "<functions></functions><|im_end|>\n<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    )
 
 
 @pytest.mark.parametrize("name", EXPECTED)
@@ -159,11 +188,15 @@ REPLIES = TEXTS.filter(lambda text: text.strip())
     contents=st.lists(TEXTS, max_size=4).filter(lambda texts: len(texts) % 2 == 1),
     replies=st.tuples(REPLIES, REPLIES),
 )
-def test_spans_of_any_text(tokenizer: Any, name: str, contents: list[str], replies: tuple[str, str]) -> None:
+def test_spans_of_any_text(
+    tokenizer: Any, name: str, contents: list[str], replies: tuple[str, str]
+) -> None:
     form = chat_format(tokenizer, name)
     prompt = turns(*contents)
     prompt_text, reply_texts = form.render(prompt, said(*replies))
-    documents = [encoded(form, [*prompt, {"role": "assistant", "content": reply}]) for reply in replies]
+    documents = [
+        encoded(form, [*prompt, {"role": "assistant", "content": reply}]) for reply in replies
+    ]
     starts = {document.responses[0].start for document in documents}
     assert len(starts) == 1, "one prompt, one boundary"
     assert starts.pop() > 0
@@ -181,7 +214,8 @@ def test_tokenizer_that_composes_unicode() -> None:
     assert marked(composing, document).endswith(f"[caf\u00e9{EOS}]")
 
 
-# --- templates that do not fit --------------------------------------------------------------------------
+# --- templates that do not fit
+# --------------------------------------------------------------------------
 
 TURNS = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}"
 ASK = "{{ '<assistant>' if add_generation_prompt }}"
@@ -190,15 +224,26 @@ ASK = "{{ '<assistant>' if add_generation_prompt }}"
 @pytest.mark.parametrize(
     ("template", "reason"),
     [
-        (TURNS + "{{ '<assistant><think>' if add_generation_prompt }}", "where the reply starts is not known"),
+        (
+            TURNS + "{{ '<assistant><think>' if add_generation_prompt }}",
+            "where the reply starts is not known",
+        ),
         ("{{ messages | length }}" + TURNS + ASK, "where the reply starts is not known"),
-        ("{% for m in messages %}<{{ m['role'] }}>{{ m['content'][:5] }}{% endfor %}" + ASK, "leaves out part"),
+        (
+            "{% for m in messages %}<{{ m['role'] }}>{{ m['content'][:5] }}{% endfor %}" + ASK,
+            "leaves out part",
+        ),
         ("{{ raise_exception('no such turns') }}", "refuses the conversation: no such turns"),
         ("{{ messages[0]['name'] + 'x' }}" + TURNS + ASK, "refuses the conversation"),
-        ("{% if not add_generation_prompt %}" + TURNS + "{% endif %}", "writes nothing before the reply"),
+        (
+            "{% if not add_generation_prompt %}" + TURNS + "{% endif %}",
+            "writes nothing before the reply",
+        ),
     ],
 )
-def test_templates_that_hide_the_reply_are_a_reason(tokenizer: Any, template: str, reason: str) -> None:
+def test_templates_that_hide_the_reply_are_a_reason(
+    tokenizer: Any, template: str, reason: str
+) -> None:
     with pytest.raises(MalformedRow, match=reason) as caught:
         encoded(own(tokenizer, template), turns("q", "a longer reply"))
     assert caught.value.kind == "template"
@@ -217,7 +262,10 @@ def test_tokenizer_that_loses_text_is_a_reason() -> None:
 def test_day_does_not_matter_nor_does_white_space_after_the_end_of_a_turn(
     tokenizer: Any,
 ) -> None:
-    dated = "{% if date_string is not defined %}{{ strftime_now('%d %b %Y') }}{% else %}{{ date_string }}{% endif %}"
+    dated = (
+        "{% if date_string is not defined %}{{ strftime_now('%d %b %Y') }}{% else %}{{ "
+        "date_string }}{% endif %}"
+    )
     prompt, _ = own(tokenizer, dated + TURNS + ASK).render(turns("q"), said("yes"))
     assert prompt == "26 Jul 2024<user>q<assistant>"
     form = chat_format(tokenizer, "chatml")
@@ -226,7 +274,8 @@ def test_day_does_not_matter_nor_does_white_space_after_the_end_of_a_turn(
     assert own(tokenizer, TURNS + ASK).render(turns("q"), said("yes\n"))[1] == ("yes\n",)
 
 
-# --- choosing -------------------------------------------------------------------------------------------
+# --- choosing
+# -------------------------------------------------------------------------------------------
 
 
 def test_file_of_ones_own(tokenizer: Any, tmp_path: Path) -> None:
@@ -282,7 +331,8 @@ def test_fingerprint_covers_vocabulary_and_template(tokenizer: Any) -> None:
     assert chat_format(make_tokenizer(CHATML), "tulu").fingerprint != first
 
 
-# --- loading --------------------------------------------------------------------------------------------
+# --- loading
+# --------------------------------------------------------------------------------------------
 
 
 def test_tokenizers_are_loaded_or_refused(tokenizer: Any, tmp_path: Path) -> None:
@@ -295,7 +345,10 @@ def test_tokenizers_are_loaded_or_refused(tokenizer: Any, tmp_path: Path) -> Non
     assert loaded("the reply")["input_ids"] == tokenizer("the reply")["input_ids"]
     assert chat_format(loaded, "tulu").fingerprint == chat_format(tokenizer, "tulu").fingerprint
     (tmp_path / "tokenizer_config.json").unlink()
-    assert load_tokenizer(str(tmp_path))("the reply")["input_ids"] == tokenizer("the reply")["input_ids"]
+    assert (
+        load_tokenizer(str(tmp_path))("the reply")["input_ids"]
+        == tokenizer("the reply")["input_ids"]
+    )
     with refused("bad_model", "tokenizer_name_or_path", "file"):
         load_tokenizer(str(tmp_path / "tokenizer.json"))
     whole = (tmp_path / "tokenizer.json").read_bytes()
@@ -314,13 +367,16 @@ def test_code_beside_a_tokenizer_is_not_run(tokenizer: Any, tmp_path: Path) -> N
     config = json.loads((tmp_path / "tokenizer_config.json").read_text())
     config.update(tokenizer_class="Evil", auto_map={"AutoTokenizer": ["evil.Evil", "evil.Evil"]})
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-    (tmp_path / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w').close()\nclass Evil: pass\n")
+    (tmp_path / "evil.py").write_text(
+        f"open({str(tmp_path / 'ran')!r}, 'w').close()\nclass Evil: pass\n"
+    )
     loaded = load_tokenizer(str(tmp_path))
     assert loaded("the reply")["input_ids"] == tokenizer("the reply")["input_ids"]
     assert not (tmp_path / "ran").exists()
 
 
-# --- the tokens at which a reply is over ----------------------------------------------------------------
+# --- the tokens at which a reply is over
+# ----------------------------------------------------------------
 
 HEAD = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
 ASK_CHATML = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -334,12 +390,15 @@ ASK_CHATML = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
         ("llama3", EOS, [EOS, "<|eot_id|>"]),
         ("chatml", None, ["<|im_end|>"]),
         ("chatml", "<|im_end|>", ["<|im_end|>"]),
-        # A line break after the turn is not its end; a template without an end leaves the tokenizer's.
+        # A line break after the turn is not its end; a template without an end leaves the
+        # tokenizer's.
         (HEAD + "<|im_end|>\n{% endfor %}" + ASK_CHATML, EOS, [EOS, "<|im_end|>"]),
         (HEAD + "\n{% endfor %}" + ASK_CHATML, EOS, [EOS]),
     ],
 )
-def test_ends_of_turns_are_the_templates_and_the_tokenizers(template: str, eos: str, expected: list[str]) -> None:
+def test_ends_of_turns_are_the_templates_and_the_tokenizers(
+    template: str, eos: str, expected: list[str]
+) -> None:
     tokenizer = make_tokenizer([*CHATML, *LLAMA3])
     tokenizer.eos_token = eos
     form = own(tokenizer, template) if "{" in template else chat_format(tokenizer, template)

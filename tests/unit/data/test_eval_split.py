@@ -27,10 +27,14 @@ def read_sides(
     path: Path, share: float, amount: str = "1.0", builder: type = SFTBuilder, **own: Any
 ) -> list[TokenDataset]:
     """The rows to train on, and those that are held out."""
-    load = partial(load_rows, partial(load_token_dataset, builder), tokenizer=TOKENIZER, template="simple_chat")
+    load = partial(
+        load_rows, partial(load_token_dataset, builder), tokenizer=TOKENIZER, template="simple_chat"
+    )
     own = own or {"max_seq_length": 128}
     sides = [Side(share=share, is_held_out=is_held_out) for is_held_out in (False, True)]
-    return [load(path, amount, side=side, cache_dir=path.parent / "cache", **own)[0] for side in sides]
+    return [
+        load(path, amount, side=side, cache_dir=path.parent / "cache", **own)[0] for side in sides
+    ]
 
 
 def keys_of(dataset: TokenDataset) -> list[str]:
@@ -51,7 +55,9 @@ def test_split_is_the_same_whatever_other_rows_there_are_and_in_which_order(tmp_
     assert set(keys_of(held_out)) < set(keys_of(half))
 
 
-def test_equal_rows_are_on_one_side_also_where_they_differ_in_what_nothing_reads(tmp_path: Path) -> None:
+def test_equal_rows_are_on_one_side_also_where_they_differ_in_what_nothing_reads(
+    tmp_path: Path,
+) -> None:
     rows = [conversation(number % 12) | {"id": number} for number in range(48)]
     training, held_out = read_sides(write_rows(tmp_path / "rows.jsonl", *rows), 0.4)
     assert set(keys_of(training)).isdisjoint(keys_of(held_out))
@@ -66,7 +72,9 @@ def test_repeated_rows_are_held_out_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("share", [0.001, 0.999])
-def test_share_that_leaves_a_side_without_rows_is_refused_with_one_that_does_not(tmp_path: Path, share: float) -> None:
+def test_share_that_leaves_a_side_without_rows_is_refused_with_one_that_does_not(
+    tmp_path: Path, share: float
+) -> None:
     path = write_rows(tmp_path / "rows.jsonl", *(conversation(number) for number in range(5)))
     with refused("out_of_range", "eval_split", "5 rows") as caught:
         read_sides(path, share)
@@ -76,17 +84,25 @@ def test_share_that_leaves_a_side_without_rows_is_refused_with_one_that_does_not
 
 def test_both_replies_of_a_pair_are_on_one_side_of_kto(tmp_path: Path) -> None:
     rows = [{"prompt": f"q {number}", "chosen": "yes", "rejected": "no"} for number in range(40)]
-    training, held_out = read_sides(write_rows(tmp_path / "rows.jsonl", *rows), 0.3, builder=UnpairedBuilder)
+    training, held_out = read_sides(
+        write_rows(tmp_path / "rows.jsonl", *rows), 0.3, builder=UnpairedBuilder
+    )
     prompts = [
-        {document.token_ids[: document.responses[0].start] for (document,) in side} for side in (training, held_out)
+        {document.token_ids[: document.responses[0].start] for (document,) in side}
+        for side in (training, held_out)
     ]
     assert prompts[0].isdisjoint(prompts[1])
     assert 2 * len(prompts[1]) == len(held_out) > 0
 
 
 def test_prompts_with_several_answers_are_on_one_side(tmp_path: Path) -> None:
-    rows = [{"prompt": f"q {number % 20}", "ground_truth": str(number), "dataset": "any"} for number in range(60)]
-    builder = partial(PromptBuilder, known_verifiers={"any": _Any()}, known_environments=frozenset())
+    rows = [
+        {"prompt": f"q {number % 20}", "ground_truth": str(number), "dataset": "any"}
+        for number in range(60)
+    ]
+    builder = partial(
+        PromptBuilder, known_verifiers={"any": _Any()}, known_environments=frozenset()
+    )
     sides = read_sides(
         write_rows(tmp_path / "rows.jsonl", *rows),
         0.3,

@@ -1,4 +1,6 @@
-"""Files and folders of rows, the rows in them that cannot be read, and what is taken for a name on the hub."""
+"""Files and folders of rows, the rows in them that cannot be read, and what is taken for a name on
+the hub.
+"""
 
 import csv
 import gzip
@@ -15,16 +17,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pyarrow import Table, ipc, parquet
 
+from open_instruct.core.errors import InputError
 from open_instruct.data.files import tables
 from open_instruct.data.files.opening import looks_like_a_file, open_rows
 from open_instruct.data.files.rows import MalformedRow, RawRow, json_list, parse_json_object
-from open_instruct.errors import InputError
 from tests.refusals import refused
 from tests.unit.mutations import mutated_bytes
 from tests.unit.token_data import write_rows
 
 ROWS: list[dict[str, Any]] = [
-    {"prompt": f'q{i} "[{{,}}]" \\ é\n', "chosen": [{"role": "user", "content": "x"}], "n": i} for i in range(5)
+    {"prompt": f'q{i} "[{{,}}]" \\ é\n', "chosen": [{"role": "user", "content": "x"}], "n": i}
+    for i in range(5)
 ]
 HARD_TEXT = st.text(alphabet='"\\[]{},: \nab\u00e9', max_size=12)
 VALUES = st.recursive(
@@ -34,7 +37,9 @@ VALUES = st.recursive(
 )
 
 
-def values(path: Path | str, indices: list[int] | None = None, split: str = "train") -> list[dict[str, Any]]:
+def values(
+    path: Path | str, indices: list[int] | None = None, split: str = "train"
+) -> list[dict[str, Any]]:
     source = open_rows(str(path), split)
     rows = list(source.rows(range(len(source)) if indices is None else indices))
     assert all(row.problem is None for row in rows), rows
@@ -55,7 +60,8 @@ def write(path: Path, text: str | bytes) -> Path:
 LINES = "".join(json.dumps(row) + "\n" for row in ROWS)
 
 
-# --- .jsonl ---------------------------------------------------------------------------------------------
+# --- .jsonl
+# ---------------------------------------------------------------------------------------------
 
 
 def test_jsonl_rows_know_their_line_past_blank_lines_and_a_byte_order_mark(
@@ -63,10 +69,14 @@ def test_jsonl_rows_know_their_line_past_blank_lines_and_a_byte_order_mark(
 ) -> None:
     for package in ("pyarrow", "datasets"):
         monkeypatch.setitem(sys.modules, package, None)  # not needed
-    source = open_rows(str(write(tmp_path / "rows.jsonl", b'\xef\xbb\xbf{"n": 0}\r\n\r\n  \n{"n": 1}\n{"n": 2}')))
+    source = open_rows(
+        str(write(tmp_path / "rows.jsonl", b'\xef\xbb\xbf{"n": 0}\r\n\r\n  \n{"n": 1}\n{"n": 2}'))
+    )
     assert len(source) == 3
     rows = list(source.rows([0, 1, 2]))
-    assert [row.line for row in rows] == [1, 4, 5] and list(map(outcome, rows)) == [{"n": i} for i in range(3)]
+    assert [row.line for row in rows] == [1, 4, 5] and list(map(outcome, rows)) == [
+        {"n": i} for i in range(3)
+    ]
     assert list(source.rows([2])) == rows[2:]
 
 
@@ -75,7 +85,11 @@ def test_jsonl_rows_know_their_line_past_blank_lines_and_a_byte_order_mark(
     [
         (b'{"n": "\xff"}', "not_utf8", "not UTF-8: byte 0xff at byte 8"),
         (b"{'n': 1}", "not_json", "at column 2"),
-        (b'{"n": [1, 2],', "not_json", "an object that does not end on its line: .jsonl has one whole object a line"),
+        (
+            b'{"n": [1, 2],',
+            "not_json",
+            "an object that does not end on its line: .jsonl has one whole object a line",
+        ),
         (b'{"n": 1} {"n": 2}', "not_json", "Extra data"),
         (b'{"n": ' + b"9" * 5000 + b"}", "not_json", "not JSON that can be read"),
         (b"[" * 100_000, "not_json", "not JSON that can be read"),
@@ -85,7 +99,9 @@ def test_jsonl_rows_know_their_line_past_blank_lines_and_a_byte_order_mark(
         (b'{"n": {"a": 1, "a": 1}}', "not_json", "'a' is there twice"),
     ],
 )
-def test_jsonl_reports_bad_lines_and_goes_on(tmp_path: Path, line: bytes, kind: str, reason: str) -> None:
+def test_jsonl_reports_bad_lines_and_goes_on(
+    tmp_path: Path, line: bytes, kind: str, reason: str
+) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_bytes(b'{"n": 0}\n' + line + b'\n{"n": 2}\n')
     rows = list(open_rows(str(path)).rows([0, 1, 2]))
@@ -93,7 +109,10 @@ def test_jsonl_reports_bad_lines_and_goes_on(tmp_path: Path, line: bytes, kind: 
     problem = rows[1].problem
     assert str(rows[1]) == f"{path}, line 2" and reason in str(problem)
     # Else each bad row of a chunk would hold its text, however long.
-    assert problem is not None and problem.__traceback__ is problem.__cause__ is problem.__context__ is None
+    assert (
+        problem is not None
+        and problem.__traceback__ is problem.__cause__ is problem.__context__ is None
+    )
 
 
 @given(st.binary(max_size=60))
@@ -111,9 +130,15 @@ def test_packed_lines(tmp_path: Path) -> None:
     assert values(path) == ROWS
     assert values(path, [0, 3]) == [ROWS[0], ROWS[3]]
     fingerprint = open_rows(str(path)).fingerprint
-    assert fingerprint == open_rows(str(write(tmp_path / "b.jsonl", LINES))).fingerprint, "it follows the content"
+    assert fingerprint == open_rows(str(write(tmp_path / "b.jsonl", LINES))).fingerprint, (
+        "it follows the content"
+    )
     assert fingerprint != open_rows(str(write_rows(tmp_path / "c.jsonl", *ROWS[:4]))).fingerprint
-    for damaged in (path.read_bytes()[:-20], b"not packed at all", b"\x1f\x8b\x08\x00" + b"\xff" * 40):
+    for damaged in (
+        path.read_bytes()[:-20],
+        b"not packed at all",
+        b"\x1f\x8b\x08\x00" + b"\xff" * 40,
+    ):
         with refused("unreadable_file", "mixer_list", "rows.jsonl"):
             open_rows(str(write(path, damaged)))
 
@@ -142,7 +167,8 @@ def test_file_of_another_kind_is_refused_by_its_first_bytes(
         open_rows(str(path))
 
 
-# --- .json ----------------------------------------------------------------------------------------------
+# --- .json
+# ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -157,7 +183,16 @@ def test_file_of_another_kind_is_refused_by_its_first_bytes(
         "\n" + LINES,
         "\ufeff" + LINES,
     ],
-    ids=["list", "indented", "byte order mark", "data", "instances", "lines", "blank line", "marked lines"],
+    ids=[
+        "list",
+        "indented",
+        "byte order mark",
+        "data",
+        "instances",
+        "lines",
+        "blank line",
+        "marked lines",
+    ],
 )
 def test_json_files(tmp_path: Path, text: str) -> None:
     path = write(tmp_path / "rows.json", text)
@@ -165,9 +200,17 @@ def test_json_files(tmp_path: Path, text: str) -> None:
     assert values(path, [1, 4]) == [ROWS[1], ROWS[4]]
 
 
-@given(rows=st.lists(st.dictionaries(HARD_TEXT, VALUES, max_size=3), max_size=5), indent=st.sampled_from([None, 1]))
-def test_any_list_of_objects(tmp_path_factory: pytest.TempPathFactory, rows: list[Any], indent: int | None) -> None:
-    path = write(tmp_path_factory.getbasetemp() / "any.json", json.dumps(rows, indent=indent, ensure_ascii=False))
+@given(
+    rows=st.lists(st.dictionaries(HARD_TEXT, VALUES, max_size=3), max_size=5),
+    indent=st.sampled_from([None, 1]),
+)
+def test_any_list_of_objects(
+    tmp_path_factory: pytest.TempPathFactory, rows: list[Any], indent: int | None
+) -> None:
+    path = write(
+        tmp_path_factory.getbasetemp() / "any.json",
+        json.dumps(rows, indent=indent, ensure_ascii=False),
+    )
     assert values(path) == rows
 
 
@@ -178,7 +221,12 @@ def test_lines_of_which_the_first_has_a_key_twice(tmp_path: Path) -> None:
 
 def test_items_that_are_no_rows_are_reported_and_the_rest_is_read(tmp_path: Path) -> None:
     source = open_rows(str(write(tmp_path / "rows.json", '[{"n": 0}, 5, {"n": 1}, null]')))
-    assert list(map(outcome, source.rows(range(4)))) == [{"n": 0}, (2, "not_object"), {"n": 1}, (4, "not_object")]
+    assert list(map(outcome, source.rows(range(4)))) == [
+        {"n": 0},
+        (2, "not_object"),
+        {"n": 1},
+        (4, "not_object"),
+    ]
     assert list(map(outcome, source.rows([2]))) == [{"n": 1}]
 
 
@@ -191,10 +239,16 @@ def test_items_that_are_no_rows_are_reported_and_the_rest_is_read(tmp_path: Path
         ('{"data": [{}], "rows": [{}]}', "has lists of rows as 'data' and 'rows'"),
         ('[{"a": 1}', "is not JSON: Expecting ',' delimiter at column 10"),
         ('{"data": [{"a": 1}', "is not JSON: Expecting ',' delimiter at column 19"),
-        ('[{"a": 1},\n {"a": "1}', "is not JSON: Unterminated string starting at at line 2, column 8"),
+        (
+            '[{"a": 1},\n {"a": "1}',
+            "is not JSON: Unterminated string starting at at line 2, column 8",
+        ),
         ("[{}] [{}]", "is not JSON: Extra data at column 6"),
         ('[{"n": 1},\n {"n" 2}]', "is not JSON: Expecting ':' delimiter at line 2, column 7"),
-        ('[{"n": 1}, {"m": 5, "n": 2, "n": 3}]', "'n' is there twice in the object {'m': 5, 'n': 3}"),
+        (
+            '[{"n": 1}, {"m": 5, "n": 2, "n": 3}]',
+            "'n' is there twice in the object {'m': 5, 'n': 3}",
+        ),
         (b'[{"n": "\xff"}]', "is not UTF-8: byte 0xff at byte 9"),
     ],
 )
@@ -216,12 +270,15 @@ def test_any_bytes_of_a_json_file_are_read_or_refused(tmp_path: Path) -> None:
     assert 0 < refused < 300
 
 
-# --- tables ---------------------------------------------------------------------------------------------
+# --- tables
+# ---------------------------------------------------------------------------------------------
 
 MESSAGES = [{"role": "user", "content": 'a "b", [c]'}]
 
 
-@pytest.mark.parametrize(("name", "delimiter"), [("a.csv", ","), ("b.csv", ";"), ("c.tsv", "\t"), ("d.csv.gz", ",")])
+@pytest.mark.parametrize(
+    ("name", "delimiter"), [("a.csv", ","), ("b.csv", ";"), ("c.tsv", "\t"), ("d.csv.gz", ",")]
+)
 def test_tables(tmp_path: Path, name: str, delimiter: str) -> None:
     path = tmp_path / name
     opened: Any = gzip.open if name.endswith("gz") else open
@@ -250,7 +307,10 @@ def test_rows_of_a_table_that_cannot_be_used(tmp_path: Path) -> None:
     bad = [(line, "not_readable") for line in (3, 4, 5)]
     assert list(map(outcome, rows)) == [good, *bad, good | {"chosen": "last"}]
     reasons = [row.problem.reason for row in rows if row.problem is not None]
-    assert reasons[0].startswith("3 cells under 2 column names (prompt, chosen)") and "not UTF-8" in reasons[2]
+    assert (
+        reasons[0].startswith("3 cells under 2 column names (prompt, chosen)")
+        and "not UTF-8" in reasons[2]
+    )
 
 
 @pytest.mark.parametrize("header", ["", "a,a\n", "a,,b\n1,2,3\n"])
@@ -259,11 +319,14 @@ def test_table_needs_names(tmp_path: Path, header: str) -> None:
         open_rows(str(write(tmp_path / "rows.csv", header)))
 
 
-# --- .parquet and .arrow --------------------------------------------------------------------------------
+# --- .parquet and .arrow
+# --------------------------------------------------------------------------------
 
 
 def write_columns(path: Path, table: Table) -> Path:
-    """As the suffix says; "file.arrow" is Arrow's random-access format, any other .arrow its stream."""
+    """As the suffix says; "file.arrow" is Arrow's random-access format, any other .arrow its
+    stream.
+    """
     if path.suffix == ".parquet":
         parquet.write_table(table, path, row_group_size=700)
         return path
@@ -292,7 +355,10 @@ QUESTIONS = [{"n": i, "prompt": f"question {i}"} for i in range(40)]
 
 def test_text_in_a_parquet_file_that_is_not_utf8_is_one_bad_row(tmp_path: Path) -> None:
     parquet.write_table(
-        Table.from_pylist(QUESTIONS), tmp_path / "rows.parquet", compression="none", use_dictionary=False
+        Table.from_pylist(QUESTIONS),
+        tmp_path / "rows.parquet",
+        compression="none",
+        use_dictionary=False,
     )
     data = (tmp_path / "rows.parquet").read_bytes()
     (tmp_path / "rows.parquet").write_bytes(data.replace(b"question 7", b"question \xff"))
@@ -344,11 +410,16 @@ def test_text_that_many_rows_have_is_unpacked_for_few_at_a_time(
         rows.append(row)
         most = max(most, pyarrow.total_allocated_bytes() - before)
     assert most < 2**25
-    expected = [each for line in range(1, num_rows, 2) for each in ((line, "not_readable"), {"prompt": "short"})]
+    expected = [
+        each
+        for line in range(1, num_rows, 2)
+        for each in ((line, "not_readable"), {"prompt": "short"})
+    ]
     assert list(map(outcome, rows)) == expected and "more than 0 MiB" in str(rows[0].problem)
 
 
-# --- folders --------------------------------------------------------------------------------------------
+# --- folders
+# --------------------------------------------------------------------------------------------
 
 
 def test_folder_of_files(tmp_path: Path) -> None:
@@ -382,7 +453,9 @@ def test_folder_without_rows(tmp_path: Path) -> None:
 def test_folders_of_the_datasets_library(tmp_path: Path) -> None:
     whole = datasets.Dataset.from_list(ROWS)
     whole.save_to_disk(tmp_path / "one")
-    datasets.DatasetDict({"train": whole, "test": whole.select([3, 4])}).save_to_disk(tmp_path / "two")
+    datasets.DatasetDict({"train": whole, "test": whole.select([3, 4])}).save_to_disk(
+        tmp_path / "two"
+    )
     assert values(tmp_path / "one", [1, 3]) == [ROWS[1], ROWS[3]]
     assert values(tmp_path / "two", split="test") == ROWS[3:]
     with refused("bad_value", "mixer_list_splits", "'nope'"):
@@ -403,22 +476,36 @@ def test_names_go_to_the_datasets_library(monkeypatch: pytest.MonkeyPatch) -> No
     (row,) = open_rows("owner/set", "test_prefs").rows([4])
     assert (row.file, row.line) == ("owner/set[test_prefs]", 5)
     assert values("owner/set:main", [4]) == ROWS[4:]
-    assert (asked[0], asked[-1]) == (("owner/set", None, "test_prefs"), ("owner/set", "main", "train"))
+    assert (asked[0], asked[-1]) == (
+        ("owner/set", None, "test_prefs"),
+        ("owner/set", "main", "train"),
+    )
     with refused("unreadable_file", "mixer_list", "owner/gone"):
         open_rows("owner/gone")
 
 
-# --- names ----------------------------------------------------------------------------------------------
+# --- names
+# ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     "name",
     [
-        *("rows.json", "rows.csv", "rows.jsonl.gz", "rows.jsonl.zst", "rows.txt", "data.zip", "data/files/rows.JSONL"),
+        *(
+            "rows.json",
+            "rows.csv",
+            "rows.jsonl.gz",
+            "rows.jsonl.zst",
+            "rows.txt",
+            "data.zip",
+            "data/files/rows.JSONL",
+        ),
         *("./owner/set", "/owner/set", "~/set", "../set", "a/b/c", "here/set", r"data\rows"),
     ],
 )
-def test_names_that_are_never_looked_for_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_names_that_are_never_looked_for_on_the_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, "datasets", None)  # would fail if the hub were asked
     (tmp_path / "here").mkdir()
@@ -426,7 +513,9 @@ def test_names_that_are_never_looked_for_on_the_hub(tmp_path: Path, monkeypatch:
         open_rows(name)
 
 
-@pytest.mark.parametrize("name", ["owner/set", "squad", "owner/llama-3.1-tulu-3-8b", "owner/set_v1.5", "a/qwen2.5"])
+@pytest.mark.parametrize(
+    "name", ["owner/set", "squad", "owner/llama-3.1-tulu-3-8b", "owner/set_v1.5", "a/qwen2.5"]
+)
 def test_names_that_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.chdir(tmp_path)
     assert not looks_like_a_file(name)

@@ -14,6 +14,9 @@ from jinja2 import TemplateError
 from pyarrow import ArrowException, Table, parquet
 from transformers.utils import chat_template_utils
 
+from open_instruct.commands.tiny_model import write_tiny_model
+from open_instruct.core.errors import InputError
+from open_instruct.core.records import Check, Completion, Prompt, RolloutGroup, Verdict
 from open_instruct.data import chat, chat_templates, template_renderer, template_trial
 from open_instruct.data.chat import ChatFormat
 from open_instruct.data.chat_templates import choose_chat_template
@@ -22,11 +25,8 @@ from open_instruct.data.files.rows import MalformedRow
 from open_instruct.data.files.tables import column_file
 from open_instruct.data.template_trial import refuse_endless
 from open_instruct.data.tokenizer import load_tokenizer
-from open_instruct.errors import InputError
-from open_instruct.records import Check, Completion, Prompt, RolloutGroup, Verdict
-from open_instruct.rollout.lone_step import check_trace_fits
-from open_instruct.rollout.traces import read_traces, trace_file
-from open_instruct.toys.tiny import write_tiny_model
+from open_instruct.rl.lone_step import check_trace_fits
+from open_instruct.rl.traces import read_traces, trace_file
 from tests.refusals import refused
 from tests.unit.mutations import mutated, mutated_bytes
 from tests.unit.token_data import encoded
@@ -34,7 +34,8 @@ from tests.unit.token_data import encoded
 CONVERSATION: Any = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "Hello."}]
 
 
-# --- chat templates -------------------------------------------------------------------------------------
+# --- chat templates
+# -------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +75,9 @@ def test_template_that_fails_makes_bad_rows(
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("text", ["{% for %}", "{{ 1 | no_such_filter }}", "{% if x %}", "{{ '" + "{" * 50])
+@pytest.mark.parametrize(
+    "text", ["{% for %}", "{{ 1 | no_such_filter }}", "{% if x %}", "{{ '" + "{" * 50]
+)
 def test_template_that_does_not_parse_is_refused_with_its_line(
     tokenizer: Any, text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -96,7 +99,9 @@ ENDLESS = {
 def test_template_without_an_end_is_refused(
     template: str, in_thread: bool, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also beside the main thread, which alone Python can interrupt, and within a single operation."""
+    """Also beside the main thread, which alone Python can interrupt, and within a single
+    operation.
+    """
     monkeypatch.setattr(template_trial, "TIMEOUT_S", 0.2)
     monkeypatch.setattr(template_trial, "PATIENCE", 3000)  # however busy the machine is
     # Another text in a thread: the trial of a template that has been tried is remembered.
@@ -128,7 +133,9 @@ def test_only_a_foreign_template_is_tried_and_once_for_each_form_of_conversation
     monkeypatch.setattr(chat, "refuse_endless", count)
     encoded(ChatFormat.choose(tokenizer, "simple_chat"), CONVERSATION)
     assert tried == []
-    monkeypatch.setattr(tokenizer, "chat_template", chat_templates.built_in_templates()["simple_chat"])
+    monkeypatch.setattr(
+        tokenizer, "chat_template", chat_templates.built_in_templates()["simple_chat"]
+    )
     own = ChatFormat.choose(tokenizer, None)
     for answer in ("Hello.", "Good day."):
         encoded(own, [CONVERSATION[0], {"role": "assistant", "content": answer}])
@@ -138,13 +145,17 @@ def test_only_a_foreign_template_is_tried_and_once_for_each_form_of_conversation
     assert tried == [3, 1, 1]
 
 
-@pytest.mark.parametrize("template", ["{{ 1 // 0 }}", "{{ gone.away }}", "{% if %}", "{{ 'x' * 2**62 }}"])
+@pytest.mark.parametrize(
+    "template", ["{{ 1 // 0 }}", "{{ gone.away }}", "{% if %}", "{{ 'x' * 2**62 }}"]
+)
 def test_template_that_fails_is_no_endless_one(template: str) -> None:
     """Who renders it next meets what is raised."""
     refuse_endless(template, [{"messages": CONVERSATION}], template="own", remedy="choose another")
 
 
-def test_template_that_ends_its_process_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_template_that_ends_its_process_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     killed = tmp_path / "killed.py"
     killed.write_text(f"import os; print({template_renderer.STARTED!r}, flush=True); os.abort()")
     monkeypatch.setattr(template_trial, "RENDERER", (sys.executable, str(killed)))
@@ -156,7 +167,13 @@ def test_template_that_ends_its_process_is_refused(monkeypatch: pytest.MonkeyPat
     ("text", "variables"),
     [
         ("{% generation %}{{ messages[0].content }}{% endgeneration %}", {}),
-        ("{% for m in messages %}{% if loop.first %}{% continue %}{% endif %}{{ m | tojson }}{% endfor %}", {}),
+        (
+            (
+                "{% for m in messages %}{% if loop.first %}{% continue %}{% endif %}{{ m | tojson "
+                "}}{% endfor %}"
+            ),
+            {},
+        ),
         ("{{ strftime_now('%Y') }}{{ tools | tojson(indent=2) }}", {"tools": [{"name": "f"}]}),
         ("{{ raise_exception('no') }}", {}),
         ("{{ messages.append(1) }}", {}),
@@ -175,7 +192,8 @@ def test_renderer_takes_what_transformers_takes(text: str, variables: dict[str, 
         assert len(ours.render(given)) == len(expected)
 
 
-# --- traces ---------------------------------------------------------------------------------------------
+# --- traces
+# ---------------------------------------------------------------------------------------------
 
 
 def trace_rows() -> list[dict[str, Any]]:
@@ -260,7 +278,12 @@ def test_trace_says_what_is_wrong_with_it(tmp_path: Path, name: str, value: Any,
 
 def test_trace_of_another_vocabulary_is_refused() -> None:
     completion = Completion(
-        token_ids=(5, 900), logprobs=(-0.1, -0.2), versions=(0, 0), text="4", finish_reason="stop", seed=0
+        token_ids=(5, 900),
+        logprobs=(-0.1, -0.2),
+        versions=(0, 0),
+        text="4",
+        finish_reason="stop",
+        seed=0,
     )
     group = RolloutGroup(
         ticket=0,
@@ -293,7 +316,9 @@ def test_parquet_file_is_refused_by_its_declared_size(
         column_file(path, path.name, "--mixer_list")
 
 
-def test_trace_whose_texts_unfold_to_too_much_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trace_whose_texts_unfold_to_too_much_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (row, *_) = trace_rows()
     rows = [row | {"sample_index": index, "prompt": "x" * 100_000} for index in range(50)]
     assert write_trace(tmp_path, rows) and len(read_traces(tmp_path, 1)) == 1

@@ -20,7 +20,10 @@ def test_fractions_have_a_dot_and_counts_have_none() -> None:
     first, second = parse_mixer_list(["a.jsonl", "0.5", "b.jsonl", "300"], ["test"])
     assert (first.name, first.amount, first.split) == ("a.jsonl", 0.5, "test")
     assert (second.name, second.amount, second.split) == ("b.jsonl", 300, "test")
-    assert [each.split for each in parse_mixer_list(["a", "1.0", "b", "2."], ["x", "y"])] == ["x", "y"]
+    assert [each.split for each in parse_mixer_list(["a", "1.0", "b", "2."], ["x", "y"])] == [
+        "x",
+        "y",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -28,7 +31,10 @@ def test_fractions_have_a_dot_and_counts_have_none() -> None:
     [
         (["a.jsonl", "b.jsonl"], "'b.jsonl' after 'a.jsonl' is not an amount"),
         *((["a.jsonl", amount], "is not an amount") for amount in ("all", "1e3", "nan")),
-        *((["a.jsonl", amount], "finite amounts above 0") for amount in ("-1", "-0.5", "0", "0.0", "1.e999")),
+        *(
+            (["a.jsonl", amount], "finite amounts above 0")
+            for amount in ("-1", "-0.5", "0", "0.0", "1.e999")
+        ),
     ],
 )
 def test_lists_that_are_refused(words: list[str], message: str) -> None:
@@ -76,7 +82,9 @@ AMOUNTS = st.integers(1, 300) | st.floats(0.05, 4.0)
 
 
 @given(amount=AMOUNTS, num_rows=st.integers(10, 90), seed=st.integers(0, 9))
-def test_every_row_comes_equally_often_or_once_more(amount: float | int, num_rows: int, seed: int) -> None:
+def test_every_row_comes_equally_often_or_once_more(
+    amount: float | int, num_rows: int, seed: int
+) -> None:
     rows = select_rows(entry(amount), num_rows, seed)
     assert rows.dtype == np.int64
     assert len(rows) == entry(amount).count(num_rows)
@@ -86,7 +94,13 @@ def test_every_row_comes_equally_often_or_once_more(amount: float | int, num_row
     assert max(counts) - min(counts) <= 1
 
 
-@given(num_rows=st.integers(1, 90), counts=st.tuples(st.integers(1, 90), st.integers(1, 90)), seed=st.integers(0, 9))
+@given(
+    num_rows=st.integers(1, 90),
+    counts=st.tuples(st.integers(1, 90), st.integers(1, 90)),
+    seed=st.integers(0, 9),
+)
 def test_smaller_amount_takes_a_subset(num_rows: int, counts: tuple[int, int], seed: int) -> None:
-    few, many = (Counter(select_rows(entry(count), num_rows, seed).tolist()) for count in sorted(counts))
+    few, many = (
+        Counter(select_rows(entry(count), num_rows, seed).tolist()) for count in sorted(counts)
+    )
     assert few <= many

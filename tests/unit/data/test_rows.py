@@ -1,4 +1,6 @@
-"""Rows of users, each with the tokens that it teaches or the reason why it cannot be used: rows.yaml has them."""
+"""Rows of users, each with the tokens that it teaches or the reason why it cannot be used:
+rows.yaml has them.
+"""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -13,6 +15,7 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from open_instruct.config.rollout_sections import RewardSection
+from open_instruct.core.errors import InputError
 from open_instruct.data.files.rows import MalformedRow
 from open_instruct.data.messages import conversation_of, guessed_columns, prompt_of
 from open_instruct.data.preference_rows import PreferenceBuilder, parse_preference_row
@@ -21,9 +24,8 @@ from open_instruct.data.prompts import load_prompt_dataset
 from open_instruct.data.report import DataReport
 from open_instruct.data.sft_rows import SFTBuilder, parse_sft_row
 from open_instruct.data.token_dataset import TokenDataset, load_token_dataset
-from open_instruct.errors import InputError
 from open_instruct.objectives.kto import UnpairedBuilder, parse_labelled_row
-from open_instruct.verifiers.registry import known_verifiers
+from open_instruct.rewards.registry import known_verifiers
 from tests.unit.token_data import byte_tokenizer, load_rows, turns, write_rows
 
 BUILDERS = {"sft": SFTBuilder, "pairs": PreferenceBuilder, "kto": UnpairedBuilder}
@@ -47,14 +49,20 @@ def expanded(value: Any) -> Any:
     return {key: expanded(item) for key, item in value.items()}
 
 
-ROWS = expanded(yaml.load(Path(__file__).with_name("rows.yaml").read_text(encoding="utf-8"), Loader=yaml.CSafeLoader))
+ROWS = expanded(
+    yaml.load(
+        Path(__file__).with_name("rows.yaml").read_text(encoding="utf-8"), Loader=yaml.CSafeLoader
+    )
+)
 
 
 def taught_cases(section: str) -> Iterator[Any]:
     for form in ROWS[section]:
         for name, row in form["rows"].items():
             more = {"ground_truth": "4", "dataset": "gsm8k"} if form["trains"] == "prompts" else {}
-            yield pytest.param(form["trains"], row | more, form["texts"], id=f"{form['trains']}: {name}")
+            yield pytest.param(
+                form["trains"], row | more, form["texts"], id=f"{form['trains']}: {name}"
+            )
 
 
 def refused_cases() -> Iterator[tuple[str, Any, str, list[str]]]:
@@ -87,10 +95,16 @@ def tokenizer() -> PreTrainedTokenizerFast:
 def load(
     kind: str, row: dict[str, Any], tokenizer: Any, folder: Path, *, template: str = "simple_chat"
 ) -> tuple[TokenDataset, DataReport]:
-    given: dict[str, Any] = {"tokenizer": tokenizer, "template": template, "cache_dir": folder / "cache"}
+    given: dict[str, Any] = {
+        "tokenizer": tokenizer,
+        "template": template,
+        "cache_dir": folder / "cache",
+    }
     rows = write_rows(folder / "rows.jsonl", row)
     if kind == "prompts":
-        load_one = partial(load_prompt_dataset, known_verifiers=VERIFIERS, max_prompt_token_length=64)
+        load_one = partial(
+            load_prompt_dataset, known_verifiers=VERIFIERS, max_prompt_token_length=64
+        )
         prompts, report = load_rows(load_one, rows, "1.0", **given)
         return prompts.dataset, report
     load_one = partial(load_token_dataset, BUILDERS[kind], max_seq_length=128)
@@ -99,7 +113,9 @@ def load(
 
 
 def check(loaded: tuple[TokenDataset, DataReport], texts: list[str], tokenizer: Any) -> None:
-    """The documents of the data set are the texts, and what is learned of them stands there in brackets."""
+    """The documents of the data set are the texts, and what is learned of them stands there in
+    brackets.
+    """
     dataset, report = loaded
     documents = [document for index in range(len(dataset)) for document in dataset[index]]
     eos = str(tokenizer.eos_token)
@@ -124,14 +140,17 @@ def test_row_of_every_form_teaches_its_replies(
 
 
 @pytest.mark.parametrize(("parser", "row", "kind", "names"), refused_cases())
-def test_malformed_row_is_refused_with_its_kind(parser: str, row: Any, kind: str, names: list[str]) -> None:
+def test_malformed_row_is_refused_with_its_kind(
+    parser: str, row: Any, kind: str, names: list[str]
+) -> None:
     with pytest.raises(MalformedRow) as caught:
         PARSERS[parser](row)
     assert caught.value.kind == kind, caught.value.reason
     assert [name for name in names if name not in caught.value.reason] == [], caught.value.reason
 
 
-# --- reasoning ------------------------------------------------------------------------------------------
+# --- reasoning
+# ------------------------------------------------------------------------------------------
 
 # With Qwen 3's way of writing reasoning, which leaves that of earlier replies out.
 THINKS = """\
@@ -161,13 +180,17 @@ def test_reasoning_is_learned_when_the_template_writes_it(
 
 def test_template_that_cuts_reasoning_is_refused(tokenizer: Any, tmp_path: Path) -> None:
     template = tmp_path / "cuts.jinja"
-    template.write_text(THINKS.replace("{{ m.reasoning_content }}", "{{ m.reasoning_content[:1] }}"))
+    template.write_text(
+        THINKS.replace("{{ m.reasoning_content }}", "{{ m.reasoning_content[:1] }}")
+    )
     with pytest.raises(InputError, match="reasoning_content") as caught:
         load("sft", {"messages": [ASKED, THOUGHT]}, tokenizer, tmp_path, template=str(template))
     assert caught.value.kind == "bad_row"
 
 
-def test_reasoning_is_named_in_a_warning_when_the_template_does_not_read_it(tokenizer: Any, tmp_path: Path) -> None:
+def test_reasoning_is_named_in_a_warning_when_the_template_does_not_read_it(
+    tokenizer: Any, tmp_path: Path
+) -> None:
     dataset, report = load("sft", {"messages": [ASKED, THOUGHT]}, tokenizer, tmp_path)
     (warning,) = report.warnings
     assert "'reasoning_content of messages' of 1 row" in warning
@@ -186,31 +209,46 @@ def test_keys_that_nothing_reads_are_named_in_a_warning(tokenizer: Any, tmp_path
     assert "'score' of 1 row" in warning
 
 
-# --- prompts and replies --------------------------------------------------------------------------------
+# --- prompts and replies
+# --------------------------------------------------------------------------------
 
 
 def test_transcript_of_several_turns_is_split_and_a_reply_that_looks_like_one_is_not() -> None:
     before = "\n\nHuman: hi\n\nAssistant: hello\n\nHuman: q\nwith two lines\n\nAssistant:"
     for conversation in parse_preference_row({"chosen": f"{before} a", "rejected": f"{before} b"}):
-        assert [message["content"] for message in conversation[:-1]] == ["hi", "hello", "q\nwith two lines"]
+        assert [message["content"] for message in conversation[:-1]] == [
+            "hi",
+            "hello",
+            "q\nwith two lines",
+        ]
     chosen, _ = parse_preference_row({"prompt": "Who?", "chosen": "Human: he", "rejected": "she"})
     assert chosen[-1]["content"] == "Human: he"
 
 
-@pytest.mark.parametrize("prompt", ["another", [ASKED | {"content": "another"}], "\n\nHuman: another\n\nAssistant:"])
+@pytest.mark.parametrize(
+    "prompt", ["another", [ASKED | {"content": "another"}], "\n\nHuman: another\n\nAssistant:"]
+)
 def test_prompt_is_refused_when_whole_conversations_begin_otherwise(prompt: Any) -> None:
     with pytest.raises(MalformedRow, match="'prompt'") as caught:
-        parse_preference_row({"prompt": prompt, "chosen": [ASKED, REPLY], "rejected": [ASKED, OTHER]})
+        parse_preference_row(
+            {"prompt": prompt, "chosen": [ASKED, REPLY], "rejected": [ASKED, OTHER]}
+        )
     assert caught.value.kind == "prompts_differ"
 
 
 def test_prompt_is_cut_from_replies_that_both_repeat_it() -> None:
-    row = {"prompt": "What is this?", "chosen": "What is this? A cat.", "rejected": "What is this?\n\nA dog."}
+    row = {
+        "prompt": "What is this?",
+        "chosen": "What is this? A cat.",
+        "rejected": "What is this?\n\nA dog.",
+    }
     chosen, rejected = parse_preference_row(row)
     assert (chosen[-1]["content"], rejected[-1]["content"]) == ("A cat.", "A dog.")
     chosen, _ = parse_preference_row(row | {"rejected": "A dog."})
     assert chosen[-1]["content"] == row["chosen"]
-    short, _ = parse_preference_row({"prompt": "Yes", "chosen": "Yes, sir", "rejected": "Yes, madam"})
+    short, _ = parse_preference_row(
+        {"prompt": "Yes", "chosen": "Yes, sir", "rejected": "Yes, madam"}
+    )
     assert short[-1]["content"] == "Yes, sir"
 
 
@@ -243,22 +281,45 @@ def test_reply_of_weight_0_is_refused_in_pairs_and_labelled_rows(key: str) -> No
             "prompt=input chosen=winner rejected=loser",
         ),
         ({"prompt": "q", "winner": "a"}, ("prompt", "chosen", "rejected"), ""),
-        ({"prompt": "q", "choosen": "a", "rejected": "b"}, ("prompt", "chosen", "rejected"), "chosen=choosen"),
+        (
+            {"prompt": "q", "choosen": "a", "rejected": "b"},
+            ("prompt", "chosen", "rejected"),
+            "chosen=choosen",
+        ),
         ({"choosen": [{}], "rejected": [{}]}, ("prompt", "chosen", "rejected"), "chosen=choosen"),
         ({"chosen": [{}], "rejected": [{}]}, ("prompt", "completion"), ""),
     ],
 )
-def test_columns_are_guessed_by_known_and_like_names(row: Any, wanted: tuple[str, ...], guess: str) -> None:
+def test_columns_are_guessed_by_known_and_like_names(
+    row: Any, wanted: tuple[str, ...], guess: str
+) -> None:
     assert guessed_columns(row, wanted) == guess
 
 
-KEYS = ["messages", "conversations", "prompt", "completion", "instruction", "input", "output", "history", "system"]
+KEYS = [
+    "messages",
+    "conversations",
+    "prompt",
+    "completion",
+    "instruction",
+    "input",
+    "output",
+    "history",
+    "system",
+]
 FROM_HUMAN = {"from": "human", "value": "q"}
 ANY = st.recursive(
-    st.none() | st.integers() | st.text(max_size=2) | st.sampled_from([ASKED, REPLY, FROM_HUMAN, "Human: q"]),
+    st.none()
+    | st.integers()
+    | st.text(max_size=2)
+    | st.sampled_from([ASKED, REPLY, FROM_HUMAN, "Human: q"]),
     lambda inner: (
         st.lists(inner, max_size=3)
-        | st.dictionaries(st.sampled_from(["role", "content", "from", "value", "weight", "text"]), inner, max_size=3)
+        | st.dictionaries(
+            st.sampled_from(["role", "content", "from", "value", "weight", "text"]),
+            inner,
+            max_size=3,
+        )
     ),
     max_leaves=5,
 )

@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
+from open_instruct.batching.documents import pack_documents
 from open_instruct.config.parser import parse
+from open_instruct.core.records import IGNORE_INDEX
 from open_instruct.data.chat import ChatFormat
 from open_instruct.data.chat_templates import ChatTemplate
 from open_instruct.data.files.rows import MalformedRow
@@ -18,8 +20,6 @@ from open_instruct.data.sft_rows import SFTBuilder
 from open_instruct.data.token_dataset import TokenDataset, load_token_dataset
 from open_instruct.objectives.registry import objective_named
 from open_instruct.objectives.sft import SFT
-from open_instruct.packing.documents import pack_documents
-from open_instruct.records import IGNORE_INDEX
 from tests.refusals import refused
 from tests.unit.token_data import byte_tokenizer, chat_format, load_rows, marked, turns, write_rows
 
@@ -33,7 +33,11 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 @pytest.fixture
 def load(tokenizer: Any, tmp_path: Path) -> Load:
-    given: dict[str, Any] = {"tokenizer": tokenizer, "template": "simple_chat", "cache_dir": tmp_path / "cache"}
+    given: dict[str, Any] = {
+        "tokenizer": tokenizer,
+        "template": "simple_chat",
+        "cache_dir": tmp_path / "cache",
+    }
     return partial(load_rows, partial(load_token_dataset, SFTBuilder), max_seq_length=128, **given)
 
 
@@ -41,11 +45,16 @@ def write(path: Path, *conversations: list[Message]) -> Path:
     return write_rows(path, *({"messages": messages} for messages in conversations))
 
 
-def test_every_reply_of_a_conversation_is_learned(load: Load, tokenizer: Any, tmp_path: Path) -> None:
+def test_every_reply_of_a_conversation_is_learned(
+    load: Load, tokenizer: Any, tmp_path: Path
+) -> None:
     dataset, report = load(write(tmp_path / "rows.jsonl", turns("a", "bc", "d", "e")), "1.0")
     ((document,),) = dataset
     eos = tokenizer.eos_token
-    assert marked(tokenizer, document) == f"User: a\nAssistant:[ bc{eos}]\nUser: d\nAssistant:[ e{eos}]"
+    assert (
+        marked(tokenizer, document)
+        == f"User: a\nAssistant:[ bc{eos}]\nUser: d\nAssistant:[ e{eos}]"
+    )
     assert dataset.num_label_tokens.tolist() == [4 + 3]
     assert dataset.num_tokens.tolist() == [len(document)] == [report.num_tokens]
     assert (report.unit, report.num_kept, report.num_truncated) == ("conversation", 1, 0)
@@ -57,18 +66,33 @@ def test_labels_are_the_replies_and_nothing_else(load: Load, tmp_path: Path) -> 
     documents = [document for (document,) in load(rows, "1.0")[0]]
     packed = pack_documents(documents)
     labels = [label for label in packed.labels_BT.flatten().tolist() if label != IGNORE_INDEX]
-    replies = [document.token_ids[span.start : span.stop] for document in documents for span in document.responses]
+    replies = [
+        document.token_ids[span.start : span.stop]
+        for document in documents
+        for span in document.responses
+    ]
     assert labels == [token for reply in replies for token in reply]
     assert len(replies) == 3
 
 
-@pytest.mark.parametrize("name", ["simple_chat", "tulu", "zephyr", "olmo2", "olmo", "chatml", "llama3"])
+@pytest.mark.parametrize(
+    "name", ["simple_chat", "tulu", "zephyr", "olmo2", "olmo", "chatml", "llama3"]
+)
 def test_turns_end_to_end_are_the_conversation(name: str) -> None:
-    special = ["<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
+    special = [
+        "<|im_start|>",
+        "<|im_end|>",
+        "<|start_header_id|>",
+        "<|end_header_id|>",
+        "<|eot_id|>",
+    ]
     tokenizer = byte_tokenizer()
     tokenizer.add_special_tokens({"additional_special_tokens": special})
     chat = chat_format(tokenizer, name)
-    messages: list[Message] = [{"role": "system", "content": "be kind"}, *turns("one", "two", "three", "four")]
+    messages: list[Message] = [
+        {"role": "system", "content": "be kind"},
+        *turns("one", "two", "three", "four"),
+    ]
     pieces = chat.render_turns(messages)
     prompt, (reply,) = chat.render(messages[:-1], messages[-1:])
     assert "".join(pieces) == prompt + reply
@@ -80,13 +104,15 @@ def test_turns_end_to_end_are_the_conversation(name: str) -> None:
 
 def test_template_that_rewrites_an_earlier_reply_is_refused(tokenizer: Any) -> None:
     text = (
-        "{% for m in messages %}<{{ m['role'] }}>"
-        "{{ '<think></think>' if m['role'] == 'assistant' and loop.last }}{{ m['content'] }}{% endfor %}"
-        "{{ '<assistant>' if add_generation_prompt }}"
+        "{% for m in messages %}<{{ m['role'] }}>{{ '<think></think>' if m['role'] == 'assistant' "
+        "and loop.last }}{{ m['content'] }}{% endfor %}{{ '<assistant>' if add_generation_prompt "
+        "}}"
     )
     chat = ChatFormat(tokenizer, ChatTemplate(name="own", text=text))
     assert chat.render_turns(turns("a", "b")) == ("<user>a<assistant>", "<think></think>b")
-    with pytest.raises(MalformedRow, match="writes an earlier reply differently before turn 4") as caught:
+    with pytest.raises(
+        MalformedRow, match="writes an earlier reply differently before turn 4"
+    ) as caught:
         chat.render_turns(turns("a", "b", "c", "d"))
     assert caught.value.kind == "template"
 
@@ -95,8 +121,10 @@ def test_template_that_rewrites_an_earlier_reply_is_refused(tokenizer: Any) -> N
     ("max_seq_length", "text", "num_tokens"),
     [
         (44, "User: a\nAssistant:[ bc<|eos|>]\nUser: d\nAssistant:[ e<|eos|>]", 44),  # all of it
-        (43, "User: a\nAssistant:[ bc<|eos|>]\nUser: d\nAssistant:[ e]", 43),  # the last reply loses its end
-        (41, "User: a\nAssistant:[ bc<|eos|>]", 22),  # no token of it is left, so its prompt goes too
+        # The last reply loses its end.
+        (43, "User: a\nAssistant:[ bc<|eos|>]\nUser: d\nAssistant:[ e]", 43),
+        # No token of it is left, so its prompt goes too.
+        (41, "User: a\nAssistant:[ bc<|eos|>]", 22),
         (20, "User: a\nAssistant:[ b]", 20),
     ],
 )
@@ -124,7 +152,8 @@ def test_bad_rows_name_file_and_line(load: Load, tmp_path: Path) -> None:
         load(rows, "1.0")
 
 
-# --- flags ----------------------------------------------------------------------------------------------
+# --- flags
+# ----------------------------------------------------------------------------------------------
 
 WORDS = ["--model_name_or_path", "m", "--mixer_list", "rows.jsonl", "1.0", "--output_dir", "out"]
 
@@ -139,7 +168,9 @@ def test_flags_are_those_of_dpo_but_for_its_loss() -> None:
 
 def test_only_sft_fills_rows_before_and_only_where_it_packs() -> None:
     words = [*WORDS, "--packing_strategy", "bfd"]
-    assert SFT.fills_packs(parse(SFT.config_class, words)) and not SFT.fills_packs(parse(SFT.config_class, words[:-2]))
+    assert SFT.fills_packs(parse(SFT.config_class, words)) and not SFT.fills_packs(
+        parse(SFT.config_class, words[:-2])
+    )
     with refused("unread_flag", "packing_strategy", "--packing"):
         SFT.validate(parse(SFT.config_class, [*words, "--no_packing"]))
     for name in ("dpo", "kto", "prm", "reward_model", "distill"):

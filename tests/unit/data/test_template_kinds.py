@@ -7,29 +7,33 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
+from open_instruct.commands.tiny_model import BOS, EOS
+from open_instruct.core.errors import InputError
 from open_instruct.data.chat import ChatFormat
 from open_instruct.data.chat_templates import ChatTemplate, check_syntax
 from open_instruct.data.files.rows import MalformedRow
 from open_instruct.data.messages import Message
 from open_instruct.data.mixer import parse_mixer_list
 from open_instruct.data.sft_rows import SFTBuilder
-from open_instruct.errors import InputError
 from open_instruct.run.turn_ends import exported_generation_config
-from open_instruct.toys.tiny import BOS, EOS
 from tests.unit.token_data import byte_tokenizer, write_rows
 
 ASKS = "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
 TURN = "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}" + EOS + "\n{% endfor %}"
 QUESTION: list[Message] = [{"role": "user", "content": "Hi"}]
 REPLY: list[Message] = [{"role": "assistant", "content": "Hello"}]
-# Always asked for: after a turn that ends as a reply does, after one with another end, and with no token at all.
+# Always asked for: after a turn that ends as a reply does, after one with another end, and with no
+# token at all.
 ALWAYS = {
     "one end for all turns": TURN + "{{ '<|assistant|>\n' }}",
     "an end of replies alone": (
-        "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}{{ eos_token if m.role == 'assistant' else '' }}\n"
-        "{% endfor %}{{ '<|assistant|>\n' }}"
+        "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}{{ eos_token if m.role == "
+        "'assistant' else '' }}\n{% endfor %}{{ '<|assistant|>\n' }}"
     ),
-    "words": "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}\n{% endfor %}assistant: ",
+    "words": (
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}\n{% endfor "
+        "%}assistant: "
+    ),
 }
 
 
@@ -58,7 +62,7 @@ def test_question_behind_a_reply_is_not_learned(tokenizer: Any, kind: str) -> No
     [
         (TURN, True),
         (TURN + ASKS, False),
-        ("{% for m in messages %}[{{ m.content }}]{{ eos_token if m.role == 'assistant' }}{% endfor %}", True),
+        (("{% for m in messages %}[{{ m.content }}]{{ eos_token if m.role == 'assistant' }}{% endfor %}"), True),
         ("{% for m in messages %}{{ '[I] ' + m.content + ' [/I]' if m.role == 'user' else m.content + eos_token }}"
          "{% endfor %}", False),
         ("{{ raise_exception('no system turn') if messages[0].role != 'system' }}", False),
@@ -82,7 +86,9 @@ def test_date_in_a_template_is_always_the_same(tokenizer: Any, call: str, writte
     assert prompt.startswith(written)
 
 
-@pytest.mark.parametrize("call", ["{{ ['a', 'b'] | random }}", "{{ lipsum() }}", "{% set x = lipsum(n=1) %}"])
+@pytest.mark.parametrize(
+    "call", ["{{ ['a', 'b'] | random }}", "{{ lipsum() }}", "{% set x = lipsum(n=1) %}"]
+)
 def test_template_that_writes_at_random_is_refused(call: str) -> None:
     with pytest.raises(InputError, match=r"line 2: (random|lipsum)"):
         check_syntax("a template", "\n" + call)
@@ -93,28 +99,54 @@ def test_template_that_writes_at_random_is_refused(call: str) -> None:
     [
         (TURN + ASKS, "Hello", (0, 0, 0)),
         (TURN + ASKS, f"Hello{EOS}", (1, 0, 0)),
-        ("{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}\n{% endfor %}" + ASKS, "Hello", (0, 0, 1)),
-        ("{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}\n{% endfor %}" + ASKS, f"Hello{EOS}", (0, 0, 0)),
-        (TURN.replace("{{ m.content }}", "<think></think>{{ m.content }}") + ASKS, "Hello", (0, 1, 0)),
+        (
+            "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}\n{% endfor %}" + ASKS,
+            "Hello",
+            (0, 0, 1),
+        ),
+        (
+            "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}\n{% endfor %}" + ASKS,
+            f"Hello{EOS}",
+            (0, 0, 0),
+        ),
+        (
+            TURN.replace("{{ m.content }}", "<think></think>{{ m.content }}") + ASKS,
+            "Hello",
+            (0, 1, 0),
+        ),
         (TURN + ASKS, "<think>so</think>Hello", (0, 0, 0)),
-        (TURN.replace("{{ m.content }}", "<think></think>{{ m.content }}") + ASKS, "<think>so</think>Hello", (0, 1, 0)),
+        (
+            TURN.replace("{{ m.content }}", "<think></think>{{ m.content }}") + ASKS,
+            "<think>so</think>Hello",
+            (0, 1, 0),
+        ),
     ],
 )
 def test_ends_and_thoughts_that_a_template_doubles_are_counted(
     tokenizer: Any, tmp_path: Path, template: str, reply: str, counts: tuple[int, int, int]
 ) -> None:
-    file = write_rows(tmp_path / "r.jsonl", {"messages": [*QUESTION, {"role": "assistant", "content": reply}]})
+    file = write_rows(
+        tmp_path / "r.jsonl", {"messages": [*QUESTION, {"role": "assistant", "content": reply}]}
+    )
     (entry,) = parse_mixer_list([str(file), "1.0"])
     builder = SFTBuilder(own(tokenizer, template), max_seq_length=200, on_bad_row="error")
     _, report = builder.build([entry], [entry.open({})], seed=1)
-    assert (builder.num_with_two_ends, builder.num_with_more_thoughts, builder.num_without_end) == counts
+    assert (
+        builder.num_with_two_ends,
+        builder.num_with_more_thoughts,
+        builder.num_without_end,
+    ) == counts
     assert len(report.warnings) == sum(counts)
 
 
 @pytest.mark.parametrize(("text", "warns"), [("Hi", False), (f"{BOS}Hi", True)])
-def test_bos_token_that_a_row_has_too_is_told_of(tokenizer: Any, tmp_path: Path, text: str, warns: bool) -> None:
+def test_bos_token_that_a_row_has_too_is_told_of(
+    tokenizer: Any, tmp_path: Path, text: str, warns: bool
+) -> None:
     template = "{{ bos_token }}{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}"
-    file = write_rows(tmp_path / "r.jsonl", {"messages": [{"role": "user", "content": text}, *REPLY]})
+    file = write_rows(
+        tmp_path / "r.jsonl", {"messages": [{"role": "user", "content": text}, *REPLY]}
+    )
     (entry,) = parse_mixer_list([str(file), "1.0"])
     builder = SFTBuilder(own(tokenizer, template), max_seq_length=200, on_bad_row="error")
     _, report = builder.build([entry], [entry.open({})], seed=1)
@@ -122,16 +154,22 @@ def test_bos_token_that_a_row_has_too_is_told_of(tokenizer: Any, tmp_path: Path,
 
 
 def test_named_template_for_tools_is_not_passed_over_in_silence(tokenizer: Any) -> None:
-    """Some tokenizers have a template for rows with tools beside the default one, which leaves tools out."""
+    """Some tokenizers have a template for rows with tools beside the default one, which leaves
+    tools out.
+    """
     tokenizer = byte_tokenizer()
-    tokenizer.chat_template = {"default": TURN + ASKS, "tool_use": "{{ tools | tojson }}" + TURN + ASKS}
+    tokenizer.chat_template = {
+        "default": TURN + ASKS,
+        "tool_use": "{{ tools | tojson }}" + TURN + ASKS,
+    }
     tool = {"type": "function", "function": {"name": "rain", "description": "", "parameters": {}}}
     asked: list[Any] = [{**QUESTION[0], "tools": [tool]}]
     with pytest.raises(MalformedRow, match="tools"):
         ChatFormat.choose(tokenizer, None).render(asked, REPLY)
 
 
-# --- where a reply of the export ends --------------------------------------------------------------------
+# --- where a reply of the export ends
+# --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -143,12 +181,18 @@ def test_named_template_for_tools_is_not_passed_over_in_silence(tokenizer: Any) 
         ({}, {}, True, [2]),
         (None, {"eos_token_id": 0}, True, [0, 2]),
         (None, {}, True, [2]),
-        ({"eos_token_id": [1, 200]}, {}, False, [1, 2]),  # of another tokenizer, where 200 is a byte
+        # Of another tokenizer, where 200 is a byte.
+        ({"eos_token_id": [1, 200]}, {}, False, [1, 2]),
         ({"eos_token_id": [1, 200]}, {}, True, [1, 200, 2]),
     ],
 )
 def test_export_ends_where_a_turn_does(
-    tokenizer: Any, tmp_path: Path, given: dict[str, Any] | None, model: dict[str, Any], is_own: bool, expected: Any
+    tokenizer: Any,
+    tmp_path: Path,
+    given: dict[str, Any] | None,
+    model: dict[str, Any],
+    is_own: bool,
+    expected: Any,
 ) -> None:
     if given is not None:
         (tmp_path / "generation_config.json").write_text(json.dumps(given))

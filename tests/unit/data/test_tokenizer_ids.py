@@ -1,6 +1,8 @@
-"""Token ids are those of the tokenizer.json, whatever class, settings or family stand beside it, or it is refused.
+"""Token ids are those of the tokenizer.json, whatever class, settings or family stand beside it, or
+it is refused.
 
-The folders are small tokenizers of the kinds that people publish, each with another class in its tokenizer_config.json.
+The folders are small tokenizers of the kinds that people publish, each with another class in its
+tokenizer_config.json.
 """
 
 import importlib.util
@@ -15,24 +17,37 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
 from transformers import AutoTokenizer
 
+from open_instruct.commands.tiny_model import built_in_corpus, train_tokenizer
+from open_instruct.core.errors import InputError
+from open_instruct.core.families import FAMILIES
 from open_instruct.data.chat import ChatFormat
 from open_instruct.data.chat_templates import ChatTemplate
 from open_instruct.data.tokenizer import load_tokenizer
 from open_instruct.data.tokenizer_class import copy_tokenizer, exported_tokenizer_config
 from open_instruct.data.tokenizer_ids import WHITE_SPACE, find_other_ids
-from open_instruct.engines.vllm_options import engine_environment
-from open_instruct.errors import InputError
-from open_instruct.families import FAMILIES
-from open_instruct.toys.tiny import built_in_corpus, train_tokenizer
+from open_instruct.generation.vllm_options import engine_environment
 from tests.refusals import refused
 
 BOS, EOS, CALL = "<|begin|>", "<|end|>", "<|call|>"
 TEXT = f"{BOS}It's 1234567 o'clock,\n\n\tdef f(x):\n    return  x[10:]  # été, 漢字 👍🏽\n{EOS}"
 DIGITS = pre_tokenizers.Sequence(
-    [pre_tokenizers.Split(Regex(r"\p{N}{1,3}"), "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    [
+        pre_tokenizers.Split(Regex(r"\p{N}{1,3}"), "isolated"),
+        pre_tokenizers.ByteLevel(add_prefix_space=False),
+    ]
 )
 METASPACE = normalizers.Replace(" ", "▁")
 
@@ -50,10 +65,15 @@ def train(pre_tokenizer: Any, *, normalizer: Any = None, byte_fallback: bool = F
     alphabet = [] if byte_fallback else pre_tokenizers.ByteLevel.alphabet()
     hex_bytes = [f"<0x{byte:02X}>" for byte in range(256)] if byte_fallback else []
     trainer = trainers.BpeTrainer(
-        vocab_size=700, special_tokens=[BOS, EOS, *hex_bytes], initial_alphabet=alphabet, show_progress=False
+        vocab_size=700,
+        special_tokens=[BOS, EOS, *hex_bytes],
+        initial_alphabet=alphabet,
+        show_progress=False,
     )
     tokenizer.train_from_iterator([*built_in_corpus(), "1234567 123 456"], trainer)
-    tokenizer.post_processor = processors.TemplateProcessing(single=f"{BOS} $A", special_tokens=[(BOS, 0)])
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{BOS} $A", special_tokens=[(BOS, 0)]
+    )
     return tokenizer
 
 
@@ -66,7 +86,13 @@ KINDS: dict[str, Callable[[], Tokenizer]] = {
     ),
 }
 CLASSES = (
-    *("LlamaTokenizerFast", "LlamaTokenizer", "GPT2Tokenizer", "Qwen2TokenizerFast", "GPTNeoXTokenizerFast"),
+    *(
+        "LlamaTokenizerFast",
+        "LlamaTokenizer",
+        "GPT2Tokenizer",
+        "Qwen2TokenizerFast",
+        "GPTNeoXTokenizerFast",
+    ),
     *("GemmaTokenizer", "PreTrainedTokenizerFast", "TokenizersBackend", "Unheard", None),
 )
 
@@ -79,19 +105,31 @@ def kinds(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return folders
 
 
-def write(folder: Path, settings: dict[str, Any], *, source: Path, family: str | None = "llama") -> Path:
-    """A folder with the tokenizer.json of another, these settings, and the config.json of a family."""
+def write(
+    folder: Path, settings: dict[str, Any], *, source: Path, family: str | None = "llama"
+) -> Path:
+    """A folder with the tokenizer.json of another, these settings, and the config.json of a
+    family.
+    """
     folder.mkdir(exist_ok=True)
     (folder / "tokenizer.json").write_bytes((source / "tokenizer.json").read_bytes())
-    (folder / "tokenizer_config.json").write_text(json.dumps({"bos_token": BOS, "eos_token": EOS} | settings))
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({"bos_token": BOS, "eos_token": EOS} | settings)
+    )
     if family is not None:
         (folder / "config.json").write_text(json.dumps({"model_type": family}))
     return folder
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_ids_are_those_of_the_file_whatever_class_is_named(kinds: dict[str, Path], kind: str, tmp_path: Path) -> None:
-    right = Tokenizer.from_file(str(kinds[kind] / "tokenizer.json")).encode(TEXT, add_special_tokens=False).ids
+def test_ids_are_those_of_the_file_whatever_class_is_named(
+    kinds: dict[str, Path], kind: str, tmp_path: Path
+) -> None:
+    right = (
+        Tokenizer.from_file(str(kinds[kind] / "tokenizer.json"))
+        .encode(TEXT, add_special_tokens=False)
+        .ids
+    )
     for number, name in enumerate(CLASSES):
         settings = {"tokenizer_class": name} if name else {}
         family = ("llama", "qwen2", "qwen3", "olmoe", None)[number % 5]
@@ -102,9 +140,18 @@ def test_ids_are_those_of_the_file_whatever_class_is_named(kinds: dict[str, Path
         assert (loaded.bos_token_id, loaded.eos_token_id) == (0, 1)
 
 
-def test_setting_that_changes_ids_is_refused_with_both_ids(kinds: dict[str, Path], tmp_path: Path) -> None:
-    """Of a large vocabulary beside a config.json without a version: transformers then splits otherwise."""
-    folder = write(tmp_path, {"fix_mistral_regex": True}, source=kinds["byte-level, as GPT-2's"], family="mistral")
+def test_setting_that_changes_ids_is_refused_with_both_ids(
+    kinds: dict[str, Path], tmp_path: Path
+) -> None:
+    """Of a large vocabulary beside a config.json without a version: transformers then splits
+    otherwise.
+    """
+    folder = write(
+        tmp_path,
+        {"fix_mistral_regex": True},
+        source=kinds["byte-level, as GPT-2's"],
+        family="mistral",
+    )
     assert load_tokenizer(str(folder))
     content = json.loads((folder / "tokenizer.json").read_text())
     vocabulary = content["model"]["vocab"]
@@ -128,10 +175,15 @@ def replaced(tokenizer: Tokenizer, **parts: Any) -> Tokenizer:
 
 CHANGES: dict[str, Callable[[Tokenizer], Any]] = {
     "normalizer": lambda tokenizer: replaced(tokenizer, normalizer=normalizers.NFKC()),
-    "pre-tokenizer": lambda tokenizer: replaced(tokenizer, pre_tokenizer=pre_tokenizers.ByteLevel()),
+    "pre-tokenizer": lambda tokenizer: replaced(
+        tokenizer, pre_tokenizer=pre_tokenizers.ByteLevel()
+    ),
     "decoder": lambda tokenizer: replaced(tokenizer, decoder=decoders.Metaspace()),
     "digits": lambda tokenizer: replaced(
-        tokenizer, pre_tokenizer=pre_tokenizers.Sequence([pre_tokenizers.Digits(True), pre_tokenizers.ByteLevel(False)])
+        tokenizer,
+        pre_tokenizer=pre_tokenizers.Sequence(
+            [pre_tokenizers.Digits(True), pre_tokenizers.ByteLevel(False)]
+        ),
     ),
     "added token": lambda tokenizer: tokenizer.add_tokens([AddedToken("\t", normalized=False)]),
     "model's setting": lambda tokenizer: setattr(tokenizer.model, "ignore_merges", False),
@@ -159,12 +211,17 @@ def test_exports_and_engines_have_the_ids_of_the_file(
     raw = Tokenizer.from_file(str(kinds[kind] / "tokenizer.json"))
     first = 3 * list(KINDS).index(kind) + 2 * FAMILY_NAMES.index(family)
     for name in (CLASSES[(first + offset) % len(CLASSES)] for offset in range(3)):
-        folder = write(tmp_path / "source", {"tokenizer_class": name}, source=kinds[kind], family=family)
+        folder = write(
+            tmp_path / "source", {"tokenizer_class": name}, source=kinds[kind], family=family
+        )
         exported = exported_tokenizer_config(folder, {"model_type": family})
         out = write(tmp_path / "out", exported, source=kinds[kind], family=family)
         for each in (out, engine_folder(folder, tmp_path)):
             reader = AutoTokenizer.from_pretrained(each)
-            assert reader(TEXT, add_special_tokens=False)["input_ids"] == raw.encode(TEXT, add_special_tokens=False).ids
+            assert (
+                reader(TEXT, add_special_tokens=False)["input_ids"]
+                == raw.encode(TEXT, add_special_tokens=False).ids
+            )
             assert reader("a b")["input_ids"] == raw.encode("a b").ids
             assert reader.decode(raw.encode("a , b").ids[1:]) == "a , b"
 
@@ -180,14 +237,23 @@ print("\\n" + json.dumps(ids))
 
 @pytest.mark.extended
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM")
-def test_vllm_reads_exports_with_the_ids_of_the_file(kinds: dict[str, Path], tmp_path: Path) -> None:
+def test_vllm_reads_exports_with_the_ids_of_the_file(
+    kinds: dict[str, Path], tmp_path: Path
+) -> None:
     """In a process of its own: vLLM sets its process up when it is imported."""
     folders, expected = [], []
     for number, (kind, family) in enumerate(product(KINDS, FAMILY_NAMES)):
         name = CLASSES[number % len(CLASSES)]
-        source = write(tmp_path / f"source{number}", {"tokenizer_class": name}, source=kinds[kind], family=family)
+        source = write(
+            tmp_path / f"source{number}",
+            {"tokenizer_class": name},
+            source=kinds[kind],
+            family=family,
+        )
         exported = exported_tokenizer_config(source, {"model_type": family})
-        folders.append(str(write(tmp_path / f"out{number}", exported, source=kinds[kind], family=family)))
+        folders.append(
+            str(write(tmp_path / f"out{number}", exported, source=kinds[kind], family=family))
+        )
         raw = Tokenizer.from_file(str(kinds[kind] / "tokenizer.json"))
         expected.append(raw.encode(TEXT, add_special_tokens=False).ids)
     done = subprocess.run(
@@ -210,8 +276,12 @@ def engine_folder(folder: Path, tmp_path: Path) -> Path:
 
 
 def test_class_of_the_source_stays_where_it_gives_the_same_ids(tmp_path: Path) -> None:
-    train_tokenizer(built_in_corpus(), vocab_size=512, splits_as_qwen=True).save_pretrained(tmp_path)
-    settings = json.loads((tmp_path / "tokenizer_config.json").read_text()) | {"tokenizer_class": "Qwen2Tokenizer"}
+    train_tokenizer(built_in_corpus(), vocab_size=512, splits_as_qwen=True).save_pretrained(
+        tmp_path
+    )
+    settings = json.loads((tmp_path / "tokenizer_config.json").read_text()) | {
+        "tokenizer_class": "Qwen2Tokenizer"
+    }
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
     assert exported_tokenizer_config(tmp_path, {"model_type": "qwen3"}) == settings
 
@@ -224,7 +294,8 @@ def test_tokenizer_that_readers_replace_is_refused(kinds: dict[str, Path], tmp_p
         exported_tokenizer_config(folder, {"model_type": family})
 
 
-# --- special tokens, and what a file may say of them -----------------------------------------------------
+# --- special tokens, and what a file may say of them
+# -----------------------------------------------------
 
 
 def change(folder: Path, file_name: str, **fields: Any) -> None:
@@ -259,11 +330,19 @@ def test_id_that_a_file_gives_a_token_is_its_id_or_refused(
     assert refused.value.kind == "bad_model"
 
 
-def test_token_that_a_file_adds_under_the_next_id_is_read(kinds: dict[str, Path], tmp_path: Path) -> None:
+def test_token_that_a_file_adds_under_the_next_id_is_read(
+    kinds: dict[str, Path], tmp_path: Path
+) -> None:
     folder = write(tmp_path / "own", {}, source=kinds["byte-level, three digits"])
     size = Tokenizer.from_file(str(folder / "tokenizer.json")).get_vocab_size()
-    change(folder, "tokenizer_config.json", added_tokens_decoder={str(size): added(CALL, size) | {"id": None}})
-    decoder = {str(size): {name: value for name, value in added(CALL, size).items() if name != "id"}}
+    change(
+        folder,
+        "tokenizer_config.json",
+        added_tokens_decoder={str(size): added(CALL, size) | {"id": None}},
+    )
+    decoder = {
+        str(size): {name: value for name, value in added(CALL, size).items() if name != "id"}
+    }
     change(folder, "tokenizer_config.json", added_tokens_decoder=decoder)
     assert load_tokenizer(str(folder))(CALL, add_special_tokens=False)["input_ids"] == [size]
 
@@ -273,7 +352,11 @@ def test_token_that_a_file_adds_under_the_next_id_is_read(kinds: dict[str, Path]
     [
         ("tokenizer_config.json", {"split_special_tokens": True}, "split_special_tokens"),
         ("tokenizer.json", {"model": {"dropout": 0.1}}, "dropout"),
-        ("tokenizer.json", {"normalizer": {"type": "Strip", "strip_left": True, "strip_right": True}}, "white space"),
+        (
+            "tokenizer.json",
+            {"normalizer": {"type": "Strip", "strip_left": True, "strip_right": True}},
+            "white space",
+        ),
         (
             "tokenizer.json",
             {"normalizer": {"type": "Replace", "pattern": {"Regex": "\\s+"}, "content": " "}},
@@ -293,7 +376,9 @@ def test_tokenizer_that_changes_a_text_is_refused(
         load_tokenizer(str(folder))
 
 
-def test_truncation_and_padding_of_an_earlier_call_are_forgotten(kinds: dict[str, Path], tmp_path: Path) -> None:
+def test_truncation_and_padding_of_an_earlier_call_are_forgotten(
+    kinds: dict[str, Path], tmp_path: Path
+) -> None:
     folder = write(tmp_path / "own", {}, source=kinds["byte-level, three digits"])
     raw = Tokenizer.from_file(str(folder / "tokenizer.json"))
     right = raw.encode(TEXT * 3, add_special_tokens=False).ids
@@ -304,7 +389,9 @@ def test_truncation_and_padding_of_an_earlier_call_are_forgotten(kinds: dict[str
     assert loaded.backend_tokenizer.encode(TEXT * 3, add_special_tokens=False).ids == right
 
 
-def test_end_of_a_turn_that_is_spelt_out_in_letters_is_refused(kinds: dict[str, Path], tmp_path: Path) -> None:
+def test_end_of_a_turn_that_is_spelt_out_in_letters_is_refused(
+    kinds: dict[str, Path], tmp_path: Path
+) -> None:
     folder = write(tmp_path / "own", {}, source=kinds["byte-level, three digits"])
     tokenizer = load_tokenizer(str(folder))
     tokenizer.split_special_tokens = True

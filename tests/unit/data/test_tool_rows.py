@@ -17,11 +17,12 @@ from open_instruct.data.row_builder import RowBuilder
 from open_instruct.data.sft_rows import SFTBuilder
 from open_instruct.data.tool_turns import ToolForm
 from open_instruct.objectives.kto import parse_labelled_row
-from open_instruct.verifiers.answers import GSM8K
+from open_instruct.rewards.answers import GSM8K
 from tests.unit.data.test_chat import CHATML, LLAMA3, make_tokenizer
 from tests.unit.token_data import write_rows
 
-# As the families' own templates have it: where tools stand, how calls and the answers of tools are written.
+# As the families' own templates have it: where tools stand, how calls and the answers of tools are
+# written.
 QWEN = """\
 {%- if tools %}{{- '<|im_start|>system\\n' + (messages[0].content if messages[0].role == 'system' else 'Qwen.') }}
 {{- '<tools>' }}{% for tool in tools %}{{- '\\n' + (tool | tojson) }}{% endfor %}{{- '\\n</tools><|im_end|>\\n' }}
@@ -69,7 +70,10 @@ TEMPLATES = {"qwen": QWEN, "llama": LLAMA, "olmo 3.1": OLMO, "olmo": template_te
 
 SCHEMA = {"name": "add", "description": "Adds.", "parameters": {"type": "object", "properties": {}}}
 TOOL = {"type": "function", "function": SCHEMA}
-SYSTEM, ASKED = ({"role": role, "content": text} for role, text in (("system", "Be kind."), ("user", "What is it?")))
+SYSTEM, ASKED = (
+    {"role": role, "content": text}
+    for role, text in (("system", "Be kind."), ("user", "What is it?"))
+)
 ANSWER = '{"sum": "é"}'
 DONE = {"role": "assistant", "content": "It is 5."}
 
@@ -90,7 +94,11 @@ OPENAI = {"messages": NATIVE, "tools": [TOOL]}
 IN_TEXT = {
     "messages": [
         *NATIVE[:2],
-        {"role": "assistant", "content": None, "tool_calls": json.dumps(calling(json.dumps(ARGUMENTS))["tool_calls"])},
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": json.dumps(calling(json.dumps(ARGUMENTS))["tool_calls"]),
+        },
         answered("function"),
         DONE | {"tool_calls": None},
     ],
@@ -116,7 +124,9 @@ def form(tokenizer: Any, text: str) -> ChatFormat:
     return ChatFormat(tokenizer, ChatTemplate(name="own", text=text))
 
 
-def texts(builder: type[RowBuilder], row: Any, tokenizer: Any, text: str, **more: Any) -> tuple[str, ...]:
+def texts(
+    builder: type[RowBuilder], row: Any, tokenizer: Any, text: str, **more: Any
+) -> tuple[str, ...]:
     chat = form(tokenizer, text)
     return builder(chat, on_bad_row="error", **{"max_seq_length": 999} | more).render(row).texts
 
@@ -146,7 +156,8 @@ def test_conversation_is_what_transformers_writes_and_replies_alone_are_learned(
 ) -> None:
     pieces = texts(SFTBuilder, row, tokenizer, TEMPLATES[name])
     whole = oracle(tokenizer, name)
-    if (name, row) == ("olmo 3.1", IN_OLMOS_FORM):  # as the text has it, which this template sets apart otherwise
+    # As the text has it, which this template sets apart otherwise.
+    if (name, row) == ("olmo 3.1", IN_OLMOS_FORM):
         whole = whole.replace("kind.<functions>", "kind. <functions>")
     assert "".join(pieces) == whole.rstrip("\n")
     first, second = pieces[1::2]
@@ -160,9 +171,15 @@ def test_conversation_is_what_transformers_writes_and_replies_alone_are_learned(
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_pair_of_calls_and_a_prompt_that_ends_with_a_tools_answer(tokenizer: Any, name: str) -> None:
+def test_pair_of_calls_and_a_prompt_that_ends_with_a_tools_answer(
+    tokenizer: Any, name: str
+) -> None:
     other = calling({"a": 3})
-    pair = {"chosen": [*NATIVE[:2], calling(ARGUMENTS)], "rejected": [*NATIVE[:2], other], "tools": [TOOL]}
+    pair = {
+        "chosen": [*NATIVE[:2], calling(ARGUMENTS)],
+        "rejected": [*NATIVE[:2], other],
+        "tools": [TOOL],
+    }
     prompt, chosen, rejected = texts(PreferenceBuilder, pair, tokenizer, TEMPLATES[name])
     assert prompt == oracle(tokenizer, name, NATIVE[:2], add_generation_prompt=True)
     assert (prompt + chosen).rstrip("\n") == oracle(tokenizer, name, NATIVE[:3]).rstrip("\n")
@@ -172,18 +189,31 @@ def test_pair_of_calls_and_a_prompt_that_ends_with_a_tools_answer(tokenizer: Any
     with pytest.raises(MalformedRow, match="the chosen reply equals"):
         texts(PreferenceBuilder, pair | {"rejected": pair["chosen"]}, tokenizer, TEMPLATES[name])
 
-    row = {"messages": NATIVE[:4], "tools": json.dumps([TOOL]), "ground_truth": "5", "dataset": "gsm8k"}
+    row = {
+        "messages": NATIVE[:4],
+        "tools": json.dumps([TOOL]),
+        "ground_truth": "5",
+        "dataset": "gsm8k",
+    }
     own = {"known_verifiers": {"gsm8k": GSM8K()}, "max_prompt_token_length": 999}
     chat = form(tokenizer, TEMPLATES[name])
     (asked,) = PromptBuilder(chat, on_bad_row="error", **own).render(row).texts
     assert asked == oracle(tokenizer, name, NATIVE[:4], add_generation_prompt=True)
-    (asked,) = PromptBuilder(chat, on_bad_row="error", system_prompt="Be brief.", **own).render(row).texts
-    assert asked == oracle(tokenizer, name, NATIVE[:4], add_generation_prompt=True).replace("Be kind.", "Be brief.")
+    (asked,) = (
+        PromptBuilder(chat, on_bad_row="error", system_prompt="Be brief.", **own).render(row).texts
+    )
+    assert asked == oracle(tokenizer, name, NATIVE[:4], add_generation_prompt=True).replace(
+        "Be kind.", "Be brief."
+    )
 
 
 def test_olmo_gets_a_system_turn_with_the_functions_when_it_has_none(tokenizer: Any) -> None:
-    prompt, *_ = texts(SFTBuilder, {"messages": NATIVE[1:], "tools": [TOOL]}, tokenizer, TEMPLATES["olmo"])
-    assert prompt.startswith(f"<|im_start|>system\n <functions>{json.dumps([TOOL])}</functions><|im_end|>")
+    prompt, *_ = texts(
+        SFTBuilder, {"messages": NATIVE[1:], "tools": [TOOL]}, tokenizer, TEMPLATES["olmo"]
+    )
+    assert prompt.startswith(
+        f"<|im_start|>system\n <functions>{json.dumps([TOOL])}</functions><|im_end|>"
+    )
 
 
 def test_form_of_a_template_is_found_in_its_text() -> None:
@@ -208,7 +238,11 @@ ONLY_NAMED = QWEN.replace("(tool | tojson)", "''")
 @pytest.mark.parametrize(
     ("text", "row", "told"),
     [
-        (template_text("chatml"), OPENAI, "cannot write 'tools': choose another by --chat_template_name"),
+        (
+            template_text("chatml"),
+            OPENAI,
+            "cannot write 'tools': choose another by --chat_template_name",
+        ),
         (
             template_text("tulu"),
             {"messages": [*NATIVE[:2], calling({}), answered(), DONE]},
@@ -216,27 +250,59 @@ ONLY_NAMED = QWEN.replace("(tool | tojson)", "''")
         ),
         (template_text("tulu"), IN_OLMOS_FORM, "cannot write 'functions'"),
         (NO_ANSWERS, OPENAI, 'leaves out \'{"sum": "é"}\', of tools or their calls and answers'),
-        (FIRST_CALL, {"messages": [ASKED, calling({}, num=2)], "tools": [TOOL]}, "leaves out 'add', of tools"),
+        (
+            FIRST_CALL,
+            {"messages": [ASKED, calling({}, num=2)], "tools": [TOOL]},
+            "leaves out 'add', of tools",
+        ),
         (ONLY_NAMED, OPENAI, "leaves out 'add'"),
-        (LLAMA, {"messages": [ASKED, calling({}, num=2)]}, "refuses the conversation: one call at a time"),
-        (LLAMA, {"messages": [ASKED, calling({}, content="I call.")]}, "leaves out part of the reply 'I call.'"),
-        (QWEN, {"messages": [ASKED | {"functions": "add(a, b)"}, DONE]}, "cannot write 'functions'"),
-        (QWEN, {"messages": [ASKED, DONE | {"function_calls": "add(1)"}]}, "cannot write 'function_calls'"),
+        (
+            LLAMA,
+            {"messages": [ASKED, calling({}, num=2)]},
+            "refuses the conversation: one call at a time",
+        ),
+        (
+            LLAMA,
+            {"messages": [ASKED, calling({}, content="I call.")]},
+            "leaves out part of the reply 'I call.'",
+        ),
+        (
+            QWEN,
+            {"messages": [ASKED | {"functions": "add(a, b)"}, DONE]},
+            "cannot write 'functions'",
+        ),
+        (
+            QWEN,
+            {"messages": [ASKED, DONE | {"function_calls": "add(1)"}]},
+            "cannot write 'function_calls'",
+        ),
     ],
 )
-def test_tool_content_that_a_template_drops_is_refused(tokenizer: Any, text: str, row: Any, told: str) -> None:
+def test_tool_content_that_a_template_drops_is_refused(
+    tokenizer: Any, text: str, row: Any, told: str
+) -> None:
     with pytest.raises(MalformedRow) as caught:
         texts(SFTBuilder, row, tokenizer, text)
     assert caught.value.kind == "template" and told in caught.value.reason, caught.value.reason
 
 
 def test_environment_has_its_own_tools(tokenizer: Any) -> None:
-    own: dict[str, Any] = {"known_verifiers": {}, "max_prompt_token_length": 999, "known_environments": {"counter"}}
+    own: dict[str, Any] = {
+        "known_verifiers": {},
+        "max_prompt_token_length": 999,
+        "known_environments": {"counter"},
+    }
     builder = PromptBuilder(form(tokenizer, OLMO), on_bad_row="error", environment="counter", **own)
     for row, told in (
         ({"messages": [ASKED], "tools": [TOOL]}, "'tools' are the names of those tools"),
-        ({"messages": [ASKED], "tools": json.dumps([TOOL])}, "'tools' are the names of those tools"),
-        ({"messages": [ASKED | {"functions": json.dumps([TOOL])}]}, "has 'functions', and an environment"),
+        (
+            {"messages": [ASKED], "tools": json.dumps([TOOL])},
+            "'tools' are the names of those tools",
+        ),
+        (
+            {"messages": [ASKED | {"functions": json.dumps([TOOL])}]},
+            "has 'functions', and an environment",
+        ),
     ):
         with pytest.raises(MalformedRow, match=told):
             builder.render(row)
@@ -247,8 +313,22 @@ def test_preview_shows_such_rows(tmp_path: Path, capsys: pytest.CaptureFixture[s
     make_tokenizer(CHATML, chat_template=QWEN).save_pretrained(tmp_path / "model")
     rows = write_rows(tmp_path / "rows.jsonl", IN_TEXT, IN_OLMOS_FORM)
     assert (
-        main(["preview", "sft", "--model_name_or_path", str(tmp_path / "model"), "--mixer_list", str(rows), "1.0"]) == 0
+        main(
+            [
+                "preview",
+                "sft",
+                "--model_name_or_path",
+                str(tmp_path / "model"),
+                "--mixer_list",
+                str(rows),
+                "1.0",
+            ]
+        )
+        == 0
     )
     shown = "".join(capsys.readouterr().out.split())
     call = '<tool_call>{"name":"add","arguments":{"a":2,"b":"naïve"}}</tool_call><|im_end|>'
-    assert shown.replace("⏎", "").count(f"⟦{call}⟧") == 2 and '<tool_response>⏎{"sum":"é"}⏎</tool_response>' in shown
+    assert (
+        shown.replace("⏎", "").count(f"⟦{call}⟧") == 2
+        and '<tool_response>⏎{"sum":"é"}⏎</tool_response>' in shown
+    )

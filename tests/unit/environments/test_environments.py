@@ -14,17 +14,24 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from open_instruct.config.rollout_sections import EnvironmentSection
+from open_instruct.core.errors import InputError
+from open_instruct.core.records import Completion, Prompt
 from open_instruct.data.chat import ChatFormat
-from open_instruct.engines.requests import GenerationRequest, SamplingSettings
 from open_instruct.environments import built_in
 from open_instruct.environments.built_in import Calculator, Counter, GuessNumber, Python, Wordle
-from open_instruct.environments.environment import Opening, Reply, ToolAnswer, ToolCall, Turn, make_environment
+from open_instruct.environments.environment import (
+    Opening,
+    Reply,
+    ToolAnswer,
+    ToolCall,
+    Turn,
+    make_environment,
+)
 from open_instruct.environments.registry import factory_named
-from open_instruct.episodes.conversations import Conversations
-from open_instruct.errors import InputError
-from open_instruct.records import Completion, Prompt
-from open_instruct.sandbox import sandbox as sandbox_module
-from open_instruct.sandbox.sandbox import START, Sandbox
+from open_instruct.generation.requests import GenerationRequest, SamplingSettings
+from open_instruct.rewards.sandbox import sandbox as sandbox_module
+from open_instruct.rewards.sandbox.sandbox import START, Sandbox
+from open_instruct.rl.episodes.conversations import Conversations
 from tests.refusals import refused
 from tests.unit.data.test_chat import CHATML, make_tokenizer
 from tests.unit.fake_rollouts import grpo_config
@@ -33,7 +40,9 @@ USER = {"role": "user", "content": "What is 2 + 3?"}
 CALL = '<tool_call>{"name": "calculate", "arguments": {"expression": "2 + 3"}}</tool_call>'
 
 
-def played(environment: Any, row: Mapping[str, Any], replies: Sequence[Reply]) -> tuple[Opening, list[Turn]]:
+def played(
+    environment: Any, row: Mapping[str, Any], replies: Sequence[Reply]
+) -> tuple[Opening, list[Turn]]:
     """What an environment says to some replies."""
 
     async def play() -> tuple[Opening, list[Turn]]:
@@ -53,34 +62,58 @@ def calls(name: str, **arguments: Any) -> Reply:
 class TestBuiltIn:
     @pytest.mark.parametrize(
         ("expression", "value"),
-        [("2 + 3", "5"), ("(3+4)*12", "84"), ("7/2", "3.5"), ("-2 * -3", "6"), ("7 // 2 % 2", "1"), ("1e3", "1000")],
+        [
+            ("2 + 3", "5"),
+            ("(3+4)*12", "84"),
+            ("7/2", "3.5"),
+            ("-2 * -3", "6"),
+            ("7 // 2 % 2", "1"),
+            ("1e3", "1000"),
+        ],
     )
     def test_calculator_computes(self, expression: str, value: str) -> None:
         assert Calculator().calculate(expression) == value
 
     @pytest.mark.parametrize(
-        "expression", ["2 ** 9", "print(1)", "1e30 * 2", "9" * 300, "True + 1", "x", "1/0", "(" * 99]
+        "expression",
+        ["2 ** 9", "print(1)", "1e30 * 2", "9" * 300, "True + 1", "x", "1/0", "(" * 99],
     )
     def test_calculator_computes_nothing_else(self, expression: str) -> None:
         opening, (turn,) = played(Calculator(), {}, [calls("calculate", expression=expression)])
         assert opening.messages is None and opening.tools[0]["function"]["name"] == "calculate"
         assert "Error" in turn.messages[0]["content"] and not turn.done
 
-    def test_python_keeps_its_names_until_a_call_is_late(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_python_keeps_its_names_until_a_call_is_late(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.setattr(built_in, "PYTHON_TIMEOUT_S", 20.0)
         python = Python()
-        programs = ["x = 2; print('two')", "x * 3", "1 / 0", "print('y' * 9999)", "import os; os._exit(0)", "x"]
+        programs = [
+            "x = 2; print('two')",
+            "x * 3",
+            "1 / 0",
+            "print('y' * 9999)",
+            "import os; os._exit(0)",
+            "x",
+        ]
         row = {"tools": ["python"]}
-        opening, turns = played(python, row, [calls("python", code=program) for program in programs])
+        opening, turns = played(
+            python, row, [calls("python", code=program) for program in programs]
+        )
         assert opening.tools[0]["function"]["parameters"]["required"] == ["code"]
         said = [turn.messages[0]["content"] for turn in turns]
         assert said[:2] == ["two\n", "6"]
         assert said[2].endswith("line 1, in <module>\nZeroDivisionError: division by zero\n")
         assert len(said[3]) < 4010 and "y\n…\ny" in said[3]
-        assert said[4] == "\nThe interpreter died, or printed too much. It is started anew: its names are gone."
+        assert said[4] == (
+            "\nThe interpreter died, or printed too much. It is started anew: its names are gone."
+        )
         assert said[5].endswith("NameError: name 'x' is not defined\n")
         # Closed, it leaves no process behind, and a call that comes late finds none.
-        assert python._interpreter is not None and python._interpreter.run("1", timeout_s=5).status == "died"
+        assert (
+            python._interpreter is not None
+            and python._interpreter.run("1", timeout_s=5).status == "died"
+        )
         assert "The interpreter died" in python.python("1")
         monkeypatch.setattr(built_in, "PYTHON_TIMEOUT_S", 0.5)
         _, turns = played(Python(), {}, [calls("python", code="while True: pass")])
@@ -88,7 +121,9 @@ class TestBuiltIn:
 
     def test_counter_is_brought_to_its_target(self) -> None:
         up = calls("increment")
-        opening, turns = played(Counter(), {"target": 2}, [up, up, calls("decrement"), up, calls("submit")])
+        opening, turns = played(
+            Counter(), {"target": 2}, [up, up, calls("decrement"), up, calls("submit")]
+        )
         assert opening.messages is not None and "Reach 2" in opening.messages[-1]["content"]
         assert [turn.rewards["counter"] for turn in turns] == [-0.1] * 4 + [1.0]
         assert [turn.done for turn in turns] == [False] * 4 + [True]
@@ -101,7 +136,10 @@ class TestBuiltIn:
     def test_number_is_guessed(self) -> None:
         guesses = [calls("guess", number=number) for number in (1, 90, "50")]
         _, turns = played(GuessNumber(), {"number": 50}, guesses)
-        assert ["low" in turns[0].messages[0]["content"], "high" in turns[1].messages[0]["content"]] == [True, True]
+        assert [
+            "low" in turns[0].messages[0]["content"],
+            "high" in turns[1].messages[0]["content"],
+        ] == [True, True]
         assert turns[0].rewards["guessnumber"] == pytest.approx(1 - 49 / 99)
         assert turns[2].done and turns[2].rewards == {"guessnumber": 1.0}
 
@@ -110,9 +148,15 @@ class TestBuiltIn:
         _, turns = played(Wordle(), {"word": "crane"}, said)
         assert "G G G X G" in turns[0].messages[0]["content"]
         assert "X X Y X G" in turns[1].messages[0]["content"]
-        assert [turn.rewards["wordle"] for turn in turns] == pytest.approx([1.0, 0.5, 1.0 + 1 / 3 + 0.2])
-        _, turns = played(Wordle(), {"word": "crane"}, [Reply(text="crane"), Reply(text="<guess>cranes</guess>")])
-        assert [turn.done for turn in turns] == [False, True] and turns[1].rewards == {"wordle": pytest.approx(0.1)}
+        assert [turn.rewards["wordle"] for turn in turns] == pytest.approx(
+            [1.0, 0.5, 1.0 + 1 / 3 + 0.2]
+        )
+        _, turns = played(
+            Wordle(), {"word": "crane"}, [Reply(text="crane"), Reply(text="<guess>cranes</guess>")]
+        )
+        assert [turn.done for turn in turns] == [False, True] and turns[1].rewards == {
+            "wordle": pytest.approx(0.1)
+        }
 
 
 class Shop:
@@ -145,7 +189,9 @@ class Shop:
 class TestAdapters:
     def test_public_methods_are_tools(self) -> None:
         shop = Shop()
-        opening, turns = played(shop, {"stock": 3}, [calls("buy", count=2), calls("buy", number=1), Reply(text="done")])
+        opening, turns = played(
+            shop, {"stock": 3}, [calls("buy", count=2), calls("buy", number=1), Reply(text="done")]
+        )
         assert [tool["function"]["name"] for tool in opening.tools] == ["buy", "leave"]
         assert opening.messages == [{"role": "user", "content": "What is 2 + 3?\n\nThere are 3."}]
         assert turns[0].messages == [{"role": "tool", "content": '{"left": 1}'}]
@@ -160,7 +206,9 @@ class TestAdapters:
         [(("go", {"seed": 1}), "go"), (("go", "on"), None), (("go",), None), (("go", {}, 1), None)],
     )
     def test_reset_gives_one_text(self, begins_with: tuple[Any, ...], shown: str | None) -> None:
-        """With a dict beside it, as gymnasium's; of another tuple a part would be shown, and the rest lost."""
+        """With a dict beside it, as gymnasium's; of another tuple a part would be shown, and the
+        rest lost.
+        """
 
         class Starts(Shop):
             def reset(self) -> Any:  # type: ignore[override]
@@ -194,7 +242,9 @@ class TestAdapters:
         (tmp_path / "mine.py").write_text(
             "def shop(stock=2):\n    return Shop()\n\nclass Shop:\n    def buy(self): ...\n"
         )
-        assert callable(factory_named(f"{tmp_path / 'mine.py'}:shop", origin="--environment mine.py:shop"))
+        assert callable(
+            factory_named(f"{tmp_path / 'mine.py'}:shop", origin="--environment mine.py:shop")
+        )
         with refused("bad_value", "environment"):
             factory_named("countr", origin="--environment countr")
         with refused("own_code", "environment"):
@@ -204,7 +254,10 @@ class TestAdapters:
         ("method", "says"),
         [
             ("def buy(self): ...", "tool buy cannot be described to the policy: .*no docstring"),
-            ("def buy(self, much):\n        'Buys.'", "tool buy .*Argument much is missing a type hint"),
+            (
+                "def buy(self, much):\n        'Buys.'",
+                "tool buy .*Argument much is missing a type hint",
+            ),
             ("def buy(self) -> None:\n        'Buys.'", None),
             ("@staticmethod\n    def buy() -> None:\n        'Buys.'", None),
         ],
@@ -230,20 +283,33 @@ def test_environments_of_the_page_work() -> None:
     for block in blocks_of_the_page():
         if block.startswith("# rows.py"):  # test_taskset.py has it
             continue
-        exec(compile(block.replace("from __future__ import annotations", ""), str(PAGE), "exec"), page)
-    opening, turns = played(page["Dictionary"](), {}, [calls("look_up", word="ruhig"), Reply(text="calm")])
+        exec(
+            compile(block.replace("from __future__ import annotations", ""), str(PAGE), "exec"),
+            page,
+        )
+    opening, turns = played(
+        page["Dictionary"](), {}, [calls("look_up", word="ruhig"), Reply(text="calm")]
+    )
     assert opening.tools[0]["function"]["parameters"]["required"] == ["word"]
     assert turns[0].messages == [{"role": "tool", "content": "calm"}] and turns[1].done
     opening, turns = played(page["Echo"](), {"wanted": "no"}, [Reply(text="yes"), Reply(text="no")])
     assert opening.messages is not None and opening.messages[-1]["content"].endswith("Say no.")
-    assert [(turn.done, turn.rewards) for turn in turns] == [(False, {"echo": 0.0}), (True, {"echo": 1.0})]
+    assert [(turn.done, turn.rewards) for turn in turns] == [
+        (False, {"echo": 0.0}),
+        (True, {"echo": 1.0}),
+    ]
     own = make_environment(page["Own"], {"messages": [USER]})
     opening, (turn,) = played(own, {}, [Reply(text="")])
-    assert opening.messages == [{"role": "system", "content": "Be brief."}, USER] and turn.rewards == {"brevity": 1.0}
+    assert opening.messages == [
+        {"role": "system", "content": "Be brief."},
+        USER,
+    ] and turn.rewards == {"brevity": 1.0}
 
 
 class Engines:
-    """In place of the pool: answers each request by the next of some texts, and keeps the requests."""
+    """In place of the pool: answers each request by the next of some texts, and keeps the
+    requests.
+    """
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, texts: Sequence[str | None]) -> None:
         self._tokenizer = tokenizer
@@ -256,7 +322,9 @@ class Engines:
         text = self._texts.pop(0) if self._texts else "<|im_end|>"
         if text is None:  # an engine that never answers
             return future
-        ids = self._tokenizer(text, add_special_tokens=False)["input_ids"][: request.sampling.max_tokens]
+        ids = self._tokenizer(text, add_special_tokens=False)["input_ids"][
+            : request.sampling.max_tokens
+        ]
         ends = bool(ids) and ids[-1] == self._tokenizer.convert_tokens_to_ids("<|im_end|>")
         numbers = range(len(ids))
         future.set_result(
@@ -296,7 +364,9 @@ def ask(tokenizer: PreTrainedTokenizerFast) -> Iterator[Callable[..., Asked]]:
     ) -> Asked:
         engines = Engines(tokenizer, texts)
         config = grpo_config("--max_prompt_token_length", "2000")
-        config.environment = EnvironmentSection(**({"max_turns": 4, "environment_timeout_s": 0.5} | limits))
+        config.environment = EnvironmentSection(
+            **({"max_turns": 4, "environment_timeout_s": 0.5} | limits)
+        )
         pool: Any = engines
         conversations = Conversations(pool, chat, {"it": factory}, config, **(watch or {}))
         opened.append(conversations)
@@ -310,7 +380,9 @@ def ask(tokenizer: PreTrainedTokenizerFast) -> Iterator[Callable[..., Asked]]:
             row={"messages": [USER], "target": 2, "word": "crane"},
         )
         sampling = SamplingSettings(temperature=1.0, top_p=1.0, max_tokens=max_tokens)
-        request = GenerationRequest(request_id="41/2", prompt_token_ids=prompt.token_ids, seed=17, sampling=sampling)
+        request = GenerationRequest(
+            request_id="41/2", prompt_token_ids=prompt.token_ids, seed=17, sampling=sampling
+        )
         return conversations.ask(prompt, request).result(20.0), engines.requests
 
     yield ask
@@ -336,12 +408,20 @@ class TestEpisodes:
         assert between == "\n<|im_start|>tool\n5<|im_end|>\n<|im_start|>assistant\n"
         assert completion.text == "It is 5." and completion.finish_reason == "stop"
         assert len(completion.logprobs) == len(completion.versions) == len(first) + len(second)
-        assert [turn["role"] for turn in completion.episode.turns] == ["user", "assistant", "tool", "assistant"]
-        # The second request is the first one's prompt with all that followed, under an id and a seed of its own.
+        assert [turn["role"] for turn in completion.episode.turns] == [
+            "user",
+            "assistant",
+            "tool",
+            "assistant",
+        ]
+        # The second request is the first one's prompt with all that followed, under an id and a
+        # seed of its own.
         assert requests[0].request_id == "41/2" and requests[0].seed == 17
         assert requests[1].request_id == "41/2/1" and requests[1].seed != 17
         opening = completion.episode.prompt_token_ids
-        assert requests[0].prompt_token_ids == opening and "calculate" in decoded(tokenizer, opening)
+        assert requests[0].prompt_token_ids == opening and "calculate" in decoded(
+            tokenizer, opening
+        )
         assert requests[1].prompt_token_ids == opening + ids[: second.start]
         assert requests[1].sampling.max_tokens == 400 - second.start
 
@@ -355,21 +435,31 @@ class TestEpisodes:
         ],
     )
     def test_every_end_has_a_name(
-        self, ask: Callable[..., Asked], texts: Sequence[str], limits: Mapping[str, Any], status: str
+        self,
+        ask: Callable[..., Asked],
+        texts: Sequence[str],
+        limits: Mapping[str, Any],
+        status: str,
     ) -> None:
         completion, requests = ask(Calculator, texts, **limits)
         assert completion.episode is not None and completion.episode.status == status
         assert completion.is_truncated == (status in ("length", "max_turns"))
         assert len(completion.token_ids) <= limits.get("max_tokens", 400)
-        assert completion.replies[-1].stop == len(completion.token_ids)  # a bridge to nowhere is not kept
+        # A bridge to nowhere is not kept.
+        assert completion.replies[-1].stop == len(completion.token_ids)
         assert len(requests) == len(completion.replies) <= 4
 
     def test_reply_that_is_cut_is_still_answered(self, ask: Callable[..., Asked]) -> None:
-        completion, requests = ask(Wordle, ["<guess>cra", "ne</guess><|im_end|>"], turn_length=5, max_turns=2)
+        completion, requests = ask(
+            Wordle, ["<guess>cra", "ne</guess><|im_end|>"], turn_length=5, max_turns=2
+        )
         assert [request.sampling.max_tokens for request in requests] == [5, 5]
-        assert completion.episode is not None and completion.episode.status == "done"  # two moves that are none
+        # Two moves that are none.
+        assert completion.episode is not None and completion.episode.status == "done"
 
-    @pytest.mark.parametrize(("text", "status"), [("It is five, I believe", "done"), (CALL, "parse_error")])
+    @pytest.mark.parametrize(
+        ("text", "status"), [("It is five, I believe", "done"), (CALL, "parse_error")]
+    )
     def test_an_episode_whose_last_reply_is_cut_counts_as_cut(
         self, ask: Callable[..., Asked], text: str, status: str
     ) -> None:
@@ -377,11 +467,19 @@ class TestEpisodes:
         assert completion.episode is not None and completion.episode.status == status
         assert completion.is_truncated
 
-    def test_calls_within_thoughts_that_never_close_are_not_run(self, ask: Callable[..., Asked]) -> None:
+    def test_calls_within_thoughts_that_never_close_are_not_run(
+        self, ask: Callable[..., Asked]
+    ) -> None:
         completion, requests = ask(Calculator, [f"<think>I call {CALL}<|im_end|>"])
-        assert completion.episode is not None and completion.episode.status == "done" and len(requests) == 1
+        assert (
+            completion.episode is not None
+            and completion.episode.status == "done"
+            and len(requests) == 1
+        )
 
-    def test_environments_that_hang_or_fail_cost_their_episode_alone(self, ask: Callable[..., Asked]) -> None:
+    def test_environments_that_hang_or_fail_cost_their_episode_alone(
+        self, ask: Callable[..., Asked]
+    ) -> None:
         closed: list[str] = []
 
         class Hangs:
@@ -403,7 +501,11 @@ class TestEpisodes:
 
         completion, _ = ask(Hangs, ["x<|im_end|>"])
         assert completion.episode is not None and completion.episode.status == "timeout"
-        assert completion.episode.has_failed and "0.5 s" in completion.episode.problem and len(completion.logprobs) > 0
+        assert (
+            completion.episode.has_failed
+            and "0.5 s" in completion.episode.problem
+            and len(completion.logprobs) > 0
+        )
         completion, _ = ask(Fails, ["x<|im_end|>"])
         assert completion.episode is not None and completion.episode.status == "env_error"
         assert "the world is gone" in completion.episode.problem
@@ -414,7 +516,9 @@ class TestEpisodes:
 
         completion, _ = ask(exits, [])
         assert (
-            completion.episode is not None and completion.token_ids == () and "SystemExit" in completion.episode.problem
+            completion.episode is not None
+            and completion.token_ids == ()
+            and "SystemExit" in completion.episode.problem
         )
 
         class Exits:
@@ -434,13 +538,19 @@ class TestEpisodes:
     def test_fault_of_the_sandbox_is_no_answer_to_the_policy(
         self, ask: Callable[..., Asked], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        no_walls = "from open_instruct.sandbox.server import Walls\nWalls.put_up = None\nmain("
+        no_walls = (
+            "from open_instruct.rewards.sandbox.server import Walls\nWalls.put_up = None\nmain("
+        )
         monkeypatch.setattr(sandbox_module, "START", START.replace("main(", no_walls))
         call = '<tool_call>{"name": "python", "arguments": {"code": "1"}}</tool_call><|im_end|>'
         with closing(Sandbox()) as sandbox:
             monkeypatch.setattr(built_in, "SANDBOX", sandbox)
             completion, requests = ask(Python, [call], environment_timeout_s=60)
-        assert completion.episode is not None and completion.episode.status == "env_error" and len(requests) == 1
+        assert (
+            completion.episode is not None
+            and completion.episode.status == "env_error"
+            and len(requests) == 1
+        )
         assert "EnvironmentFault: the sandbox ran no program" in completion.episode.problem
 
     def test_environment_of_an_abandoned_episode_is_closed(
@@ -454,11 +564,16 @@ class TestEpisodes:
 
         chat = ChatFormat.choose(tokenizer, "chatml")
         engines: Any = Engines(tokenizer, [None])
-        conversations = Conversations(engines, chat, {"it": Waits}, grpo_config("--max_prompt_token_length", "2000"))
-        prompt = Prompt(row_id=0, token_ids=(1,), text="", checks=(), environment="it", row={"messages": [USER]})
+        conversations = Conversations(
+            engines, chat, {"it": Waits}, grpo_config("--max_prompt_token_length", "2000")
+        )
+        prompt = Prompt(
+            row_id=0, token_ids=(1,), text="", checks=(), environment="it", row={"messages": [USER]}
+        )
         sampling = SamplingSettings(temperature=1.0, top_p=1.0, max_tokens=9)
         future = conversations.ask(
-            prompt, GenerationRequest(request_id="0/0", prompt_token_ids=(1,), seed=1, sampling=sampling)
+            prompt,
+            GenerationRequest(request_id="0/0", prompt_token_ids=(1,), seed=1, sampling=sampling),
         )
         time.sleep(0.2)
         future.cancel()

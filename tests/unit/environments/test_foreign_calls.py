@@ -10,14 +10,22 @@ from typing import Any
 
 import pytest
 
+from open_instruct.core.errors import RunError
 from open_instruct.environments.built_in import Calculator
 from open_instruct.environments.environment import Opening, OwnLoop, Reply, Source, ToolAnswer, Turn
-from open_instruct.environments.foreign_calls import MAX_ERROR_CHARACTERS, call_foreign, describe_error
+from open_instruct.environments.foreign_calls import (
+    MAX_ERROR_CHARACTERS,
+    call_foreign,
+    describe_error,
+)
 from open_instruct.environments.loop_watch import LoopWatch
-from open_instruct.episodes import conversations as conversations_module
-from open_instruct.episodes.foreign_texts import SLACK_TOKENS, USUAL_CHARACTERS_PER_TOKEN, PlainTokenizer
-from open_instruct.errors import RunError
-from open_instruct.verifiers.event_loop import lasting_loop
+from open_instruct.rewards.event_loop import lasting_loop
+from open_instruct.rl.episodes import conversations as conversations_module
+from open_instruct.rl.episodes.foreign_texts import (
+    SLACK_TOKENS,
+    USUAL_CHARACTERS_PER_TOKEN,
+    PlainTokenizer,
+)
 from tests.unit.environments.test_environments import CALL, Asked, ask, tokenizer  # noqa: F401  # fixtures
 from tests.unit.fake_engine import eventually
 
@@ -245,7 +253,9 @@ def test_environment_that_is_merely_late_blocks_nothing(ask: Callable[..., Asked
 def test_watch_names_what_blocks_a_loop_until_it_goes_on() -> None:
     loop = lasting_loop("watched by a test")
     warnings: list[str] = []
-    watch = LoopWatch(loop, thread_name="watched by a test", warn=warnings.append, limit_s=0.01, interval_s=0.01)
+    watch = LoopWatch(
+        loop, thread_name="watched by a test", warn=warnings.append, limit_s=0.01, interval_s=0.01
+    )
     gate = threading.Event()
 
     async def hold() -> None:
@@ -352,7 +362,9 @@ class TestHugeTexts:
         assert sum(encoded_lengths) <= most
         shown = completion.episode.turns[-1]["content"]
         assert len(shown) < conversations_module.MAX_TRACE_CHARACTERS + 100
-        assert shown.startswith(text) and shown.endswith(text) and "characters are left out" in shown
+        assert (
+            shown.startswith(text) and shown.endswith(text) and "characters are left out" in shown
+        )
 
     @pytest.mark.parametrize("is_whole", [False, True])
     def test_first_prompt_that_cannot_fit_is_refused_before_it_is_tokenised(
@@ -377,7 +389,9 @@ class TestHugeTexts:
 
             async def close(self) -> None: ...
 
-        completion, requests = ask(FloodsWhole if is_whole else Floods, [], environment_timeout_s=20)
+        completion, requests = ask(
+            FloodsWhole if is_whole else Floods, [], environment_timeout_s=20
+        )
         assert completion.episode is not None and completion.episode.status == "env_error"
         assert "--max_prompt_token_length 2000" in completion.episode.problem
         assert not requests and completion.token_ids == () == completion.episode.prompt_token_ids

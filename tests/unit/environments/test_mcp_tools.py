@@ -14,17 +14,22 @@ from typing import Any
 
 import pytest
 
+from open_instruct.commands.tiny_model import write_tiny_model
 from open_instruct.config.grpo import GRPOConfig
 from open_instruct.config.parser import parse
 from open_instruct.config.rollout_sections import EnvironmentSection
+from open_instruct.core.errors import InputError
 from open_instruct.environments import mcp_tools
-from open_instruct.environments.environment import EnvironmentFault, Reply, begin_run, make_environment
+from open_instruct.environments.environment import (
+    EnvironmentFault,
+    Reply,
+    begin_run,
+    make_environment,
+)
 from open_instruct.environments.mcp_tools import McpServer
 from open_instruct.environments.registry import factory_named, known_environments
-from open_instruct.errors import InputError
 from open_instruct.grpo_olmo_core_actor import look_at_run
-from open_instruct.rollout.checked_run import open_rollout_run
-from open_instruct.toys.tiny import write_tiny_model
+from open_instruct.rl.checked_run import open_rollout_run
 from tests.ranks.train_case import free_ports
 from tests.unit.environments.test_environments import USER, Asked, ask, calls, decoded, tokenizer  # noqa: F401  # fixtures
 
@@ -79,7 +84,9 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture
 def address(program: str) -> Iterator[str]:
     (port,) = free_ports(1)
-    server = subprocess.Popen([*shlex.split(program), "streamable-http", str(port)], stderr=subprocess.DEVNULL)
+    server = subprocess.Popen(
+        [*shlex.split(program), "streamable-http", str(port)], stderr=subprocess.DEVNULL
+    )
     try:
         deadline = time.monotonic() + START_S
         while True:
@@ -107,7 +114,9 @@ def said(factory: Any, *replies: Reply, **row: Any) -> list[Any]:
             await environment.start()
             try:
                 turn = await asyncio.wait_for(environment.step(reply), START_S)
-                answers.append([message["content"] for message in turn.messages] if not turn.done else "done")
+                answers.append(
+                    [message["content"] for message in turn.messages] if not turn.done else "done"
+                )
             except Exception as error:
                 answers.append(error)
             await environment.close()
@@ -135,7 +144,9 @@ def check_sums(factory: Any) -> None:
 
 
 def test_tools_of_a_program(program: str) -> None:
-    factory = known_environments(EnvironmentSection(environment=f"mcp:{program} stdio"))[f"mcp:{program} stdio"]
+    factory = known_environments(EnvironmentSection(environment=f"mcp:{program} stdio"))[
+        f"mcp:{program} stdio"
+    ]
     check_sums(factory)
     opening = asyncio.run(make_environment(factory, {"messages": [USER], "tools": ["add"]}).start())
     (tool,) = opening.tools
@@ -145,7 +156,9 @@ def test_tools_of_a_program(program: str) -> None:
 
 def of_settings(program: str, **settings: Any) -> str:
     command, *args = shlex.split(program)
-    return json.dumps({"transport": "stdio", "command": command, "args": [*args, "stdio"], **settings})
+    return json.dumps(
+        {"transport": "stdio", "command": command, "args": [*args, "stdio"], **settings}
+    )
 
 
 def test_tool_of_a_server_works_beside_others(program: str) -> None:
@@ -161,7 +174,9 @@ def test_tool_of_a_server_works_beside_others(program: str) -> None:
 
 
 def test_call_that_is_late_leaves_the_session_to_others(program: str) -> None:
-    section = EnvironmentSection(tools=["generic_mcp"], tool_configs=[of_settings(program, timeout=2.0)])
+    section = EnvironmentSection(
+        tools=["generic_mcp"], tool_configs=[of_settings(program, timeout=2.0)]
+    )
     first, late, count = said(
         known_environments(section)["tools"], calls("add", a=1), calls("hang"), calls("num_calls")
     )
@@ -190,7 +205,11 @@ def test_traceback_of_a_stray_line_is_one_warning(
             logger.exception("Failed to parse JSONRPC message from server")
     logger.warning("a process is left")
     first, other = caplog.records
-    assert first.levelno == logging.WARNING and first.exc_info is None and "stdout" in first.getMessage()
+    assert (
+        first.levelno == logging.WARNING
+        and first.exc_info is None
+        and "stdout" in first.getMessage()
+    )
     assert other.getMessage() == "a process is left"
 
 
@@ -208,17 +227,24 @@ def test_tools_at_an_address(address: str) -> None:
     check_sums(factory_named(f"mcp:{address}", origin="--environment"))
 
 
-def test_run_starts_it_once_for_its_tools(tmp_path: Path, program: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_starts_it_once_for_its_tools(
+    tmp_path: Path, program: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The look at the flags needs its name alone, which is refused if it is none."""
     tiny = write_tiny_model(tmp_path / "tiny", family="olmo2")
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"messages": [{"role": "user", "content": "1 + 1"}]}\n')
-    words = f"--model_name_or_path {tiny} --dataset_mixer_list {rows} 1.0 --output_dir {tmp_path / 'out'}".split()
+    words = (
+        f"--model_name_or_path {tiny} --dataset_mixer_list {rows} 1.0 --output_dir "
+        f"{tmp_path / 'out'}"
+    ).split()
     words += ["--cache_dir", str(tmp_path / "cache"), "--no_plan_check"]
     config = parse(GRPOConfig, [*words, "--environment", f"mcp:{program} stdio"])
     listed = list[str]()
     of_server = McpServer._listed
-    monkeypatch.setattr(McpServer, "_listed", lambda self: listed.append(self._where) or of_server(self))
+    monkeypatch.setattr(
+        McpServer, "_listed", lambda self: listed.append(self._where) or of_server(self)
+    )
     look_at_run(config)
     with open_rollout_run(config) as run:
         assert run.environments is not None and listed == [f"{program} stdio"]
@@ -226,7 +252,10 @@ def test_run_starts_it_once_for_its_tools(tmp_path: Path, program: str, monkeypa
 
 def test_server_that_dies_costs_its_episode_and_is_started_anew(program: str) -> None:
     lost, after, count = said(
-        factory_named(f"mcp:{program} stdio", origin=""), calls("die"), calls("add", a=1), calls("num_calls")
+        factory_named(f"mcp:{program} stdio", origin=""),
+        calls("die"),
+        calls("add", a=1),
+        calls("num_calls"),
     )
     assert isinstance(lost, Exception) and "Connection closed" in str(lost)
     assert after == ["2"] and count[0].startswith("1 in ")
@@ -242,7 +271,9 @@ def test_server_that_dies_costs_its_episode_and_is_started_anew(program: str) ->
     ],
 )
 def test_server_that_is_not_there_is_refused(where: str, told: str) -> None:
-    with pytest.raises(InputError, match=rf"--environment mcp:.*no MCP server answers.*{told}" if where else told):
+    with pytest.raises(
+        InputError, match=rf"--environment mcp:.*no MCP server answers.*{told}" if where else told
+    ):
         begin_run(factory_named(f"mcp:{where}", origin=f"--environment mcp:{where}"))
 
 
@@ -254,11 +285,19 @@ def test_episode_calls_them_and_a_lost_server_is_no_fault_of_the_policy(
     factory = factory_named(f"mcp:{program} stdio", origin="")
     begin_run(factory)
     call = '<tool_call>{"name": "%s", "arguments": {%s}}</tool_call><|im_end|>'
-    completion, requests = ask(factory, [call % ("add", '"a": 2'), "It is 3.<|im_end|>"], environment_timeout_s=60)
+    completion, requests = ask(
+        factory, [call % ("add", '"a": 2'), "It is 3.<|im_end|>"], environment_timeout_s=60
+    )
     assert completion.episode.status == "done" and len(completion.replies) == 2
     assert "Adds two numbers." in decoded(tokenizer, requests[0].prompt_token_ids)
-    assert decoded(tokenizer, requests[1].prompt_token_ids).endswith("tool\n3<|im_end|>\n<|im_start|>assistant\n")
-    another = factory_named(f"mcp:{program} stdio", origin="")  # a session serves one thread of episodes
+    assert decoded(tokenizer, requests[1].prompt_token_ids).endswith(
+        "tool\n3<|im_end|>\n<|im_start|>assistant\n"
+    )
+    # A session serves one thread of episodes.
+    another = factory_named(f"mcp:{program} stdio", origin="")
     begin_run(another)
     completion, _ = ask(another, [call % ("die", "")], environment_timeout_s=60)
-    assert completion.episode.status == "env_error" and "Connection closed" in completion.episode.problem
+    assert (
+        completion.episode.status == "env_error"
+        and "Connection closed" in completion.episode.problem
+    )

@@ -10,11 +10,18 @@ import pytest
 
 from open_instruct.config.rollout_sections import EnvironmentSection
 from open_instruct.environments import openenv
-from open_instruct.environments.environment import EnvironmentFault, Opening, Reply, Turn, begin_run, make_environment
+from open_instruct.environments.environment import (
+    EnvironmentFault,
+    Opening,
+    Reply,
+    Turn,
+    begin_run,
+    make_environment,
+)
 from open_instruct.environments.registry import factory_named, known_environments
 from tests.refusals import refused
 from tests.unit.environments.test_environments import USER, Asked, ask, calls, decoded, tokenizer  # noqa: F401  # fixtures
-from tests.unit.sandbox.test_sandbox import wait_until
+from tests.unit.rewards.sandbox.test_sandbox import wait_until
 
 web = pytest.importorskip("aiohttp.web", reason="comes with vLLM")
 
@@ -23,7 +30,11 @@ ACTIONS = {
     "text": {"message": {"type": "string"}},
     "move": {"column": {"type": "integer"}, "fast": {"type": "boolean", "default": False}},
     "prose": {"any": True},
-    "mcp": {"type": {"const": "call_tool"}, "tool_name": {"type": "string"}, "arguments": {"type": "object"}},
+    "mcp": {
+        "type": {"const": "call_tool"},
+        "tool_name": {"type": "string"},
+        "arguments": {"type": "object"},
+    },
 }
 
 
@@ -32,16 +43,31 @@ def answered(kind: str, counter: dict[str, Any], message: dict[str, Any]) -> dic
     data = message.get("data", {})
     if message["type"] == "reset":
         counter.update(target=data.get("target", 2), at=0)
-        return {"type": "observation", "data": {"observation": {"told": "Go."}, "reward": None, "done": False}}
+        return {
+            "type": "observation",
+            "data": {"observation": {"told": "Go."}, "reward": None, "done": False},
+        }
     if set(data) - set(ACTIONS[kind]) or not isinstance(data.get("column", 0), int):
-        error = {"message": "Invalid message", "code": "VALIDATION_ERROR", "errors": [{"loc": ["column"]}]}
+        error = {
+            "message": "Invalid message",
+            "code": "VALIDATION_ERROR",
+            "errors": [{"loc": ["column"]}],
+        }
         return {"type": "error", "data": error}
     if data.get("message") == "break" or data.get("column") == 13:
-        return {"type": "error", "data": {"message": "the world is gone", "code": "EXECUTION_ERROR"}}
+        return {
+            "type": "error",
+            "data": {"message": "the world is gone", "code": "EXECUTION_ERROR"},
+        }
     counter["at"] += 1
     done = counter["at"] == counter["target"]
-    observation = {"told": f"At {counter['at']}."} if kind == "text" else {"at": counter["at"], "said": data}
-    return {"type": "observation", "data": {"observation": observation, "reward": float(done), "done": done}}
+    observation = (
+        {"told": f"At {counter['at']}."} if kind == "text" else {"at": counter["at"], "said": data}
+    )
+    return {
+        "type": "observation",
+        "data": {"observation": observation, "reward": float(done), "done": done},
+    }
 
 
 class Server:
@@ -71,7 +97,11 @@ class Server:
     async def schema(self, request: Any) -> Any:
         if self.kind == "drip":
             return await self._drip(request)
-        action = {"type": "object", "properties": METADATA | ACTIONS[self.kind], "additionalProperties": False}
+        action = {
+            "type": "object",
+            "properties": METADATA | ACTIONS[self.kind],
+            "additionalProperties": False,
+        }
         action |= {"description": "A move of the game.", "required": list(ACTIONS[self.kind])[:1]}
         return web.json_response({"action": action, "observation": {}, "state": {}})
 
@@ -135,8 +165,13 @@ def played(url: str, *episodes: list[Reply], **row: Any) -> list[tuple[Opening, 
 @pytest.mark.parametrize("server", ["text"], indirect=True)
 def test_game_is_played_in_texts(server: Server) -> None:
     move = Reply(text="on")
-    (opening, turns), (_, others) = played(server.url, [move, move, move], [move], target=3, level="hard")
-    assert opening.messages == [{"role": "user", "content": "What is 2 + 3?\n\nGo."}] and not opening.tools
+    (opening, turns), (_, others) = played(
+        server.url, [move, move, move], [move], target=3, level="hard"
+    )
+    assert (
+        opening.messages == [{"role": "user", "content": "What is 2 + 3?\n\nGo."}]
+        and not opening.tools
+    )
     assert [turn.messages[0]["content"] for turn in turns] == ["At 1.", "At 2.", "At 3."]
     assert [(turn.done, turn.rewards) for turn in turns] == [
         (False, {"openenv": 0.0}),
@@ -150,19 +185,32 @@ def test_game_is_played_in_texts(server: Server) -> None:
 
 @pytest.mark.parametrize("server", ["move"], indirect=True)
 def test_action_of_another_form_is_a_tool(server: Server) -> None:
-    replies = [calls("act", column=3), calls("act", column="left"), calls("act", column=4, fast=True)]
+    replies = [
+        calls("act", column=3),
+        calls("act", column="left"),
+        calls("act", column=4, fast=True),
+    ]
     ((opening, turns),) = played(server.url, replies)
     (tool,) = opening.tools
-    assert tool["function"]["name"] == "act" and tool["function"]["description"] == "A move of the game."
+    assert (
+        tool["function"]["name"] == "act"
+        and tool["function"]["description"] == "A move of the game."
+    )
     parameters = tool["function"]["parameters"]
     assert parameters["properties"] == ACTIONS["move"] and parameters["required"] == ["column"]
     first, wrong, last = (turn.messages[0]["content"] for turn in turns)
     assert json.loads(first) == {"at": 1, "said": {"column": 3}} and '"fast": true' in last
     assert "VALIDATION_ERROR" in wrong and "column" in wrong, "the policy is told of its mistake"
-    assert turns[0].rewards == {"openenv": 0.0} and turns[2].done and turns[2].rewards == {"openenv": 1.0}
+    assert (
+        turns[0].rewards == {"openenv": 0.0}
+        and turns[2].done
+        and turns[2].rewards == {"openenv": 1.0}
+    )
 
 
-@pytest.mark.parametrize(("server", "said"), [("text", "break"), ("text", "hang up")], indirect=["server"])
+@pytest.mark.parametrize(
+    ("server", "said"), [("text", "break"), ("text", "hang up")], indirect=["server"]
+)
 def test_fault_of_the_server_is_no_fault_of_the_policy(
     server: Server,
     said: str,

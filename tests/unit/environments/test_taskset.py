@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from open_instruct.config.rollout_sections import EnvironmentSection
+from open_instruct.core.errors import InputError
 from open_instruct.data.prompt_rows import environment_of
 from open_instruct.environments.environment import (
     EnvironmentFault,
@@ -21,8 +22,7 @@ from open_instruct.environments.environment import (
     make_environment,
 )
 from open_instruct.environments.registry import known_environments
-from open_instruct.episodes import conversations as conversations_module
-from open_instruct.errors import InputError
+from open_instruct.rl.episodes import conversations as conversations_module
 from tests.unit.environments.test_environments import (  # noqa: F401  # fixtures
     Asked,
     ask,
@@ -126,7 +126,9 @@ def row(**more: Any) -> dict[str, Any]:
     return {"messages": turns, "answer": "5", "info": {"let_go": []}, **more}
 
 
-def played(word: str, replies: list[Reply], columns: dict[str, Any]) -> tuple[list[dict[str, Any]], float | None]:
+def played(
+    word: str, replies: list[Reply], columns: dict[str, Any]
+) -> tuple[list[dict[str, Any]], float | None]:
     """The turns of an episode, and its reward if it has come to its end."""
     factory = known_environments(EnvironmentSection(environment=word))[word]
     begin_run(factory)
@@ -148,7 +150,9 @@ def played(word: str, replies: list[Reply], columns: dict[str, Any]) -> tuple[li
     return asyncio.run(play())
 
 
-def by_its_own_loop(settings: dict[str, Any], replies: list[Reply], columns: dict[str, Any]) -> tuple[Any, float]:
+def by_its_own_loop(
+    settings: dict[str, Any], replies: list[Reply], columns: dict[str, Any]
+) -> tuple[Any, float]:
     """The same by the library, whose model says the replies."""
     from openai.types.chat import ChatCompletion
 
@@ -157,18 +161,34 @@ def by_its_own_loop(settings: dict[str, Any], replies: list[Reply], columns: dic
     async def create(**_: Any) -> ChatCompletion:
         reply = next(left)
         calls = [
-            {"id": f"call_{i}", "type": "function", "function": {"name": c.name, "arguments": json.dumps(c.arguments)}}
+            {
+                "id": f"call_{i}",
+                "type": "function",
+                "function": {"name": c.name, "arguments": json.dumps(c.arguments)},
+            }
             for i, c in enumerate(reply.calls)
         ]
-        message = {"role": "assistant", "content": reply.text, **({"tool_calls": calls} if calls else {})}
+        message = {
+            "role": "assistant",
+            "content": reply.text,
+            **({"tool_calls": calls} if calls else {}),
+        }
         choice = {"index": 0, "finish_reason": "stop", "message": message}
-        form = {"id": "", "created": 0, "model": "m", "object": "chat.completion", "choices": [choice]}
+        form = {
+            "id": "",
+            "created": 0,
+            "model": "m",
+            "object": "chat.completion",
+            "choices": [choice],
+        }
         return ChatCompletion.model_validate(form)
 
     client: Any = SimpleNamespace(chat=SimpleNamespace(completions=SimpleNamespace(create=create)))
     taskset = verifiers.load_environment("tasks-of-the-test", **settings)
     given = {"example_id": 0, "task": "default", **columns, "prompt": columns["messages"]}
-    state = asyncio.run(taskset.run_rollout(given, client, "m", {}, nullcontext(), nullcontext(), score=True))
+    state = asyncio.run(
+        taskset.run_rollout(given, client, "m", {}, nullcontext(), nullcontext(), score=True)
+    )
     turns = [*state["prompt"], *state["completion"]]
     return [{"role": turn["role"], "content": turn["content"]} for turn in turns], state["reward"]
 
@@ -184,7 +204,9 @@ CASES = [
 
 
 @pytest.mark.parametrize(("settings", "replies"), CASES)
-def test_episode_is_the_rollout_of_the_library(name: str, settings: dict[str, Any], replies: list[Reply]) -> None:
+def test_episode_is_the_rollout_of_the_library(
+    name: str, settings: dict[str, Any], replies: list[Reply]
+) -> None:
     turns, reward = played(f"{name}:{json.dumps(settings)}", replies, row())
     expected, expected_reward = by_its_own_loop(settings, replies, row())
     assert reward == expected_reward
@@ -197,7 +219,10 @@ def test_page_makes_prompts_of_its_rows(name: str, capsys: pytest.CaptureFixture
     exec(compile(block.replace('"NAME"', '"tasks-of-the-test"'), "rows.py", "exec"), {})
     columns = json.loads(capsys.readouterr().out)
     answered_by = environment_of(columns, default=name, known=[name])
-    assert answered_by is not None and played(name, [Reply(text="5")], {**columns, **answered_by.columns})[1] == 1.125
+    assert (
+        answered_by is not None
+        and played(name, [Reply(text="5")], {**columns, **answered_by.columns})[1] == 1.125
+    )
 
 
 def test_group_of_tasksets_is_played_by_the_row_s_task(name: str) -> None:
@@ -272,7 +297,10 @@ def test_ctrl_c_stays_with_the_run(name: str) -> None:
         ("verifiers:nobody-has-this", "nobody-has-this cannot be loaded: Could not import"),
         ('verifiers:tasks-of-the-test:{"kind": ', "cannot be loaded"),
         ('verifiers:tasks-of-the-test:{"size": 3}', "unexpected keyword argument 'size'"),
-        ('verifiers:tasks-of-the-test:{"kind": "completion"}', "SingleTurnEnv is none of turns of chat"),
+        (
+            'verifiers:tasks-of-the-test:{"kind": "completion"}',
+            "SingleTurnEnv is none of turns of chat",
+        ),
     ],
 )
 def test_taskset_that_cannot_be_played_is_refused(name: str, word: str, says: str) -> None:

@@ -1,9 +1,10 @@
-"""Writes other_suites.json beside it: losses and gradients by the programs of TRL and verl, on random inputs.
+"""Writes other_suites.json beside it: losses and gradients by the programs of TRL and verl, on
+random inputs.
 
     python tests/unit/losses/record_other_suites.py TRL VERL
 
-TRL and VERL are checkouts of the two. Neither is imported, as each brings dozens of packages: the statements
-that compute a loss are cut out of their files, and run on tensors of float64.
+TRL and VERL are checkouts of the two. Neither is imported, as each brings dozens of packages: the
+statements that compute a loss are cut out of their files, and run on tensors of float64.
 """
 
 import ast
@@ -32,7 +33,9 @@ def run_statements(statements: Iterable[ast.stmt], names: dict[str, Any]) -> dic
 
 def find_function(path: Path, name: str) -> ast.FunctionDef:
     tree = ast.parse(path.read_text(encoding="utf-8"))
-    return next(node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == name)
+    return next(
+        node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == name
+    )
 
 
 def assigned_name(statement: ast.stmt) -> str:
@@ -40,7 +43,9 @@ def assigned_name(statement: ast.stmt) -> str:
     return statement.targets[0].id if is_plain else ""
 
 
-def trl_preference_losses(trl: Path, name: str, policy_2P: torch.Tensor, reference_2P: torch.Tensor) -> torch.Tensor:
+def trl_preference_losses(
+    trl: Path, name: str, policy_2P: torch.Tensor, reference_2P: torch.Tensor
+) -> torch.Tensor:
     """The branch of `loss_type == name` in DPOTrainer._compute_loss."""
     function = find_function(trl / "trl" / "trainer" / "dpo_trainer.py", "_compute_loss")
     branch = next(
@@ -50,7 +55,9 @@ def trl_preference_losses(trl: Path, name: str, policy_2P: torch.Tensor, referen
     )
     log_ratios_2P = policy_2P - reference_2P
     settings = SimpleNamespace(
-        beta=BETA, label_smoothing=SMOOTHING, args=SimpleNamespace(discopop_tau=TAU, label_smoothing=SMOOTHING)
+        beta=BETA,
+        label_smoothing=SMOOTHING,
+        args=SimpleNamespace(discopop_tau=TAU, label_smoothing=SMOOTHING),
     )
     names = {
         "torch": DoubleTorch(),
@@ -72,7 +79,9 @@ def trl_preference_losses(trl: Path, name: str, policy_2P: torch.Tensor, referen
 
 
 class DoubleTorch:
-    """torch, whose `tensor` makes float64, so that TRL's constants have as many digits as the inputs."""
+    """torch, whose `tensor` makes float64, so that TRL's constants have as many digits as the
+    inputs.
+    """
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch, name)
@@ -82,8 +91,12 @@ class DoubleTorch:
 
 
 def trl_gmpo(trl: Path, rows: dict[str, torch.Tensor]) -> torch.Tensor:
-    """The statements of GMPOTrainer._compute_loss from the log-ratio to the loss of a sequence; their mean."""
-    function = find_function(trl / "trl" / "experimental" / "gmpo" / "gmpo_trainer.py", "_compute_loss")
+    """The statements of GMPOTrainer._compute_loss from the log-ratio to the loss of a sequence;
+    their mean.
+    """
+    function = find_function(
+        trl / "trl" / "experimental" / "gmpo" / "gmpo_trainer.py", "_compute_loss"
+    )
     names = [assigned_name(statement) for statement in function.body]
     first, last = names.index("log_ratio"), names.index("per_sequence_loss")
     scope = {
@@ -95,13 +108,18 @@ def trl_gmpo(trl: Path, rows: dict[str, torch.Tensor]) -> torch.Tensor:
         "mask": rows["mask"],
         "entropy_mask": None,
     }
-    per_sequence: torch.Tensor = run_statements(function.body[first : last + 1], scope)["per_sequence_loss"]
+    per_sequence: torch.Tensor = run_statements(function.body[first : last + 1], scope)[
+        "per_sequence_loss"
+    ]
     return per_sequence.mean()
 
 
 def verl_policy_loss(verl: Path, function_name: str, rows: dict[str, torch.Tensor]) -> torch.Tensor:
     """`compute_policy_loss_...` of core_algos.py, with the functions that it calls."""
-    algorithms, functional = verl / "verl" / "trainer" / "ppo" / "core_algos.py", verl / "verl" / "utils"
+    algorithms, functional = (
+        verl / "verl" / "trainer" / "ppo" / "core_algos.py",
+        verl / "verl" / "utils",
+    )
     helpers: dict[str, Any] = {"torch": torch}
     for name in ("masked_sum", "masked_mean"):
         run_statements([find_function(functional / "torch_functional.py", name)], helpers)
@@ -134,7 +152,9 @@ def verl_policy_loss(verl: Path, function_name: str, rows: dict[str, torch.Tenso
         global_batch_info={},
     )
     compute: Callable[..., tuple[torch.Tensor, Any]] = scope[function_name]
-    loss, _ = compute(rows["old_logprobs"], rows["logprobs"], rows["advantages"], rows["mask"], config=config)
+    loss, _ = compute(
+        rows["old_logprobs"], rows["logprobs"], rows["advantages"], rows["mask"], config=config
+    )
     return loss
 
 
@@ -151,9 +171,16 @@ def random_rows(seed: int) -> dict[str, torch.Tensor]:
     lengths = torch.randint(1, 8, (6,), generator=generator)
     old = -3 * torch.rand(6, 7, generator=generator, dtype=torch.float64)
     new = old + 0.3 * torch.randn(6, 7, generator=generator, dtype=torch.float64)
-    advantages = torch.randn(6, 1, generator=generator, dtype=torch.float64).expand(6, 7).contiguous()
+    advantages = (
+        torch.randn(6, 1, generator=generator, dtype=torch.float64).expand(6, 7).contiguous()
+    )
     mask = (torch.arange(7) < lengths[:, None]).double()
-    return {"logprobs": new.requires_grad_(), "old_logprobs": old, "advantages": advantages, "mask": mask}
+    return {
+        "logprobs": new.requires_grad_(),
+        "old_logprobs": old,
+        "advantages": advantages,
+        "mask": mask,
+    }
 
 
 def record(trl: Path, verl: Path) -> list[dict[str, Any]]:
@@ -163,12 +190,18 @@ def record(trl: Path, verl: Path) -> list[dict[str, Any]]:
         for name in PREFERENCE:
             loss = trl_preference_losses(trl, name, policy_2P, reference_2P).mean()
             (gradient_2P,) = torch.autograd.grad(loss, policy_2P)
-            cases.append(case(name, "trl", loss, gradient_2P, policy=policy_2P, reference=reference_2P))
+            cases.append(
+                case(name, "trl", loss, gradient_2P, policy=policy_2P, reference=reference_2P)
+            )
         rows = random_rows(seed)
         losses = {
             ("gmpo", "trl"): lambda: trl_gmpo(trl, rows),  # noqa: B023
             ("gmpo", "verl"): lambda: verl_policy_loss(verl, "compute_policy_loss_geo_mean", rows),  # noqa: B023
-            ("clip_cov", "verl"): lambda: verl_policy_loss(verl, "compute_policy_loss_clip_cov", rows),  # noqa: B023
+            ("clip_cov", "verl"): lambda: verl_policy_loss(
+                verl,
+                "compute_policy_loss_clip_cov",
+                rows,  # noqa: B023
+            ),
             ("kl_cov", "verl"): lambda: verl_policy_loss(verl, "compute_policy_loss_kl_cov", rows),  # noqa: B023
         }
         for (name, suite), compute in losses.items():
@@ -178,9 +211,17 @@ def record(trl: Path, verl: Path) -> list[dict[str, Any]]:
     return cases
 
 
-def case(name: str, suite: str, loss: torch.Tensor, gradient: torch.Tensor, **inputs: torch.Tensor) -> dict[str, Any]:
+def case(
+    name: str, suite: str, loss: torch.Tensor, gradient: torch.Tensor, **inputs: torch.Tensor
+) -> dict[str, Any]:
     values = {key: tensor.tolist() for key, tensor in inputs.items()}
-    return {"name": name, "suite": suite, "loss": loss.item(), "gradient": gradient.tolist(), "inputs": values}
+    return {
+        "name": name,
+        "suite": suite,
+        "loss": loss.item(),
+        "gradient": gradient.tolist(),
+        "inputs": values,
+    }
 
 
 if __name__ == "__main__":

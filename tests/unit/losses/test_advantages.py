@@ -1,4 +1,6 @@
-"""Every way from rewards to advantages against its paper's equation, on random groups and on those without a signal."""
+"""Every way from rewards to advantages against its paper's equation, on random groups and on those
+without a signal.
+"""
 
 import random
 import statistics
@@ -10,9 +12,9 @@ from typing import Any, Literal
 import pytest
 
 from open_instruct.config.rollout_sections import RolloutSection
+from open_instruct.core.records import Check, Completion, Prompt, RolloutGroup, Verdict
 from open_instruct.losses.advantages import ADVANTAGES, advantages_of, group_advantages, has_signal
-from open_instruct.records import Check, Completion, Prompt, RolloutGroup, Verdict
-from open_instruct.rollout.samples import RolloutStepBatch, training_samples
+from open_instruct.rl.samples import RolloutStepBatch, training_samples
 from tests.refusals import refused
 
 PASS_K = 3
@@ -21,12 +23,21 @@ WEIGHTS = {"math": 2.0, "form": 0.5}
 
 
 def group(scores: Sequence[dict[str, float]], rewards: Sequence[float]) -> RolloutGroup:
-    checks = tuple(Check(verifier=name, ground_truth="", weight=weight) for name, weight in WEIGHTS.items())
+    checks = tuple(
+        Check(verifier=name, ground_truth="", weight=weight) for name, weight in WEIGHTS.items()
+    )
     return RolloutGroup(
         ticket=0,
         prompt=Prompt(row_id=0, token_ids=(1, 2), text="", checks=checks),
         completions=tuple(
-            Completion(token_ids=(3,), logprobs=(-1.0,), versions=(0,), text="", finish_reason="stop", seed=0)
+            Completion(
+                token_ids=(3,),
+                logprobs=(-1.0,),
+                versions=(0,),
+                text="",
+                finish_reason="stop",
+                seed=0,
+            )
             for _ in rewards
         ),
         verdicts=tuple(Verdict(reward=r, scores=s) for r, s in zip(rewards, scores, strict=True)),
@@ -52,7 +63,9 @@ def normalised(values: list[float]) -> list[float]:
     return [(v - statistics.fmean(values)) / std if std > 1e-9 else 0.0 for v in values]
 
 
-def flat(groups: Sequence[RolloutGroup], of_group: Callable[[list[float]], list[float]]) -> list[float]:
+def flat(
+    groups: Sequence[RolloutGroup], of_group: Callable[[list[float]], list[float]]
+) -> list[float]:
     return [value for each in groups for value in of_group(list(each.rewards))]
 
 
@@ -78,7 +91,10 @@ def gdpo(groups: Sequence[RolloutGroup]) -> list[float]:
     sums = []
     for each in groups:
         of_verifiers = [
-            [weight * value for value in normalised([verdict.scores[name] for verdict in each.verdicts])]
+            [
+                weight * value
+                for value in normalised([verdict.scores[name] for verdict in each.verdicts])
+            ]
             for name, weight in WEIGHTS.items()
         ]
         sums += [sum(parts) for parts in zip(*of_verifiers, strict=True)]
@@ -86,11 +102,16 @@ def gdpo(groups: Sequence[RolloutGroup]) -> list[float]:
 
 
 def pass_at_k(groups: Sequence[RolloutGroup]) -> list[float]:
-    """By enumeration: the reward of every set of k is whether one is right; a completion has the mean of its sets'."""
+    """By enumeration: the reward of every set of k is whether one is right; a completion has the
+    mean of its sets'.
+    """
     values = []
     for each in groups:
         right = [all(score == 1 for score in verdict.scores.values()) for verdict in each.verdicts]
-        sets = [(chosen, float(any(right[i] for i in chosen))) for chosen in combinations(range(len(right)), PASS_K)]
+        sets = [
+            (chosen, float(any(right[i] for i in chosen)))
+            for chosen in combinations(range(len(right)), PASS_K)
+        ]
         of_sets = [reward for _, reward in sets]
         mean, std = statistics.fmean(of_sets), statistics.pstdev(of_sets)
         for i in range(len(right)):
@@ -122,12 +143,19 @@ def test_formula(name: str) -> None:
         groups = [*random_groups(seed), same(4, 1.0, 1.0), same(3, 0.0, 0.0)]
         ours = advantages_of(groups, name, FLAGS)
         assert [len(of_group) for of_group in ours] == [len(each.completions) for each in groups]
-        assert [a for of_group in ours for a in of_group] == pytest.approx(FORMULAS[name](groups), abs=1e-6)
+        assert [a for of_group in ours for a in of_group] == pytest.approx(
+            FORMULAS[name](groups), abs=1e-6
+        )
 
 
 @pytest.mark.parametrize("name", [name for name in FORMULAS if name != "gae"])
 def test_advantages_are_zero_when_rewards_are_equal(name: str) -> None:
-    for groups in ([], [same(1, 1.0, 1.0)], [same(4, 0.0, 0.0), same(3, 0.0, 0.0)], [same(3, 0.1 * 3, 1.0)]):
+    for groups in (
+        [],
+        [same(1, 1.0, 1.0)],
+        [same(4, 0.0, 0.0), same(3, 0.0, 0.0)],
+        [same(3, 0.1 * 3, 1.0)],
+    ):
         ours = advantages_of(groups, name, FLAGS)
         assert all(value == 0.0 for of_group in ours for value in of_group)
 
@@ -159,7 +187,9 @@ def own(folder: Path, body: str) -> str:
 def test_advantages_of_ones_own(tmp_path: Path) -> None:
     word = own(tmp_path, "[[reward - 0.25 for reward in group.rewards] for group in groups]")
     step = RolloutStepBatch(groups=(same(2, 0.25, 1.0), same(2, 1.0, 1.0)))
-    learned = training_samples(step, config=RolloutSection(advantage_normalization_type=word), version=0)
+    learned = training_samples(
+        step, config=RolloutSection(advantage_normalization_type=word), version=0
+    )
     assert learned.advantages == ((0.0, 0.0), (0.75, 0.75))
     assert [sample.advantage for sample in learned.samples] == [0.75, 0.75]  # what is 0 is left out
 
@@ -168,7 +198,10 @@ def test_advantages_of_ones_own(tmp_path: Path) -> None:
     ("body", "told"),
     [
         ("[[1.0] for group in groups]", ("own_code", "advantages", "for every")),
-        ("[[float('nan')] * len(group.rewards) for group in groups]", ("own_code", "advantages", "not finite")),
+        (
+            "[[float('nan')] * len(group.rewards) for group in groups]",
+            ("own_code", "advantages", "not finite"),
+        ),
     ],
 )
 def test_numbers_that_are_no_advantages(body: str, told: tuple[Any, ...], tmp_path: Path) -> None:

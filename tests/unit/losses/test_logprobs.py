@@ -17,7 +17,9 @@ def test_sums_and_counts_by_hand() -> None:
 
 
 def test_means_by_hand_and_zero_for_a_sequence_without_labels() -> None:
-    assert per_token(*sum_by_sequence(torch.tensor([-1.0, -2.0, -6.0]), torch.tensor([0, 0, 2]), 3)).tolist() == [
+    assert per_token(
+        *sum_by_sequence(torch.tensor([-1.0, -2.0, -6.0]), torch.tensor([0, 0, 2]), 3)
+    ).tolist() == [
         -1.5,
         0.0,
         -6.0,
@@ -26,14 +28,18 @@ def test_means_by_hand_and_zero_for_a_sequence_without_labels() -> None:
 
 
 def test_no_sequences() -> None:
-    sums, counts = sum_by_sequence(torch.zeros(0, requires_grad=True), torch.zeros(0, dtype=torch.long), 0)
+    sums, counts = sum_by_sequence(
+        torch.zeros(0, requires_grad=True), torch.zeros(0, dtype=torch.long), 0
+    )
     assert sums.shape == counts.shape == (0,)
     sums.sum().backward()
 
 
 def test_bfloat16_is_summed_and_returned_in_float32() -> None:
     # 300 times -1 is not reachable in bfloat16 steps: above 256 its neighbours are 2 apart.
-    sums, counts = sum_by_sequence(-torch.ones(300, dtype=torch.bfloat16), torch.zeros(300, dtype=torch.long), 1)
+    sums, counts = sum_by_sequence(
+        -torch.ones(300, dtype=torch.bfloat16), torch.zeros(300, dtype=torch.long), 1
+    )
     assert sums.dtype == torch.float32
     assert sums.item() == -300.0 and counts.item() == 300
 
@@ -58,9 +64,14 @@ def test_shapes_that_would_broadcast_are_refused() -> None:
 
 @given(st.lists(st.tuples(st.integers(0, 4), st.integers(-1000, 0)), max_size=40))
 def test_equals_a_loop(labels: list[tuple[int, int]]) -> None:
-    expected = [float(sum(logprob for owner, logprob in labels if owner == sequence)) for sequence in range(5)]
+    expected = [
+        float(sum(logprob for owner, logprob in labels if owner == sequence))
+        for sequence in range(5)
+    ]
     logprobs = torch.tensor([float(logprob) for _, logprob in labels])
     ids = torch.tensor([owner for owner, _ in labels], dtype=torch.long)
     sums, counts = sum_by_sequence(logprobs, ids, 5)
     assert sums.tolist() == expected
-    assert counts.tolist() == [sum(owner == sequence for owner, _ in labels) for sequence in range(5)]
+    assert counts.tolist() == [
+        sum(owner == sequence for owner, _ in labels) for sequence in range(5)
+    ]

@@ -1,4 +1,5 @@
-"""Losses and gradients against those of TRL and verl, as their own programs computed them: record_other_suites.py.
+"""Losses and gradients against those of TRL and verl, as their own programs computed them:
+record_other_suites.py.
 
 TRL is of 2026-07-24 (f2cd57710), verl of 2026-01-29 (b178a3cd5).
 """
@@ -9,15 +10,15 @@ from typing import Any
 import pytest
 import torch
 
+from open_instruct.batching.rollouts import counts_of, rollout_batch
 from open_instruct.config.rollout_sections import PolicyLossSection
 from open_instruct.config.sections import PreferenceLossSection
+from open_instruct.core.records import Document, RolloutSample, Span, StepBatch
 from open_instruct.losses.policy import POLICY_LOSSES
 from open_instruct.losses.preference import PreferenceLossInputs
 from open_instruct.objectives.dpo import preference_loss
 from open_instruct.objectives.objective import TokenLogprobs
 from open_instruct.objectives.policy_gradient import bind
-from open_instruct.packing.rollouts import counts_of, rollout_batch
-from open_instruct.records import Document, RolloutSample, Span, StepBatch
 from tests.unit.losses.record_other_suites import (
     BETA,
     CLIP_COV_SHARE,
@@ -36,21 +37,30 @@ from tests.unit.losses.record_other_suites import (
 CASES: list[dict[str, Any]] = json.loads(TABLE.read_text(encoding="utf-8"))
 OF_LOSS: dict[str, dict[str, Any]] = {
     "gmpo": {},
-    "clip_cov": {"cov_fraction": CLIP_COV_SHARE, "clip_cov_lower": COV_LOWER, "clip_cov_upper": COV_UPPER},
+    "clip_cov": {
+        "cov_fraction": CLIP_COV_SHARE,
+        "clip_cov_lower": COV_LOWER,
+        "clip_cov_upper": COV_UPPER,
+    },
     "kl_cov": {"cov_fraction": KL_COV_SHARE, "kl_cov_coef": KL_COV_COEF},
 }
 
 
 def cases(names: Any) -> list[Any]:
     chosen = [each for each in CASES if each["name"] in names]
-    return [pytest.param(each, id=f"{each['name']}-{each['suite']}-{i}") for i, each in enumerate(chosen)]
+    return [
+        pytest.param(each, id=f"{each['name']}-{each['suite']}-{i}")
+        for i, each in enumerate(chosen)
+    ]
 
 
 def tensor(values: Any) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.float64)
 
 
-def assert_same(loss: torch.Tensor, gradient: torch.Tensor, case: dict[str, Any], *, within: float = 1e-12) -> None:
+def assert_same(
+    loss: torch.Tensor, gradient: torch.Tensor, case: dict[str, Any], *, within: float = 1e-12
+) -> None:
     torch.testing.assert_close(loss.detach(), tensor(case["loss"]), rtol=within, atol=within)
     torch.testing.assert_close(gradient, tensor(case["gradient"]), rtol=within, atol=within)
 
@@ -85,19 +95,25 @@ def test_policy_loss_is_that_of_another_suite(case: dict[str, Any]) -> None:
     )
     samples = [
         RolloutSample(
-            document=Document(token_ids=(1, *range(length)), responses=(Span(start=1, stop=length + 1),)),
+            document=Document(
+                token_ids=(1, *range(length)), responses=(Span(start=1, stop=length + 1),)
+            ),
             engine_logprobs=tuple(rows["old_logprobs"][index, :length].tolist()),
             advantage=rows["advantages"][index, 0].item(),
         )
         for index, length in enumerate(is_token.sum(1).tolist())
     ]
     batch = rollout_batch(samples)
-    batch.values.update(old_logprobs_N=rows["old_logprobs"][is_token], advantages_N=rows["advantages"][is_token])
+    batch.values.update(
+        old_logprobs_N=rows["old_logprobs"][is_token], advantages_N=rows["advantages"][is_token]
+    )
     scores = TokenLogprobs(logprobs_N=logprobs_N, sequence_ids_N=batch.packed.sequence_ids_N)
     bound = bind(section, temperature=1.0, response_length=7)
     assert (bound.prepare is None) is (POLICY_LOSSES[case["name"]].marks is None)
     if bound.prepare is not None:
-        step = bound.prepare(StepBatch(microbatches=(batch,), counts={}), [scores], lambda values: values)
+        step = bound.prepare(
+            StepBatch(microbatches=(batch,), counts={}), [scores], lambda values: values
+        )
         (batch,) = step.microbatches
     loss = bound.function(scores, batch, counts_of(samples)).loss
     (gradient_N,) = torch.autograd.grad(loss, logprobs_N)

@@ -1,4 +1,6 @@
-"""Every policy loss against its paper's equation, completion by completion, and what holds for all of them."""
+"""Every policy loss against its paper's equation, completion by completion, and what holds for all
+of them.
+"""
 
 import dataclasses
 import math
@@ -13,7 +15,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 
 from open_instruct.config.rollout_sections import PolicyLossSection
-from open_instruct.losses.policy import POLICY_LOSSES, PolicyLoss, PolicyLossInputs, PolicyLossOutputs
+from open_instruct.losses.policy import (
+    POLICY_LOSSES,
+    PolicyLoss,
+    PolicyLossInputs,
+    PolicyLossOutputs,
+)
 
 E_LOW, E_HIGH, DELTA = 0.2, 0.28, 1.9
 Tensor = torch.Tensor
@@ -43,7 +50,9 @@ def grpo(r: Tensor, new: Tensor, old: Tensor, a: float) -> Tensor:
 
 def cispo(lowest: float = 0.0) -> Formula:
     def formula(r: Tensor, new: Tensor, old: Tensor, a: float) -> Tensor:
-        weights = torch.tensor([min(max(float(x.detach()), lowest), 1 + E_HIGH) for x in r], dtype=r.dtype)
+        weights = torch.tensor(
+            [min(max(float(x.detach()), lowest), 1 + E_HIGH) for x in r], dtype=r.dtype
+        )
         return -(weights * a * new).sum()
 
     return formula
@@ -71,11 +80,16 @@ def gmpo(r: Tensor, new: Tensor, old: Tensor, a: float) -> Tensor:
 
 
 def clip_cov(r: Tensor, new: Tensor, old: Tensor, a: float, marked: Tensor) -> Tensor:
-    return sum((term for term, is_out in zip(ppo(r, a), marked, strict=True) if not is_out), new.sum() * 0)
+    return sum(
+        (term for term, is_out in zip(ppo(r, a), marked, strict=True) if not is_out), new.sum() * 0
+    )
 
 
 def kl_cov(r: Tensor, new: Tensor, old: Tensor, a: float, marked: Tensor) -> Tensor:
-    terms = [-x * a + KL_COV_COEF * abs(n - o) * m for x, n, o, m in zip(r, new, old, marked, strict=True)]
+    terms = [
+        -x * a + KL_COV_COEF * abs(n - o) * m
+        for x, n, o, m in zip(r, new, old, marked, strict=True)
+    ]
     return torch.stack(terms).sum()
 
 
@@ -138,22 +152,29 @@ def section(kind: str, **rest: Any) -> PolicyLossSection:
 
 
 def inputs(seed: int, *, spread: float) -> PolicyLossInputs:
-    """Completions of 1 to 6 tokens whose log-ratios lie within `spread`; advantages of both signs."""
+    """Completions of 1 to 6 tokens whose log-ratios lie within `spread`; advantages of both
+    signs.
+    """
     chance = random.Random(seed)
     lengths = [chance.randint(1, 6) for _ in range(5)]
     count = sum(lengths)
     old_N = -torch.tensor([chance.uniform(0.01, 4.0) for _ in range(count)], dtype=torch.float64)
-    new_N = (old_N + torch.tensor([chance.uniform(-spread, spread) for _ in range(count)])).clamp(max=-1e-3)
+    new_N = (old_N + torch.tensor([chance.uniform(-spread, spread) for _ in range(count)])).clamp(
+        max=-1e-3
+    )
     per_completion = [chance.choice([-1, 1]) * chance.uniform(0.1, 3) for _ in lengths]
     return PolicyLossInputs(
         logprobs_N=new_N.requires_grad_(),
         old_logprobs_N=old_N,
         advantages_N=torch.tensor(
-            [a for a, n in zip(per_completion, lengths, strict=True) for _ in range(n)], dtype=torch.float64
+            [a for a, n in zip(per_completion, lengths, strict=True) for _ in range(n)],
+            dtype=torch.float64,
         ),
         sequence_ids_N=torch.tensor([i for i, n in enumerate(lengths) for _ in range(n)]),
         num_sequences=len(lengths),
-        marked_N=torch.tensor([float(chance.random() < 0.4) for _ in range(count)], dtype=torch.float64),
+        marked_N=torch.tensor(
+            [float(chance.random() < 0.4) for _ in range(count)], dtype=torch.float64
+        ),
     )
 
 
@@ -203,7 +224,9 @@ def test_cispo_may_clamp_from_below_too() -> None:
 
 @pytest.mark.parametrize("spread", [0.3, 2.0])
 def test_two_sided_and_dual_clip_are_one(spread: float) -> None:
-    """INTELLECT-2 bounds the ratio before the minimum; dual clip bounds the objective of a bad token from below."""
+    """INTELLECT-2 bounds the ratio before the minimum; dual clip bounds the objective of a bad
+    token from below.
+    """
 
     def dual(r: Tensor, new: Tensor, old: Tensor, a: float) -> Tensor:
         objective = -ppo(r, a)
@@ -235,7 +258,9 @@ def test_delta_bounds_the_ratio_where_no_other_clip_does(spread: float) -> None:
 def test_token_without_an_advantage_is_not_clipped() -> None:
     """It has no gradient to take."""
     given = inputs(3, spread=2.0)
-    without = dataclasses.replace(given, advantages_N=torch.where(given.sequence_ids_N == 1, 0.0, given.advantages_N))
+    without = dataclasses.replace(
+        given, advantages_N=torch.where(given.sequence_ids_N == 1, 0.0, given.advantages_N)
+    )
     for kind in POLICY_LOSSES:
         plain, clipped_N = (outputs(each, section(kind)).is_clipped_N for each in (given, without))
         assert torch.equal(clipped_N, plain * (given.sequence_ids_N != 1)), kind
@@ -248,10 +273,16 @@ def test_clip_covers_what_it_says() -> None:
     marked_N = outputs(given, section("clip_cov")).is_clipped_N
     plain_N = outputs(given, section("dapo")).is_clipped_N
     assert given.marked_N is not None
-    assert marked_N.tolist() == torch.maximum(plain_N, given.marked_N.float()).tolist() != plain_N.tolist()
+    assert (
+        marked_N.tolist()
+        == torch.maximum(plain_N, given.marked_N.float()).tolist()
+        != plain_N.tolist()
+    )
     for kind in ("dppo_tv", "dppo_kl"):
         clipped = outputs(given, section(kind))
-        assert clipped.is_clipped_N.any() and (clipped.losses_N[clipped.is_clipped_N > 0] == 0).all()
+        assert (
+            clipped.is_clipped_N.any() and (clipped.losses_N[clipped.is_clipped_N > 0] == 0).all()
+        )
 
 
 # Completion 0 has three tokens and advantage 2, completion 1 one token and advantage -1.
@@ -269,11 +300,21 @@ def two_completions(ratios: list[float]) -> PolicyLossInputs:
 
 @pytest.mark.parametrize(
     ("kind", "is_clipped"),
-    # The geometric mean of completion 0's ratios, 0.94, lies inside the range; completion 1's is its only ratio.
-    [("dapo", [0, 1, 0, 1]), ("grpo", [0, 1, 0, 1]), ("gspo", [0, 0, 0, 1]), ("cispo", [0, 1, 0, 0]), ("gpg", [0] * 4)],
+    # The geometric mean of completion 0's ratios, 0.94, lies inside the range; completion 1's is
+    # its only ratio.
+    [
+        ("dapo", [0, 1, 0, 1]),
+        ("grpo", [0, 1, 0, 1]),
+        ("gspo", [0, 0, 0, 1]),
+        ("cispo", [0, 1, 0, 0]),
+        ("gpg", [0] * 4),
+    ],
 )
 def test_clipped_tokens_have_no_gradient(kind: str, is_clipped: list[int]) -> None:
-    assert outputs(two_completions([1.1, 1.5, 0.5, 0.5]), section(kind)).is_clipped_N.tolist() == is_clipped
+    assert (
+        outputs(two_completions([1.1, 1.5, 0.5, 0.5]), section(kind)).is_clipped_N.tolist()
+        == is_clipped
+    )
 
 
 @pytest.mark.parametrize("kind", POLICY_LOSSES)
@@ -297,7 +338,10 @@ def test_no_completions_cost_nothing(kind: str) -> None:
         num_sequences=0,
         marked_N=torch.zeros(0),
     )
-    loss = outputs(given, section(kind)).losses_N.sum() + POLICY_LOSSES[kind].shares(empty, given).sum()
+    loss = (
+        outputs(given, section(kind)).losses_N.sum()
+        + POLICY_LOSSES[kind].shares(empty, given).sum()
+    )
     loss.backward()
     assert loss == 0 and empty.grad is not None
 
@@ -311,7 +355,10 @@ token_lists = st.integers(1, 6).flatmap(
 
 
 @settings(max_examples=30)
-@drawn(completions=st.lists(token_lists, min_size=2, max_size=4), kind=st.sampled_from(sorted(POLICY_LOSSES)))
+@drawn(
+    completions=st.lists(token_lists, min_size=2, max_size=4),
+    kind=st.sampled_from(sorted(POLICY_LOSSES)),
+)
 def test_sum_does_not_depend_on_the_split(completions: list, kind: str) -> None:
     def total(chosen: list) -> float:
         ratios = [r for ratios, _ in chosen for r in ratios]
@@ -331,7 +378,9 @@ def test_sum_does_not_depend_on_the_split(completions: list, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", POLICY_LOSSES)
 def test_policies_that_are_far_apart_have_finite_losses_and_gradients(kind: str) -> None:
-    """In float32, where exp overflows from 89 on; log-ratios of both signs with advantages of both signs."""
+    """In float32, where exp overflows from 89 on; log-ratios of both signs with advantages of both
+    signs.
+    """
     log_ratios_N = torch.tensor([89.0, -89.0, 1e4, -1e4] * 2)
     given = PolicyLossInputs(
         logprobs_N=(log_ratios_N - 1.0).requires_grad_(),

@@ -1,4 +1,5 @@
-"""What holds for every preference loss; two pairs of unequal lengths throughout. The equations are in the file beside.
+"""What holds for every preference loss; two pairs of unequal lengths throughout. The equations are
+in the file beside.
 
 Pair 0 has replies of 2 and 4 tokens, pair 1 of 5 and 1. Log-probs are whole-reply sums.
 """
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 from open_instruct.config.sections import PreferenceLossSection
-from open_instruct.errors import InputError
+from open_instruct.core.errors import InputError
 from open_instruct.losses.preference import PREFERENCE_LOSSES, PreferenceLossInputs
 from open_instruct.objectives import dpo
 
@@ -23,7 +24,12 @@ REFERENCE_BASED = [name for name, loss in PREFERENCE_LOSSES.items() if loss.need
 
 
 def preference_loss(
-    name: str, inputs: PreferenceLossInputs, *, beta: float, label_smoothing: float = 0.0, gamma_beta_ratio: float = 0.0
+    name: str,
+    inputs: PreferenceLossInputs,
+    *,
+    beta: float,
+    label_smoothing: float = 0.0,
+    gamma_beta_ratio: float = 0.0,
 ) -> dpo.PreferenceLossOutputs:
     flags = {"beta": beta, "label_smoothing": label_smoothing, "gamma_beta_ratio": gamma_beta_ratio}
     return dpo.preference_loss(section(name, **flags), inputs)
@@ -45,7 +51,11 @@ def make_inputs(
     rejected_lengths: list[int] = REJECTED_LENGTHS,
     dtype: torch.dtype = torch.float64,
 ) -> PreferenceLossInputs:
-    references = None if reference_chosen is None else torch.tensor([reference_chosen, reference_rejected], dtype=dtype)
+    references = (
+        None
+        if reference_chosen is None
+        else torch.tensor([reference_chosen, reference_rejected], dtype=dtype)
+    )
     return PreferenceLossInputs(
         policy_logps_2P=torch.tensor([chosen, rejected], dtype=dtype, requires_grad=True),
         lengths_2P=torch.tensor([chosen_lengths, rejected_lengths]),
@@ -58,12 +68,16 @@ def swapped(inputs: PreferenceLossInputs) -> PreferenceLossInputs:
     return PreferenceLossInputs(
         policy_logps_2P=inputs.policy_logps_2P.flip(0),
         lengths_2P=inputs.lengths_2P.flip(0),
-        reference_logps_2P=None if inputs.reference_logps_2P is None else inputs.reference_logps_2P.flip(0),
+        reference_logps_2P=None
+        if inputs.reference_logps_2P is None
+        else inputs.reference_logps_2P.flip(0),
     )
 
 
 def close(tensor: torch.Tensor, expected: list[float] | list[list[float]]) -> None:
-    torch.testing.assert_close(tensor, torch.tensor(expected, dtype=tensor.dtype), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(
+        tensor, torch.tensor(expected, dtype=tensor.dtype), rtol=1e-12, atol=1e-12
+    )
 
 
 SUMS = [[-3.0, -10.0], [-8.0, -2.0]]
@@ -93,7 +107,9 @@ def test_rewards_and_log_probs_by_hand(
 
 def test_loss_without_a_reference_ignores_one() -> None:
     with_one, without = make_inputs(), make_inputs(reference_chosen=None, reference_rejected=None)
-    losses_P, other_P = (preference_loss("simpo", each, beta=2.0).losses_P for each in (with_one, without))
+    losses_P, other_P = (
+        preference_loss("simpo", each, beta=2.0).losses_P for each in (with_one, without)
+    )
     assert torch.equal(losses_P, other_P)
 
 
@@ -110,10 +126,15 @@ def test_smoothing_is_the_expectation_over_flipped_labels() -> None:
 )
 def test_loss_where_policy_is_the_reference(name: str, label_smoothing: float) -> None:
     chosen, rejected = [-812.3, -7.7], [-33.1, -1234.5]
-    inputs = make_inputs(chosen, rejected, chosen, rejected, [400, 3], [20, 617], dtype=torch.float32)
+    inputs = make_inputs(
+        chosen, rejected, chosen, rejected, [400, 3], [20, 617], dtype=torch.float32
+    )
     beta = 0.1
     expected = {
-        **{loss: [math.log(2.0)] * 2 for loss in ("dpo", "dpo_norm", "robust", "aot", "aot_unpaired")},
+        **{
+            loss: [math.log(2.0)] * 2
+            for loss in ("dpo", "dpo_norm", "robust", "aot", "aot_unpaired")
+        },
         "wpo": [
             math.log(2.0) * math.exp(-812.3 / 400 - 33.1 / 20),
             math.log(2.0) * math.exp(-7.7 / 3 - 1234.5 / 617),
@@ -169,8 +190,14 @@ def test_only_the_losses_carry_gradient(name: str) -> None:
 @pytest.mark.parametrize("name", REFERENCE_BASED)
 def test_pairs_within_rounding_of_the_reference_are_not_told_apart(name: str) -> None:
     """The same log-probs added up in another order; 1e-4 nats of 30 are more than that."""
-    rest = {"reference_chosen": [-30.0] * 3, "reference_rejected": [-25.0] * 3, "rejected": [-25.0] * 3}
-    inputs = make_inputs([-29.99999, -30.00001, -29.9999], chosen_lengths=[3] * 3, rejected_lengths=[3] * 3, **rest)
+    rest = {
+        "reference_chosen": [-30.0] * 3,
+        "reference_rejected": [-25.0] * 3,
+        "rejected": [-25.0] * 3,
+    }
+    inputs = make_inputs(
+        [-29.99999, -30.00001, -29.9999], chosen_lengths=[3] * 3, rejected_lengths=[3] * 3, **rest
+    )
     assert preference_loss(name, inputs, beta=0.1).is_right_P.tolist() == [0, 0, 1]
 
 
@@ -183,7 +210,9 @@ def test_no_pairs(name: str) -> None:
 
 
 def test_sum_of_losses_starts_at_the_weighted_sum() -> None:
-    first_loss = dpo.bind(PreferenceLossSection(loss_type=["dpo", "hinge"], loss_weights=[0.5, 2.0])).first_loss
+    first_loss = dpo.bind(
+        PreferenceLossSection(loss_type=["dpo", "hinge"], loss_weights=[0.5, 2.0])
+    ).first_loss
     assert callable(first_loss) and first_loss({}) == pytest.approx(0.5 * math.log(2.0) + 2.0)
     assert dpo.bind(PreferenceLossSection(loss_type=["dpo", "sft"])).first_loss is None
 
@@ -201,7 +230,9 @@ def test_sum_of_losses_starts_at_the_weighted_sum() -> None:
         ("simpo", {"gamma_beta_ratio": -1.0}, "--gamma_beta_ratio"),
     ],
 )
-def test_flags_that_cannot_work_are_refused_by_name(name: str, flags: dict[str, float], named: str) -> None:
+def test_flags_that_cannot_work_are_refused_by_name(
+    name: str, flags: dict[str, float], named: str
+) -> None:
     with pytest.raises(InputError, match=named):
         dpo.bind(PreferenceLossSection(loss_type=name, **({"beta": 0.1} | flags)))
 
@@ -222,7 +253,9 @@ def test_shapes_that_would_broadcast_are_refused() -> None:
 def test_margins_that_are_far_off_have_finite_losses_and_gradients(name: str, far: float) -> None:
     """In float32, where exp overflows from 89 on."""
     logps = [far, -far, -1e-3]
-    inputs = make_inputs(logps, logps[::-1], [0.0] * 3, [0.0] * 3, [1] * 3, [1] * 3, dtype=torch.float32)
+    inputs = make_inputs(
+        logps, logps[::-1], [0.0] * 3, [0.0] * 3, [1] * 3, [1] * 3, dtype=torch.float32
+    )
     smoothing = 0.1 if "label_smoothing" in PREFERENCE_LOSSES[name].reads else 0.0
     losses_P = preference_loss(name, inputs, beta=10.0, label_smoothing=smoothing).losses_P
     (gradients_2P,) = torch.autograd.grad(losses_P.sum(), inputs.policy_logps_2P)

@@ -1,6 +1,8 @@
-"""PPO's advantages, their whitening and the critic's loss against the programs of verl, TRL and OpenRLHF.
+"""PPO's advantages, their whitening and the critic's loss against the programs of verl, TRL and
+OpenRLHF.
 
-Their formulas are written out here over padded rows, as they have them. Ours take sampled tokens alone, packed.
+Their formulas are written out here over padded rows, as they have them. Ours take sampled tokens
+alone, packed.
 """
 
 from collections.abc import Callable, Iterator
@@ -19,7 +21,10 @@ CLOSE: Any = {"rtol": 1e-6, "atol": 1e-6}
 
 @dataclass(frozen=True, kw_only=True)
 class Padded:
-    """Completions as rows of a table; `mask_SL` marks the sampled tokens, of which the last has the reward."""
+    """Completions as rows of a table;
+
+    `mask_SL` marks the sampled tokens, of which the last has the reward.
+    """
 
     values_SL: torch.Tensor
     rewards_SL: torch.Tensor
@@ -37,7 +42,9 @@ class Padded:
 
 
 def padded(seed: int, *, shape: str) -> Padded:
-    """Random completions: of one length ("full"), of any ("ragged"), or with what a tool wrote between ("turns")."""
+    """Random completions: of one length ("full"), of any ("ragged"), or with what a tool wrote
+    between ("turns").
+    """
     chance = torch.Generator().manual_seed(seed)
 
     def draw(low: int, high: int) -> int:
@@ -67,7 +74,9 @@ def cases(shape: str) -> Iterator[Padded]:
 
 
 def verl(case: Padded) -> Estimates:
-    """`compute_gae_advantage_return` of verl/trainer/ppo/core_algos.py: a token off the mask hands on what it got."""
+    """`compute_gae_advantage_return` of verl/trainer/ppo/core_algos.py: a token off the mask hands
+    on what it got.
+    """
     mask_SL, length = case.mask_SL.double(), case.mask_SL.shape[1]
     next_values = last = torch.zeros(len(mask_SL), dtype=torch.float64)
     reversed_advantages = []
@@ -82,7 +91,9 @@ def verl(case: Padded) -> Estimates:
 
 
 def trl(case: Padded) -> Estimates:
-    """The loop of trl/experimental/ppo/ppo_trainer.py, whose padding has values and rewards of 0."""
+    """The loop of trl/experimental/ppo/ppo_trainer.py, whose padding has values and rewards of
+    0.
+    """
     values_SL, length = case.values_SL * case.mask_SL, case.mask_SL.shape[1]
     last: torch.Tensor | float = 0.0
     reversed_advantages = []
@@ -96,9 +107,11 @@ def trl(case: Padded) -> Estimates:
 
 
 def openrlhf(case: Padded) -> Estimates:
-    """What `get_advantages_and_returns` of OpenRLHF's experience_maker.py says that it computes, as a plain sum.
+    """What `get_advantages_and_returns` of OpenRLHF's experience_maker.py says that it computes, as
+    a plain sum.
 
-    Adv1 = R1 + γλ R2 + γ²λ² R3 + ... − V1 + γ(1 − λ) V2 + γ²λ(1 − λ) V3 + ..., and Ret1 the same without −V1.
+    Adv1 = R1 + γλ R2 + γ²λ² R3 + ... − V1 + γ(1 − λ) V2 + γ²λ(1 − λ) V3 + ..., and Ret1 the same
+    without −V1.
     """
     values_SL = case.values_SL * case.mask_SL
     advantages_SL = torch.zeros_like(values_SL)
@@ -107,28 +120,47 @@ def openrlhf(case: Padded) -> Estimates:
         total = case.rewards_SL[:, t] - values_SL[:, t]
         for k in range(1, length - t):
             total = total + (case.gamma * case.lam) ** k * case.rewards_SL[:, t + k]
-            total = total + case.gamma**k * case.lam ** (k - 1) * (1 - case.lam) * values_SL[:, t + k]
+            total = (
+                total + case.gamma**k * case.lam ** (k - 1) * (1 - case.lam) * values_SL[:, t + k]
+            )
         advantages_SL[:, t] = total
     return advantages_SL, advantages_SL + values_SL
 
 
 @pytest.mark.parametrize(
     ("program", "shape"),
-    [(verl, "full"), (verl, "ragged"), (verl, "turns"), (trl, "full"), (trl, "ragged"), (openrlhf, "ragged")],
+    [
+        (verl, "full"),
+        (verl, "ragged"),
+        (verl, "turns"),
+        (trl, "full"),
+        (trl, "ragged"),
+        (openrlhf, "ragged"),
+    ],
 )
-def test_advantages_and_returns_are_those_of(program: Callable[[Padded], Estimates], shape: str) -> None:
+def test_advantages_and_returns_are_those_of(
+    program: Callable[[Padded], Estimates], shape: str
+) -> None:
     for case in cases(shape):
         advantages_SL, returns_SL = program(case)
         ours_N = case.ours()
         torch.testing.assert_close(ours_N, case.packed(advantages_SL), **CLOSE)
-        torch.testing.assert_close(ours_N + case.packed(case.values_SL), case.packed(returns_SL), **CLOSE)
+        torch.testing.assert_close(
+            ours_N + case.packed(case.values_SL), case.packed(returns_SL), **CLOSE
+        )
 
 
 def test_completion_does_not_see_those_packed_beside_it() -> None:
     for case in cases("ragged"):
         rows = zip(case.values_SL, case.rewards_SL, case.mask_SL, strict=True)
         alone = [
-            Padded(values_SL=v[None], rewards_SL=r[None], mask_SL=m[None], gamma=case.gamma, lam=case.lam).ours()
+            Padded(
+                values_SL=v[None],
+                rewards_SL=r[None],
+                mask_SL=m[None],
+                gamma=case.gamma,
+                lam=case.lam,
+            ).ours()
             for v, r, m in rows
         ]
         torch.testing.assert_close(case.ours(), torch.cat(alone), rtol=1e-12, atol=1e-12)
@@ -153,7 +185,9 @@ def test_no_tokens() -> None:
 
 
 def masked_whiten(values_SL: torch.Tensor, mask_SL: torch.Tensor) -> torch.Tensor:
-    """verl's (utils/torch_functional.py) and TRL's: the variance with Bessel's correction, plus 1e-8."""
+    """verl's (utils/torch_functional.py) and TRL's: the variance with Bessel's correction, plus
+    1e-8.
+    """
     count = mask_SL.sum()
     mean = (values_SL * mask_SL).sum() / count
     variance = ((values_SL - mean) ** 2 * mask_SL).sum() / count * (count / (count - 1))
@@ -161,7 +195,9 @@ def masked_whiten(values_SL: torch.Tensor, mask_SL: torch.Tensor) -> torch.Tenso
 
 
 def normalized_by_openrlhf(values_SL: torch.Tensor, mask_SL: torch.Tensor) -> torch.Tensor:
-    """Of `compute_advantages_and_returns`: the variance without Bessel's correction, at least 1e-8."""
+    """Of `compute_advantages_and_returns`: the variance without Bessel's correction, at least
+    1e-8.
+    """
     mean = (values_SL * mask_SL).sum() / mask_SL.sum()
     variance = ((values_SL - mean).pow(2) * mask_SL).sum() / mask_SL.sum()
     return (values_SL - mean) * variance.clamp(min=1e-8).rsqrt()
@@ -179,18 +215,27 @@ def test_whitened_as_by_verl_and_trl_over_all_ranks() -> None:
         parts = [whitened(part_N, advantages_N) for part_N in advantages_N.tensor_split(3)]
         torch.testing.assert_close(torch.cat(parts), theirs_N, **CLOSE)
         # OpenRLHF's is larger by the root of n / (n - 1), where the variance is not tiny.
-        openrlhf_N = case.packed(normalized_by_openrlhf(table_SL, case.mask_SL)) * ((count - 1) / count) ** 0.5
+        openrlhf_N = (
+            case.packed(normalized_by_openrlhf(table_SL, case.mask_SL))
+            * ((count - 1) / count) ** 0.5
+        )
         if advantages_N.var() > 0.1:
             torch.testing.assert_close(theirs_N, openrlhf_N, **CLOSE)
 
 
 def test_whitening_gives_zero_for_equal_advantages() -> None:
     for given_N in (torch.tensor([3.0]), torch.full((5,), 0.1)):
-        torch.testing.assert_close(whitened(given_N, given_N), torch.zeros_like(given_N), rtol=0, atol=1e-6)
+        torch.testing.assert_close(
+            whitened(given_N, given_N), torch.zeros_like(given_N), rtol=0, atol=1e-6
+        )
 
 
 def verls_value_loss(
-    values_SL: torch.Tensor, old_SL: torch.Tensor, returns_SL: torch.Tensor, mask_SL: torch.Tensor, clip: float
+    values_SL: torch.Tensor,
+    old_SL: torch.Tensor,
+    returns_SL: torch.Tensor,
+    mask_SL: torch.Tensor,
+    clip: float,
 ) -> Estimates:
     """`compute_value_loss` of verl's core_algos.py; TRL's is the same text with other names."""
     clipped_SL = torch.max(torch.min(values_SL, old_SL + clip), old_SL - clip)
@@ -201,7 +246,11 @@ def verls_value_loss(
 
 
 def openrlhfs_value_loss(
-    values_SL: torch.Tensor, old_SL: torch.Tensor, returns_SL: torch.Tensor, mask_SL: torch.Tensor, clip: float | None
+    values_SL: torch.Tensor,
+    old_SL: torch.Tensor,
+    returns_SL: torch.Tensor,
+    mask_SL: torch.Tensor,
+    clip: float | None,
 ) -> torch.Tensor:
     """`ValueLoss` of OpenRLHF's models/loss.py, with its mean over tokens."""
     losses_SL = (values_SL - returns_SL) ** 2
@@ -214,16 +263,24 @@ def openrlhfs_value_loss(
 def test_loss_of_values_and_its_gradient() -> None:
     for seed, case in enumerate(cases("turns")):
         chance = torch.Generator().manual_seed(seed)
-        values_SL = torch.randn(case.values_SL.shape, generator=chance, dtype=torch.float64, requires_grad=True)
-        old_SL = values_SL.detach() + 0.3 * torch.randn(values_SL.shape, generator=chance, dtype=torch.float64)
+        values_SL = torch.randn(
+            case.values_SL.shape, generator=chance, dtype=torch.float64, requires_grad=True
+        )
+        old_SL = values_SL.detach() + 0.3 * torch.randn(
+            values_SL.shape, generator=chance, dtype=torch.float64
+        )
         returns_SL = case.values_SL
-        values_N, old_N, returns_N = (case.packed(table) for table in (values_SL, old_SL, returns_SL))
+        values_N, old_N, returns_N = (
+            case.packed(table) for table in (values_SL, old_SL, returns_SL)
+        )
         for clip in (0.2, 0.5, None):
             losses_N, is_clipped_N = value_losses(values_N, old_N, returns_N, clip)
             oracles = [openrlhfs_value_loss(values_SL, old_SL, returns_SL, case.mask_SL, clip)]
             clipped_share = torch.zeros((), dtype=torch.float64)
             if clip is not None:
-                loss, clipped_share = verls_value_loss(values_SL, old_SL, returns_SL, case.mask_SL, clip)
+                loss, clipped_share = verls_value_loss(
+                    values_SL, old_SL, returns_SL, case.mask_SL, clip
+                )
                 oracles.append(loss)
             torch.testing.assert_close(is_clipped_N.mean(), clipped_share, **CLOSE)
             for oracle in oracles:

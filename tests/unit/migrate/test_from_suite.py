@@ -1,4 +1,6 @@
-"""Launches of other suites in our flags: files and flags of every form, and what is said of what differs."""
+"""Launches of other suites in our flags: files and flags of every form, and what is said of what
+differs.
+"""
 
 import json
 import random
@@ -21,7 +23,8 @@ from open_instruct.objectives.registry import objective_named
 from tests.refusals import refused
 
 CASES: dict[str, Any] = yaml.load(
-    Path(__file__).with_name("suite_cases.yaml").read_text(encoding="utf-8"), Loader=yaml.CSafeLoader
+    Path(__file__).with_name("suite_cases.yaml").read_text(encoding="utf-8"),
+    Loader=yaml.CSafeLoader,
 )
 TABLES = [(suite, trainer) for suite in READERS for trainer in find_trainers(suite)]
 
@@ -37,12 +40,18 @@ def config_values(translation: Translation) -> dict[str, Any]:
 
 
 def cases(kind: str) -> list[tuple[Any, ...]]:
-    return [(suite, launch, expected) for suite, listed in CASES[kind].items() for launch, expected in listed.items()]
+    return [
+        (suite, launch, expected)
+        for suite, listed in CASES[kind].items()
+        for launch, expected in listed.items()
+    ]
 
 
 class TestCases:
     @pytest.mark.parametrize(("suite", "launch", "expected"), cases("same"))
-    def test_settings_keep_their_meaning(self, suite: str, launch: str, expected: dict[str, Any]) -> None:
+    def test_settings_keep_their_meaning(
+        self, suite: str, launch: str, expected: dict[str, Any]
+    ) -> None:
         translation = translated(suite, launch, num_gpus=4.0, num_rows=1000.0)
         assert translation.refused == {}
         values = config_values(translation)
@@ -55,7 +64,9 @@ class TestCases:
         assert config_values(translation)
 
     @pytest.mark.parametrize(("suite", "launch", "flags"), cases("missing"))
-    def test_what_the_launch_does_not_say_is_asked_for(self, suite: str, launch: str, flags: list[str]) -> None:
+    def test_what_the_launch_does_not_say_is_asked_for(
+        self, suite: str, launch: str, flags: list[str]
+    ) -> None:
         translation = translated(suite, launch)
         assert not translation.is_whole
         assert set(flags) <= set(translation.missing)
@@ -74,8 +85,12 @@ class TestCases:
         ("grpo", "--loss_type cispo", "bound of cispo", True),
     ],
 )
-def test_difference_is_listed_where_it_is_one(trainer: str, words: str, what: str, is_listed: bool) -> None:
-    translation = translated("trl", f"trl {trainer} --model_name_or_path m --dataset_name d {words}")
+def test_difference_is_listed_where_it_is_one(
+    trainer: str, words: str, what: str, is_listed: bool
+) -> None:
+    translation = translated(
+        "trl", f"trl {trainer} --model_name_or_path m --dataset_name d {words}"
+    )
     assert translation.refused == {} and (what in translation.differs) == is_listed
 
 
@@ -85,9 +100,17 @@ class TestTables:
         table = find_table(suite, trainer)
         flags = flags_of(objective_named(table.command).config_class)
         for name, rule in table.rules.items():
-            outcomes = (rule.flag, rule.column, rule.part_of, rule.unneeded, rule.refused, rule.differs)
+            outcomes = (
+                rule.flag,
+                rule.column,
+                rule.part_of,
+                rule.unneeded,
+                rule.refused,
+                rule.differs,
+            )
             assert any(outcomes), name
-            # Rules of the sections that all trainers share may be of a flag that this command has not.
+            # Rules of the sections that all trainers share may be of a flag that this command has
+            # not.
             if rule.flag in flags:
                 for value in rule.values:
                     assert _accept(flags, rule, value), (name, value)
@@ -99,7 +122,9 @@ class TestTables:
             rule = table.rules[name]
             assert rule.share_of is not None or _accept(flags, rule, value), name
 
-    def test_every_setting_that_is_given_is_translated_or_named(self, suite: str, trainer: str) -> None:
+    def test_every_setting_that_is_given_is_translated_or_named(
+        self, suite: str, trainer: str
+    ) -> None:
         table = find_table(suite, trainer)
         given = {name: ["3"] for name in table.rules if "*" not in name}
         translation = translate(table, Settings(trainer=trainer, values=given), {})
@@ -118,13 +143,20 @@ def _accept(flags: dict[str, Flag], rule: Rule, value: str) -> bool:
 def _is_named(name: str, translation: Translation, table: Table) -> bool:
     said = (translation.renamed, translation.dropped, translation.refused, translation.differs)
     rule = table.rules[name]
-    return any(name in sentences for sentences in said) or (rule.flag == name and name in translation.arguments)
+    return any(name in sentences for sentences in said) or (
+        rule.flag == name and name in translation.arguments
+    )
 
 
 class TestCommand:
-    def test_yaml_gives_yaml_that_is_the_same_run(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_yaml_gives_yaml_that_is_the_same_run(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
         theirs, ours = tmp_path / "theirs.yaml", tmp_path / "ours.yaml"
-        theirs.write_text("model_name_or_path: m\ndataset_name: a:b\nlearning_rate: 5e-7\nloss_type: [sigmoid, sft]\n")
+        theirs.write_text(
+            "model_name_or_path: m\ndataset_name: a:b\nlearning_rate: 5e-7\nloss_type: [sigmoid, "
+            "sft]\n"
+        )
         assert main(["migrate-args", "--from", "trl", "dpo", str(theirs)]) == 0
         ours.write_text(capsys.readouterr().out)
         config = as_flat_dict(parse(objective_named("dpo").config_class, [str(ours)]))
@@ -132,11 +164,16 @@ class TestCommand:
         assert (config["loss_type"], config["max_seq_length"]) == (["dpo", "sft"], 1024)
 
     def test_json_has_all_of_it(self, capsys: pytest.CaptureFixture[str]) -> None:
-        words = "--from trl --json trl dpo --model_name_or_path m --dataset_name d --use_dora --logging_steps 1"
+        words = (
+            "--from trl --json trl dpo --model_name_or_path m --dataset_name d --use_dora "
+            "--logging_steps 1"
+        )
         assert main(["migrate-args", *words.split()]) == 2
         translation = json.loads(capsys.readouterr().out)
         assert translation["command"] == "dpo"
-        assert list(translation["refused"]) == ["use_dora"] and list(translation["dropped"]) == ["logging_steps"]
+        assert list(translation["refused"]) == ["use_dora"] and list(translation["dropped"]) == [
+            "logging_steps"
+        ]
         assert translation["defaults"]["max_seq_length"] == {"there": 1024, "here": 2048}
 
     @pytest.mark.parametrize("place", ["in front", "behind"])
@@ -154,7 +191,10 @@ class TestCommand:
     ) -> None:
         launch = "--model_name_or_path m --dataset_name rows.jsonl"
         if suite == "openrlhf":
-            launch = "--module openrlhf.cli.train_prm --pretrain m --dataset rows.jsonl --placeholder_token @ "
+            launch = (
+                "--module openrlhf.cli.train_prm --pretrain m --dataset rows.jsonl "
+                "--placeholder_token @ "
+            )
             launch += "--reward_tokens + - --gradient_accumulation_steps 4"
         assert main(["migrate-args", "--from", suite, "prm", *launch.split()]) == 0
         assert capsys.readouterr().out.startswith("open-instruct prm")
@@ -164,7 +204,19 @@ class TestCommand:
         assert "--num_gpus" in capsys.readouterr().out
 
     def test_last_line_says_what_differs(self, capsys: pytest.CaptureFixture[str]) -> None:
-        main(["migrate-args", "--from", "trl", "trl", "sft", "--model_name_or_path", "m", "--dataset_name", "d"])
+        main(
+            [
+                "migrate-args",
+                "--from",
+                "trl",
+                "trl",
+                "sft",
+                "--model_name_or_path",
+                "m",
+                "--dataset_name",
+                "d",
+            ]
+        )
         last = capsys.readouterr().out.splitlines()[-1]
         assert "but for" in last and "what is learned" in last
 
@@ -186,7 +238,9 @@ class TestCommand:
         assert main(["migrate-args", *words.split()]) == 2
         assert part in capsys.readouterr().err
 
-    def test_open_instructs_command_is_read_from_its_script(self, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_open_instructs_command_is_read_from_its_script(
+        self, capsys: pytest.CaptureFixture[str]
+    ) -> None:
         line = "open_instruct/dpo.py --model_name_or_path m --mixer_list r 1.0 --max_seq_length 8"
         assert main(["migrate-args", "--from", "open-instruct", *line.split()]) == 0
         output = capsys.readouterr().out
@@ -217,7 +271,10 @@ trainer = GRPOTrainer(model=model_id, args=config, reward_funcs=[close_to_length
         path = tmp_path / "train.py"
         path.write_text(self.SCRIPT)
         translation = translated("trl", str(path), num_gpus=2.0)
-        assert list(translation.refused) == ["run_name"] and "pick_name()" in translation.refused["run_name"]
+        assert (
+            list(translation.refused) == ["run_name"]
+            and "pick_name()" in translation.refused["run_name"]
+        )
         values = config_values(translation)
         expected = {
             "model_name_or_path": "m",
@@ -235,11 +292,13 @@ trainer = GRPOTrainer(model=model_id, args=config, reward_funcs=[close_to_length
     def test_what_a_script_reads_from_its_flags_is_left_to_these(self, tmp_path: Path) -> None:
         path = tmp_path / "dpo.py"
         path.write_text(
-            "rows = load(script_args.dataset_name)\n"
-            "DPOTrainer(model=model_args.model_name_or_path, args=training_args, train_dataset=rows,"
-            " callbacks=[mine()])\n"
+            "rows = "
+            "load(script_args.dataset_name)\nDPOTrainer(model=model_args.model_name_or_path, "
+            "args=training_args, train_dataset=rows, callbacks=[mine()])\n"
         )
-        translation = translated("trl", f"accelerate launch {path} --model_name_or_path m --dataset_name d --beta 0.3")
+        translation = translated(
+            "trl", f"accelerate launch {path} --model_name_or_path m --dataset_name d --beta 0.3"
+        )
         assert list(translation.refused) == ["trainer.callbacks"]
         assert config_values(translation)["beta"] == 0.3
 
@@ -258,13 +317,17 @@ trainer = GRPOTrainer(model=model_id, args=config, reward_funcs=[close_to_length
         self, tmp_path: Path, arguments: str, names: list[str] | None, untranslated: list[str]
     ) -> None:
         path = tmp_path / "train.py"
-        path.write_text(f'DPOTrainer(model="m", args=DPOConfig(), train_dataset=load_dataset({arguments}))')
+        path.write_text(
+            f'DPOTrainer(model="m", args=DPOConfig(), train_dataset=load_dataset({arguments}))'
+        )
         translation = translated("trl", str(path))
         assert [name for name in translation.refused if name.startswith("trainer.")] == untranslated
         if names is not None:
             assert config_values(translation)["mixer_list"] == names
 
-    def test_two_trainers_in_a_script_are_refused(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_two_trainers_in_a_script_are_refused(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
         path = tmp_path / "train.py"
         path.write_text("SFTConfig(seed=1)\nDPOConfig(seed=1)\n")
         assert main(["migrate-args", "--from", "trl", str(path)]) == 2
@@ -304,11 +367,14 @@ python3 -m verl.trainer.main_ppo "${DATA[@]}" \\
     def test_text_that_is_read_into_a_variable_is_the_launch(self, tmp_path: Path) -> None:
         path = tmp_path / "run.sh"
         path.write_text(
-            "read -r -d '' training <<EOF\nopenrlhf.cli.train_sft \\\n  --pretrain m --dataset d,e\nEOF\n"
-            "if true; then\n    deepspeed --module $training\nfi\n"
+            "read -r -d '' training <<EOF\nopenrlhf.cli.train_sft \\\n  --pretrain m --dataset "
+            "d,e\nEOF\nif true; then\n    deepspeed --module $training\nfi\n"
         )
         settings = READERS["openrlhf"]([str(path)])
-        assert (settings.trainer, settings.values) == ("sft", {"pretrain": ["m"], "dataset": ["d", "e"]})
+        assert (settings.trainer, settings.values) == (
+            "sft",
+            {"pretrain": ["m"], "dataset": ["d", "e"]},
+        )
 
     def test_script_without_a_launch_is_refused(self, tmp_path: Path) -> None:
         path = tmp_path / "run.sh"
@@ -320,12 +386,15 @@ python3 -m verl.trainer.main_ppo "${DATA[@]}" \\
 def test_nested_yaml_of_verl_is_read_with_its_references(tmp_path: Path) -> None:
     path = tmp_path / "verl.yaml"
     path.write_text(
-        "trainer: {project_name: p, default_local_dir: 'out/${trainer.project_name}'}\n"
-        "actor_rollout_ref: {model: {path: m}, actor: {optim: {lr: 1e-6}}}\nalgorithm: {adv_estimator: grpo}\n"
+        "trainer: {project_name: p, default_local_dir: "
+        "'out/${trainer.project_name}'}\nactor_rollout_ref: {model: {path: m}, actor: {optim: "
+        "{lr: 1e-6}}}\nalgorithm: {adv_estimator: grpo}\n"
     )
     settings = READERS["verl"]([str(path), "data.train_files=a"])
     assert settings.values["trainer.default_local_dir"] == ["out/p"]
-    assert config_values(translate(find_table("verl", "grpo"), settings, {}))["learning_rate"] == 1e-6
+    assert (
+        config_values(translate(find_table("verl", "grpo"), settings, {}))["learning_rate"] == 1e-6
+    )
 
 
 class TestAxolotl:
@@ -384,15 +453,23 @@ dpo_loss_type: ["sigmoid"]
         assert {name: values[name] for name in expected} == expected
 
     def test_grpo_takes_its_own_section(self, tmp_path: Path) -> None:
-        text = "base_model: m\nrl: grpo\ndatasets: [{path: a}]\nmax_steps: 10\nmicro_batch_size: 8\n"
+        text = (
+            "base_model: m\nrl: grpo\ndatasets: [{path: a}]\nmax_steps: 10\nmicro_batch_size: 8\n"
+        )
         text += "trl: {num_generations: 4, loss_type: dr_grpo, max_completion_length: 64}\n"
         values = config_values(self.translation(tmp_path, text, num_gpus=2.0))
-        expected = {"num_unique_prompts_rollout": 4, "total_episodes": 160, "response_length": 64, "loss_fn": "dr_grpo"}
+        expected = {
+            "num_unique_prompts_rollout": 4,
+            "total_episodes": 160,
+            "response_length": 64,
+            "loss_fn": "dr_grpo",
+        }
         assert {name: values[name] for name in expected} == expected
 
     def test_what_cannot_be_had_is_named(self, tmp_path: Path) -> None:
         text = (
-            "base_model: mistralai/Mistral-7B\nrl: kto\ndatasets: [{path: a}]\nload_in_8bit: true\nno_such: {key: 1}\n"
+            "base_model: mistralai/Mistral-7B\nrl: kto\ndatasets: [{path: a}]\nload_in_8bit: "
+            "true\nno_such: {key: 1}\n"
         )
         refused_settings = self.translation(tmp_path, text).refused
         assert sorted(refused_settings) == ["base_model", "load_in_8bit", "no_such.key"]
@@ -400,8 +477,13 @@ dpo_loss_type: ["sigmoid"]
 
 def test_words_behind_a_script_of_llamafactory_are_read(tmp_path: Path) -> None:
     path = tmp_path / "run.sh"
-    path.write_text("llamafactory-cli train --stage sft --model_name_or_path m --dataset d --output_dir o\n")
-    assert config_values(translated("llamafactory", f"{path} learning_rate=0.5"))["learning_rate"] == 0.5
+    path.write_text(
+        "llamafactory-cli train --stage sft --model_name_or_path m --dataset d --output_dir o\n"
+    )
+    assert (
+        config_values(translated("llamafactory", f"{path} learning_rate=0.5"))["learning_rate"]
+        == 0.5
+    )
 
 
 def test_names_of_llamafactorys_list_become_files_and_data_sets_of_the_hub(tmp_path: Path) -> None:
@@ -409,7 +491,9 @@ def test_names_of_llamafactorys_list_become_files_and_data_sets_of_the_hub(tmp_p
     facts = {"here": {"file_name": "rows.json"}, "there": {"hf_hub_url": "owner/rows"}}
     (tmp_path / "data" / "dataset_info.json").write_text(json.dumps(facts))
     path = tmp_path / "run.yaml"
-    path.write_text("stage: sft\nmodel_name_or_path: m\ndataset: here,there,unknown\noutput_dir: o\n")
+    path.write_text(
+        "stage: sft\nmodel_name_or_path: m\ndataset: here,there,unknown\noutput_dir: o\n"
+    )
     mixer_list = config_values(translated("llamafactory", str(path)))["mixer_list"]
     assert mixer_list[::2] == [str(tmp_path / "data" / "rows.json"), "owner/rows", "unknown"]
 
@@ -420,12 +504,16 @@ def test_page_names_every_suite() -> None:
 
 
 def test_setting_that_one_flag_reads_is_not_left_out_for_another() -> None:
-    launch = "llamafactory-cli train stage=dpo model_name_or_path=m dataset=a pref_beta=0.3 output_dir=o"
+    launch = (
+        "llamafactory-cli train stage=dpo model_name_or_path=m dataset=a pref_beta=0.3 output_dir=o"
+    )
     translation = translated("llamafactory", launch)
     assert "pref_beta" not in translation.dropped and config_values(translation)["beta"] == 0.3
 
 
-@pytest.mark.parametrize("text", ["? [a, b]\n: 3\n", "a: {b: {? [c] : 1}}\n", "- a\n", "a: [1\n", "a: &x [*x]\n"])
+@pytest.mark.parametrize(
+    "text", ["? [a, b]\n: 3\n", "a: {b: {? [c] : 1}}\n", "- a\n", "a: [1\n", "a: &x [*x]\n"]
+)
 def test_yaml_that_is_no_mapping_of_settings_is_refused(text: str, tmp_path: Path) -> None:
     path = tmp_path / "a.yaml"
     path.write_text(text)
@@ -436,20 +524,43 @@ def test_yaml_that_is_no_mapping_of_settings_is_refused(text: str, tmp_path: Pat
 def test_empty_list_or_mapping_is_a_setting_too(tmp_path: Path) -> None:
     path = tmp_path / "a.yaml"
     path.write_text("base_model: m\nplugins: []\nno_such: {}\n")
-    assert READERS["axolotl"]([str(path)]).values == {"base_model": ["m"], "plugins": ["none"], "no_such": ["none"]}
+    assert READERS["axolotl"]([str(path)]).values == {
+        "base_model": ["m"],
+        "plugins": ["none"],
+        "no_such": ["none"],
+    }
 
 
-STRANGE_VALUES = ["none", "true", "-1", "0", "a b", "", "1 2", "1e400", "nan", "0.5", "{}", "$NOT_SET", "\u00e9\ud800"]
+STRANGE_VALUES = [
+    "none",
+    "true",
+    "-1",
+    "0",
+    "a b",
+    "",
+    "1 2",
+    "1e400",
+    "nan",
+    "0.5",
+    "{}",
+    "$NOT_SET",
+    "\u00e9\ud800",
+]
 
 
 @pytest.mark.extended
 @pytest.mark.parametrize(("suite", "trainer"), TABLES)
-def test_any_values_give_a_run_that_is_accepted_and_lose_no_setting(suite: str, trainer: str) -> None:
+def test_any_values_give_a_run_that_is_accepted_and_lose_no_setting(
+    suite: str, trainer: str
+) -> None:
     table = find_table(suite, trainer)
     names = [name for name in table.rules if "*" not in name]
     drawn = random.Random(7)
     for number in (1, 5, 40):
-        given = {name: drawn.choice(STRANGE_VALUES).split() for name in drawn.sample(names, min(number, len(names)))}
+        given = {
+            name: drawn.choice(STRANGE_VALUES).split()
+            for name in drawn.sample(names, min(number, len(names)))
+        }
         translation = translate(table, Settings(trainer=trainer, values=given), {"num_gpus": 8.0})
         config_values(translation)
         assert [name for name in given if not _is_named(name, translation, table)] == []

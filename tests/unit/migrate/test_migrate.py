@@ -28,7 +28,10 @@ GRPO = "--model_name_or_path m --dataset_mixer_list prompts.jsonl 1.0"
 
 NEEDED = {"dpo": DPO, "sft": SFT, "olmo_core sft": DPO, "grpo": GRPO, "reward_model": SFT}
 NEEDED["prm"] = "examples/scripts/prm.py --model_name_or_path m --dataset_name rows.jsonl"
-OPENRLHF = "deepspeed --module openrlhf.cli.train_prm --pretrain m --dataset rows.jsonl --placeholder_token @"
+OPENRLHF = (
+    "deepspeed --module openrlhf.cli.train_prm --pretrain m --dataset rows.jsonl "
+    "--placeholder_token @"
+)
 NEEDED["openrlhf prm"] = f"{OPENRLHF} --reward_tokens + - --gradient_accumulation_steps 4"
 NEEDED["ppo grpo"] = f"open_instruct/ppo_fast.py {GRPO}"
 
@@ -59,10 +62,17 @@ class TestDefaults:
             "learning_rate": (2e-5, 5e-7),
             "warmup_ratio": (0.1, 0.03),
             "max_grad_norm": (0.0, 1.0),
-            "upload": ("to the hub unless --push_to_hub is false", "to the hub with --push_to_hub alone"),
+            "upload": (
+                "to the hub unless --push_to_hub is false",
+                "to the hub with --push_to_hub alone",
+            ),
         }
         config = parse(DPOConfig, migration.arguments)
-        assert (config.optim.learning_rate, config.optim.warmup_ratio, config.data.packing) == (2e-5, 0.1, False)
+        assert (config.optim.learning_rate, config.optim.warmup_ratio, config.data.packing) == (
+            2e-5,
+            0.1,
+            False,
+        )
 
     def test_differing_defaults_of_grpo_are_set_and_named(self) -> None:
         defaults = of("grpo", GRPO).defaults
@@ -78,38 +88,60 @@ class TestDefaults:
         }
         assert {name: tuple(defaults[name].values()) for name in expected} == expected
         config = grpo_config("")
-        assert (config.loss.beta, config.rollout.async_steps, config.reward.verification_reward) == (0.05, 8, 10.0)
+        assert (
+            config.loss.beta,
+            config.rollout.async_steps,
+            config.reward.verification_reward,
+        ) == (0.05, 8, 10.0)
 
     def test_flag_that_is_given_has_no_default(self) -> None:
         assert "warmup_ratio" not in of("dpo", f"{DPO} --warmup_ratio 0.1").defaults
 
     def test_upstream_has_one_beta_and_we_one_for_each_loss(self) -> None:
         assert "beta" not in of("dpo", f"{DPO} --loss_type dpo_norm").defaults
-        assert of("dpo", f"{DPO} --loss_type dpo").defaults["beta"] == {"upstream": 5.0, "here": 0.1}
+        assert of("dpo", f"{DPO} --loss_type dpo").defaults["beta"] == {
+            "upstream": 5.0,
+            "here": 0.1,
+        }
 
     def test_two_trainers_of_sft_have_their_own(self) -> None:
         assert of("sft", SFT).defaults["num_epochs"] == {"upstream": 2, "here": 1}
         other = of("sft", f"open_instruct/olmo_core_finetune.py {DPO}")
         assert other.defaults["num_epochs"] == {"upstream": 3, "here": 1}
-        assert not other.refused and other.defaults["packing_strategy"] == {"upstream": "bfd", "here": "step"}
-        assert "rank" in other.defaults["denominators"]["upstream"] and "documents" in other.defaults
+        assert not other.refused and other.defaults["packing_strategy"] == {
+            "upstream": "bfd",
+            "here": "step",
+        }
+        assert (
+            "rank" in other.defaults["denominators"]["upstream"] and "documents" in other.defaults
+        )
         assert "microbatch" in of("sft", SFT).defaults["denominators"]["upstream"]
-        assert "documents" not in of("sft", SFT).defaults and "documents" not in of("dpo", DPO).defaults
-        assert of("sft", DPO).defaults["num_epochs"]["upstream"] == 3  # by the name of its mixer list
+        assert (
+            "documents" not in of("sft", SFT).defaults
+            and "documents" not in of("dpo", DPO).defaults
+        )
+        # By the name of its mixer list.
+        assert of("sft", DPO).defaults["num_epochs"]["upstream"] == 3
 
     @pytest.mark.parametrize(
-        "trainer", sorted({DEFAULTS_OF.get(name, name) for names in ALL_TRAINERS.values() for name in names})
+        "trainer",
+        sorted({DEFAULTS_OF.get(name, name) for names in ALL_TRAINERS.values() for name in names}),
     )
     def test_each_default_is_of_a_flag_that_is_known(self, trainer: str) -> None:
         command = next(name for name, names in ALL_TRAINERS.items() if trainer in names)
         tables = (upstream_table(trainer), upstream_table(command), upstream_table())
-        known = {*flags_of(objective_named(command).config_class), *(name for table in tables for name in table)}
-        known |= {"adam_betas", "train_batch_size"} if trainer == "train_prm" else set()  # which a rule reads
+        known = {
+            *flags_of(objective_named(command).config_class),
+            *(name for table in tables for name in table),
+        }
+        # Which a rule reads.
+        known |= {"adam_betas", "train_batch_size"} if trainer == "train_prm" else set()
         assert set(upstream_defaults(trainer)) <= known
 
 
 CASES: dict[str, Any] = yaml.load(
-    Path(__file__).with_name("migration_cases.yaml").read_text(encoding="utf-8"), Loader=yaml.CSafeLoader
+    Path(__file__).with_name("migration_cases.yaml").read_text(encoding="utf-8"),
+    Loader=yaml.CSafeLoader,
 )
 
 
@@ -119,7 +151,9 @@ def cases(kind: str) -> list[tuple[Any, ...]]:
 
 class TestFlags:
     @pytest.mark.parametrize(("launch", "words", "expected"), cases("same"))
-    def test_translated_flags_keep_their_meaning(self, launch: str, words: str, expected: dict[str, Any]) -> None:
+    def test_translated_flags_keep_their_meaning(
+        self, launch: str, words: str, expected: dict[str, Any]
+    ) -> None:
         migration = beside_needed(launch, words)
         assert migration.refused == {}
         config_class = objective_named(launch.split()[-1]).config_class
@@ -127,7 +161,9 @@ class TestFlags:
         assert {name: values[name] for name in expected} == expected
 
     @pytest.mark.parametrize(("launch", "words", "flag"), cases("dropped"))
-    def test_flags_without_effect_are_dropped_with_a_reason(self, launch: str, words: str, flag: str) -> None:
+    def test_flags_without_effect_are_dropped_with_a_reason(
+        self, launch: str, words: str, flag: str
+    ) -> None:
         migration = beside_needed(launch, words)
         assert migration.refused == {}
         assert migration.dropped[flag]
@@ -145,12 +181,24 @@ class TestFlags:
     @pytest.mark.parametrize(
         "name",
         [
-            *("allenai/OLMo-2-1124-7B-SFT", "allenai/Olmo-3-7B-Think-DPO", "allenai/tulu-2-7b", "Qwen/Qwen2.5-0.5B"),
-            *("Qwen/Qwen3-0.6B", "meta-llama/Llama-3.1-8B", "HuggingFaceTB/SmolLM2-135M", "/weka/pythia/tulu_7B"),
+            *(
+                "allenai/OLMo-2-1124-7B-SFT",
+                "allenai/Olmo-3-7B-Think-DPO",
+                "allenai/tulu-2-7b",
+                "Qwen/Qwen2.5-0.5B",
+            ),
+            *(
+                "Qwen/Qwen3-0.6B",
+                "meta-llama/Llama-3.1-8B",
+                "HuggingFaceTB/SmolLM2-135M",
+                "/weka/pythia/tulu_7B",
+            ),
         ],
     )
     def test_models_of_our_families_are_the_same(self, name: str) -> None:
-        assert not of("dpo", f"--mixer_list r 1.0 --max_seq_length 8 --model_name_or_path {name}").refused
+        assert not of(
+            "dpo", f"--mixer_list r 1.0 --max_seq_length 8 --model_name_or_path {name}"
+        ).refused
 
     @pytest.mark.parametrize(
         ("words", "deepspeed"),
@@ -159,7 +207,10 @@ class TestFlags:
             ("--deepspeed_stage 2 --single_gpu_mode", "--deepspeed_stage 2"),
             ("--deepspeed_stage 3 --num_learners_per_node 8 8", "--deepspeed_stage 3"),
             ("--deepspeed_stage 3 --deepspeed_zpg 1", "--deepspeed_stage 3 --deepspeed_zpg 1"),
-            ("--deepspeed_stage 3 --deepspeed_offload_optimizer", "--deepspeed_stage 3 --adam_offload true"),
+            (
+                "--deepspeed_stage 3 --deepspeed_offload_optimizer",
+                "--deepspeed_stage 3 --adam_offload true",
+            ),
             ("--deepspeed_stage 0", ""),  # which has no float32 weights beside those in bfloat16
             ("--deepspeed_stage 2 --optimizer muon", ""),  # which it does not take
         ],
@@ -173,22 +224,35 @@ class TestFlags:
 
     def test_number_of_rows_becomes_an_amount(self) -> None:
         words = "--model_name_or_path m --max_seq_length 8 --max_train_samples 500"
-        for rows in ("--dataset_name rows", "--mixer_list rows 1.0", "--dataset_mixer_list rows 1.0"):
+        for rows in (
+            "--dataset_name rows",
+            "--mixer_list rows 1.0",
+            "--dataset_mixer_list rows 1.0",
+        ):
             migration = of("dpo", f"{words} {rows}")
-            assert not migration.refused and "--mixer_list rows 500" in " ".join(migration.arguments)
+            assert not migration.refused and "--mixer_list rows 500" in " ".join(
+                migration.arguments
+            )
         refused = of("dpo", f"{words} --mixer_list a 1.0 b 1.0").refused
         assert "--mixer_list NAME COUNT" in refused["max_train_samples"]
 
     def test_mixture_in_yaml_becomes_a_list(self, tmp_path: Path) -> None:
         path = tmp_path / "run.yaml"
-        path.write_text("model_name_or_path: m\nmax_seq_length: 8\ndataset_mixer:\n  a: 1.0\n  b: 500\n")
+        path.write_text(
+            "model_name_or_path: m\nmax_seq_length: 8\ndataset_mixer:\n  a: 1.0\n  b: 500\n"
+        )
         assert "--mixer_list a 1.0 b 500" in " ".join(of("sft", str(path)).arguments)
         assert "--seed 7" in " ".join(of("sft", f"{path} --seed 7").arguments)
 
 
 class TestCommand:
-    def test_whole_line_of_a_launcher_may_be_given(self, capsys: pytest.CaptureFixture[str]) -> None:
-        line = f"accelerate launch --num_processes 8 open_instruct/dpo_tune_cache.py {DPO} --push_to_hub false && ls"
+    def test_whole_line_of_a_launcher_may_be_given(
+        self, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        line = (
+            f"accelerate launch --num_processes 8 open_instruct/dpo_tune_cache.py {DPO} "
+            "--push_to_hub false && ls"
+        )
         assert main(["migrate-args", "dpo", "--", *line.split()]) == 0
         told = capsys.readouterr().out
         assert told.startswith("open-instruct dpo \\\n    --model_name_or_path m")
@@ -198,7 +262,9 @@ class TestCommand:
     def test_json_has_all_of_it_and_the_exit_code_says_whether_it_is_the_same(
         self, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        assert main(["migrate-args", "grpo", "--json", "--", *GRPO.split(), "--tools", "search"]) == 2
+        assert (
+            main(["migrate-args", "grpo", "--json", "--", *GRPO.split(), "--tools", "search"]) == 2
+        )
         told = json.loads(capsys.readouterr().out)
         assert list(told) == ["arguments", "deepspeed", "renamed", "dropped", "refused", "defaults"]
         assert told["defaults"]["beta"] == {"upstream": 0.05, "here": 0.0}
@@ -213,7 +279,10 @@ class TestCommand:
             ),
             (["dpo", "--seed", "1"], "stands before --"),
             (["dpo", "--", "rows.jsonl"], "'rows.jsonl': expected a flag"),
-            (["grpo", "--", "python", "-m", "verl.trainer.main_ppo"], "of another trainer, give its flags to"),
+            (
+                ["grpo", "--", "python", "-m", "verl.trainer.main_ppo"],
+                "of another trainer, give its flags to",
+            ),
             (["dpo", "--", "open_instruct/grpo_fast.py"], "use migrate-args grpo"),
             (["dpo", "--", "examples/scripts/prm.py"], "use migrate-args prm"),
             (["dpo", "--", "open_instruct/ppo.py"], "no command here that does the same"),
@@ -237,7 +306,12 @@ class TestCommand:
             f"code = main(['migrate-args', 'grpo', '--', *{GRPO.split()}]); "
             "sys.exit(9 if {'torch', 'transformers', 'pyarrow'} & set(sys.modules) else code)"
         )
-        assert subprocess.run([sys.executable, "-c", program], capture_output=True, check=False).returncode == 0
+        assert (
+            subprocess.run(
+                [sys.executable, "-c", program], capture_output=True, check=False
+            ).returncode
+            == 0
+        )
 
     def test_yaml_file_that_is_no_mapping_is_refused(self, tmp_path: Path) -> None:
         path = tmp_path / "list.yaml"

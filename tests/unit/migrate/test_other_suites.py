@@ -9,12 +9,16 @@ import pytest
 from open_instruct.config.flags import flags_of
 from open_instruct.config.parser import names_of_other_suites, parse
 from open_instruct.config.suites.upstream_flags import taken
-from open_instruct.errors import InputError
+from open_instruct.core.errors import InputError
 from open_instruct.objectives.registry import OBJECTIVES, objective_named
 from tests.refusals import refused
 
-CONFIGS: dict[str, Any] = {name: objective_named(name).config_class for name in (*OBJECTIVES, "grpo")}
-FLAGS: dict[str, set[str]] = {name: set(flags_of(config_class)) for name, config_class in CONFIGS.items()}
+CONFIGS: dict[str, Any] = {
+    name: objective_named(name).config_class for name in (*OBJECTIVES, "grpo")
+}
+FLAGS: dict[str, set[str]] = {
+    name: set(flags_of(config_class)) for name, config_class in CONFIGS.items()
+}
 
 
 def refusal(command: str, name: str) -> str:
@@ -25,12 +29,23 @@ def refusal(command: str, name: str) -> str:
 
 
 @pytest.mark.parametrize(("name", "hint"), names_of_other_suites().items())
-def test_each_leads_to_a_flag_that_exists(name: str, hint: str | list[str] | dict[str, str]) -> None:
-    sentences = list(hint.values()) if isinstance(hint, dict) else [hint] if isinstance(hint, str) else []
-    named = {*re.findall(r"--(\w+)", " ".join(sentences)), *([] if isinstance(hint, str) else hint)} - {"else"}
+def test_each_leads_to_a_flag_that_exists(
+    name: str, hint: str | list[str] | dict[str, str]
+) -> None:
+    sentences = (
+        list(hint.values()) if isinstance(hint, dict) else [hint] if isinstance(hint, str) else []
+    )
+    named = {
+        *re.findall(r"--(\w+)", " ".join(sentences)),
+        *([] if isinstance(hint, str) else hint),
+    } - {"else"}
     assert named <= set().union(*FLAGS.values())
     # A command's own flag needs no hint, nor does one of open-instruct's, which is taken.
-    without = [command for command, flags in FLAGS.items() if name not in flags and taken(name, ["1"], flags) is None]
+    without = [
+        command
+        for command, flags in FLAGS.items()
+        if name not in flags and taken(name, ["1"], flags) is None
+    ]
     said = {refusal(command, name) for command in without}
     wanted = sentences or [f"is called --{hint[0]} here"]
     assert said >= {f"--{name} {sentence}" for sentence in wanted}
@@ -66,7 +81,11 @@ def test_flag_that_another_name_fills_is_not_missing() -> None:
     with pytest.raises(InputError) as caught:
         parse(CONFIGS["dpo"], ["--pretrain", "M", "--mixer_list", "rows.jsonl", "1.0"])
     missing = [problem for problem in caught.value.problems if problem.kind == "missing_flag"]
-    assert len(missing) == 1 and "--output_dir" in missing[0] and "--model_name_or_path" not in missing[0]
+    assert (
+        len(missing) == 1
+        and "--output_dir" in missing[0]
+        and "--model_name_or_path" not in missing[0]
+    )
 
 
 def test_sections_of_a_file_are_refused_as_such(tmp_path: Path) -> None:

@@ -23,21 +23,34 @@ def words_of(text: str) -> list[tuple[str, ...]]:
             'B=5\nexport N="a b"\npython open_instruct/dpo.py --beta $B --exp_name "$N"',
             ("--beta", "5", "--exp_name", "a b"),
         ),
-        ("L='a 1.0 b 5'\npython open_instruct/dpo.py --mixer_list $L", ("--mixer_list", "a", "1.0", "b", "5")),
-        ("python open_instruct/dpo.py --model ${1:-tiny} --lr ${LR}", ("--model", "tiny", "--lr", "LR")),
+        (
+            "L='a 1.0 b 5'\npython open_instruct/dpo.py --mixer_list $L",
+            ("--mixer_list", "a", "1.0", "b", "5"),
+        ),
+        (
+            "python open_instruct/dpo.py --model ${1:-tiny} --lr ${LR}",
+            ("--model", "tiny", "--lr", "LR"),
+        ),
         (
             'A="x y"\nfor L in A; do V="${!L}"\npython open_instruct/dpo.py --mixer_list $V\ndone',
             ("--mixer_list", "x", "y"),
         ),
-        (r"python open_instruct/dpo.py --url \$CODE_API_URL/t", ("--url", "http://localhost:1234/t")),
+        (
+            r"python open_instruct/dpo.py --url \$CODE_API_URL/t",
+            ("--url", "http://localhost:1234/t"),
+        ),
         ("for LR in 1e-6 2e-6; do\npython open_instruct/dpo.py --lr $LR\ndone", ("--lr", "1e-6")),
-        ("N=8\npython open_instruct/dpo.py --ga $((64 / $N / 2)) --id $(date +%s)", ("--ga", "4", "--id", "OUTPUT")),
+        (
+            "N=8\npython open_instruct/dpo.py --ga $((64 / $N / 2)) --id $(date +%s)",
+            ("--ga", "4", "--id", "OUTPUT"),
+        ),
         (
             'A=(\n --beta 5\n --seed "1"\n)\npython open_instruct/dpo.py ${A[@]} 2>&1 | tee log',
             ("--beta", "5", "--seed", "1"),
         ),
         (
-            "python mason.py --gpus 8 -- source env.sh \\&\\& python open_instruct/dpo.py --seed 1 \\&\\& ls",
+            "python mason.py --gpus 8 -- source env.sh \\&\\& python open_instruct/dpo.py --seed "
+            "1 \\&\\& ls",
             ("--seed", "1"),
         ),
         ('run="accelerate launch open_instruct/dpo.py --seed 1"\neval "$run"', ("--seed", "1")),
@@ -61,8 +74,13 @@ def test_table_counts_what_is_the_same_and_why_not(tmp_path: Path) -> None:
     )
     configs = tmp_path / "configs" / "train_configs" / "sft"
     configs.mkdir(parents=True)
-    (configs / "a.yaml").write_text("model_name_or_path: m\nmax_seq_length: 8\ndataset_mixer: {r: 1.0}\n")
+    (configs / "a.yaml").write_text(
+        "model_name_or_path: m\nmax_seq_length: 8\ndataset_mixer: {r: 1.0}\n"
+    )
     told = "\n".join(table(tmp_path))
-    assert "commands: 1 of 3 are the same run here" in told and "YAML files: 1 of 1 are the same run here" in told
+    assert (
+        "commands: 1 of 3 are the same run here" in told
+        and "YAML files: 1 of 1 are the same run here" in told
+    )
     assert "1  dpo --load_in_8bit" in told and "1  grpo --FILE" in told
     assert "1  of merge_lora, which has no command here" in told

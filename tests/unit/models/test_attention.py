@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from olmo_core.nn.transformer import Transformer
 
-from open_instruct.families import FAMILIES
+from open_instruct.core.families import FAMILIES
 from open_instruct.models.attention.attention import SegmentAttention
 from open_instruct.models.attention.segments import Segments
 from open_instruct.models.build import build_model
@@ -33,19 +33,28 @@ LENGTHS = {
 
 
 def random_ids(num_rows: int, row_len: int, seed: int = 1) -> torch.Tensor:
-    return torch.randint(0, VOCAB_SIZE, (num_rows, row_len), generator=torch.Generator().manual_seed(seed))
+    return torch.randint(
+        0, VOCAB_SIZE, (num_rows, row_len), generator=torch.Generator().manual_seed(seed)
+    )
 
 
-def packed_logits(model: Transformer, input_ids_BT: torch.Tensor, lengths: tuple[int, ...]) -> torch.Tensor:
+def packed_logits(
+    model: Transformer, input_ids_BT: torch.Tensor, lengths: tuple[int, ...]
+) -> torch.Tensor:
     return model(input_ids_BT, segments=segments_of(lengths))
 
 
-def logits_one_at_a_time(model: Transformer, tokens_T: torch.Tensor, lengths: tuple[int, ...]) -> torch.Tensor:
+def logits_one_at_a_time(
+    model: Transformer, tokens_T: torch.Tensor, lengths: tuple[int, ...]
+) -> torch.Tensor:
     return torch.cat([model(document.unsqueeze(0)) for document in tokens_T.split(lengths)], dim=1)
 
 
 def gradients(model: Transformer, logits_BTV: torch.Tensor) -> list[torch.Tensor]:
-    weights = torch.randn(logits_BTV.shape, generator=torch.Generator().manual_seed(2)) / logits_BTV.numel()
+    weights = (
+        torch.randn(logits_BTV.shape, generator=torch.Generator().manual_seed(2))
+        / logits_BTV.numel()
+    )
     return list(torch.autograd.grad((logits_BTV * weights).sum(), list(model.parameters())))
 
 
@@ -77,7 +86,9 @@ def test_padding_on_the_right_is_not_seen(family: str) -> None:
     model = random_model(family)
     lengths, row_len = (17, 4, 20), 20
     documents = random_ids(1, sum(lengths))[0].split(lengths)
-    padded = torch.stack([F.pad(document, (0, row_len - len(document)), value=0) for document in documents])
+    padded = torch.stack(
+        [F.pad(document, (0, row_len - len(document)), value=0) for document in documents]
+    )
     with torch.no_grad():
         logits_BTV = model(padded)
         for row, document in zip(logits_BTV, documents, strict=True):
@@ -92,15 +103,22 @@ def test_documents_do_not_see_each_other(family: str) -> None:
     one, other = random_ids(1, 30, seed=3), random_ids(1, 30, seed=4)
     other[:, 10:18] = one[:, 10:18]
     with torch.no_grad():
-        logits_of_one, logits_of_other = (packed_logits(model, ids, (10, 8, 12)) for ids in (one, other))
-    # The products of an expert have other sizes where other documents have more or fewer of its tokens.
+        logits_of_one, logits_of_other = (
+            packed_logits(model, ids, (10, 8, 12)) for ids in (one, other)
+        )
+    # The products of an expert have other sizes where other documents have more or fewer of its
+    # tokens.
     atol = 0.0 if FAMILIES[family].expert_size is None else 1e-5
-    torch.testing.assert_close(logits_of_one[:, 10:18], logits_of_other[:, 10:18], atol=atol, rtol=0)
+    torch.testing.assert_close(
+        logits_of_one[:, 10:18], logits_of_other[:, 10:18], atol=atol, rtol=0
+    )
     assert not torch.equal(logits_of_one[:, 18:], logits_of_other[:, 18:])
 
 
 # Layers of our own have no other backend.
-@pytest.mark.parametrize("family", [name for name, family in FAMILIES.items() if family.delta is None])
+@pytest.mark.parametrize(
+    "family", [name for name, family in FAMILIES.items() if family.delta is None]
+)
 def test_attention_without_documents_equals_the_stock_backend(family: str) -> None:
     model = random_model(family)
     stock = transformer_config(hf_config(family)).build(init_device="cpu")
@@ -126,8 +144,16 @@ def test_bfloat16_packed_is_one_at_a_time(family: str) -> None:
 
 
 def test_layers_share_the_tables_of_their_positions() -> None:
-    """One pair for all layers that turn alike; OLMo 3's sliding layers do not turn as its full ones do."""
-    scaling = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 16, "rope_theta": 500_000}
+    """One pair for all layers that turn alike;
+
+    OLMo 3's sliding layers do not turn as its full ones do.
+    """
+    scaling = {
+        "rope_type": "yarn",
+        "factor": 8.0,
+        "original_max_position_embeddings": 16,
+        "rope_theta": 500_000,
+    }
     config = hf_config("olmo3")
     config.rope_parameters = {
         "full_attention": scaling,
@@ -136,7 +162,9 @@ def test_layers_share_the_tables_of_their_positions() -> None:
     for made, num_pairs in ((hf_config("qwen3"), 1), (config, 2)):
         model = build_model(made)
         model.init_weights(device=CPU, max_seq_len=64)
-        assert len({rope.get_buffers(64, CPU).pos_sin.data_ptr() for rope in model.ropes}) == num_pairs
+        assert (
+            len({rope.get_buffers(64, CPU).pos_sin.data_ptr() for rope in model.ropes}) == num_pairs
+        )
 
 
 @pytest.mark.gpu

@@ -1,4 +1,6 @@
-"""Damaged, foreign and awkward checkpoints: each is told apart by its headers and named in the message."""
+"""Damaged, foreign and awkward checkpoints: each is told apart by its headers and named in the
+message.
+"""
 
 import json
 import struct
@@ -11,8 +13,8 @@ import torch
 from safetensors.torch import save_file
 
 from open_instruct.checkpoints.background import in_background
-from open_instruct.errors import InputError
-from open_instruct.families import FAMILIES
+from open_instruct.core.errors import InputError
+from open_instruct.core.families import FAMILIES
 from open_instruct.models.hf.checkpoint_files import CheckpointFiles
 from open_instruct.models.hf.hf_config import INDEX_NAME, SINGLE_NAME
 from open_instruct.models.hf.names import TensorNames, clean_name
@@ -28,12 +30,16 @@ FIRST, SECOND = (f"model-0000{number}-of-00002.safetensors" for number in (1, 2)
 
 
 def test_thread_that_saves_is_on_its_callers_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A new thread is on GPU 0: what it calls there would make a context of every rank on that one."""
+    """A new thread is on GPU 0: what it calls there would make a context of every rank on that
+    one.
+    """
     done: list[object] = []
     main = threading.main_thread()
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0 if done else 5)
-    monkeypatch.setattr(torch.cuda, "set_device", lambda gpu: done.append((gpu, threading.current_thread() is main)))
+    monkeypatch.setattr(
+        torch.cuda, "set_device", lambda gpu: done.append((gpu, threading.current_thread() is main))
+    )
     in_background(lambda: done.append("work")).result(timeout=60)
     assert done == [(5, False), "work"]
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: 1 / 0)
@@ -54,7 +60,9 @@ def llama_tensors(dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]
         HEAD: (VOCAB, HIDDEN),
     }
     generator = torch.Generator().manual_seed(0)
-    return {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in shapes.items()}
+    return {
+        name: torch.randn(shape, generator=generator).to(dtype) for name, shape in shapes.items()
+    }
 
 
 def expected_shapes(names: TensorNames) -> dict[str, tuple[int, ...]]:
@@ -84,7 +92,9 @@ def is_refused(folder: Path, *words: str) -> None:
         assert word in str(caught.value), str(caught.value)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int8])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int8]
+)
 @pytest.mark.parametrize("write", [write_single, write_indexed])
 def test_slices_equal_what_was_written(tmp_path, dtype, write):
     tensors = llama_tensors(dtype)
@@ -137,7 +147,8 @@ def test_index_that_is_none(tmp_path, text, word):
 @pytest.mark.parametrize(
     ("name", "file", "words"),
     [
-        ("model.layers.7.ghost.weight", FIRST, ("model.layers.7.ghost.weight", FIRST)),  # no file holds it
+        # No file holds it.
+        ("model.layers.7.ghost.weight", FIRST, ("model.layers.7.ghost.weight", FIRST)),
         (HEAD, FIRST, (HEAD, FIRST)),  # the other file holds it
         (HEAD, None, (HEAD, INDEX_NAME)),  # a file holds it, and the index leaves it out
     ],
@@ -153,7 +164,9 @@ def test_files_that_contradict_their_index(tmp_path):
     tensors = llama_tensors()
     embeddings = "model.embed_tokens.weight"
     write_indexed(tmp_path, tensors)
-    save_file({**dict(list(tensors.items())[1::2]), embeddings: tensors[embeddings]}, tmp_path / SECOND)
+    save_file(
+        {**dict(list(tensors.items())[1::2]), embeddings: tensors[embeddings]}, tmp_path / SECOND
+    )
     is_refused(tmp_path, embeddings, SECOND, "do not agree")
     (tmp_path / SECOND).unlink()
     is_refused(tmp_path, SECOND, "missing")
@@ -207,9 +220,18 @@ def test_header_that_contradicts_itself(tmp_path, entry):
         ({Q_PROJ: None}, (Q_PROJ, "no tensor")),
         ({HEAD: None}, (HEAD, "no tensor")),
         ({Q_BIAS: torch.zeros(HIDDEN)}, (Q_BIAS, SINGLE_NAME)),
-        ({Q_PROJ: torch.zeros(HIDDEN, HIDDEN + 1)}, (Q_PROJ, f"({HIDDEN}, {HIDDEN + 1})", f"({HIDDEN}, {HIDDEN})")),
-        ({Q_PROJ: torch.zeros(HIDDEN, HIDDEN, dtype=torch.int8)}, (Q_PROJ, "torch.int8", "quantised")),
-        (dict.fromkeys(list(llama_tensors())[:-1]), ("no tensor", "model.embed_tokens.weight", "and 7 more")),
+        (
+            {Q_PROJ: torch.zeros(HIDDEN, HIDDEN + 1)},
+            (Q_PROJ, f"({HIDDEN}, {HIDDEN + 1})", f"({HIDDEN}, {HIDDEN})"),
+        ),
+        (
+            {Q_PROJ: torch.zeros(HIDDEN, HIDDEN, dtype=torch.int8)},
+            (Q_PROJ, "torch.int8", "quantised"),
+        ),
+        (
+            dict.fromkeys(list(llama_tensors())[:-1]),
+            ("no tensor", "model.embed_tokens.weight", "and 7 more"),
+        ),
     ],
 )
 def test_tensors_that_the_model_has_not(tmp_path, changes, words):
@@ -233,11 +255,21 @@ def test_expert_that_is_there_twice(tmp_path):
 
 
 def test_tied_head_of_another_shape(tmp_path):
-    not_covered(tmp_path, TIED, {HEAD: torch.zeros(VOCAB + 1, HIDDEN)}, HEAD, f"expected ({VOCAB}, {HIDDEN})")
+    not_covered(
+        tmp_path,
+        TIED,
+        {HEAD: torch.zeros(VOCAB + 1, HIDDEN)},
+        HEAD,
+        f"expected ({VOCAB}, {HIDDEN})",
+    )
 
 
-def not_covered(folder: Path, config: SimpleNamespace, changes: dict[str, torch.Tensor | None], *words: str) -> None:
-    tensors = {name: tensor for name, tensor in (llama_tensors() | changes).items() if tensor is not None}
+def not_covered(
+    folder: Path, config: SimpleNamespace, changes: dict[str, torch.Tensor | None], *words: str
+) -> None:
+    tensors = {
+        name: tensor for name, tensor in (llama_tensors() | changes).items() if tensor is not None
+    }
     names = TensorNames(config)
     files = CheckpointFiles.open(write_single(folder, tensors))
     with pytest.raises(InputError) as caught:
@@ -250,7 +282,12 @@ def test_complete_checkpoints_pass(tmp_path):
     extra = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(2)}
     without_head = {name: tensor for name, tensor in llama_tensors().items() if name != HEAD}
     for number, (config, tensors) in enumerate(
-        [(LLAMA, llama_tensors()), (LLAMA, {**llama_tensors(), **extra}), (TIED, llama_tensors()), (TIED, without_head)]
+        [
+            (LLAMA, llama_tensors()),
+            (LLAMA, {**llama_tensors(), **extra}),
+            (TIED, llama_tensors()),
+            (TIED, without_head),
+        ]
     ):
         folder = tmp_path / str(number)
         folder.mkdir()
@@ -273,10 +310,15 @@ def test_fingerprint_follows_the_bytes_alone(tmp_path):
 
 
 @pytest.mark.parametrize("tie", [False, True])
-# OLMo-core's own conversion knows no biases, and experts and layers that remember otherwise: these are held against
-# transformers' logits.
+# OLMo-core's own conversion knows no biases, and experts and layers that remember otherwise: these
+# are held against transformers' logits.
 @pytest.mark.parametrize(
-    "family", [name for name, each in FAMILIES.items() if not (each.qkv_bias or each.expert_size or each.delta)]
+    "family",
+    [
+        name
+        for name, each in FAMILIES.items()
+        if not (each.qkv_bias or each.expert_size or each.delta)
+    ],
 )
 def test_names_agree_with_olmo_core(family, tie):
     convert = pytest.importorskip("olmo_core.nn.hf.convert")
@@ -285,12 +327,15 @@ def test_names_agree_with_olmo_core(family, tie):
     config = SimpleNamespace(model_type=family, num_hidden_layers=12, tie_word_embeddings=tie)
     names = TensorNames(config)
     mappings = convert.get_converter_from_hf(family).get_mappings(
-        {hf_name: None for _, hf_name in names}, {TemplatePlaceholder.LAYER: config.num_hidden_layers}
+        {hf_name: None for _, hf_name in names},
+        {TemplatePlaceholder.LAYER: config.num_hidden_layers},
     )
     theirs = {mapping.source_keys[0]: mapping.dest_keys[0] for mapping in mappings}
     assert theirs == {hf_name: name for name, hf_name in names}
     assert all(len(mapping.source_keys) == len(mapping.dest_keys) == 1 for mapping in mappings)
-    assert [names.hf_name(name) for name in names.olmo_core_names] == [hf_name for _, hf_name in names]
+    assert [names.hf_name(name) for name in names.olmo_core_names] == [
+        hf_name for _, hf_name in names
+    ]
     assert (HEAD in dict(names).values()) is not tie
 
 
@@ -314,7 +359,9 @@ def test_names_that_transformers_saves_are_read(tmp_path):
 
 def test_unknown_family_is_refused_by_name():
     with refused("unsupported_model", None, "mamba"):
-        TensorNames(SimpleNamespace(model_type="mamba", num_hidden_layers=1, tie_word_embeddings=False))
+        TensorNames(
+            SimpleNamespace(model_type="mamba", num_hidden_layers=1, tie_word_embeddings=False)
+        )
 
 
 def test_wrappers_are_stripped_from_names():

@@ -1,4 +1,6 @@
-"""Config files and folders of models as other people write them: read as meant, or refused by every command."""
+"""Config files and folders of models as other people write them: read as meant, or refused by every
+command.
+"""
 
 import json
 from collections.abc import Callable
@@ -9,13 +11,19 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from open_instruct.errors import InputError
-from open_instruct.families import FAMILIES, FULL, SLIDING
+from open_instruct.core.errors import InputError
+from open_instruct.core.families import FAMILIES, FULL, SLIDING
 from open_instruct.models.build import build_model
 from open_instruct.models.export import _write_config
 from open_instruct.models.hf.checkpoint_files import CheckpointFiles
 from open_instruct.models.hf.convolutions import join_equal_parts
-from open_instruct.models.hf.hf_config import INDEX_NAME, SINGLE_NAME, config_fields, load_hf_config, weights_file
+from open_instruct.models.hf.hf_config import (
+    INDEX_NAME,
+    SINGLE_NAME,
+    config_fields,
+    load_hf_config,
+    weights_file,
+)
 from open_instruct.models.hf.names import TensorNames
 from open_instruct.models.load import parameter_shapes
 from open_instruct.planning.subject.model import model_shape, public_models
@@ -52,9 +60,21 @@ COMMANDS: dict[str, Callable[[Path], Any]] = {
         ("olmo2", {"sliding_window": 64}, "sliding_window"),
         ("llama", {"sliding_window": 64}, "sliding_window"),
         ("qwen3", {"use_sliding_window": True, "sliding_window": 64}, "use_sliding_window"),
-        ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "dynamic"),
-        ("qwen2", {"rope_parameters": None, "rope_scaling": {"type": "longrope", "factor": 2.0}}, "longrope"),
-        ("llama", {"rope_parameters": {"rope_type": "linear", "factor": -2.0, "rope_theta": 1e4}}, "factor"),
+        (
+            "llama",
+            {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
+            "dynamic",
+        ),
+        (
+            "qwen2",
+            {"rope_parameters": None, "rope_scaling": {"type": "longrope", "factor": 2.0}},
+            "longrope",
+        ),
+        (
+            "llama",
+            {"rope_parameters": {"rope_type": "linear", "factor": -2.0, "rope_theta": 1e4}},
+            "factor",
+        ),
         ("llama", {"rope_parameters": {"rope_theta": -5}}, "rope_theta"),
         ("llama", {"head_dim": 7}, "head_dim"),
         ("qwen3", {"head_dim": 15}, "head_dim"),
@@ -77,7 +97,9 @@ def test_model_that_cannot_be_trained_is_refused_by_every_command(
 
 @pytest.mark.parametrize("command", COMMANDS)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_model_of_every_family_is_taken_by_every_command(tmp_path: Path, command: str, family: str) -> None:
+def test_model_of_every_family_is_taken_by_every_command(
+    tmp_path: Path, command: str, family: str
+) -> None:
     assert COMMANDS[command](folder_of(tmp_path, family))
 
 
@@ -91,7 +113,9 @@ def test_model_of_every_family_is_taken_by_every_command(tmp_path: Path, command
         ("qwen3_moe", {"router_aux_loss_coef": 0.001, "output_router_logits": False}),
     ],
 )
-def test_field_that_changes_nothing_raises_no_alarm(tmp_path: Path, family: str, changes: dict[str, Any]) -> None:
+def test_field_that_changes_nothing_raises_no_alarm(
+    tmp_path: Path, family: str, changes: dict[str, Any]
+) -> None:
     for command in COMMANDS.values():
         assert command(folder_of(tmp_path, family, **changes))
 
@@ -100,7 +124,8 @@ def test_public_models_are_all_taken() -> None:
     assert all(model_shape(name) for name in public_models())
 
 
-# --- RoPE -----------------------------------------------------------------------------------------------
+# --- RoPE
+# -----------------------------------------------------------------------------------------------
 
 YARN = {
     "rope_type": "yarn",
@@ -121,13 +146,18 @@ SPELLINGS: dict[str, dict[str, Any]] = {
     "older": {"rope_scaling": OLD_YARN, **THETA},
     "both": {"rope_parameters": RIGHT, "rope_scaling": YARN, **THETA},
     "full attention alone": {"rope_parameters": {FULL: YARN | THETA}},
-    "thetas at the top": {"rope_parameters": {FULL: YARN, SLIDING: {"rope_type": "default"}}, **THETA},
+    "thetas at the top": {
+        "rope_parameters": {FULL: YARN, SLIDING: {"rope_type": "default"}},
+        **THETA,
+    },
     "null beside": {"rope_parameters": YARN | THETA | {"mscale": None}},
 }
 
 
 @pytest.mark.parametrize("spelling", SPELLINGS)
-def test_rope_of_layers_with_windows_is_read_in_every_spelling(tmp_path: Path, spelling: str) -> None:
+def test_rope_of_layers_with_windows_is_read_in_every_spelling(
+    tmp_path: Path, spelling: str
+) -> None:
     folder = folder_of(tmp_path, "olmo3", **({"rope_parameters": None} | SPELLINGS[spelling]))
     assert load_hf_config(str(folder)).rope_parameters == RIGHT
     assert model_shape(str(folder))
@@ -155,7 +185,8 @@ def test_rope_that_contradicts_itself_is_refused(
             command(folder)
 
 
-# --- what an export says ---------------------------------------------------------------------------------
+# --- what an export says
+# ---------------------------------------------------------------------------------
 
 
 def exported(folder: Path, out: Path) -> dict[str, Any]:
@@ -167,7 +198,9 @@ def exported(folder: Path, out: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize("spelling", SPELLINGS)
 def test_export_has_rope_as_every_reader_spells_it(tmp_path: Path, spelling: str) -> None:
-    folder = folder_of(tmp_path / "in", "olmo3", **({"rope_parameters": None} | SPELLINGS[spelling]))
+    folder = folder_of(
+        tmp_path / "in", "olmo3", **({"rope_parameters": None} | SPELLINGS[spelling])
+    )
     fields = exported(folder, tmp_path / "out")
     assert fields["rope_parameters"] == RIGHT  # transformers 5
     assert (fields["rope_theta"], fields["rope_scaling"]) == (20000.0, YARN)  # transformers 4
@@ -177,12 +210,16 @@ def test_export_has_rope_as_every_reader_spells_it(tmp_path: Path, spelling: str
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("given", [None, ["Qwen3Model"], ["LlamaForSequenceClassification"]])
 def test_export_names_the_class_that_was_trained(tmp_path: Path, family: str, given: Any) -> None:
-    (name,) = exported(folder_of(tmp_path / "in", family, architectures=given), tmp_path / "out")["architectures"]
+    (name,) = exported(folder_of(tmp_path / "in", family, architectures=given), tmp_path / "out")[
+        "architectures"
+    ]
     assert name.endswith("ForCausalLM")
 
 
 @pytest.mark.parametrize("given", [{}, {"dtype": "float32"}, {"torch_dtype": "float32"}, None])
-def test_export_says_its_dtype_under_every_name(tmp_path: Path, given: dict[str, str] | None) -> None:
+def test_export_says_its_dtype_under_every_name(
+    tmp_path: Path, given: dict[str, str] | None
+) -> None:
     given = {"dtype": "float32", "torch_dtype": "float16"} if given is None else given
     folder = folder_of(tmp_path / "in", "llama", **({"dtype": None, "torch_dtype": None} | given))
     fields = exported(folder, tmp_path / "out")
@@ -190,7 +227,8 @@ def test_export_says_its_dtype_under_every_name(tmp_path: Path, given: dict[str,
     assert set(told.values()) == {"bfloat16"} and told.keys() >= given.keys()
 
 
-# --- files of weights ------------------------------------------------------------------------------------
+# --- files of weights
+# ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -202,7 +240,9 @@ def test_export_says_its_dtype_under_every_name(tmp_path: Path, given: dict[str,
         ([], False),
     ],
 )
-def test_single_file_beside_an_index_of_others_is_refused(tmp_path: Path, weight_map: Any, is_taken: bool) -> None:
+def test_single_file_beside_an_index_of_others_is_refused(
+    tmp_path: Path, weight_map: Any, is_taken: bool
+) -> None:
     (tmp_path / SINGLE_NAME).touch()
     (tmp_path / INDEX_NAME).write_text(json.dumps({"weight_map": weight_map}))
     if is_taken:
@@ -231,7 +271,9 @@ def test_convolutions_in_three_equal_parts_are_joined(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("is_zero", [True, False])
-@pytest.mark.parametrize(("place", "is_tied", "token"), [("embed", False, 7), ("head", False, 7), ("embed", True, 4)])
+@pytest.mark.parametrize(
+    ("place", "is_tied", "token"), [("embed", False, 7), ("head", False, 7), ("embed", True, 4)]
+)
 def test_tokens_with_untrained_rows_are_named(
     tmp_path: Path, place: str, is_tied: bool, token: int, is_zero: bool
 ) -> None:

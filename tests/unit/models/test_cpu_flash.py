@@ -1,4 +1,6 @@
-"""Attention of packed rows on a CPU in parts: every visible pair once, and the definition's values."""
+"""Attention of packed rows on a CPU in parts: every visible pair once, and the definition's
+values.
+"""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -77,12 +79,18 @@ def test_parts_compute_every_visible_pair_once(segments: Segments) -> None:
         assert computed_pairs(segments) == visible_pairs(segments)
         parts = find_parts(segments.lengths, segments.prefix_lengths)
         # Views of one call that overlapped would lose a sum.
-        assert all(part.step >= max(part.num_queries, part.num_keys) for part in parts if part.num_parts > 1)
+        assert all(
+            part.step >= max(part.num_queries, part.num_keys)
+            for part in parts
+            if part.num_parts > 1
+        )
 
 
 @settings(max_examples=25)
 @given(trees(), st.sampled_from([(4, 2), (3, 1), (2, 2)]))
-def test_parts_give_the_values_and_gradients_of_the_definition(segments: Segments, heads: tuple[int, int]) -> None:
+def test_parts_give_the_values_and_gradients_of_the_definition(
+    segments: Segments, heads: tuple[int, int]
+) -> None:
     query, key, value = tensors(sum(segments.lengths), heads=heads[0], groups=heads[1])
     generator = torch.Generator().manual_seed(0)
     grad = torch.randn(query.shape, dtype=query.dtype, generator=generator)
@@ -108,12 +116,18 @@ def test_operator_of_compiled_blocks_gives_the_same_bits(dtype: torch.dtype) -> 
     for one, other in zip((ours, *next(grads)), (theirs, *next(grads)), strict=True):
         assert torch.equal(one, other)
     # What the compiler is told of shapes and dtypes is so.
-    torch.library.opcheck(attend_in_parts_compiled, operands, test_utils=("test_schema", "test_faketensor"))
+    torch.library.opcheck(
+        attend_in_parts_compiled, operands, test_utils=("test_schema", "test_faketensor")
+    )
 
 
 def test_equal_documents_and_replies_take_one_call_for_all_squares_of_a_size() -> None:
     padded = find_parts((512,) * 3, (0,) * 3)
-    assert [(part.num_queries, part.num_parts) for part in padded] == [(128, 12), (128, 6), (256, 3)]
+    assert [(part.num_queries, part.num_parts) for part in padded] == [
+        (128, 12),
+        (128, 6),
+        (256, 3),
+    ]
     replies = find_parts((140, *(40,) * 7), (0, *(100,) * 7))
     assert [(part.num_queries, part.num_parts) for part in replies] == [(140, 1), (40, 7), (280, 1)]
 
@@ -137,7 +151,9 @@ def test_errors_are_of_the_size_of_one_call_for_all(dtype: torch.dtype) -> None:
         return output, *torch.autograd.grad(output, qkv, grad)
 
     expected = compute(False, torch.float64)
-    for part, whole, right in zip(compute(True, dtype), compute(False, dtype), expected, strict=True):
+    for part, whole, right in zip(
+        compute(True, dtype), compute(False, dtype), expected, strict=True
+    ):
         error = (part.double() - right).norm() / right.norm()
         assert error <= 1.5 * (whole.double() - right).norm() / right.norm()
 

@@ -8,13 +8,13 @@ import torch
 import torch.nn.functional as F
 from olmo_core.nn.transformer import TransformerActivationCheckpointingMode
 
-from open_instruct.learner.model.routing import StepRouting, balance, noted_routers
+from open_instruct.batching.documents import pack_documents
+from open_instruct.core.records import Document, PackedBatch, Span
 from open_instruct.models.build import build_model
 from open_instruct.models.hf.names import TensorNames, unpacked
 from open_instruct.models.shards import held_of
 from open_instruct.models.transformer import SegmentTransformer
-from open_instruct.packing.documents import pack_documents
-from open_instruct.records import Document, PackedBatch, Span
+from open_instruct.training.model.routing import StepRouting, balance, noted_routers
 from tests.unit.models.test_family import VOCAB_SIZE, hf_config, hf_model, same_model
 from tests.unit.small_models import segments_of
 
@@ -25,11 +25,16 @@ LENGTHS = (21, 1, 34)
 
 def documents() -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(1)
-    return [torch.randint(3, VOCAB_SIZE, (1, length + 1), generator=generator) for length in LENGTHS]
+    return [
+        torch.randint(3, VOCAB_SIZE, (1, length + 1), generator=generator) for length in LENGTHS
+    ]
 
 
 def packed_of(*ids_of_documents: list[int], pad_to_multiple_of: int = 1) -> PackedBatch:
-    documents = [Document(token_ids=tuple(ids), responses=(Span(start=1, stop=len(ids)),)) for ids in ids_of_documents]
+    documents = [
+        Document(token_ids=tuple(ids), responses=(Span(start=1, stop=len(ids)),))
+        for ids in ids_of_documents
+    ]
     return pack_documents(documents, pad_to_multiple_of=pad_to_multiple_of)
 
 
@@ -62,13 +67,18 @@ def gradients_of_transformers(reference: torch.nn.Module) -> dict[str, torch.Ten
     ],
 )
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "alone"])
-def test_loss_and_gradients_are_those_of_transformers(family: str, fields: dict[str, Any], packed: bool) -> None:
+def test_loss_and_gradients_are_those_of_transformers(
+    family: str, fields: dict[str, Any], packed: bool
+) -> None:
     config = hf_config(family, **fields)
     reference = hf_model(config)
     model = same_model(config, reference)
     expected = sum(summed_loss(reference(ids[:, :-1]).logits, ids[:, 1:]) for ids in documents())
     if packed:
-        row, labels = (torch.cat(cut, dim=1) for cut in zip(*((i[:, :-1], i[:, 1:]) for i in documents()), strict=True))
+        row, labels = (
+            torch.cat(cut, dim=1)
+            for cut in zip(*((i[:, :-1], i[:, 1:]) for i in documents()), strict=True)
+        )
         loss = summed_loss(model(row, segments=segments_of(LENGTHS)), labels)
     else:
         loss = sum(summed_loss(model(ids[:, :-1]), ids[:, 1:]) for ids in documents())
@@ -85,8 +95,12 @@ def test_loss_and_gradients_are_those_of_transformers(family: str, fields: dict[
 
 
 def test_balance_loss_is_that_of_transformers() -> None:
-    """Its value, and the gradient of both losses together; padding behind the documents has no part in it."""
-    config = hf_config("qwen3_moe", mlp_only_layers=[1], output_router_logits=True, router_aux_loss_coef=0.7)
+    """Its value, and the gradient of both losses together; padding behind the documents has no part
+    in it.
+    """
+    config = hf_config(
+        "qwen3_moe", mlp_only_layers=[1], output_router_logits=True, router_aux_loss_coef=0.7
+    )
     reference = hf_model(config)
     model = same_model(config, reference)
     (ids, *_) = documents()
@@ -99,13 +113,17 @@ def test_balance_loss_is_that_of_transformers() -> None:
         logits_BTV = model(packed.input_ids_BT, segments=segments_of(packed.document_lengths))
     ours = F.cross_entropy(logits_BTV[0, : ids.shape[1] - 1], ids[0, 1:])
     added, metrics = balance(model, routers, packed, share=1.0)
-    torch.testing.assert_close(float(metrics["router/balance_loss"].value), theirs.aux_loss.item(), rtol=1e-6, atol=0)
+    torch.testing.assert_close(
+        float(metrics["router/balance_loss"].value), theirs.aux_loss.item(), rtol=1e-6, atol=0
+    )
     torch.testing.assert_close(ours + added, theirs.loss, rtol=1e-6, atol=0)
     (ours + added).backward()
     names = TensorNames(config)
     expected = gradients_of_transformers(reference)
     for name, gradient in gradients_by_hf_name(model, names).items():
-        torch.testing.assert_close(gradient, expected[name], rtol=1e-5, atol=1e-5 * float(expected[name].abs().max()))
+        torch.testing.assert_close(
+            gradient, expected[name], rtol=1e-5, atol=1e-5 * float(expected[name].abs().max())
+        )
 
 
 def test_balance_loss_of_a_step_does_not_depend_on_its_microbatches() -> None:
@@ -116,7 +134,10 @@ def test_balance_loss_of_a_step_does_not_depend_on_its_microbatches() -> None:
     gradients: list[dict[str, torch.Tensor]] = []
     for cut in ([[0, 1, 2]], [[0], [1, 2]], [[2], [1], [0]]):
         model = same_model(config, hf_model(config))
-        batches = [packed_of(*(documents_of_step[index] for index in part), pad_to_multiple_of=8) for part in cut]
+        batches = [
+            packed_of(*(documents_of_step[index] for index in part), pad_to_multiple_of=8)
+            for part in cut
+        ]
 
         def run_forward(batch: PackedBatch, model: SegmentTransformer = model) -> None:
             model(batch.input_ids_BT, segments=segments_of(batch.document_lengths))
@@ -128,16 +149,22 @@ def test_balance_loss_of_a_step_does_not_depend_on_its_microbatches() -> None:
         for batch in batches:
             with noted_routers(model) as routers:
                 run_forward(batch)
-            added, _ = balance(model, routers, batch, share=1 / len(batches), step_routing=step_routing)
+            added, _ = balance(
+                model, routers, batch, share=1 / len(batches), step_routing=step_routing
+            )
             added.backward()
             parts.append(added.detach())
         losses.append(torch.stack(parts).sum())
-        gradients.append({name: each.grad for name, each in model.named_parameters() if each.grad is not None})
+        gradients.append(
+            {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
+        )
     for loss, gradient in zip(losses[1:], gradients[1:], strict=True):
         torch.testing.assert_close(loss, losses[0], rtol=1e-6, atol=0)
         assert gradient.keys() == gradients[0].keys() != set()
         for name, expected in gradients[0].items():
-            torch.testing.assert_close(gradient[name], expected, rtol=1e-5, atol=1e-6 * float(expected.abs().max()))
+            torch.testing.assert_close(
+                gradient[name], expected, rtol=1e-5, atol=1e-6 * float(expected.abs().max())
+            )
 
 
 def test_recomputed_blocks_note_their_routers_once_and_have_the_same_gradient() -> None:
@@ -155,7 +182,9 @@ def test_recomputed_blocks_note_their_routers_once_and_have_the_same_gradient() 
         assert [len(layer._noted) for layer in routers] == [1] * len(routers)
         added, _ = balance(model, routers, packed, share=0.5)
         (logits_BTV.square().mean() + added).backward()
-        assert not any(layer.taken() for layer in routers), "once, and not again in the backward pass"
+        assert not any(layer.taken() for layer in routers), (
+            "once, and not again in the backward pass"
+        )
         gradients.append(gradients_by_hf_name(model, TensorNames(config)))
     assert all(torch.equal(gradients[0][name], gradients[1][name]) for name in gradients[0])
 
@@ -164,8 +193,13 @@ def test_recomputed_blocks_note_their_routers_once_and_have_the_same_gradient() 
     ("logits", "max_load", "entropy"), [([0.0, 0, 0, 0], 2.0, 4.0), ([9.0, 9, -90, -90], 2.0, 2.0)]
 )
 def test_metrics_of_routers_by_hand(logits: list[float], max_load: float, entropy: float) -> None:
-    """Two of four experts get all tokens: twice the mean. The entropy is that of as many equal choices."""
-    model = build_model(hf_config("olmoe", num_experts=4, num_experts_per_tok=2, num_hidden_layers=1))
+    """Two of four experts get all tokens: twice the mean.
+
+    The entropy is that of as many equal choices.
+    """
+    model = build_model(
+        hf_config("olmoe", num_experts=4, num_experts_per_tok=2, num_hidden_layers=1)
+    )
     packed = packed_of([5, 6, 7])
     with noted_routers(model) as routers:
         probs_TE = torch.tensor([logits] * 3).softmax(dim=-1)

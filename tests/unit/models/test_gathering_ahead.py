@@ -22,11 +22,15 @@ RECOMPUTED: dict[str, dict[str, Any] | None] = {
 }
 
 
-def shard_blocks(*, family: str, recomputed: dict[str, Any] | None, prefetch_factor: int) -> SegmentTransformer:
+def shard_blocks(
+    *, family: str, recomputed: dict[str, Any] | None, prefetch_factor: int
+) -> SegmentTransformer:
     model = build_model(hf_config(family))
     if recomputed is not None:
         model.apply_activation_checkpointing(**recomputed)
-    mesh = init_device_mesh("cpu", (1, dist.get_world_size()), mesh_dim_names=("dp_replicate", "dp_shard"))
+    mesh = init_device_mesh(
+        "cpu", (1, dist.get_world_size()), mesh_dim_names=("dp_replicate", "dp_shard")
+    )
     model.splits_experts = True
     model.apply_fsdp(mesh, torch.bfloat16, torch.float32, prefetch_factor=prefetch_factor)
     return model
@@ -39,10 +43,14 @@ def find_unit(block: torch.nn.Module) -> FSDPModule:
 
 @pytest.mark.parametrize("family", ["olmo2", "qwen3_moe"])
 @pytest.mark.parametrize("name", RECOMPUTED)
-def test_blocks_are_gathered_ahead_whatever_is_recomputed(name: str, family: str, join_as: JoinAs) -> None:
+def test_blocks_are_gathered_ahead_whatever_is_recomputed(
+    name: str, family: str, join_as: JoinAs
+) -> None:
     join_as(0, 2)
     model = shard_blocks(family=family, recomputed=RECOMPUTED[name], prefetch_factor=2)
     states: list[Any] = [find_unit(block)._get_fsdp_state() for block in model.blocks.values()]
-    ahead = [[states.index(other) for other in state._states_to_forward_prefetch] for state in states]
+    ahead = [
+        [states.index(other) for other in state._states_to_forward_prefetch] for state in states
+    ]
     assert ahead == [[1, 2], [2, 3], [3], []]
     assert len(states) == NUM_BLOCKS

@@ -1,4 +1,6 @@
-"""Damaged, odd and hostile model folders: a sentence that names the file, or a model; nothing in them runs."""
+"""Damaged, odd and hostile model folders: a sentence that names the file, or a model; nothing in
+them runs.
+"""
 
 import contextlib
 import json
@@ -16,12 +18,13 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from open_instruct.commands.tiny_model import write_tiny_model
 from open_instruct.config.parser import parse
+from open_instruct.core.errors import InputError
 from open_instruct.data.chat import ChatFormat
 from open_instruct.data.chat_templates import choose_chat_template
 from open_instruct.data.files.rows import MalformedRow
 from open_instruct.data.tokenizer import load_tokenizer
-from open_instruct.errors import InputError
 from open_instruct.models.build import build_model
 from open_instruct.models.export import check_exportable, export_hf
 from open_instruct.models.family import transformer_config
@@ -33,7 +36,6 @@ from open_instruct.objectives.dpo import DPOConfig
 from open_instruct.planning.subject.model import model_shape
 from open_instruct.run.first_look import look_at
 from open_instruct.run.pretrained import open_pretrained
-from open_instruct.toys.tiny import write_tiny_model
 from tests.refusals import refused
 from tests.unit.models.test_checkpoint_files import write_indexed
 from tests.unit.mutations import mutated, mutated_bytes
@@ -43,7 +45,10 @@ FLAGS = ("--mixer_list", __file__, "1.0", "--output_dir", "out")
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-CONVERSATION: Any = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "It is 4."}]
+CONVERSATION: Any = [
+    {"role": "user", "content": "2 + 2?"},
+    {"role": "assistant", "content": "It is 4."},
+]
 
 
 @pytest.fixture(scope="module")
@@ -52,13 +57,17 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_tiny_model(folder / "llama", family="llama")
     write_tiny_model(folder / "olmo3", family="olmo3")
     write_tiny_model(folder / "qwen3_moe", family="qwen3_moe")
-    shutil.copytree(folder / "llama", folder / "indexed", ignore=shutil.ignore_patterns(SINGLE_NAME))
+    shutil.copytree(
+        folder / "llama", folder / "indexed", ignore=shutil.ignore_patterns(SINGLE_NAME)
+    )
     write_indexed(folder / "indexed", load_file(folder / "llama" / SINGLE_NAME))
     return folder
 
 
 def copy_of(model: Path, tmp_path: Path) -> Path:
-    """The small files are copied, the large ones linked, as the hub's cache does it: links are followed."""
+    """The small files are copied, the large ones linked, as the hub's cache does it: links are
+    followed.
+    """
     folder = Path(tmp_path, "model")
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
@@ -137,7 +146,12 @@ CASES: list[tuple[str, str, Callable[[Path], None], int]] = [
 
 @pytest.mark.parametrize(("model", "file_name", "read", "num_cases"), CASES)
 def test_any_json_value_is_read_or_refused_by_name(
-    good: Path, tmp_path: Path, model: str, file_name: str, read: Callable[[Path], None], num_cases: int
+    good: Path,
+    tmp_path: Path,
+    model: str,
+    file_name: str,
+    read: Callable[[Path], None],
+    num_cases: int,
 ) -> None:
     folder = copy_of(good / model, tmp_path)
     value = json.loads((folder / file_name).read_text())
@@ -146,7 +160,10 @@ def test_any_json_value_is_read_or_refused_by_name(
         (folder / file_name).write_text(json.dumps(mutated(value, random.Random(seed))))
         told = refusal(read, folder)
         refused += told is not None
-        assert told is None or (re.search("model|config|template", told) and "\x1b" not in told), (seed, told)
+        assert told is None or (re.search("model|config|template", told) and "\x1b" not in told), (
+            seed,
+            told,
+        )
     assert 0 < refused < num_cases
 
 
@@ -225,8 +242,12 @@ def loaded(pretrained: Any) -> Any:
     return model
 
 
-@pytest.mark.parametrize(("value", "told"), [(math.inf, "inf"), (-math.inf, "inf"), (math.nan, "NaN")])
-def test_weights_that_are_no_numbers_are_named(good: Path, tmp_path: Path, value: float, told: str) -> None:
+@pytest.mark.parametrize(
+    ("value", "told"), [(math.inf, "inf"), (-math.inf, "inf"), (math.nan, "NaN")]
+)
+def test_weights_that_are_no_numbers_are_named(
+    good: Path, tmp_path: Path, value: float, told: str
+) -> None:
     folder = copy_of(good / "llama", tmp_path)
     tensors = load_file(folder / SINGLE_NAME)
     tensors["model.layers.1.mlp.up_proj.weight"][3, 5] = value
@@ -236,7 +257,9 @@ def test_weights_that_are_no_numbers_are_named(good: Path, tmp_path: Path, value
         loaded(opened(folder))
 
 
-def test_fields_that_name_code_are_left_out(good: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fields_that_name_code_are_left_out(
+    good: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """No loader of kernels or modules is reached, and an export does not hand the fields on."""
 
     def reached(*_: Any, **__: Any) -> None:
@@ -256,7 +279,9 @@ def test_fields_that_name_code_are_left_out(good: Path, tmp_path: Path, monkeypa
     tokenizer = json.loads((folder / "tokenizer_config.json").read_text())
     evil = {"auto_map": {"AutoTokenizer": ["evil.Slow", "evil.Fast"]}}
     (folder / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
-    (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer | evil | {"tokenizer_class": "Evil"}))
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps(tokenizer | evil | {"tokenizer_class": "Evil"})
+    )
     (folder / "adapter_model.bin").write_bytes(b"\x80\x04.")
     (folder / "pytorch_model.bin").write_bytes(b"\x80\x04.")
 
@@ -265,7 +290,13 @@ def test_fields_that_name_code_are_left_out(good: Path, tmp_path: Path, monkeypa
     check_exportable(pretrained.names, parameter_shapes(build_model(pretrained.hf_config)))
     assert len(pretrained.tokenizer) == 512
     out = tmp_path / "out"
-    export_hf(loaded(pretrained), pretrained.names, source_folder=folder, out_folder=out, dtype=torch.float32)
+    export_hf(
+        loaded(pretrained),
+        pretrained.names,
+        source_folder=folder,
+        out_folder=out,
+        dtype=torch.float32,
+    )
     theta = {"rope_theta": fields["rope_parameters"]["rope_theta"]}  # as older readers look for it
     assert json.loads((out / "config.json").read_text()) == fields | theta
     assert not (out / "pytorch_model.bin").exists() and not (tmp_path / "ran").exists()
@@ -280,7 +311,12 @@ def test_fields_that_name_code_are_left_out(good: Path, tmp_path: Path, monkeypa
             '"vocab_size": 512, "vocab_size": 513',
             ("unreadable_file", None, "'vocab_size'"),
         ),
-        ("config.json", '"vocab_size": 512', f'"vocab_size": {"9" * 5000}', ("unreadable_file", None, "not JSON")),
+        (
+            "config.json",
+            '"vocab_size": 512',
+            f'"vocab_size": {"9" * 5000}',
+            ("unreadable_file", None, "not JSON"),
+        ),
         (
             "config.json",
             '"num_hidden_layers": 4',
@@ -293,15 +329,30 @@ def test_fields_that_name_code_are_left_out(good: Path, tmp_path: Path, monkeypa
             '"num_attention_heads": 0',
             ("bad_model", None, "num_attention_heads", "0"),
         ),
-        ("config.json", '"dtype": "float32"', '"dtype": "load"', ("bad_model", None, "dtype = 'load'")),
+        (
+            "config.json",
+            '"dtype": "float32"',
+            '"dtype": "load"',
+            ("bad_model", None, "dtype = 'load'"),
+        ),
         (
             "config.json",
             "{",
             '{"configuration_files": ["config.4.0.0.json"],',
             ("bad_model", None, "configuration_files"),
         ),
-        ("config.json", "{", '{"per_layer_config": {"0": {"head_dim": 8}},', ("bad_model", None, "per_layer_config")),
-        ("generation_config.json", "{", "[", ("unreadable_file", None, "generation_config.json", "2")),
+        (
+            "config.json",
+            "{",
+            '{"per_layer_config": {"0": {"head_dim": 8}},',
+            ("bad_model", None, "per_layer_config"),
+        ),
+        (
+            "generation_config.json",
+            "{",
+            "[",
+            ("unreadable_file", None, "generation_config.json", "2"),
+        ),
         ("tokenizer.json", '"id": 2,', '"id": 2000000000,', ("bad_model", None, "2000000000")),
         (
             "tokenizer_config.json",
@@ -326,7 +377,8 @@ def test_refused_field_is_named_with_its_file(
     ("place", "kind"), [("/dev/zero", "a device"), ("gone", "a link to nothing"), (None, "a FIFO")]
 )
 @pytest.mark.parametrize(
-    "file_name", ["tokenizer_config.json", "chat_template.jinja", "added_tokens.json", "generation_config.json"]
+    "file_name",
+    ["tokenizer_config.json", "chat_template.jinja", "added_tokens.json", "generation_config.json"],
 )
 def test_device_link_or_fifo_in_a_files_place_is_not_read(
     good: Path, tmp_path: Path, file_name: str, place: str | None, kind: str
@@ -358,8 +410,16 @@ def test_file_of_a_size_that_none_has_is_not_read(good: Path, tmp_path: Path) ->
 def test_pattern_that_makes_the_library_panic_is_told_of(good: Path, tmp_path: Path) -> None:
     folder = copy_of(good / "llama", tmp_path)
     fields = json.loads((folder / "tokenizer.json").read_text())
-    pattern = {"type": "Split", "pattern": {"Regex": "((a+)+)+$"}, "behavior": "Isolated", "invert": False}
-    fields["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [pattern, fields["pre_tokenizer"]]}
+    pattern = {
+        "type": "Split",
+        "pattern": {"Regex": "((a+)+)+$"},
+        "behavior": "Isolated",
+        "invert": False,
+    }
+    fields["pre_tokenizer"] = {
+        "type": "Sequence",
+        "pretokenizers": [pattern, fields["pre_tokenizer"]],
+    }
     (folder / "tokenizer.json").write_text(json.dumps(fields))
     tokenizer = load_tokenizer(str(folder))
     chat = ChatFormat.choose(tokenizer, None)

@@ -1,4 +1,6 @@
-"""Matrices in 4 bits against torchao and bitsandbytes, and a model that has them against one that has their values."""
+"""Matrices in 4 bits against torchao and bitsandbytes, and a model that has them against one that
+has their values.
+"""
 
 from dataclasses import replace
 from typing import Any
@@ -8,20 +10,22 @@ import torch
 
 from open_instruct.config.lora import BLOCK, LoRASection
 from open_instruct.config.parser import parse
-from open_instruct.errors import InputError
-from open_instruct.families import FAMILIES
-from open_instruct.learner.measure.speed import flops_of_step
+from open_instruct.core.errors import InputError
+from open_instruct.core.families import FAMILIES
 from open_instruct.models.build import build_model, find_not_finite
 from open_instruct.models.lora.adapters import adapt, fill_adapter, layers_of, weights_of
 from open_instruct.models.nf4 import LEVELS, FrozenLinear, dequantized, quantized
 from open_instruct.models.shards import held_of
 from open_instruct.objectives.dpo import DPOConfig, validate_dpo
+from open_instruct.training.measure.speed import flops_of_step
 from tests.unit.small_models import CPU, hf_config, with_random_weights
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 IDS = torch.arange(3, 43).unsqueeze(0)
-LORA = LoRASection(use_lora=True, use_qlora=True, lora_r=3, lora_target_modules=["q_proj", "v_proj", "down_proj"])
+LORA = LoRASection(
+    use_lora=True, use_qlora=True, lora_r=3, lora_target_modules=["q_proj", "v_proj", "down_proj"]
+)
 BYTES_OF_BITSANDBYTES = (
     "7e1c4600f12f22f0073a0f9f092901f45f65f10c140fef030e14ecdbddd84f002cfb301fbe5ff1ff2fec71d170"
     "e4d5fe08514419c0fee204bfe020c00f11f008570fbf050e778df6ff7eba74b270e7c5c735371173628d6b7d17"
@@ -46,11 +50,14 @@ def test_bytes_are_those_of_torchao() -> None:
     assert differ.float().mean() < 1e-3
     agree = ~differ.view_as(codes).repeat_interleave(2, 1)
     difference = dequantized(codes, scales)[agree] - theirs.get_original_weight()[agree]
-    assert difference.abs().max() < 0.01 * matrix.abs().max()  # its scales are rounded to 8 bits once more
+    # Its scales are rounded to 8 bits once more.
+    assert difference.abs().max() < 0.01 * matrix.abs().max()
 
 
 def test_bytes_are_those_of_bitsandbytes() -> None:
-    """As `quantize_4bit(matrix, blocksize=64, quant_type="nf4")` of its version 0.50.2 gave them."""
+    """As `quantize_4bit(matrix, blocksize=64, quant_type="nf4")` of its version 0.50.2 gave
+    them.
+    """
     matrix = torch.arange(256.0).square().sin().view(2, 128)
     matrix[1] = (2 * matrix[1]) ** 3
     codes, scales = quantized(matrix, torch.float32)
@@ -64,20 +71,28 @@ def test_bytes_of_a_float32_matrix_are_the_same_whatever_is_computed_in() -> Non
     codes, scales = quantized(matrix, torch.float32)
     rounded_codes, rounded_scales = quantized(matrix, torch.bfloat16)
     assert torch.equal(rounded_codes, codes)
-    assert torch.equal(rounded_scales, scales.bfloat16()) and not torch.equal(rounded_scales.float(), scales)
+    assert torch.equal(rounded_scales, scales.bfloat16()) and not torch.equal(
+        rounded_scales.float(), scales
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_value_is_the_nearest_level_times_its_scale(dtype: torch.dtype) -> None:
     matrix = random_matrix(dtype)
     codes, scales = quantized(matrix, dtype)
-    assert codes.nbytes * 2 == matrix.numel() and scales.numel() * BLOCK == matrix.numel() and scales.dtype == dtype
+    assert (
+        codes.nbytes * 2 == matrix.numel()
+        and scales.numel() * BLOCK == matrix.numel()
+        and scales.dtype == dtype
+    )
     levels = torch.tensor(LEVELS)
     every_OIL = scales.float().repeat_interleave(BLOCK, 1).unsqueeze(-1) * levels
     distances_OIL = (every_OIL - matrix.float().unsqueeze(-1)).abs()
     nearest = every_OIL.gather(-1, distances_OIL.argmin(-1, keepdim=True)).squeeze(-1)
     tolerance = 1e-6 if dtype == torch.float32 else 2**-7
-    torch.testing.assert_close(dequantized(codes, scales).float(), nearest, rtol=tolerance, atol=1e-9)
+    torch.testing.assert_close(
+        dequantized(codes, scales).float(), nearest, rtol=tolerance, atol=1e-9
+    )
     error = (nearest - matrix.float()).norm() / matrix.float().norm()
     assert 0.08 < error < 0.1
     for rows in (slice(0, 7), slice(7, 8), slice(8, 64)):  # by shards as whole
@@ -86,7 +101,9 @@ def test_value_is_the_nearest_level_times_its_scale(dtype: torch.dtype) -> None:
 
 
 def with_values(lora: LoRASection, family: str) -> tuple[Any, Any]:
-    """A model in 4 bits, filled by chunks of rows, and one with the values that these stand for, both with adapters."""
+    """A model in 4 bits, filled by chunks of rows, and one with the values that these stand for,
+    both with adapters.
+    """
     fields = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 32}
     if FAMILIES[family].delta:
         fields["linear_value_head_dim"] = 16
@@ -97,7 +114,9 @@ def with_values(lora: LoRASection, family: str) -> tuple[Any, Any]:
         model.init_weights(device=CPU, max_seq_len=64)
         models.append(model)
     ours, plain = models
-    assert set(find_not_finite(ours)) == set(held_of(ours)) == set(held_of(plain)), "NaN until it is filled"
+    assert set(find_not_finite(ours)) == set(held_of(ours)) == set(held_of(plain)), (
+        "NaN until it is filled"
+    )
     with_random_weights(plain)
     for name, held in held_of(ours).items():
         values = held_of(plain)[name].local
@@ -118,20 +137,31 @@ def with_values(lora: LoRASection, family: str) -> tuple[Any, Any]:
     [
         ("olmo2", 4 * 7, 4 * 3),
         ("qwen2", 4 * 7, 4 * 3),  # with biases
-        # The last of four layers attends. Of the others all but `w_a` and `w_b`, which have a row a head.
+        # The last of four layers attends. Of the others all but `w_a` and `w_b`, which have a row a
+        # head.
         ("olmo_hybrid", 3 * 8 + 7, 4 * 3),
         ("qwen3_5_text", 3 * 6 + 7, 3 * 1 + 3),
     ],
 )
-def test_nf4_matrix_computes_as_its_dequantised_values(family: str, num_in_4_bits: int, num_adapters: int) -> None:
+def test_nf4_matrix_computes_as_its_dequantised_values(
+    family: str, num_in_4_bits: int, num_adapters: int
+) -> None:
     ours, plain = with_values(LORA, family)
     in_4_bits = [module for module in ours.modules() if isinstance(module, FrozenLinear)]
     assert len(in_4_bits) == num_in_4_bits and all(module.weight is None for module in in_4_bits)
-    others = {name.rpartition(".")[2] for name, each in ours.blocks.named_modules() if type(each) is torch.nn.Linear}
+    others = {
+        name.rpartition(".")[2]
+        for name, each in ours.blocks.named_modules()
+        if type(each) is torch.nn.Linear
+    }
     assert others == ({"w_a", "w_b"} if FAMILIES[family].delta else set())
-    assert len(layers_of(ours)) == num_adapters, "all are in 4 bits, those with an adapter and others"
+    assert len(layers_of(ours)) == num_adapters, (
+        "all are in 4 bits, those with an adapter and others"
+    )
     counts = {"tokens": 40, "labels": 30}
-    assert flops_of_step(ours, counts, mean_length=40) == flops_of_step(plain, counts, mean_length=40)
+    assert flops_of_step(ours, counts, mean_length=40) == flops_of_step(
+        plain, counts, mean_length=40
+    )
     losses = [model(IDS).float().log_softmax(-1)[..., 5].sum() for model in (ours, plain)]
     for loss in losses:
         loss.backward()
@@ -148,7 +178,9 @@ def test_nf4_matrix_computes_as_its_dequantised_values(family: str, num_in_4_bit
 
 
 def test_layer_is_compiled_as_one_piece() -> None:
-    layer = FrozenLinear(torch.nn.Linear(128, 8).requires_grad_(False), in_4_bits=True, dtype=torch.float32)
+    layer = FrozenLinear(
+        torch.nn.Linear(128, 8).requires_grad_(False), in_4_bits=True, dtype=torch.float32
+    )
     for parameter, values in zip(
         (layer.codes, layer.scales), quantized(torch.randn(8, 128), torch.float32), strict=True
     ):
@@ -167,7 +199,9 @@ def test_levels_are_where_it_computes_and_not_with_weights_on_the_host() -> None
     model.on_host = True
     model.init_weights(device=torch.device("meta"))
     in_4_bits = [module for module in model.modules() if isinstance(module, FrozenLinear)]
-    assert {(each.codes.device.type, each.pairs.device.type) for each in in_4_bits} == {("cpu", "meta")}
+    assert {(each.codes.device.type, each.pairs.device.type) for each in in_4_bits} == {
+        ("cpu", "meta")
+    }
 
 
 def test_value_that_is_not_finite_is_found() -> None:
@@ -181,8 +215,13 @@ def test_value_that_is_not_finite_is_found() -> None:
 
 
 def test_matrix_that_nf4_cannot_hold_is_refused() -> None:
-    with pytest.raises(InputError, match=r"attention.w_k has 32 columns, no multiple of 64; leave it out"):
+    with pytest.raises(
+        InputError, match=r"attention.w_k has 32 columns, no multiple of 64; leave it out"
+    ):
         adapt(build_model(hf_config("llama")), LORA, dtype=torch.float32)
-    words = "--model_name_or_path m --output_dir o --mixer_list d 1.0 --use_lora --use_qlora --tensor_parallel_degree 2"
+    words = (
+        "--model_name_or_path m --output_dir o --mixer_list d 1.0 --use_lora --use_qlora "
+        "--tensor_parallel_degree 2"
+    )
     with pytest.raises(InputError, match="--tensor_parallel_degree 2 cannot go with --use_qlora"):
         validate_dpo(parse(DPOConfig, words.split()))

@@ -1,4 +1,6 @@
-"""Documents that share one copy of what they begin with compute what they compute with a copy of their own."""
+"""Documents that share one copy of what they begin with compute what they compute with a copy of
+their own.
+"""
 
 import math
 from itertools import accumulate
@@ -40,24 +42,34 @@ def segments(families: list[tuple[int, tuple[int, ...]]]) -> Segments:
     return Segments.of(tuple(lengths), tuple(prefixes), device=CPU)
 
 
-def tensors(num_tokens: int, *, heads: int = 4, groups: int = 2, dim: int = 3) -> list[torch.Tensor]:
+def tensors(
+    num_tokens: int, *, heads: int = 4, groups: int = 2, dim: int = 3
+) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(num_tokens)
     return [
-        torch.randn(num_tokens, n, dim, dtype=torch.float64, generator=generator, requires_grad=True)
+        torch.randn(
+            num_tokens, n, dim, dtype=torch.float64, generator=generator, requires_grad=True
+        )
         for n in (heads, groups, groups)
     ]
 
 
-def defined(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, of: Segments, left: int) -> torch.Tensor:
+def defined(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, of: Segments, left: int
+) -> torch.Tensor:
     """Softmax over what each token may see, written out token by token."""
     outputs = []
     seen: list[int] = []
-    for start, length, prefix_length in zip(accumulate((0, *of.lengths)), of.lengths, of.prefix_lengths, strict=False):
+    for start, length, prefix_length in zip(
+        accumulate((0, *of.lengths)), of.lengths, of.prefix_lengths, strict=False
+    ):
         seen = seen[:prefix_length]
         for token in range(start, start + length):
             seen.append(token)
             visible = seen if left < 0 else seen[-(left + 1) :]
-            keys, values = (x[visible].repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
+            keys, values = (
+                x[visible].repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v)
+            )
             scores = torch.einsum("hd,khd->hk", q[token], keys) / math.sqrt(q.shape[-1])
             outputs.append(torch.einsum("hk,khd->hd", scores.softmax(-1), values))
     return torch.stack(outputs)
@@ -82,11 +94,16 @@ def test_trees_are_the_definition(of: Segments, left: int, heads: tuple[int, int
     st.sampled_from(LEFTS),
     st.sampled_from([(4, 4), (4, 2), (3, 1)]),
 )
-def test_documents_without_shared_prefix_give_the_same(lengths: list[int], left: int, heads: tuple[int, int]) -> None:
+def test_documents_without_shared_prefix_give_the_same(
+    lengths: list[int], left: int, heads: tuple[int, int]
+) -> None:
     of = Segments.of(tuple(lengths), (0,) * len(lengths), device=CPU)
     q, k, v = tensors(sum(lengths), heads=heads[0], groups=heads[1])
     torch.testing.assert_close(
-        attend_over_segments(QKV(q, k, v), of, left=left), defined(q, k, v, of, left), rtol=1e-10, atol=1e-12
+        attend_over_segments(QKV(q, k, v), of, left=left),
+        defined(q, k, v, of, left),
+        rtol=1e-10,
+        atol=1e-12,
     )
 
 
@@ -113,7 +130,9 @@ def test_masks_grow_with_the_window_and_not_with_the_segment(left: int) -> None:
         attended = attend_over_segments(QKV(q, k, v), of, left=left)
     size = max(left + 1, attention.LEAST_PIECE)
     assert all(len(call.args[0].query) <= size for call in attend.call_args_list)
-    assert all(len(call.args[0].key) <= len(call.args[0].query) + left for call in attend.call_args_list)
+    assert all(
+        len(call.args[0].key) <= len(call.args[0].query) + left for call in attend.call_args_list
+    )
     torch.testing.assert_close(attended, defined(q, k, v, of, left), rtol=1e-10, atol=1e-12)
 
 

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from open_instruct.config.parser import parse
-from open_instruct.errors import InputError
-from open_instruct.learner.scoring import Heldout
+from open_instruct.core.errors import InputError
 from open_instruct.objectives.objective import Evaluation
 from open_instruct.objectives.sft import SFT, SFTConfig
 from open_instruct.run.run_directory import RunDirectory
 from open_instruct.train import train
+from open_instruct.training.scoring import Heldout
 
 
 @pytest.fixture
@@ -23,7 +23,9 @@ def scored() -> list[str]:
     return []
 
 
-def heldout_of(folder: Path, scored: list[str], *, reference_ND: np.ndarray | None = None) -> Heldout:
+def heldout_of(
+    folder: Path, scored: list[str], *, reference_ND: np.ndarray | None = None
+) -> Heldout:
     def score(dataset: Any, rows: range, *, title: str) -> np.ndarray:
         scored.append(title)
         return np.array([[float(len(scored))]])
@@ -59,7 +61,10 @@ def test_step_is_scored_once_and_its_numbers_are_metrics(tmp_path: Path, scored:
 def test_rows_that_an_objective_says_nothing_of_are_refused() -> None:
     words = ["--model_name_or_path", "m", "--mixer_list", "r", "1.0", "--output_dir", "o"]
     config = parse(SFTConfig, [*words, "--eval_mixer_list", "e", "1.0"])
-    with pytest.raises(InputError, match="--eval_mixer_list: sft has no `evaluate`; write one, or leave the flag out"):
+    with pytest.raises(
+        InputError,
+        match="--eval_mixer_list: sft has no `evaluate`; write one, or leave the flag out",
+    ):
         train(config, objective=replace(SFT, evaluate=None))
 
 

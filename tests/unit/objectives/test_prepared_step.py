@@ -6,35 +6,51 @@ from pathlib import Path
 
 import torch
 
+from open_instruct.batching.steps import step_batch
+from open_instruct.commands.tiny_model import SIZES, tiny_config
+from open_instruct.core.records import Batch, Metric, StepBatch
 from open_instruct.models.build import build_model
 from open_instruct.objectives.objective import BoundLoss, Gather, LossOutputs, TokenLogprobs
-from open_instruct.packing.steps import step_batch
 from open_instruct.parallel.reduce import gather_rows
-from open_instruct.records import Batch, Metric, StepBatch
-from open_instruct.toys.tiny import SIZES, tiny_config
-from tests.unit.learner.test_training_pieces import make_pairs, shape_of
 from tests.unit.objective_runs import all_gradients, train_module
+from tests.unit.training.test_training_pieces import make_pairs, shape_of
 
-SIZE = {**SIZES["tiny"], "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+SIZE = {
+    **SIZES["tiny"],
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+}
 
 
 class Centered:
-    """The log-probs of a step minus their mean over all of its tokens, squared; and what was seen on the way."""
+    """The log-probs of a step minus their mean over all of its tokens, squared; and what was seen
+    on the way.
+    """
 
     def __init__(self) -> None:
         self.prepared: list[torch.Tensor] = []
         self.seen: list[torch.Tensor] = []
 
-    def prepare(self, step: StepBatch, scores: Sequence[TokenLogprobs], gather: Gather) -> StepBatch:
+    def prepare(
+        self, step: StepBatch, scores: Sequence[TokenLogprobs], gather: Gather
+    ) -> StepBatch:
         self.prepared += [score.logprobs_N for score in scores]
         mean = gather(torch.cat(self.prepared)).mean()
-        batches = (replace(batch, values={**batch.values, "mean": mean}) for batch in step.microbatches)
+        batches = (
+            replace(batch, values={**batch.values, "mean": mean}) for batch in step.microbatches
+        )
         return replace(step, microbatches=tuple(batches))
 
-    def function(self, scores: TokenLogprobs, batch: Batch, counts: Mapping[str, int]) -> LossOutputs:
+    def function(
+        self, scores: TokenLogprobs, batch: Batch, counts: Mapping[str, int]
+    ) -> LossOutputs:
         self.seen.append(scores.logprobs_N)
         loss = (scores.logprobs_N - batch.values["mean"]).square().sum() / counts["labels"]
-        return LossOutputs(loss=loss, metrics={"loss": Metric(value=loss.detach(), reduction="sum")})
+        return LossOutputs(
+            loss=loss, metrics={"loss": Metric(value=loss.detach(), reduction="sum")}
+        )
 
 
 def step_of(microbatches: int, folder: Path) -> tuple[Centered, float, torch.Tensor]:
@@ -42,12 +58,22 @@ def step_of(microbatches: int, folder: Path) -> tuple[Centered, float, torch.Ten
     torch.manual_seed(0)
     loss = Centered()
     model = build_model(tiny_config("olmo2", SIZE, vocab_size=64, tie=False), init_device="cpu")
-    module, recorder = train_module(BoundLoss(function=loss.function, prepare=loss.prepare), model, folder)
+    module, recorder = train_module(
+        BoundLoss(function=loss.function, prepare=loss.prepare), model, folder
+    )
     with torch.no_grad():
         for index, parameter in enumerate(module.model.parameters()):
             parameter.copy_(torch.sin(torch.arange(parameter.numel()) + index).view_as(parameter))
-    shape = shape_of(max_samples_per_microbatch=4 // microbatches, max_microbatches=microbatches, packing=False)
-    module.train_batch({"step": step_batch(make_pairs(4), [(0,), (1,), (2,), (3,)], shape=shape, rank=0, num_ranks=1)})
+    shape = shape_of(
+        max_samples_per_microbatch=4 // microbatches, max_microbatches=microbatches, packing=False
+    )
+    module.train_batch(
+        {
+            "step": step_batch(
+                make_pairs(4), [(0,), (1,), (2,), (3,)], shape=shape, rank=0, num_ranks=1
+            )
+        }
+    )
     return loss, recorder.metrics["loss"], all_gradients(module.model)
 
 

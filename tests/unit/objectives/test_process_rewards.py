@@ -1,4 +1,6 @@
-"""Process reward models: the loss, rows of both forms, what is refused, plans, and what scores with one."""
+"""Process reward models: the loss, rows of both forms, what is refused, plans, and what scores with
+one.
+"""
 
 import json
 import math
@@ -15,25 +17,25 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, AutoTokenizer
 
+from open_instruct.batching.steps import BatchShape, step_batch
 from open_instruct.cli import main
+from open_instruct.commands.score import main as score_command
+from open_instruct.commands.tiny_model import write_tiny_model
 from open_instruct.config.rollout_sections import RewardSection
+from open_instruct.core.errors import InputError
+from open_instruct.core.families import FAMILIES
+from open_instruct.core.records import ROW_VALUES, Batch, Check
 from open_instruct.data.report import DataReport
 from open_instruct.data.step_rows import PlaceholderBuilder, StepBuilder
 from open_instruct.data.token_dataset import TokenDataset
-from open_instruct.errors import InputError
-from open_instruct.families import FAMILIES
 from open_instruct.models.hf.head_kinds import HEAD_SIZES, find_class
 from open_instruct.models.hf.hf_config import load_hf_config
 from open_instruct.objectives.objective import TokenLogprobs
 from open_instruct.objectives.prm import PRM, class_shares, exported, step_losses
-from open_instruct.packing.steps import BatchShape, step_batch
-from open_instruct.records import ROW_VALUES, Batch, Check
-from open_instruct.run import score_command
+from open_instruct.rewards.pool import VerifierPool
+from open_instruct.rewards.registry import judges_named, known_verifiers
+from open_instruct.rewards.reward_models import ProcessRewardModel
 from open_instruct.run.pretrained import open_pretrained
-from open_instruct.toys.tiny import write_tiny_model
-from open_instruct.verifiers.pool import VerifierPool
-from open_instruct.verifiers.registry import judges_named, known_verifiers
-from open_instruct.verifiers.reward_models import ProcessRewardModel
 from tests.refusals import refused
 from tests.unit.objective_runs import config_of, load_rows, write_rows
 from tests.unit.objectives.trl_prm import NUM_STEPS, TOLERANCE, train_ours, write_problem
@@ -41,8 +43,15 @@ from tests.unit.scored import score
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "prm.md"
 TRL_LOSSES = Path(__file__).with_name("trl_prm_losses.json")
-STEPS = {"prompt": "1 + 2 + 3?", "completions": ["1 + 2 = 3", "3 + 3 = 7", "So 7."], "labels": [True, False, False]}
-TEXT = {"input": "1 + 2 + 3?\n1 + 2 = 3 @\n3 + 3 = 7 @\nSo 7. @ the end", "values": ["+", "-", 0.25]}
+STEPS = {
+    "prompt": "1 + 2 + 3?",
+    "completions": ["1 + 2 = 3", "3 + 3 = 7", "So 7."],
+    "labels": [True, False, False],
+}
+TEXT = {
+    "input": "1 + 2 + 3?\n1 + 2 = 3 @\n3 + 3 = 7 @\nSo 7. @ the end",
+    "values": ["+", "-", 0.25],
+}
 OF_HEAD: dict[str, Any] = {"classes": ["-", "+"], "right": 1}
 OF_WORDS: dict[str, Any] = {"classes": ["+", "-"], "right": 0}
 OF_THREE: dict[str, Any] = {"classes": ["+", "=", "-"], "right": 0}
@@ -80,24 +89,38 @@ def load(
 def test_shares_of_a_label_are_those_of_the_classes_it_lies_between() -> None:
     two = class_shares(torch.tensor([0.0, 1.0, 0.25]), 2)
     assert two.tolist() == [[1, 0], [0, 1], [0.75, 0.25]]
-    assert class_shares(torch.tensor([0.0, 2.0, 1.0]), 3).tolist() == [[1, 0, 0], [0, 0, 1], [0, 1, 0]]
+    assert class_shares(torch.tensor([0.0, 2.0, 1.0]), 3).tolist() == [
+        [1, 0, 0],
+        [0, 0, 1],
+        [0, 1, 0],
+    ]
 
 
 @pytest.mark.parametrize("scale", [1e-3, 1.0, 80.0, 1e4])
 def test_loss_and_gradient_are_those_of_binary_cross_entropy_in_float64(scale: float) -> None:
     generator = np.random.default_rng(0)
-    logits = torch.tensor(generator.normal(size=(40, 2)) * scale, dtype=torch.float32, requires_grad=True)
-    labels = np.concatenate([np.repeat([0.0, 1.0], 10), generator.uniform(size=20)]).astype(np.float32)
+    logits = torch.tensor(
+        generator.normal(size=(40, 2)) * scale, dtype=torch.float32, requires_grad=True
+    )
+    labels = np.concatenate([np.repeat([0.0, 1.0], 10), generator.uniform(size=20)]).astype(
+        np.float32
+    )
     losses = step_losses(logits, class_shares(torch.tensor(labels), 2))
     losses.sum().backward()
-    x = np.diff(logits.detach().numpy().astype(np.float64))[:, 0]  # how much more is said for class 1
+    # How much more is said for class 1.
+    x = np.diff(logits.detach().numpy().astype(np.float64))[:, 0]
     p = labels.astype(np.float64)
-    softplus = np.log1p(np.exp(-np.abs(x)))  # p log(1 + e^-x) + (1 - p) log(1 + e^x), where no power overflows
+    # P log(1 + e^-x) + (1 - p) log(1 + e^x), where no power overflows.
+    softplus = np.log1p(np.exp(-np.abs(x)))
     expected = p * (np.maximum(-x, 0) + softplus) + (1 - p) * (np.maximum(x, 0) + softplus)
-    np.testing.assert_allclose(losses.detach(), expected, rtol=1e-6, atol=1e-6 * max(1, scale / 100))
+    np.testing.assert_allclose(
+        losses.detach(), expected, rtol=1e-6, atol=1e-6 * max(1, scale / 100)
+    )
     right = np.where(x > 0, 1.0, np.exp(-np.abs(x))) / (1 + np.exp(-np.abs(x)))
     assert logits.grad is not None
-    np.testing.assert_allclose(logits.grad[:, 1], right - p, rtol=1e-5, atol=1e-6 * max(1, scale / 10))
+    np.testing.assert_allclose(
+        logits.grad[:, 1], right - p, rtol=1e-5, atol=1e-6 * max(1, scale / 10)
+    )
     np.testing.assert_allclose(logits.grad[:, 0], -logits.grad[:, 1], rtol=1e-6, atol=1e-7)
 
 
@@ -111,7 +134,9 @@ def test_loss_is_a_mean_over_all_steps_however_they_are_cut(cut: list[int]) -> N
     for part in map(slice, np.cumsum([0, *cut[:-1]]).tolist(), np.cumsum(cut).tolist()):
         num = part.stop - part.start
         scores = TokenLogprobs(
-            logprobs_N=logits[part, 0], sequence_ids_N=torch.zeros(num, dtype=torch.long), class_logits_NC=logits[part]
+            logprobs_N=logits[part, 0],
+            sequence_ids_N=torch.zeros(num, dtype=torch.long),
+            class_logits_NC=logits[part],
         )
         batch = Batch(packed=SimpleNamespace(), row_ids=(), values={ROW_VALUES: labels[part]})  # type: ignore[arg-type]
         outputs = loss.function(scores, batch, {"labels": 7})
@@ -128,7 +153,10 @@ def test_losses_of_five_steps_are_those_that_trl_computed(tmp_path: Path) -> Non
     recorded = json.loads(TRL_LOSSES.read_text())
     model, rows = write_problem(tmp_path)
     train_ours(model, rows, tmp_path / "ours")
-    ours = [json.loads(line)["loss"] for line in (tmp_path / "ours" / "metrics.jsonl").read_text().splitlines()]
+    ours = [
+        json.loads(line)["loss"]
+        for line in (tmp_path / "ours" / "metrics.jsonl").read_text().splitlines()
+    ]
     assert len(ours) == NUM_STEPS and recorded["made_with"] == "trl==1.13.0"
     assert ours == pytest.approx(recorded["losses"], abs=TOLERANCE)
 
@@ -161,7 +189,9 @@ def test_words_of_several_tokens_are_refused(tokenizer: Any, tmp_path: Path) -> 
         load(tokenizer, tmp_path, [TEXT], step_end="ки")
 
 
-def test_family_without_a_class_of_the_head_is_refused_with_the_words_as_the_way_out(tmp_path: Path) -> None:
+def test_family_without_a_class_of_the_head_is_refused_with_the_words_as_the_way_out(
+    tmp_path: Path,
+) -> None:
     model = write_tiny_model(tmp_path / "model", family="olmo2")
     config = config_of(PRM)
     config.model.model_name_or_path = str(model)
@@ -179,14 +209,24 @@ def test_family_without_a_class_of_the_head_is_refused_with_the_words_as_the_way
 @pytest.mark.slow
 def test_plan_preview_and_run_refuse_such_a_family_before_torch_is_loaded(tmp_path: Path) -> None:
     model = write_tiny_model(tmp_path / "model", family="olmo2")
-    (tmp_path / "steps.jsonl").write_text(json.dumps({"prompt": "p", "completions": ["a"], "labels": [1]}) + "\n")
-    words = ["--model_name_or_path", str(model), "--mixer_list", str(tmp_path / "steps.jsonl"), "1.0"]
+    (tmp_path / "steps.jsonl").write_text(
+        json.dumps({"prompt": "p", "completions": ["a"], "labels": [1]}) + "\n"
+    )
+    words = [
+        "--model_name_or_path",
+        str(model),
+        "--mixer_list",
+        str(tmp_path / "steps.jsonl"),
+        "1.0",
+    ]
     run = ["prm", *words, "--output_dir", str(tmp_path / "out")]
     calls = [["plan", "prm", *words, "--gpus_per_node", "8"], ["preview", "prm", *words], run]
     calls.append(["reward_model", *run[1:]])  # which has a class: its rows are what is refused
     program = "import sys; from open_instruct.cli import main\n"
     program += f"print([main(words) for words in {calls!r}])\nassert 'torch' not in sys.modules"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=tmp_path, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, cwd=tmp_path, check=False
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "[2, 2, 2, 2]" and not (tmp_path / "out").exists()
     assert done.stderr.count("--reward_tokens + -") == 3 and "steps.jsonl" in done.stderr
@@ -219,7 +259,12 @@ MESSAGES = [{"role": "user", "content": "1 + 2 + 3?"}]
     ],
 )
 def test_row_becomes_a_document_that_is_read_where_its_steps_end(
-    tokenizer: Any, tmp_path: Path, row: dict[str, Any], classes: dict[str, Any], begins: str, labels: list[float]
+    tokenizer: Any,
+    tmp_path: Path,
+    row: dict[str, Any],
+    classes: dict[str, Any],
+    begins: str,
+    labels: list[float],
 ) -> None:
     dataset, _ = load(tokenizer, tmp_path, [row], **classes)
     (document,) = dataset[0]
@@ -228,23 +273,32 @@ def test_row_becomes_a_document_that_is_read_where_its_steps_end(
     assert dataset.values(0).tolist() == pytest.approx(labels)
     end = "@" if "input" in row else "\n"
     (end_id,) = tokenizer(end, add_special_tokens=False)["input_ids"]
-    assert [document.token_ids[span.stop - 1] for span in document.responses] == [end_id] * len(labels)
+    assert [document.token_ids[span.stop - 1] for span in document.responses] == [end_id] * len(
+        labels
+    )
     steps = row.get("completions") or row["input"].split("@")[: len(labels)]
     before = [tokenizer.decode(document.token_ids[: span.stop]) for span in document.responses]
     assert all(text.endswith(step + end) for text, step in zip(before, steps, strict=True))
 
 
 def test_ids_of_steps_are_those_that_trl_makes(tokenizer: Any, tmp_path: Path) -> None:
-    """Prompt, steps and separators tokenised apart, behind a bos token; as its docstring has them."""
+    """Prompt, steps and separators tokenised apart, behind a bos token; as its docstring has
+    them.
+    """
     (document,) = load(tokenizer, tmp_path, [STEPS])[0][0]
     ids = [tokenizer.bos_token_id]
-    for text in (STEPS["prompt"], *(part for step in STEPS["completions"] for part in (step, "\n"))):
+    for text in (
+        STEPS["prompt"],
+        *(part for step in STEPS["completions"] for part in (step, "\n")),
+    ):
         ids += tokenizer(text, add_special_tokens=False)["input_ids"]
     assert list(document.token_ids) == ids
 
 
 @pytest.mark.parametrize("row", [STEPS, TEXT])
-def test_cut_takes_whole_steps_with_their_labels(tokenizer: Any, tmp_path: Path, row: dict[str, Any]) -> None:
+def test_cut_takes_whole_steps_with_their_labels(
+    tokenizer: Any, tmp_path: Path, row: dict[str, Any]
+) -> None:
     (whole,) = load(tokenizer, tmp_path, [row])[0][0]
     second = whole.responses[1].stop
     for length, num_steps in ((len(whole), 3), (len(whole) - 1, 2), (second, 2), (second - 1, 1)):
@@ -256,7 +310,11 @@ def test_cut_takes_whole_steps_with_their_labels(tokenizer: Any, tmp_path: Path,
         assert [warning.split(" ")[0] for warning in report.warnings] == ([str(cut)] if cut else [])
     # Labels stay beside their steps in a batch of several rows.
     shape = BatchShape(
-        documents_per_sample=1, max_samples_per_microbatch=2, max_microbatches=1, max_seq_length=200, packing=True
+        documents_per_sample=1,
+        max_samples_per_microbatch=2,
+        max_microbatches=1,
+        max_seq_length=200,
+        packing=True,
     )
     step = step_batch(dataset, [(0,), (1,)], shape=shape, rank=0, num_ranks=1)
     assert step.counts["labels"] == 2 and step.microbatches[0].values[ROW_VALUES].tolist() == [1, 1]
@@ -285,7 +343,11 @@ def test_cut_takes_whole_steps_with_their_labels(tokenizer: Any, tmp_path: Path,
         (STEPS | {"prompt": ""}, OF_HEAD, "bad_prompt"),
         (STEPS | {"prompt": 7}, OF_HEAD, "bad_prompt"),
         ({key: STEPS[key] for key in ("completions", "labels")}, OF_HEAD, "missing_key"),
-        ({key: STEPS[key] for key in ("prompt", "labels")} | {"input": "a"}, OF_HEAD, "missing_key"),
+        (
+            {key: STEPS[key] for key in ("prompt", "labels")} | {"input": "a"},
+            OF_HEAD,
+            "missing_key",
+        ),
         (TEXT | {"values": ["+"]}, OF_HEAD, "label_count"),
         (TEXT | {"values": str(TEXT["input"]).replace("@", "?")}, OF_HEAD, "bad_label"),
         (TEXT | {"input": "no step"}, OF_HEAD, "no_step"),
@@ -310,9 +372,13 @@ def copy_as(folder: Path, to: Path, *words: str) -> Path:
     to.mkdir()
     for file in folder.iterdir():
         (to / file.name).write_bytes(file.read_bytes())
-    fields = exported(config_of(PRM, *words), AutoTokenizer.from_pretrained(folder), load_hf_config(str(folder)))
+    fields = exported(
+        config_of(PRM, *words), AutoTokenizer.from_pretrained(folder), load_hf_config(str(folder))
+    )
     config = json.loads((to / "config.json").read_text()) | dict(fields)
-    (to / "config.json").write_text(json.dumps({name: value for name, value in config.items() if value is not None}))
+    (to / "config.json").write_text(
+        json.dumps({name: value for name, value in config.items() if value is not None})
+    )
     if "--reward_tokens" not in words:
         tensors = load_file(to / "model.safetensors")
         tensors.pop("lm_head.weight", None)
@@ -325,7 +391,9 @@ def copy_as(folder: Path, to: Path, *words: str) -> Path:
 
 
 def scores_by_transformers(folder: Path, texts: list[str], words: list[str]) -> list[float]:
-    """Texts are tokenised apart; a score at the last token of every second one, from the third on."""
+    """Texts are tokenised apart; a score at the last token of every second one, from the third
+    on.
+    """
     tokenizer = AutoTokenizer.from_pretrained(folder)
     ids: list[int] = []
     ends = []
@@ -334,7 +402,11 @@ def scores_by_transformers(folder: Path, texts: list[str], words: list[str]) -> 
         ends.append(len(ids) - 1)
     kind: Any = AutoModelForCausalLM if words else AutoModelForTokenClassification
     with torch.no_grad():
-        logits = kind.from_pretrained(folder, dtype=torch.float32).eval()(torch.tensor([ids])).logits[0, ends[2::2]]
+        logits = (
+            kind.from_pretrained(folder, dtype=torch.float32)
+            .eval()(torch.tensor([ids]))
+            .logits[0, ends[2::2]]
+        )
     if words:
         return list(logits[:, tokenizer.convert_tokens_to_ids(words)].softmax(1)[:, 0].tolist())
     return list(logits.softmax(1)[:, 1].tolist())
@@ -350,9 +422,14 @@ ON_LINES = ["", f"Q?{LINES[0]} ", "@", f"\n{LINES[1]} ", "@", f"\n{LINES[2]} ", 
     [
         pytest.param([], SEPARATED, "", marks=pytest.mark.slow),
         pytest.param([], SEPARATED, ",mean", marks=pytest.mark.extended),
-        pytest.param(["--placeholder_token", "@"], ON_LINES, ",product,cpu", marks=pytest.mark.extended),
         pytest.param(
-            ["--placeholder_token", "@", "--reward_tokens", "+", "-"], ON_LINES, ",min", marks=pytest.mark.extended
+            ["--placeholder_token", "@"], ON_LINES, ",product,cpu", marks=pytest.mark.extended
+        ),
+        pytest.param(
+            ["--placeholder_token", "@", "--reward_tokens", "+", "-"],
+            ON_LINES,
+            ",min",
+            marks=pytest.mark.extended,
         ),
     ],
 )
@@ -360,11 +437,15 @@ def test_verifier_scores_the_steps_of_a_completion(
     folder: Path, tmp_path: Path, words: list[str], texts: list[str], option: str
 ) -> None:
     model = copy_as(folder, tmp_path / "prm", *words)
-    expected = scores_by_transformers(model, texts, ["+", "-"] if "--reward_tokens" in words else [])
+    expected = scores_by_transformers(
+        model, texts, ["+", "-"] if "--reward_tokens" in words else []
+    )
     assert len(expected) == 3 and max(expected) - min(expected) > 1e-3
     reduced = {"": min, ",min": min, ",mean": np.mean, ",product,cpu": math.prod}[option](expected)
     pool = VerifierPool(
-        RewardSection(verifier=[f"prm:{model}{option}"], num_verifier_processes=1, verifier_timeout_s=300)
+        RewardSection(
+            verifier=[f"prm:{model}{option}"], num_verifier_processes=1, verifier_timeout_s=300
+        )
     )
     try:
         check = Check(verifier="prm", ground_truth=None)
@@ -375,7 +456,9 @@ def test_verifier_scores_the_steps_of_a_completion(
     finally:
         pool.close()
     assert found.problem is None and found.score == pytest.approx(reduced, abs=1e-5)
-    assert cut.score == ended.score == pytest.approx(found.score), "what was cut is no step, and a blank line is none"
+    assert cut.score == ended.score == pytest.approx(found.score), (
+        "what was cut is no step, and a blank line is none"
+    )
 
 
 @pytest.mark.parametrize("prompt", ["Q?", "<|bos|>Q?"])
@@ -417,7 +500,9 @@ def test_process_reward_model_is_no_reward_model(folder: Path, tmp_path: Path) -
         known_verifiers(RewardSection(verifier=[f"reward_model:{model}"]))
 
 
-def test_lines_of_the_page_score_a_file(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lines_of_the_page_score_a_file(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     text = PAGE.read_text(encoding="utf-8")
     (block,) = re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
     (rows,) = re.findall(r"<<'end'\n(.*?)^end$", text, re.DOTALL | re.MULTILINE)
@@ -428,8 +513,13 @@ def test_lines_of_the_page_score_a_file(folder: Path, tmp_path: Path, monkeypatc
     exec(compile(block, str(PAGE), "exec"), {})
     scored = [json.loads(line) for line in (tmp_path / "scored.jsonl").read_text().splitlines()]
     for row, before in zip(scored, map(json.loads, rows.splitlines()), strict=True):
-        texts = ["<|bos|>" + before["prompt"], *(part for step in before["completions"] for part in (step, "\n"))]
-        assert row == before | {"scores": pytest.approx(scores_by_transformers(model, texts, []), abs=1e-5)}
+        texts = [
+            "<|bos|>" + before["prompt"],
+            *(part for step in before["completions"] for part in (step, "\n")),
+        ]
+        assert row == before | {
+            "scores": pytest.approx(scores_by_transformers(model, texts, []), abs=1e-5)
+        }
 
 
 TEXT_ROW = {"input": f"Q?{LINES[0]} @\n{LINES[1]} @\n{LINES[2]} @", "id": 7}
@@ -454,17 +544,29 @@ def test_score_command_writes_a_score_for_each_step(
 ) -> None:
     """Beside a row of one step, with which it is padded, and cut behind its second step."""
     model = copy_as(folder, tmp_path / "prm", *words)
-    expected = scores_by_transformers(model, texts, ["+", "-"] if "--reward_tokens" in words else [])
+    expected = scores_by_transformers(
+        model, texts, ["+", "-"] if "--reward_tokens" in words else []
+    )
     short = {"input": "Q?1 @"} if "input" in row else {"prompt": "Q?", "completions": ["1"]}
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(each) + "\n" for each in (row, short)))
     out = tmp_path / "scored.jsonl"
-    command = ["score", str(model), str(tmp_path / "rows.jsonl"), "--output", str(out), "--param_dtype", "float32"]
+    command = [
+        "score",
+        str(model),
+        str(tmp_path / "rows.jsonl"),
+        "--output",
+        str(out),
+        "--param_dtype",
+        "float32",
+    ]
     assert main(command) == 0
     first, second = map(json.loads, out.read_text().splitlines())
     assert first == row | {"scores": pytest.approx(expected, abs=1e-5)}
     assert len(second["scores"]) == 1 and 0 < second["scores"][0] < 1
     tokenizer = AutoTokenizer.from_pretrained(model)
-    num_fitting = sum(len(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in texts[:5])
+    num_fitting = sum(
+        len(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in texts[:5]
+    )
     assert main([*command, "--max_seq_length", str(num_fitting)]) == 0
     first, _ = map(json.loads, out.read_text().splitlines())
     assert first == row | {"scores": pytest.approx(expected[:2], abs=1e-5), "truncated": True}
@@ -477,13 +579,13 @@ def test_score_command_refuses_rows_of_the_other_form_and_what_is_no_model_of_st
     rows = write_rows(tmp_path / "rows.jsonl", [LIST_ROW, TEXT_ROW])
     command = [str(model), str(rows), "--output", str(tmp_path / "out.jsonl")]
     with refused("bad_row", None, "line 2", "completions"):
-        score_command.main(command)
+        score_command(command)
     with refused("conflict", "normalize", "score_mean"):
-        score_command.main([*command, "--normalize"])
+        score_command([*command, "--normalize"])
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(config | {"architectures": ["Qwen3ForCausalLM"]}))
     with refused("unsupported_model", None, "Qwen3ForCausalLM", "prm"):
-        score_command.main(command)
+        score_command(command)
     assert not (tmp_path / "out.jsonl").exists()
 
 
@@ -502,4 +604,6 @@ def test_plan_counts_the_head_and_its_steps(capsys: pytest.CaptureFixture[str]) 
     assert of_head["algorithm"] == "prm" and of_head["tokens_per_microbatch"] == 8 * 2048
     assert main(["plan", "prm", *words, "--reward_tokens", "+", "-"]) == 0
     of_words = json.loads(capsys.readouterr().out)["workload"]
-    assert of_words["label_tokens_per_microbatch"] == of_head["label_tokens_per_microbatch"] < 8 * 2048
+    assert (
+        of_words["label_tokens_per_microbatch"] == of_head["label_tokens_per_microbatch"] < 8 * 2048
+    )

@@ -14,10 +14,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
+from open_instruct.batching.documents import pack_documents
 from open_instruct.cli import main
+from open_instruct.commands.tiny_model import write_tiny_model
 from open_instruct.config.rollout_sections import RewardSection
+from open_instruct.core.records import ROW_VALUES, Batch, Check, Document, Span
 from open_instruct.data.chat import ChatFormat
-from open_instruct.learner.model.forward import token_logprobs
 from open_instruct.models.heads.value_head import drawn_score
 from open_instruct.models.load import stream_load
 from open_instruct.objectives.objective import TokenLogprobs
@@ -32,14 +34,12 @@ from open_instruct.objectives.reward_model import (
     pair_losses,
     with_std,
 )
-from open_instruct.packing.documents import pack_documents
 from open_instruct.parallel.reduce import over_microbatches, reduce_metrics
-from open_instruct.records import ROW_VALUES, Batch, Check, Document, Span
-from open_instruct.rollout.checked_run import has_other_template
+from open_instruct.rewards.pool import VerifierPool
+from open_instruct.rewards.registry import known_verifiers
+from open_instruct.rl.checked_run import has_other_template
 from open_instruct.run.pretrained import Pretrained, open_pretrained
-from open_instruct.toys.tiny import write_tiny_model
-from open_instruct.verifiers.pool import VerifierPool
-from open_instruct.verifiers.registry import known_verifiers
+from open_instruct.training.model.forward import token_logprobs
 from tests.refusals import refused
 from tests.unit.objective_runs import config_of, load_rows, write_rows
 from tests.unit.scored import score
@@ -89,9 +89,13 @@ def test_loss_is_the_papers_with_its_gradient(scale: float, center: float) -> No
     x = won - lost - margins
     # log(1 + e^-x), written so that no power overflows.
     expected = np.maximum(-x, 0) + np.log1p(np.exp(-np.abs(x))) + center * (won + lost) ** 2
-    slope = np.where(x >= 0, -np.exp(-np.abs(x)) / (1 + np.exp(-np.abs(x))), -1 / (1 + np.exp(-np.abs(x))))
+    slope = np.where(
+        x >= 0, -np.exp(-np.abs(x)) / (1 + np.exp(-np.abs(x))), -1 / (1 + np.exp(-np.abs(x)))
+    )
     both = 2 * center * (won + lost)
-    np.testing.assert_allclose(losses.detach(), expected, rtol=1e-6, atol=1e-6 * max(1.0, scale / 100))
+    np.testing.assert_allclose(
+        losses.detach(), expected, rtol=1e-6, atol=1e-6 * max(1.0, scale / 100)
+    )
     assert tensor.grad is not None
     tolerance = {"rtol": 1e-5, "atol": 1e-6 * max(1.0, scale / 10)}
     np.testing.assert_allclose(tensor.grad, np.stack([slope + both, -slope + both]), **tolerance)
@@ -106,7 +110,9 @@ def test_loss_of_a_batch_does_not_depend_on_its_cut(cut: list[int], mean: float)
     total, measured, start = 0.0, [], 0
     for size in cut:
         part = slice(start, start + size)
-        scores = TokenLogprobs(logprobs_N=rewards_2P[:, part].flatten(), sequence_ids_N=torch.arange(2 * size))
+        scores = TokenLogprobs(
+            logprobs_N=rewards_2P[:, part].flatten(), sequence_ids_N=torch.arange(2 * size)
+        )
         batch = Batch(
             packed=SimpleNamespace(num_sequences=2 * size),  # type: ignore[arg-type]
             row_ids=tuple(range(size)),
@@ -118,7 +124,9 @@ def test_loss_of_a_batch_does_not_depend_on_its_cut(cut: list[int], mean: float)
         start += size
     assert total == pytest.approx(float(pair_losses(rewards_2P, margins_P, 0.1).mean()), rel=1e-6)
     row = with_std(reduce_metrics(over_microbatches(measured), group=None, device=CPU))
-    assert row["rewards/std"] == pytest.approx(float(rewards_2P.double().std(correction=0)), rel=1e-6)
+    assert row["rewards/std"] == pytest.approx(
+        float(rewards_2P.double().std(correction=0)), rel=1e-6
+    )
     assert SQUARE not in row
 
 
@@ -126,12 +134,16 @@ def test_loss_of_a_batch_does_not_depend_on_its_cut(cut: list[int], mean: float)
 
 
 def test_drawn_head_hangs_on_the_seed_alone(folder: Path) -> None:
-    first, again, other = (opened(folder, seed=seed).files.read("score.weight") for seed in (1, 1, 2))
+    first, again, other = (
+        opened(folder, seed=seed).files.read("score.weight") for seed in (1, 1, 2)
+    )
     assert torch.equal(first, again) and not torch.equal(first, other)
     assert float(drawn_score(4096, seed=0).std()) == pytest.approx(1 / math.sqrt(4097), rel=0.05)
 
 
-def test_words_head_is_left_out_and_a_score_that_is_there_is_read(folder: Path, tmp_path: Path) -> None:
+def test_words_head_is_left_out_and_a_score_that_is_there_is_read(
+    folder: Path, tmp_path: Path
+) -> None:
     model = scoring_model(opened(folder))
     assert torch.equal(model.lm_head.w_out.weight, drawn_score(128, seed=SEED))
     copy = copied(folder, tmp_path / "scored", score=torch.full((1, 128), 0.5))
@@ -144,17 +156,29 @@ def copied(folder: Path, to: Path, *, score: torch.Tensor | None) -> Path:
     for file in folder.iterdir():
         if file.is_file():
             (to / file.name).write_bytes(file.read_bytes())
-    tensors = load_file(folder / "model.safetensors") | ({} if score is None else {"score.weight": score})
-    save_file({name: tensor for name, tensor in tensors.items() if name != "lm_head.weight"}, to / "model.safetensors")
+    tensors = load_file(folder / "model.safetensors") | (
+        {} if score is None else {"score.weight": score}
+    )
+    save_file(
+        {name: tensor for name, tensor in tensors.items() if name != "lm_head.weight"},
+        to / "model.safetensors",
+    )
     config = json.loads((folder / "config.json").read_text())
-    more = {"architectures": ["LlamaForSequenceClassification"], "num_labels": 1, "id2label": {"0": "score"}}
+    more = {
+        "architectures": ["LlamaForSequenceClassification"],
+        "num_labels": 1,
+        "id2label": {"0": "score"},
+    }
     (to / "config.json").write_text(json.dumps(config | more))
     return to
 
 
 @pytest.mark.parametrize(
     ("score", "told"),
-    [(None, ("bad_model", None, "tensor score")), (torch.zeros(2, 128), ("bad_model", None, "2", "128"))],
+    [
+        (None, ("bad_model", None, "tensor score")),
+        (torch.zeros(2, 128), ("bad_model", None, "2", "128")),
+    ],
 )
 def test_folder_whose_score_will_not_do_is_refused(
     folder: Path, tmp_path: Path, score: torch.Tensor | None, told: tuple[Any, ...]
@@ -180,7 +204,10 @@ def test_score_is_float32_in_a_model_that_computes_in_less(folder: Path) -> None
 def test_score_depends_neither_on_padding_nor_on_packing(folder: Path) -> None:
     model = scoring_model(opened(folder))
     documents = [document(5, 6, 7, 8), document(5, 6, 9), document(11, 300, 12, 40, 41, 42)]
-    alone = [float(token_logprobs(model, pack_documents([each]), device=CPU).logprobs_N.detach()) for each in documents]
+    alone = [
+        float(token_logprobs(model, pack_documents([each]), device=CPU).logprobs_N.detach())
+        for each in documents
+    ]
     shared = pack_documents(documents, groups=[(0, 1), (2,)])
     for packed in (
         pack_documents(documents, pad_to_multiple_of=8),
@@ -209,7 +236,9 @@ def test_reward_model_that_transformers_lacks_is_refused_before_training(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pretrained, tokenizer = opened(folder), AutoTokenizer.from_pretrained(folder)
-    assert exported(flags(), tokenizer, pretrained.hf_config)["architectures"] == ["LlamaForSequenceClassification"]
+    assert exported(flags(), tokenizer, pretrained.hf_config)["architectures"] == [
+        "LlamaForSequenceClassification"
+    ]
     tokenizer.pad_token = tokenizer.eos_token
     with refused("bad_model", None, "pads with"):
         exported(flags(), tokenizer, pretrained.hf_config)
@@ -222,16 +251,22 @@ def test_reward_model_that_transformers_lacks_is_refused_before_training(
         exported(flags(), tokenizer, pretrained.hf_config)
 
 
-def loaded(folder: Path, tmp_path: Path, rows: list[dict[str, Any]], *, margin: bool, length: int = 400) -> Any:
+def loaded(
+    folder: Path, tmp_path: Path, rows: list[dict[str, Any]], *, margin: bool, length: int = 400
+) -> Any:
     mixer_list = [write_rows(tmp_path / "rows.jsonl", rows), "1.0"]
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    return load_rows(RewardBuilder, mixer_list, tokenizer, tmp_path, max_seq_length=length, margin=margin)
+    return load_rows(
+        RewardBuilder, mixer_list, tokenizer, tmp_path, max_seq_length=length, margin=margin
+    )
 
 
 def pair(**more: Any) -> dict[str, Any]:
     ask = {"role": "user", "content": "Is it?"}
     replies = ({"role": "assistant", "content": reply} for reply in ("It is, surely.", "No."))
-    return {key: [ask, reply] for key, reply in zip(("chosen", "rejected"), replies, strict=True)} | more
+    return {
+        key: [ask, reply] for key, reply in zip(("chosen", "rejected"), replies, strict=True)
+    } | more
 
 
 def test_margins_are_read_with_the_flag_alone(folder: Path, tmp_path: Path) -> None:
@@ -245,9 +280,16 @@ def test_margins_are_read_with_the_flag_alone(folder: Path, tmp_path: Path) -> N
 
 @pytest.mark.parametrize(
     ("margin", "told"),
-    [("much", "not a string"), (True, "not a boolean"), (float("nan"), "at most 1e+30"), (1e31, "at most 1e+30")],
+    [
+        ("much", "not a string"),
+        (True, "not a boolean"),
+        (float("nan"), "at most 1e+30"),
+        (1e31, "at most 1e+30"),
+    ],
 )
-def test_margin_that_is_no_number_is_a_bad_row(folder: Path, tmp_path: Path, margin: Any, told: str) -> None:
+def test_margin_that_is_no_number_is_a_bad_row(
+    folder: Path, tmp_path: Path, margin: Any, told: str
+) -> None:
     with refused("bad_row", "columns", "2", "'margin'", told):
         loaded(folder, tmp_path, [pair(), pair(margin=margin)], margin=True)
 
@@ -257,7 +299,9 @@ def test_pairs_with_a_reply_that_was_cut_are_counted(folder: Path, tmp_path: Pat
     assert not report.warnings
     longest = max(len(document) for document in dataset[0])
     _, report = loaded(folder, tmp_path, [pair()], margin=False, length=longest - 1)
-    assert report.warnings[0].startswith("1 pair with a reply that was cut: its reward is read where it does not end")
+    assert report.warnings[0].startswith(
+        "1 pair with a reply that was cut: its reward is read where it does not end"
+    )
 
 
 # What is done with one
@@ -265,7 +309,9 @@ def test_pairs_with_a_reply_that_was_cut_are_counted(folder: Path, tmp_path: Pat
 
 @pytest.fixture(scope="module")
 def judge(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return copied(folder, tmp_path_factory.mktemp("judge") / "model", score=8 * drawn_score(128, seed=3))
+    return copied(
+        folder, tmp_path_factory.mktemp("judge") / "model", score=8 * drawn_score(128, seed=3)
+    )
 
 
 def chat(*texts: str) -> list[dict[str, str]]:
@@ -275,22 +321,34 @@ def chat(*texts: str) -> list[dict[str, str]]:
 def rewards_of_transformers(folder: Path, texts: list[str]) -> list[float]:
     """Each by itself, at its last token."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    model: Any = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32).eval()
+    model: Any = AutoModelForSequenceClassification.from_pretrained(
+        folder, dtype=torch.float32
+    ).eval()
     with torch.no_grad():
-        return [model(**tokenizer(text, add_special_tokens=False, return_tensors="pt")).logits.item() for text in texts]
+        return [
+            model(**tokenizer(text, add_special_tokens=False, return_tensors="pt")).logits.item()
+            for text in texts
+        ]
 
 
-def test_lines_of_the_page_score_a_file(judge: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lines_of_the_page_score_a_file(
+    judge: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As `open-instruct` itself computes them, one conversation at a time."""
     rows = [{"messages": chat("a" * n, "b" * (7 * n % 11 + 1)), "id": n} for n in range(9)]
     write_rows(tmp_path / "chats.jsonl", rows)
     (tmp_path / "runs" / "rm").mkdir(parents=True)
     (tmp_path / "runs" / "rm" / "hf_model").symlink_to(judge)
     monkeypatch.chdir(tmp_path)
-    (block,) = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+    (block,) = re.findall(
+        r"^```python\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE
+    )
     exec(compile(block, str(PAGE), "exec"), {})
     scored = [json.loads(line) for line in (tmp_path / "scored.jsonl").read_text().splitlines()]
-    model, form = scoring_model(opened(judge)), ChatFormat.choose(AutoTokenizer.from_pretrained(judge), None)
+    model, form = (
+        scoring_model(opened(judge)),
+        ChatFormat.choose(AutoTokenizer.from_pretrained(judge), None),
+    )
     for row, before in zip(scored, rows, strict=True):
         ids = encoded(form, before["messages"]).token_ids
         ours = token_logprobs(model, pack_documents([document(*ids)]), device=CPU).logprobs_N.item()
@@ -304,7 +362,9 @@ def test_verifier_gives_the_reward_of_prompt_and_completion(judge: Path) -> None
     asked = render(messages[:1], add_generation_prompt=True)
     (wanted,) = rewards_of_transformers(judge, [render(messages)])
     pool = VerifierPool(
-        RewardSection(verifier=[f"reward_model:{judge}"], num_verifier_processes=1, verifier_timeout_s=300)
+        RewardSection(
+            verifier=[f"reward_model:{judge}"], num_verifier_processes=1, verifier_timeout_s=300
+        )
     )
     try:
         check = Check(verifier="reward_model", ground_truth=None)
@@ -325,7 +385,9 @@ def test_verifier_gives_the_reward_of_prompt_and_completion(judge: Path) -> None
         ("{there},normalize", ("remote", "verifier", "config.json", "score_std")),
     ],
 )
-def test_verifier_that_cannot_judge_is_refused(judge: Path, settings: str, told: tuple[Any, ...]) -> None:
+def test_verifier_that_cannot_judge_is_refused(
+    judge: Path, settings: str, told: tuple[Any, ...]
+) -> None:
     with refused(*told):
         known_verifiers(RewardSection(verifier=[f"reward_model:{settings.format(there=judge)}"]))
     with refused("own_code", "verifier"):
@@ -353,7 +415,10 @@ def test_reward_model_is_planned_and_named(capsys: pytest.CaptureFixture[str]) -
     words = ["--model_name_or_path", "allenai/OLMo-2-1124-7B", "--gpus_per_node", "8", "--json"]
     assert main(["plan", "reward_model", *words, "--activation_checkpointing", "full"]) == 0
     workload = json.loads(capsys.readouterr().out)["workload"]
-    assert workload["tokens_per_microbatch"] == 8 * 2 * 2048 and workload["label_tokens_per_microbatch"] == 2 * 8
+    assert (
+        workload["tokens_per_microbatch"] == 8 * 2 * 2048
+        and workload["label_tokens_per_microbatch"] == 2 * 8
+    )
     assert main(["--help"]) == 0
     told = capsys.readouterr().out
     assert "reward_model" in told

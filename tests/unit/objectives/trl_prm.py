@@ -1,4 +1,6 @@
-"""The training problem on which process reward models are compared with TRL's, and how ours are trained on it."""
+"""The training problem on which process reward models are compared with TRL's, and how ours are
+trained on it.
+"""
 
 import json
 import random
@@ -7,15 +9,17 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
+from open_instruct.commands.tiny_model import write_tiny_model
 from open_instruct.prm import main
-from open_instruct.toys.tiny import write_tiny_model
 
 LEARNING_RATE, NUM_STEPS, NUM_ROWS = 1e-4, 5, 12
 TOLERANCE = 1e-6
 
 
 def write_problem(folder: Path) -> tuple[Path, Path]:
-    """A tiny model with a head of two classes, whose bias is not 0, and rows of sums step by step."""
+    """A tiny model with a head of two classes, whose bias is not 0, and rows of sums step by
+    step.
+    """
     model = write_tiny_model(folder / "model", family="qwen3")
     tensors = load_file(model / "model.safetensors")
     width = tensors.pop("lm_head.weight").shape[1]
@@ -24,7 +28,10 @@ def write_problem(folder: Path) -> tuple[Path, Path]:
     tensors["score.bias"] = torch.tensor([0.25, -0.5])
     save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((model / "config.json").read_text())
-    config |= {"architectures": ["Qwen3ForTokenClassification"], "id2label": {"0": "wrong", "1": "right"}}
+    config |= {
+        "architectures": ["Qwen3ForTokenClassification"],
+        "id2label": {"0": "wrong", "1": "right"},
+    }
     (model / "config.json").write_text(json.dumps(config))
     rows = folder / "rows.jsonl"
     rows.write_text("".join(json.dumps(row) + "\n" for row in sums()))
@@ -41,7 +48,9 @@ def sums() -> list[dict[str, object]]:
             f"{sum(numbers[:n])} + {numbers[n]} = {sum(numbers[: n + 1]) + (not label)}."
             for n, label in enumerate(labels, start=1)
         ]
-        rows.append({"prompt": f"{' + '.join(map(str, numbers))}?", "completions": steps, "labels": labels})
+        rows.append(
+            {"prompt": f"{' + '.join(map(str, numbers))}?", "completions": steps, "labels": labels}
+        )
     return rows
 
 

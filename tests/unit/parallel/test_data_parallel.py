@@ -1,11 +1,18 @@
-"""Our groups against the ones OLMo-core and FSDP2 really build, on a process group without processes."""
+"""Our groups against the ones OLMo-core and FSDP2 really build, on a process group without
+processes.
+"""
 
 from typing import Any
 
 import pytest
 import torch
 from olmo_core.config import DType
-from olmo_core.distributed.parallel import DataParallelType, build_world_mesh, get_dp_mesh, get_dp_model_mesh
+from olmo_core.distributed.parallel import (
+    DataParallelType,
+    build_world_mesh,
+    get_dp_mesh,
+    get_dp_model_mesh,
+)
 from olmo_core.nn.attention import AttentionBackendName
 from olmo_core.nn.transformer import Transformer, TransformerConfig
 from olmo_core.train.train_module.transformer import TransformerDataParallelWrappingStrategy
@@ -13,9 +20,9 @@ from olmo_core.train.train_module.transformer.common import parallelize_model
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from open_instruct.core.shard_layout import ShardLayout
 from open_instruct.parallel.data_parallel import parallel_configs
 from open_instruct.parallel.layout import resolve_layout
-from open_instruct.shard_layout import ShardLayout
 from tests.unit.conftest import JoinAs
 
 LAYOUTS = {
@@ -27,7 +34,9 @@ LAYOUTS = {
     "tensor": resolve_layout([4, 4], tensor_parallel_degree=2),
     "tensor only": resolve_layout([2, 2], tensor_parallel_degree=2),
     "context": resolve_layout([4, 4], context_parallel_degree=2),
-    "context and tensor": resolve_layout([8, 8], context_parallel_degree=2, tensor_parallel_degree=2),
+    "context and tensor": resolve_layout(
+        [8, 8], context_parallel_degree=2, tensor_parallel_degree=2
+    ),
 }
 
 
@@ -37,7 +46,9 @@ def build_mesh(layout: ShardLayout) -> DeviceMesh:
 
 def parallelized(layout: ShardLayout, *, prefetch_factor: int = 0) -> Transformer:
     """Four blocks on the meta device: what they hold is not looked at here."""
-    config = TransformerConfig.olmo2_190M(vocab_size=96, n_layers=4, attn_backend=AttentionBackendName.torch)
+    config = TransformerConfig.olmo2_190M(
+        vocab_size=96, n_layers=4, attn_backend=AttentionBackendName.torch
+    )
     model = config.build(init_device="meta")
     model.init_weights = lambda **_: None  # type: ignore[assignment, method-assign]
     configs = parallel_configs(layout, prefetch_factor=prefetch_factor)
@@ -100,7 +111,9 @@ def test_blocks_are_gathered_ahead_of_their_turn(join_as: JoinAs) -> None:
     join_as(0, layout.world_size)
     model = parallelized(layout, prefetch_factor=2)
     states: list[Any] = [block._get_fsdp_state() for block in model.blocks.values()]  # type: ignore[operator, union-attr]
-    ahead = [[states.index(other) for other in state._states_to_forward_prefetch] for state in states]
+    ahead = [
+        [states.index(other) for other in state._states_to_forward_prefetch] for state in states
+    ]
     assert ahead == [[1, 2], [2, 3], [3], []]
 
 

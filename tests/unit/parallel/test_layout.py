@@ -16,24 +16,26 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from open_instruct.cli import main
+from open_instruct import cli
+from open_instruct.commands.layout import main
 from open_instruct.config.rollout_sections import LearnerParallelSection
 from open_instruct.config.sections import ParallelSection, RanksSection
-from open_instruct.errors import InputError
+from open_instruct.core.errors import InputError
+from open_instruct.core.shard_layout import ShardLayout
+from open_instruct.core.text import counted, one_of
 from open_instruct.parallel.layout import check_experts, divisors, layout_of, resolve_layout
-from open_instruct.parallel.layout_command import layout_command
 from open_instruct.parallel.node_sizes import node_sizes_from_environment
 from open_instruct.parallel.picture import draw_layout
 from open_instruct.parallel.wording import group_name, nodes_text, ranks_text
-from open_instruct.shard_layout import ShardLayout
-from open_instruct.wording import counted, one_of
 from tests.refusals import refused
 
 DOCS_PAGE = Path(__file__).parents[3] / "docs" / "sharding.md"
 
 node_lists = st.one_of(
     st.lists(st.integers(1, 12), min_size=1, max_size=12),
-    st.tuples(st.integers(1, 16), st.sampled_from([1, 2, 4, 6, 8, 16])).map(lambda pair: [pair[1]] * pair[0]),
+    st.tuples(st.integers(1, 16), st.sampled_from([1, 2, 4, 6, 8, 16])).map(
+        lambda pair: [pair[1]] * pair[0]
+    ),
 )
 
 
@@ -45,7 +47,10 @@ def layouts(draw: st.DrawFn) -> ShardLayout:
     context = draw(st.sampled_from(divisors(sum(nodes) // tensor)))
     shard = draw(st.none() | st.sampled_from(divisors(sum(nodes) // tensor // context)))
     return resolve_layout(
-        nodes, fsdp_shard_degree=shard, tensor_parallel_degree=tensor, context_parallel_degree=context
+        nodes,
+        fsdp_shard_degree=shard,
+        tensor_parallel_degree=tensor,
+        context_parallel_degree=context,
     )
 
 
@@ -80,7 +85,9 @@ def degrees(layout: ShardLayout) -> tuple[int, int]:
         ([2, 4], {"fsdp_num_replicas": 2}, (2, 3)),
     ],
 )
-def test_degrees(nodes: list[int], flags: dict[str, Any], replicas_and_shards: tuple[int, int]) -> None:
+def test_degrees(
+    nodes: list[int], flags: dict[str, Any], replicas_and_shards: tuple[int, int]
+) -> None:
     assert degrees(resolve_layout(nodes, **flags)) == replicas_and_shards
 
 
@@ -118,7 +125,8 @@ def test_groups_of_experts() -> None:
         (
             4,
             6,
-            "4 does not divide the 6 experts of a layer of a model; leave it out, or give --fsdp_shard_degree the",
+            "4 does not divide the 6 experts of a layer of a model; leave it out, or give "
+            "--fsdp_shard_degree the",
         ),
     ],
 )
@@ -130,7 +138,10 @@ def test_experts_are_split_evenly(degree: int, num_experts: int, message: str | 
 
 @given(layouts())
 def test_degrees_multiply_to_the_world_and_groups_partition_it(layout: ShardLayout) -> None:
-    assert layout.num_replicas * layout.shard_degree * layout.model_parallel_degree == layout.world_size
+    assert (
+        layout.num_replicas * layout.shard_degree * layout.model_parallel_degree
+        == layout.world_size
+    )
     everyone = list(range(layout.world_size))
     sizes = {
         layout.shard_groups: layout.shard_group_size,
@@ -156,13 +167,17 @@ def test_straddling_is_what_node_of_says(layout: ShardLayout) -> None:
 
 
 @given(node_lists, st.data())
-def test_auto_never_straddles_and_no_larger_degree_could(nodes: list[int], data: st.DataObject) -> None:
+def test_auto_never_straddles_and_no_larger_degree_could(
+    nodes: list[int], data: st.DataObject
+) -> None:
     tensor = data.draw(st.sampled_from(divisors(sum(nodes))))
     auto = resolve_layout(nodes, tensor_parallel_degree=tensor)
     assert not auto.straddles_nodes
     for degree in divisors(auto.data_parallel_world_size):
         if degree > auto.shard_degree:
-            assert resolve_layout(nodes, fsdp_shard_degree=degree, tensor_parallel_degree=tensor).straddles_nodes
+            assert resolve_layout(
+                nodes, fsdp_shard_degree=degree, tensor_parallel_degree=tensor
+            ).straddles_nodes
 
 
 @given(layouts())
@@ -171,9 +186,14 @@ def test_shard_degree_and_replicas_infer_each_other(layout: ShardLayout) -> None
         "tensor_parallel_degree": layout.tensor_parallel_degree,
         "context_parallel_degree": layout.context_parallel_degree,
     }
-    shards, replicas = {"fsdp_shard_degree": layout.shard_degree}, {"fsdp_num_replicas": layout.num_replicas}
+    shards, replicas = (
+        {"fsdp_shard_degree": layout.shard_degree},
+        {"fsdp_num_replicas": layout.num_replicas},
+    )
     for given_flags in (shards, replicas, shards | replicas):
-        assert degrees(resolve_layout(layout.gpus_per_node, **given_flags, **model_parallel)) == degrees(layout)
+        assert degrees(
+            resolve_layout(layout.gpus_per_node, **given_flags, **model_parallel)
+        ) == degrees(layout)
 
 
 def test_single_device() -> None:
@@ -204,7 +224,11 @@ def test_single_device() -> None:
             {"tensor_parallel_degree": 3},
             ("layout", "tensor_parallel_degree", "1, 2, 4 or 8 (within", "or 16 (across"),
         ),
-        ([8], {"context_parallel_degree": 3}, ("layout", "context_parallel_degree", "3", "8", "1, 2")),
+        (
+            [8],
+            {"context_parallel_degree": 3},
+            ("layout", "context_parallel_degree", "3", "8", "1, 2"),
+        ),
         (
             [8, 8],
             {"tensor_parallel_degree": 4, "context_parallel_degree": 8},
@@ -234,7 +258,9 @@ def test_single_device() -> None:
         ([8, 8], {"single_device": True}, ("layout", "single_gpu_mode", "16")),
     ],
 )
-def test_refused_with_what_would_work(nodes: list[Any], flags: dict[str, Any], message: tuple[Any, ...]) -> None:
+def test_refused_with_what_would_work(
+    nodes: list[Any], flags: dict[str, Any], message: tuple[Any, ...]
+) -> None:
     with refused(*message) as caught:
         resolve_layout(nodes, **flags)
     assert isinstance(caught.value, ValueError)
@@ -258,14 +284,20 @@ def test_every_value_an_error_offers_works(nodes: list[int], degree: int) -> Non
 
 @given(layouts())
 def test_warning_exactly_where_shard_groups_straddle(layout: ShardLayout) -> None:
-    shard_warnings = [warning for warning in layout.warnings if warning.startswith("Shard groups straddle")]
-    context_warnings = [warning for warning in layout.warnings if warning.startswith("Context groups straddle")]
+    shard_warnings = [
+        warning for warning in layout.warnings if warning.startswith("Shard groups straddle")
+    ]
+    context_warnings = [
+        warning for warning in layout.warnings if warning.startswith("Context groups straddle")
+    ]
     assert len(shard_warnings) == int(layout.straddles_nodes and layout.shard_degree > 1)
     assert layout.straddles_nodes <= bool(shard_warnings or context_warnings)
 
 
 @given(node_lists, st.data())
-def test_following_a_straddle_warning_ends_the_straddling(nodes: list[int], data: st.DataObject) -> None:
+def test_following_a_straddle_warning_ends_the_straddling(
+    nodes: list[int], data: st.DataObject
+) -> None:
     tensor = data.draw(st.sampled_from(divisors(sum(nodes))))
     shard = data.draw(st.sampled_from(divisors(sum(nodes) // tensor)))
     layout = resolve_layout(nodes, fsdp_shard_degree=shard, tensor_parallel_degree=tensor)
@@ -290,24 +322,40 @@ UNSHARDED = "The model is not sharded"
     ("nodes", "flags", "parts"),
     [
         # It stays short for many nodes.
-        ([8] * 128, {"fsdp_shard_degree": 128}, ["A: ranks 0-127 (nodes 0 to 15)", "and 5 more groups"]),
+        (
+            [8] * 128,
+            {"fsdp_shard_degree": 128},
+            ["A: ranks 0-127 (nodes 0 to 15)", "and 5 more groups"],
+        ),
         (
             [4, 4],
             {"context_parallel_degree": 8},
             [f"Context {STRADDLES}", "--context_parallel_degree 1, 2 or 4"],
         ),
         ([1] * 4, {}, [UNSHARDED, "4 copies", "--fsdp_shard_degree 2 or 4 (groups across nodes)"]),
-        ([3, 4], {}, ["nodes of 3 and 4 GPUs hold 7 copies", "--fsdp_shard_degree 7 (groups across nodes)"]),
-        ([8], {"fsdp_num_replicas": 8}, [UNSHARDED, "--fsdp_shard_degree 2, 4 or 8 in place of --fsdp_num_replicas"]),
+        (
+            [3, 4],
+            {},
+            ["nodes of 3 and 4 GPUs hold 7 copies", "--fsdp_shard_degree 7 (groups across nodes)"],
+        ),
+        (
+            [8],
+            {"fsdp_num_replicas": 8},
+            [UNSHARDED, "--fsdp_shard_degree 2, 4 or 8 in place of --fsdp_num_replicas"],
+        ),
     ],
 )
-def test_costly_layout_is_warned_of(nodes: list[int], flags: dict[str, Any], parts: list[str]) -> None:
+def test_costly_layout_is_warned_of(
+    nodes: list[int], flags: dict[str, Any], parts: list[str]
+) -> None:
     (warning,) = resolve_layout(nodes, **flags).warnings
     assert all(part in warning for part in parts) and len(warning) < 500
 
 
 def test_tensor_groups_across_nodes_and_a_model_that_nothing_shards() -> None:
-    tensor_warning, unsharded_warning = resolve_layout([4, 4, 4, 4], tensor_parallel_degree=8).warnings
+    tensor_warning, unsharded_warning = resolve_layout(
+        [4, 4, 4, 4], tensor_parallel_degree=8
+    ).warnings
     assert "ranks 0-7 (nodes 0 to 1)" in tensor_warning
     assert "--tensor_parallel_degree 1, 2 or 4" in tensor_warning
     assert UNSHARDED in unsharded_warning
@@ -338,7 +386,15 @@ def test_no_warning_where_nothing_is_lost(nodes: list[int], flags: dict[str, Any
         ({"WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "8"}, (8,)),
         ({"WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8"}, (8, 8)),
         ({"WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8", "GROUP_WORLD_SIZE": "2"}, (8, 8)),
-        ({"WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8", "NUM_NODES": "2", "GROUP_WORLD_SIZE": "2"}, (8, 8)),
+        (
+            {
+                "WORLD_SIZE": "16",
+                "LOCAL_WORLD_SIZE": "8",
+                "NUM_NODES": "2",
+                "GROUP_WORLD_SIZE": "2",
+            },
+            (8, 8),
+        ),
         ({"WORLD_SIZE": "16", "NUM_NODES": "4"}, (4, 4, 4, 4)),
         ({"WORLD_SIZE": " 4 ", "LOCAL_WORLD_SIZE": "4", "NUM_NODES": ""}, (4,)),
     ],
@@ -351,7 +407,10 @@ def test_nodes_from_environment(environ: dict[str, str], nodes: tuple[int, ...])
     ("environ", "message"),
     [
         ({"WORLD_SIZE": "eight"}, ("bad_value", None, "WORLD_SIZE", "'eight'")),
-        ({"WORLD_SIZE": "0", "LOCAL_WORLD_SIZE": "1"}, ("bad_value", None, "WORLD_SIZE", "'0'", "1")),
+        (
+            {"WORLD_SIZE": "0", "LOCAL_WORLD_SIZE": "1"},
+            ("bad_value", None, "WORLD_SIZE", "'0'", "1"),
+        ),
         ({"WORLD_SIZE": "9" * 5000}, ("bad_value", None, "whole number")),
         ({"LOCAL_WORLD_SIZE": "8"}, ("machine", None, "LOCAL_WORLD_SIZE", "8")),
         ({"WORLD_SIZE": "8"}, ("machine", None, "WORLD_SIZE", "8", "LOCAL_WORLD_SIZE")),
@@ -369,7 +428,8 @@ def test_environment_that_lacks_a_number(environ: dict[str, str], message: tuple
         {"WORLD_SIZE": "6", "LOCAL_WORLD_SIZE": "4", "GROUP_WORLD_SIZE": "2"},
         {"WORLD_SIZE": "6", "LOCAL_WORLD_SIZE": "4"},
         {"WORLD_SIZE": "8", "NUM_NODES": "3"},
-        {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "8"},  # of this launcher's own: the ranks tell where they are
+        # Of this launcher's own: the ranks tell where they are.
+        {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "8"},
     ],
 )
 def test_unequal_nodes_are_left_to_the_ranks(environ: dict[str, str]) -> None:
@@ -392,7 +452,10 @@ def test_picture_of_many_nodes_keeps_the_first_and_the_last(num_nodes: int) -> N
     lines = draw_layout(resolve_layout([8] * num_nodes)).plain.splitlines()
     assert any(line.startswith("node 0 ") for line in lines)
     letter = group_name(num_nodes - 1)
-    assert any(line.startswith(f"node {num_nodes - 1} ") and line.endswith(f" {letter}" * 8) for line in lines)
+    assert any(
+        line.startswith(f"node {num_nodes - 1} ") and line.endswith(f" {letter}" * 8)
+        for line in lines
+    )
     assert (f"... nodes 4 to {num_nodes - 2}" in lines) == (num_nodes > 8)
 
 
@@ -410,7 +473,9 @@ def test_groups_of_one_exchange_nothing() -> None:
 
 def test_picture_has_colours_on_a_terminal_alone(capsys: pytest.CaptureFixture[str]) -> None:
     picture = draw_layout(resolve_layout([8, 8], tensor_parallel_degree=2))
-    Console(force_terminal=True, color_system="standard").print(picture, soft_wrap=True, highlight=False)
+    Console(force_terminal=True, color_system="standard").print(
+        picture, soft_wrap=True, highlight=False
+    )
     on_terminal = capsys.readouterr().out
     assert "\x1b[" in on_terminal
     assert re.sub(r"\x1b\[[\d;]*m", "", on_terminal).rstrip("\n") == picture.plain
@@ -431,11 +496,15 @@ def test_words() -> None:
 
 def test_command_prints_json(capsys: pytest.CaptureFixture[str]) -> None:
     """Also of nodes that are written as NODESxGPUS."""
-    assert layout_command(["--gpus_per_node", "2x8", "4", "--json"]) == 0
+    assert main(["--gpus_per_node", "2x8", "4", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["gpus_per_node"] == [8, 8, 4]
-    assert layout_command(["--gpus_per_node", "2", "4", "--fsdp_shard_degree", "3", "--json"]) == 0
+    assert main(["--gpus_per_node", "2", "4", "--fsdp_shard_degree", "3", "--json"]) == 0
     record = json.loads(capsys.readouterr().out)
-    assert (record["shard_degree"], record["num_replicas"], record["tensor_parallel_degree"]) == (3, 2, 1)
+    assert (record["shard_degree"], record["num_replicas"], record["tensor_parallel_degree"]) == (
+        3,
+        2,
+        1,
+    )
     assert record["shard_groups"] == [[0, 1, 2], [3, 4, 5]]
     assert record["replica_groups"] == [[0, 3], [1, 4], [2, 5]]
     assert record["straddles_nodes"] is True and len(record["warnings"]) == 1
@@ -446,8 +515,14 @@ def test_command_prints_json(capsys: pytest.CaptureFixture[str]) -> None:
     [
         ("", "missing: --gpus_per_node"),
         ("--gpus_per_node", "--gpus_per_node is empty"),
-        ("--gpus_per_node 8 --fsdp_shard_degree 3", "--fsdp_shard_degree 3 does not divide 8 learner GPUs; use 1, 2"),
-        ("--gpus_per_node 8 --fsdp_shard_degre 4", "--fsdp_shard_degre is not a flag; did you mean --fsdp_shard_deg"),
+        (
+            "--gpus_per_node 8 --fsdp_shard_degree 3",
+            "--fsdp_shard_degree 3 does not divide 8 learner GPUs; use 1, 2",
+        ),
+        (
+            "--gpus_per_node 8 --fsdp_shard_degre 4",
+            "--fsdp_shard_degre is not a flag; did you mean --fsdp_shard_deg",
+        ),
         ("--gpus_per_node 8 --fsdp_shard_degree 0", "--fsdp_shard_degree 0: must be at least 1"),
         ("--gpus_per_node 8,8", "--gpus_per_node '8,8' is not a whole number"),
         ("--gpus_per_node 0x8", "--gpus_per_node '0' is not a whole number"),
@@ -455,8 +530,10 @@ def test_command_prints_json(capsys: pytest.CaptureFixture[str]) -> None:
         ("--gpus_per_node 8 8 --single_gpu_mode", "--single_gpu_mode trains on one GPU, not on 16"),
     ],
 )
-def test_command_refuses_in_one_line(words: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["layout", *shlex.split(words)]) == 2
+def test_command_refuses_in_one_line(
+    words: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["layout", *shlex.split(words)]) == 2
     streams = capsys.readouterr()
     assert streams.out == ""
     assert streams.err.count("\n") == 1
@@ -464,20 +541,29 @@ def test_command_refuses_in_one_line(words: str, message: str, capsys: pytest.Ca
 
 
 def test_command_help_explains_every_flag(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["layout", "--help"]) == 0
+    assert cli.main(["layout", "--help"]) == 0
     text = " ".join(capsys.readouterr().out.split())
-    for flag in ("gpus_per_node", "fsdp_shard_degree", "fsdp_num_replicas", "tensor_parallel_degree", "json"):
+    for flag in (
+        "gpus_per_node",
+        "fsdp_shard_degree",
+        "fsdp_num_replicas",
+        "tensor_parallel_degree",
+        "json",
+    ):
         assert f"--{flag}" in text
     assert "4x8 stands for four nodes of 8" in text
 
 
 def test_no_torch_is_loaded() -> None:
     program = (
-        "import sys; from open_instruct.parallel.layout_command import layout_command; "
-        "layout_command(['--gpus_per_node', '8']); sys.exit('torch' in sys.modules)"
+        "import sys; from open_instruct.commands.layout import main; "
+        "main(['--gpus_per_node', '8']); sys.exit('torch' in sys.modules)"
     )
     assert (
-        subprocess.run([sys.executable, "-c", program], capture_output=True, cwd=DOCS_PAGE.parents[1]).returncode == 0
+        subprocess.run(
+            [sys.executable, "-c", program], capture_output=True, cwd=DOCS_PAGE.parents[1]
+        ).returncode
+        == 0
     )
 
 
@@ -485,7 +571,9 @@ def test_no_torch_is_loaded() -> None:
 
 
 # (arguments, output) of every `$ open-instruct layout …`.
-DOCUMENTED = re.findall(r"```console\n\$ open-instruct layout (.*?)\n(.*?)```", DOCS_PAGE.read_text(), re.DOTALL)
+DOCUMENTED = re.findall(
+    r"```console\n\$ open-instruct layout (.*?)\n(.*?)```", DOCS_PAGE.read_text(), re.DOTALL
+)
 
 
 @pytest.mark.parametrize(("arguments", "output"), DOCUMENTED)
@@ -501,7 +589,12 @@ def test_page_shows_what_the_command_prints(
 
 @pytest.mark.parametrize(
     ("count", "noun", "text"),
-    [(1, "rank", "1 rank"), (0, "pair", "0 pairs"), (2, "reply", "2 replies"), (1234, "row", "1,234 rows")],
+    [
+        (1, "rank", "1 rank"),
+        (0, "pair", "0 pairs"),
+        (2, "reply", "2 replies"),
+        (1234, "row", "1,234 rows"),
+    ],
 )
 def test_count_and_its_noun(count: int, noun: str, text: str) -> None:
     assert counted(count, noun) == text
@@ -517,14 +610,31 @@ BOTH = {"tensor_parallel_degree": 2, "context_parallel_degree": 2}
             RanksSection(fsdp_shard_degree=8),
             "8: that takes 8 processes, and there is one; --num_processes 8 starts them",
         ),
-        (RanksSection(**BOTH), "--tensor_parallel_degree 2 and --context_parallel_degree 2: that takes 4 processes"),
-        (RanksSection(expert_parallel_degree=2, fsdp_shard_degree=2, fsdp_num_replicas=2), "that takes 4 processes"),
-        (RanksSection(expert_parallel_degree=2), "--expert_parallel_degree 2: that takes 2 processes"),
-        (RanksSection(fsdp_num_replicas=2, backend="deepspeed", tensor_parallel_degree=2), "takes 4 processes"),
-        (LearnerParallelSection(fsdp_shard_degree=4), "and there is one; --num_learners_per_node 4 starts them"),
+        (
+            RanksSection(**BOTH),
+            "--tensor_parallel_degree 2 and --context_parallel_degree 2: that takes 4 processes",
+        ),
+        (
+            RanksSection(expert_parallel_degree=2, fsdp_shard_degree=2, fsdp_num_replicas=2),
+            "that takes 4 processes",
+        ),
+        (
+            RanksSection(expert_parallel_degree=2),
+            "--expert_parallel_degree 2: that takes 2 processes",
+        ),
+        (
+            RanksSection(fsdp_num_replicas=2, backend="deepspeed", tensor_parallel_degree=2),
+            "takes 4 processes",
+        ),
+        (
+            LearnerParallelSection(fsdp_shard_degree=4),
+            "and there is one; --num_learners_per_node 4 starts them",
+        ),
     ],
 )
-def test_degrees_of_one_process_say_how_more_are_started(parallel: ParallelSection, part: str) -> None:
+def test_degrees_of_one_process_say_how_more_are_started(
+    parallel: ParallelSection, part: str
+) -> None:
     with pytest.raises(InputError) as caught:
         layout_of(parallel, [1])
     assert part in str(caught.value)

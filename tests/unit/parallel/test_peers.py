@@ -90,7 +90,9 @@ def test_rank_that_computes_for_long_without_a_beat_is_not_lost(ranks: Ranks, cl
         assert ranks.losses() == []
 
 
-def test_killed_rank_is_lost_at_once(ranks: Ranks, clock: Clock, child: subprocess.Popen[bytes]) -> None:
+def test_killed_rank_is_lost_at_once(
+    ranks: Ranks, clock: Clock, child: subprocess.Popen[bytes]
+) -> None:
     child.kill()
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # dead, and not yet reaped
     (loss,) = ranks.losses()
@@ -99,7 +101,9 @@ def test_killed_rank_is_lost_at_once(ranks: Ranks, clock: Clock, child: subproce
     )
 
 
-def test_stopped_rank_is_lost_after_a_while(ranks: Ranks, clock: Clock, child: subprocess.Popen[bytes]) -> None:
+def test_stopped_rank_is_lost_after_a_while(
+    ranks: Ranks, clock: Clock, child: subprocess.Popen[bytes]
+) -> None:
     ranks.losses()
     os.kill(child.pid, signal.SIGSTOP)
     os.waitid(os.P_PID, child.pid, os.WSTOPPED | os.WNOWAIT)
@@ -109,7 +113,10 @@ def test_stopped_rank_is_lost_after_a_while(ranks: Ranks, clock: Clock, child: s
     clock.now_s += 20
     ranks.beat(2)
     (loss,) = ranks.losses()
-    assert loss.sign.rank == 1 and "its process is stopped (SIGSTOP, or a debugger), for 100 s" in str(loss)
+    assert (
+        loss.sign.rank == 1
+        and "its process is stopped (SIGSTOP, or a debugger), for 100 s" in str(loss)
+    )
 
 
 def test_machine_that_is_silent_is_lost_after_a_while(ranks: Ranks, clock: Clock) -> None:
@@ -121,7 +128,9 @@ def test_machine_that_is_silent_is_lost_after_a_while(ranks: Ranks, clock: Clock
     assert "rank 2 (host b, pid 7)" in str(loss) and "nothing was heard of it for 95 s" in str(loss)
 
 
-def test_peer_that_left_in_order_is_not_lost(ranks: Ranks, clock: Clock, child: subprocess.Popen[bytes]) -> None:
+def test_peer_that_left_in_order_is_not_lost(
+    ranks: Ranks, clock: Clock, child: subprocess.Popen[bytes]
+) -> None:
     ranks.give(replace(ranks.signs[1], last_words="dpo.py: SIGTERM"))
     ranks.give(replace(ranks.signs[2], last_words=""))
     child.kill()
@@ -152,11 +161,15 @@ class TestExplanations:
         assert other.explanation(wait_s=10) == (words, False)
         other.leave("")
 
-    def test_rank_that_told_why_it_ends_is_quoted(self, ranks: Ranks, me: Peers, clock: Clock) -> None:
+    def test_rank_that_told_why_it_ends_is_quoted(
+        self, ranks: Ranks, me: Peers, clock: Clock
+    ) -> None:
         ranks.give(replace(ranks.signs[1], last_words="dpo.py: row 7 is damaged"))
         assert me.explanation(wait_s=10) == ("[rank 1] dpo.py: row 7 is damaged", True)
 
-    def test_timeout_names_what_each_peer_does_when_all_live(self, ranks: Ranks, me: Peers, clock: Clock) -> None:
+    def test_timeout_names_what_each_peer_does_when_all_live(
+        self, ranks: Ranks, me: Peers, clock: Clock
+    ) -> None:
         doing("training step 5")
         me._give()
         ranks.give(replace(ranks.signs[1], doing="training step 4"))
@@ -165,16 +178,22 @@ class TestExplanations:
         assert told[0].endswith(": training step 4") and told[0].startswith("rank 1 (host a")
         assert told[1].startswith("rank 0 ") and told[1].endswith(" and 1 more: training step 5")
 
-    def test_only_words_about_peers_are_explained(self, me: Peers, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_only_words_about_peers_are_explained(
+        self, me: Peers, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.setattr(peers, "_peers", me)
         assert peers.explanation(KeyError("x")) is None
         assert peers.explanation(ConnectionResetError(104, "Connection reset by peer")) is None
         assert peers.whereabouts(KeyError("x")) == ""
-        assert "training step 5" in peers.whereabouts(RuntimeError("Timed out waiting 1800000ms for recv operation"))
+        assert "training step 5" in peers.whereabouts(
+            RuntimeError("Timed out waiting 1800000ms for recv operation")
+        )
 
 
 class TestWhatIsDone:
-    """A sign tells at once what its rank does: a rank that is killed between two beats is named with its last step."""
+    """A sign tells at once what its rank does: a rank that is killed between two beats is named
+    with its last step.
+    """
 
     @pytest.fixture
     def me(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[Peers]:
@@ -189,7 +208,9 @@ class TestWhatIsDone:
     def test_is_told_before_the_next_beat(self, me: Peers) -> None:
         for step in (4, 5):
             doing(f"training step {step}")
-            eventually(lambda: [sign.doing for sign in me._signs.look()] == [f"training step {step}"])  # noqa: B023
+            eventually(
+                lambda: [sign.doing for sign in me._signs.look()] == [f"training step {step}"]  # noqa: B023
+            )
         assert me._num_beats == 0
 
     def test_does_not_keep_a_rank_that_does_much_from_its_beat(

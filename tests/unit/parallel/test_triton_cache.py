@@ -78,8 +78,20 @@ def test_library_that_is_imported_makes_no_folder(tmp_path: Path) -> None:
     places = {name: str(tmp_path / name) for name in ("HOME", "TMPDIR", "OLMO_TRITON_CACHE_BASE")}
     for name in ("HOME", "TMPDIR"):
         (tmp_path / name).mkdir()
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("OLMO_", "TRITON_"))}
-    environment |= places | {"PYTHONPATH": os.pathsep.join([os.environ.get("PYTHONPATH", ""), str(tmp_path)])}
-    subprocess.run([sys.executable, "-c", "import open_instruct, olmo_core"], env=environment, check=True)
-    assert [name for name, place in places.items() if Path(place).exists() and any(Path(place).iterdir())] == []
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("OLMO_", "TRITON_"))
+    }
+    environment |= places | {
+        "PYTHONPATH": os.pathsep.join([os.environ.get("PYTHONPATH", ""), str(tmp_path)])
+    }
+    subprocess.run(
+        [sys.executable, "-c", "import open_instruct, olmo_core"], env=environment, check=True
+    )
+    assert [
+        name
+        for name, place in places.items()
+        if Path(place).exists() and any(Path(place).iterdir())
+    ] == []
     assert not Path(places["OLMO_TRITON_CACHE_BASE"]).exists()

@@ -1,4 +1,5 @@
-"""Inputs of recomputed blocks that wait in host memory: the same gradients, from as little as is planned.
+"""Inputs of recomputed blocks that wait in host memory: the same gradients, from as little as is
+planned.
 
 Here the CPU is taken for the device: copies are made as for CUDA, by streams that do nothing.
 """
@@ -10,17 +11,17 @@ import pytest
 import torch
 from olmo_core.nn.transformer import TransformerActivationCheckpointingMode as Mode
 
+from open_instruct.batching.prefixes import FullRows
+from open_instruct.commands.tiny_model import SIZES, tiny_config
 from open_instruct.config.sections import MemorySection
-from open_instruct.learner.model import kernels
-from open_instruct.learner.model.inputs_on_host import InputsOnHost
-from open_instruct.learner.model.kernels import build_activation_checkpointing, kernel_warnings
 from open_instruct.models.build import build_model
-from open_instruct.packing.prefixes import FullRows
 from open_instruct.parallel.layout import resolve_layout
 from open_instruct.planning.memory.phases import INPUTS, Moments, memory_by_phase
 from open_instruct.planning.subject.model import shape_of_fields
 from open_instruct.planning.subject.workload import Workload
-from open_instruct.toys.tiny import SIZES, tiny_config
+from open_instruct.training.model import kernels
+from open_instruct.training.model.inputs_on_host import InputsOnHost
+from open_instruct.training.model.kernels import build_activation_checkpointing, kernel_warnings
 
 CPU = torch.device("cpu")
 SIZE = {**SIZES["tiny"], "hidden_size": 64, "intermediate_size": 96}
@@ -51,7 +52,9 @@ def offloaded(inputs: InputsOnHost) -> Any:
 
 def loss_of(model: Any, num_tokens: int) -> torch.Tensor:
     ids_BT = (torch.arange(num_tokens) * 7 % 128).unsqueeze(0)
-    loss: torch.Tensor = model(ids_BT, labels=ids_BT, loss_reduction="sum", return_logits=False).loss
+    loss: torch.Tensor = model(
+        ids_BT, labels=ids_BT, loss_reduction="sum", return_logits=False
+    ).loss
     return loss
 
 
@@ -66,7 +69,9 @@ def gradients(model: Any, lengths: tuple[int, ...]) -> list[torch.Tensor]:
 
 def test_gradients_are_the_same_bit_by_bit(offloaded: Any, inputs: InputsOnHost) -> None:
     lengths = (40, 24, 56)
-    for ours, theirs in zip(gradients(offloaded, lengths), gradients(checkpointed_model(), lengths), strict=True):
+    for ours, theirs in zip(
+        gradients(offloaded, lengths), gradients(checkpointed_model(), lengths), strict=True
+    ):
         assert theirs.any() and torch.equal(ours, theirs)
     assert not inputs._kept
     # One buffer a block, for all microbatches.
@@ -87,7 +92,9 @@ def test_pass_that_was_given_up_changes_nothing(offloaded: Any) -> None:
     x = torch.ones(3, requires_grad=True)
     y = x * x
     assert y.grad_fn._saved_self is x  # type: ignore[union-attr]  # the hooks are gone, though a block failed
-    for ours, theirs in zip(gradients(offloaded, (24,)), gradients(checkpointed_model(), (24,)), strict=True):
+    for ours, theirs in zip(
+        gradients(offloaded, (24,)), gradients(checkpointed_model(), (24,)), strict=True
+    ):
         assert torch.equal(ours, theirs)
 
 
@@ -112,10 +119,17 @@ def test_inputs_on_host_are_as_planned(offloaded: Any, inputs: InputsOnHost) -> 
         phases = memory_by_phase(Moments(shape, layout, replace(workload, checkpointing=mode)))  # type: ignore[arg-type]
         kinds[mode] = {phase.name: phase.total_bytes for phase in phases}
     stream_bytes = on_device[0].nbytes
-    assert kinds["full"]["forward"] - kinds["offload"]["forward"] == (SIZE["num_hidden_layers"] - 1) * stream_bytes
+    assert (
+        kinds["full"]["forward"] - kinds["offload"]["forward"]
+        == (SIZE["num_hidden_layers"] - 1) * stream_bytes
+    )
     loss.backward()
     on_host = Moments(shape, layout, workload).on_host()[INPUTS]
-    assert on_host == sum(buffer.nbytes for buffer in inputs._free) >= SIZE["num_hidden_layers"] * stream_bytes
+    assert (
+        on_host
+        == sum(buffer.nbytes for buffer in inputs._free)
+        >= SIZE["num_hidden_layers"] * stream_bytes
+    )
     assert not any(Moments(shape, layout, replace(workload, on_cuda=False)).on_host().values())
 
 

@@ -16,7 +16,7 @@ from open_instruct.parallel.process import Process
 from open_instruct.planning import plan
 from open_instruct.planning.memory.phases import memory_by_phase
 from open_instruct.planning.shown import StartCheck, check_plan
-from open_instruct.rollout.checked_run import _planned
+from open_instruct.rl.checked_run import _planned
 from open_instruct.run import opened
 from open_instruct.run.console import Console
 from open_instruct.run.opened import Run
@@ -46,14 +46,28 @@ Start = Callable[..., str]
 
 
 @pytest.fixture
-def start(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Start:
+def start(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> Start:
     """What `dpo.py` does, and says, on the first rank of CPU nodes with so much memory."""
 
     def start(host_gib: float, nodes: tuple[int, ...], *words: str) -> str:
-        monkeypatch.setattr(opened.psutil, "virtual_memory", lambda: SimpleNamespace(total=round(host_gib * GIB)))
-        required = ["--model_name_or_path", str(folder), "--mixer_list", "rows.jsonl", "1.0", "--output_dir", "out"]
+        monkeypatch.setattr(
+            opened.psutil, "virtual_memory", lambda: SimpleNamespace(total=round(host_gib * GIB))
+        )
+        required = [
+            "--model_name_or_path",
+            str(folder),
+            "--mixer_list",
+            "rows.jsonl",
+            "1.0",
+            "--output_dir",
+            "out",
+        ]
         small = ["--per_device_train_batch_size", "1", "--max_seq_length", "64"]
-        config = parse(DPOConfig, [*required, *([] if "--max_seq_length" in words else small), *words])
+        config = parse(
+            DPOConfig, [*required, *([] if "--max_seq_length" in words else small), *words]
+        )
         process = Process(rank=0, local_rank=0, device=torch.device("cpu"), gpus_per_node=nodes)
         layout, directory = layout_of(config.parallel, nodes), RunDirectory(path=folder)
         run = Run(process=process, layout=layout, directory=directory, console=Console(speaks=True))
@@ -84,14 +98,20 @@ def test_plan_that_does_not_fit_is_said_in_colour_with_the_change_that_fits(
     yellow = "\x1b[33m"
     said = start(4 * 20, (4,), "--per_device_train_batch_size", "64", "--max_seq_length", "1024")
     assert said.startswith(f"{yellow}memory: at most ")  # states need 4.3 of 20 GiB
-    _, warning = said.split(f"{yellow}warning: the plan does not fit: memory will most likely run out. ")
+    _, warning = said.split(
+        f"{yellow}warning: the plan does not fit: memory will most likely run out. "
+    )
     assert "--per_device_train_batch_size" in warning and "--gradient_accumulation_steps" in warning
     said = start(4 * 20, (4,), "--activation_checkpointing", "full")
     assert said.startswith("memory: at most ") and "warning" not in said and yellow not in said
 
 
-@pytest.mark.parametrize("text", ["no json", '{"model_type": "gpt2"}', json.dumps(FIELDS | {"vocab_size": "x"})])
-def test_model_that_cannot_be_read_has_no_plan_and_runs_all_the_same(folder: Path, text: str) -> None:
+@pytest.mark.parametrize(
+    "text", ["no json", '{"model_type": "gpt2"}', json.dumps(FIELDS | {"vocab_size": "x"})]
+)
+def test_model_that_cannot_be_read_has_no_plan_and_runs_all_the_same(
+    folder: Path, text: str
+) -> None:
     (folder / "config.json").write_text(text)
     verdict = checked(folder, memory_gib=0.001)
     assert verdict.line.startswith("plan: none (InputError: ") and not verdict.warning
@@ -101,15 +121,30 @@ def test_model_with_differing_layers_has_no_plan_and_runs(folder: Path) -> None:
     """The memory of one block is taken for that of all."""
     words = ["--activation_checkpointing", "selected_modules", "--activation_checkpointing_modules"]
     verdict = checked(folder, *words, "blocks.0.feed_forward", memory_gib=80)
-    assert verdict.line.startswith("plan: none (InputError: ") and "treats layers differently" in verdict.line
+    assert (
+        verdict.line.startswith("plan: none (InputError: ")
+        and "treats layers differently" in verdict.line
+    )
     assert not verdict.warning
-    assert checked(folder, *words, "blocks.*.feed_forward", memory_gib=80).line.startswith("memory: at most")
+    assert checked(folder, *words, "blocks.*.feed_forward", memory_gib=80).line.startswith(
+        "memory: at most"
+    )
 
 
 def checked(folder: Path, *words: str, memory_gib: float) -> StartCheck:
-    needed = ["--model_name_or_path", str(folder), "--mixer_list", "rows.jsonl", "1.0", "--output_dir", "out"]
+    needed = [
+        "--model_name_or_path",
+        str(folder),
+        "--mixer_list",
+        "rows.jsonl",
+        "1.0",
+        "--output_dir",
+        "out",
+    ]
     config = parse(DPOConfig, [*needed, *words])
-    return check_plan(config, (8,), model_folder=str(folder), memory_bytes=round(memory_gib * GIB), on_cuda=True)
+    return check_plan(
+        config, (8,), model_folder=str(folder), memory_bytes=round(memory_gib * GIB), on_cuda=True
+    )
 
 
 class TestCheckpointing:
@@ -118,11 +153,21 @@ class TestCheckpointing:
     ROWS = ("--per_device_train_batch_size", "1", "--max_seq_length", "16384")
 
     def chosen(self, folder: Path, gpu_gib: float, *words: str, on_cuda: bool = True) -> str:
-        required = ["--model_name_or_path", str(folder), "--mixer_list", "rows.jsonl", "1.0", "--output_dir", "out"]
+        required = [
+            "--model_name_or_path",
+            str(folder),
+            "--mixer_list",
+            "rows.jsonl",
+            "1.0",
+            "--output_dir",
+            "out",
+        ]
         rows = () if words[:1] == ("--per_device_train_batch_size",) else self.ROWS
         config = parse(DPOConfig, [*required, *rows, *words])
         memory_bytes = round(gpu_gib * GIB)
-        check = check_plan(config, (8,), model_folder=str(folder), memory_bytes=memory_bytes, on_cuda=on_cuda)
+        check = check_plan(
+            config, (8,), model_folder=str(folder), memory_bytes=memory_bytes, on_cuda=on_cuda
+        )
         mode = opened.say_plan(check, Console(speaks=True), RunDirectory(path=folder))
         chosen = opened.with_chosen(config, mode)
         self.memory, self.optim = chosen.memory, chosen.optim
@@ -136,23 +181,45 @@ class TestCheckpointing:
         chosen = ["blocks.*.attention_norm", "blocks.*.feed_forward_norm", "blocks.*.feed_forward"]
         assert self.memory.activation_checkpointing_modules == chosen
         assert line.endswith(f"selected_modules {' '.join(chosen)}, in 1 microbatch a step")
-        assert json.loads(RunDirectory(path=folder).plan.read_text())["activation_checkpointing_modules"] == chosen
+        assert (
+            json.loads(RunDirectory(path=folder).plan.read_text())[
+                "activation_checkpointing_modules"
+            ]
+            == chosen
+        )
         assert self.chosen(folder, 24) == "full"
         (line,) = " ".join(capsys.readouterr().out.split()).split("memory: ")[1:]
-        assert line.endswith("with --activation_checkpointing full, in 1 microbatch a step") and "warning" not in line
-        assert json.loads(RunDirectory(path=folder).plan.read_text())["activation_checkpointing"] == "full"
+        assert (
+            line.endswith("with --activation_checkpointing full, in 1 microbatch a step")
+            and "warning" not in line
+        )
+        assert (
+            json.loads(RunDirectory(path=folder).plan.read_text())["activation_checkpointing"]
+            == "full"
+        )
 
     def test_no_plan_is_made_twice(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         made = []
-        monkeypatch.setattr(plan, "memory_by_phase", lambda run: made.append(run.workload) or memory_by_phase(run))
+        monkeypatch.setattr(
+            plan, "memory_by_phase", lambda run: made.append(run.workload) or memory_by_phase(run)
+        )
         assert self.chosen(folder, 140) == "none"
         assert [each.checkpointing for each in made] == ["none"]
         made.clear()
         assert self.chosen(folder, 24) == "full"
         assert [each.checkpointing for each in made] == ["none", "full", *["selected_modules"] * 3]
 
-    def test_microbatch_is_cut_and_the_batch_stays(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        rows = ("--per_device_train_batch_size", "8", "--max_seq_length", "2048", "--gradient_accumulation_steps", "2")
+    def test_microbatch_is_cut_and_the_batch_stays(
+        self, folder: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        rows = (
+            "--per_device_train_batch_size",
+            "8",
+            "--max_seq_length",
+            "2048",
+            "--gradient_accumulation_steps",
+            "2",
+        )
         self.chosen(folder, 24, *rows)
         now, more = self.optim.per_device_train_batch_size, self.optim.gradient_accumulation_steps
         assert now < 8 and now * more == 16
@@ -161,7 +228,10 @@ class TestCheckpointing:
         assert self.optim.per_device_train_batch_size == 8
         # All at once does not fit; one by one fits, with as much arithmetic.
         assert self.chosen(folder, 8, *rows) == "full"
-        assert (self.optim.per_device_train_batch_size, self.optim.gradient_accumulation_steps) == (1, 16)
+        assert (self.optim.per_device_train_batch_size, self.optim.gradient_accumulation_steps) == (
+            1,
+            16,
+        )
 
     def test_changes_of_the_plan_are_applied(self, folder: Path) -> None:
         for said in ("none", "selected_modules", "full", "offload"):
@@ -174,30 +244,47 @@ class TestCheckpointing:
 
 
 class TestLauncher:
-    """All learners of a cluster that is this machine share its memory; of another's nodes nothing is known here."""
+    """All learners of a cluster that is this machine share its memory; of another's nodes nothing
+    is known here.
+    """
 
     @pytest.fixture(autouse=True)
     def on_a_cpu(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-        monkeypatch.setattr(opened.psutil, "virtual_memory", lambda: SimpleNamespace(total=64 * GIB))
+        monkeypatch.setattr(
+            opened.psutil, "virtual_memory", lambda: SimpleNamespace(total=64 * GIB)
+        )
 
     def config(self, folder: Path, *words: str) -> GRPOConfig:
-        required = ["--model_name_or_path", str(folder), "--dataset_mixer_list", "rows.jsonl", "1.0"]
+        required = [
+            "--model_name_or_path",
+            str(folder),
+            "--dataset_mixer_list",
+            "rows.jsonl",
+            "1.0",
+        ]
         return parse(GRPOConfig, [*required, "--output_dir", str(folder), *words])
 
-    def test_plan_knows_this_machine(self, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_plan_knows_this_machine(
+        self, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
         config = self.config(folder, "--num_learners_per_node", "2", "2")
         directory = RunDirectory(path=tmp_path)
         _planned(config, folder, Console(speaks=True), directory)
         assert json.loads(directory.plan.read_text())["memory_bytes"] == 16 * GIB
-        assert " of 16.0 GiB per process" in (said := capsys.readouterr().out) and "changes nothing" not in said
+        assert (
+            " of 16.0 GiB per process" in (said := capsys.readouterr().out)
+            and "changes nothing" not in said
+        )
         _planned(self.config(folder, "--offload"), folder, Console(speaks=True), directory)
         assert "--offload true changes nothing without CUDA" in capsys.readouterr().out
         too_many = self.config(folder, "--num_learners_per_node", *"1111")
         with refused("machine"):
             _planned(too_many, folder, Console(speaks=True), directory)
 
-    def test_plan_knows_another_cluster(self, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_plan_knows_another_cluster(
+        self, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
         config = self.config(folder, "--num_learners_per_node", *"1111", "--ray_address", "auto")
         _planned(config, folder, Console(speaks=True), RunDirectory(path=tmp_path))
         assert not RunDirectory(path=tmp_path).plan.exists()

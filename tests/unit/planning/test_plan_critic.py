@@ -1,4 +1,6 @@
-"""A run with a critic is planned as two models that are trained in turn, each at rest while the other learns."""
+"""A run with a critic is planned as two models that are trained in turn, each at rest while the
+other learns.
+"""
 
 from dataclasses import replace
 
@@ -10,7 +12,10 @@ from open_instruct.planning.request import parse_request
 from open_instruct.planning.subject.model import model_shape
 from open_instruct.planning.traffic import traffic_per_step
 
-RUN = "grpo --model_name_or_path allenai/OLMo-2-1124-7B --num_learners_per_node 8 --activation_checkpointing full"
+RUN = (
+    "grpo --model_name_or_path allenai/OLMo-2-1124-7B --num_learners_per_node 8 "
+    "--activation_checkpointing full"
+)
 RUN += " --gpu h100 --pack_length 8192 --num_unique_prompts_rollout 64 --num_mini_batches 2"
 GAE = " --advantages gae"
 STAGE = " --backend deepspeed --deepspeed_stage "
@@ -25,11 +30,19 @@ def parts(plan: Plan, phase: str) -> dict[str, int]:
 
 
 @pytest.mark.parametrize(
-    "backend", ["", STAGE + "0 --param_dtype float32", *(STAGE + stage for stage in "123"), STAGE + "2 --adam_offload"]
+    "backend",
+    [
+        "",
+        STAGE + "0 --param_dtype float32",
+        *(STAGE + stage for stage in "123"),
+        STAGE + "2 --adam_offload",
+    ],
 )
 def test_policy_needs_what_it_needs_alone_and_the_critic_at_rest(backend: str) -> None:
     alone, both = planned(RUN + backend), planned(RUN + GAE + backend)
-    assert [phase.name for phase in both.phases if phase.name != CRITIC] == [phase.name for phase in alone.phases]
+    assert [phase.name for phase in both.phases if phase.name != CRITIC] == [
+        phase.name for phase in alone.phases
+    ]
     for phase in alone.phases:
         with_critic = parts(both, phase.name)
         at_rest = with_critic.pop(CRITIC)
@@ -45,7 +58,10 @@ def test_critic_needs_what_a_model_that_scores_does(backend: str) -> None:
     plan = planned(RUN + GAE + backend)
     work, shape = plan.workload.of_critic, plan.workload.critic.shape  # type: ignore[union-attr]
     assert shape.parameters[-1].shape == (1, 4096)
-    phases = {each.name: each for each in memory_by_phase(plan.setting.backend.moments(shape, plan.layout, work))}
+    phases = {
+        each.name: each
+        for each in memory_by_phase(plan.setting.backend.moments(shape, plan.layout, work))
+    }
     of_learning = ("scoring pass", "forward", "backward", "optimizer step")
     worst = max((phases[name] for name in of_learning), key=lambda phase: phase.total_bytes)
     critic = parts(plan, CRITIC)
@@ -53,13 +69,19 @@ def test_critic_needs_what_a_model_that_scores_does(backend: str) -> None:
     assert critic.pop(CUDA) == parts(plan, "forward")[CUDA]
     assert critic == {label: size for label, size in worst.parts if label != CUDA}
     alone = planned(RUN + backend)
-    kept = {label: size for label, size in parts(alone, "optimizer step").items() if label not in (SCRATCH, CUDA)}
+    kept = {
+        label: size
+        for label, size in parts(alone, "optimizer step").items()
+        if label not in (SCRATCH, CUDA)
+    }
     assert policy_bytes <= sum(kept.values())
     assert policy_bytes >= kept["parameters"] + kept["optimizer states"]
 
 
 def test_resting_model_has_twelve_bytes_a_weight() -> None:
-    """FSDP2 frees gradients at the end of a step: float32 weights and two moments of them stay, and RoPE's table."""
+    """FSDP2 frees gradients at the end of a step: float32 weights and two moments of them stay, and
+    RoPE's table.
+    """
     plan = planned(RUN + GAE)
     rope = 2 * 4 * 8192 * 128
     num_params = plan.workload.critic.shape.num_params  # type: ignore[union-attr]
@@ -73,8 +95,8 @@ def test_values_are_one_pass_more_and_updates_are_the_policys() -> None:
     work, shape = both.workload.of_critic, both.workload.critic.shape  # type: ignore[union-attr]
     of_critic = traffic_per_step(shape, both.layout, work)
     assert both.exchanges[len(alone.exchanges) - _num_syncs(alone) :][: len(of_critic)] == of_critic
-    # Recomputed blocks: policy 4 forward passes a microbatch and one for its log-probs, the critic as many. Without
-    # logits it does less by the policy's head.
+    # Recomputed blocks: policy 4 forward passes a microbatch and one for its log-probs, the critic
+    # as many. Without logits it does less by the policy's head.
     head = 2 * shape.d_model * shape.vocab_size * work.label_tokens_per_microbatch
     passes = work.num_updates * work.num_microbatches * 3 + 2 * work.num_microbatches
     saved = passes * head / (both.setting.device.peak_tflops_bf16 * 1e12 * 0.4)

@@ -7,13 +7,13 @@ import pytest
 from open_instruct.cli import main
 from open_instruct.config.sections import OptimSection, flag
 from open_instruct.config.training import TrainingConfig
+from open_instruct.core.errors import EXIT_INPUT
+from open_instruct.core.text import one_of
 from open_instruct.data.row_builder import RowBuilder
-from open_instruct.errors import EXIT_INPUT
 from open_instruct.objectives.objective import BoundLoss, Objective
 from open_instruct.objectives.registry import OBJECTIVES
 from open_instruct.planning.plan import Plan, plan_of
 from open_instruct.planning.request import parse_request
-from open_instruct.wording import one_of
 
 RUN = ["--model_name_or_path", "allenai/OLMo-2-1124-7B", "--gpus_per_node", "8"]
 RUN += ["--activation_checkpointing", "full", "--per_device_train_batch_size", "2"]
@@ -54,9 +54,15 @@ def planned(*words: str) -> Plan:
 
 def test_new_objective_is_planned_with_documents_prompts_and_reference() -> None:
     plain = planned("made_up", *RUN).workload
-    assert (plain.algorithm, plain.tokens_per_microbatch, plain.rows.per_group) == ("made_up", 12288, 3)
+    assert (plain.algorithm, plain.tokens_per_microbatch, plain.rows.per_group) == (
+        "made_up",
+        12288,
+        3,
+    )
     assert plain.reference_pass_tokens == 0
-    pulled = planned("made_up", *RUN, "--strength", "0.5", "--shared_prompt_tokens", "1025").workload
+    pulled = planned(
+        "made_up", *RUN, "--strength", "0.5", "--shared_prompt_tokens", "1025"
+    ).workload
     # A row of three replies of 1,024 tokens each, and their prompt once.
     assert pulled.tokens_per_microbatch == 2 * (1024 + 3 * 1024) == pulled.reference_pass_tokens
 
@@ -69,7 +75,9 @@ def test_new_objective_needs_what_a_known_one_of_equal_tokens_needs() -> None:
 
 def test_new_objective_is_named_by_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "made_up", *RUN]) == 0
-    assert capsys.readouterr().out.startswith("MADE_UP of allenai/OLMo-2-1124-7B (7.3B parameters) on 1 node of 8 GPUs")
+    assert capsys.readouterr().out.startswith(
+        "MADE_UP of allenai/OLMo-2-1124-7B (7.3B parameters) on 1 node of 8 GPUs"
+    )
     assert main(["plan", "--help"]) == 0
     runs = [*OBJECTIVES, "grpo"]
     assert "made_up" in runs and "|".join(runs) in " ".join(capsys.readouterr().out.split())

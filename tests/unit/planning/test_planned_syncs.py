@@ -1,4 +1,6 @@
-"""What a plan says of weight syncs, against what learners keep and send; and the rule of --weight_sync auto."""
+"""What a plan says of weight syncs, against what learners keep and send; and the rule of
+--weight_sync auto.
+"""
 
 from dataclasses import replace
 
@@ -14,8 +16,8 @@ from open_instruct.planning.plan import Plan, plan_of
 from open_instruct.planning.request import parse_request
 from open_instruct.planning.shown import said
 from open_instruct.planning.step_time import SHARES
-from open_instruct.weights.changes import SentParts
-from open_instruct.weights.manifest import WeightManifest
+from open_instruct.weight_sync.changes import SentParts
+from open_instruct.weight_sync.manifest import WeightManifest
 
 GRPO = ["--model_name_or_path", "Qwen/Qwen3-0.6B"]
 DATA = ["--dataset_mixer_list", "prompts.jsonl", "1.0", "--output_dir", "out"]
@@ -42,18 +44,24 @@ def planned(*words: str) -> Plan:
     ],
     ids=str,
 )
-def test_weight_sync_auto_chooses_by_dtype_and_distance(flags: list[str], same_host: bool, takes: str) -> None:
+def test_weight_sync_auto_chooses_by_dtype_and_distance(
+    flags: list[str], same_host: bool, takes: str
+) -> None:
     assert parse(GRPOConfig, [*GRPO, *DATA, *flags]).choose_sync(same_host=same_host)[0] == takes
 
 
 @pytest.mark.parametrize(
-    ("words", "takes"), [(NODES, "delta"), (IN_A_NODE, "dense"), (["--single_gpu_mode"], "dense")], ids=str
+    ("words", "takes"),
+    [(NODES, "delta"), (IN_A_NODE, "dense"), (["--single_gpu_mode"], "dense")],
+    ids=str,
 )
 def test_plan_knows_what_auto_takes(words: list[str], takes: str) -> None:
     plan = planned(*words)
     assert plan.workload.sync_choice[0] == takes
     assert (SENT in dict(plan.host.parts)) == (takes == "delta")
-    assert said("weight_sync", plan)[0].startswith("What has changed" if takes == "delta" else "All weights")
+    assert said("weight_sync", plan)[0].startswith(
+        "What has changed" if takes == "delta" else "All weights"
+    )
 
 
 @pytest.mark.extended
@@ -63,7 +71,9 @@ def test_bytes_and_memory_are_those_of_the_learners() -> None:
     own, whole = max(sync_buckets(plan.moments.shape, plan.layout, plan.workload))
     num_values = own // 2
     boxes = {rank: (slice(rank * num_values, (rank + 1) * num_values),) for rank in range(2)}
-    manifest = WeightManifest({"w": (2 * num_values,)}, {"w": boxes}, dtype=torch.bfloat16, bucket_bytes=whole)
+    manifest = WeightManifest(
+        {"w": (2 * num_values,)}, {"w": boxes}, dtype=torch.bfloat16, bucket_bytes=whole
+    )
     learner = SentParts(manifest, rank=0)
     weights = torch.zeros(2 * num_values, dtype=torch.bfloat16)
 
@@ -76,18 +86,27 @@ def test_bytes_and_memory_are_those_of_the_learners() -> None:
         weights[torch.randperm(num_values)[: int(cost.changed * num_values)]] += 1
         assert told() / own == pytest.approx(cost.num_bytes / plan.syncs[0].num_bytes, rel=0.01)
     held = sum(bits.nbytes for bits in learner._sent.values())
-    kept = sum(pinned(size) for size, _ in sync_buckets(plan.moments.shape, plan.layout, plan.workload))
+    kept = sum(
+        pinned(size) for size, _ in sync_buckets(plan.moments.shape, plan.layout, plan.workload)
+    )
     assert held == own and dict(plan.host.parts)[SENT] == kept + 4 * own
 
 
 def test_seconds_are_the_longer_of_comparing_and_travelling() -> None:
-    """And those of loading all of it from the host. Within a node 9 times as fast a way does not hasten comparing."""
-    slow, fast = (planned(*NODES, *DELTA, "--cross_node_gb_s", rate).syncs for rate in ("0.01", "1000"))
+    """And those of loading all of it from the host.
+
+    Within a node 9 times as fast a way does not hasten comparing.
+    """
+    slow, fast = (
+        planned(*NODES, *DELTA, "--cross_node_gb_s", rate).syncs for rate in ("0.01", "1000")
+    )
     assert [cost.changed for cost in slow] == [1.0, *SHARES]
     load_s = fast[1].seconds - slow[0].num_bytes / 2 / 64e9
     assert load_s == pytest.approx(slow[0].num_bytes / 64e9)
     for cost in slow[1:]:
-        assert cost.seconds - load_s == pytest.approx(slow[0].seconds * cost.num_bytes / slow[0].num_bytes)
+        assert cost.seconds - load_s == pytest.approx(
+            slow[0].seconds * cost.num_bytes / slow[0].num_bytes
+        )
     assert len({cost.seconds for cost in fast[1:]}) == 1
 
 

@@ -12,13 +12,12 @@ from torch.utils._pytree import tree_leaves
 
 from benchmarks.memory_runs.cases import Case, predicted
 from benchmarks.memory_runs.tracked import track
+from open_instruct.batching.prefixes import FullRows
+from open_instruct.commands.tiny_model import tiny_config
 from open_instruct.config.lora import LoRASection
 from open_instruct.config.sections import MemorySection, OptimSection
-from open_instruct.families import FAMILIES
-from open_instruct.learner.model.kernels import build_activation_checkpointing
-from open_instruct.learner.olmo_core.fsdp2 import hand_gradients_over
-from open_instruct.learner.optim import eight_bit
-from open_instruct.learner.optim.optimizers import build_optimizer_config
+from open_instruct.core.families import FAMILIES
+from open_instruct.core.shard_layout import ShardLayout
 from open_instruct.models.attention.segments import Segments
 from open_instruct.models.build import build_model
 from open_instruct.models.experts import routed
@@ -27,17 +26,23 @@ from open_instruct.models.heads import logprob_head
 from open_instruct.models.hf.names import is_stack
 from open_instruct.models.load import CHUNK_BYTES
 from open_instruct.models.lora.adapters import adapt
-from open_instruct.packing.prefixes import FullRows
 from open_instruct.parallel.layout import resolve_layout
 from open_instruct.planning.memory import activations
 from open_instruct.planning.memory.activations import profile_of
-from open_instruct.planning.memory.phases import NUM_SYNC_SLOTS, READ_CHUNK_BYTES, Moments, memory_by_phase
+from open_instruct.planning.memory.phases import (
+    NUM_SYNC_SLOTS,
+    READ_CHUNK_BYTES,
+    Moments,
+    memory_by_phase,
+)
 from open_instruct.planning.memory.state import local_size
 from open_instruct.planning.subject.model import ModelShape, model_shape, shape_of_fields
 from open_instruct.planning.subject.workload import Scoring, Workload, adapted
-from open_instruct.shard_layout import ShardLayout
-from open_instruct.toys.tiny import tiny_config
-from open_instruct.weights.way import NUM_SLOTS
+from open_instruct.training.model.kernels import build_activation_checkpointing
+from open_instruct.training.olmo_core.fsdp2 import hand_gradients_over
+from open_instruct.training.optim import eight_bit
+from open_instruct.training.optim.optimizers import build_optimizer_config
+from open_instruct.weight_sync.way import NUM_SLOTS
 from tests.ranks.fork_server import Forked
 from tests.tiers import mark_extended
 
@@ -49,7 +54,8 @@ SIZE = {
     "num_key_value_heads": 4,
     "sliding_window": 4096,
 }
-# Without AVX-512, matrix products of bfloat16 on a CPU are a hundred times slower than those of float32: small ones do.
+# Without AVX-512, matrix products of bfloat16 on a CPU are a hundred times slower than those of
+# float32: small ones do.
 LENGTHS = (80, 112)
 # Of a layer that remembers, what is beside its matrices is rounded, and is to be small.
 WIDE = SIZE | {"hidden_size": 256, "intermediate_size": 640}
@@ -63,13 +69,17 @@ WORKLOAD = Workload(
     num_microbatches=1,
     reference_pass_tokens=4096,
 )
-GRPO = replace(WORKLOAD, algorithm="grpo", reference_pass_tokens=0, num_engines=2, sync_bucket_bytes=256 << 20)
+GRPO = replace(
+    WORKLOAD, algorithm="grpo", reference_pass_tokens=0, num_engines=2, sync_bucket_bytes=256 << 20
+)
 LAYOUT = resolve_layout([8, 8])
 ALONE = resolve_layout([1], single_device=True)
 
 
 class Live(TorchDispatchMode):
-    """Bytes of the storages that were made within, as long as they live, and their peak since `reset`."""
+    """Bytes of the storages that were made within, as long as they live, and their peak since
+    `reset`.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -77,7 +87,11 @@ class Live(TorchDispatchMode):
         self.total = self.peak = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        inputs = {tensor.untyped_storage()._cdata for tensor in tree_leaves((args, kwargs)) if torch.is_tensor(tensor)}
+        inputs = {
+            tensor.untyped_storage()._cdata
+            for tensor in tree_leaves((args, kwargs))
+            if torch.is_tensor(tensor)
+        }
         output = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(output):
             if not torch.is_tensor(tensor):
@@ -102,9 +116,13 @@ def shape_of(hf_config: Any) -> ModelShape:
     return shape_of_fields(hf_config.to_dict(), name="tiny", where="config.json")
 
 
-def phases_of(shape: ModelShape, layout: ShardLayout, workload: Workload) -> dict[str, dict[str, int]]:
+def phases_of(
+    shape: ModelShape, layout: ShardLayout, workload: Workload
+) -> dict[str, dict[str, int]]:
     """The parts of each phase."""
-    return {phase.name: dict(phase.parts) for phase in memory_by_phase(Moments(shape, layout, workload))}
+    return {
+        phase.name: dict(phase.parts) for phase in memory_by_phase(Moments(shape, layout, workload))
+    }
 
 
 FEED_FORWARD = "blocks.*.feed_forward"
@@ -112,10 +130,14 @@ NORMS, INNER_NORMS = "blocks.*.*_norm", "blocks.*.attention.*_norm"
 FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16
 
 
-@pytest.mark.parametrize("recomputed", [(), (FEED_FORWARD,), ("blocks.*.attention", NORMS), DEFAULT_MODULES])
+@pytest.mark.parametrize(
+    "recomputed", [(), (FEED_FORWARD,), ("blocks.*.attention", NORMS), DEFAULT_MODULES]
+)
 @pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16])
 @pytest.mark.parametrize("family", mark_extended(["olmo2", "qwen3", "llama"], but=["olmo2"]))
-def test_block_is_what_it_really_keeps_and_needs(family: Any, dtype: torch.dtype, recomputed: tuple[str, ...]) -> None:
+def test_block_is_what_it_really_keeps_and_needs(
+    family: Any, dtype: torch.dtype, recomputed: tuple[str, ...]
+) -> None:
     compare_block(family, dtype, recomputed)
 
 
@@ -135,7 +157,12 @@ def test_block_is_what_it_really_keeps_and_needs(family: Any, dtype: torch.dtype
         ("llama", BFLOAT16, ("blocks.*.attention", NORMS), {}),
         # It is held in 4 bits.
         ("olmo2", BFLOAT16, (), {"use_qlora": True}),
-        ("qwen3", FLOAT32, (FEED_FORWARD,), {"use_qlora": True, "lora_target_modules": ["v_proj", "down_proj"]}),
+        (
+            "qwen3",
+            FLOAT32,
+            (FEED_FORWARD,),
+            {"use_qlora": True, "lora_target_modules": ["v_proj", "down_proj"]},
+        ),
         ("qwen3_moe", FLOAT32, (), None),
         ("qwen3_moe", BFLOAT16, (), None),
         ("qwen3_moe", BFLOAT16, (FEED_FORWARD,), None),
@@ -157,22 +184,35 @@ def test_other_block_is_what_it_keeps_and_needs(
         ("qwen3_5_text", FLOAT32, ()),
         ("qwen3_5_text", FLOAT32, ("blocks.*.attention", NORMS)),
         pytest.param("olmo_hybrid", BFLOAT16, (), marks=pytest.mark.slow),
-        pytest.param("qwen3_5_text", BFLOAT16, ("blocks.*.attention", NORMS), marks=pytest.mark.slow),
+        pytest.param(
+            "qwen3_5_text", BFLOAT16, ("blocks.*.attention", NORMS), marks=pytest.mark.slow
+        ),
     ],
 )
-def test_blocks_of_a_model_that_remembers(family: Any, dtype: torch.dtype, recomputed: tuple[str, ...]) -> None:
-    """What is between the matrices of a layer is counted as one operation; attention is exact but for its gate."""
+def test_blocks_of_a_model_that_remembers(
+    family: Any, dtype: torch.dtype, recomputed: tuple[str, ...]
+) -> None:
+    """What is between the matrices of a layer is counted as one operation; attention is exact but
+    for its gate.
+    """
     large: dict[str, Any] = {"size": WIDE, "lengths": LONG}
-    # Of what a forward pass needs that keeps nothing, the bound is not close: the backward pass needs more.
+    # Of what a forward pass needs that keeps nothing, the bound is not close: the backward pass
+    # needs more.
     for head_dim in (32, 64, 128) if dtype == FLOAT32 else (64,):
         rel = (0.02, 0.08 if recomputed else 0.05, 0.06)
-        compare_block(family, dtype, recomputed, layer=0, linear_head_dim=head_dim, rel=rel, **large)
-    compare_block(family, dtype, recomputed, layer=1, rel=(0.07, 0.3 if recomputed else 0.07, 0.1), **large)
+        compare_block(
+            family, dtype, recomputed, layer=0, linear_head_dim=head_dim, rel=rel, **large
+        )
+    compare_block(
+        family, dtype, recomputed, layer=1, rel=(0.07, 0.3 if recomputed else 0.07, 0.1), **large
+    )
     in_4_bits = LoRASection(use_lora=True, use_qlora=True, lora_r=24)
     compare_block(family, dtype, recomputed, in_4_bits, layer=0, rel=(0.02, 0.08, 0.06), **large)
 
 
-@pytest.mark.parametrize(("dtype", "recomputed"), [(FLOAT32, ()), (BFLOAT16, ()), (BFLOAT16, (FEED_FORWARD,))])
+@pytest.mark.parametrize(
+    ("dtype", "recomputed"), [(FLOAT32, ()), (BFLOAT16, ()), (BFLOAT16, (FEED_FORWARD,))]
+)
 def test_block_with_split_experts_is_what_it_keeps_and_needs(
     dtype: torch.dtype, recomputed: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -207,9 +247,13 @@ def compare_block(
     rel: tuple[float, float, float] = (0.01, 0.02, 0.05),
     expert_degree: int = 1,
 ) -> None:
-    """What a block of a real model, on a CPU by itself, makes and keeps, with what is planned of it."""
+    """What a block of a real model, on a CPU by itself, makes and keeps, with what is planned of
+    it.
+    """
     num_layers = 2 if FAMILIES[family].delta else 1
-    hf_config = tiny_config(family, {**size, "num_hidden_layers": num_layers}, vocab_size=512, tie=False)
+    hf_config = tiny_config(
+        family, {**size, "num_hidden_layers": num_layers}, vocab_size=512, tie=False
+    )
     if linear_head_dim is not None:
         hf_config.linear_key_head_dim = hf_config.linear_value_head_dim = linear_head_dim
     model = build_model(hf_config, init_device="cpu").to(dtype)
@@ -217,7 +261,8 @@ def compare_block(
         adapt(model, lora, dtype=dtype)
     if recomputed:
         memory = MemorySection(
-            activation_checkpointing="selected_modules", activation_checkpointing_modules=list(recomputed)
+            activation_checkpointing="selected_modules",
+            activation_checkpointing_modules=list(recomputed),
         )
         config = build_activation_checkpointing(memory, model=model, device=torch.device("cpu"))
         assert config is not None
@@ -233,7 +278,8 @@ def compare_block(
 
     with Live() as live:
         output = block(x, cu_doc_lens=row)
-        # Beside what is kept there are the output and its gradient, which the profile counts from the backward on.
+        # Beside what is kept there are the output and its gradient, which the profile counts from
+        # the backward on.
         kept, forward_peak = live.total - output.untyped_storage().nbytes(), live.peak
         gradient = torch.ones_like(output)
         live.reset()
@@ -267,14 +313,20 @@ def compare_block(
 @pytest.mark.parametrize(
     ("dtype", "max_logits_bytes", "lora"),
     [
-        *((dtype, num_bytes, None) for dtype in ("float32", "bfloat16") for num_bytes in (1 << 30, 64 * 512 * 4)),
+        *(
+            (dtype, num_bytes, None)
+            for dtype in ("float32", "bfloat16")
+            for num_bytes in (1 << 30, 64 * 512 * 4)
+        ),
         ("bfloat16", 64 * 512 * 4, LoRASection(use_lora=True)),
     ],
 )
 def test_passes_of_a_whole_model(
     dtype: Any, max_logits_bytes: int, lora: LoRASection | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without FSDP, and with logits in one piece or in chunks of 64 positions; in bfloat16 a copy runs the passes."""
+    """Without FSDP, and with logits in one piece or in chunks of 64 positions; in bfloat16 a copy
+    runs the passes.
+    """
     hf_config = tiny_config("olmo2", {**SIZE, "num_hidden_layers": 3}, vocab_size=512, tie=False)
     model = build_model(hf_config, init_device="cpu").to(getattr(torch, dtype))
     if lora is not None:
@@ -332,8 +384,20 @@ def test_passes_of_a_whole_model(
 
 
 OTHER_TRACKED = (
-    Case(name="reduced last", num_layers=2, pairs=((150, 106),), num_microbatches=2, reduces_last=True),
-    Case(name="recomputed", num_layers=2, pairs=((150, 106),), param_dtype="bfloat16", checkpointing="full"),
+    Case(
+        name="reduced last",
+        num_layers=2,
+        pairs=((150, 106),),
+        num_microbatches=2,
+        reduces_last=True,
+    ),
+    Case(
+        name="recomputed",
+        num_layers=2,
+        pairs=((150, 106),),
+        param_dtype="bfloat16",
+        checkpointing="full",
+    ),
     Case(
         name="of two kinds",
         family="qwen3_moe",
@@ -381,14 +445,18 @@ def test_keys_are_gathered_as_the_row_has_them(prefixes: tuple[int, ...]) -> Non
         rows=FullRows(length=50, prefix=30, per_group=4),
         tokens_per_microbatch=2 * (30 + 4 * 20),
     )
-    row = Segments.of(tuple(50 - prefix for prefix in prefixes) * 2, prefixes * 2, device=torch.device("cpu"))
+    row = Segments.of(
+        tuple(50 - prefix for prefix in prefixes) * 2, prefixes * 2, device=torch.device("cpu")
+    )
     assert row.key_index_K is not None
     assert workload.gathered_keys == len(row.key_index_K) == 400
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon", "adamw_8bit"])
 def test_step_needs_what_it_really_does(name: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where a rank orthogonalises the largest matrix, or steps chunk by chunk; the first step makes the moments."""
+    """Where a rank orthogonalises the largest matrix, or steps chunk by chunk; the first step makes
+    the moments.
+    """
     monkeypatch.setattr(eight_bit, "CHUNK_VALUES", chunk := 2**14)
     monkeypatch.setattr("open_instruct.planning.memory.state.CHUNK_BYTES", 6 * 4 * chunk)
     hf_config = tiny_config("olmo2", SIZE, vocab_size=256, tie=False)
@@ -407,7 +475,9 @@ def test_step_needs_what_it_really_does(name: Any, monkeypatch: pytest.MonkeyPat
 def test_blocks_that_are_gathered_ahead_are_there_while_one_is_at_work() -> None:
     """In forward passes alone: each is a buffer of a whole block in bfloat16."""
     shape, layout = model_shape("allenai/OLMo-2-1124-7B"), resolve_layout([8])
-    workload = replace(WORKLOAD, checkpointing="full", tokens_per_microbatch=16384, reference_pass_tokens=16384)
+    workload = replace(
+        WORKLOAD, checkpointing="full", tokens_per_microbatch=16384, reference_pass_tokens=16384
+    )
 
     def needed(num_ahead: int) -> dict[str, int]:
         phases = phases_of(shape, layout, replace(workload, gathered_ahead=num_ahead))
@@ -418,7 +488,9 @@ def test_blocks_that_are_gathered_ahead_are_there_while_one_is_at_work() -> None
     assert most["reference pass"] - three["reference pass"] == 28 * block_bytes
     # With none ahead there is most in the head, or while a unit is gathered.
     assert none["reference pass"] <= one["reference pass"] <= none["reference pass"] + block_bytes
-    assert one["reference pass"] < three["reference pass"] <= one["reference pass"] + 2 * block_bytes
+    assert (
+        one["reference pass"] < three["reference pass"] <= one["reference pass"] + 2 * block_bytes
+    )
     # Where the most of 31 are ahead only the first block has kept anything.
     assert most["forward"] > none["forward"] + 15 * block_bytes
     assert needed(99) == most
@@ -432,7 +504,9 @@ def test_phases_are_those_of_the_run() -> None:
     ]
     reference = Scoring(shape=shape, stands_as="reference policy")
     phases = phases_of(shape, LAYOUT, replace(GRPO, scorings=(reference,)))
-    assert [*phases][1:3] == ["scoring pass", "forward"] and "reference policy" not in phases["load"]
+    assert [*phases][1:3] == ["scoring pass", "forward"] and "reference policy" not in phases[
+        "load"
+    ]
     assert phases["backward"]["reference policy"] == phases["backward"]["parameters"]
     # Of two buckets a rank brings an eighth. The embeddings, of 1.2 GB, come in pieces.
     in_buckets = phases["weight sync"]["buffers"] - phases["backward"]["buffers"]
@@ -441,18 +515,28 @@ def test_phases_are_those_of_the_run() -> None:
 
 def test_adapter_that_travels_alone_is_scaled_and_fits_into_one_bucket() -> None:
     shape = adapted(model_shape("Qwen/Qwen3-8B"), LoRASection(use_lora=True, lora_r=16))
-    merged, alone = (phases_of(shape, LAYOUT, replace(GRPO, sends_adapter=is_alone)) for is_alone in (False, True))
-    # Rank 0's eighth of each: of float32 ones scaled ones, and bfloat16 ones in each of two buckets.
+    merged, alone = (
+        phases_of(shape, LAYOUT, replace(GRPO, sends_adapter=is_alone))
+        for is_alone in (False, True)
+    )
+    # Rank 0's eighth of each: of float32 ones scaled ones, and bfloat16 ones in each of two
+    # buckets.
     own = shape.num_trained / 8
     assert alone["weight sync"]["temporaries"] == pytest.approx(4 * own, rel=1e-3)
     in_buckets = alone["weight sync"]["buffers"] - alone["backward"]["buffers"]
     assert in_buckets == pytest.approx(2 * 2 * own, rel=1e-3)
-    assert merged["weight sync"]["temporaries"] == merged["export"]["temporaries"] == alone["export"]["temporaries"]
+    assert (
+        merged["weight sync"]["temporaries"]
+        == merged["export"]["temporaries"]
+        == alone["export"]["temporaries"]
+    )
 
 
 def test_engine_on_the_same_device_is_counted() -> None:
     shape = model_shape("Qwen/Qwen3-0.6B")
-    shared = replace(GRPO, num_engines=1, sync_backend="ipc", shares_device=True, kv_cache_bytes=1 << 30)
+    shared = replace(
+        GRPO, num_engines=1, sync_backend="ipc", shares_device=True, kv_cache_bytes=1 << 30
+    )
     for name, parts in phases_of(shape, ALONE, shared).items():
         assert parts["vLLM engine"] == 2 * shape.num_params + (1 << 30), name
         assert "gathered weights" not in parts, name
@@ -501,8 +585,11 @@ def test_each_tensor_of_that_copy_takes_a_power_of_two_of_pinned_memory() -> Non
     assert copied() == 3 * sum(powers)
     assert copied() / 2**30 == pytest.approx(13.5, abs=0.05)
     is_muons = [each.layer is not None and len(each.shape) == 2 for each in shape.parameters]
-    of_codes = [size // 4 + size // 256 for size in sizes]  # a byte for each value, and four bytes for 256
-    in_8_bits = phases_of(shape, layout, replace(WORKLOAD, optimizer="adamw_8bit"))["optimizer step"]
+    # A byte for each value, and four bytes for 256.
+    of_codes = [size // 4 + size // 256 for size in sizes]
+    in_8_bits = phases_of(shape, layout, replace(WORKLOAD, optimizer="adamw_8bit"))[
+        "optimizer step"
+    ]
     assert in_8_bits["optimizer states"] == pytest.approx(2 * sum(of_codes), rel=1e-3)
     assert copied() / 2 < copied(optimizer="adamw_8bit") < copied() * 0.6
     assert copied(optimizer="muon") == sum(
@@ -513,7 +600,9 @@ def test_each_tensor_of_that_copy_takes_a_power_of_two_of_pinned_memory() -> Non
 def test_moments_of_the_host_are_in_its_account() -> None:
     shape, workload = model_shape("Qwen/Qwen3-0.6B"), replace(WORKLOAD, has_moments_on_host=True)
     moments = Moments(shape, LAYOUT, WORKLOAD).optimizer
-    assert Moments(shape, LAYOUT, workload).on_host()["optimizer states"] == moments > shape.num_params
+    assert (
+        Moments(shape, LAYOUT, workload).on_host()["optimizer states"] == moments > shape.num_params
+    )
     of_step = phases_of(shape, LAYOUT, workload)["optimizer step"]
     assert "optimizer states" not in of_step and of_step["temporaries"] > 0
 
@@ -529,7 +618,10 @@ def test_weights_of_the_host_are_in_its_account() -> None:
     assert {"parameters", "gradients", "optimizer states"} & after["optimizer step"].keys() == set()
     assert "parameters" not in after["backward"]
     for phase in ("backward", "export"):
-        assert sum(before[phase].values()) - sum(after[phase].values()) > here.parameters + here.optimizer
+        assert (
+            sum(before[phase].values()) - sum(after[phase].values())
+            > here.parameters + here.optimizer
+        )
     in_4_bits = adapted(shape, LoRASection(use_lora=True, use_qlora=True))
     held = Moments(in_4_bits, LAYOUT, WORKLOAD).parameters
     assert held <= Moments(in_4_bits, LAYOUT, workload).on_host()["parameters"] < 2 * held
@@ -538,7 +630,11 @@ def test_weights_of_the_host_are_in_its_account() -> None:
 def test_whole_gradients_are_there_while_microbatches_add_up() -> None:
     shape = model_shape("allenai/OLMo-2-1124-7B")
     every, last, alone = (
-        phases_of(shape, LAYOUT, replace(WORKLOAD, num_microbatches=num_microbatches, reduces_last=reduces_last))
+        phases_of(
+            shape,
+            LAYOUT,
+            replace(WORKLOAD, num_microbatches=num_microbatches, reduces_last=reduces_last),
+        )
         for num_microbatches, reduces_last in ((2, False), (2, True), (1, True))
     )
     assert last["forward"]["gradients"] == 4 * shape.num_params > 7 * every["forward"]["gradients"]

@@ -1,4 +1,6 @@
-"""Memory beside tensors: formulas against figures worked out by hand, and where a plan counts them."""
+"""Memory beside tensors: formulas against figures worked out by hand, and where a plan counts
+them.
+"""
 
 from dataclasses import replace
 
@@ -8,7 +10,12 @@ from open_instruct.parallel.layout import resolve_layout
 from open_instruct.planning.memory import activations
 from open_instruct.planning.memory.autograd_sizes import Gradient, Tape, Tensor
 from open_instruct.planning.memory.phases import CUDA, SCRATCH
-from open_instruct.planning.memory.scratch import MIB, attention_scratch, communicator_bytes, library_bytes
+from open_instruct.planning.memory.scratch import (
+    MIB,
+    attention_scratch,
+    communicator_bytes,
+    library_bytes,
+)
 from open_instruct.planning.plan import plan_of
 from open_instruct.planning.request import parse_request
 
@@ -19,7 +26,8 @@ RING, SHARP = 24 * 12 * MIB, 16 * 2 * MIB
 @pytest.mark.parametrize(
     ("heads", "dim", "num_documents", "num_bytes"),
     [
-        # A row of 16,384 tokens and 128 more: 258 MiB of dQ in float32, and a number a head and row.
+        # A row of 16,384 tokens and 128 more: 258 MiB of dQ in float32, and a number a head and
+        # row.
         ((32, 32), 128, 1, 16512 * 32 * 129 * 4),
         # Behind each document.
         ((32, 32), 128, 8, 17408 * 32 * 129 * 4),
@@ -30,9 +38,13 @@ RING, SHARP = 24 * 12 * MIB, 16 * 2 * MIB
         ((32, 32), 160, 1, 16512 * 32 * 193 * 4),
     ],
 )
-def test_attention_backwards(heads: tuple[int, int], dim: int, num_documents: int, num_bytes: int) -> None:
+def test_attention_backwards(
+    heads: tuple[int, int], dim: int, num_documents: int, num_bytes: int
+) -> None:
     tokens = {"num_queries": 16384, "num_keys": 16384}
-    assert attention_scratch(**tokens, num_documents=num_documents, heads=heads, dim=dim) == num_bytes
+    assert (
+        attention_scratch(**tokens, num_documents=num_documents, heads=heads, dim=dim) == num_bytes
+    )
 
 
 @pytest.mark.parametrize(
@@ -63,14 +75,19 @@ def test_libraries(nodes: list[int], degrees: dict[str, int], num_bytes: int) ->
 
 def test_kernel_needs_its_memory_while_it_makes_a_gradient() -> None:
     tape = Tape(Tensor(10, kind="source"))
-    output = tape.run(10, tape.source, gradients=[Gradient(of=tape.source, num_bytes=10, kernel_bytes=1000)])
+    output = tape.run(
+        10, tape.source, gradients=[Gradient(of=tape.source, num_bytes=10, kernel_bytes=1000)]
+    )
     profile = tape.profile(output)
     assert (profile.backward_peak.kernels, profile.backward_peak.temporaries) == (1000, 20)
     assert profile.forward_peak.kernels == 0
 
 
 def parts_of(*, on_cuda: bool) -> dict[str, dict[str, int]]:
-    words = "dpo --model_name_or_path allenai/OLMo-2-1124-7B --gpus_per_node 8 --activation_checkpointing full"
+    words = (
+        "dpo --model_name_or_path allenai/OLMo-2-1124-7B --gpus_per_node 8 "
+        "--activation_checkpointing full"
+    )
     activations.profile_of.cache_clear()
     plan = plan_of(replace(parse_request(words.split()).setting, on_cuda=on_cuda))
     return {phase.name: dict(phase.parts) for phase in plan.phases}
@@ -78,7 +95,9 @@ def parts_of(*, on_cuda: bool) -> dict[str, dict[str, int]]:
 
 def test_plan_counts_it_on_cuda_alone() -> None:
     on_cuda, on_cpu = parts_of(on_cuda=True), parts_of(on_cuda=False)
-    assert all(parts[SCRATCH] >= 64 * MIB and parts[CUDA] > HALF_A_GIB for parts in on_cuda.values())
+    assert all(
+        parts[SCRATCH] >= 64 * MIB and parts[CUDA] > HALF_A_GIB for parts in on_cuda.values()
+    )
     assert not any({SCRATCH, CUDA} & parts.keys() for parts in on_cpu.values())
 
 

@@ -132,23 +132,34 @@ PARTLY = {"rope_theta": 1e4, "partial_rotary_factor": "half"}
         ({"model_type": "gpt2"}, ("unsupported_model", None, "model_type", "'gpt2'")),
         ({"hidden_size": None}, ("bad_model", None, "hidden_size")),
         ({"vocab_size": -5}, ("bad_model", None, "vocab_size", "5", "1")),
-        ({"num_key_value_heads": 3}, ("bad_model", None, "num_attention_heads", "4", "num_key_value_heads")),
+        (
+            {"num_key_value_heads": 3},
+            ("bad_model", None, "num_attention_heads", "4", "num_key_value_heads"),
+        ),
         ({"sliding_window": 0}, ("bad_model", None, "sliding_window", "0")),
         (EXPERTS | {"mlp_only_layers": "0"}, ("bad_model", None, "mlp_only_layers", "'0'")),
         (EXPERTS | {"decoder_sparse_step": "2"}, ("bad_model", None, "decoder_sparse_step", "'2'")),
-        ({"layer_types": ["full_attention"]}, ("bad_model", None, "layer_types", "num_hidden_layers", "4")),
+        (
+            {"layer_types": ["full_attention"]},
+            ("bad_model", None, "layer_types", "num_hidden_layers", "4"),
+        ),
         (
             {"layer_types": ["full_attention", "linear_attention"] * 2},
             ("unsupported_model", None, "layer_types", "'linear_attention'", "3"),
         ),
-        (DELTA | {"full_attention_interval": 2}, ("bad_model", None, "layer_types", "num_hidden_layers", "4")),
+        (
+            DELTA | {"full_attention_interval": 2},
+            ("bad_model", None, "layer_types", "num_hidden_layers", "4"),
+        ),
         (
             DELTA | {"layer_types": ["full_attention"] * 4, "rope_parameters": PARTLY},
             ("bad_model", None, "partial_rotary_factor", "'half'"),
         ),
     ],
 )
-def test_config_that_is_no_shape_is_refused(tmp_path: Path, changes: dict[str, Any], message: tuple[Any, ...]) -> None:
+def test_config_that_is_no_shape_is_refused(
+    tmp_path: Path, changes: dict[str, Any], message: tuple[Any, ...]
+) -> None:
     with refused(*message):
         model_shape(str(write_config(tmp_path, **changes)))
 
@@ -161,7 +172,9 @@ def test_config_that_is_no_shape_is_refused(tmp_path: Path, changes: dict[str, A
         ("[]", ("unreadable_file", None, "JSON list")),
     ],
 )
-def test_config_that_cannot_be_read_is_refused(tmp_path: Path, text: str | None, message: tuple[Any, ...]) -> None:
+def test_config_that_cannot_be_read_is_refused(
+    tmp_path: Path, text: str | None, message: tuple[Any, ...]
+) -> None:
     if text is not None:
         (tmp_path / "config.json").write_text(text)
     with refused(*message):
@@ -169,17 +182,46 @@ def test_config_that_cannot_be_read_is_refused(tmp_path: Path, text: str | None,
 
 
 SHAPE = model_shape("Qwen/Qwen3-8B")
-DPO = ["--model_name_or_path", "Qwen/Qwen3-8B", "--mixer_list", "pairs.jsonl", "1.0", "--output_dir", "out"]
-GRPO = ["--model_name_or_path", "Qwen/Qwen3-8B", "--dataset_mixer_list", "prompts.jsonl", "1.0", "--output_dir", "out"]
+DPO = [
+    "--model_name_or_path",
+    "Qwen/Qwen3-8B",
+    "--mixer_list",
+    "pairs.jsonl",
+    "1.0",
+    "--output_dir",
+    "out",
+]
+GRPO = [
+    "--model_name_or_path",
+    "Qwen/Qwen3-8B",
+    "--dataset_mixer_list",
+    "prompts.jsonl",
+    "1.0",
+    "--output_dir",
+    "out",
+]
 
 
 def test_workload_of_dpo() -> None:
-    flags = ["--max_seq_length", "1024", "--per_device_train_batch_size", "2", "--gradient_accumulation_steps", "4"]
+    flags = [
+        "--max_seq_length",
+        "1024",
+        "--per_device_train_batch_size",
+        "2",
+        "--gradient_accumulation_steps",
+        "4",
+    ]
     workload = workload_of(parse(DPOConfig, [*DPO, *flags]), SHAPE, resolve_layout([8]))
     assert (workload.tokens_per_microbatch, workload.label_tokens_per_microbatch) == (4096, 4096)
-    assert (workload.num_microbatches, workload.reference_pass_tokens, workload.scorings) == (4, 4096, ())
+    assert (workload.num_microbatches, workload.reference_pass_tokens, workload.scorings) == (
+        4,
+        4096,
+        (),
+    )
     assert workload.checkpointing_modules == () and workload.export_bytes_per_param == 2
-    simpo = workload_of(parse(DPOConfig, [*DPO, "--loss_type", "simpo"]), SHAPE, resolve_layout([8]))
+    simpo = workload_of(
+        parse(DPOConfig, [*DPO, "--loss_type", "simpo"]), SHAPE, resolve_layout([8])
+    )
     assert simpo.reference_pass_tokens == 0
     # A reference that follows is there throughout.
     flags = ["--loss_type", "dpo", "wpo", "--weight_alignment", "--ref_policy_update_freq", "2"]
@@ -189,31 +231,67 @@ def test_workload_of_dpo() -> None:
 
 
 def test_workload_of_grpo() -> None:
-    flags = ["--max_prompt_token_length", "256", "--response_length", "768", "--num_unique_prompts_rollout", "32"]
-    flags += ["--num_samples_per_prompt_rollout", "8", "--num_mini_batches", "2", "--num_epochs", "3", "--beta", "0.1"]
+    flags = [
+        "--max_prompt_token_length",
+        "256",
+        "--response_length",
+        "768",
+        "--num_unique_prompts_rollout",
+        "32",
+    ]
+    flags += [
+        "--num_samples_per_prompt_rollout",
+        "8",
+        "--num_mini_batches",
+        "2",
+        "--num_epochs",
+        "3",
+        "--beta",
+        "0.1",
+    ]
     flags += ["--vllm_num_engines", "4", "--vllm_tensor_parallel_size", "2"]
     workload = workload_of(parse(GRPOConfig, [*GRPO, *flags]), SHAPE, resolve_layout([8]))
-    # 256 completions in two mini-batches over 8 ranks are 16 each, 4 of 1,024 tokens in a microbatch of 4,096.
+    # 256 completions in two mini-batches over 8 ranks are 16 each, 4 of 1,024 tokens in a
+    # microbatch of 4,096.
     assert (workload.num_microbatches, workload.num_updates) == (4, 6)
     frozen = Scoring(shape=SHAPE, num_rounds=2)
     assert workload.tokens_per_microbatch == 4096
     assert workload.scorings == (frozen, replace(frozen, stands_as="reference policy"))
-    assert (workload.num_engines, workload.engine_tensor_degree, workload.sync_backend) == (4, 2, "nccl")
+    assert (workload.num_engines, workload.engine_tensor_degree, workload.sync_backend) == (
+        4,
+        2,
+        "nccl",
+    )
     assert workload.kv_cache_bytes == 0
 
 
 def test_workload_of_streams() -> None:
-    """A teacher of another size, conversations in microbatches of their own, and tokens chosen in every update."""
-    flags = ["--num_mini_batches", "2", "--num_epochs", "3", "--teacher_model_name_or_path", "Qwen/Qwen3-4B"]
+    """A teacher of another size, conversations in microbatches of their own, and tokens chosen in
+    every update.
+    """
+    flags = [
+        "--num_mini_batches",
+        "2",
+        "--num_epochs",
+        "3",
+        "--teacher_model_name_or_path",
+        "Qwen/Qwen3-4B",
+    ]
     flags += ["--top_entropy_quantile", "0.2"]
     flags += ["--sft_mixer_list", "chats.jsonl", "1.0", "--sft_rows_per_step", "200"]
     workload = workload_of(parse(GRPOConfig, [*GRPO, *flags]), SHAPE, resolve_layout([8]))
-    frozen, chosen = Scoring(shape=SHAPE, num_rounds=2), Scoring(shape=SHAPE, num_rounds=6, num_values=2)
+    frozen, chosen = (
+        Scoring(shape=SHAPE, num_rounds=2),
+        Scoring(shape=SHAPE, num_rounds=6, num_values=2),
+    )
     teacher = Scoring(shape=model_shape("Qwen/Qwen3-4B"), stands_as="teacher", num_rounds=2)
     assert workload.scorings == (frozen, teacher, chosen)
-    # Of 64 completions a rank has 4 in a mini-batch, of 200 conversations 13; 8 of 512 tokens are in a microbatch.
+    # Of 64 completions a rank has 4 in a mini-batch, of 200 conversations 13; 8 of 512 tokens are
+    # in a microbatch.
     assert workload.num_microbatches == 1 + 2
-    with_critic = workload_of(parse(GRPOConfig, [*GRPO, *flags, "--advantages", "gae"]), SHAPE, resolve_layout([8]))
+    with_critic = workload_of(
+        parse(GRPOConfig, [*GRPO, *flags, "--advantages", "gae"]), SHAPE, resolve_layout([8])
+    )
     assert (with_critic.num_microbatches, with_critic.of_critic.num_microbatches) == (1 + 2, 1)
     assert workload.records_entropy and workload.num_values == 2
 
@@ -224,16 +302,22 @@ def test_engine_that_shares_the_learners_gpu_takes_its_part() -> None:
     def beside_weights(*flags: str, on_cuda: bool = True) -> int:
         config = parse(GRPOConfig, [*GRPO, "--single_gpu_mode", *flags])
         device = device_named("memory_gib=80")
-        setting = Setting(config=config, shape=SHAPE, gpus_per_node=(1,), device=device, on_cuda=on_cuda)
+        setting = Setting(
+            config=config, shape=SHAPE, gpus_per_node=(1,), device=device, on_cuda=on_cuda
+        )
         workload = setting.workload
         assert workload.sync_backend == "ipc"
         return workload.kv_cache_bytes
 
-    assert beside_weights("--vllm_gpu_memory_utilization", "0.5") == 40 * 2**30 - 2 * SHAPE.num_params
+    assert (
+        beside_weights("--vllm_gpu_memory_utilization", "0.5") == 40 * 2**30 - 2 * SHAPE.num_params
+    )
     cache = ["--vllm_kv_cache_mib", "1024"]
     a_token, a_sequence = 2 * (3 * SHAPE.layers[0].d_ff + 4 * SHAPE.d_model), 8 * SHAPE.vocab_size
     assert beside_weights(*cache) == 2**30 + 16384 * a_token + 256 * a_sequence
-    given = beside_weights(*cache, "--vllm_max_num_batched_tokens", "4096", "--vllm_max_num_seqs", "64")
+    given = beside_weights(
+        *cache, "--vllm_max_num_batched_tokens", "4096", "--vllm_max_num_seqs", "64"
+    )
     assert given == 2**30 + 4096 * a_token + 64 * a_sequence
     # On a CPU an engine takes no share of the host, and its cache has a size of its own.
     cache = ["--vllm_kv_cache_mib", str(CPU_KV_CACHE_MIB)]

@@ -1,7 +1,9 @@
-"""Planned bytes of parameters, gradients and optimizer states against what a rank of a real model really holds.
+"""Planned bytes of parameters, gradients and optimizer states against what a rank of a real model
+really holds.
 
-The model is built and sharded as in a run, in a process group without other processes; rank by rank it takes one step
-with whatever the collectives leave in the buffers, and the storages it then holds are added up.
+The model is built and sharded as in a run, in a process group without other processes; rank by rank
+it takes one step with whatever the collectives leave in the buffers, and the storages it then holds
+are added up.
 """
 
 from collections.abc import Iterable
@@ -15,23 +17,23 @@ from olmo_core.distributed.parallel import build_world_mesh
 from olmo_core.train.train_module.transformer.common import parallelize_model
 from torch.distributed.tensor import DTensor
 
+from open_instruct.batching.prefixes import FullRows
+from open_instruct.commands.tiny_model import SIZES, tiny_config
 from open_instruct.config.lora import MODULES_OF_TARGETS, LoRASection
 from open_instruct.config.sections import OptimSection
-from open_instruct.families import FAMILIES
-from open_instruct.learner.olmo_core.fsdp2 import hand_gradients_over
-from open_instruct.learner.optim.optimizers import build_optimizer_config
+from open_instruct.core.families import FAMILIES
+from open_instruct.core.shard_layout import ShardLayout
 from open_instruct.models.build import build_model
 from open_instruct.models.experts import routed
 from open_instruct.models.hf.names import clean_name
 from open_instruct.models.lora.adapters import adapt
-from open_instruct.packing.prefixes import FullRows
 from open_instruct.parallel.data_parallel import parallel_configs
 from open_instruct.parallel.layout import resolve_layout
 from open_instruct.planning.memory.state import state_bytes
 from open_instruct.planning.subject.model import Adapters, ModelShape, shape_of_fields
 from open_instruct.planning.subject.workload import Scoring, Workload
-from open_instruct.shard_layout import ShardLayout
-from open_instruct.toys.tiny import SIZES, tiny_config
+from open_instruct.training.olmo_core.fsdp2 import hand_gradients_over
+from open_instruct.training.optim.optimizers import build_optimizer_config
 from tests.tiers import mark_extended
 from tests.unit.conftest import JoinAs
 from tests.unit.planning.test_planning_memory import phases_of
@@ -91,12 +93,15 @@ LAYOUTS = {
 
 def config_of(family: str, is_tied: bool, size: dict[str, int] = UNEVEN) -> Any:
     if FAMILIES[family].expert_size is not None:
-        size = {**size, "hidden_size": 136, "intermediate_size": 4 * 56}  # experts are multiples of 8 wide
+        # Experts are multiples of 8 wide.
+        size = {**size, "hidden_size": 136, "intermediate_size": 4 * 56}
     return tiny_config(family, size, vocab_size=size["vocab_size"], tie=is_tied)  # type: ignore[arg-type]
 
 
 def shape_of(hf_config: Any, adapters: Adapters | None = None) -> ModelShape:
-    return replace(shape_of_fields(hf_config.to_dict(), name="tiny", where="config.json"), adapters=adapters)
+    return replace(
+        shape_of_fields(hf_config.to_dict(), name="tiny", where="config.json"), adapters=adapters
+    )
 
 
 def sharded_model(hf_config: Any, layout: ShardLayout, *, lora: LoRASection | None = None) -> Any:
@@ -120,20 +125,35 @@ def sharded_model(hf_config: Any, layout: ShardLayout, *, lora: LoRASection | No
 
 def storage_bytes(tensors: Iterable[torch.Tensor | None]) -> int:
     """Bytes of all storages behind `tensors`, each once."""
-    local = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors if tensor is not None]
-    storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in local}
+    local = [
+        tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        for tensor in tensors
+        if tensor is not None
+    ]
+    storages = {
+        tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in local
+    }
     return sum(storages.values())
 
 
 def held_after_a_step(model: Any, optimizer: str, computing: Any = None) -> tuple[int, int, int]:
-    optim = build_optimizer_config(OptimSection(optimizer=optimizer), device=CPU, names=()).build(model)  # type: ignore[arg-type]
+    optim = build_optimizer_config(OptimSection(optimizer=optimizer), device=CPU, names=()).build(
+        model
+    )  # type: ignore[arg-type]
     ids_BT = torch.zeros(1, NUM_TOKENS, dtype=torch.long)
-    (computing or model)(ids_BT, labels=ids_BT, loss_reduction="sum", return_logits=False).loss.backward()
+    (computing or model)(
+        ids_BT, labels=ids_BT, loss_reduction="sum", return_logits=False
+    ).loss.backward()
     gradients = storage_bytes(parameter.grad for parameter in model.parameters())
     if optimizer == "skip_step_adamw":
         optim.latest_loss = optim.latest_grad_norm = torch.zeros(())
     optim.step()
-    states = [value for state in optim.state.values() for value in state.values() if isinstance(value, torch.Tensor)]
+    states = [
+        value
+        for state in optim.state.values()
+        for value in state.values()
+        if isinstance(value, torch.Tensor)
+    ]
     return storage_bytes(model.parameters()), gradients, storage_bytes(states)
 
 
@@ -141,7 +161,10 @@ CASES = [
     *(("olmo2", False, name) for name in LAYOUTS),
     *(("qwen3", True, name) for name in ("24 tensor 2", "1024")),
     *(("qwen3_moe", False, name) for name in ("8 as 2 replicas", "24")),
-    *((family, is_tied, "24") for family, is_tied in [("olmo3", False), ("qwen3", False), ("llama", True)]),
+    *(
+        (family, is_tied, "24")
+        for family, is_tied in [("olmo3", False), ("qwen3", False), ("llama", True)]
+    ),
 ]
 FEW_CASES = [
     *(("olmo2", False, name) for name in ("1", "8 as 2 replicas", "24 tensor 2")),
@@ -151,7 +174,9 @@ FEW_CASES = [
 
 
 @pytest.mark.parametrize(("family", "is_tied", "layout_name"), mark_extended(CASES, but=FEW_CASES))
-def test_state_is_what_the_sharded_model_holds(join_as: JoinAs, family: str, is_tied: bool, layout_name: str) -> None:
+def test_state_is_what_the_sharded_model_holds(
+    join_as: JoinAs, family: str, is_tied: bool, layout_name: str
+) -> None:
     layout, hf_config = LAYOUTS[layout_name], config_of(family, is_tied)
     for rank in sorted({0, layout.world_size * 2 // 3, layout.world_size - 1}):
         join_as(rank, layout.world_size)
@@ -159,8 +184,11 @@ def test_state_is_what_the_sharded_model_holds(join_as: JoinAs, family: str, is_
         assert state_bytes(shape_of(hf_config), layout, WORKLOAD, rank=rank) == held, f"rank {rank}"
 
 
-@pytest.mark.parametrize("shard_degree", [2, 8])  # of the last 2 experts of a rank, or of one, replicas have a part
-def test_state_of_experts_that_are_split(join_as: JoinAs, shard_degree: int, monkeypatch: pytest.MonkeyPatch) -> None:
+# Of the last 2 experts of a rank, or of one, replicas have a part.
+@pytest.mark.parametrize("shard_degree", [2, 8])
+def test_state_of_experts_that_are_split(
+    join_as: JoinAs, shard_degree: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(routed, "all_to_all_single", lambda counts, *_: counts)
     monkeypatch.setattr(routed, "all_to_all_single_autograd", lambda rows, *_: rows.clone())
     layout = layout_of(24, fsdp_shard_degree=shard_degree, expert_parallel_degree=shard_degree)
@@ -170,12 +198,17 @@ def test_state_of_experts_that_are_split(join_as: JoinAs, shard_degree: int, mon
         model = sharded_model(hf_config, layout)
         stacks = [each for each in model.parameters() if each.ndim == 3]
         assert stacks and all("Strided" in str(each.placements) for each in stacks)
-        assert state_bytes(shape_of(hf_config), layout, WORKLOAD, rank=rank) == held_after_a_step(model, "adamw")
+        assert state_bytes(shape_of(hf_config), layout, WORKLOAD, rank=rank) == held_after_a_step(
+            model, "adamw"
+        )
 
 
 # Fewer rows of a half than there are shards, and more.
 LORAS = {
-    "all": (LoRASection(use_lora=True, lora_r=12), Adapters(rank=12, modules=tuple(MODULES_OF_TARGETS.values()))),
+    "all": (
+        LoRASection(use_lora=True, lora_r=12),
+        Adapters(rank=12, modules=tuple(MODULES_OF_TARGETS.values())),
+    ),
     "some": (
         LoRASection(use_lora=True, lora_r=7, lora_target_modules=["v_proj", "down_proj"]),
         Adapters(rank=7, modules=("attention.w_v", "feed_forward.w2")),
@@ -196,20 +229,31 @@ LORAS = {
 def test_frozen_model_has_states_for_adapters_only(
     join_as: JoinAs, family: str, is_tied: bool, layout_name: str, name: str
 ) -> None:
-    layout, hf_config, (lora, adapters) = LAYOUTS[layout_name], config_of(family, is_tied), LORAS[name]
+    layout, hf_config, (lora, adapters) = (
+        LAYOUTS[layout_name],
+        config_of(family, is_tied),
+        LORAS[name],
+    )
     shape = shape_of(hf_config, adapters)
     for rank in sorted({0, layout.world_size - 1}):
         join_as(rank, layout.world_size)
         model = sharded_model(hf_config, layout, lora=lora)
-        real = [(clean_name(name), tuple(each.shape), each.requires_grad) for name, each in model.named_parameters()]
+        real = [
+            (clean_name(name), tuple(each.shape), each.requires_grad)
+            for name, each in model.named_parameters()
+        ]
         assert [(each.name, each.shape, each.is_trained) for each in shape.parameters] == real
-        assert state_bytes(shape, layout, WORKLOAD, rank=rank) == held_after_a_step(model, "adamw"), f"rank {rank}"
+        assert state_bytes(shape, layout, WORKLOAD, rank=rank) == held_after_a_step(
+            model, "adamw"
+        ), f"rank {rank}"
 
 
 @pytest.mark.parametrize("family", ["qwen2", "olmo_hybrid", "qwen3_5_text"])
 @pytest.mark.parametrize("layout_name", ["1", "8 as 2 replicas", "24"])
 def test_frozen_model_in_4_bits(join_as: JoinAs, layout_name: str, family: str) -> None:
-    """Some of its matrices have adapters, and the blocks are in 4 bits; 24 ranks have uneven parts."""
+    """Some of its matrices have adapters, and the blocks are in 4 bits; 24 ranks have uneven
+    parts.
+    """
     layout, (lora, adapters) = LAYOUTS[layout_name], LORAS["some"]
     hf_config = config_of(family, False, {**UNEVEN, "hidden_size": 192, "intermediate_size": 320})
     shape = shape_of(hf_config, replace(adapters, in_4_bits=True))
@@ -242,7 +286,8 @@ def test_frozen_model_beside_is_what_it_holds(join_as: JoinAs) -> None:
         assert phases["backward"][name] == held, name
 
 
-# Rows in blocks of 64, of 32 where tensor ranks cut them, and of 4, which is too few; some matrices are too small.
+# Rows in blocks of 64, of 32 where tensor ranks cut them, and of 4, which is too few; some matrices
+# are too small.
 IN_BLOCKS = {**UNEVEN, "hidden_size": 192, "intermediate_size": 320}
 
 
@@ -256,7 +301,11 @@ IN_BLOCKS = {**UNEVEN, "hidden_size": 192, "intermediate_size": 320}
     ],
 )
 def test_state_of_other_optimizers(
-    join_as: JoinAs, monkeypatch: pytest.MonkeyPatch, optimizer: str, layout_name: str, size: dict[str, int]
+    join_as: JoinAs,
+    monkeypatch: pytest.MonkeyPatch,
+    optimizer: str,
+    layout_name: str,
+    size: dict[str, int],
 ) -> None:
     # Pretended ranks send nothing, and refuse one that has nothing to send.
     monkeypatch.setattr(dist, "all_to_all_single", lambda *_: None)
@@ -286,9 +335,14 @@ def test_state_of_one_gpu_without_sharding(param_dtype: str) -> None:
 
 @pytest.mark.parametrize(
     ("family", "is_tied", "fields"),
-    [*((*each, {}) for each in TIED_OR_NOT), ("qwen3_moe", False, {"mlp_only_layers": [0], "num_hidden_layers": 3})],
+    [
+        *((*each, {}) for each in TIED_OR_NOT),
+        ("qwen3_moe", False, {"mlp_only_layers": [0], "num_hidden_layers": 3}),
+    ],
 )
-def test_parameters_are_those_of_the_model(family: str, is_tied: bool, fields: dict[str, Any]) -> None:
+def test_parameters_are_those_of_the_model(
+    family: str, is_tied: bool, fields: dict[str, Any]
+) -> None:
     hf_config = config_of(family, is_tied)
     for name, value in fields.items():
         setattr(hf_config, name, value)
@@ -297,7 +351,9 @@ def test_parameters_are_those_of_the_model(family: str, is_tied: bool, fields: d
     assert [(parameter.name, parameter.shape) for parameter in shape.parameters] == [*real.items()]
     assert shape.num_params == sum(parameter.numel() for parameter in model.parameters())
     # Embeddings that are tied belong to the root.
-    in_units = sum(unit.count * sum(each.num_params for each in unit.parameters) for unit in shape.units)
+    in_units = sum(
+        unit.count * sum(each.num_params for each in unit.parameters) for unit in shape.units
+    )
     assert in_units == shape.num_params
 
 
@@ -305,5 +361,7 @@ def test_parameters_are_those_of_the_model(family: str, is_tied: bool, fields: d
 def test_windows_are_those_of_the_model(family: str) -> None:
     hf_config = config_of(family, False, SIZES["tiny"])
     backends = [attention.backend for attention in build_model(hf_config).attentions]
-    real = tuple(None if backend.window_size[0] < 0 else backend.window_size[0] + 1 for backend in backends)
+    real = tuple(
+        None if backend.window_size[0] < 0 else backend.window_size[0] + 1 for backend in backends
+    )
     assert shape_of(hf_config).windows == real

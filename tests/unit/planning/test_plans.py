@@ -1,7 +1,8 @@
 """Plans of many settings: their figures and their advice are those of plans.yaml.
 
-What the figures are right by stands in the tests beside this one: blocks and steps that PyTorch traces, and sums by
-hand. These hold all settings where they are. A change that is meant to move them writes the file anew:
+What the figures are right by stands in the tests beside this one: blocks and steps that PyTorch
+traces, and sums by hand. These hold all settings where they are. A change that is meant to move
+them writes the file anew:
 
     python -m tests.unit.planning.test_plans
 """
@@ -58,18 +59,27 @@ def without(words: list[str], flags: Iterable[str]) -> list[str]:
 
 
 @pytest.mark.parametrize("recorded", PLANS, ids=lambda recorded: recorded["run"])
-def test_plan_has_recorded_figures_and_its_advice_is_the_plan_of_the_flags_it_names(recorded: dict[str, Any]) -> None:
+def test_plan_has_recorded_figures_and_its_advice_is_the_plan_of_the_flags_it_names(
+    recorded: dict[str, Any],
+) -> None:
     words = recorded["run"].split()
     plan = planned(words)
     changes = advised(plan)
-    assert record_of(plan, changes) == {name: value for name, value in recorded.items() if name != "run"}
+    assert record_of(plan, changes) == {
+        name: value for name, value in recorded.items() if name != "run"
+    }
     for name, change in changes.items():
-        nodes = ["--num_nodes", str(len(change.plan.setting.gpus_per_node))] if "num_nodes" in change.values else []
+        nodes = (
+            ["--num_nodes", str(len(change.plan.setting.gpus_per_node))]
+            if "num_nodes" in change.values
+            else []
+        )
         again = planned([*without(words, change.values), *change.flags.split(), *nodes])
         assert again.phases == change.plan.phases and again.has_room, name
-        assert change.plan.tokens_per_step == plan.tokens_per_step or {"num_nodes", "tensor_parallel_degree"} & set(
-            change.values
-        )
+        assert change.plan.tokens_per_step == plan.tokens_per_step or {
+            "num_nodes",
+            "tensor_parallel_degree",
+        } & set(change.values)
 
 
 def write() -> None:
@@ -78,7 +88,9 @@ def write() -> None:
     for recorded in PLANS:
         plan = planned(recorded["run"].split())
         records.append({"run": recorded["run"]} | record_of(plan, advised(plan)))
-    FILE.write_text(f"{head}\n\n{yaml.safe_dump(records, sort_keys=False, width=10**6)}", encoding="utf-8")
+    FILE.write_text(
+        f"{head}\n\n{yaml.safe_dump(records, sort_keys=False, width=10**6)}", encoding="utf-8"
+    )
 
 
 if __name__ == "__main__":

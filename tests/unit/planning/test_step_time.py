@@ -4,7 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from open_instruct.packing.prefixes import FullRows
+from open_instruct.batching.prefixes import FullRows
+from open_instruct.core.shard_layout import ShardLayout
 from open_instruct.parallel.layout import resolve_layout
 from open_instruct.planning.step_time import StepTime, attended_pairs, flops_per_step, gb_per_second
 from open_instruct.planning.step_time import step_time as step_time_of
@@ -18,10 +19,10 @@ from open_instruct.planning.traffic import (
     traffic_of_weight_sync,
     traffic_per_step,
 )
-from open_instruct.shard_layout import ShardLayout
 from tests.refusals import refused
 
-# 2 layers of width 4: 3 x 4 x 8 numbers in the feed-forward, 4 x 4 x 4 in attention, 160 in all; vocabulary of 10.
+# 2 layers of width 4: 3 x 4 x 8 numbers in the feed-forward, 4 x 4 x 4 in attention, 160 in all;
+# vocabulary of 10.
 SHAPE = ModelShape(
     name="hand",
     family="llama",
@@ -51,7 +52,9 @@ ALONE = resolve_layout([1], single_device=True)
 SLOW = Device(name="slow", memory_gib=1, peak_tflops_bf16=1, in_node_gb_s=100, cross_node_gb_s=10)
 
 
-def step_time(shape: ModelShape, layout: ShardLayout, workload: Workload, device: Device, *, mfu: float) -> StepTime:
+def step_time(
+    shape: ModelShape, layout: ShardLayout, workload: Workload, device: Device, *, mfu: float
+) -> StepTime:
     exchanges = traffic_per_step(shape, layout, workload)
     return step_time_of(shape, layout, workload, device, exchanges=exchanges, mfu=mfu)
 
@@ -63,7 +66,10 @@ def test_frozen_matrix_has_no_gradient_of_its_own() -> None:
     assert flops_per_step(frozen, ALONE, WORK) == 3 * (FORWARD + of_adapters) - 2 * MATRICES - HEAD
     with_head = replace(frozen, scores=True)
     one_row = HEAD // 10
-    assert flops_per_step(with_head, ALONE, WORK) == 3 * (FORWARD - HEAD + one_row + of_adapters) - 2 * MATRICES
+    assert (
+        flops_per_step(with_head, ALONE, WORK)
+        == 3 * (FORWARD - HEAD + one_row + of_adapters) - 2 * MATRICES
+    )
 
 
 def test_ring() -> None:
@@ -95,7 +101,8 @@ def test_group_on_two_nodes_uses_the_port_of_each_of_its_gpus() -> None:
     assert speed({}, "shard") == 100
     assert speed({}, "replica") == 10
     assert speed({"tensor_parallel_degree": 4, "fsdp_shard_degree": 8}, "shard") == 40
-    assert speed({"fsdp_shard_degree": 32}, "shard") == 100  # 16 ports are faster than the link to them
+    # 16 ports are faster than the link to them.
+    assert speed({"fsdp_shard_degree": 32}, "shard") == 100
 
 
 def test_pairs_of_causal_attention() -> None:
@@ -110,7 +117,9 @@ def test_arithmetic_of_training() -> None:
     assert flops_per_step(SHAPE, ALONE, replace(WORK, num_microbatches=4)) == 12 * FORWARD
     in_float8 = replace(WORK, multiplies_in_float8=True)
     assert flops_per_step(SHAPE, ALONE, in_float8) == 3 * (FORWARD - MATRICES)
-    by_policy, by_reference = (Scoring(shape=SHAPE, stands_as=stands_as) for stands_as in ("", "reference policy"))
+    by_policy, by_reference = (
+        Scoring(shape=SHAPE, stands_as=stands_as) for stands_as in ("", "reference policy")
+    )
     scored = replace(in_float8, scorings=(by_policy, by_reference))
     assert flops_per_step(SHAPE, ALONE, scored) == 4 * (FORWARD - MATRICES) + FORWARD
 
@@ -118,12 +127,16 @@ def test_arithmetic_of_training() -> None:
 def test_arithmetic_of_recomputation(monkeypatch: pytest.MonkeyPatch) -> None:
     full = replace(WORK, checkpointing="full")
     assert flops_per_step(SHAPE, ALONE, full) == 4 * FORWARD - HEAD
-    of_one = replace(WORK, checkpointing="selected_modules", checkpointing_modules=("blocks.*.attention",))
+    of_one = replace(
+        WORK, checkpointing="selected_modules", checkpointing_modules=("blocks.*.attention",)
+    )
     assert flops_per_step(SHAPE, ALONE, of_one) == 3 * FORWARD + 2 * (2 * 64 * 6) + sum(ATTENTION)
     # Two labels a chunk, of which a GPU keeps the product for none, one, or both.
     monkeypatch.setattr("open_instruct.planning.memory.activations.MAX_LOGITS_BYTES", 2 * 4 * 10)
     for num_kept_bytes, again in ((0, HEAD), (2 * 10 * 2, HEAD // 2), (1 << 30, 0)):
-        monkeypatch.setattr("open_instruct.planning.memory.activations.MAX_KEPT_BYTES", num_kept_bytes)
+        monkeypatch.setattr(
+            "open_instruct.planning.memory.activations.MAX_KEPT_BYTES", num_kept_bytes
+        )
         assert flops_per_step(SHAPE, ALONE, WORK) == 3 * FORWARD + again
         assert flops_per_step(SHAPE, ALONE, replace(WORK, on_cuda=False)) == 3 * FORWARD + HEAD
 
@@ -143,9 +156,14 @@ def test_arithmetic_under_tensor_parallelism() -> None:
 
 
 def test_arithmetic_of_log_probs_that_are_fixed() -> None:
-    """Six updates of two mini-batches, each of which the policy and a teacher of other width see once."""
+    """Six updates of two mini-batches, each of which the policy and a teacher of other width see
+    once.
+    """
     wide = replace(SHAPE, layers=(LayerShape(d_ff=16), LayerShape(d_ff=16, window=2)))
-    scorings = (Scoring(shape=SHAPE, num_rounds=2), Scoring(shape=wide, stands_as="teacher", num_rounds=2))
+    scorings = (
+        Scoring(shape=SHAPE, num_rounds=2),
+        Scoring(shape=wide, stands_as="teacher", num_rounds=2),
+    )
     of_wide = FORWARD + 2 * 2 * (3 * 4 * 8) * 6
     grpo = replace(WORK, num_updates=6, scorings=scorings)
     assert flops_per_step(SHAPE, ALONE, grpo) == (6 * 3 + 2) * FORWARD + 2 * of_wide
@@ -157,7 +175,9 @@ def test_arithmetic_of_log_probs_that_are_fixed() -> None:
 
 
 def test_time_of_a_step_by_hand() -> None:
-    """Blocks have 160 matrix numbers and two norms of 4; shards are float32 when reduced, bfloat16 when gathered."""
+    """Blocks have 160 matrix numbers and two norms of 4; shards are float32 when reduced, bfloat16
+    when gathered.
+    """
     layout = resolve_layout([2, 2])
     block, embeddings, root = 168, 40, 44
     gathered = 2 * (2 * 2 * block + 2 * root + embeddings)
@@ -174,7 +194,9 @@ def test_time_of_a_step_by_hand() -> None:
 
 
 def test_tensor_exchanges_are_waited_for() -> None:
-    """Of 6 tokens, 4 features: forward and back 2 exchanges for each of 4 sublayers, the embeddings and the head."""
+    """Of 6 tokens, 4 features: forward and back 2 exchanges for each of 4 sublayers, the embeddings
+    and the head.
+    """
     layout = resolve_layout([2], tensor_parallel_degree=2)
     hidden, logits, norms = 6 * 4 * 2, 6 * 10 * 2 // 2, 5 * 4 * 2
     sent = hidden / 2 * (4 * 4 + 2 + 2) + logits / 2 * 2 + norms + 6 * 4 / 2
@@ -186,7 +208,9 @@ def test_tensor_exchanges_are_waited_for() -> None:
 
 def test_step_time_names_what_bounds_it() -> None:
     def of(compute_s: float, in_node_s: float, cross_node_s: float) -> StepTime:
-        return StepTime(compute_s=compute_s, in_node_s=in_node_s, cross_node_s=cross_node_s, waiting_s=0.0)
+        return StepTime(
+            compute_s=compute_s, in_node_s=in_node_s, cross_node_s=cross_node_s, waiting_s=0.0
+        )
 
     assert of(3, 2, 1).bound_by == "arithmetic"
     assert of(1, 3, 2).bound_by == "traffic within nodes"
@@ -200,7 +224,9 @@ def test_single_device_exchanges_nothing() -> None:
 
 
 def test_weights_in_memory_that_engines_share_are_not_sent() -> None:
-    assert traffic_of_weight_sync([(80, 160)], replace(WORK, num_engines=2, sync_backend="shm")) == ()
+    assert (
+        traffic_of_weight_sync([(80, 160)], replace(WORK, num_engines=2, sync_backend="shm")) == ()
+    )
 
 
 def test_devices() -> None:
@@ -224,7 +250,9 @@ def test_devices() -> None:
         ("NVIDIA H100 80GB HBM3", "h100", 80, 989),
     ],
 )
-def test_gpu_is_found_by_what_its_driver_calls_it(driver: str, name: str, memory_gib: float, tflops: float) -> None:
+def test_gpu_is_found_by_what_its_driver_calls_it(
+    driver: str, name: str, memory_gib: float, tflops: float
+) -> None:
     """Programs get a little less memory than the data sheet says."""
     device = find_gpu(driver)
     assert device is not None and device == device_named(name) == DEVICES[name]
@@ -233,7 +261,9 @@ def test_gpu_is_found_by_what_its_driver_calls_it(driver: str, name: str, memory
     assert device.has_bf16 == (name != "v100")
 
 
-@pytest.mark.parametrize("driver", ["NVIDIA RTX A6000", "Quadro RTX 6000", "NVIDIA A10", "Tesla T4"])
+@pytest.mark.parametrize(
+    "driver", ["NVIDIA RTX A6000", "Quadro RTX 6000", "NVIDIA A10", "Tesla T4"]
+)
 def test_gpu_that_is_none_of_ours_is_not_taken_for_one(driver: str) -> None:
     assert find_gpu(driver) is None
 

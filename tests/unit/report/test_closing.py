@@ -16,13 +16,26 @@ def finished(folder: Path, **architectures: Any) -> DPOConfig:
     """The flags of a run that has left its files in `folder`, as far as they are read."""
     (folder / "hf_model").mkdir(parents=True)
     (folder / "hf_model" / "config.json").write_text(json.dumps(architectures))
-    rows = [{"step": 1, "loss": 0.7, "rewards/margin": 0.0, "lr": None}, {"step": 2, "loss": 0.25, "rewards/margin": 1}]
+    rows = [
+        {"step": 1, "loss": 0.7, "rewards/margin": 0.0, "lr": None},
+        {"step": 2, "loss": 0.25, "rewards/margin": 1},
+    ]
     (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    words = ["--model_name_or_path", "M", "--mixer_list", "rows.jsonl", "1.0", "--output_dir", str(folder)]
+    words = [
+        "--model_name_or_path",
+        "M",
+        "--mixer_list",
+        "rows.jsonl",
+        "1.0",
+        "--output_dir",
+        str(folder),
+    ]
     return parse(DPOConfig, words)
 
 
-def test_closing_names_results_and_next_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_closing_names_results_and_next_steps(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = tmp_path / "out"
     config = finished(folder, architectures=["Olmo2ForCausalLM"])
     evaluations = [{"step": step, "eval/preference_accuracy": step / 4} for step in (0, 2)]
@@ -47,16 +60,23 @@ def test_accuracy_begins_where_the_policy_has_left_its_reference() -> None:
     assert step_ends(rows, "rewards/accuracy") == (0.5, 1.0)
     assert step_ends(rows, "rewards/margin") == (0.0, 2.0)
     # A loss without a reference tells pairs apart from the first step on.
-    assert step_ends([rows[0] | {"rewards/margin": 1.0}, *rows[1:]], "rewards/accuracy") == (0.0, 1.0)
+    assert step_ends([rows[0] | {"rewards/margin": 1.0}, *rows[1:]], "rewards/accuracy") == (
+        0.0,
+        1.0,
+    )
 
 
 def test_judge_is_not_talked_to(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    print_results(finished(tmp_path / "out", architectures=["Olmo2ForSequenceClassification"]), took_s=7200)
+    print_results(
+        finished(tmp_path / "out", architectures=["Olmo2ForSequenceClassification"]), took_s=7200
+    )
     said = capsys.readouterr().out
     assert "time: 2.0 h" in said and "talk: " not in said
 
 
-def test_run_without_a_model_says_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_run_without_a_model_says_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     config = finished(tmp_path / "out")
     (tmp_path / "out" / "metrics.jsonl").unlink()
     print_results(config, took_s=1)

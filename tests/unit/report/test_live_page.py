@@ -14,9 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from open_instruct.errors import InputError
+from open_instruct.commands.report import main
+from open_instruct.core.errors import InputError
 from open_instruct.report.live_page import LOOPBACK, LivePage, PageServer
-from open_instruct.report.page import main, report_page
+from open_instruct.report.page import report_page
 
 
 @pytest.fixture
@@ -33,7 +34,9 @@ def server(run: Path) -> Iterator[PageServer]:
         return report_page(folders, max_rollouts=0, version=version, refresh_s=refresh_s)
 
     with PageServer(LivePage([run], render)) as opened:
-        threading.Thread(target=opened.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+        threading.Thread(
+            target=opened.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True
+        ).start()
         yield opened
         opened.shutdown()
 

@@ -1,4 +1,6 @@
-"""`open-instruct report`: what the page has of a run, what it says of it, and that no text of a run is markup."""
+"""`open-instruct report`: what the page has of a run, what it says of it, and that no text of a run
+is markup.
+"""
 
 import base64
 import gzip
@@ -23,17 +25,17 @@ from open_instruct.config.flags import flags_of
 from open_instruct.config.grpo import GRPOConfig
 from open_instruct.config.parser import parse
 from open_instruct.config.resolved import write_config
-from open_instruct.errors import EXIT_INPUT
+from open_instruct.core.errors import EXIT_INPUT
+from open_instruct.core.records import Check, Completion, Prompt, RolloutGroup, Verdict
 from open_instruct.objectives.dpo import DPOConfig
 from open_instruct.parallel.layout import resolve_layout
-from open_instruct.records import Check, Completion, Prompt, RolloutGroup, Verdict
 from open_instruct.report import health, page
 from open_instruct.report.charts import MAX_POINTS, histograms_of, series_of
 from open_instruct.report.health import Finding, findings_of, parts_of_step
 from open_instruct.report.run_files import ABSENT, RunFiles, differing_flags, read_rollouts
 from open_instruct.report.run_forms import PlannedMemory, PlannedPhase
-from open_instruct.rollout.samples import RolloutStepBatch, training_samples
-from open_instruct.rollout.traces import write_traces
+from open_instruct.rl.samples import RolloutStepBatch, training_samples
+from open_instruct.rl.traces import write_traces
 from open_instruct.run.metrics_log import MetricsLog
 from open_instruct.run.run_directory import RunDirectory
 
@@ -45,7 +47,15 @@ NUM_STEPS = 3
 
 
 def grpo_config(folder: Path, *words: str) -> GRPOConfig:
-    needed = ["--model_name_or_path", EVIL, "--dataset_mixer_list", "p.jsonl", "1.0", "--output_dir", str(folder)]
+    needed = [
+        "--model_name_or_path",
+        EVIL,
+        "--dataset_mixer_list",
+        "p.jsonl",
+        "1.0",
+        "--output_dir",
+        str(folder),
+    ]
     return parse(GRPOConfig, [*needed, "--total_episodes", "192", *words])
 
 
@@ -53,7 +63,12 @@ def group_of(ticket: int, step: int, rewards: tuple[float, ...]) -> RolloutGroup
     size = len(rewards)
     return RolloutGroup(
         ticket=ticket,
-        prompt=Prompt(row_id=7, token_ids=(1, 2), text=PROMPT, checks=(Check(verifier="math", ground_truth="4"),)),
+        prompt=Prompt(
+            row_id=7,
+            token_ids=(1, 2),
+            text=PROMPT,
+            checks=(Check(verifier="math", ground_truth="4"),),
+        ),
         completions=tuple(
             Completion(
                 token_ids=tuple(range(index + 1)),
@@ -72,7 +87,9 @@ def group_of(ticket: int, step: int, rewards: tuple[float, ...]) -> RolloutGroup
 def write_step(folder: Path, step: int, rewards: tuple[float, ...] = (0.0, 1.0, 1.0)) -> Path:
     config = grpo_config(folder).rollout
     batch = RolloutStepBatch(groups=(group_of(step, step, rewards),))
-    return write_traces(folder, step, batch, training_samples(batch, config=config, version=step - 1))
+    return write_traces(
+        folder, step, batch, training_samples(batch, config=config, version=step - 1)
+    )
 
 
 @pytest.fixture
@@ -80,7 +97,11 @@ def run(tmp_path: Path) -> Path:
     """What a short GRPO run leaves, written by what runs write with."""
     directory = RunDirectory(path=tmp_path / "run")
     directory.create()
-    write_config(grpo_config(directory.path, "--beta", "0.5"), directory.config, {"world_size": 2, "evil": EVIL})
+    write_config(
+        grpo_config(directory.path, "--beta", "0.5"),
+        directory.config,
+        {"world_size": 2, "evil": EVIL},
+    )
     directory.write_layout(resolve_layout([2]))
     parts = {"parameters": 2**20, "activations": 2**21}
     phase = {"name": "backward", "total_bytes": 3 * 2**20, "parts": parts}
@@ -88,12 +109,30 @@ def run(tmp_path: Path) -> Path:
     metrics = MetricsLog(directory.metrics)
     for step in range(1, NUM_STEPS + 1):
         times = {"time/generate": 1.0, "time/train": 2.0, "time/sync": 0.5, "time/step": 4.0}
-        row = {"step": step, "reward": 0.25 * step, "loss": math.nan if step == 2 else 0.5, "peak_memory_gib": 0.5}
-        metrics.write(row | times | {"rho/hist_0_to_0.5": 0.25, "rho/hist_0.5_to_inf": 0.75, "eval/reward": 0.5})
+        row = {
+            "step": step,
+            "reward": 0.25 * step,
+            "loss": math.nan if step == 2 else 0.5,
+            "peak_memory_gib": 0.5,
+        }
+        metrics.write(
+            row
+            | times
+            | {"rho/hist_0_to_0.5": 0.25, "rho/hist_0.5_to_inf": 0.75, "eval/reward": 0.5}
+        )
         write_step(directory.path, step)
-    sample = {"row_id": 3, "prompt": PROMPT, "completion": EVIL, "ground_truth": [EVIL], "reward": 1.0, "scores": {}}
+    sample = {
+        "row_id": 3,
+        "prompt": PROMPT,
+        "completion": EVIL,
+        "ground_truth": [EVIL],
+        "reward": 1.0,
+        "scores": {},
+    }
     for step in (0, NUM_STEPS):
-        directory.write_evaluation({"step": step, "eval/pass_at_1": 0.25 + 0.1 * step, "samples": [sample]})
+        directory.write_evaluation(
+            {"step": step, "eval/pass_at_1": 0.25 + 0.1 * step, "samples": [sample]}
+        )
     directory.hf_model.mkdir()
     words = Tokenizer(WordLevel({"zero": 0, "one": 1, "two": 2}, unk_token="zero"))
     words.save(str(directory.hf_model / "tokenizer.json"))
@@ -191,10 +230,13 @@ class TestPage:
         text = page.report_page([run], max_rollouts=100)
         assert "alert(1)</script>" not in text and "<img" not in text
         parsed = _Page(text)
-        assert yaml.safe_dump({"evil": EVIL}, width=1000).rstrip() in parsed.words  # of config.yaml's head
+        # Of config.yaml's head.
+        assert yaml.safe_dump({"evil": EVIL}, width=1000).rstrip() in parsed.words
         assert EVIL in parsed.words  # the flag --model_name_or_path
         rows = json.loads(parsed.unpacked("text"))["rows"]
-        assert [row["completion"] for row in rows[:3]] == [f"{EVIL} answer {index}" for index in range(3)]
+        assert [row["completion"] for row in rows[:3]] == [
+            f"{EVIL} answer {index}" for index in range(3)
+        ]
         assert rows[0]["prompt"] == PROMPT
 
     def test_report_has_one_script_and_fetches_nothing(self, run: Path) -> None:
@@ -207,8 +249,15 @@ class TestPage:
         assert policy is not None
         assert policy.startswith("default-src 'none'") and f"script-src 'sha256-{digest}'" in policy
         assert not {tag for tag, _ in parsed.tags} & {"link", "img", "iframe"}
-        assert not [attributes for _, attributes in parsed.tags if attributes.keys() & {"src", "onclick", "onload"}]
-        assert "innerHTML" not in parsed.scripts[None] and "insertAdjacentHTML" not in parsed.scripts[None]
+        assert not [
+            attributes
+            for _, attributes in parsed.tags
+            if attributes.keys() & {"src", "onclick", "onload"}
+        ]
+        assert (
+            "innerHTML" not in parsed.scripts[None]
+            and "insertAdjacentHTML" not in parsed.scripts[None]
+        )
 
     def test_every_id_that_the_script_asks_for_is_there(self, run: Path) -> None:
         parsed = page_of(run)
@@ -220,8 +269,12 @@ class TestPage:
         curves, held_out = data["runs"][0]["curves"], data["runs"][0]["held_out"]
         assert curves["step"] == [1, 2, 3] and curves["columns"]["reward"] == [0.25, 0.5, 0.75]
         assert curves["columns"]["loss"] == [0.5, None, 0.5]
-        assert "rho/hist_0_to_0.5" not in curves["columns"] and "eval/reward" not in curves["columns"]
-        assert held_out["step"] == [0, 3] and held_out["columns"] == {"eval/pass_at_1": [0.25, 0.55]}
+        assert (
+            "rho/hist_0_to_0.5" not in curves["columns"] and "eval/reward" not in curves["columns"]
+        )
+        assert held_out["step"] == [0, 3] and held_out["columns"] == {
+            "eval/pass_at_1": [0.25, 0.55]
+        }
         assert list(curves["columns"])[:2] == ["reward", "loss"]
 
     def test_words_and_bars(self, run: Path) -> None:
@@ -235,17 +288,24 @@ class TestPage:
         assert "1 replica of the model, shard degree 2" in words
         tips = {attributes.get("title") for _, attributes in parsed.tags}
         assert {"activations: 2.0 MiB", "generate: 1.00 s", "other: 500 ms"} <= tips
-        assert "<code>--learning_rate</code>, or raise" in page.report_page([run], max_rollouts=0)  # in a remedy
+        # In a remedy.
+        assert "<code>--learning_rate</code>, or raise" in page.report_page([run], max_rollouts=0)
 
     def test_several_runs_are_compared(self, run: Path, tmp_path: Path) -> None:
         other = tmp_path / "deeper" / "run"
         shutil.copytree(run, other)
         write_config(grpo_config(other, "--beta", "0.25"), other / "config.yaml")
         parsed = page_of(run, other)
-        assert [each["name"] for each in json.loads(parsed.scripts["data"])["runs"]] == [str(run), str(other)]
+        assert [each["name"] for each in json.loads(parsed.scripts["data"])["runs"]] == [
+            str(run),
+            str(other),
+        ]
         words = [word for word in parsed.words if word.strip()]
         differ = words[words.index("flags that differ: 2") : words.index("Health")]
-        for flag, values in {"--beta": ["0.5", "0.25"], "--output_dir": [str(run), str(other)]}.items():
+        for flag, values in {
+            "--beta": ["0.5", "0.25"],
+            "--output_dir": [str(run), str(other)],
+        }.items():
             place = differ.index(flag)
             assert differ[place + 1 : place + 3] == values
         assert "--learning_rate" not in differ
@@ -264,7 +324,10 @@ class TestPage:
     def test_run_that_has_only_begun(self, tmp_path: Path) -> None:
         write_config(grpo_config(tmp_path), tmp_path / "config.yaml")
         words = " ".join(page_of(tmp_path).words)
-        assert "No step was taken yet." in words and "the run left no plan" in " ".join(words.split()).lower()
+        assert (
+            "No step was taken yet." in words
+            and "the run left no plan" in " ".join(words.split()).lower()
+        )
 
     @pytest.mark.parametrize(
         ("layout", "plan"),
@@ -278,7 +341,9 @@ class TestPage:
             *zip(layouts(), plans(), strict=True),
         ],
     )
-    def test_damaged_files_and_others_are_passed_over(self, run: Path, layout: str, plan: str) -> None:
+    def test_damaged_files_and_others_are_passed_over(
+        self, run: Path, layout: str, plan: str
+    ) -> None:
         (run / "layout.json").write_text(layout)
         (run / "plan.json").write_text(plan)
         (run / "traces" / "step2.parquet").write_bytes(b"PAR1 no")
@@ -288,7 +353,10 @@ class TestPage:
         parsed = page_of(run)
         words = " ".join(parsed.words)
         assert "layout.json is of another form" in words and "plan.json is of another form" in words
-        assert "traces/step2.parquet cannot be read" in words and "traces/stepX.parquet cannot be read" in words
+        assert (
+            "traces/step2.parquet cannot be read" in words
+            and "traces/stepX.parquet cannot be read" in words
+        )
         rows = json.loads(parsed.unpacked("text"))["rows"]
         assert [row["step"] for row in rows[:6]] == [1, 1, 1, 3, 3, 3]
 
@@ -313,12 +381,16 @@ class TestRollouts:
             write_step(run, step)
         table, notes = read_rollouts(run, most=9)
         assert table is not None and set(table["step"].to_pylist()) == {2, 6, 10}
-        assert notes == ["9 rollouts of 30 are here: those of every 4th step; --max_rollouts takes more"]
+        assert notes == [
+            "9 rollouts of 30 are here: those of every 4th step; --max_rollouts takes more"
+        ]
         assert read_rollouts(run, most=30)[1] == []
         assert read_rollouts(run, most=0) == (None, [])
 
     def test_reward_that_is_no_number_is_none(self, run: Path) -> None:
-        RunDirectory(path=run).write_evaluation({"step": 4, "samples": [{"reward": math.nan, "completion": "?"}]})
+        RunDirectory(path=run).write_evaluation(
+            {"step": 4, "samples": [{"reward": math.nan, "completion": "?"}]}
+        )
         assert json.loads(page_of(run).unpacked("text"))["rows"][-1]["reward"] is None
 
     def test_foreign_files_are_left_out(self, run: Path) -> None:
@@ -328,11 +400,15 @@ class TestRollouts:
         file = run / "traces" / "step1.parquet"
         table = parquet.ParquetFile(file).read()
         place = table.column_names.index("versions")
-        parquet.write_table(table.set_column(place, "versions", array([[1]] * 3, list_(kind()))), file)
+        parquet.write_table(
+            table.set_column(place, "versions", array([[1]] * 3, list_(kind()))), file
+        )
         other = run / "traces" / "step2.parquet"
         parquet.write_table(table.drop_columns("reward"), other)
         table, notes = read_rollouts(run, most=100)
-        assert set(notes) == {f"traces/{each.name} cannot be read, and is left out" for each in (file, other)}
+        assert set(notes) == {
+            f"traces/{each.name} cannot be read, and is left out" for each in (file, other)
+        }
         assert table is not None and set(table["step"].to_pylist()) == {3}
 
 
@@ -340,10 +416,18 @@ class TestHistograms:
     def test_report_warns_of_rollouts_and_ratios(self, run: Path) -> None:
         titles = {each["title"].split(",")[0].split(":")[0]: each for each in shown_histograms(run)}
         lengths = titles["length of a completion"]
-        assert lengths["labels"] == ["1", "2", "3"] and lengths["late"] == [pytest.approx(1 / 3, rel=1e-5)] * 3
-        # In step 1 all is fresh; in step 3 two of a group's three completions begin a step earlier: 3 tokens of 6.
+        assert (
+            lengths["labels"] == ["1", "2", "3"]
+            and lengths["late"] == [pytest.approx(1 / 3, rel=1e-5)] * 3
+        )
+        # In step 1 all is fresh; in step 3 two of a group's three completions begin a step earlier:
+        # 3 tokens of 6.
         behind = titles["staleness of a token"]
-        assert (behind["labels"], behind["early"], behind["late"]) == (["0", "1"], [1.0, 0.0], [0.5, 0.5])
+        assert (behind["labels"], behind["early"], behind["late"]) == (
+            ["0", "1"],
+            [1.0, 0.0],
+            [0.5, 0.5],
+        )
         ratio = titles["rho"]
         assert (ratio["labels"], ratio["late"]) == (["0 to 0.5", "0.5 to inf"], [0.25, 0.75])
 
@@ -365,7 +449,8 @@ def shown_histograms(run: Path) -> list[dict[str, Any]]:
 def rows_with(num_steps: int = 40, **columns: Any) -> list[dict[str, Any]]:
     """A number, or a function of the step, for each column."""
     return [
-        {"step": step} | {name: value(step) if callable(value) else value for name, value in columns.items()}
+        {"step": step}
+        | {name: value(step) if callable(value) else value for name, value in columns.items()}
         for step in range(1, num_steps + 1)
     ]
 
@@ -375,22 +460,49 @@ def said_of(rows: list[dict[str, Any]], **more: Any) -> list[Finding]:
 
 
 CASES: dict[str, tuple[dict[str, Any], str]] = {
-    "not finite": ({"loss": lambda step: None if step == 7 else 0.5}, "loss was not finite in 1 step, first in step 7"),
+    "not finite": (
+        {"loss": lambda step: None if step == 7 else 0.5},
+        "loss was not finite in 1 step, first in step 7",
+    ),
     "rising": ({"loss": lambda step: 0.5 + step / 100}, "The loss rose from"),
     "nothing learned": ({"loss": 0.6931}, "Nothing was learned: the loss stayed"),
-    "jump": ({"grad_norm": lambda step: 50.0 if step == 30 else 1.0}, "its norm was 50 in step 30, and 1 in those"),
-    "pairs": ({"rewards/accuracy": 0.5, "rewards/margin": 0.0}, "50% of the last pairs are told apart"),
+    "jump": (
+        {"grad_norm": lambda step: 50.0 if step == 30 else 1.0},
+        "its norm was 50 in step 30, and 1 in those",
+    ),
+    "pairs": (
+        {"rewards/accuracy": 0.5, "rewards/margin": 0.0},
+        "50% of the last pairs are told apart",
+    ),
     "all cut": ({"reward": 0.5, "truncated_fraction": 0.9}, "90% of the completions are cut off"),
     "nothing right": ({"reward": 0.0, "zero_std_fraction": 1.0}, "Nothing was right"),
-    "all the same": ({"reward": 0.9, "zero_std_fraction": 0.9}, "90% of the last groups taught nothing"),
+    "all the same": (
+        {"reward": 0.9, "zero_std_fraction": 0.9},
+        "90% of the last groups taught nothing",
+    ),
     "falling": ({"reward": lambda step: 1 - step / 50}, "The reward fell from 0.91 to 0.27"),
     "flat": ({"reward": 0.5, "zero_std_fraction": 0.1}, "The reward is flat"),
-    "verifiers": ({"reward": 0.5, "num_verifier_problems": 3}, "Verifiers failed for 3 answers of a step"),
-    "clipped": ({"reward": lambda step: step / 40, "clip_fraction": 0.4}, "40% of the tokens were clipped"),
+    "verifiers": (
+        {"reward": 0.5, "num_verifier_problems": 3},
+        "Verifiers failed for 3 answers of a step",
+    ),
+    "clipped": (
+        {"reward": lambda step: step / 40, "clip_fraction": 0.4},
+        "40% of the tokens were clipped",
+    ),
     "apart": ({"logprob_diff/mean": 0.5}, "Learner and engine differ by 0.5"),
-    "one answer": ({"entropy": lambda step: 2.0 if step < 20 else 0.01}, "The policy has lost its variety"),
-    "starved": ({"reward": 0.5, "time/generate": 8.0, "time/step": 10.0}, "waits for completions for 80% of its time"),
-    "slower": ({"tokens_per_second": lambda step: 100 if step < 20 else 10}, "The run has become slower"),
+    "one answer": (
+        {"entropy": lambda step: 2.0 if step < 20 else 0.01},
+        "The policy has lost its variety",
+    ),
+    "starved": (
+        {"reward": 0.5, "time/generate": 8.0, "time/step": 10.0},
+        "waits for completions for 80% of its time",
+    ),
+    "slower": (
+        {"tokens_per_second": lambda step: 100 if step < 20 else 10},
+        "The run has become slower",
+    ),
     "padding": ({"padding_fraction": 0.5}, "50% of what is computed is padding"),
     "retries": ({"allocation_retries/max": 4}, "tried again, 4 times"),
 }
@@ -414,7 +526,9 @@ class TestHealth:
         evaluations = [{"step": step, "eval/pass_at_1": 0.5 - step / 100} for step in (0, 40)]
 
         def levels(**columns: Any) -> set[str]:
-            return {finding.level for finding in said_of(rows_with(**columns), evaluations=evaluations)}
+            return {
+                finding.level for finding in said_of(rows_with(**columns), evaluations=evaluations)
+            }
 
         assert levels(reward=lambda step: step / 100, **troubles) == {"good", "fair"}
         assert "bad" in levels(reward=lambda step: 1 - step / 100, **troubles)
@@ -433,18 +547,27 @@ class TestHealth:
         [
             ((0.5, 0.75), ["accuracy on held-out pairs went from 0.5 to 0.75"]),
             ((0.5, 0.9, 0.75), ["best in step 1 (0.9; 0.75 at the end)", "went from 0.5 to 0.75"]),
-            ((0.75, 0.5), ["did not improve (0.75 to 0.5)", "best in step 0 (0.75; 0.5 at the end)"]),
+            (
+                (0.75, 0.5),
+                ["did not improve (0.75 to 0.5)", "best in step 0 (0.75; 0.5 at the end)"],
+            ),
         ],
     )
     def test_held_out_scores(self, scores: tuple[float, ...], words: list[str]) -> None:
-        evaluations = [{"step": step, "eval/preference_accuracy": score} for step, score in enumerate(scores)]
+        evaluations = [
+            {"step": step, "eval/preference_accuracy": score} for step, score in enumerate(scores)
+        ]
         found = said_of(rows_with(num_steps=2), evaluations=evaluations)
         assert len(found) == len(words) and all(
             word in finding.text for word, finding in zip(words, found, strict=True)
         )
 
-    @pytest.mark.parametrize(("scores", "is_kept"), [((0.5, 0.9, 0.75), True), ((0.75, 0.5), False)])
-    def test_best_step_that_is_kept_asks_for_nothing(self, scores: tuple[float, ...], is_kept: bool) -> None:
+    @pytest.mark.parametrize(
+        ("scores", "is_kept"), [((0.5, 0.9, 0.75), True), ((0.75, 0.5), False)]
+    )
+    def test_best_step_that_is_kept_asks_for_nothing(
+        self, scores: tuple[float, ...], is_kept: bool
+    ) -> None:
         metric = "eval/preference_accuracy"
         evaluations = [{"step": step, metric: score} for step, score in enumerate(scores)]
 
@@ -464,7 +587,8 @@ class TestHealth:
 
         assert "60.0 GiB, not 40.0" in said(peak_memory_gib=60.0, peak_reserved_gib=60.0)
         assert "nearly used up" in said(peak_memory_gib=79.0, peak_reserved_gib=60.0)
-        assert "planned" not in said(peak_memory_gib=60.0)  # of a process on a CPU, libraries count too
+        # Of a process on a CPU, libraries count too.
+        assert "planned" not in said(peak_memory_gib=60.0)
 
     def test_every_sentence_has_a_rule(self) -> None:
         code = Path(health.__file__)
@@ -473,24 +597,48 @@ class TestHealth:
 
     def test_flags_of_remedies_exist(self) -> None:
         files = (Path(health.__file__), Path(health.__file__).with_name("findings.json"))
-        named = {name for file in files for name in re.findall(r"--(\w+)", file.read_text(encoding="utf-8"))}
+        named = {
+            name
+            for file in files
+            for name in re.findall(r"--(\w+)", file.read_text(encoding="utf-8"))
+        }
         assert len(named) > 10
         assert named <= flags_of(GRPOConfig).keys() | flags_of(DPOConfig).keys()
 
     def test_parts_of_a_step_leave_the_first_out(self) -> None:
-        rows = rows_with(num_steps=3, **{"time/forward": lambda step: 9.0 if step == 1 else 1.0, "time/backward": 2.0})
-        assert parts_of_step(RunFiles(folder=Path(), rows=rows)) == {"forward": 1.0, "backward": 2.0}
+        rows = rows_with(
+            num_steps=3,
+            **{"time/forward": lambda step: 9.0 if step == 1 else 1.0, "time/backward": 2.0},
+        )
+        assert parts_of_step(RunFiles(folder=Path(), rows=rows)) == {
+            "forward": 1.0,
+            "backward": 2.0,
+        }
 
 
 class TestSeries:
     def test_long_columns_are_averaged(self) -> None:
-        rows = [{"step": step, "loss": float(step % 2), "word": "a"} for step in range(1, 2 * MAX_POINTS + 2)]
+        rows = [
+            {"step": step, "loss": float(step % 2), "word": "a"}
+            for step in range(1, 2 * MAX_POINTS + 2)
+        ]
         series = series_of(rows)
-        assert series["steps_in_a_point"] == 3 and series["step"][:2] == [3, 6] and series["step"][-1] == len(rows)
-        assert series["columns"].keys() == {"loss"} and series["columns"]["loss"][:2] == [0.666667, 0.333333]
+        assert (
+            series["steps_in_a_point"] == 3
+            and series["step"][:2] == [3, 6]
+            and series["step"][-1] == len(rows)
+        )
+        assert series["columns"].keys() == {"loss"} and series["columns"]["loss"][:2] == [
+            0.666667,
+            0.333333,
+        ]
 
     def test_curve_has_gaps_for_values_that_are_no_numbers(self) -> None:
-        rows = [{"step": 1, "a": 1 / 3, "b": True}, {"step": 2, "a": None}, {"step": 3, "a": math.inf}]
+        rows = [
+            {"step": 1, "a": 1 / 3, "b": True},
+            {"step": 2, "a": None},
+            {"step": 3, "a": math.inf},
+        ]
         assert series_of(rows)["columns"] == {"a": [0.333333, None, None]}
         assert series_of([]) == {"step": [], "columns": {}, "constants": {}, "steps_in_a_point": 1}
 
@@ -503,7 +651,11 @@ class TestSeries:
 
 class TestCommand:
     def test_report_is_written_into_the_run_or_to_html(
-        self, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+        self,
+        run: Path,
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        capsys: pytest.CaptureFixture[str],
     ) -> None:
         monkeypatch.chdir(tmp_path)
         assert main(["report", str(run)]) == 0
@@ -511,7 +663,10 @@ class TestCommand:
         assert f"{page} ({page.stat().st_size / 1e6:.2f} MB, in " in capsys.readouterr().out
         assert main(["report", str(run), str(run)]) == 0
         assert main(["report", str(run), "--out", "other.html", "--max_rollouts", "3"]) == 0
-        texts = [path.read_text("utf-8") for path in (run / "report.html", Path("report.html"), Path("other.html"))]
+        texts = [
+            path.read_text("utf-8")
+            for path in (run / "report.html", Path("report.html"), Path("other.html"))
+        ]
         assert all(text.startswith("<!doctype html>") for text in texts)
         assert "3 rollouts of 9 are here" in texts[2] and "are here" not in texts[0]
 
@@ -546,7 +701,9 @@ class TestCommand:
         (run / "config.yaml").write_text(settings)
         assert main(["report", str(run)]) == EXIT_INPUT
         (line,) = capsys.readouterr().err.splitlines()
-        assert said in line and "config.yaml cannot be read as YAML" in line and "Move it away" in line
+        assert (
+            said in line and "config.yaml cannot be read as YAML" in line and "Move it away" in line
+        )
         (run / "config.yaml").unlink()
         assert main(["report", str(run)]) == 0
 
@@ -598,7 +755,10 @@ def test_script_reads_what_the_page_has(run: Path) -> None:
     done = subprocess.run(["node", "-"], input=program, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     said = json.loads(done.stdout)
-    assert [(token["id"], token["piece"], token["logprob"], token["version"]) for token in said["tokens"]] == [
+    assert [
+        (token["id"], token["piece"], token["logprob"], token["version"])
+        for token in said["tokens"]
+    ] == [
         (0, "zero", -0.125, 0),
         (1, "one", -0.25, 0),
         (2, "two", -0.375, 0),

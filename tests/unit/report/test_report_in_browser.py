@@ -11,11 +11,11 @@ import pytest
 from open_instruct.config.resolved import write_config
 from open_instruct.planning.advice import Advice
 from open_instruct.report.page import report_page
-from open_instruct.report.plan_command import html_page
+from open_instruct.report.plan_page import html_page
 from open_instruct.run.metrics_log import MetricsLog
 from open_instruct.run.run_directory import RunDirectory
 from tests.docs.pages import REPOSITORY
-from tests.unit.planning import test_plan_command
+from tests.unit.commands import test_plan_command
 from tests.unit.report import test_report
 
 sys.path.insert(0, str(REPOSITORY / "scripts"))
@@ -49,18 +49,29 @@ def tab() -> Iterator[Tab]:
 @pytest.fixture
 def other(tmp_path: Path) -> Path:
     """A run of another policy loss, with numbers of its own."""
-    directory = RunDirectory(path=tmp_path / "a_run_with_a_name_that_is_longer_than_a_phone_is_wide")
+    directory = RunDirectory(
+        path=tmp_path / "a_run_with_a_name_that_is_longer_than_a_phone_is_wide"
+    )
     directory.create()
-    write_config(test_report.grpo_config(directory.path, "--loss_fn", "cispo"), directory.config, {})
+    write_config(
+        test_report.grpo_config(directory.path, "--loss_fn", "cispo"), directory.config, {}
+    )
     metrics = MetricsLog(directory.metrics)
     for step in range(1, 13):
-        numbers = {"reward": 0.1 * step, "loss": -0.5 * step, "policy_loss": 0.1 * step, "clip_fraction": 0.01 * step}
+        numbers = {
+            "reward": 0.1 * step,
+            "loss": -0.5 * step,
+            "policy_loss": 0.1 * step,
+            "clip_fraction": 0.01 * step,
+        }
         counts = {"lr": 1e-6 * (13 - step), "num_tokens": 25_000 * step, "mine/own": 3 * step}
         metrics.write({"step": step} | numbers | counts)
     return directory.path
 
 
-def opened(tab: Tab, folder: Path, text: str, *, width: int, scheme: Scheme = "light", height: int = 900) -> None:
+def opened(
+    tab: Tab, folder: Path, text: str, *, width: int, scheme: Scheme = "light", height: int = 900
+) -> None:
     file = folder / "page.html"
     file.write_text(text, encoding="utf-8")
     tab.open(file, width=width, height=height, scheme=scheme)
@@ -86,7 +97,9 @@ class TestLooks:
         check_fits(tab, width)
         box = tab.said('document.getElementById("headline").getBoundingClientRect().toJSON()')
         assert box["height"] > 25 and box["top"] < 900
-        main = tab.said('document.querySelector("#main-curve path.curve").getBoundingClientRect().toJSON()')
+        main = tab.said(
+            'document.querySelector("#main-curve path.curve").getBoundingClientRect().toJSON()'
+        )
         assert main["bottom"] < 900
         background = tab.said("getComputedStyle(document.body).backgroundColor")
         assert background == {"light": "rgb(255, 255, 255)", "dark": "rgb(20, 23, 27)"}[scheme]
@@ -94,10 +107,15 @@ class TestLooks:
         tab.settle()
         check_fits(tab, width)
         assert (
-            tab.said('[...document.querySelectorAll("#sample .checks td")].map(node => node.textContent)')[0] == "math"
+            tab.said(
+                '[...document.querySelectorAll("#sample .checks td")].map(node => node.textContent)'
+            )[0]
+            == "math"
         )
         assert tab.said('document.querySelectorAll("#sample canvas.strip").length') == 3
-        legends = tab.said('[...document.querySelectorAll("#sample .legend")].map(node => node.textContent)')
+        legends = tab.said(
+            '[...document.querySelectorAll("#sample .legend")].map(node => node.textContent)'
+        )
         assert legends[1] == "below 00above 0" and len(legends) == 3
 
     def test_page_compares_two_runs(
@@ -114,12 +132,24 @@ class TestLooks:
 
 def drawn(tab: Tab) -> list[int]:
     """How many paths each figure has that is there to have a curve."""
-    return tab.said('[...document.querySelectorAll("figure.chart svg")].map(n => n.querySelectorAll("path").length)')
+    return tab.said(
+        '[...document.querySelectorAll("figure.chart svg")].map(n => '
+        'n.querySelectorAll("path").length)'
+    )
 
 
 class TestPaper:
-    def test_every_curve_is_drawn_before_it_is_printed(self, tab: Tab, other: Path, tmp_path: Path) -> None:
-        opened(tab, tmp_path, report_page([other], max_rollouts=0), width=1200, height=300, scheme="dark")
+    def test_every_curve_is_drawn_before_it_is_printed(
+        self, tab: Tab, other: Path, tmp_path: Path
+    ) -> None:
+        opened(
+            tab,
+            tmp_path,
+            report_page([other], max_rollouts=0),
+            width=1200,
+            height=300,
+            scheme="dark",
+        )
         # As if printed at once: all curves wait that are not in sight.
         tab.said("redraw(), dispatchEvent(new Event('beforeprint'))")
         assert tab.said("charts.length") + 1 == len(drawn(tab)) and all(drawn(tab))
@@ -129,16 +159,21 @@ class TestPaper:
 
 
 class TestPhone:
-    def test_completions_are_as_wide_as_the_screen(self, tab: Tab, run: Path, tmp_path: Path) -> None:
+    def test_completions_are_as_wide_as_the_screen(
+        self, tab: Tab, run: Path, tmp_path: Path
+    ) -> None:
         opened(tab, tmp_path, report_page([run], max_rollouts=100), width=390)
         widths = tab.said(
-            '[...document.querySelectorAll("#rollout-table td.text")].map(node => node.getBoundingClientRect().width)'
+            '[...document.querySelectorAll("#rollout-table td.text")].map(node => '
+            "node.getBoundingClientRect().width)"
         )
         assert min(widths) > 350
 
 
 class TestMainCurve:
-    def test_it_shows_the_metric_that_is_chosen(self, tab: Tab, other: Path, tmp_path: Path) -> None:
+    def test_it_shows_the_metric_that_is_chosen(
+        self, tab: Tab, other: Path, tmp_path: Path
+    ) -> None:
         opened(tab, tmp_path, report_page([other], max_rollouts=0), width=1200)
         shown = 'document.querySelector("#main-curve figcaption").textContent'
         assert tab.said(shown) == "reward"
@@ -157,7 +192,15 @@ class TestMainCurve:
         y = box["top"] + box["height"] / 2
         for kind, share in (("mousePressed", 0.5), ("mouseMoved", 0.7), ("mouseReleased", 0.9)):
             x = box["left"] + share * box["width"]
-            tab.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", buttons=1, clickCount=1)
+            tab.call(
+                "Input.dispatchMouseEvent",
+                type=kind,
+                x=x,
+                y=y,
+                button="left",
+                buttons=1,
+                clickCount=1,
+            )
         tab.settle()
         assert tab.said("zoom.first") == pytest.approx(6.3, abs=0.4)
         assert tab.said("zoom.last") == pytest.approx(10.9, abs=0.4)
@@ -167,7 +210,9 @@ class TestMainCurve:
 
 
 class TestCurves:
-    def test_curves_stand_in_groups_with_units_and_meanings(self, tab: Tab, other: Path, tmp_path: Path) -> None:
+    def test_curves_stand_in_groups_with_units_and_meanings(
+        self, tab: Tab, other: Path, tmp_path: Path
+    ) -> None:
         opened(tab, tmp_path, report_page([other], max_rollouts=0), width=1200, height=4000)
         charts = charts_of(tab)
         groups = [chart["group"] for chart in charts.values()]
@@ -182,7 +227,11 @@ class TestCurves:
         assert charts["lr"]["ticks"][:2] == ["5e-6", "1e-5"]
         assert charts["num_tokens (tokens)"]["ticks"][:3] == ["100k", "200k", "300k"]
         assert charts["reward"]["ticks"][:2] == ["0.5", "1"]
-        assert tab.said("ticksBetween(3, 3)") == [3] and tab.said("ticksBetween(1, 3, 1)") == [1, 2, 3]
+        assert tab.said("ticksBetween(3, 3)") == [3] and tab.said("ticksBetween(1, 3, 1)") == [
+            1,
+            2,
+            3,
+        ]
         assert tab.said("logTicksBetween(1e-7, 0.02)") == pytest.approx([1e-6, 1e-4, 1e-2])
         assert tab.said("tickWords([-0.25, 0, 12500, 2.5e7, 1e-9, 3e15])") == [
             *("-2.5e-1", "0", "12.5k", "25M", "1e-9", "3e15")
@@ -194,7 +243,9 @@ class TestCurves:
         exact = {name.split(" ")[0] for name, chart in charts.items() if not chart["num_raw"]}
         assert exact == {"lr", "num_tokens"}
 
-    def test_different_losses_are_on_axes_of_their_own(self, tab: Tab, run: Path, other: Path, tmp_path: Path) -> None:
+    def test_different_losses_are_on_axes_of_their_own(
+        self, tab: Tab, run: Path, other: Path, tmp_path: Path
+    ) -> None:
         opened(tab, tmp_path, report_page([run, other], max_rollouts=0), width=1200, height=4000)
         names = list(charts_of(tab))
         assert names[:3] == ["reward", "loss (dapo)", "loss (cispo)"]

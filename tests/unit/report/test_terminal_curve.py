@@ -30,7 +30,9 @@ def test_example_in_the_docstring() -> None:
 
 def test_straight_line_rises_evenly() -> None:
     # Eight columns (after the label and " ┤") of eight levels.
-    assert levels_of(draw_curve(list(map(float, range(8))), width=11, height=1)) == list(range(1, 9))
+    assert levels_of(draw_curve(list(map(float, range(8))), width=11, height=1)) == list(
+        range(1, 9)
+    )
 
 
 def test_blocks_stand_on_each_other() -> None:
@@ -38,7 +40,9 @@ def test_blocks_stand_on_each_other() -> None:
 
 
 def test_largest_and_smallest_are_named_at_top_and_bottom() -> None:
-    title, top, middle, bottom = draw_curve([0.6931, 0.5, 0.25], width=30, height=3, title="loss").splitlines()
+    title, top, middle, bottom = draw_curve(
+        [0.6931, 0.5, 0.25], width=30, height=3, title="loss"
+    ).splitlines()
     assert title == "loss"
     assert top.startswith("0.693 ┤")
     assert middle.startswith("      ┤")

@@ -8,7 +8,13 @@ from pathlib import Path
 import pytest
 
 from open_instruct.parallel.processes import host_of_cores
-from open_instruct.run.alarms import GROWTH_WINDOW, GrowthWatch, SlownessWatch, slowest, slowest_loader
+from open_instruct.run.alarms import (
+    GROWTH_WINDOW,
+    GrowthWatch,
+    SlownessWatch,
+    slowest,
+    slowest_loader,
+)
 from open_instruct.run.metrics_log import MetricsLog
 
 Paces = list[float | None]
@@ -27,16 +33,20 @@ def warnings_of_paces(what: str, token_s: Paces, *, before: Paces | None = None)
         (
             "learner",
             [0.004, 0.004, 0.012, 0.005],
-            "learner-2 takes 3.0 times as long as the other learners for a token (12 ms, their median 4)",
+            "learner-2 takes 3.0 times as long as the other learners for a token (12 ms, their "
+            "median 4)",
         ),
         (
             "engine",
             [0.01, 0.031],
-            "engine-1 takes 3.1 times as long as the other engines for a token (31 ms, their median 10)",
+            "engine-1 takes 3.1 times as long as the other engines for a token (31 ms, their "
+            "median 10)",
         ),
     ],
 )
-def test_slow_process_is_named_with_figures_and_a_remedy(what: str, token_s: Paces, words: str) -> None:
+def test_slow_process_is_named_with_figures_and_a_remedy(
+    what: str, token_s: Paces, words: str
+) -> None:
     (warning,) = warnings_of_paces(what, token_s)
     assert warning.startswith(words)
     assert "nvidia-smi" in warning and "leave that node out" in warning
@@ -65,16 +75,23 @@ def test_processes_that_share_the_cores_of_a_host_are_not_compared() -> None:
 def test_two_comparisons_in_a_row_must_find_a_slow_process() -> None:
     assert warnings_of_paces("learner", [0.01, 0.03], before=[0.01, 0.01]) == []
     # The ranks of a slow node take turns as the slowest.
-    (warning,) = warnings_of_paces("learner", [0.01, 0.01, 0.01, 0.031, 0.03], before=[0.01, 0.01, 0.01, 0.03, 0.031])
+    (warning,) = warnings_of_paces(
+        "learner", [0.01, 0.01, 0.01, 0.031, 0.03], before=[0.01, 0.01, 0.01, 0.03, 0.031]
+    )
     assert warning.startswith("learner-3 takes 3.1 times")
 
 
 def test_learner_that_alone_waits_for_rows_leads_to_one_warning() -> None:
     watch = SlownessWatch()
     all_wait, one_waits = [0.5, 0.6, 0.55], [0.02, 0.01, 0.45]
-    assert [watch.after_step(slowest_loader(shares)) for shares in (all_wait, one_waits)] == [[], []]
+    assert [watch.after_step(slowest_loader(shares)) for shares in (all_wait, one_waits)] == [
+        [],
+        [],
+    ]
     (warning,) = watch.after_step(slowest_loader(one_waits))
-    assert warning.startswith("learner-2 waits for its own rows for 45% of its time (the others' median is 2%)")
+    assert warning.startswith(
+        "learner-2 waits for its own rows for 45% of its time (the others' median is 2%)"
+    )
     assert watch.after_step(slowest_loader(one_waits)) == []
     assert slowest_loader([0.9]) == {}
 
@@ -84,12 +101,23 @@ def test_each_kind_of_slow_process_leads_to_one_warning(tmp_path: Path) -> None:
     log = MetricsLog(tmp_path / "metrics.jsonl", warn=warnings.append)
     for step in range(1, 41):
         row = slowest("learner", [0.01, 0.03]) if step % 10 == 0 else {}
-        log.write({"step": step, "loss": 0.5} | row | (slowest("engine", [0.2, 0.1]) if step in (25, 30) else {}))
-    assert [line.split(" takes")[0] for line in warnings] == ["after step 20 learner-1", "after step 30 engine-0"]
-    assert log.rows()[9]["slowest_learner"] == 1.0 and log.rows()[9]["slowest_learner/times"] == pytest.approx(3)
+        log.write(
+            {"step": step, "loss": 0.5}
+            | row
+            | (slowest("engine", [0.2, 0.1]) if step in (25, 30) else {})
+        )
+    assert [line.split(" takes")[0] for line in warnings] == [
+        "after step 20 learner-1",
+        "after step 30 engine-0",
+    ]
+    assert log.rows()[9]["slowest_learner"] == 1.0 and log.rows()[9][
+        "slowest_learner/times"
+    ] == pytest.approx(3)
 
 
-def test_warning_goes_to_the_log_where_nobody_else_listens(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_warning_goes_to_the_log_where_nobody_else_listens(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level(logging.WARNING):
         log = MetricsLog(tmp_path / "metrics.jsonl")
         for step in (10, 20):
@@ -109,7 +137,11 @@ GROWING_STEPS = range(GROWTH_WINDOW, 5 * GROWTH_WINDOW)
 @pytest.mark.parametrize(
     ("losses", "norms", "words"),
     [
-        ([0.69] * 60, [0.5 * 1.12**step for step in range(60)], "the norm of the gradient has grown from "),
+        (
+            [0.69] * 60,
+            [0.5 * 1.12**step for step in range(60)],
+            "the norm of the gradient has grown from ",
+        ),
         ([2.0 + 0.3 * step for step in range(60)], [1.0] * 60, "the loss has grown from 4.25 to "),
         (
             [1.0] * GROWTH_WINDOW + [math.exp(step) for step in GROWING_STEPS],
@@ -139,7 +171,11 @@ def test_usual_trainings_raise_no_alarm_of_growth(seed: int) -> None:
 
 def test_step_that_was_left_out_counts_for_nothing() -> None:
     watch = GrowthWatch()
-    rows = [{"loss": 1.0, "grad_norm": None}, {"loss": math.nan, "grad_norm": math.inf}, {"step": 3}]
+    rows = [
+        {"loss": 1.0, "grad_norm": None},
+        {"loss": math.nan, "grad_norm": math.inf},
+        {"step": 3},
+    ]
     assert [watch.after_step(row) for row in rows * 20] == [None] * 60
 
 
@@ -149,10 +185,14 @@ def test_run_that_goes_on_knows_how_it_began_and_warns_no_second_time(tmp_path: 
         log = MetricsLog(tmp_path / "metrics.jsonl", warn=warnings.append)
         log.keep_until(steps.start - 1)
         for step in steps:
-            log.write({"step": step, "loss": 1.0, "grad_norm": 1.0 if step <= GROWTH_WINDOW else 50.0})
+            log.write(
+                {"step": step, "loss": 1.0, "grad_norm": 1.0 if step <= GROWTH_WINDOW else 50.0}
+            )
         return warnings
 
     assert write(range(1, GROWTH_WINDOW + 2)) == []
     (warning,) = write(range(GROWTH_WINDOW + 2, 3 * GROWTH_WINDOW))
-    assert warning.startswith(f"after step {2 * GROWTH_WINDOW} the norm of the gradient has grown from 1 to 50 ")
+    assert warning.startswith(
+        f"after step {2 * GROWTH_WINDOW} the norm of the gradient has grown from 1 to 50 "
+    )
     assert write(range(3 * GROWTH_WINDOW, 4 * GROWTH_WINDOW)) == []

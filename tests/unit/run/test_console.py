@@ -14,7 +14,12 @@ def console_of(width: int, *, is_terminal: bool = False) -> Console:
     """A console whose text is recorded."""
     console = Console(speaks=True)
     console.rich = RichConsole(
-        file=io.StringIO(), record=True, width=width, force_terminal=is_terminal, highlight=False, soft_wrap=True
+        file=io.StringIO(),
+        record=True,
+        width=width,
+        force_terminal=is_terminal,
+        highlight=False,
+        soft_wrap=True,
     )
     return console
 
@@ -30,7 +35,9 @@ def test_warning_of_the_rows_is_one_on_the_terminal(caplog: pytest.LogCaptureFix
     assert [record.levelname for record in caplog.records] == ["INFO", "WARNING"]
 
 
-def test_line_steers_no_terminal(capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture) -> None:
+def test_line_steers_no_terminal(
+    capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
     console = Console(speaks=True)
     with caplog.at_level("INFO"):
         for say in (console.say, console.warn, console.log):
@@ -42,7 +49,10 @@ def test_line_steers_no_terminal(capsys: pytest.CaptureFixture[str], caplog: pyt
 
 def test_terminal_of_80_columns_cuts_nothing_and_splits_no_word() -> None:
     path = "/cache" + "/folder" * 15
-    said = f"a line of words that is longer than the terminal is wide, with a path in it: {path} and  two  blanks\n\tx"
+    said = (
+        f"a line of words that is longer than the terminal is wide, with a path in it: {path} "
+        "and  two  blanks\n\tx"
+    )
     for is_terminal in (True, False):
         console = console_of(80, is_terminal=is_terminal)
         console.say(said)
@@ -55,7 +65,12 @@ def test_terminal_of_80_columns_cuts_nothing_and_splits_no_word() -> None:
 
 @pytest.mark.parametrize("width", [40, 80])
 def test_bar_of_the_training_shows_all_numbers_whole(width: int) -> None:
-    row = {"loss": 0.6931, "rewards/margin": 0.5, "rewards/accuracy": 0.5, "tokens_per_second": 12345}
+    row = {
+        "loss": 0.6931,
+        "rewards/margin": 0.5,
+        "rewards/accuracy": 0.5,
+        "tokens_per_second": 12345,
+    }
     words = step_words(row | {"peak_memory_gib": 12.25})
     console = console_of(width, is_terminal=True)
     with console.training(first_step=0, num_steps=1000) as show:
@@ -63,7 +78,8 @@ def test_bar_of_the_training_shows_all_numbers_whole(width: int) -> None:
     text = console.rich.export_text()
     assert set(words.split()) <= set(text.split())
     assert text.startswith("training ") and "123/1000" in text
-    assert "loss 0.6931  margin +0.5000  accuracy" in text  # beside each other, in a narrow terminal too
+    # Beside each other, in a narrow terminal too.
+    assert "loss 0.6931  margin +0.5000  accuracy" in text
 
 
 def test_rows_are_counted_below_the_bar_of_the_training() -> None:

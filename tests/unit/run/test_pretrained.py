@@ -7,18 +7,20 @@ from typing import Any
 import huggingface_hub
 import pytest
 
+from open_instruct.commands.tiny_model import write_tiny_model
 from open_instruct.config.parser import parse
 from open_instruct.objectives.dpo import DPOConfig, validate_dpo
 from open_instruct.parallel.layout import resolve_layout
 from open_instruct.run import pretrained
 from open_instruct.run.pretrained import local_folder, open_pretrained
-from open_instruct.toys.tiny import write_tiny_model
 from tests.refusals import refused
 
 REQUIRED = ["--mixer_list", "rows.jsonl", "1.0", "--output_dir", "out", "--model_name_or_path"]
 
 
-def test_pretrained_takes_the_given_revision_of_the_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_pretrained_takes_the_given_revision_of_the_hub(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     asked: list[tuple[str, str | None]] = []
 
     def download(name: str, *, revision: str | None, **_: Any) -> str:
@@ -71,7 +73,9 @@ def test_fields_that_nothing_reads_are_told_of(tmp_path: Path) -> None:
     more = {"residual_scale": 0.5, "\u202e": 1, **dict.fromkeys(map(str, range(1000)), True)}
     (folder / "config.json").write_text(json.dumps(fields | more))
     (warning,) = open_pretrained(config, tmp_path / "out").warnings
-    assert "config.json has fields that nothing reads: 'residual_scale', '\\u202e', '0', " in warning
+    assert (
+        "config.json has fields that nothing reads: 'residual_scale', '\\u202e', '0', " in warning
+    )
     assert warning.isprintable() and len(warning) < 400
 
 

@@ -11,15 +11,15 @@ import pytest
 from open_instruct.cli import main
 from open_instruct.config.parser import parse
 from open_instruct.config.resolved import write_config
-from open_instruct.errors import EXIT_INPUT, InputError
+from open_instruct.core.errors import EXIT_INPUT, InputError
+from open_instruct.core.files import replace_text
+from open_instruct.core.shard_layout import ShardLayout
 from open_instruct.objectives.dpo import DPOConfig
 from open_instruct.run.console import Console
 from open_instruct.run.earlier_command import refuse_another_command
 from open_instruct.run.metrics_log import MetricsLog
 from open_instruct.run.opened import made_ready
 from open_instruct.run.run_directory import RunDirectory
-from open_instruct.shard_layout import ShardLayout
-from open_instruct.whole_file import replace_text
 from tests.refusals import refused
 
 LAYOUT = ShardLayout(gpus_per_node=(2,), shard_degree=2, num_replicas=1)
@@ -27,7 +27,17 @@ LAYOUT = ShardLayout(gpus_per_node=(2,), shard_degree=2, num_replicas=1)
 
 def config_of(folder: Path, *words: str) -> DPOConfig:
     return parse(
-        DPOConfig, ["--model_name_or_path", "m", "--mixer_list", "r", "1.0", "--output_dir", str(folder), *words]
+        DPOConfig,
+        [
+            "--model_name_or_path",
+            "m",
+            "--mixer_list",
+            "r",
+            "1.0",
+            "--output_dir",
+            str(folder),
+            *words,
+        ],
     )
 
 
@@ -50,15 +60,21 @@ def with_checkpoint(folder: Path, *words: str) -> DPOConfig:
 WRITERS: dict[str, Any] = {
     "layout.json": lambda folder: RunDirectory(path=folder).write_layout(LAYOUT),
     "plan.json": lambda folder: RunDirectory(path=folder).write_plan({"memory_bytes": 1}),
-    "eval.jsonl": lambda folder: RunDirectory(path=folder).write_evaluation({"step": 3, "score": 0.5}),
-    "pids.json": lambda folder: RunDirectory(path=folder).write_pids(driver=1, learners=[2], engines=[]),
+    "eval.jsonl": lambda folder: RunDirectory(path=folder).write_evaluation(
+        {"step": 3, "score": 0.5}
+    ),
+    "pids.json": lambda folder: RunDirectory(path=folder).write_pids(
+        driver=1, learners=[2], engines=[]
+    ),
     "config.yaml": lambda folder: write_config(config_of(folder), folder / "config.yaml"),
     "metrics.jsonl": lambda folder: MetricsLog(folder / "metrics.jsonl").keep_until(1),
 }
 
 
 @pytest.mark.parametrize("name", WRITERS)
-def test_full_disk_leaves_the_old_file(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_leaves_the_old_file(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     before = '{"step": 1}\n'
     (tmp_path / name).write_text(before)
 
@@ -135,7 +151,15 @@ OTHERS: dict[str, Any] = {
 @pytest.mark.parametrize(
     "name",
     [
-        *("run.lock", "run.lease", "layout.json", "config.yaml", "metrics.jsonl", "eval.jsonl", "run.log"),
+        *(
+            "run.lock",
+            "run.lease",
+            "layout.json",
+            "config.yaml",
+            "metrics.jsonl",
+            "eval.jsonl",
+            "run.log",
+        ),
         *("plan.json", "step3"),
     ],
 )
@@ -152,7 +176,10 @@ def test_fifo_in_a_files_place_is_named_and_not_opened(
     with pytest.raises(InputError) as caught:
         start(config)
     assert str(caught.value).startswith(told) and "move it away" in str(caught.value)
-    for command in (["report", str(tmp_path)], ["export", str(tmp_path), "--output_dir", str(tmp_path / "model")]):
+    for command in (
+        ["report", str(tmp_path)],
+        ["export", str(tmp_path), "--output_dir", str(tmp_path / "model")],
+    ):
         assert main(command) == EXIT_INPUT
         (line,) = capsys.readouterr().err.splitlines()
         assert told in line
@@ -173,7 +200,9 @@ def test_other_stage_of_zero_is_named(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "had DeepSpeed ZeRO-2, and goes on with DeepSpeed ZeRO-3" in capsys.readouterr().out
 
 
-BAD_LINES = b'{"step": 2, "loss": \xff\xfe}\n\xff\n\n[1]\n{"loss": 1}\n{"step": null}\n{"step": 3, "lo'
+BAD_LINES = (
+    b'{"step": 2, "loss": \xff\xfe}\n\xff\n\n[1]\n{"loss": 1}\n{"step": null}\n{"step": 3, "lo'
+)
 
 
 def test_damaged_metrics_are_passed_over(tmp_path: Path) -> None:
@@ -201,4 +230,8 @@ def test_functions_that_run_uncompiled_are_warned_of_when_there_are_more(tmp_pat
     file = MetricsLog(tmp_path / "metrics.jsonl", warn=warned.append)
     for step, number in enumerate((None, 0.0, 1.0, 1.0, 1.5, 2.0), 1):
         file.write({"step": step} | ({} if number is None else {"uncompiled_functions": number}))
-    assert [warning.split(" a function")[0] for warning in warned] == ["since step 3", "since step 5", "since step 6"]
+    assert [warning.split(" a function")[0] for warning in warned] == [
+        "since step 3",
+        "since step 5",
+        "since step 6",
+    ]

@@ -63,7 +63,10 @@ def no_locks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fcntl, "lockf", refuse)
 
 
-def record(folder: Path, text: str = "filelock/2\npid=4711\nhost=node7\nmode=lease\ntoken=t\nduration=1e9\n") -> None:
+def record(
+    folder: Path,
+    text: str = "filelock/2\npid=4711\nhost=node7\nmode=lease\ntoken=t\nduration=1e9\n",
+) -> None:
     """As a process of another machine writes it."""
     (folder / "new").write_text(text)
     (folder / "new").replace(folder / "run.lease")
@@ -111,7 +114,9 @@ def test_released_folder_is_free(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("hours_ahead", [-9, 9])
-def test_dead_holder_on_another_machine_is_watched_and_followed(tmp_path: Path, hours_ahead: int) -> None:
+def test_dead_holder_on_another_machine_is_watched_and_followed(
+    tmp_path: Path, hours_ahead: int
+) -> None:
     said: list[str] = []
     record(tmp_path)
     its_time_s = time.time() + 3600 * hours_ahead
@@ -154,7 +159,9 @@ def test_lease_decides_without_file_locks(tmp_path: Path, monkeypatch: pytest.Mo
         assert said == []
 
 
-@pytest.mark.parametrize("content", ["", "{", "filelock/2", "filelock/2\npid=x\nhost=node7\nmode=lease"])
+@pytest.mark.parametrize(
+    "content", ["", "{", "filelock/2", "filelock/2\npid=x\nhost=node7\nmode=lease"]
+)
 def test_damaged_record_blocks_nobody(tmp_path: Path, content: str) -> None:
     record(tmp_path, content)
     os.utime(tmp_path / "run.lease", (0, 0))
@@ -168,7 +175,9 @@ def test_run_whose_folder_was_taken_over_ends(tmp_path: Path) -> None:
         assert process.wait(timeout=30) == 1
 
 
-def test_lease_that_cannot_be_renewed_ends_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lease_that_cannot_be_renewed_ends_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tried = threading.Event()
 
     def full(*arguments: Any, **named: Any) -> None:
@@ -202,6 +211,6 @@ def _wait_until_renewed(folder: Path) -> None:
 
 
 def test_windows_is_refused_in_one_line() -> None:
-    program = "import sys; sys.modules['fcntl'] = None; import open_instruct.entry"
+    program = "import sys; sys.modules['fcntl'] = None; import open_instruct.commands.process"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.stderr == "open_instruct runs on Linux and macOS; on Windows, use it in WSL.\n"

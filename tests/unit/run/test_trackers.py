@@ -1,4 +1,6 @@
-"""The trackers of --report_to: a stand-in for each that needs an account or a server, and packages themselves."""
+"""The trackers of --report_to: a stand-in for each that needs an account or a server, and packages
+themselves.
+"""
 
 import os
 import subprocess
@@ -18,7 +20,9 @@ from tests.refusals import refused
 def test_tensorboard_gets_every_scalar(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    (tracker,) = build_trackers(LoggingSection(report_to=["tensorboard"]), folder=tmp_path, config={})
+    (tracker,) = build_trackers(
+        LoggingSection(report_to=["tensorboard"]), folder=tmp_path, config={}
+    )
     tracker.log({"loss": 0.5, "rewards/margin": 0.25}, step=3)
     tracker.finish()
     events = EventAccumulator(str(tmp_path / "tensorboard"))
@@ -46,12 +50,20 @@ def test_wandb_run_is_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setitem(sys.modules, "wandb", fake)
     for _ in range(2):
         (tracker,) = build_trackers(
-            LoggingSection(report_to=["wandb"], wandb_project_name="p"), folder=tmp_path, config={"seed": 1}
+            LoggingSection(report_to=["wandb"], wandb_project_name="p"),
+            folder=tmp_path,
+            config={"seed": 1},
         )
         tracker.log({"loss": 0.5}, step=1)
         tracker.finish()
         fake.util.generate_id = lambda: "another"
-    started = {"id": "abc", "project": "p", "name": tmp_path.name, "config": {"seed": 1}, "resume": "allow"}
+    started = {
+        "id": "abc",
+        "project": "p",
+        "name": tmp_path.name,
+        "config": {"seed": 1},
+        "resume": "allow",
+    }
     assert calls == [started, (1, {"loss": 0.5}), "finished"] * 2
 
 
@@ -62,7 +74,9 @@ def test_trackio_run_is_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     def init(**settings: Any) -> Any:
         calls.append(settings)
         log = lambda row, step: calls.append((step, row))  # noqa: E731
-        return types.SimpleNamespace(name=settings["name"], log=log, finish=lambda: calls.append("finished"))
+        return types.SimpleNamespace(
+            name=settings["name"], log=log, finish=lambda: calls.append("finished")
+        )
 
     monkeypatch.setitem(sys.modules, "trackio", types.SimpleNamespace(init=init))
     for exp_name in ("first", "another"):
@@ -94,7 +108,9 @@ print("TOLD", run, [(row["step"], row["rewards/margin"]) for row in SQLiteStorag
 """
     (tmp_path / "run").mkdir()
     environment = {**os.environ, "TRACKIO_DIR": str(tmp_path / "kept"), "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=300
+    )
     assert "TOLD run [(1, 0.25), (2, 0.5)]" in done.stdout, done.stdout + done.stderr
 
 
@@ -128,7 +144,9 @@ class FakeMlflow(types.SimpleNamespace):
         self.calls.append("ended")
 
 
-def test_mlflow_run_is_continued_and_outlived(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mlflow_run_is_continued_and_outlived(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     mlflow = FakeMlflow()
     monkeypatch.setitem(sys.modules, "mlflow", mlflow)
     logging = LoggingSection(report_to=["mlflow"], wandb_project_name="p", exp_name="n")
@@ -212,7 +230,9 @@ def test_mlflow_itself_has_every_step_once(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/runs.db")
     for step in (1, 2):
-        (tracker,) = build_trackers(LoggingSection(report_to=["mlflow"]), folder=tmp_path, config={"a": [step]})
+        (tracker,) = build_trackers(
+            LoggingSection(report_to=["mlflow"]), folder=tmp_path, config={"a": [step]}
+        )
         tracker.log({"rewards/margin": 0.25 * step, "loss": float("nan")}, step=step)
         tracker.finish()
     run_id = (tmp_path / "mlflow_id").read_text().strip()

@@ -1,0 +1,86 @@
+"""The division of samples over data-parallel ranks and into microbatches, for every kind of
+step.
+"""
+
+from bisect import bisect_left, insort
+from collections.abc import Callable, Iterable, Sequence
+
+Microbatches = tuple[tuple[int, ...], ...]
+"""`[microbatch]`: indices of samples, ascending."""
+
+
+def deal_to_ranks(num_tokens_of_sample: Sequence[int], num_ranks: int) -> list[list[int]]:
+    """Each rank's samples, longest first.
+
+    Samples are dealt in rounds, longest first; within a round the longest goes to the rank with the
+    fewest tokens so far. If rank a leads rank b by d tokens before a round, b gets the longer
+    sample, so afterwards they differ by at most d, or by the spread of the round: never by more
+    than the longest sample. Rounds, because a full global batch of pairs leaves no choice but equal
+    numbers of them.
+    """
+    longest_first = sorted(
+        range(len(num_tokens_of_sample)), key=lambda sample: (-num_tokens_of_sample[sample], sample)
+    )
+    samples_of_rank: list[list[int]] = [[] for _ in range(num_ranks)]
+    tokens_of_rank = [0] * num_ranks
+    for start in range(0, len(longest_first), num_ranks):
+        lightest_first = sorted(range(num_ranks), key=lambda rank: (tokens_of_rank[rank], rank))
+        for rank, sample in zip(
+            lightest_first, longest_first[start : start + num_ranks], strict=False
+        ):
+            samples_of_rank[rank].append(sample)
+            tokens_of_rank[rank] += num_tokens_of_sample[sample]
+    return samples_of_rank
+
+
+def best_fit(
+    samples: Iterable[int], num_tokens_of_sample: Sequence[int], capacity: int
+) -> list[list[int]]:
+    """Best-fit decreasing: each sample, longest first, into the pack that it leaves the least room
+    in (2404.10830).
+
+    Among packs with equal room it takes the one that has had that room the longest. Where
+    `capacity` holds m of the longest sample, a pack without room for one holds at least m of them,
+    so n * m samples never need more than n packs.
+
+    Example: samples of 3, 9, 5 and 2 tokens in packs of 10 are [[1], [2, 0, 3]].
+    """
+    packs: list[list[int]] = []
+    # Each pack's room, the turn since when, its index; ascending.
+    by_room: list[tuple[int, int, int]] = []
+    longest_first = sorted(samples, key=lambda sample: (-num_tokens_of_sample[sample], sample))
+    for turn, sample in enumerate(longest_first):
+        at = bisect_left(by_room, (num_tokens_of_sample[sample],))
+        if at == len(by_room):
+            by_room.append((capacity, turn, len(packs)))
+            packs.append([])
+        room, _, pack = by_room.pop(at)
+        packs[pack].append(sample)
+        insort(by_room, (room - num_tokens_of_sample[sample], turn, pack))
+    return packs
+
+
+def balanced(
+    num_tokens_of_sample: Sequence[int],
+    *,
+    num_ranks: int,
+    cut: Callable[[list[int]], list[list[int]]],
+) -> tuple[Microbatches, ...]:
+    """`[rank][microbatch]`: deal the samples, and `cut` the samples of each rank (longest first)
+    into microbatches.
+
+    Every rank gets the same number of microbatches, at least 1, filled up with empty ones. The
+    microbatches of a rank go from many tokens to few, so that ranks meet in each collective after
+    about the same work.
+    """
+    plans = [cut(samples) for samples in deal_to_ranks(num_tokens_of_sample, num_ranks)]
+    num_microbatches = max(1, *(len(microbatches) for microbatches in plans))
+    for microbatches in plans:
+        microbatches.sort(
+            key=lambda microbatch: (-sum(num_tokens_of_sample[i] for i in microbatch), microbatch)
+        )
+    return tuple(
+        tuple(tuple(sorted(microbatch)) for microbatch in microbatches)
+        + ((),) * (num_microbatches - len(microbatches))
+        for microbatches in plans
+    )

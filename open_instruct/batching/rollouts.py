@@ -1,0 +1,351 @@
+"""The completions of one step, divided into mini-batches, ranks and microbatches, then packed into
+tensors.
+
+Every mini-batch is one optimizer update. Samples without a policy loss, such as written
+conversations, lie in microbatches of their own, so that they do not change how completions are
+computed. Completions without a loss (groups without a signal, masked truncated ones) are left out
+before, so they count in no denominator.
+
+Legend: N labelled tokens of a microbatch.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import accumulate, pairwise, repeat, zip_longest
+from operator import itemgetter
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from open_instruct.batching.balance import Microbatches, balanced, best_fit
+from open_instruct.batching.documents import pack_documents
+from open_instruct.batching.prefixes import Branch, branches_of, pays, runs_of_one_prompt
+from open_instruct.config.sections import PrefixSharing
+from open_instruct.core.records import (
+    USUAL_WEIGHTS,
+    Batch,
+    Document,
+    PackedBatch,
+    RolloutSample,
+    StepBatch,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankMiniBatch:
+    """One data-parallel rank's part of a mini-batch, with the counts over all ranks; see
+    `counts_of`.
+
+    Every rank has equally many `microbatches`; some may be empty. Those of completions come first,
+    as many as `rl_microbatches` among the counts, on every rank.
+    """
+
+    microbatches: tuple[tuple[RolloutSample, ...], ...]
+    counts: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankStep:
+    """One data-parallel rank's part of a step: at least one mini-batch, which may be empty."""
+
+    minibatches: tuple[RankMiniBatch, ...]
+    prefix_sharing: PrefixSharing = "off"
+    num_routes: int = 0  # experts of each token that engines told of, over all layers
+
+    @property
+    def num_tokens_global(self) -> int:
+        """Tokens of the step on all ranks, prompts included, padding not."""
+        return sum(minibatch.counts["tokens"] for minibatch in self.minibatches)
+
+
+class Chunk(NamedTuple):
+    """Completions that stay together, as indices, and the number of tokens that they take in a
+    packed row.
+    """
+
+    samples: tuple[int, ...]
+    num_tokens: int
+
+
+def plan_rollouts(
+    documents: Sequence[Document],
+    chosen: Sequence[int] | None = None,
+    *,
+    num_ranks: int,
+    max_tokens_per_microbatch: int,
+    num_mini_batches: int,
+    prefix_sharing: PrefixSharing = "off",
+) -> tuple[tuple[Microbatches, ...], ...]:
+    """`[rank][mini_batch][microbatch]`: the indices of its samples, ascending. A pure function of
+    its arguments.
+
+    The samples are the `chosen` ones of the documents, or all of them.
+
+    - Mini-batches are runs of samples in the given order; their numbers of samples differ by at
+      most one. They do not depend on the ranks, so neither does the update. With fewer samples than
+      `num_mini_batches` there are as many mini-batches as samples; without any there is one empty
+      mini-batch.
+    - Ranks: within a mini-batch, numbers of samples differ by at most one, numbers of tokens by at
+      most the longest sample's. Where completions share their prompt, this holds for chunks of a
+      group: groups are cut into the number of equal chunks that gives the busiest rank the fewest
+      tokens.
+    - Microbatches hold at most `max_tokens_per_microbatch` tokens, which must hold the longest
+      sample; within a mini-batch every rank has equally many; some may be empty.
+
+    Example: samples of 5, 3, 4 and 2 tokens, two ranks, 6 tokens a microbatch, two mini-batches::
+
+        ((((0,),), ((2,),)), (((1,),), ((3,),)))
+    """
+    assert num_ranks >= 1 and num_mini_batches >= 1
+    chosen = range(len(documents)) if chosen is None else chosen
+    longest = max((len(documents[i]) for i in chosen), default=0)
+    assert longest <= max_tokens_per_microbatch, (
+        f"{max_tokens_per_microbatch} tokens do not hold a sample of {longest}"
+    )
+    count = min(num_mini_batches, max(1, len(chosen)))
+    bounds = [len(chosen) * index // count for index in range(count + 1)]
+    minibatches: list[tuple[Microbatches, ...]] = []
+    for start, stop in pairwise(bounds):
+        plans = (
+            _plan_chunks(chunks, num_ranks=num_ranks, capacity=max_tokens_per_microbatch)
+            for chunks in _ways_to_chunk(
+                documents, chosen[start:stop], max_tokens_per_microbatch, prefix_sharing
+            )
+        )
+        _, plan = min(plans, key=itemgetter(0))  # of equal ones the first, with the fewest chunks
+        minibatches.append(plan)
+    return tuple(zip(*minibatches, strict=True))
+
+
+def _ways_to_chunk(
+    documents: Sequence[Document], samples: Sequence[int], capacity: int, sharing: PrefixSharing
+) -> Iterator[list[Chunk]]:
+    """The ways to cut groups: whole, halves, quarters, down to single samples; only the last if
+    nothing is shared.
+
+    They are cut in the order of their trees, so that those which share most stay together.
+    """
+    runs = [] if sharing == "off" else runs_of_one_prompt([documents[i] for i in samples])
+    groups = [branches_of(documents, [samples[i] for i in run]) for run in runs]
+    size = max(map(len, groups), default=1)
+    while size > 1:
+        chunks: list[Chunk] = []
+        for group in groups:
+            num_parts = -(-len(group) // size)
+            edges = [len(group) * part // num_parts for part in range(num_parts + 1)]
+            for first, end in pairwise(edges):
+                chunks.extend(_chunks_that_fit(documents, group[first:end], capacity, sharing))
+        yield chunks
+        size = -(-size // 2)
+    yield [Chunk((i,), len(documents[i])) for i in samples]
+
+
+def _chunks_that_fit(
+    documents: Sequence[Document], branches: Sequence[Branch], capacity: int, sharing: PrefixSharing
+) -> list[Chunk]:
+    """The samples as one chunk, or as single ones where sharing does not pay; halved until each
+    fits a microbatch.
+
+    The first of the `branches` has nothing before it here.
+    """
+    samples = tuple(branch.document for branch in branches)
+    num_tokens = sum(len(documents[i]) for i in samples)
+    num_saved = sum(branch.prefix_length for branch in branches[1:])
+    if not pays(num_saved, num_tokens, sharing):
+        return [Chunk((i,), len(documents[i])) for i in samples]
+    if num_tokens - num_saved <= capacity:
+        return [Chunk(samples, num_tokens - num_saved)]
+    half = len(branches) // 2
+    return [
+        chunk
+        for part in (branches[:half], branches[half:])
+        for chunk in _chunks_that_fit(documents, part, capacity, sharing)
+    ]
+
+
+def _plan_chunks(
+    chunks: Sequence[Chunk], *, num_ranks: int, capacity: int
+) -> tuple[int, tuple[Microbatches, ...]]:
+    """The tokens of the busiest rank, and the plan: each rank's microbatches of samples."""
+    num_tokens = [chunk.num_tokens for chunk in chunks]
+    plan = balanced(
+        num_tokens,
+        num_ranks=num_ranks,
+        cut=partial(best_fit, num_tokens_of_sample=num_tokens, capacity=capacity),
+    )
+    busiest = max(
+        sum(num_tokens[i] for microbatch in microbatches for i in microbatch)
+        for microbatches in plan
+    )
+    samples = tuple(
+        tuple(
+            tuple(sorted(sample for i in microbatch for sample in chunks[i].samples))
+            for microbatch in microbatches
+        )
+        for microbatches in plan
+    )
+    return busiest, samples
+
+
+def plan_steps_of_ranks(
+    samples: Sequence[RolloutSample],
+    *,
+    num_ranks: int,
+    max_tokens_per_microbatch: int,
+    num_mini_batches: int,
+    prefix_sharing: PrefixSharing = "off",
+) -> tuple[RankStep, ...]:
+    """Each data-parallel rank's part of the step that learns from `samples`; see `plan_rollouts`.
+
+    Samples without a policy loss are spread over the same mini-batches, behind the completions.
+    """
+    sampled = [i for i, sample in enumerate(samples) if any(sample.weights_of("rl"))]
+    given = [i for i, sample in enumerate(samples) if not any(sample.weights_of("rl"))]
+    plan_of = partial(
+        plan_rollouts,
+        [sample.document for sample in samples],
+        num_ranks=num_ranks,
+        max_tokens_per_microbatch=max_tokens_per_microbatch,
+        prefix_sharing=prefix_sharing,
+    )
+    plan = of_completions = plan_of(sampled, num_mini_batches=num_mini_batches)
+    if given:
+        plan = tuple(
+            tuple(first + second for first, second in zip_longest(*planned, fillvalue=()))
+            for planned in zip(plan, plan_of(given, num_mini_batches=len(plan[0])), strict=True)
+        )
+    samples_of_minibatch = [
+        [
+            samples[i]
+            for microbatches in minibatch
+            for microbatch in microbatches
+            for i in microbatch
+        ]
+        for minibatch in zip(*plan, strict=True)
+    ]
+    told = [
+        len(sample.routes) // 2 // (len(sample.document) - 1) for sample in samples if sample.routes
+    ]
+    return tuple(
+        RankStep(
+            minibatches=tuple(
+                RankMiniBatch(
+                    microbatches=tuple(
+                        tuple(samples[i] for i in microbatch) for microbatch in microbatches
+                    ),
+                    counts=counts_of(everywhere) | {"rl_microbatches": len(first)},
+                )
+                for microbatches, everywhere, first in zip(
+                    planned, samples_of_minibatch, of_completions[0], strict=True
+                )
+            ),
+            prefix_sharing=prefix_sharing,
+            num_routes=max(told, default=0),
+        )
+        for planned in plan
+    )
+
+
+def counts_of(samples: Sequence[RolloutSample]) -> dict[str, int]:
+    """The denominators of losses: `rows` (samples), `labels` and `tokens`; for each stream
+    `STREAM_rows` and `STREAM_labels`, which count those with a weight other than 0.
+    """
+    counts = {
+        "rows": len(samples),
+        "labels": sum(len(sample.engine_logprobs) for sample in samples),
+        "tokens": sum(len(sample.document) for sample in samples),
+    }
+    for stream in USUAL_WEIGHTS:
+        num_labels = [sum(map(bool, sample.weights_of(stream))) for sample in samples]
+        counts |= {
+            f"{stream}_rows": sum(map(bool, num_labels)),
+            f"{stream}_labels": sum(num_labels),
+        }
+    return counts
+
+
+def rollout_batch(
+    samples: Sequence[RolloutSample],
+    *,
+    pad_to_multiple_of: int = 1,
+    prefix_sharing: PrefixSharing = "off",
+    num_routes: int = 0,
+) -> Batch:
+    """The tensors of one microbatch: its samples in one packed row; without samples one unlabelled
+    document.
+
+    Each learned token has a value in `engine_logprobs_N` and `advantages_N`, float32. If tokens
+    have other than the usual weights, `STREAM_tokens` and `STREAM_weights` give the tokens of each
+    stream and their weights.
+    """
+    documents = [sample.document for sample in samples]
+    packed = pack_documents(
+        documents,
+        pad_to_multiple_of=pad_to_multiple_of,
+        # The plan has decided that sharing pays, so runs of one prompt are not judged again here.
+        groups=None if prefix_sharing == "off" else runs_of_one_prompt(documents),
+    )
+    # Labels are in the order in which samples lie in the row, those of a shared token once for each
+    # of them: so every sample has its own advantages, weights and log-probs there.
+    samples = [samples[i] for i in packed.sequence_ids_N.unique_consecutive().tolist()]
+    num_values = sum(len(sample.engine_logprobs) for sample in samples)
+    num_labels = len(packed.sequence_ids_N)
+    assert num_values == num_labels, f"{num_values} log-probs for {num_labels} labels"
+    packed = replace(packed, routes_TR=_routes(samples, packed, num_routes) if num_routes else None)
+    return Batch(
+        packed=packed,
+        row_ids=(),
+        values={
+            "engine_logprobs_N": torch.tensor(
+                [value for sample in samples for value in sample.engine_logprobs]
+            ),
+            "advantages_N": torch.tensor(
+                [sample.advantage for sample in samples for _ in sample.engine_logprobs]
+            ),
+            **(_streams(samples) if any(sample.weights for sample in samples) else {}),
+        },
+    )
+
+
+def _routes(samples: Sequence[RolloutSample], packed: PackedBatch, num_routes: int) -> torch.Tensor:
+    """`routes_TR` of a row of `samples`.
+
+    A shared token has the experts that the first of its documents had.
+    """
+    routes_TR = np.full((packed.input_ids_BT.numel(), num_routes), -1, dtype=np.int16)
+    starts = accumulate(packed.document_lengths or (), initial=0)
+    for sample, start, prefix_length in zip(
+        samples, starts, packed.prefix_lengths or repeat(0), strict=False
+    ):
+        own = np.frombuffer(sample.routes, dtype=np.int16).reshape(-1, num_routes)[prefix_length:]
+        routes_TR[start : start + len(own)] = own
+    return torch.from_numpy(routes_TR)
+
+
+def _streams(samples: Sequence[RolloutSample]) -> dict[str, torch.Tensor]:
+    values: dict[str, torch.Tensor] = {}
+    for stream in USUAL_WEIGHTS:
+        weights_N = torch.tensor(
+            [weight for sample in samples for weight in sample.weights_of(stream)]
+        )
+        tokens_M = weights_N.nonzero().squeeze(1)
+        values |= {f"{stream}_tokens": tokens_M, f"{stream}_weights": weights_N[tokens_M]}
+    return values
+
+
+def rollout_minibatches(step: RankStep, *, pad_to_multiple_of: int = 1) -> tuple[StepBatch, ...]:
+    """The tensors of a rank's part of a step: one `StepBatch` for each optimizer update."""
+    batch_of = partial(
+        rollout_batch,
+        pad_to_multiple_of=pad_to_multiple_of,
+        prefix_sharing=step.prefix_sharing,
+        num_routes=step.num_routes,
+    )
+    return tuple(
+        StepBatch(
+            microbatches=tuple(map(batch_of, minibatch.microbatches)), counts=minibatch.counts
+        )
+        for minibatch in step.minibatches
+    )

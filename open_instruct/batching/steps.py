@@ -1,0 +1,196 @@
+"""The plan of one global batch over ranks and microbatches, and the tensors of this rank's part.
+
+A sample is a row of the data set, such as a preference pair (two documents) or a conversation (one
+document), or a pack of several rows.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain, islice
+
+import numpy as np
+import torch
+
+from open_instruct.batching.balance import Microbatches, balanced, best_fit
+from open_instruct.batching.documents import pack_documents
+from open_instruct.batching.prefixes import groups_that_share, pays, prefix_of, saved_tokens
+from open_instruct.config.sections import PrefixSharing
+from open_instruct.core.records import ROW_VALUES, Batch, Document, StepBatch
+from open_instruct.core.shard_layout import ShardLayout
+from open_instruct.data.token_dataset import TokenDataset
+
+NO_VALUES = np.zeros(0, dtype=np.float32)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchShape:
+    """The largest number of samples and tokens in a microbatch and in a step.
+
+    A microbatch holds at most `max_samples_per_microbatch` samples of full length, so its token
+    budget is that many samples times their documents times `max_seq_length`. Where ranks split
+    rows, these must divide evenly, so they are padded to a multiple of `pad_to_multiple_of`.
+    """
+
+    documents_per_sample: int
+    max_samples_per_microbatch: int
+    max_microbatches: int
+    max_seq_length: int
+    packing: bool
+    pad_to_multiple_of: int = 1
+    prefix_sharing: PrefixSharing = "off"
+
+    @property
+    def max_tokens_per_microbatch(self) -> int:
+        return self.documents_per_sample * self.max_samples_per_microbatch * self.max_seq_length
+
+    @property
+    def max_samples_per_rank(self) -> int:
+        return self.max_samples_per_microbatch * self.max_microbatches
+
+    def num_steps_per_epoch(self, num_samples: int, *, layout: ShardLayout) -> int:
+        """Optimizer steps in which each sample comes once; the last may have fewer of them."""
+        return -(-num_samples // (self.max_samples_per_rank * layout.data_parallel_world_size))
+
+
+def plan_step(
+    num_tokens_of_sample: Sequence[int], shape: BatchShape, *, num_ranks: int
+) -> tuple[Microbatches, ...]:
+    """`[rank][microbatch]`: the samples of one optimisation step, as indices within the global
+    batch, ascending.
+
+    A pure function of its arguments: every rank computes the whole plan and takes its own part.
+
+    - Ranks: numbers of samples differ by at most one, numbers of tokens by at most the longest
+      sample's.
+    - Packed, a microbatch holds at most `max_tokens_per_microbatch` tokens, any number of samples.
+      These must hold `max_samples_per_microbatch` of the longest sample.
+    - Otherwise a microbatch holds at most `max_samples_per_microbatch` samples, of similar length.
+    - The number of microbatches is the smallest that suffices for every rank, between 1 and
+      `max_microbatches`; there may be at most `num_ranks` times `max_samples_per_rank` samples.
+      Every rank has equally many; some may be empty. They go from many tokens to few, so that ranks
+      meet in each collective after about the same work.
+
+    Example: samples of 90, 10, 50 and 40 tokens over two ranks, two samples a microbatch::
+
+        (((0, 1),), ((2, 3),))
+    """
+    most = shape.max_samples_per_microbatch
+    most_tokens = shape.max_tokens_per_microbatch
+    assert num_ranks >= 1 and shape.max_samples_per_rank >= 1
+    assert len(num_tokens_of_sample) <= num_ranks * shape.max_samples_per_rank, "too many samples"
+    longest = max(num_tokens_of_sample, default=0)
+    assert not shape.packing or most_tokens >= most * longest, (
+        f"{most_tokens} tokens do not hold {most} samples of {longest}"
+    )
+
+    def cut(samples: list[int]) -> list[list[int]]:
+        if shape.packing:
+            return best_fit(samples, num_tokens_of_sample, most_tokens)
+        return [samples[start : start + most] for start in range(0, len(samples), most)]
+
+    plan = balanced(num_tokens_of_sample, num_ranks=num_ranks, cut=cut)
+    assert len(plan[0]) <= shape.max_microbatches
+    return plan
+
+
+def step_batch(
+    dataset: TokenDataset,
+    samples: Sequence[Sequence[int]],
+    *,
+    shape: BatchShape,
+    rank: int,
+    num_ranks: int,
+    scores: Mapping[str, np.ndarray] | None = None,
+) -> StepBatch:
+    """Divide `samples` (a global batch; each lists its rows) into microbatches and build those of
+    `rank` by `collate`.
+
+    Every rank computes the same plan from the rows alone, so nothing is exchanged. The counts are
+    of all ranks: `rows`, `labels` (tokens that are learned) and `tokens`.
+    """
+    rows = list(chain.from_iterable(samples))
+    num_tokens = dataset.num_tokens[rows].tolist()
+    in_row = iter(map(partial(num_packed_tokens, dataset, sharing=shape.prefix_sharing), rows))
+    plan = plan_step(
+        [sum(islice(in_row, len(sample))) for sample in samples], shape, num_ranks=num_ranks
+    )
+    microbatches = []
+    for microbatch in plan[rank]:
+        row_ids = [row for sample in microbatch for row in samples[sample]]
+        microbatches.append(
+            collate(
+                [dataset[row] for row in row_ids],
+                row_ids,
+                shape=shape,
+                scores=scores,
+                row_values=[dataset.values(row) for row in row_ids]
+                if len(dataset.details_C)
+                else None,
+            )
+        )
+    return StepBatch(
+        microbatches=tuple(microbatches),
+        counts={
+            "rows": len(rows),
+            "labels": int(dataset.num_label_tokens[rows].sum()),
+            "tokens": sum(num_tokens),
+        },
+    )
+
+
+def collate(
+    rows: Sequence[tuple[Document, ...]],
+    row_ids: Sequence[int],
+    *,
+    shape: BatchShape,
+    scores: Mapping[str, np.ndarray] | None = None,
+    row_values: Sequence[np.ndarray] | None = None,
+) -> Batch:
+    """The tensors of one microbatch of R rows: sequence d * R + r is document d of the row at r.
+
+    Packed, all documents lie in one row, with no padding between them; the documents of a row that
+    share what they begin with lie together. Without rows it is a batch of one unlabelled document.
+
+    `scores` are frozen values of all documents of the data set by name, float32 (N, D); the batch
+    gets those of its documents as `NAME_S`. `row_values` are the numbers of each row for the loss;
+    the batch gets them as `ROW_VALUES`.
+    """
+    documents = [document for column in zip(*rows, strict=True) for document in column]
+    groups = None
+    if shape.prefix_sharing != "off":
+        together = [tuple(range(row, len(documents), len(rows))) for row in range(len(rows))]
+        groups = groups_that_share(documents, together, shape.prefix_sharing)
+    return Batch(
+        packed=pack_documents(
+            documents,
+            packing=shape.packing,
+            pad_to_multiple_of=shape.pad_to_multiple_of,
+            groups=groups,
+        ),
+        row_ids=tuple(row_ids),
+        documents=tuple(documents),
+        values={
+            f"{name}_S": torch.from_numpy(values_ND[list(row_ids)].T.flatten())
+            for name, values_ND in (scores or {}).items()
+        }
+        | (
+            {}
+            if row_values is None
+            else {ROW_VALUES: torch.from_numpy(np.concatenate([NO_VALUES, *row_values]))}
+        ),
+    )
+
+
+def num_packed_tokens(dataset: TokenDataset, row: int, sharing: PrefixSharing) -> int:
+    """Tokens that a row's documents take when packed.
+
+    Example: two conversations of 60 tokens with a prompt of 40 take 120 tokens, or 81 sharing their
+    prompt.
+    """
+    num_tokens, num_documents = int(dataset.num_tokens[row]), dataset.documents_per_row
+    if sharing == "off" or num_documents == 1:
+        return num_tokens
+    prefix_length = prefix_of(dataset.num_common_tokens(row), int(dataset.prompt_lengths[row]))
+    num_saved = saved_tokens(prefix_length, num_documents)
+    return num_tokens - num_saved if pays(num_saved, num_tokens, sharing) else num_tokens

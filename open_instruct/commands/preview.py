@@ -1,0 +1,118 @@
+"""`open-instruct preview`: rows as the model will see them."""
+
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Console
+
+from open_instruct.config.grpo import GRPOConfig
+from open_instruct.config.sections import flag
+from open_instruct.config.training import LearnerConfig
+from open_instruct.core.files import write_asked
+from open_instruct.environments.registry import known_environments
+from open_instruct.objectives.objective import Objective
+from open_instruct.objectives.registry import described_run
+from open_instruct.rewards.registry import known_verifiers
+
+# Flags that a run cannot do without and that say nothing of its rows.
+ASSUMED = {"output_dir": "preview"}
+
+
+@dataclass(kw_only=True)
+class PreviewFlags:
+    """Show rows as the model will see them: rendered, cut, with the tokens that are learned set
+    apart, and how long they are. Takes the flags or the YAML file of the training command, whose
+    first rows of --mixer_list (of GRPO: --dataset_mixer_list) are read. Ends with exit code 2 where
+    that command would refuse its rows.
+
+    Examples:
+        open-instruct preview dpo --model_name_or_path MODEL_DIR --mixer_list pairs.jsonl 1.0 --out
+            pairs.html
+        open-instruct preview sft --model_name_or_path MODEL_DIR --mixer_list chats.csv 1.0
+            --columns
+            messages=dialogue
+        open-instruct preview grpo configs/grpo/tiny_cpu.yaml --model_name_or_path DIR
+            --dataset_mixer_list p.jsonl
+            1.0
+    """
+
+    rows: int = flag("rows to show, from the whole of what is read", 3, minimum=1)
+    read: int = flag("rows to read and measure, of each data set at most", 1000, minimum=2)
+    out: str | None = flag(
+        "write a page to this file (.html), with every token, in place of the terminal", None
+    )
+
+
+def main(argv: Sequence[str]) -> int:
+    """Show rows of the run that the words after the command describe; returns the exit code.
+
+    Raises:
+        InputError: a flag, a file or the tokenizer will not do, the rows are what the run would
+            refuse, or the page cannot be written.
+    """
+    config, objective, warnings = parse_request(argv)
+    for warning in warnings:
+        print(f"open-instruct preview: warning: {warning}", file=sys.stderr)
+
+    known = known_of(config)  # users' own code, which may need torch
+    hide_torch_from_transformers()
+    from open_instruct.report.preview.sample import html_page, print_sample, sample_of
+
+    sample = sample_of(
+        config, objective, known, num_read=config.preview.read, num_shown=config.preview.rows
+    )
+    if config.preview.out is None:
+        print_sample(sample, Console(highlight=False, soft_wrap=True))
+    else:
+        write_asked(config.preview.out, html_page(sample, title=f"Rows of {argv[0]}"), flag="--out")
+        print(f"the page is in {config.preview.out}")
+    if sample.refusal is not None:
+        raise sample.refusal
+    return 0
+
+
+def parse_request(words: Sequence[str]) -> tuple[Any, Objective, list[str]]:
+    """The run's config with a `PreviewFlags`, its objective, and warnings.
+
+    Raises:
+        InputError: there is no such run, or a flag is wrong.
+    """
+    example = "open-instruct preview dpo --mixer_list"
+    config, objective, unneeded = described_run(
+        words, assumed=ASSUMED, example=example, preview=PreviewFlags
+    )
+    return config, objective, [*objective.validate(config), *unneeded]
+
+
+def known_of(config: LearnerConfig) -> dict[str, Any]:
+    """The verifiers and environments that a run's rows may name, as a builder of prompts takes
+    them.
+    """
+    if not isinstance(config, GRPOConfig):
+        return {}
+    environments = known_environments(config.environment)
+    return {"known_verifiers": known_verifiers(config.reward), "known_environments": environments}
+
+
+def hide_torch_from_transformers() -> None:
+    """Have transformers, if it is not loaded yet, take torch for not installed.
+
+    Tokenizers need no torch, but transformers loads one that is there: half of the seconds until
+    rows are seen. It looks for torch once. Only then is torch hidden, not while rows are read: the
+    datasets library takes what stands under the name in sys.modules for a loaded torch, and imports
+    it.
+    """
+    modules: dict[str, Any] = sys.modules
+    if modules.keys() & {"torch", "transformers"}:
+        return
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    modules["torch"] = None
+    try:
+        from transformers.utils import is_torch_available
+
+        is_torch_available()  # it remembers the answer
+    finally:
+        del modules["torch"]

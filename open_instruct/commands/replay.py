@@ -1,0 +1,375 @@
+"""Take one step of a GRPO run again: read its completions, load its weights, step, compare.
+
+open-instruct replay RUN --step N [--loss_fn gspo ...]
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from open_instruct.config.flags import flags_of, spelled
+from open_instruct.config.grpo import GRPOConfig, validate_grpo
+from open_instruct.config.parser import flags_given, parse
+from open_instruct.config.resolved import as_flat_dict
+from open_instruct.config.rollout_sections import CriticSection
+from open_instruct.config.sections import flag
+from open_instruct.config.validation import limit_problems, refuse
+from open_instruct.core.errors import InputError
+from open_instruct.core.files import write_asked
+from open_instruct.core.records import RolloutGroup
+from open_instruct.data.files.foreign_json import read_object
+from open_instruct.run.run_directory import RunDirectory, rows_of
+from open_instruct.run.saved_settings import read_settings
+
+if TYPE_CHECKING:
+    from open_instruct.parallel.process import Process
+
+# Beside those of the loss: what decides which completions are learned from, and with which
+# advantage.
+ROLLOUT_FLAGS = (
+    "temperature",
+    "filter_zero_std_samples",
+    "mask_truncated_completions",
+    "advantage_normalization_type",
+    "advantage_pass_k",
+)
+
+# Metrics that depend on the layout and the length of the run rather than on the step.
+OF_THE_RUN = (
+    "num_tokens",
+    "padding_fraction",
+    "peak_",
+    "allocation_retries/",
+    "shared_fraction",
+    "time/",
+)
+SHOWN_FIRST = ("loss", "grad_norm")
+MISSING = "-"
+
+
+@dataclass(kw_only=True)
+class ReplayFlags:
+    """Take one step of a GRPO run again, on one process: the same completions (from the run's
+    traces) and the same weights. Prints loss, gradient norm and metrics beside those that the run
+    recorded, and once more under the settings given here: the flags of the loss and of a critic
+    (`open-instruct grpo --help`), --temperature, --advantages, --filter_zero_std_samples and
+    --mask_truncated_completions may be others than the run's. Nothing in RUN is changed.
+
+    Examples:
+        open-instruct replay runs/first --step 12
+        open-instruct replay runs/first --step 12 --loss_fn gspo --clip_higher 0.0004 --json
+            gspo.json
+        open-instruct replay runs/first --step 200 --weights runs/first/hf_model
+    """
+
+    step: int = flag("the step to take again; 1 is the first", minimum=1)
+    weights: str | None = flag(
+        (
+            "Hugging Face folder of the weights; default: the run's checkpoint of the step "
+            "before, or an older one"
+        ),
+        None,
+    )
+    json: str | None = flag("file to write the numbers to, as JSON", None)
+
+
+@dataclass(kw_only=True)
+class ReplayConfig(GRPOConfig):
+    """The run's own settings, those given in their place, and what is replayed of it."""
+
+    replay: ReplayFlags
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replay:
+    """A run, the settings it was taken with, what is asked of it, and the settings that differ from
+    the run's.
+
+    Example: `replay runs/first --step 12 --loss_fn gspo` has `changes` {"loss_fn": ("dapo",
+    "gspo")}.
+    """
+
+    run: Path
+    settings: GRPOConfig
+    asked: ReplayConfig
+    changes: dict[str, tuple[Any, Any]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepWeights:
+    """The weights that a step is taken again with: a model folder, and a checkpoint over it where
+    there is one.
+
+    `are_the_steps_own` says whether the step began with these weights; `description` is a sentence
+    about them.
+    """
+
+    model: str
+    checkpoint: Path | None
+    are_the_steps_own: bool
+    description: str
+
+
+def main(argv: Sequence[str]) -> int:
+    """Replay what the words after the command describe, print it, and return the exit code.
+
+    :raises InputError: if the flags cannot work, or the run has no such step.
+    """
+    replayed = parse_replay(argv)
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise InputError("replay runs on one process: start it without torchrun", kind="conflict")
+    report = replay(replayed)
+    if (file := replayed.asked.replay.json) is not None:
+        write_asked(file, json.dumps(report, indent=2) + "\n", flag="--json")
+    return 0
+
+
+def parse_replay(words: Sequence[str]) -> Replay:
+    """The replay that the words after the command describe.
+
+    Raises:
+        InputError: a flag is wrong or cannot differ in a replay, or the folder holds no GRPO run.
+    """
+    if not words or words[0].startswith("-"):
+        raise InputError(
+            "the first word is the folder of the run: open-instruct replay RUN --step N",
+            kind="stray_word",
+        )
+    run = Path(words[0])
+    saved = read_settings(run)
+    settings = saved.config
+    if not isinstance(settings, GRPOConfig):
+        raise InputError(
+            f"{run} is not the folder of a GRPO run, which alone can be replayed",
+            kind="bad_checkpoint",
+        )
+    saved.print_notes()
+    asked = parse(ReplayConfig, [str(RunDirectory(path=run).config), *words[1:]], passed_over=[])
+    given = flags_given(ReplayConfig, words[1:])
+    if fixed := sorted(given - flags_that_may_differ() - flags_of(ReplayFlags).keys()):
+        raise InputError(
+            f"{', '.join(f'--{name}' for name in fixed)}: a replay keeps the run's own value; "
+            "what can differ are the flags of the loss, those of a critic, and "
+            f"--{', --'.join(ROLLOUT_FLAGS)}",
+            kind="conflict",
+        )
+    own = asked.replay
+    refuse(limit_problems(own))
+    if own.weights is not None and not Path(own.weights).is_dir():
+        raise InputError(
+            (f"--weights {own.weights}: there is no such folder; give one in Hugging Face format"),
+            kind="missing_file",
+        )
+    if own.json is not None and (
+        Path(own.json).is_dir() or not Path(own.json).absolute().parent.is_dir()
+    ):
+        raise InputError(
+            f"--json {own.json}: is a folder, or lies in none; name a file in a folder that exists",
+            kind="unreadable_file",
+        )
+    before, now = as_flat_dict(settings), as_flat_dict(asked)
+    changes = {
+        name: (before[name], now[name])
+        for name in given
+        if name in before and now[name] != before[name]
+    }
+    if changes:
+        # What active sampling rejected is not replayed, so it cannot stand against keeping every
+        # group.
+        asked.rollout = replace(asked.rollout, active_sampling=False)
+        if not asked.rollout.has_critic:
+            asked.critic = CriticSection()
+        validate_grpo(asked)
+    return Replay(run=run, settings=settings, asked=asked, changes=changes)
+
+
+def flags_that_may_differ() -> set[str]:
+    """The flags of a run that may be others in a replay of it."""
+    of_sections = {
+        name for name, flag in flags_of(GRPOConfig).items() if flag.section in ("loss", "critic")
+    }
+    return of_sections | {*ROLLOUT_FLAGS}
+
+
+def replay(replayed: Replay) -> dict[str, Any]:
+    """Take the step, print what comes of it, and return the same numbers as JSON."""
+    from open_instruct.parallel.process import start_process, stop_process
+    from open_instruct.rl.traces import read_traces
+
+    # Warnings of libraries belong in the log of a run; a replay has none.
+    logging.captureWarnings(True)
+    directory = RunDirectory(path=replayed.run)
+    settings = replayed.settings
+    changes = replayed.changes
+    step = replayed.asked.replay.step
+    groups = read_traces(directory.path, step)
+    weights = weights_before(
+        directory.path, step, config=settings, given=replayed.asked.replay.weights
+    )
+    recorded = recorded_row(directory.metrics, step)
+    print(f"step {step} of {directory.path}: {weights.description}", flush=True)
+    if settings.fleet.routing_replay == "on":
+        print(
+            (
+                "--routing_replay: traces have no experts of tokens, so here the learner chooses "
+                "its own"
+            ),
+            flush=True,
+        )
+
+    process = start_process(timeout_s=settings.parallel.dist_timeout_s, seed=settings.optim.seed)
+
+    def taken_again(config: GRPOConfig) -> dict[str, float]:
+        return take_again(
+            as_decided(config, directory), groups, step=step, weights=weights, process=process
+        )
+
+    recomputed = taken_again(settings)
+    changed = None
+    if changes:
+        flags = (
+            f"--{name} {spelled(new)} (was {spelled(old)})" for name, (old, new) in changes.items()
+        )
+        print(f"changed: {', '.join(flags)}", flush=True)
+        changed = taken_again(replayed.asked)
+    stop_process()
+
+    columns = {"recorded": recorded, "recomputed": recomputed, "changed": changed}
+    print("\n" + table(columns))
+    if recorded is None:
+        print(f"\nmetrics.jsonl has no row of step {step}: the run ended before it was written")
+    elif weights.are_the_steps_own and "loss" in recorded:  # which the warm-up of a critic has not
+        print(f"\n{differences(recorded, recomputed)}")
+    return {
+        "run": str(replayed.run),
+        "step": step,
+        "weights": asdict(weights)
+        | {"checkpoint": None if weights.checkpoint is None else str(weights.checkpoint)},
+        "changes": {name: {"from": old, "to": new} for name, (old, new) in changes.items()},
+        **columns,
+    }
+
+
+def take_again(
+    config: GRPOConfig,
+    groups: Sequence[RolloutGroup],
+    *,
+    step: int,
+    weights: StepWeights,
+    process: Process,
+) -> dict[str, float]:
+    """The metrics of `step` under `config`, by the learner's own walk; what it writes is
+    removed.
+    """
+    from open_instruct.rl.lone_step import take_lone_step
+
+    row = take_lone_step(
+        config,
+        groups,
+        step=step,
+        model=weights.model,
+        checkpoint=weights.checkpoint,
+        process=process,
+    )
+    return {name: value for name, value in row.items() if not name.startswith(OF_THE_RUN)}
+
+
+def as_decided(config: GRPOConfig, directory: RunDirectory) -> GRPOConfig:
+    """The config with the choice that the run's plan made for --activation_checkpointing auto, if
+    it had a plan.
+    """
+    from open_instruct.run.opened import with_chosen
+
+    return with_chosen(config, read_object(directory.plan) if directory.plan.exists() else {})
+
+
+def weights_before(run: Path, step: int, *, config: GRPOConfig, given: str | None) -> StepWeights:
+    """The weights that `step` of the run in `run` began with, or the nearest to them that are left.
+
+    They are those after step - 1: the checkpoint of that step, or the start model for step 1. Where
+    that checkpoint is gone, an older one. `given` overrules all of that.
+    """
+    from open_instruct.checkpoints.step_folder import find_checkpoints, step_of
+
+    start = config.model.model_name_or_path
+    if given is not None:
+        description = f"the weights are those of {given}, with a fresh optimizer"
+        if config.loss.ref_policy_update_freq is not None:
+            description += "; the reference policy is the start model, although the run moved it"
+        return StepWeights(
+            model=given, checkpoint=None, are_the_steps_own=False, description=description
+        )
+    checkpoints = {step_of(path): path for path in find_checkpoints(run)}
+    newest = max((saved for saved in checkpoints if saved < step), default=0)
+    checkpoint = checkpoints.get(newest)
+    are_the_steps_own = newest == step - 1
+    description = f"the weights are those after step {newest}, {checkpoint or start}"
+    if not are_the_steps_own:
+        description += (
+            f": step {step} began with those of step {step - 1}, of which there is no checkpoint. "
+            "Loss, gradient and the ratios to the engine are of another policy than the run's"
+        )
+    return StepWeights(
+        model=start,
+        checkpoint=checkpoint,
+        are_the_steps_own=are_the_steps_own,
+        description=description,
+    )
+
+
+def recorded_row(metrics: Path, step: int) -> dict[str, float] | None:
+    """The row of metrics.jsonl for `step`; None if the run ended before it wrote one.
+
+    Raises:
+        InputError: the file cannot be read.
+    """
+    try:
+        rows = list(rows_of(metrics))
+    except OSError as error:
+        raise InputError(f"{metrics} cannot be read: {error}", kind="unreadable_file") from error
+    return next((row for row in reversed(rows) if row.get("step") == step), None)
+
+
+def differences(recorded: Mapping[str, float], recomputed: Mapping[str, float]) -> str:
+    """The difference of the recomputed loss and gradient norm from the recorded ones.
+
+    The loss's difference is absolute: advantages of both signs nearly cancel in it.
+    """
+    loss_gap = abs(recorded["loss"] - recomputed["loss"])
+    norm_gap = abs(recorded["grad_norm"] - recomputed["grad_norm"])
+    share = norm_gap / recorded["grad_norm"] if recorded["grad_norm"] else norm_gap
+    return (
+        f"recorded and recomputed differ by {loss_gap:.1e} in loss, by {share:.1e} of itself in "
+        "grad_norm"
+    )
+
+
+def table(columns: Mapping[str, Mapping[str, float] | None]) -> str:
+    """The metrics that were recomputed, one a line, in a column for each of `columns` that has
+    numbers.
+    """
+    rows = {title: row for title, row in columns.items() if row is not None}
+    recomputed = dict.fromkeys(
+        chain.from_iterable(row for title, row in rows.items() if title != "recorded")
+    )
+    names = sorted(recomputed, key=lambda name: name not in SHOWN_FIRST)
+    lines = [["", *rows]]
+    for name in names:
+        lines.append([name, *(_cell(row.get(name)) for row in rows.values())])
+    first, *others = (max(map(len, column)) for column in zip(*lines, strict=True))
+    padded = []
+    for name, *cells in lines:
+        right = [cell.rjust(width) for cell, width in zip(cells, others, strict=True)]
+        padded.append("  ".join([name.ljust(first), *right]))
+    return "\n".join(padded)
+
+
+def _cell(value: float | None) -> str:
+    return MISSING if value is None else f"{value:.6g}"

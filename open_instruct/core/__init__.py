@@ -1,0 +1,3 @@
+"""What every room stands on: errors, records, the table of metrics, text, files, families of
+models.
+"""

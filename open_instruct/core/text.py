@@ -1,0 +1,86 @@
+"""The spelling of numbers and choices for people, the templates of pages, and text from others,
+read and shown.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from jinja2 import Environment
+
+# Characters that steer a terminal or turn the order of letters, and those without a form in UTF-8.
+_STEERS = re.compile(
+    r"[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
+)
+
+
+def one_of(values: Iterable[object]) -> str:
+    """Values as a choice: `[1, 2, 4]` is "1, 2 or 4"."""
+    words = [str(value) for value in values]
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"
+
+
+def counted(count: int, noun: str) -> str:
+    """`counted(1, "node")` is "1 node", `counted(2000, "node")` "2,000 nodes", `counted(2, "copy")`
+    "2 copies".
+    """
+    if count == 1:
+        return f"1 {noun}"
+    many = (
+        f"{noun[:-1]}ies"
+        if noun.endswith("y")
+        else f"{noun}es"
+        if noun.endswith(("ch", "ss"))
+        else f"{noun}s"
+    )
+    return f"{count:,} {many}"
+
+
+def pages_in(folder: Path, **options: Any) -> Environment:
+    """The templates in a folder, which refuse names that they are not given;
+
+    `options` are jinja2's.
+    """
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    pages = Environment(loader=FileSystemLoader(folder), undefined=StrictUndefined, **options)
+    pages.filters |= {"counted": counted, "thousands": "{:,.0f}".format}
+    return pages
+
+
+def macro_text(template: Path, macro: str, *facts: object, **names: object) -> str:
+    """The text of a macro of a template, for these facts;
+
+    `names` are what all macros of the template know.
+    """
+    return str(getattr(_macros(template, **names), macro)(*facts)).removesuffix("\n")
+
+
+@cache
+def _macros(template: Path, **names: object) -> Any:
+    """The macros of a template, compiled once."""
+    pages = pages_in(template.parent, trim_blocks=True, lstrip_blocks=True)
+    pages.globals |= names
+    return pages.get_template(template.name).module
+
+
+def escaped(text: str, kept: str = "") -> str:
+    """Words of a model or a file, which then steer no terminal; of those that would, `kept`
+    stay.
+    """
+    return _STEERS.sub(lambda match: match[0] if match[0] in kept else ascii(match[0])[1:-1], text)
+
+
+def json_or_text(value: Any) -> Any:
+    """A text that is JSON as what it says; anything else as it is."""
+    if isinstance(value, str):
+        with suppress(ValueError, RecursionError):
+            return json.loads(value)
+    return value

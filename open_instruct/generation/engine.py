@@ -1,0 +1,298 @@
+"""One engine: a process that generates completions, with a loop of its own around vLLM's steps.
+
+A step makes one token for every running request. Control calls, which change the weights, run
+between two steps and nowhere else, so which weights made a token is known exactly.
+"""
+
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any, Concatenate, TypeVar
+
+from open_instruct.core.errors import RunError
+from open_instruct.core.records import Completion
+from open_instruct.generation.requests import EngineSettings, GenerationRequest
+from open_instruct.generation.vllm_core import P, VLLMCore
+from open_instruct.weight_sync.receiver import WeightReceiver
+
+R = TypeVar("R")
+Outcomes = Mapping[int, Completion | str]
+"""Completions by the key of their request; a sentence with the reason in place of one that cannot
+be.
+"""
+
+SECONDS_BETWEEN_LOOKS = 0.02
+
+
+class Engine:
+    """Generates completions, and takes new weights between two steps. To be wrapped as a Ray actor;
+    knows no Ray.
+
+    Usable once constructed, from many threads at once. If its loop fails, everything raises
+    RunError from then on.
+
+    Args:
+        settings: of the model and of vLLM.
+        make_core: builds what makes the tokens, on the loop's thread.
+    """
+
+    def __init__(
+        self,
+        settings: EngineSettings,
+        *,
+        make_core: Callable[[EngineSettings], VLLMCore] = VLLMCore,
+    ) -> None:
+        self._settings = settings
+        self._changed = threading.Condition()  # guards everything below
+        self._calls: deque[tuple[Callable[[VLLMCore], Any], Future[Any]]] = deque()
+        # One of these holds each request's key; the caller that waits for it is in another process.
+        self._waiting: dict[int, GenerationRequest] = {}
+        self._running: set[int] = set()
+        self._outcomes: dict[int, Completion | str] = {}
+        self._cancelled: set[int] = set()  # of those that run
+        self._is_admitting = True
+        self._is_stepping = True
+        self._is_closed = False
+        self._step_began_s: float | None = None
+        self._failure: RunError | None = None
+        ready: Future[None] = Future()
+        self._thread = threading.Thread(
+            target=self._loop, args=(make_core, ready), name="engine", daemon=True
+        )
+        self._thread.start()
+        ready.result()
+
+    # Completions
+
+    def begin(self, requests: Mapping[int, GenerationRequest]) -> None:
+        """Begin requests without waiting; `poll` returns their outcomes under the same keys.
+
+        Raises:
+            RunError: the engine failed.
+        """
+        with self._changed:
+            self._check()
+            self._waiting |= requests
+            self._changed.notify_all()
+
+    def cancel(self, keys: Sequence[int]) -> None:
+        """Give up the requests of these keys; `poll` will not return them."""
+        with self._changed:
+            self._cancelled |= self._running.intersection(keys)
+            for key in keys:
+                self._waiting.pop(key, None)
+                self._outcomes.pop(key, None)
+
+    def poll(self, wait_s: float) -> Outcomes:
+        """The outcomes that no earlier poll returned, by their keys; waits up to `wait_s` for one.
+
+        Raises:
+            RunError: the engine failed, or one step lasts longer than --engine_timeout_s.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._outcomes or self._failure, wait_s)
+            self._check()
+            began_s = self._step_began_s
+            if (
+                began_s is not None
+                and time.monotonic() - began_s > self._settings.fleet.engine_timeout_s
+            ):
+                raise RunError(f"it has been in one step for {time.monotonic() - began_s:.0f} s")
+            outcomes = self._outcomes
+            self._outcomes = {}
+        return outcomes
+
+    # Weights
+
+    def open_channel(self, info: dict[str, Any]) -> None:
+        """Connect to the sender of weights."""
+        self._between_steps(lambda core: core.call_workers(WeightReceiver.open_channel, info))
+
+    def stage_weights(self, version: int) -> None:
+        """Receive what has changed of the weights while steps go on;
+
+        `receive_weights` puts it in place.
+        """
+        self._between_steps(lambda core: core.call_workers(WeightReceiver.start_staging, version))
+        while not all(
+            self._between_steps(lambda core: core.call_workers(WeightReceiver.has_staged))
+        ):
+            time.sleep(SECONDS_BETWEEN_LOOKS)
+
+    def begin_update(self, drain: bool) -> None:
+        """Stop between two steps and get ready for weights; requests that come meanwhile wait.
+
+        Args:
+            drain: finish the running requests first, so that every completion is of one version.
+        """
+
+        def stop(core: VLLMCore) -> None:
+            self._is_admitting = False
+            self._is_stepping = drain
+
+        self._between_steps(stop)
+        with self._changed:
+            self._changed.wait_for(lambda: self._failure or not (drain and self._running))
+
+        def prepare(core: VLLMCore) -> None:
+            # A step that is on its way while weights change would make tokens of neither version.
+            self._ended(core.settle())
+            core.call_workers(WeightReceiver.start_update)
+
+        self._between_steps(prepare)
+
+    def receive_weights(self) -> None:
+        """Take one set of weights from the channel, or what was staged of it; returns when it is
+        complete.
+        """
+        self._between_steps(lambda core: core.call_workers(WeightReceiver.receive_weights))
+
+    def finish_update(self, version: int) -> None:
+        """Go on with the weights received.
+
+        Running requests are recomputed from their prompt and tokens so far.
+        """
+
+        def go_on(core: VLLMCore) -> None:
+            core.call_workers(WeightReceiver.finish_update)
+            core.weights_changed(version)
+            self._is_admitting = self._is_stepping = True
+
+        self._between_steps(go_on)
+
+    # The process
+
+    def pid(self) -> int:
+        """The id of its process; answers at once, also while the loop is in a step.
+
+        Raises:
+            RunError: the engine failed.
+        """
+        self._check()
+        return os.getpid()
+
+    def shutdown(self) -> None:
+        """End the loop; whoever waits gets a RunError."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+        self._thread.join()
+
+    # Callers' side of the loop
+
+    def _check(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+
+    def _between_steps(self, function: Callable[[VLLMCore], R]) -> R:
+        future: Future[R] = Future()
+        with self._changed:
+            self._check()
+            self._calls.append((function, future))
+            self._changed.notify_all()
+        return future.result()
+
+    # The loop's thread
+
+    def _loop(self, make_core: Callable[[EngineSettings], VLLMCore], ready: Future[None]) -> None:
+        try:
+            core = make_core(self._settings)
+        except BaseException as error:
+            ready.set_exception(error)
+            return
+        ready.set_result(None)
+        try:
+            while not self._is_closed:
+                self._run_calls(core)
+                self._abort_cancelled(core)
+                self._admit(core)
+                if self._running and self._is_stepping:
+                    self._step_began_s = time.monotonic()
+                    finished = core.step()
+                    self._step_began_s = None
+                    self._ended(finished)
+                else:
+                    with self._changed:
+                        self._changed.wait_for(
+                            lambda: self._calls or self._can_admit() or self._is_closed
+                        )
+            failure = RunError("the engine was shut down")
+        except BaseException as error:
+            failure = _failure_of(error)
+        self._fail(failure)
+        core.close()
+
+    def _run_calls(self, core: VLLMCore) -> None:
+        while self._calls:
+            with self._changed:
+                function, future = self._calls.popleft()
+            try:
+                future.set_result(function(core))
+            except Exception as error:
+                # The caller's to judge: a peer may be gone, and the update tried again.
+                future.set_exception(error)
+            except BaseException as error:
+                future.set_exception(_failure_of(error))
+                raise
+
+    def _can_admit(self) -> bool:
+        return (
+            self._is_admitting
+            and bool(self._waiting)
+            and len(self._running) < self._settings.batching.max_num_seqs
+        )
+
+    def _admit(self, core: VLLMCore) -> None:
+        while True:
+            with self._changed:
+                if not self._can_admit():
+                    return
+                key = next(iter(self._waiting))
+                request = self._waiting.pop(key)
+                self._running.add(key)
+            try:
+                core.add(key, request)
+            except ValueError as error:
+                self._ended({key: str(error)})
+
+    def _abort_cancelled(self, core: VLLMCore) -> None:
+        for key in [*self._cancelled]:
+            core.abort(key)
+            self._ended({key: "cancelled"})
+
+    def _ended(self, outcomes: Outcomes) -> None:
+        """Remove finished requests, and keep the outcomes of those that were not cancelled for
+        `poll`.
+        """
+        if not outcomes:
+            return
+        with self._changed:
+            self._outcomes |= {
+                key: outcome for key, outcome in outcomes.items() if key not in self._cancelled
+            }
+            self._running -= outcomes.keys()
+            self._cancelled -= outcomes.keys()
+            self._changed.notify_all()
+
+    def _fail(self, failure: RunError) -> None:
+        with self._changed:
+            self._failure = failure
+            calls = [future for _, future in self._calls]
+            self._running.clear()
+            self._waiting.clear()
+            self._calls.clear()
+            self._changed.notify_all()
+        for call in calls:
+            call.set_exception(failure)
+
+
+EngineMethod = Callable[Concatenate[Engine, P], R]
+
+
+def _failure_of(error: BaseException) -> RunError:
+    failure = RunError(f"the engine failed: {type(error).__name__}: {error}")
+    failure.__cause__ = error
+    return failure

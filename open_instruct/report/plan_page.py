@@ -1,0 +1,101 @@
+"""A plan as a person reads it: on one screen, whole, or as a page.
+
+The screen is plan_short.txt.jinja; plan.txt.jinja is the whole (the layout drawn, a bar of a GPU's
+memory for every phase, traffic, time, advice); plan.html.jinja is the page.
+"""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.text import Text
+
+from open_instruct.core.text import counted, pages_in
+from open_instruct.parallel.picture import draw_layout, wrapped
+from open_instruct.planning import shown
+from open_instruct.planning.advice import Advice
+from open_instruct.planning.memory.phases import Phase
+from open_instruct.planning.plan import Plan
+from open_instruct.planning.subject import units
+from open_instruct.report.templates import rendered
+
+if TYPE_CHECKING:
+    from jinja2 import Environment
+
+BAR_WIDTH = 48
+MAX_LAYOUTS_SHOWN = 8
+MAX_LINES = 40
+
+_ASCII = str.maketrans({"▕": "|", "·": ".", "×": "x", "◀": "<", "▶": ">"})
+
+
+def html_page(plan: Plan, advice: Advice) -> str:
+    """The plan as one HTML file with tables and drawings; it has no script and fetches nothing."""
+    return rendered("plan.html.jinja", plan=plan, advice=advice, said=shown.said, shown=shown)
+
+
+def print_plan(plan: Plan, advice: Advice, console: Console, *, is_short: bool = False) -> None:
+    """Print it, with colours where the console has them and in plain lines elsewhere.
+
+    Args:
+        is_short: print what fits into `MAX_LINES` of 80 columns, and otherwise everything.
+    """
+    pages = pages_in(Path(__file__).parent, trim_blocks=True, lstrip_blocks=True)
+    pages.globals |= {
+        "said": shown.said,
+        "wrapped": wrapped,
+        "counted": counted,
+        "units": units,
+        "shown": shown,
+    }
+    pages.globals |= {"styled": _styled, "drawn": draw_layout, "bar": _bar}
+    text = (
+        _shorten(pages, plan, advice)
+        if is_short
+        else _render(pages, "plan.txt.jinja", plan, advice)
+    )
+    for line in Text.from_markup(text, emoji=False).split("\n"):
+        line.rstrip()
+        if console.options.ascii_only:
+            line.plain = line.plain.translate(_ASCII)
+        console.print(line, soft_wrap=True, highlight=False)
+
+
+def _render(pages: "Environment", name: str, plan: Plan, advice: Advice, **limits: Any) -> str:
+    return pages.get_template(name).render(plan=plan, advice=advice, **limits)
+
+
+def _shorten(pages: "Environment", plan: Plan, advice: Advice) -> str:
+    """The most that fits into `MAX_LINES`: fewer layouts, then none, then the fullest phase
+    alone.
+    """
+    choices = [(most_layouts, True) for most_layouts in range(MAX_LAYOUTS_SHOWN, -1, -1)]
+    text = ""
+    for most_layouts, shows_phases in [*choices, (0, False)]:
+        limits = {"most_layouts": most_layouts, "shows_phases": shows_phases}
+        text = _render(pages, "plan_short.txt.jinja", plan, advice, **limits)
+        if len(text.rstrip("\n").split("\n")) <= MAX_LINES:
+            break
+    return text
+
+
+def _styled(text: str, style: str) -> str:
+    return f"[{style}]{escape(text)}[/]"
+
+
+def _bar(phase: Phase, plan: Plan) -> Text:
+    """Letters for what is there, dots for what is free, and a mark where the GPU ends."""
+    bar = Text()
+    done, scale = 0, max(plan.setting.device.memory_bytes, plan.peak.total_bytes)
+    for label, num_bytes in shown.parts_of(phase, plan):
+        done += num_bytes
+        # By the running sum, so that rounding never makes the row longer or shorter than the whole.
+        upto = round(done / scale * BAR_WIDTH)
+        bar.append(shown.LETTERS[label] * (upto - len(bar)), style=shown.PARTS[label]["style"])
+    end = round(plan.setting.device.memory_bytes / scale * BAR_WIDTH)
+    if len(bar) <= end:
+        bar.append("·" * (end - len(bar)) + "▕", style="dim")
+    else:
+        bar = Text.assemble(bar[:end], ("▕", "bold red"), bar[end:])
+    return bar.append(" " * (BAR_WIDTH + 1 - len(bar)))

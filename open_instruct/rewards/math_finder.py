@@ -1,0 +1,169 @@
+r"""Where a completion says its answer.
+
+| what the completion has, in this order | the answer |
+|---|---|
+| `<answer>…</answer>` | is looked for in the last of them; all of it, if nothing below is in it |
+| `\boxed{…}` | the last; several in one sentence beside a truth that is a list of as many |
+| "answer is …", "Answer: …" | the last, to the end of its sentence (or of the next line if empty) |
+| `**…**`, `$…$`, `\(…\)`, `\[…\]` | the last of these on the last line that has one |
+| none of them | the last line, if it is nothing but mathematics |
+
+In prose `- 73` may be an entry of a list, and `73!` exclaimed: either reading will do there.
+"""
+
+import re
+
+from open_instruct.rewards.words import between_answer_tags
+
+# Characters at the end of a completion, for formulas that nothing says are the answer.
+MAX_SEARCHED = 5_000
+_BOXED = re.compile(r"\\(?:boxed|fbox)\s*(\{|(?=[A-Za-z0-9\\]))")
+_SAID = re.compile(
+    r"(?:(?:answers?|options?|choice)\**\s*(?:is|are|=)(?![a-z])\s*:?|answers?[\s*_]*:)[\s*_]*(?:(?:therefore|thus|simply|then|just)\s+)?(?=(\S?))",
+    re.IGNORECASE,
+)
+_MATH = re.compile(
+    r"\$\$(.+?)\$\$|\$([^$\n]+)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]|\*\*([^*\n]+)\*\*", re.DOTALL
+)
+_END_OF_SENTENCE = re.compile(
+    r"\n|(?<=[^\d\s])\.(?=\s|$)|(?<=\d)\.(?=\s+[A-Z\\$(]|\s*$)|[,;]?\s+\(?(?:because|since|as|so|which|hence|thus)\b|;\s+(?=[a-z]{2,})|[!?]\s+(?=[A-Za-z]{2,})",
+)
+# What begins an entry of a list: a dash, a dot, a number, a letter.
+_LIST_MARK = re.compile(r"^(?:[-–—+*•‣◦▪>]|\d{1,2}[.)]|[a-z]\))\s+(?=\S)")
+_EXCLAIMED = re.compile(r"(?<=\d)\s*[!?]+$")
+_SMILES = re.compile(r"\s*(?:[:;]-?\)|[\u2600-\u27bf\ufe0f\U0001f300-\U0001faff])+\s*$")
+_PROSE = re.compile(r"(?<![\\A-Za-z{])[A-Za-z]{3,}(?![A-Za-z]*\})")
+_NO_PROSE = re.compile(r"\\[A-Za-z]+(?:\s*\{[^{}]*\})?|\b(?:sin|cos|tan|log|ln|pi|sqrt|and|or)\b")
+
+
+def find_answer(completion: str) -> str | None:
+    """The text of the answer, or None if there is none (or its brace is never closed).
+
+    Example: `find_answer("So \\boxed{\\frac{1}{2}}.") == "\\frac{1}{2}"`.
+    """
+    found = find_answers(completion)
+    return found[-1] if found else None
+
+
+def find_answers(completion: str) -> list[str]:
+    """The answer as the last entry, before it those that stand in boxes of the same sentence."""
+    return _find(completion)[0]
+
+
+def find_readings(completion: str) -> list[str]:
+    """What the answer may say: as it is written, and in prose without the marks that may be none of
+    mathematics.
+
+    Example: `find_readings("Answer:\n- 73!") == ["- 73!", "73!", "- 73", "73"]`: the dash may begin
+    an entry of a list, or be a minus, and the number may be exclaimed, or a factorial.
+    """
+    answers, is_prose = _find(completion)
+    if not is_prose:
+        return answers[-1:]
+    readings = answers[-1:]
+    if re.search(rf"^\s*{re.escape(readings[0])}", completion, re.MULTILINE):
+        readings += [_LIST_MARK.sub("", each) for each in readings]
+    readings += [_EXCLAIMED.sub("", each) for each in readings]
+    return list(dict.fromkeys(readings))
+
+
+def _find(completion: str) -> tuple[list[str], bool]:
+    """The answers that `find_answers` gives, and whether the last stands in prose: in no box, and
+    in no formula.
+    """
+    judged = between_answer_tags(completion)
+    boxes = list(_BOXED.finditer(judged))
+    if boxes:
+        return _boxes(judged, boxes), False
+    said = _said(judged)
+    marked = None if said else _marked(judged)
+    found = said or marked or _last_line(judged)
+    if found is None and judged != completion:
+        found = judged
+    return ([found] if found else []), marked is None and bool(found)
+
+
+def _boxes(text: str, boxes: list[re.Match[str]]) -> list[str]:
+    """What is in the boxes that only few words, and no end of a paragraph, stand between."""
+    answers: list[str] = []
+    end = len(text)
+    for box in reversed(boxes):
+        content, stop = _content(text, box)
+        if answers and stop > end:  # a box around the one that is read already
+            answers[0] = content
+            end = box.start()
+            continue
+        between = text[stop:end]
+        if answers and (
+            "\n\n" in between
+            or len(between) > 60
+            or re.search(r"\bnot?\b|[.!?]\s|instead|wait", between)
+        ):
+            return answers
+        answers.insert(0, content)
+        end = box.start()
+    return answers
+
+
+def _content(text: str, box: re.Match[str]) -> tuple[str, int]:
+    """The content of a box, "" where its brace is never closed, and where the box ends."""
+    if not box[1]:
+        short = re.match(r"\\[A-Za-z]+|\w", text[box.end() :])
+        return (short[0], box.end() + short.end()) if short else ("", box.end())
+    depth = 1
+    for at in range(box.end(), len(text)):
+        is_escaped = text[at - 1] == "\\"
+        depth += 0 if is_escaped else (text[at] == "{") - (text[at] == "}")
+        if depth == 0:
+            return text[box.end() : at], at + 1
+    return "", len(text)
+
+
+def _said(text: str) -> str | None:
+    """What the last "answer is" says."""
+    for match in reversed(list(_SAID.finditer(text))):
+        rest = text[match.end() :].lstrip(" *_:\n")
+        if marked := re.match(r"\$\$(.+?)\$\$|\\\[(.+?)\\\]", rest, re.DOTALL):
+            return (marked[1] or marked[2]).strip()
+        said = _up_to_the_end_of_its_sentence(rest)
+        if said:
+            return said
+    return None
+
+
+def _up_to_the_end_of_its_sentence(text: str) -> str:
+    """Ends within formulas are none."""
+    hidden = _MATH.sub(
+        lambda match: re.sub(r"[^\n]", "x", match[0]) if match[5] is None else match[0], text
+    )
+    end = _END_OF_SENTENCE.search(hidden)
+    sentence = _SMILES.sub("", text[: end.start()] if end else text).strip()
+    # Behind a formula, or bold, a mark is of the sentence.
+    return re.sub(r"(?<=[*$\])])[!?]+$", "", sentence).strip(" *_").rstrip(".,;")
+
+
+def _marked(text: str) -> str | None:
+    """What stands in the last formula, or in bold, of the lines at the end."""
+    if len(text) > MAX_SEARCHED:
+        text = text[-MAX_SEARCHED:].partition("\n")[2]
+    marked = [next(filter(None, match.groups())).strip() for match in _MATH.finditer(text)]
+    marked = [
+        each
+        for each in marked
+        if re.search(r"[A-Za-z0-9]", each) and not _PROSE.search(_NO_PROSE.sub(" ", each))
+    ]
+    return marked[-1] if marked else None
+
+
+def _last_line(text: str) -> str | None:
+    """The last line, if it is nothing but mathematics, or a word."""
+    lines = [
+        _SMILES.sub("", line).strip(" *_`.") for line in text.splitlines() if line.strip(" *_`.")
+    ]
+    if not lines:
+        return None
+    is_alone = len(lines) == 1 and len(lines[0].split()) <= 3
+    is_formula = not _PROSE.search(_NO_PROSE.sub(" ", lines[-1])) and re.search(
+        r"[A-Za-z0-9]", lines[-1]
+    )
+    return lines[-1] if is_alone or is_formula else None

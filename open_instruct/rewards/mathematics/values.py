@@ -1,0 +1,269 @@
+"""Expressions, relations and sets of numbers, which math-verify reads and compares.
+
+Numbers, and expressions at a few points, are compared here: exact ones to 60 digits, relative to
+them. math-verify compares differences to a fixed number of places, under which small numbers are
+all nought.
+"""
+
+import re
+from typing import Any
+
+_MAX_EXPONENT = 20_000
+_EXACT = 1e-60
+_DECIMAL = 1e-12  # decimals may be rounded behind so many places
+# Of variables, in the order of their names: above nought first, where roots and logarithms are
+# real.
+_POINTS = (
+    ("3/7", "11/5", "23/13", "5/3", "29/11", "13/17"),
+    ("47/19", "2/9", "31/23", "7/3", "1/13", "37/29"),
+    ("-8/7", "5/9", "-19/11", "-41/13", "3/17", "-2/5"),
+)
+_IMAGINARY = re.compile(r"(?<![a-zA-Z\\_])i(?![a-zA-Z])(?!\s*=)")
+_UNREADABLE = re.compile(
+    r"[⟨⟩:'%]|\^\{?\s*(?:T|\*|\\top|\\dagger|\\prime)\s*\}?(?![a-zA-Z])|\\(?:ldots|pmod|equiv)(?![a-zA-Z])"
+)
+
+
+def are_same_values(ours: str, theirs: str, *, tolerance: float | None = None) -> bool:
+    """Whether two cleaned expressions or relations without words are the same.
+
+    Args:
+        tolerance: of two numbers, relative to them.
+    """
+    is_complex = bool(_IMAGINARY.search(ours) or _IMAGINARY.search(theirs))
+    one, other = (_read(text, is_complex=is_complex) for text in (ours, theirs))
+    if one is None or other is None:
+        return False
+    has_decimals = any(re.search(r"\d\.\d", text) for text in (ours, theirs))
+    number, other_number = _number(one), _number(other)
+    if number is not None and other_number is not None:
+        return _are_same_numbers(
+            number, other_number, tolerance or (_DECIMAL if has_decimals else _EXACT)
+        )
+    if tolerance is not None:
+        return False
+    agree = [_agree_at(points, one, other) for points in _POINTS]
+    if agree[0] is False or all(agree):
+        return agree[0] is not False
+    return _verify(one, other)
+
+
+def are_same_regions(ours: str, theirs: str) -> bool | None:
+    """Whether two relations of one variable, or sets of numbers, are the same set;
+
+    None where one is neither.
+    """
+    import sympy
+
+    found = [_region(text) for text in (ours, theirs)]
+    if any(each is None for each in found):
+        return None
+    (name, one), (other_name, other) = found  # type: ignore[misc]
+    if name and other_name and name != other_name:
+        return False
+    try:
+        return bool(
+            one == other
+            or sympy.SymmetricDifference(one, other).doit().is_empty
+            or one.symmetric_difference(other).is_empty
+        )
+    except Exception:  # sympy cannot compare them
+        return None
+
+
+def _read(text: str, *, is_complex: bool) -> Any:
+    """The value of LaTeX, or None where it is none that can be read whole, or one that would not
+    end.
+    """
+    import sympy
+    from latex2sympy2_extended import latex2sympy
+    from latex2sympy2_extended.latex2sympy2 import ConversionConfig
+
+    text = _prepared(text)
+    if _UNREADABLE.search(text) or _is_huge(text):
+        return None
+    if "\\lim" not in text and re.search(r"\\to(?![a-zA-Z])", text):
+        return None
+    based = re.fullmatch(r"([0-9A-Z]+)_\{?(\d+)\}?", text)
+    try:
+        if based and 2 <= int(based[2]) <= 36 and re.search(r"\d", based[1] + based[2]):
+            return sympy.Integer(int(based[1], int(based[2])))
+        reading = ConversionConfig(lowercase_symbols=False)
+        if not is_complex:
+            return latex2sympy(
+                text, is_real=True, normalization_config=None, conversion_config=reading
+            )
+        value = latex2sympy(text, normalization_config=None, conversion_config=reading)
+        return value.subs(sympy.Symbol("i"), sympy.I)
+    except Exception:  # the parser raises what it likes
+        return None
+
+
+def _prepared(text: str) -> str:
+    """LaTeX as the parser reads it: decimals as fractions, degrees in functions as radians, names
+    of figures as one.
+    """
+    text = re.sub(
+        r"(?<![\d.])(\d+)\.(\d+)",
+        lambda m: rf"\frac{{{int(m[1] + m[2])}}}{{{10 ** len(m[2])}}}",
+        text,
+    )
+    if re.search(r"\\(?:sin|cos|tan|cot|sec|csc)", text):
+        text = re.sub(r"(\d+|\\frac\{\d+\}\{\d+\})\s*°", r"{(\\frac{\1\\pi}{180})}", text)
+        text = re.sub(r"\{\((.*?)\)\}", r"(\1)", text)
+    text = re.sub(
+        r"\\(triangle|angle|arc|widehat|square|odot|parallelogram)\s*\{?\s*([A-Z]{1,4})\}?",
+        r"\\overline{\1\2}",
+        text,
+    )
+    text = re.sub(r"\\math(?:cal|frak|scr)\s*\{(\w)\}", r"\1", text)
+    text = re.sub(r"\\lg(?![a-z])", r"\\log", text)
+    return text.replace("°", "").strip()
+
+
+def _is_huge(text: str) -> bool:
+    """Whether there is a power or a factorial that takes for ever to work out."""
+    exponents = re.findall(r"\^\{?-?(\d{5,})", text) + re.findall(r"(\d{5,})\s*!", text)
+    towers = re.search(r"\^\s*\{?\s*[\d(]+\s*\^\s*\{?\s*\d*\s*\^", text) or re.search(
+        r"\d\s*\^\{\s*\d+\s*\^\{?\s*\d\d", text
+    )
+    is_factorial_of_factorial = re.search(r"!\s*[)}\]]*\s*!", text)
+    return bool(towers or is_factorial_of_factorial) or any(
+        int(each[:9]) > _MAX_EXPONENT for each in exponents
+    )
+
+
+def _number(value: Any) -> Any:
+    """A value without variables, worked out; None for anything else."""
+    import sympy
+
+    if (
+        not isinstance(value, sympy.Expr)
+        or value.free_symbols
+        or value.atoms(sympy.core.function.AppliedUndef)
+    ):
+        return None
+    try:
+        done = value.doit()
+    except Exception:  # an integral without an end, for one
+        return None
+    return done if isinstance(done, sympy.Expr) and done.is_number else None
+
+
+def _are_same_numbers(one: Any, other: Any, tolerance: float) -> bool:
+    import sympy
+
+    if one == other and not one.has(sympy.nan, sympy.zoo):
+        return True
+    if one.is_Rational and other.is_Rational and tolerance < 1e-6:
+        return False
+    if one.has(sympy.oo, -sympy.oo, sympy.nan, sympy.zoo) or other.has(
+        sympy.oo, -sympy.oo, sympy.nan, sympy.zoo
+    ):
+        return False
+    try:
+        values = [sympy.N(each, 100) for each in (one, other)]
+        largest = max(map(abs, values))
+        if abs(values[0] - values[1]) <= tolerance * largest:
+            return True
+        is_nought = (
+            min(map(abs, values)) == 0 or min(map(abs, values)) < largest * sympy.Float(10) ** -90
+        )
+        return bool(
+            is_nought and largest < sympy.Float(10) ** -90 and sympy.simplify(one - other) == 0
+        )
+    except Exception:  # not to be worked out
+        return False
+
+
+def _verify(one: Any, other: Any) -> bool:
+    import logging
+
+    from math_verify import verify
+
+    # It says at every call that there is no time limit: the process has one.
+    logging.getLogger("math_verify").setLevel(logging.ERROR)
+    return bool(verify(other, one, float_rounding=12, numeric_precision=60, timeout_seconds=None))
+
+
+def _agree_at(points: tuple[str, ...], one: Any, other: Any) -> bool | None:
+    """Whether two expressions have the same value at points; None where they have none there."""
+    import sympy
+
+    if not (isinstance(one, sympy.Expr) and isinstance(other, sympy.Expr)):
+        return None
+    names = sorted(one.free_symbols | other.free_symbols, key=str)
+    if len(points) < len(names):
+        return None
+    try:
+        at = dict(zip(names, map(sympy.Rational, points), strict=False))
+        values = [sympy.N(each.doit().subs(at).doit(), 80) for each in (one, other)]
+        if not all(value.is_number and value.is_finite for value in values):
+            return None
+        largest = max(map(abs, values))
+        return bool(abs(values[0] - values[1]) <= sympy.Float(10) ** -50 * largest)
+    except Exception:  # an undefined function, for one
+        return None
+
+
+def _region(text: str) -> tuple[str, Any] | None:
+    r"""The variable of a relation, "" if it has none, and the set of its values:
+
+    `x < 2`, `x \in [1, 2)`, `(1, 2)`.
+    """
+    import sympy
+
+    alternatives = re.split(r"⟨or⟩|\\lor|\\vee", text)
+    if len(alternatives) > 1:
+        found = [_region(each.strip(" ,")) for each in alternatives]
+        if any(each is None for each in found):
+            return None
+        names = {each[0] for each in found if each}
+        return (
+            (names.pop(), sympy.Union(*(each[1] for each in found if each)))
+            if len(names) == 1
+            else None
+        )
+    both = re.split(r"⟨and⟩|\\land|\\wedge", text)
+    if len(both) == 2:
+        one, other = (_region(each.strip(" ,")) for each in both)
+        are_of_one = one is not None and other is not None and one[0] == other[0]
+        return (one[0], sympy.Intersection(one[1], other[1])) if are_of_one else None  # type: ignore[index]
+    member = re.fullmatch(r"([a-zA-Z]|\\[a-z]+)\s*(?:\\in(?![a-z])|=(?=\s*[\[(\]]))\s*(.+)", text)
+    if member:
+        inside = _region(member[2])
+        return None if inside is None else (member[1], inside[1])
+    return _relation(text) if re.search(r"<|>|\\(?:leq|geq|neq)(?![a-z])", text) else _set(text)
+
+
+def _relation(text: str) -> tuple[str, Any] | None:
+    import sympy
+
+    other_than = re.fullmatch(r"([a-zA-Z]|\\[a-z]+)\s*\\neq\s*([^,]+)", text)
+    if other_than:
+        value = _read(other_than[2], is_complex=False)
+        return None if value is None else (other_than[1], sympy.S.Reals - sympy.FiniteSet(value))
+    value = _read(text, is_complex=False)
+    names = sorted(map(str, value.free_symbols)) if hasattr(value, "free_symbols") else []
+    if len(names) != 1:
+        return None
+    parts = getattr(value, "_unsorted_args", (value,))
+    try:
+        return names[0], sympy.Intersection(*(part.doit().as_set() for part in parts))
+    except Exception:  # sympy cannot solve it
+        return None
+
+
+def _set(text: str) -> tuple[str, Any] | None:
+    import sympy
+
+    text = re.sub(r"\](\s*[^\[\](),]+,[^\[\](),]+)([\[\])])", r"(\1\2", text)
+    text = re.sub(r"([(\[][^\[\](),]+,[^\[\](),]+)\[", r"\1)", text)
+    text = text.replace(r"+\infty", r"\infty")
+    value = _read(text, is_complex=False)
+    try:
+        if isinstance(value, sympy.Tuple) and len(value) == 2 and text.startswith("("):
+            value = sympy.Interval.open(*value)
+        return ("", value.doit()) if isinstance(value, sympy.Set) else None
+    except Exception:  # ends that are no numbers
+        return None

@@ -1,0 +1,255 @@
+"""Processes that are ended at any time, with all that they have started; among them interpreters
+behind walls.
+"""
+
+import json
+import os
+import secrets
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from subprocess import DEVNULL, Popen
+from typing import Any, Literal, get_args
+
+from open_instruct.core.errors import RunError
+
+PACKAGE = str(Path(__file__).resolve().parents[2] / "__init__.py")
+# The package without its parent on the path of imports: what else lies there would be imported in
+# place of libraries.
+START = """
+import socket, sys
+from importlib.util import module_from_spec, spec_from_file_location
+spec = spec_from_file_location("open_instruct", sys.argv[1])
+sys.modules["open_instruct"] = module_from_spec(spec)
+spec.loader.exec_module(sys.modules["open_instruct"])
+from open_instruct.rewards.sandbox.server import main
+main(socket.socket(fileno=0), answers_with=sys.argv[2])
+"""
+START_TIMEOUT_S = 60.0
+MAX_OUTPUT_BYTES = 1 << 20
+PIECE_BYTES = 1 << 16
+# All that a program sees of an environment, but for LD_LIBRARY_PATH and a variable of the package:
+# libraries of numbers are to start no threads.
+ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+
+Status = Literal["done", "exit", "error", "late", "died"]
+STATUSES = get_args(Status)
+ANSWERED = {"status", "value", "problem"}  # of `Ran`, by the process
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ran:
+    """What came of a piece of code. Example: `Ran(status="done", output="hello\\n", value="3")`.
+
+    `exit` is `sys.exit()` without a failure. After `late` and `died`, which too much output is too,
+    the interpreter is of no more use.
+    """
+
+    status: Status
+    output: str
+    value: str = ""  # the repr of its last line if that is an expression, or of None
+    problem: str = ""  # the traceback
+
+
+def _parse_answer(answer: bytes | bytearray, *, output: str) -> Ran:
+    """What a process has answered, which a program may have forged: an object of texts, with a
+    status that there is.
+
+    Raises:
+        ValueError: it is anything else.
+    """
+    try:
+        fields = json.loads(answer)
+    except RecursionError as error:
+        raise ValueError("it is nested too deep") from error
+    is_flat = isinstance(fields, dict) and all(isinstance(value, str) for value in fields.values())
+    if not is_flat or fields.get("status") not in STATUSES or not fields.keys() <= ANSWERED:
+        raise ValueError("it is no answer")
+    return Ran(output=output, **fields)
+
+
+class Child:
+    """A process that answers one request after another. `close` ends it at any time.
+
+    Raises:
+        RunError: the process that forks it did not start.
+    """
+
+    def __init__(self, forks: "Forks", **settings: Any) -> None:
+        self._connection, self._life, self._server = forks.fork()
+        self._unsent = json.dumps(settings).encode() + b"\n"
+        self._has_begun = False
+        self._is_closed = False
+
+    def ask(
+        self, request: Mapping[str, Any], *, timeout_s: float, max_bytes: int = sys.maxsize
+    ) -> Ran:
+        """What came of a request.
+
+        What else the process has written to its socket is `output`, and no answer.
+        """
+        deadline_s = time.monotonic() + timeout_s
+        mark = secrets.token_hex(16)
+        told = bytearray()
+        try:
+            self._connection.settimeout(max(timeout_s, 1e-3))  # 0 would be no time-out
+            self._connection.sendall(
+                self._unsent + json.dumps({"asked": request, "mark": mark}).encode() + b"\n"
+            )
+            self._unsent = b""
+            self._has_begun = self._has_begun or self._connection.recv(1) == b"+"
+            while not (told.endswith(b"\n") and mark.encode() in told) and len(told) <= max_bytes:
+                if (left_s := deadline_s - time.monotonic()) <= 0:
+                    # Also where it writes without an end, and there is always something to read.
+                    raise TimeoutError
+                self._connection.settimeout(left_s)
+                if not (piece := self._connection.recv(PIECE_BYTES)):
+                    break
+                told += piece
+            output, _, answer = told.partition(mark.encode())
+            return _parse_answer(answer, output=output.decode(errors="replace").removesuffix("\n"))
+        except TimeoutError:
+            return Ran(status="late", output=told.decode(errors="replace"))
+        except (OSError, ValueError):  # it has been closed, or has given no answer
+            return Ran(status="died", output=told.decode(errors="replace"))
+
+    def close(self) -> None:
+        self._is_closed = True
+        for each in (self._connection, self._life):
+            with suppress(OSError), each:
+                # Which wakes a thread that reads, as closing does not.
+                each.shutdown(socket.SHUT_RDWR)
+
+
+class Interpreter(Child):
+    """A process behind the walls, whose names stay from one piece of code to the next."""
+
+    def run(
+        self,
+        code: str,
+        *,
+        timeout_s: float,
+        is_plain: bool = False,
+        max_bytes: int = MAX_OUTPUT_BYTES,
+    ) -> Ran:
+        """Run a piece of code; with `is_plain`, its value is shown as the literal that it equals,
+        if there is one.
+
+        Raises:
+            RunError: the sandbox is at fault, and not the program: it could not fork or put up its
+                walls, or has died.
+        """
+        ran = self.ask(
+            {"code": code, "is_plain": is_plain}, timeout_s=timeout_s, max_bytes=max_bytes
+        )
+        has_failed = not self._has_begun or self._server.poll() is not None
+        if ran.status == "died" and has_failed and not self._is_closed:
+            raise RunError(
+                "the sandbox ran no program: it could not fork, could not put up a wall, or was "
+                "killed"
+            )
+        return ran
+
+
+class Forks:
+    """A warm process that forks others, started when the first is asked for. Callable from many
+    threads.
+
+    Args:
+        answers_with: a module's function, which answers the requests of the others there.
+        environment: their variables.
+    """
+
+    def __init__(
+        self, *, answers_with: Callable[..., dict[str, str]] | None, environment: Mapping[str, str]
+    ) -> None:
+        self._answers_with = (
+            "" if answers_with is None else f"{answers_with.__module__}:{answers_with.__name__}"
+        )
+        self._environment = environment
+        self._lock = threading.Lock()
+        self._server: Popen[bytes] | None = None
+
+    def fork(self) -> "tuple[socket.socket, socket.socket, Popen[bytes]]":
+        """Fork a child.
+
+        Returns its data socket, a socket whose end ends it, and the process that has forked it.
+        """
+        connection, work = socket.socketpair()
+        life, end = socket.socketpair()
+        with self._lock, work, end:
+            if self._server is None or self._server.poll() is not None:
+                self._server = self._started()
+            socket.send_fds(self._control, [b"+"], [work.fileno(), end.fileno()])
+            return connection, life, self._server
+
+    def _started(self) -> "Popen[bytes]":
+        self._control, theirs = socket.socketpair()
+        # Neither imports anything from the working folder, and a program nothing from PYTHONPATH
+        # either.
+        isolation = "-P" if self._answers_with else "-I"
+        command = [
+            sys.executable,
+            isolation,
+            "-X",
+            "utf8",
+            "-c",
+            START,
+            PACKAGE,
+            self._answers_with,
+        ]
+        with theirs:
+            server = Popen(
+                command,
+                stdin=theirs.fileno(),
+                stdout=DEVNULL,
+                stderr=DEVNULL,
+                env=self._environment,
+                start_new_session=True,
+            )
+        self._control.settimeout(START_TIMEOUT_S)
+        with suppress(TimeoutError):
+            if self._control.recv(1) == b"+":
+                return server
+        server.kill()
+        server.wait()
+        raise RunError(
+            "what programs and verifiers run in did not start; docs/security.md says what it needs"
+        )
+
+    def close(self) -> None:
+        """End it, and all others."""
+        if self._server is not None:
+            with suppress(OSError), self._control:
+                # A forked child of this process may hold it, too.
+                self._control.shutdown(socket.SHUT_RDWR)
+            self._server.wait(START_TIMEOUT_S)
+
+
+class Sandbox(Forks):
+    """A server whose children are sandboxed interpreters."""
+
+    def __init__(self) -> None:
+        libraries = {name: os.environ[name] for name in os.environ if name == "LD_LIBRARY_PATH"}
+        super().__init__(answers_with=None, environment=ENVIRONMENT | libraries)
+
+    def interpreter(
+        self, *, cpu_s: int, name: str = "__main__", stdin: str = "", stderr: bool = False
+    ) -> Interpreter:
+        """A new one, with `cpu_s` of CPU time. `stdin` is what programs read, `name` their
+        `__name__`.
+
+        What they write to stderr is among their output with `stderr`, and nowhere without.
+
+        Raises:
+            RunError: the sandbox did not start.
+        """
+        return Interpreter(self, cpu_s=cpu_s, name=name, stdin=stdin, stderr=stderr)
+
+
+SANDBOX = Sandbox()  # of this process, with which it ends

@@ -1,0 +1,325 @@
+"""The walk of a GRPO run: rollouts, one optimisation step, weights to the engines, and again.
+
+If a learner dies, the walk goes back to the last checkpoint; the pool restarts engines that die.
+"""
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from olmo_core.train.callbacks import Callback
+
+from open_instruct.batching.rollouts import RankStep
+from open_instruct.cluster.learner_call import LearnerLost
+from open_instruct.cluster.learner_group import LearnerMethod, LearnerProcess, P, R
+from open_instruct.core.errors import InputError, RunError
+from open_instruct.core.records import RolloutGroup
+from open_instruct.parallel.peers import activity
+from open_instruct.rewards.judge import JUDGE_COSTS
+from open_instruct.rl.agreement import AgreementWatch, build_probe, plan_probe
+from open_instruct.rl.checked_run import CONVERSATIONS, RolloutRun
+from open_instruct.rl.evaluation import evaluate
+from open_instruct.rl.fleet import Fleet
+from open_instruct.rl.samples import work_of_ranks
+from open_instruct.rl.step_checks import SignalWatch, refuse_failed_verdicts
+from open_instruct.rl.traces import Traces
+from open_instruct.rl.view import FleetView
+from open_instruct.run.alarms import slowest
+from open_instruct.run.cadence import cadence_of, noting_signals, stopped_by
+from open_instruct.run.metrics_log import MetricsLog
+from open_instruct.training.best_step_watch import BestStepWatch
+
+# The one hook of OLMo-core's callbacks that a GRPO run calls: its learners are processes of their
+# own.
+CALLED = "log_metrics"
+
+
+class Driver:
+    """Owns the loop.
+
+    The learners own weights and optimizer; the conductor owns the prompts and their order.
+    """
+
+    def __init__(self, run: RolloutRun, fleet: Fleet) -> None:
+        config = run.config
+        self.run = run
+        self.config = config
+        self.fleet = fleet
+        self.console = run.console
+        self.conductor = fleet.new_conductor()
+        self.cadence = cadence_of(config)
+        self.signal_watch = SignalWatch(config)
+        self.metrics = MetricsLog(run.directory.metrics, run.trackers, run.console.warn)
+        self.traces = Traces(
+            run.directory.path, asked=config.run.save_traces, warn=run.console.warn
+        )
+        self.view = FleetView(
+            run.console, num_steps=config.num_steps, queues=lambda: self.conductor.stats()
+        )
+        self.step = 0
+        self.num_restarts = 0
+        self.num_tokens = 0
+        self.agreement = AgreementWatch(config)
+        self.best: BestStepWatch | None = None
+
+    def fit(self) -> int:
+        """Take every remaining step and export the model. Returns the exit code.
+
+        Raises:
+            RunError: something died more often than `--max_restarts`, every verdict of a step
+                failed, or engines and learners disagree.
+        """
+        with (
+            noting_signals(self._say_signal, second_ends_at_once=True) as self._signal,
+            self.view.shown(),
+        ):
+            lost: LearnerLost | None = None
+            while True:
+                try:
+                    if lost is not None:
+                        self._restart_learners(lost)
+                    return self._walk()
+                except LearnerLost as another:
+                    lost = another
+                finally:
+                    self.conductor.close()
+
+    def _walk(self) -> int:
+        """Walk from the newest checkpoint to the end."""
+        self._resume()
+        if self.step == 0 and self.config.evaluation.eval_on_step_0:
+            self._evaluate()
+        while self.step < self.cadence.num_steps:
+            if self._signal.number is not None:
+                return self._stop_early(self._signal.number)
+            self._take_step()
+        self._export()
+        return 0
+
+    # One step
+
+    def _take_step(self) -> None:
+        began_s = time.monotonic()
+        step = self.step + 1
+        with self.view.phase("waiting for rollouts"):
+            batch = self.conductor.next_batch(step, check=self._check_learners)
+        asked = (*batch.groups, *batch.rejected)
+        refuse_failed_verdicts(asked)
+        rollouts, work = work_of_ranks(
+            batch,
+            step=step,
+            config=self.config,
+            conversations=self.run.conversations,
+            num_ranks=self.run.layout.data_parallel_world_size,
+        )
+        for warning in self.signal_watch.after_step(asked, num_samples=len(rollouts.samples)):
+            self.console.warn(warning)
+        self.traces.add(step, batch, rollouts)
+        row = {"step": step, "time/generate": time.monotonic() - began_s}
+        row |= self._learn_and_publish(work) | rollouts.metrics
+        self._check_agreement(row, asked)
+        if self.cadence.evaluates_after(step):
+            row |= self._evaluate()
+        if self.cadence.compares_speed_after(step) and not self.fleet.engines_share_cores:
+            row |= slowest("engine", self.fleet.engines.paces())
+        row |= JUDGE_COSTS
+        row["time/step"] = time.monotonic() - began_s
+        row["tokens_per_second/learners"] = work[0].num_tokens_global / max(row["time/train"], 1e-9)
+        row["tokens_per_second/engines"] = row["num_generated_tokens"] / max(row["time/step"], 1e-9)
+        self.metrics.write(row)
+        self.view.finished(row, asked[step % len(asked)])
+        is_saved = self.cadence.saves_after(step)
+        is_best = self.best is not None and self.best.improves(step, row, is_saved=is_saved)
+        if is_saved or is_best:
+            self._save(waits=self.cadence.is_last(step))
+
+    def _learn_and_publish(self, work: Sequence[RankStep]) -> dict[str, float]:
+        """Take the step on `work`, by data-parallel rank, and bring its weights to the engines;
+        returns its metrics.
+        """
+        began_s = time.monotonic()
+        with self.fleet.publisher.learners_at_work():
+            with self.view.phase("training"):
+                call = self.fleet.learners.start_each(LearnerProcess.step, self._by_rank(work))
+                learned = call.result(self.config.fleet.step_timeout_s)[0]
+            train_time_s = time.monotonic() - began_s
+            self.step += 1
+            with self.view.phase("sending weights"):
+                sync_time_s = self.fleet.publisher.publish(self.step)
+        self.conductor.weights_published(self.step)
+        self.num_tokens += work[0].num_tokens_global
+        return learned | {
+            "num_tokens": self.num_tokens,
+            "time/train": train_time_s,
+            "time/sync": sync_time_s,
+        }
+
+    def _by_rank(self, work: Sequence[RankStep]) -> list[RankStep]:
+        """The work of every learner; those of one data-parallel rank share theirs."""
+        layout = self.run.layout
+        return [work[rank // layout.model_parallel_degree] for rank in range(layout.world_size)]
+
+    def _check_agreement(self, row: dict[str, float], asked: Sequence[RolloutGroup]) -> None:
+        """Hold the engines' log-probs against the learners'; a probe of a sync adds what it
+        measured to `row`.
+        """
+        if self.agreement.needs_probe(self.step, row) and asked:
+            row |= self._probe_sync(asked[0].prompt.token_ids)
+        if (warning := self.agreement.check(self.step, row)) is not None:
+            self.console.warn(warning)
+
+    def _probe_sync(self, prompt_token_ids: tuple[int, ...]) -> dict[str, float]:
+        """How far apart engines and learners are on a few tokens that were sampled after the last
+        sync.
+        """
+        request = build_probe(prompt_token_ids, step=self.step, config=self.config)
+        with self.view.phase("comparing log-probs"):
+            answer = self.fleet.engines.submit(request)
+            work = plan_probe(
+                request,
+                answer,
+                config=self.config,
+                num_ranks=self.run.layout.data_parallel_world_size,
+            )
+            with self.fleet.publisher.learners_at_work():
+                call = self.fleet.learners.start_each(
+                    LearnerProcess.compare_with_engine, self._by_rank(work)
+                )
+                return call.result(self.config.fleet.step_timeout_s)[0]
+
+    def _evaluate(self) -> dict[str, float]:
+        """Answer the held-out prompts with the weights that the engines have."""
+        assert self.run.held_out is not None
+        with self.view.phase("evaluating"):
+            metrics, samples = evaluate(
+                self.run.held_out, self.fleet.new_episodes(), config=self.config
+            )
+        self.run.directory.write_evaluation({"step": self.step} | metrics | {"samples": samples})
+        return metrics
+
+    # Checkpoints, and what goes wrong
+
+    def _save(self, *, waits: bool) -> None:
+        state = {
+            "step": self.step,
+            "num_tokens": self.num_tokens,
+            "conductor": self.conductor.state_dict(),
+        }
+        if self.run.conversations is not None:
+            state[CONVERSATIONS] = self.run.conversations.fingerprint
+        with self.view.phase("saving"):
+            best_step = self.best.step if self.best else None
+            self._learners(LearnerProcess.save_state, state, waits=waits, best_step=best_step)
+
+    def _export(self) -> None:
+        best = None
+        if self.best is not None:
+            best = self.best.best
+            if best is None:
+                self.console.warn(self.best.nothing_found)
+        with self.view.phase("exporting"):
+            self._learners(LearnerProcess.save_model, best)
+        self.metrics.close()
+        of_step = f" of {best}," if best else ""
+        for name, folder in self.run.directory.exports.items():
+            if folder.exists():
+                self.console.say(f"the {name}{of_step} is in {folder}", style="green")
+
+    def _resume(self) -> None:
+        """Load the newest checkpoint, or stand at the start."""
+        with self.view.phase("loading the checkpoint"):
+            state, warnings = self._learners(LearnerProcess.resume)[0]
+        for warning in warnings:
+            self.console.warn(warning)
+        self.conductor = self.fleet.new_conductor()
+        if state is not None:
+            self.step = state["step"]
+            self.num_tokens = state["num_tokens"]
+            self.conductor.load_state_dict(state["conductor"])
+            self.console.say(f"resuming after step {self.step} of {self.config.num_steps}")
+        else:
+            self.step = self.num_tokens = 0
+        self.metrics.keep_until(self.step)
+        if (metric := self.config.run.keep_best) is not None:
+            self.best = BestStepWatch(metric, self.run.directory, until=self.step)
+        self.view.rewards = [row["reward"] for row in self.metrics.rows()]
+        lora = self.config.lora
+        begins_as_the_engines = lora.adapter_name_or_path is None and not lora.use_qlora
+        if self.step != self.fleet.publisher.version or not begins_as_the_engines:
+            with self.view.phase("sending weights"):
+                self.fleet.publisher.publish(self.step)
+        self.conductor.weights_published(self.step)
+
+    def _restart_learners(self, lost: LearnerLost) -> None:
+        self.num_restarts += 1
+        if self.num_restarts > self.config.fleet.max_restarts:
+            raise RunError(
+                f"{lost}. That was the last of --max_restarts {self.config.fleet.max_restarts}; "
+                "give the same command again to go on from the last checkpoint"
+            ) from lost
+        self.console.warn(
+            f"{lost}; starting the learners again from the last checkpoint "
+            f"({self.num_restarts} of {self.config.fleet.max_restarts})"
+        )
+        with self.view.phase("restarting learners"):
+            self.fleet.restart_learners()
+
+    def _stop_early(self, number: int) -> int:
+        if self.step > 0:
+            self._save(waits=True)
+        message, code = stopped_by(number, step=self.step, folder=self.run.directory.path)
+        self.console.say(message)
+        return code
+
+    def _say_signal(self, name: str) -> None:
+        after = "this step"
+        if self.step >= self.cadence.num_steps:
+            after = f"{activity()}; a second one ends it at once"
+        self.console.say(f"{name}: stopping after {after}")
+
+    def _check_learners(self) -> None:
+        with self.fleet.publisher.learners_at_work():
+            self.fleet.learners.check(self.config.fleet.step_timeout_s)
+
+    def _learners(self, method: LearnerMethod[P, R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
+        with self.fleet.publisher.learners_at_work():
+            call = self.fleet.learners.start(method, *args, **kwargs)
+            return call.result(self.config.fleet.step_timeout_s)
+
+
+class Listener:
+    """A tracker that hands the metrics of every step to a callback, in this process.
+
+    Raises:
+        InputError: the callback, which was given under that name, has hooks that nothing would
+            call.
+    """
+
+    def __init__(self, name: str, callback: Callback) -> None:
+        hooks = {
+            hook
+            for hook, usual in vars(Callback).items()
+            if callable(usual) and not hook.startswith("_")
+        }
+        own = [
+            hook
+            for hook in hooks - {CALLED}
+            if getattr(type(callback), hook) is not getattr(Callback, hook)
+        ]
+        if own:
+            raise InputError(
+                f"callbacks: {name} has {', '.join(sorted(own))}, which nothing would call: the "
+                f"learners of a GRPO run are processes of their own; here {CALLED} alone is "
+                "called, after every step",
+                kind="own_code",
+                flag="callbacks",
+            )
+        self._callback = callback
+
+    def log(self, row: dict[str, Any], step: int) -> None:
+        self._callback.log_metrics(
+            step, {name: value for name, value in row.items() if name != "step"}
+        )
+
+    def finish(self) -> None:
+        """A listener has nothing to finish."""

@@ -1,0 +1,145 @@
+"""Texts of environments within a template's: they stand there as marks, and are tokenised as plain
+text.
+
+A template renders a conversation with a mark in the place of each foreign text; the tokens of the
+template's own text and those of the foreign texts are then laid end to end.
+"""
+
+import copy
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+from open_instruct.data.chat import json_text
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+# Letters alone, so that no template trims or escapes a mark.
+REPLY_MARK = "qzReplyMarkzq{}zq"
+TEXT_MARK = "qzContentMarkzq{}zq"
+ANY_TEXT_MARK = re.compile(r"qzContentMarkzq(\d+)zq")
+LOOKS_LIKE_A_MARK = ("qzReplyMarkzq", "qzContentMarkzq")
+# A longer text has its beginning counted before the whole is tokenised.
+USUAL_CHARACTERS_PER_TOKEN = 16
+# By which a beginning may have more tokens than it has as a part of the whole, whose last word goes
+# on.
+SLACK_TOKENS = 256
+
+
+def split_at_marks(text: str) -> list[str]:
+    """A template's text, cut at its marks: its own text and the numbers of marks in turn."""
+    return ANY_TEXT_MARK.split(text)
+
+
+class PlainTokenizer:
+    """Tokenises foreign text: no special token, and no other added token either, such as
+    `</tool_response>`.
+    """
+
+    def __init__(self, tokenizer: "PreTrainedTokenizerFast") -> None:
+        added = tokenizer.added_tokens_decoder.values()
+        special = {*(str(each) for each in added if each.special), *tokenizer.all_special_tokens}
+        others = {str(each) for each in added} - special
+        self._backend: Any = copy.deepcopy(tokenizer.backend_tokenizer)
+        self._backend.encode_special_tokens = True
+        self._others = _find_any(others)
+        self.special_tokens = _find_any({*special, *LOOKS_LIKE_A_MARK})
+        self.added_tokens = _find_any({*special, *others, *LOOKS_LIKE_A_MARK})
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of a text that is all foreign."""
+        cuts = [match.start() + 1 for match in self._others.finditer(text)]
+        edges = pairwise((0, *cuts, len(text)))
+        pieces = [text[start:stop] for start, stop in edges]
+        encodings = (self._backend.encode(piece, add_special_tokens=False) for piece in pieces)
+        return [token_id for encoding in encodings for token_id in encoding.ids]
+
+    def has_more_tokens(self, texts: Iterable[str], limit: int) -> bool:
+        """Whether texts certainly have more tokens than `limit`, at a cost that only the limit
+        bounds.
+
+        No token has more characters than the longest of the vocabulary; and where a beginning of
+        the texts has too many tokens, so has all of it.
+        """
+        texts = list(texts)
+        num_characters = sum(map(len, texts))
+        usual = USUAL_CHARACTERS_PER_TOKEN * (limit + SLACK_TOKENS)
+        if num_characters <= usual:
+            return False
+        if num_characters > max(usual, self._longest_token * limit):
+            return True
+        return len(self.encode("".join(texts)[:usual])) > limit + SLACK_TOKENS
+
+    @cached_property
+    def _longest_token(self) -> int:
+        """Characters of the longest token, but for added ones, which foreign text cannot be."""
+        return max(map(len, self._backend.get_vocab(with_added_tokens=False)), default=1)
+
+
+class ForeignTexts:
+    """The foreign texts of one rendering, each with its mark."""
+
+    def __init__(self, plain: PlainTokenizer) -> None:
+        self.texts: list[str] = []
+        self._plain = plain
+
+    def mark(self, text: str) -> str:
+        """The mark that stands for all of a text."""
+        self.texts.append(text)
+        return TEXT_MARK.format(len(self.texts) - 1)
+
+    def mark_tokens(self, value: Any) -> Any:
+        """A value as JSON has them, with marks in place of the tokens that its texts spell."""
+        if isinstance(value, str):
+            return self._mark_matches(value, self._plain.added_tokens)
+        if isinstance(value, Mapping):
+            return {self.mark_tokens(key): self.mark_tokens(each) for key, each in value.items()}
+        if isinstance(value, Sequence) and not isinstance(value, bytes):
+            return [self.mark_tokens(each) for each in value]
+        return value
+
+    def mark_message(
+        self, message: Mapping[str, Any], row_texts: Sequence[str]
+    ) -> Mapping[str, Any]:
+        """A message with marks in place of the tokens that it spells.
+
+        What its content has from the row keeps tokens such as `<think>`, as in prompts without an
+        environment; special tokens have marks there too.
+        """
+        content = message.get("content")
+        if not isinstance(content, str):
+            return {key: self.mark_tokens(value) for key, value in message.items()}
+        beginnings = (text for text in row_texts if content.startswith(text))
+        beginning = max(beginnings, key=len, default="")
+        rest = content.removeprefix(beginning)
+        others = {
+            key: self.mark_tokens(value) for key, value in message.items() if key != "content"
+        }
+        marked = self._mark_matches(beginning, self._plain.special_tokens) + self.mark_tokens(rest)
+        return {**others, "content": marked}
+
+    def find_written(self, whole: str, with_marks: str) -> list[str] | None:
+        """The texts as a template writes them in `whole`: as they are, trimmed, or as JSON; else
+        None.
+        """
+        for write in (str, str.strip, json_text):
+            written = [write(text) for text in self.texts]
+            pieces = split_at_marks(with_marks)
+            pieces[1::2] = [written[int(number)] for number in pieces[1::2]]
+            if "".join(pieces) == whole:
+                return written
+        return None
+
+    def _mark_matches(self, text: str, pattern: re.Pattern[str]) -> str:
+        return pattern.sub(lambda match: self.mark(match[0]), text)
+
+
+def _find_any(tokens: Iterable[str]) -> re.Pattern[str]:
+    """A pattern that finds any of the tokens, the longest first, but for those of white space
+    alone.
+    """
+    longest_first = sorted(filter(str.strip, tokens), key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")

@@ -1,0 +1,180 @@
+"""Ask, answer, judge: the walk of a prompt's requests, the same for every caller."""
+
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+
+from open_instruct.core.errors import RunError
+from open_instruct.core.records import Completion, Prompt, RolloutGroup, Verdict
+from open_instruct.generation.engine_pool import EnginePool
+from open_instruct.generation.requests import GenerationRequest, SamplingSettings, sampling_seed
+from open_instruct.rewards.pool import VerifierPool
+from open_instruct.rl.episodes.conversations import Conversations
+
+NUM_JUDGING_THREADS = 16
+
+Answer = tuple[Completion, Verdict]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AskedGroup:
+    """A prompt with one request for each sample, and the completions and verdicts so far."""
+
+    ticket: int
+    prompt: Prompt
+    requests: Sequence[GenerationRequest]
+    answers: Sequence[Future[Answer]]  # by sample
+    version: int = 0  # of the weights when it was asked
+    asked: list[Future[Completion]] = field(default_factory=list)  # by sample
+    # By sample, those that engines have finished.
+    completions: dict[int, Completion] = field(default_factory=dict)
+
+    @property
+    def num_missing(self) -> int:
+        return sum(not answer.done() for answer in self.answers)
+
+    def rollouts(self) -> RolloutGroup:
+        """The completions with their verdicts; waits for them, and raises the `RunError` of one
+        that failed.
+        """
+        completions, verdicts = zip(*(answer.result() for answer in self.answers), strict=True)
+        return RolloutGroup(
+            ticket=self.ticket, prompt=self.prompt, completions=completions, verdicts=verdicts
+        )
+
+    def give_up(self) -> None:
+        """Cancel what is still being generated."""
+        for completion in self.asked:
+            completion.cancel()
+
+    def fail(self, error: BaseException, samples: Sequence[int], reason: str) -> None:
+        """Fail all open answers of the group, because `samples` did;
+
+        `reason` goes on after their names.
+        """
+        failure = error
+        if not isinstance(error, RunError):
+            names = ", ".join(self.requests[sample].request_id for sample in samples)
+            row = self.prompt.row_id
+            failure = RunError(
+                f"completion {names} (row {row}) {reason}: {type(error).__name__}: {error}"
+            )
+            failure.__cause__ = error
+        for answer in self.answers:
+            with suppress(InvalidStateError):  # one that is answered
+                answer.set_exception(failure)
+
+
+class Episodes:
+    """Asks engines for completions, and judges them on threads of its own, so that the pool's
+    threads do not wait.
+
+    A completion is judged as soon as it arrives. If a verifier of the prompt judges whole groups,
+    all completions are judged together when the last one arrives.
+    """
+
+    def __init__(
+        self, pool: EnginePool, verifiers: VerifierPool, conversations: Conversations | None = None
+    ) -> None:
+        self._pool = pool
+        self._conversations = conversations  # for prompts with an environment
+        self._verifiers = verifiers
+        self._judges = ThreadPoolExecutor(NUM_JUDGING_THREADS, thread_name_prefix="judge")
+        self._generating: set[Future[Completion]] = set()
+        self._lock = threading.Lock()
+        self._is_closed = False
+
+    def ask(
+        self,
+        ticket: int,
+        prompt: Prompt,
+        requests: Sequence[GenerationRequest],
+        *,
+        version: int = 0,
+    ) -> AskedGroup:
+        """Ask the requests of a prompt, without waiting for the answers.
+
+        An answer whose completion cannot be generated or judged raises a `RunError`, as do all
+        others of its group.
+        """
+        answers: list[Future[Answer]] = [Future() for _ in requests]
+        group = AskedGroup(
+            ticket=ticket, prompt=prompt, requests=requests, answers=answers, version=version
+        )
+        for sample, request in enumerate(requests):
+            completion = self._completion(prompt, request)
+            group.asked.append(completion)
+            with self._lock:
+                self._generating.add(completion)
+            completion.add_done_callback(partial(self._generated, group, sample))
+        return group
+
+    def _completion(self, prompt: Prompt, request: GenerationRequest) -> Future[Completion]:
+        if not prompt.environment:
+            return self._pool.submit(request)
+        assert self._conversations is not None
+        return self._conversations.ask(prompt, request)
+
+    def close(self) -> None:
+        """Give up everything in flight; completions that arrive later are dropped."""
+        with self._lock:
+            self._is_closed = True
+            generating = list(self._generating)
+        for completion in generating:
+            completion.cancel()
+        self._judges.shutdown(wait=False, cancel_futures=True)
+
+    def _generated(self, group: AskedGroup, sample: int, completion: Future[Completion]) -> None:
+        """A completion has arrived: have it judged, or its group. A pool's thread calls this."""
+        with self._lock:
+            self._generating.discard(completion)
+            if self._is_closed or completion.cancelled():
+                return
+            error = completion.exception()
+            if error is None:
+                group.completions[sample] = completion.result()
+            are_all_here = len(group.completions) == len(group.requests)
+        if error is not None:
+            group.fail(error, [sample], "could not be generated")
+        elif not self._verifiers.judges_groups(group.prompt):
+            self._judges.submit(self._judge, group, [sample])
+        elif are_all_here:
+            self._judges.submit(self._judge, group, range(len(group.requests)))
+
+    def _judge(self, group: AskedGroup, samples: Sequence[int]) -> None:
+        completions = [group.completions[sample] for sample in samples]
+        try:
+            verdicts = self._verifiers.judge(group.prompt, completions)
+            judged = list(zip(samples, completions, verdicts, strict=True))
+        except BaseException as error:  # a verifier that calls exit() must not leave others waiting
+            group.fail(error, samples, "could not be judged")
+            return
+        for sample, completion, verdict in judged:
+            with suppress(InvalidStateError):  # another of the group failed meanwhile
+                group.answers[sample].set_result((completion, verdict))
+
+
+def samples_of(
+    prompt: Prompt,
+    num_samples: int,
+    sampling: SamplingSettings,
+    *,
+    seed: int,
+    place: tuple[int | str, ...],
+) -> list[GenerationRequest]:
+    """One request for each sample of the prompt;
+
+    `place` names the request's place in the run, such as a ticket.
+    """
+    return [
+        GenerationRequest(
+            request_id="/".join(map(str, (*place, index))),
+            prompt_token_ids=prompt.token_ids,
+            seed=sampling_seed(seed, *place, index),
+            sampling=sampling,
+        )
+        for index in range(num_samples)
+    ]

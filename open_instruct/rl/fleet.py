@@ -1,0 +1,256 @@
+"""The fleet of a GRPO run: Ray, learners, engines and verifiers, beside the driver."""
+
+import os
+import shutil
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from itertools import chain
+
+from open_instruct.cluster.actor_host import allocator_environment, without_growing_segments
+from open_instruct.cluster.learner_group import LearnerGroup, LearnerProcess
+from open_instruct.cluster.placement import FleetShape, Placement
+from open_instruct.cluster.ray_cluster import start_cluster
+from open_instruct.core.text import counted
+from open_instruct.data.prompts import PromptStream
+from open_instruct.generation.engine_host import RayEngine
+from open_instruct.generation.engine_pool import EnginePool
+from open_instruct.generation.requests import Batching, EngineSettings
+from open_instruct.generation.vllm_options import engine_environment
+from open_instruct.parallel.launch import threads_of_each
+from open_instruct.parallel.peers import doing
+from open_instruct.rewards.pool import VerifierPool
+from open_instruct.rl.checked_run import RolloutRun
+from open_instruct.rl.conductor import Conductor
+from open_instruct.rl.episodes.conversations import Conversations
+from open_instruct.rl.episodes.walk import Episodes
+from open_instruct.rl.publisher import WeightPublisher
+from open_instruct.run.console import Console
+from open_instruct.weight_sync.folder import folder_of_run, make_folder
+from open_instruct.weight_sync.ways import FOLDER, IN_WORDS, choose_backend
+
+LOGS_FOLDER = "logs"
+MOST_TRIED = 64  # prompts that are looked through for reward functions to try
+
+
+class Fleet:
+    """A running fleet: learners, engines, verifiers, and a publisher of the learners' weights to
+    the engines.
+
+    Args:
+        run: whose fleet this is.
+        placement: the reserved places of learners and engines.
+        learners: started there; they may still load the model.
+        verifiers: judge completions.
+        environment: variables for the engines' processes, over those that are set here.
+
+    Raises:
+        RunError: learners or engines were not constructed in time.
+    """
+
+    def __init__(
+        self,
+        run: RolloutRun,
+        placement: Placement,
+        learners: LearnerGroup[LearnerProcess],
+        verifiers: VerifierPool,
+        environment: Mapping[str, str],
+    ) -> None:
+        fleet = run.config.fleet
+        self.run = run
+        self.learners = learners
+        self.verifiers = verifiers
+        self.engines_share_cores = (
+            not placement.on_gpus and len(placement.whereabouts().engines) == 1
+        )
+        self._placement = placement
+        self._environment = environment
+        self.publisher = WeightPublisher(
+            learners, fleet, drain=not run.config.rollout.inflight_updates
+        )
+        self.engines = EnginePool(
+            self._first_engines(),
+            make_engine=self._make_engine,
+            on_restart=self._engine_restarted,
+            on_failure=self.publisher.engines_failed,
+            fleet=fleet,
+            say=run.console.warn,
+        )
+        self.publisher.engines = self.engines
+        self.conversations: Conversations | None = None
+        if run.environments is not None:
+            self.conversations = Conversations(
+                self.engines, run.chat, run.environments, run.config, warn=run.console.warn
+            )
+
+    def new_conductor(self) -> Conductor:
+        """A new conductor at the start of the run; it may load another state."""
+        config = self.run.config
+        return Conductor(
+            PromptStream(self.run.prompts, config.optim.seed), self.new_episodes(), config=config
+        )
+
+    def new_episodes(self) -> Episodes:
+        """What asks the engines and judges their answers, until it is closed."""
+        return Episodes(self.engines, self.verifiers, self.conversations)
+
+    def restart_learners(self) -> None:
+        """Start new learners in the same places; they hold the start model.
+
+        Raises:
+            RunError: a node was lost and none took its place, or they could not be constructed.
+        """
+        fleet = self.run.config.fleet
+        self.publisher.learners_restarted()
+        self.learners.restart(timeout_s=fleet.cluster_timeout_s)
+        self.learners.wait_ready(fleet.step_timeout_s)
+        self.write_pids()
+
+    def write_pids(self) -> None:
+        self.run.directory.write_pids(
+            driver=os.getpid(), learners=self.learners.pids(), engines=self.engines.pids()
+        )
+
+    def _first_engines(self) -> list[RayEngine]:
+        """Start the engines, and wait until they and the learners are constructed."""
+        fleet = self.run.config.fleet
+        console = self.run.console
+        began_s = time.monotonic()
+        if self._placement.shape.shares_device:
+            # vLLM measures the free memory at its start: the learner on the same device must have
+            # loaded by then.
+            self.learners.wait_ready(fleet.step_timeout_s)
+        # Elsewhere they import and load side by side.
+        engines = [self._start_engine(index) for index in range(fleet.vllm_num_engines)]
+        self.learners.wait_ready(fleet.step_timeout_s)
+        console.say(f"learners have loaded the model after {time.monotonic() - began_s:.0f} s")
+        for engine in engines:
+            engine.wait_ready(fleet.engine_timeout_s)
+        console.say(f"engines are ready after {time.monotonic() - began_s:.0f} s")
+        return engines
+
+    def _make_engine(self, index: int) -> RayEngine:
+        engine = self._start_engine(index)
+        try:
+            engine.wait_ready(self.run.config.fleet.engine_timeout_s)
+        except BaseException:
+            engine.kill()  # the next one needs its place
+            raise
+        return engine
+
+    def _start_engine(self, index: int) -> RayEngine:
+        config = self.run.config
+        placement = self._placement
+        on_gpus = placement.on_gpus
+        settings = EngineSettings(
+            model_folder=str(self.run.pretrained.folder.resolve()),
+            tokenizer_folder=str(self.run.pretrained.tokenizer_folder.resolve()),
+            dtype=config.engine_dtype,
+            max_model_len=config.data.max_seq_length,
+            batching=Batching.of(
+                config.fleet, on_cuda=on_gpus, max_model_len=config.data.max_seq_length
+            ),
+            fleet=config.fleet,
+            seed=config.optim.seed,
+            stop_token_ids=self.run.chat.turn_end_token_ids(),
+            adapter=config.sent_adapter,
+            dtype_of_scales=config.model.param_dtype,
+        )
+        environment = engine_environment(on_cuda=on_gpus, runner=config.fleet.vllm_runner)
+        environment |= allocator_environment(on_gpus=on_gpus, hands_over_memory=True)
+        if not on_gpus:  # Ray would leave it one thread
+            environment |= threads_of_each(
+                placement.shape.num_cpu_slots - placement.shape.num_learners
+            )
+        return RayEngine(
+            index, settings, placement, environment={**environment, **self._environment}
+        )
+
+    def _engine_restarted(self, index: int) -> None:
+        self.publisher.engine_restarted(index)
+        self.write_pids()
+
+
+@contextmanager
+def start_fleet(learner_class: type[LearnerProcess], run: RolloutRun) -> Iterator[Fleet]:
+    """Place and start everything; leaving the block ends everything.
+
+    Raises:
+        InputError: the cluster, a flag or the checkpoint cannot be used.
+        RunError: something did not start in time; the message names it.
+    """
+    config, console = run.config, run.console
+    shape = FleetShape.of(config.fleet, config.parallel)
+    with ExitStack() as stack:
+        verifiers = VerifierPool(
+            config.reward, say=console.warn, max_tokens=config.data.response_length
+        )
+        stack.callback(verifiers.close)
+        try_functions(run, verifiers)
+        doing("starting learners and engines")
+        logs_folder = run.directory.path / LOGS_FOLDER
+        placement = stack.enter_context(
+            start_cluster(config.fleet, shape, say=console.say, logs_folder=logs_folder)
+        )
+        who = f"{counted(shape.num_learners, 'learner')} and {counted(shape.num_engines, 'engine')}"
+        console.say(f"starting {who}: they load their libraries, then the model")
+        same_host = placement.whereabouts().share_memory()
+        backend = choose_backend(
+            config.fleet.weight_sync_backend,
+            on_cuda=placement.on_gpus,
+            single_device=shape.shares_device,
+            same_host=same_host,
+        )
+        if backend == FOLDER:
+            folder = folder_of_run(config.fleet.weight_sync_folder, run.directory.path)
+            stack.callback(shutil.rmtree, make_folder(folder), ignore_errors=True)
+        sync, why = config.choose_sync(same_host=same_host)
+        changes = f": what has changed alone, {why}" if sync == "delta" else ""
+        console.say(f"weights go to engines {IN_WORDS[backend]}{changes}")
+        environment = dict[str, str]()
+        if config.rollout.async_steps > 0 and not placement.on_gpus and same_host:
+            # Threads wait for each other in loops: a thread for every core in the learner and in
+            # the engine makes both three times as slow (docs/benchmarks.md, "GRPO against TRL").
+            environment |= threads_of_each(shape.num_cpu_slots)
+        learners = LearnerGroup(
+            learner_class,
+            placement,
+            arguments={"config": config, "weight_sync_backend": backend, "weight_sync": sync},
+            environment=environment | _allocator_of_learners(placement, backend, console),
+            say=console.say,
+        )
+        stack.callback(learners.shutdown)
+        fleet = Fleet(run, placement, learners, verifiers, environment)
+        stack.callback(fleet.engines.close)
+        if fleet.conversations is not None:
+            stack.callback(fleet.conversations.close)
+        stack.callback(run.directory.pids.unlink, missing_ok=True)
+        fleet.write_pids()
+        yield fleet
+
+
+def try_functions(run: RolloutRun, verifiers: VerifierPool) -> None:
+    """Call every reward function once, before anything is started, and say what it is given.
+
+    Raises:
+        InputError: one of them raises.
+    """
+    doing("trying the reward functions")
+    datasets = [each for each in (run.prompts, run.held_out) if each is not None]
+    prompts = chain.from_iterable(each.spread(MOST_TRIED) for each in datasets)
+    run.console.report("rewards", verifiers.try_functions(prompts))
+
+
+def _allocator_of_learners(placement: Placement, backend: str, console: Console) -> dict[str, str]:
+    """Environment of the learners' allocator; warns of settings that engines, or learners beside
+    one, cannot take.
+    """
+    hands_over_memory = backend == "ipc"
+    if placement.on_gpus:
+        whose = "engines and learners" if hands_over_memory else "engines"
+        for name in without_growing_segments(os.environ):
+            console.say(
+                f"{name}: {whose} go without expandable_segments:True, memory that no other "
+                "process can map"
+            )
+    return allocator_environment(on_gpus=placement.on_gpus, hands_over_memory=hands_over_memory)

@@ -1,0 +1,85 @@
+"""One step of a learner on completions that are there, on one process, without a fleet."""
+
+import gc
+import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import chain
+from pathlib import Path
+
+from open_instruct.config.grpo import GRPOConfig
+from open_instruct.config.training import on_one_process
+from open_instruct.core.errors import InputError
+from open_instruct.core.records import RolloutGroup
+from open_instruct.parallel.data_parallel import keep_mesh
+from open_instruct.parallel.layout import layout_of
+from open_instruct.parallel.process import Process
+from open_instruct.rl.samples import RolloutStepBatch, load_conversations, work_of_ranks
+from open_instruct.run.console import Console
+from open_instruct.run.opened import Run
+from open_instruct.run.pretrained import Pretrained, open_pretrained
+from open_instruct.run.run_directory import RunDirectory
+from open_instruct.training.grpo import GRPOLearner
+
+
+def take_lone_step(
+    config: GRPOConfig,
+    groups: Sequence[RolloutGroup],
+    *,
+    step: int,
+    model: str,
+    checkpoint: Path | None,
+    process: Process,
+) -> dict[str, float]:
+    """The metrics of `step` (1-based) on `groups`, by the learner's own walk; what it writes is
+    removed.
+
+    Args:
+        model: the folder of the weights that the step begins with.
+        checkpoint: of a run, over these weights.
+
+    Raises:
+        InputError: the model does not know a token of the completions, or cannot be opened.
+    """
+    config = on_one_process(config)
+    with tempfile.TemporaryDirectory(prefix="replay_") as folder:
+        run = Run(
+            process=process,
+            layout=layout_of(config.parallel, process.gpus_per_node),
+            directory=RunDirectory(path=Path(folder)),
+            console=Console(speaks=False),
+        )
+
+        def opened(model: str) -> Pretrained:
+            started = replace(config, model=replace(config.model, model_name_or_path=model))
+            return open_pretrained(started, run.directory.hf_model)
+
+        pretrained = opened(model)
+        check_trace_fits(groups, pretrained.hf_config.vocab_size)
+        conversations = load_conversations(config, pretrained.tokenizer)
+        batch = RolloutStepBatch(groups=tuple(groups))
+        learned, (work,) = work_of_ranks(
+            batch, step=step, config=config, conversations=conversations, num_ranks=1
+        )
+        start = opened(config.model.model_name_or_path) if config.loss.beta > 0 else None
+        learner = GRPOLearner(pretrained, reference=start, run=run, config=config)
+        learner.loop.stand_before(step, checkpoint=checkpoint)
+        row = learner.step(work)
+    keep_mesh(None)
+    # Model and trainer hold each other: their memory is wanted before the next ones are built.
+    del learner
+    gc.collect()
+    return {"num_trained_completions": float(len(learned.samples))} | row
+
+
+def check_trace_fits(groups: Sequence[RolloutGroup], vocab_size: int) -> None:
+    """Raises InputError where a trace has a token that the model does not know."""
+    prompts = (group.prompt.token_ids for group in groups)
+    completions = (completion.token_ids for group in groups for completion in group.completions)
+    largest = max(chain(*prompts, *completions), default=0)
+    if largest >= vocab_size:
+        raise InputError(
+            f"the trace has token {largest}, and the model has vocab_size {vocab_size}: they do "
+            "not belong together",
+            kind="conflict",
+        )

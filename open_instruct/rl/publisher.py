@@ -1,0 +1,231 @@
+"""The publisher sends the learners' weights to every engine under a version number, and again to
+restarted engines.
+"""
+
+import itertools
+import logging
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any
+
+from open_instruct.cluster.learner_call import LearnerCall, LearnerLost
+from open_instruct.cluster.learner_group import LearnerGroup, LearnerProcess
+from open_instruct.config.rollout_sections import FleetSection
+from open_instruct.core.errors import RunError
+from open_instruct.generation.engine import Engine
+from open_instruct.generation.engine_pool import EnginePool
+from open_instruct.weight_sync.progress import abandon
+from open_instruct.weight_sync.ways import FOLDER, ON_DEVICE
+
+log = logging.getLogger(__name__)
+
+
+class WeightPublisher:
+    """Keeps all engines at one version of the weights.
+
+    Weights are sent while the learners do nothing else. Other calls to the learners run within
+    `learners_at_work`, and the pool's threads, which report restarted engines, wait until it ends.
+    """
+
+    def __init__(
+        self, learners: LearnerGroup[LearnerProcess], fleet: FleetSection, *, drain: bool
+    ) -> None:
+        self._learners = learners
+        self._fleet = fleet
+        self._drain = drain
+        self._changed = threading.Condition(threading.RLock())
+        self._new_engines: set[int] = set()  # hold the start model until they are sent weights
+        self._dead_new_engines: set[int] = set()  # of these, those that died before
+        self._num_new_engines = 0  # ever
+        self._is_connected = False
+        self._channel: dict[str, Any] = {}
+        # Set once there is one, which calls `engine_restarted` and `engines_failed`.
+        self.engines: EnginePool
+        self._engines_failure: RunError | None = None
+        self._learners_version: int | None = 0  # None: they were lost, and hold nothing to be sent
+        self.version: int | None = 0
+        """The version that every engine has; None while that is unknown."""
+
+    def learners_at_work(self) -> AbstractContextManager[bool]:
+        """Within, no other thread asks the learners for weights."""
+        return self._changed
+
+    def publish(self, version: int) -> float:
+        """Bring every engine to the learners' weights, called `version` from now on; returns the
+        seconds it took.
+
+        An engine that dies meanwhile is waited for, and everything is sent again.
+
+        Raises:
+            LearnerLost: a learner died or did not answer.
+            RunError: an engine did not answer, and did not come back.
+        """
+        began_s = time.monotonic()
+        with self._changed:
+            self._learners_version = version
+            for attempt in itertools.count():
+                if self._has_delivered(attempt):
+                    break
+        return time.monotonic() - began_s
+
+    def engine_restarted(self, index: int) -> None:
+        """Called by the pool, before a new engine gets requests; returns once it has the weights of
+        the others.
+
+        Raises:
+            RunError: it does not take them.
+        """
+        # A channel has the number of its members; a new member needs a new channel.
+        with self._changed:
+            self._is_connected = False
+            self._new_engines.add(index)
+            self._dead_new_engines.discard(index)
+            self._num_new_engines += 1
+            self._changed.notify_all()
+            # Whoever sends meanwhile sends to this engine as well.
+            for attempt in itertools.count():
+                self._changed.wait_for(
+                    lambda: (
+                        self._learners_version is not None
+                        or index not in self._new_engines
+                        or index in self._dead_new_engines
+                    )
+                )
+                if index not in self._new_engines:
+                    return
+                if index in self._dead_new_engines:
+                    raise RunError(f"engine {index} died before it had its weights")
+                try:
+                    self._has_delivered(attempt, new_engine=index)
+                except LearnerLost as lost:
+                    log.warning("engine %d waits for the learners: %s", index, lost)
+                    self._learners_version = None
+                    # The driver may wait for these, and the learners are its business.
+                    self.engines.fail_waiting(lost)
+
+    def engines_failed(self, failure: RunError) -> None:
+        """Called by the pool once it starts no engine again: threads that wait for one raise
+        `failure`.
+        """
+        with self._changed:
+            self._engines_failure = failure
+            self._changed.notify_all()
+
+    def learners_restarted(self) -> None:
+        """Drop the channel: new learners have no end of it, and nothing to send before the next
+        `publish`.
+        """
+        with self._changed:
+            self._is_connected = False
+            self._learners_version = self.version = None
+
+    def _has_delivered(self, attempt: int, *, new_engine: int | None = None) -> bool:
+        """Deliver; False if it failed and another attempt may succeed: all engines that died have
+        been restarted.
+
+        Raises:
+            LearnerLost: a learner died or did not answer.
+            RunError: the pool's failure, if it starts no engine again. Otherwise that of the
+                delivery: if engines stay away, if this was the last attempt and none had died, or
+                if `new_engine` itself died.
+        """
+        num_new_engines = self._num_new_engines
+        try:
+            self._deliver()
+            return True
+        except LearnerLost:
+            raise
+        except RunError as error:
+            log.warning("weights did not reach every engine: %s", error)
+            dead = self.engines.silent()
+            # The pool does not watch these yet, `engine_restarted` does.
+            self._dead_new_engines |= dead & self._new_engines
+            self._changed.notify_all()
+            if new_engine in dead:
+                raise
+            # The pool restarts an engine or gives up, but only after it has noticed the death.
+            is_whole = not dead or self._changed.wait_for(
+                lambda: (
+                    self._engines_failure is not None or self._num_new_engines > num_new_engines
+                ),
+                self._fleet.engine_timeout_s,
+            )
+            if self._engines_failure is not None:
+                raise self._engines_failure from error
+            # The pool counts deaths; of errors without one there may be as many.
+            if not is_whole or (not dead and attempt >= self._fleet.max_restarts):
+                raise
+            return False
+
+    def _deliver(self) -> None:
+        timeout_s = self._fleet.weight_sync_timeout_s
+        engines = self.engines
+        version = self._learners_version
+        assert version is not None, "the learners were lost"
+        # Learners write on into a folder as long as all goes well, whatever engines are new to it.
+        goes_on = self.version is not None and self._channel.get("backend") == FOLDER
+        self.version = None
+        if not self._is_connected:
+            self._connect(timeout_s, goes_on=goes_on)
+        self._is_connected = False  # unless all goes well
+        is_delta = self._channel["changes_alone"]
+        # Between hosts changes come while engines generate; on a GPU's own way they would compete
+        # with its steps.
+        is_staged = is_delta and self._channel["backend"] not in ON_DEVICE
+        if not is_staged:
+            engines.call_all(self._fleet.step_timeout_s, Engine.begin_update, self._drain)
+        sending = self._learners.start(LearnerProcess.broadcast_to_vllm, version)
+        if self._channel["backend"] == FOLDER:
+            sending.result(timeout_s)  # engines do not wait for what is to come into a folder
+        if is_delta:
+            arriving = engines.start_all(timeout_s, Engine.stage_weights, version)
+        else:
+            arriving = engines.start_all(timeout_s, Engine.receive_weights)
+        self._wait_for_both(sending, arriving)
+        if is_staged:
+            engines.call_all(self._fleet.step_timeout_s, Engine.begin_update, self._drain)
+        if is_delta:
+            engines.call_all(timeout_s, Engine.receive_weights)
+        engines.call_all(timeout_s, Engine.finish_update, version)
+        self._is_connected = True
+        self.version = version
+        self._new_engines.clear()
+        self._changed.notify_all()
+
+    def _connect(self, timeout_s: float, *, goes_on: bool) -> None:
+        if not goes_on:
+            num_workers = len(self.engines) * self._fleet.vllm_tensor_parallel_size
+            opening = self._learners.start(LearnerProcess.open_weight_channel, num_workers)
+            self._channel = opening.result(timeout_s)[0]
+        joining = self._learners.start(LearnerProcess.join_weight_channel)
+        infos = [{**self._channel, "receiver_index": index} for index in range(len(self.engines))]
+        self._wait_for_both(joining, self.engines.start_each(timeout_s, Engine.open_channel, infos))
+
+    def _wait_for_both(self, learners: LearnerCall[None], engines: Sequence[Future[None]]) -> None:
+        """Return when learners and engines have finished their joint call.
+
+        Raises:
+            LearnerLost: a learner died or did not answer.
+            RunError: an engine failed, or else the learners did.
+        """
+        for call in engines:
+            call.add_done_callback(partial(self._abandon_after_failure, self._channel))
+        try:
+            # The learners first: when one dies that is known in seconds, and the engines would wait
+            # for it.
+            learners.result(self._fleet.weight_sync_timeout_s)
+        except LearnerLost:
+            raise
+        except RunError:
+            EnginePool.results(engines)  # an engine's own word for it, where it has one
+            raise
+        EnginePool.results(engines)
+
+    def _abandon_after_failure(self, channel: dict[str, Any], call: Future[None]) -> None:
+        """Abandon the channel if an engine failed, so that the learners do not wait for it."""
+        if (error := call.exception()) is not None and channel["backend"] != FOLDER:
+            abandon(channel, str(error))

@@ -1,0 +1,165 @@
+"""The view of a GRPO run: a live panel on a terminal, a line a step elsewhere."""
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+
+from rich.console import Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from open_instruct.core.records import RolloutGroup
+from open_instruct.core.text import escaped
+from open_instruct.parallel.peers import doing
+from open_instruct.report.terminal_curve import draw_curve
+from open_instruct.run.console import Console, time_words
+from open_instruct.run.metrics_log import step_words
+
+REFRESHES_PER_S = 2
+BAR_WIDTH = 10
+CURVE_HEIGHT = 6
+SECONDS_BETWEEN_SAMPLES = 60.0
+PROMPT_LETTERS = 60  # the last ones
+COMPLETION_LETTERS = 160  # the first ones
+
+
+class FleetView:
+    """Phases, queues, the reward so far and staleness.
+
+    `queues` is asked for the depths at every refresh.
+    """
+
+    def __init__(
+        self, console: Console, *, num_steps: int, queues: Callable[[], Mapping[str, float]]
+    ) -> None:
+        self.console = console
+        self.num_steps = num_steps
+        self.queues = queues
+        self.rewards: list[float] = []
+        self._step = 0
+        self._first_finish: tuple[int, float] | None = None
+        """The first step that this process finished, and when: it is a slow one, and the pace is
+        that of later ones.
+        """
+
+        self._begin_phase("starting")
+        self._latest: Mapping[str, float] = {}
+        self._live: Live | None = None
+        self._sample: Mapping[str, str] = {}
+        self._sample_s = -SECONDS_BETWEEN_SAMPLES
+
+    @contextmanager
+    def shown(self) -> Iterator[None]:
+        """Draw while the block runs; lines of the console appear above the panel."""
+        if not self.console.is_live:
+            yield
+            return
+        rich = self.console.rich
+        live = Live(
+            console=rich,
+            get_renderable=self._draw,
+            refresh_per_second=REFRESHES_PER_S,
+            transient=True,
+        )
+        with live as self._live:
+            yield
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Show `name` as the present phase while the block runs."""
+        self._begin_phase(name)
+        doing(f"{name} (step {self._step + 1})" if self._step < self.num_steps else name)
+        yield
+        self._begin_phase("between steps")
+
+    def _begin_phase(self, name: str) -> None:
+        self._phase = name
+        self._phase_began_s = time.monotonic()
+
+    def finished(self, row: Mapping[str, float], group: RolloutGroup | None = None) -> None:
+        """Take in the metrics of a step, and a group from which a completion is shown now and
+        then.
+        """
+        self._step = int(row["step"])
+        if self._first_finish is None:
+            self._first_finish = self._step, time.monotonic()
+        self._latest = row
+        self.rewards.append(row["reward"])
+        interval = max(1, self.num_steps // 40)
+        is_said = (
+            self._live is not None
+            or self._step % interval == 0
+            or self._step in (1, self.num_steps)
+        )
+        say = self.console.say if is_said else self.console.log
+        time_left = f"  {words} left" if (words := self._time_left()) else ""
+        say(f"step {self._step}/{self.num_steps}  {step_words(row)}{time_left}")
+        if group is not None and time.monotonic() - self._sample_s >= SECONDS_BETWEEN_SAMPLES:
+            self._sample = sample_words(group, self._step)
+            self._sample_s = time.monotonic()
+            say = self.console.say if self._live is None else self.console.log
+            say("  ".join(f"{name} {words}" for name, words in self._sample.items()))
+
+    def _time_left(self) -> str:
+        """Words for the time to the last step; none before two steps are finished, and behind the
+        last.
+        """
+        if self._first_finish is None:
+            return ""
+        first_step, finished_s = self._first_finish
+        num_timed, num_left = self._step - first_step, self.num_steps - self._step
+        if num_timed == 0 or num_left == 0:
+            return ""
+        step_s = (time.monotonic() - finished_s) / num_timed
+        return time_words(step_s * num_left)
+
+    def _progress(self) -> RenderableType:
+        progress = Table.grid(padding=(0, 2))
+        progress.add_column()
+        progress.add_column(no_wrap=True)
+        bar = ProgressBar(total=self.num_steps, completed=self._step, width=BAR_WIDTH)
+        progress.add_row(bar, f"{self._step} of {self.num_steps}")
+        return progress
+
+    def _draw(self) -> RenderableType:
+        waited_s = time.monotonic() - self._phase_began_s
+        facts = Table.grid(padding=(0, 2))
+        facts.add_column(no_wrap=True)  # in a narrow terminal the numbers go on in another line
+        facts.add_column()
+        facts.add_row("step", self._progress())
+        if time_left := self._time_left():
+            facts.add_row("time left", time_left)
+        facts.add_row("now", f"{self._phase}, {waited_s:.0f} s")
+        facts.add_row(
+            "queues", "  ".join(f"{name} {value:g}" for name, value in self.queues().items())
+        )
+        if self._latest:
+            facts.add_row("last step", step_words(self._latest))
+        for name, words in self._sample.items():
+            facts.add_row(name, Text(words))
+        parts: list[RenderableType] = [facts]
+        if len(self.rewards) > 1:
+            width = max(20, self.console.rich.width - 6)
+            parts.append(
+                Text(draw_curve(self.rewards, width=width, height=CURVE_HEIGHT, title="reward"))
+            )
+        return Panel(Group(*parts), title="GRPO", title_align="left")
+
+
+def sample_words(group: RolloutGroup, number: int) -> dict[str, str]:
+    """One of the group's completions and its prompt, cut to a line each; control characters are
+    escaped.
+    """
+    index = number % len(group.completions)
+    prompt = group.prompt.text
+    completion = group.completions[index].text
+    cut_before = "…" if len(prompt) > PROMPT_LETTERS else ""
+    cut_after = "…" if len(completion) > COMPLETION_LETTERS else ""
+    return {
+        "sample": cut_before + escaped(prompt[-PROMPT_LETTERS:]),
+        "answer": escaped(completion[:COMPLETION_LETTERS]) + cut_after,
+        "its reward": f"{group.rewards[index]:g}",
+    }

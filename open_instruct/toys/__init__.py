@@ -1,1 +1,0 @@
-"""Small models and made-up data: for tests, demos and newcomers."""

@@ -1,0 +1,69 @@
+"""A run ends by exporting its model."""
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from open_instruct.checkpoints.resume import check_weights
+from open_instruct.config.training import LearnerConfig
+from open_instruct.core.records import BestStep
+from open_instruct.models.lora.adapters import weights_of, whole_adapter
+from open_instruct.models.lora.files import write_adapter
+from open_instruct.parallel.peers import doing
+from open_instruct.run.card import card_of
+from open_instruct.run.opened import Run
+from open_instruct.run.pretrained import Pretrained
+from open_instruct.training.policy import Policy
+
+
+def export_policy(
+    policy: Policy,
+    pretrained: Pretrained,
+    *,
+    run: Run,
+    config: LearnerConfig,
+    trained_by: str,
+    best: BestStep | None = None,
+    more_config: Mapping[str, Any] | None = None,
+) -> None:
+    """Write OUT/hf_model in the dtype of `--export_dtype`; see `Pretrained.export`. Every rank
+    enters together.
+
+    The weights are those of the `best` step, if there is one, and otherwise those of the last.
+
+    For a policy with adapters, OUT/hf_model is the model with the adapters merged, and OUT/adapter
+    has them alone.
+    """
+    doing("exporting the trained model")
+    dtype = pretrained.dtype_named(config.run.export_dtype)
+    check_weights(policy.model, what="the trained model", folder=run.directory.path, dtype=dtype)
+    lora = config.adapters
+    what = f" of {best}," if best else ""
+    card = partial(card_of, run.directory, trained_by=trained_by, until=best.step if best else None)
+    if lora is not None and lora.export != "merged":
+        write_adapter(
+            run.directory.adapter,
+            whole_adapter(policy.model),
+            pretrained.names,
+            lora,
+            base=str(pretrained.folder),
+            fingerprint=pretrained.files.fingerprint,
+            chat_template=pretrained.chat_template,
+            more_config=more_config,
+            card=partial(card, is_adapter=True),
+        )
+        run.console.say(f"the adapter{what} is in {run.directory.adapter}", style="green")
+    if lora is not None and lora.export == "adapter":
+        return
+    num_bytes = pretrained.export(
+        policy.model,
+        run.directory.hf_model,
+        weights=weights_of(policy.model),
+        dtype=dtype,
+        card=card,
+        more_config=more_config,
+    )
+    size = f"{num_bytes / 1e6:,.1f} MB"
+    run.console.say(
+        f"the trained model{what} is in {run.directory.hf_model} ({size})", style="green"
+    )

@@ -1,0 +1,399 @@
+"""The one training loop takes the steps of every run, for every source of batches and every
+backend.
+
+OLMo-core's trainer is the record of a run: it holds the step, the random state, callbacks and
+checkpoints. Its `fit` is never called; its callbacks are called at the points at which it would
+call them.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from olmo_core.data.data_loader import DataLoaderBase
+from olmo_core.distributed.utils import all_reduce_value, get_fs_local_rank
+from olmo_core.optim import SkipStepOptimizer
+from olmo_core.train import Duration, LoadStrategy, TrainerConfig
+from olmo_core.train.callbacks import Callback, ConsoleLoggerCallback
+from torch.distributed.checkpoint.stateful import Stateful
+
+from open_instruct.checkpoints.background import in_background
+from open_instruct.checkpoints.resume import (
+    load_checkpoint,
+    remove_old_checkpoints,
+    resume,
+    save_checkpoint,
+)
+from open_instruct.checkpoints.safe_checkpointer import SafeCheckpointer
+from open_instruct.config.training import LearnerConfig
+from open_instruct.core.errors import RunError
+from open_instruct.core.records import StepBatch
+from open_instruct.parallel.peers import doing
+from open_instruct.parallel.process import gathered
+from open_instruct.parallel.processes import host_of_cores
+from open_instruct.run.alarms import WINDOW, slowest, slowest_loader
+from open_instruct.run.cadence import Cadence, noting_signals
+from open_instruct.run.opened import Run
+from open_instruct.training.best_step_watch import BestStepWatch
+from open_instruct.training.measure.profile import profiling
+from open_instruct.training.measure.speed import StepClock, flops_of_step, peak_flops_per_second
+from open_instruct.training.optim.optimizers import SkipStepHistory
+from open_instruct.training.policy import Policy
+from open_instruct.training.rows.sample_loader import SampleLoader
+from open_instruct.training.scoring import Heldout
+
+NEVER = 10**12
+# OLMo-core's trainer always has these callbacks. They are not called: this loop writes the
+# checkpoints, and the monitor's all-reduce in every step adds nothing to the metrics.
+NOT_CALLED = ("checkpointer", "speed_monitor")
+
+# Takes optimizer updates of a policy, and gives their metrics.
+TakeUpdates = Callable[[Policy, Sequence[StepBatch]], dict[str, float]]
+# What else learns in a step; it gives its metrics.
+Before = Callable[[TakeUpdates], Mapping[str, float]]
+OnStep = Callable[[int, Mapping[str, float]], None]
+
+
+class Loop:
+    """Takes optimisation steps and keeps the checkpoints of a run in its folder. Every method is
+    collective.
+
+    Args:
+        learner: the policy that learns.
+        place: the run's place in its data, saved and loaded with every checkpoint.
+        run: the run that this process has joined.
+        config: the flags of the run.
+        start_model: fingerprint of the start model, see `start_model_of`.
+        cadence: of the whole run; the schedule stretches over its steps.
+        callbacks: OLMo-core's, by name, beside those of the flags.
+    """
+
+    def __init__(
+        self,
+        learner: Policy,
+        place: Stateful,
+        *,
+        run: Run,
+        config: LearnerConfig,
+        start_model: str,
+        cadence: Cadence,
+        callbacks: Mapping[str, Callback] | None = None,
+    ) -> None:
+        flags = config.run
+        self.learner = learner
+        self.folder = run.directory.path
+        self.cadence = cadence
+        self.keep_last_n = flags.keep_last_n_checkpoints
+        self.best_step: int | None = None
+        self.saves_in_background = {"on": True, "off": False}.get(
+            flags.async_checkpoints, learner.device.type != "cpu"
+        )
+        own = profiling(
+            config.logging.profile_steps, num_steps=cadence.num_steps, run_folder=self.folder
+        )
+        own |= callbacks or {}
+        kept: dict[str, Callback] = {}
+        critic = learner.backend.critic
+        for name, held in {"": learner.backend, "critic_": critic}.items():
+            if held and isinstance(
+                optim := getattr(held.train_module, "optim", None), SkipStepOptimizer
+            ):
+                kept[f"{name}skip_step_history"] = SkipStepHistory(optim)
+        trainer = TrainerConfig(
+            save_folder=str(self.folder),
+            save_overwrite=True,
+            load_strategy=LoadStrategy.never,
+            max_duration=Duration.steps(cadence.num_steps),
+            metrics_collect_interval=1,
+            async_bookkeeping=False,  # all ranks must stop after the same step when a signal comes
+            no_checkpoints=True,  # `save` writes them
+            device=str(learner.device),
+            callbacks={
+                **own,
+                **kept,
+                # OLMo-core would add its own console where it finds none.
+                "console_logger": ConsoleLoggerCallback(
+                    log_interval=NEVER, metrics_log_interval=NEVER
+                ),
+            },
+        )
+        loader = place_in_data(place, learner.dp_process_group)
+        self.trainer = trainer.build(learner.backend.train_module, loader)
+        if critic is not None:
+            critic.train_module._attach_trainer(self.trainer)  # for the number of the step
+        self.checkpointer = self.trainer.checkpointer = SafeCheckpointer(
+            work_dir=self.folder, start_model=start_model
+        )
+        self._callbacks = [
+            callback
+            for name, callback in self.trainer.callbacks.items()
+            if name in own or name not in NOT_CALLED
+        ]
+        # Passing metrics on costs two all-reduces in every step, so it is done only where a
+        # callback listens.
+        self._is_heard = bool(own)
+        self._has_begun = False
+        self._clock = StepClock(torch.device("cpu"))  # a save takes the host's time
+        self._removal = in_background(lambda: None)
+        self._peak_flops = peak_flops_per_second(learner.device)
+
+    @property
+    def step(self) -> int:
+        """Steps taken so far."""
+        return self.trainer.global_step
+
+    def take_step(
+        self, updates: Sequence[StepBatch], *, num_tokens: int, before: Before | None = None
+    ) -> dict[str, float]:
+        """One optimizer update for each of `updates`, and at last the learner's `end_step`.
+
+        `before`, if any, is called first within the step, with `take_updates`.
+
+        Returns the metrics of the step, the same on every rank: means over the updates, but the
+        maximum of each `…/max`; and `time/…`, sums of this rank's seconds. `num_tokens` are the
+        tokens of the whole step, on all ranks.
+        """
+        self._begin()
+        self.trainer.global_step += 1
+        self.trainer.global_train_tokens_seen += num_tokens
+        doing(f"training step {self.step}")
+        self._call("pre_step", {"updates": updates})
+        row_before = {} if before is None else before(self.take_updates)
+        row = self.take_updates(self.learner, updates)
+        self.learner.end_step()
+        doing(f"finishing step {self.step}")
+        self._call("post_train_batch")
+        row |= {**row_before, "num_tokens": self.trainer.global_train_tokens_seen}
+        row |= {"time/checkpoint": 0.0} | self._clock.read()
+        if self.cadence.compares_speed_after(self.step):
+            paces = gathered((self.learner.own_pace(), host_of_cores(self.learner.device.type)))
+            row |= slowest("learner", *zip(*paces, strict=True))
+        self._call("post_step")
+        if self._is_heard:
+            for name, value in row.items():
+                self.trainer.record_metric(name, value)
+            self.trainer._log_metrics()  # to the callbacks, as OLMo-core's `fit` does after a step
+        self._finish_save(waits=False)
+        self._call("pre_load_batch")
+        return row
+
+    def take_updates(self, policy: Policy, updates: Sequence[StepBatch]) -> dict[str, float]:
+        """One optimizer update of `policy` for each of `updates`; returns their metrics, merged."""
+        rows: list[dict[str, float]] = []
+        for update in updates:
+            policy.backend.zero_grads()
+            metrics = dict(policy.forward_backward(update))
+            self._call("pre_optim_step")
+            with self._clock.timing("checkpoint"):
+                self.checkpointer.wait_for_copy()
+            metrics |= policy.update()
+            rows.append({name: float(value) for name, value in metrics.items()})
+        policy.backend.zero_grads()
+        return merged(rows)
+
+    def fit(
+        self,
+        loader: SampleLoader,
+        *,
+        on_step: OnStep,
+        heldout: Heldout | None = None,
+        best: BestStepWatch | None = None,
+    ) -> int | None:
+        """Take all remaining steps, one update each; save a checkpoint at each due step and at the
+        last.
+
+        `on_step` is called with the number and the metrics of every step, on every rank; the
+        metrics of `heldout` are among them where it is due. A step that is the `best` so far is
+        saved too.
+
+        Returns the number of the signal that ended the training early (after a step and its
+        checkpoint), or None.
+        """
+        signal: int | None = None
+        began_s = time.perf_counter()
+        with noting_signals() as noted:
+            updates = self._updates(loader)
+            spent = deque[tuple[float, float]](maxlen=WINDOW)
+            while self.step < self.cadence.num_steps and signal is None:
+                update = next(updates)
+                waited_s = time.perf_counter() - began_s
+                row = self.take_step([update], num_tokens=update.counts["tokens"])
+                # The same on all ranks, as they must stop after the same step; no rank waits for
+                # its GPU.
+                signal = (
+                    all_reduce_value(noted.number or 0, torch.device("cpu"), op=dist.ReduceOp.MAX)
+                    or None
+                )
+                is_last = signal is not None or self.cadence.is_last(self.step)
+                is_saved = is_last or self.cadence.saves_after(self.step)
+                # After a signal nothing is scored, as its sender waits. A run that resumes there
+                # scores first of all.
+                is_scored = (
+                    heldout is not None
+                    and signal is None
+                    and self.cadence.evaluates_after(self.step)
+                )
+                if is_saved or is_scored:
+                    # The optimizer's time counts as this step's, as no later step will wait for it.
+                    self.wait_for_device()
+                spent.append((waited_s, time.perf_counter() - began_s))
+                row |= {"time/data": waited_s} | self._speeds(update, spent[-1][1])
+                if self.cadence.compares_speed_after(self.step):
+                    data_s, total_s = map(sum, zip(*spent, strict=True))
+                    row |= slowest_loader(gathered(data_s / total_s))
+                if heldout is not None and is_scored:
+                    row |= heldout.metrics(self.step)
+                on_step(self.step, row)
+                is_best = best is not None and best.improves(self.step, row, is_saved=is_saved)
+                if is_saved or is_best:
+                    self.save(waits=is_last, best_step=best.step if best else None)
+                # Scoring held-out rows and writing a checkpoint do not count as slow training.
+                began_s = time.perf_counter()
+        self.close()
+        return signal
+
+    def save(self, *, waits: bool = True, best_step: int | None = None) -> None:
+        """Write a checkpoint of this step, and remove those before the last `keep_last_n`.
+
+        :param waits: whether it is written on return; otherwise it may be written while the next
+            steps are taken.
+        :param best_step: its checkpoint, which may be this one, is not removed.
+        :raises RunError: this checkpoint, or the one begun before, cannot be written; earlier ones
+            are unharmed.
+        """
+        self._finish_save()
+        # Not before: until this step's checkpoint is whole, the one before it is needed.
+        self.best_step = best_step
+        waits = waits or not self.saves_in_background
+        with self._clock.timing("checkpoint"):
+            save_checkpoint(self.trainer, self.learner.model, waits=waits)
+            if waits:
+                self._remove_old()
+
+    def _finish_save(self, *, waits: bool = True) -> None:
+        with self._clock.timing("checkpoint"):
+            if self.checkpointer.finish(waits=waits):
+                self._remove_old(waits=waits)
+
+    def _remove_old(self, *, waits: bool = True) -> None:
+        self._removal.result()
+        lasting_interval = self.cadence.lasting_interval
+        if self.keep_last_n or lasting_interval > 1:
+            self._removal = remove_old_checkpoints(
+                self.folder,
+                keep_last_n=self.keep_last_n,
+                lasting_interval=lasting_interval,
+                best_step=self.best_step,
+            )
+        if waits:
+            self._removal.result()
+
+    def resume(self, *, warn: Callable[[str], None]) -> bool:
+        """Load the newest checkpoint that is whole. Returns whether there was one."""
+        doing("loading the checkpoint")
+        return resume(self.trainer, warn=warn) is not None
+
+    def stand_before(self, step: int, *, checkpoint: Path | None) -> None:
+        """Make `step` the next one, with the weights and the optimizer of `checkpoint`, or with
+        those that are loaded.
+
+        :raises RunError: the checkpoint cannot be read.
+        """
+        if checkpoint is not None:
+            load_checkpoint(self.trainer, checkpoint)
+        self.trainer.global_step = step - 1
+
+    def go_back_to(self, step: int) -> None:
+        """Load the checkpoint of an earlier step, to export it.
+
+        :raises RunError: it is damaged, or has gone; the message says how to go on.
+        """
+        doing("loading the best checkpoint")
+        try:
+            load_checkpoint(self.trainer, self.folder / f"step{step}")
+        except RunError as error:
+            raise RunError(
+                f"{error}. It is the best one, and was to be exported: remove that folder and "
+                "give the same command again to export the best of the others, or leave "
+                "--keep_best out to export the last"
+            ) from error
+
+    def wait_for_device(self) -> None:
+        """Wait until the device has done all its work, the optimizer's step last."""
+        if self.learner.device.type == "cuda":
+            torch.cuda.current_stream(self.learner.device).synchronize()
+
+    def close(self) -> None:
+        """End the save under way, and tell the callbacks that the training is over."""
+        self._finish_save()
+        self._removal.result()
+        if self._has_begun:
+            self._call("post_train")
+        self._call("close")
+
+    def _speeds(self, update: StepBatch, duration_s: float) -> dict[str, float]:
+        """Real tokens a second and, for a GPU whose peak is known, the share of its peak FLOP/s."""
+        speeds = {"tokens_per_second": update.counts["tokens"] / duration_s}
+        if self._peak_flops is not None:
+            packed = [microbatch.packed for microbatch in update.microbatches]
+            num_documents = max(1, sum(each.num_sequences for each in packed))
+            mean_length = max(1, sum(each.num_tokens for each in packed) // num_documents)
+            num_flops = flops_of_step(self.learner.model, update.counts, mean_length=mean_length)
+            speeds["mfu"] = num_flops / (duration_s * dist.get_world_size() * self._peak_flops)
+        return speeds
+
+    def _begin(self) -> None:
+        if not self._has_begun:
+            self._has_begun = True
+            self.learner.own_pace()
+            self._call("pre_train")
+            self._call("pre_load_batch")
+
+    def _updates(self, loader: SampleLoader) -> Iterator[StepBatch]:
+        self._begin()
+        while True:
+            self.trainer.epoch = loader.epoch
+            self._call("pre_epoch")
+            yield from loader.rest_of_epoch()
+            self._call("post_epoch")
+            loader.begin_next_epoch()
+
+    def _call(self, hook: str, *arguments: Any) -> None:
+        for callback in self._callbacks:
+            getattr(callback, hook)(*arguments)
+
+
+def place_in_data(place: Stateful, group: dist.ProcessGroup | None) -> DataLoaderBase:
+    """All that OLMo-core's trainer asks of a loader, a run's place in its data: batches come from
+    elsewhere.
+    """
+    facts = SimpleNamespace(
+        state_dict=place.state_dict,
+        load_state_dict=place.load_state_dict,
+        dp_world_size=dist.get_world_size(group),
+        dp_rank=dist.get_rank(group),
+        fs_local_rank=get_fs_local_rank(),
+        global_batch_size=0,  # which nothing asks for: steps end the run, not tokens
+    )
+    return cast(DataLoaderBase, facts)
+
+
+def merged(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The metrics of several updates in one row: means, but the maximum of each `…/max` and peak,
+    and sums of times.
+    """
+    result = {}
+    for name in rows[0] if rows else ():
+        values = [row.get(name, 0.0) for row in rows]
+        if name.endswith("/max") or name.startswith("peak_"):
+            result[name] = max(values)
+        elif name.startswith("time/"):
+            result[name] = sum(values)
+        else:
+            result[name] = sum(values) / len(rows)
+    return result

@@ -1,0 +1,3 @@
+"""Preparation of OLMo-core's model for training, the same for every backend; and its forward
+pass.
+"""

@@ -1,0 +1,181 @@
+"""How evenly routers spread tokens over experts: metrics of a pass, and the loss that config.json
+may ask for.
+
+T tokens of a microbatch, E experts, K of them for each token.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from open_instruct.config.sections import BalanceScope
+from open_instruct.core.errors import InputError
+from open_instruct.core.records import Metric, PackedBatch
+from open_instruct.models.experts.routed import RoutedFeedForward, Routing
+from open_instruct.models.transformer import SegmentTransformer
+
+
+@contextmanager
+def noted_routers(
+    model: nn.Module, *, with_gradient: bool = True
+) -> Iterator[list[RoutedFeedForward]]:
+    """A context in which routers note what they decide: not those of blocks that a backward pass
+    runs again.
+
+    Passes without gradient are of other models, but where `with_gradient` says that there is none.
+    """
+    layers = [each for each in model.modules() if isinstance(each, RoutedFeedForward)]
+    for layer in layers:
+        layer.is_noted, layer.notes_gradient = True, with_gradient
+    try:
+        yield layers
+    finally:
+        for layer in layers:
+            layer.is_noted = False
+
+
+class StepRouting:
+    """How many tokens each expert has in a whole step, over its microbatches and the ranks of
+    `group`.
+
+    A step of several microbatches is counted before the first of them is learned, by
+    `count_microbatches`; of a single one, its own forward pass tells.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self._group = group
+        self._total_E: torch.Tensor | None = None
+
+    @torch.no_grad()
+    def count_microbatches(
+        self,
+        model: nn.Module,
+        batches: Sequence[PackedBatch],
+        run_forward: Callable[[PackedBatch], object],
+    ) -> None:
+        """Run the forward pass of each of a step's microbatches, and count."""
+        counted: list[torch.Tensor] = []
+        with noted_routers(model, with_gradient=False) as layers:
+            for batch in batches:
+                run_forward(batch)
+                counted.append(count_tokens(_without_padding(layers, batch), batch))
+        self._total_E = self._reduce(torch.stack(counted).sum(dim=0))
+
+    def find_total(self, own_E: torch.Tensor) -> torch.Tensor:
+        """The counts of the step; `own_E` are those of the microbatch at hand."""
+        return self._reduce(own_E) if self._total_E is None else self._total_E
+
+    def _reduce(self, counts_E: torch.Tensor) -> torch.Tensor:
+        if dist.is_initialized():
+            dist.all_reduce(counts_E, group=self._group)
+        return counts_E
+
+
+def check_balance_scope(model: nn.Module, scope: BalanceScope) -> None:
+    """:raises InputError: the flag is given for a model whose config.json asks for no balance
+    loss.
+    """
+    if scope == "step" and not cast(SegmentTransformer, model).balance_coefficient:
+        raise InputError(
+            "--router_balance step: config.json asks for no balance loss of routers "
+            "(output_router_logits with router_aux_loss_coef), so nothing reads it; leave it out",
+            kind="unread_flag",
+        )
+
+
+def balance(
+    model: nn.Module,
+    layers: Sequence[RoutedFeedForward],
+    batch: PackedBatch,
+    *,
+    share: float | torch.Tensor,
+    step_routing: StepRouting | None = None,
+) -> tuple[torch.Tensor | float, Mapping[str, Metric]]:
+    """The microbatch's part of the balance loss, to be added to the objective's, and the metrics of
+    the routers.
+
+    The loss is that of transformers' `load_balancing_loss_func` (Fedus et al. 2021,
+    arXiv:2101.03961, equations 4 to 6), E * sum over experts of f P, with f the tokens of an expert
+    and P its mean probability over all layers. As it is no sum over tokens, that of a step is the
+    mean over its microbatches on all ranks, as transformers' trainer has it. With `step_routing`, f
+    is the whole step's, and so is the loss, however the step is cut: given f it is a sum over
+    tokens.
+
+    :param layers: what they have noted of `batch` is taken from them.
+    :param share: 1 / the number of these microbatches.
+    """
+    noted = _without_padding(layers, batch)
+    if not noted:
+        return 0.0, {}
+    probs = [probs_TE for probs_TE, _ in noted]
+    chosen = [experts_TK for _, experts_TK in noted]
+    with torch.no_grad():
+        loads = torch.stack(list(map(_tokens_of_experts, probs, chosen)))
+        entropy = torch.stack(
+            [torch.special.entr(probs_TE).sum(dim=-1).mean() for probs_TE in probs]
+        ).mean()
+    metrics = {
+        "router/entropy": entropy,
+        "router/max_load": (loads.amax(dim=1) / loads.mean(dim=1)).mean(),
+    }
+    if (told_TK := layers[0].told_TK) is not None:
+        metrics["router/differing"] = torch.stack(list(map(_differing, probs, chosen))).mean()
+        metrics["router/replayed"] = (told_TK[: len(probs[0]), 0] >= 0).float().mean()
+    loss: torch.Tensor | float = 0.0
+    if coefficient := cast(SegmentTransformer, model).balance_coefficient:
+        mean_probs_E = torch.stack([probs_TE.mean(dim=0) for probs_TE in probs]).mean(dim=0)
+        mean_loads_E = loads.mean(dim=0)
+        if step_routing is not None:
+            own_E = count_tokens(noted, batch)
+            total_E = step_routing.find_total(own_E.clone())
+            num_chosen = total_E.sum().clamp(min=1)  # by all tokens in all layers
+            mean_loads_E = (chosen[0].shape[1] * total_E / num_chosen).to(mean_loads_E.dtype)
+            share = (own_E.sum() / num_chosen).to(mean_loads_E.dtype)  # of the step's tokens
+        unscaled = mean_probs_E.numel() * (mean_loads_E * mean_probs_E).sum()
+        metrics["router/balance_loss"] = unscaled.detach()
+        loss = coefficient * share * unscaled * bool(batch.num_tokens)
+    return loss, {
+        name: Metric(value=value, weight=float(batch.num_tokens)) for name, value in metrics.items()
+    }
+
+
+def _without_padding(layers: Sequence[RoutedFeedForward], batch: PackedBatch) -> list[Routing]:
+    """What the layers have noted of a microbatch, without the padding at its end, unless there is
+    nothing else.
+    """
+    noted = [routing for layer in layers for routing in layer.taken()]
+    if not noted:
+        return []
+    is_whole_row = (
+        batch.document_lengths is not None and len(noted[0][0]) == batch.input_ids_BT.numel()
+    )
+    num_tokens = (is_whole_row and batch.num_tokens) or None
+    return [(probs_TE[:num_tokens], experts_TK[:num_tokens]) for probs_TE, experts_TK in noted]
+
+
+@torch.no_grad()
+def count_tokens(noted: Sequence[Routing], batch: PackedBatch) -> torch.Tensor:
+    """The tokens of each expert in a microbatch, over all layers; none of a microbatch without
+    documents.
+    """
+    # bincount would have a GPU's host wait.
+    counts = [
+        torch.zeros_like(probs_TE, dtype=torch.float64).scatter_(1, experts_TK, 1.0).sum(dim=0)
+        for probs_TE, experts_TK in noted
+    ]
+    return torch.stack(counts).sum(dim=0) * bool(batch.num_tokens)
+
+
+def _tokens_of_experts(probs_TE: torch.Tensor, experts_TK: torch.Tensor) -> torch.Tensor:
+    """The share of tokens that each expert has; they add up to K."""
+    return torch.zeros_like(probs_TE).scatter_(1, experts_TK, 1.0).mean(dim=0)
+
+
+def _differing(probs_TE: torch.Tensor, experts_TK: torch.Tensor) -> torch.Tensor:
+    """The share of tokens whose experts are not those that the router would choose."""
+    own_TK = probs_TE.topk(experts_TK.shape[1], dim=-1).indices
+    return (own_TK.sort().values != experts_TK.sort().values).any(dim=-1).float().mean()

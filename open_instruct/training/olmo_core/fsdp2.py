@@ -1,0 +1,254 @@
+"""The backend on FSDP2:
+
+OLMo-core's train module, whose model serves any loss, filled from a checkpoint on disk.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from olmo_core.distributed.utils import get_world_size
+from olmo_core.nn.transformer import Transformer
+from olmo_core.optim import SkipStepOptimizer
+from torch import nn
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.state_dict import StateDictOptions
+from torch.distributed.fsdp import FSDPModule
+
+from open_instruct.config.training import LearnerConfig
+from open_instruct.models.attention.attention import context_of
+from open_instruct.models.compiled import prepare_compiler
+from open_instruct.models.hf.names import clean_name
+from open_instruct.models.shards import local_part
+from open_instruct.run.opened import Run
+from open_instruct.run.pretrained import Pretrained
+from open_instruct.training.backend import (
+    Metrics,
+    ShardedModule,
+    has_part,
+    kept_of_weights,
+    refuse_others,
+    unfilled,
+)
+from open_instruct.training.model.float8 import float8_config
+from open_instruct.training.model.kernels import choose_kernels, compiles
+from open_instruct.training.optim.optimizers import build_optimizer_config, build_scheduler
+from open_instruct.training.reference import Reference, build_reference, build_replica, sharding
+
+# Checkpoints of adapters hold no frozen weights; `strict` is of loading alone.
+OF_ADAPTERS = StateDictOptions(
+    flatten_optimizer_state_dict=True, strict=False, ignore_frozen_params=True
+)
+STATE_OF_ADAPTERS = {"state_dict_save_opts": OF_ADAPTERS, "state_dict_load_opts": OF_ADAPTERS}
+
+
+def build_backend(
+    pretrained: Pretrained, *, run: Run, config: LearnerConfig, num_steps: int
+) -> FSDP2Backend:
+    """FSDP-first: build without weights, parallelize, then stream the checkpoint into the
+    shards.
+    """
+    model, optim, device = config.model, config.optim, run.process.device
+    transformer = unfilled(pretrained, config, init_device=model.init_device)
+    transformer.splits_experts = run.layout.expert_parallel_degree > 1
+    transformer.on_host = config.parallel.offload
+    kernels = {
+        "ac_config": choose_kernels(transformer, run=run, config=config),
+        "float8_config": float8_config(model.float8_linears, model=transformer, device=device),
+    }
+    # FSDP gathers in the compute dtype; on a single device a copy in that dtype computes, unless
+    # the model is frozen.
+    has_copy = (
+        run.layout.single_device and model.param_dtype != "float32" and config.adapters is None
+    )
+    is_compiled = not has_copy and compiles(config.memory, layout=run.layout, device=device)
+    transformer.compiles_on_cpu = is_compiled and device.type == "cpu"
+    # An optimizer keeps its states where weights are, unless it is told otherwise.
+    on_host = config.parallel.adam_offload and device.type == "cuda" and not config.parallel.offload
+    module = FSDP2Backend(
+        reduces_last=config.parallel.gradient_reduction == "last",
+        model=transformer,
+        optim=build_optimizer_config(
+            optim, device=device, names=pretrained.names.olmo_core_names, on_host=on_host
+        ),
+        scheduler=build_scheduler(optim, num_steps=num_steps),
+        compile_model=is_compiled and device.type == "cuda",
+        # Infinity clips nothing and still measures the norm.
+        max_grad_norm=optim.max_grad_norm or math.inf,
+        **sharding(run, config),
+        **({} if has_copy else kernels),
+        **({} if config.adapters is None else STATE_OF_ADAPTERS),
+    )
+    if has_copy:
+        module.compute_with(build_replica(pretrained, run=run, config=config, **kernels))
+    module.fill(pretrained, run=run, config=config)
+    return module
+
+
+def hand_gradients_over(copy: Transformer, masters: Transformer) -> None:
+    """Have the gradients of `copy`, which computes in another dtype, go to `masters`, the trained
+    float32 model.
+
+    FSDP casts a sharded model unit by unit. On a single device the whole copy stays, and the
+    masters are updated, saved and exported: an update that is small beside a weight would be lost
+    in bfloat16, but not in float32. Gradients go over as soon as each is whole, and add up there in
+    float32.
+    """
+    for parameter, master in zip(copy.parameters(), masters.parameters(), strict=True):
+        parameter.register_post_accumulate_grad_hook(partial(_hand_over, master))
+
+
+def _hand_over(master: torch.Tensor, parameter: torch.Tensor) -> None:
+    gradient = parameter.grad
+    assert gradient is not None
+    parameter.grad = None
+    master.grad = gradient.to(master.dtype) if master.grad is None else master.grad.add_(gradient)
+
+
+class FSDP2Backend(ShardedModule):
+    """A `Backend`: a model that FSDP2 shards as HSDP, and OLMo-core's optimizer.
+
+    Args:
+        reduces_last: gradients stay whole on each rank, in float32, until the last microbatch of an
+            update is done.
+        olmo_core: arguments of `TransformerTrainModule`.
+    """
+
+    def __init__(self, *, reduces_last: bool = False, **olmo_core: Any) -> None:
+        super().__init__(**olmo_core)
+        # Tensors are copied from a GPU while the training goes on, not when they are listed.
+        self.state_dict_save_opts.cpu_offload = False
+        self.reduces_last = reduces_last
+        self._copy: Transformer | None = None
+        # FSDP averages gradients over the ranks that split rows too, though each has only its own
+        # tokens' part.
+        context = context_of(self.model)
+        self._num_averaged = get_world_size(self.dp_process_group) * (
+            1 if context is None else context.degree
+        )
+
+    def compute_with(self, model: Transformer) -> None:
+        """Run the passes with `model`, a copy of the trained `self.model` in another dtype; fill
+        the copy next.
+        """
+        self._copy = model
+        hand_gradients_over(model, self.model)
+
+    @property
+    def computing_model(self) -> Transformer:
+        return self.model if self._copy is None else self._copy
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        if self.dp_config is not None and self.dp_config.param_dtype is not None:
+            return self.dp_config.param_dtype.as_pt()
+        return next(self.computing_model.parameters()).dtype
+
+    @contextmanager
+    def microbatch(self, index: int, num_microbatches: int) -> Iterator[None]:
+        with self._train_microbatch_context(index, num_microbatches):
+            if self.reduces_last and isinstance(self.model, FSDPModule):
+                self.model.set_requires_gradient_sync(index == num_microbatches - 1)
+            yield
+
+    def backward(self, loss: torch.Tensor) -> None:
+        if self.computing_model.compile_enabled:
+            loss.register_hook(lambda _: prepare_compiler())  # in the thread of this backward pass
+        (loss * self._num_averaged).backward()
+
+    def clip(self) -> torch.Tensor:
+        assert self.max_grad_norm is not None
+        return self._clip_grad_norm(self.max_grad_norm)
+
+    def step(self, *, loss: float, grad_norm: float) -> Metrics:
+        assert self.optim is not None
+        if isinstance(self.optim, SkipStepOptimizer):
+            self.optim.latest_loss = torch.tensor(loss)
+            self.optim.latest_grad_norm = torch.tensor(grad_norm)
+        self.optim.step()
+        self.model.post_optim_step()
+        self.weights_changed()
+        return (
+            {"step_skipped": self.optim.step_skipped}
+            if isinstance(self.optim, SkipStepOptimizer)
+            else {}
+        )
+
+    def leave_out_step(self) -> None:
+        """Nothing is left to do: `zero_grads` drops the gradients."""
+
+    def moving_reference(
+        self, pretrained: Pretrained, *, run: Run, config: LearnerConfig, **moves: Any
+    ) -> Reference:
+        return Reference(model=build_reference(pretrained, run=run, config=config), **moves)
+
+    @torch.no_grad()
+    def weights_changed(self) -> None:
+        """Update the copy that computes; call it after every change of the weights of `model`."""
+        if self._copy is not None:
+            for parameter, master in zip(
+                self._copy.parameters(), self.model.parameters(), strict=True
+            ):
+                local_part(parameter).copy_(local_part(master))
+
+    def state_dict_to_save(self, *, optim: bool | None = None) -> dict[str, Any]:
+        if optim is False or self.optim is None:
+            state = super().state_dict_to_save(optim=optim)
+        else:
+            # PyTorch's own functions would have an optimizer without a state take a step of zero
+            # gradients, which AdamW counts. They also take five times as long, and the training
+            # waits for that.
+            state = state_of(self.model, self.optim)
+        return state | self.state_of_others()
+
+    def state_dict_to_load(
+        self, metadata: Metadata, *, optim: bool | None = None
+    ) -> dict[str, Any]:
+        saved = metadata.state_dict_metadata
+        refuse_others("--backend", "olmo_core", has_part(saved, "model"))
+        # Saved before the optimizer's first step.
+        if self.optim is not None and not kept_of_weights(saved):
+            self.optim.state.clear()
+            return state_of(self.model, self.optim) | self.state_of_others(metadata)
+        state = super().state_dict_to_load(metadata, optim=optim)
+        refuse_others(
+            "--optimizer",
+            "this command's",
+            kept_of_weights(state["optim"]) == kept_of_weights(saved),
+        )
+        return state | self.state_of_others(metadata)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if not kept_of_weights(state_dict["optim"]):
+            # PyTorch would give the optimizer the state of a step, see `state_dict_to_save`.
+            state_dict = {name: part for name, part in state_dict.items() if name != "optim"}
+        super().load_state_dict(state_dict)
+        self.weights_changed()
+        self.load_critic(state_dict)
+
+
+def state_of(model: nn.Module, optim: torch.optim.Optimizer) -> dict[str, Any]:
+    """The present state of both, by the names of PyTorch's distributed checkpoints: without frozen
+    weights, and flat.
+
+    An optimizer that has not taken a step has settings (`param_groups`) and no state.
+    """
+    names = {parameter: clean_name(name) for name, parameter in model.named_parameters()}
+    frozen = {name for parameter, name in names.items() if not parameter.requires_grad}
+    held = {clean_name(name): tensor for name, tensor in model.state_dict().items()}
+    return {
+        "model": {name: tensor for name, tensor in held.items() if name not in frozen},
+        "optim": {
+            f"{kind}.{names[parameter]}.{key}": value
+            for group in optim.param_groups
+            for parameter in group["params"]
+            for kind, values in (("state", optim.state.get(parameter, {})), ("param_groups", group))
+            for key, value in values.items()
+            if key != "params"
+        },
+    }

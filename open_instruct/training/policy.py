@@ -1,0 +1,393 @@
+"""One rank's part of a policy: forward passes, losses, checks and metrics, for every objective and
+every backend.
+
+A policy is given an objective's loss and owns a `Backend`: it knows no algorithm and no sharding
+library.
+"""
+
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from olmo_core.nn.transformer import Transformer
+from olmo_core.train import Trainer
+
+from open_instruct.batching.documents import on_device
+from open_instruct.checkpoints.resume import last_checkpoint
+from open_instruct.config.sections import BalanceScope
+from open_instruct.core.errors import RunError
+from open_instruct.core.records import (
+    REFERENCE_TOKENS,
+    TEACHER_TOKENS,
+    Batch,
+    Metric,
+    PackedBatch,
+    StepBatch,
+)
+from open_instruct.models.compiled import FALLBACKS
+from open_instruct.models.lora.adapters import adapters_off
+from open_instruct.models.shards import reshard
+from open_instruct.objectives.objective import BoundLoss, LossOutputs, TokenLogprobs
+from open_instruct.parallel.process import gathered
+from open_instruct.parallel.reduce import gather_rows, over_microbatches, reduce_metrics
+from open_instruct.training.backend import GRAD_NORM, Backend, Metrics
+from open_instruct.training.measure.speed import OwnPace, StepClock, memory_so_far
+from open_instruct.training.model.forward import token_logprobs
+from open_instruct.training.model.routing import (
+    StepRouting,
+    balance,
+    check_balance_scope,
+    noted_routers,
+)
+from open_instruct.training.reference import Comparison
+
+log = logging.getLogger(__name__)
+
+OLD_TOKENS = "old_logprobs_N"
+NEGATIVE_BY_ROUNDING = 1e-3
+# A backend may leave out a step with a gradient that is not finite. More than this many in a row
+# end the run.
+MAX_LEFT_OUT = 10
+MAX_NAMED = 16
+
+
+class Policy:
+    """One rank of a policy. Every method is collective: all ranks call it together.
+
+    A step of several updates is: `with_frozen_logprobs` for all of them, then for each of them
+    `zero_grads` of the backend, `forward_backward`, `update`; at last `end_step`.
+
+    Losses are sums over the microbatch divided by a global count, so their total over microbatches
+    and ranks is the loss of the global batch, however the batch was cut.
+
+    Args:
+        backend: holds the weights and steps them.
+        loss: the objective's, bound to the flags of the run.
+        balance_scope: what the balance loss of routers takes its shares of.
+
+    Raises:
+        InputError: `balance_scope` is "step", and the model has no such loss.
+    """
+
+    def __init__(
+        self, backend: Backend, loss: BoundLoss, *, balance_scope: BalanceScope = "microbatch"
+    ) -> None:
+        check_balance_scope(backend.model, balance_scope)
+        self.backend = backend
+        self.loss = loss
+        self._balance_scope = balance_scope
+        # The trained model: this rank's shards, in the parameters' own dtype.
+        self.model = backend.model
+        self.computing_model = backend.computing_model  # the model to call
+        self.device = backend.device
+        # This rank, and the ranks that see other rows.
+        self.dp_process_group = backend.dp_process_group
+        # Set for losses that compare logits with a teacher's.
+        self.comparison: Comparison | None = None
+        # A frozen model that the policy is drawn to on its own completions; built from its files
+        # after a restart.
+        self.teacher: Transformer | None = None
+        self.rate_flag = "--learning_rate"
+        self._has_nothing_to_learn = False
+        self._loss = 0.0
+        self._grad_norm = 0.0
+        self._num_left_out = 0
+        self._clock = StepClock(self.device)
+        self._pace: OwnPace | None = None
+
+    @property
+    def trainer(self) -> Trainer:
+        """OLMo-core's, as the record of the run: its step, its folder, its checkpoints."""
+        return self.backend.train_module.trainer
+
+    def microbatch_loss(self, batch: Batch, counts: Mapping[str, int]) -> LossOutputs:
+        """The microbatch's share of the loss of the global batch, with gradient."""
+        scores = self.scores(batch, with_collisions=self.loss.with_collisions)
+        return self.loss.function(
+            scores, replace(batch, values=on_device(batch.values, self.device)), counts
+        )
+
+    def with_frozen_logprobs(
+        self, updates: Sequence[StepBatch], *, num_epochs: int
+    ) -> tuple[StepBatch, ...]:
+        """The updates of a step with the log-probs that are fixed during it; call it before the
+        first of them.
+
+        They are the log-probs of the reference policy, if there is one, and of the policy before
+        the step. A step of a single update needs no pass for the latter: its own forward pass gives
+        them, and the ratio is exactly 1.
+        """
+        models = {} if self.teacher is None else {TEACHER_TOKENS: self.teacher}
+        if len(updates) * num_epochs > 1:
+            models[OLD_TOKENS] = self.computing_model
+        updates = self.add_logprobs(models, updates)
+        reference = self.backend.reference
+        if reference is None:
+            return updates
+        with reference.in_place():
+            return self.add_logprobs({REFERENCE_TOKENS: reference.model}, updates)
+
+    @torch.no_grad()
+    def add_logprobs(
+        self, models: Mapping[str, Transformer], updates: Sequence[StepBatch]
+    ) -> tuple[StepBatch, ...]:
+        """The updates with the log-probs of each of `models` added as values; the keys are the
+        values' names.
+        """
+        if not models:
+            return tuple(updates)
+        self.backend.set_mode("eval")
+
+        def with_logprobs(batch: Batch) -> Batch:
+            values = dict(batch.values)
+            for name, model in models.items():
+                # A reference or a teacher may be the policy itself without its adapters. It is what
+                # it is with experts of its own choice, whichever the policy's engine chose.
+                packed = (
+                    batch.packed if name == OLD_TOKENS else replace(batch.packed, routes_TR=None)
+                )
+                with nullcontext() if name == OLD_TOKENS else adapters_off(model):
+                    scored = token_logprobs(
+                        model, packed, device=self.device, temperature=self.loss.temperature
+                    )
+                values[name] = scored.logprobs_N
+            return replace(batch, values=values)
+
+        filled = [
+            replace(each, microbatches=tuple(map(with_logprobs, each.microbatches)))
+            for each in updates
+        ]
+        # A forward pass without a backward leaves FSDP's root parameters gathered.
+        reshard(self.model)
+        for model in models.values():
+            reshard(model)
+        return tuple(filled)
+
+    def scores(self, batch: Batch, *, with_collisions: bool = False) -> TokenLogprobs:
+        """Log-probs of the labelled tokens under the policy, and what else the loss asks for
+        (collisions: if told to).
+
+        Without gradient, call `reshard` after the last of several calls.
+        """
+        model, comparison = self.computing_model, self.comparison
+        return token_logprobs(
+            model,
+            batch.packed,
+            device=self.device,
+            temperature=self.loss.temperature_of(batch),
+            with_entropy=self.loss.with_entropy,
+            with_collisions=with_collisions,
+            measure=None
+            if comparison is None
+            else comparison.measure(model, batch, device=self.device),
+            word_ids=self.loss.word_ids,
+        )
+
+    @torch.no_grad()
+    def prepared(self, step: StepBatch) -> StepBatch:
+        """The step with the reference's log-probs, and prepared by the loss
+        (`BoundLoss.prepare`).
+        """
+        if (
+            self.backend.reference is not None
+            and REFERENCE_TOKENS not in step.microbatches[0].values
+        ):
+            (step,) = self.with_frozen_logprobs([step], num_epochs=1)
+        if self.loss.prepare is None:
+            return step
+        self.backend.set_mode("eval")
+        looked_at = step if self.loss.looks_at is None else self.loss.looks_at(step)
+        scores = [self.scores(batch) for batch in looked_at.microbatches]
+        if scores:
+            reshard(self.model)
+        return self.loss.prepare(step, scores, partial(gather_rows, group=self.dp_process_group))
+
+    def forward_backward(self, step: StepBatch) -> Metrics:
+        """Gradients of this rank's microbatches, reduced over ranks and clipped; then one
+        all-reduce for all metrics.
+
+        Returns `loss` and the other metrics of the update.
+
+        :raises RunError: the loss or the gradient is not finite, or the first loss is not the
+            expected one.
+        """
+        step = self.prepared(step)
+        self._has_nothing_to_learn = step.counts["rows"] == 0
+        step_routing = self._count_routing(step)
+        self.backend.set_mode("train")
+        measured: list[Mapping[str, Metric]] = []
+        losses: list[float | torch.Tensor] = []
+        num_ranks = dist.get_world_size(self.dp_process_group) if dist.is_initialized() else 1
+        for index, microbatch in enumerate(step.microbatches):
+            with self.backend.microbatch(index, len(step.microbatches)):
+                with self._clock.timing("forward"), noted_routers(self.computing_model) as routers:
+                    outputs = self.microbatch_loss(microbatch, step.counts)
+                share = 1 / (len(step.microbatches) * num_ranks)
+                added, of_routers = balance(
+                    self.model, routers, microbatch.packed, share=share, step_routing=step_routing
+                )
+                with self._clock.timing("backward"):
+                    self.backend.backward(outputs.loss + added)
+            losses.append(outputs.metrics["loss"].value)
+            measured += [outputs.metrics, of_routers, token_fractions(microbatch.packed)]
+        self.model.post_batch()
+
+        maxima = {
+            name: Metric(value=value, reduction="max")
+            for name, value in memory_so_far(self.device).items()
+        }
+        metrics = over_microbatches(measured) | maxima
+        # Clipping here and not in `update` reads the norm together with the loss, in one wait for
+        # the device.
+        if (norm := self.backend.clip()) is not None:
+            metrics[GRAD_NORM] = Metric(value=norm, reduction="max")
+        reduced = reduce_metrics(metrics, group=self.dp_process_group, device=self.device)
+        if not math.isfinite(reduced["loss"]):
+            raise self._broken(f"the loss is {reduced['loss']}{self._where(step, losses)}")
+        self._check(reduced["loss"], step.counts)
+        for name in self.loss.never_negative:
+            if reduced[name] < -NEGATIVE_BY_ROUNDING:
+                raise RunError(
+                    f"{name} is {reduced[name]:.6f}, but can never be below 0: {self.loss.remedy}"
+                )
+        if GRAD_NORM in reduced:
+            self._grad_norm = reduced.pop(GRAD_NORM)
+            self._check_gradient(self._grad_norm)
+        self._loss = reduced["loss"]
+        return reduced if self.loss.derive is None else self.loss.derive(reduced)
+
+    def _count_routing(self, step: StepBatch) -> StepRouting | None:
+        """The tokens of each expert in the step, where the balance loss is the step's: a pass more
+        if it is cut.
+        """
+        if self._balance_scope != "step":
+            return None
+        routing = StepRouting(self.dp_process_group)
+        batches = [batch.packed for batch in step.microbatches]
+        if len(batches) > 1:
+            self.backend.set_mode("eval")
+            run_forward = partial(
+                token_logprobs,
+                self.computing_model,
+                device=self.device,
+                temperature=self.loss.temperature,
+            )
+            routing.count_microbatches(self.computing_model, batches, run_forward)
+            reshard(self.model)
+        return routing
+
+    def update(self) -> Metrics:
+        """Take the optimizer's step. Returns `grad_norm`, `lr`, and `step_skipped` where that can
+        be.
+
+        No step is taken from a gradient that is not finite, nor from an update without rows to
+        learn from, since momentum alone would move the weights.
+
+        :raises RunError: the backend found during its step that the gradient is not finite.
+        """
+        if self._has_nothing_to_learn:
+            self.backend.leave_out_step()
+            return {GRAD_NORM: 0.0}
+        metrics: dict[str, float | torch.Tensor] = {GRAD_NORM: self._grad_norm}
+        if self.computing_model.compile_enabled:
+            metrics["uncompiled_functions"] = float(FALLBACKS.count)
+        metrics["lr"] = self.backend.set_learning_rate()
+        if self._num_left_out:
+            return metrics | {"step_skipped": 1.0}
+        with self._clock.timing("optimizer"):
+            taken = self.backend.step(loss=self._loss, grad_norm=self._grad_norm)
+        if GRAD_NORM in taken:
+            self._check_gradient(float(taken[GRAD_NORM]))
+        return {**metrics, **taken, **self._clock.read()}
+
+    def own_pace(self) -> float | None:
+        """Seconds of this rank's own computation per token since the last call; the first call
+        begins to measure.
+        """
+        if self._pace is None:
+            self._pace = OwnPace(self.computing_model.lm_head, self.device)
+        return self._pace.read()
+
+    def end_step(self) -> None:
+        """Call it once after the last update of a step."""
+        if self.backend.reference is not None:
+            self.backend.reference.follow(self.model, step=self.trainer.global_step)
+
+    def _where(self, step: StepBatch, losses: Sequence[float | torch.Tensor]) -> str:
+        """Names, in parentheses, the rows of all ranks' microbatches whose losses are not
+        finite.
+        """
+        broken = [
+            each
+            for each, loss in zip(step.microbatches, losses, strict=True)
+            if not math.isfinite(float(loss))
+        ]
+        own = [row for batch in broken for row in batch.row_ids]
+        rows = sorted({row for ids in gathered(own, self.dp_process_group) for row in ids})
+        more = f" and {len(rows) - MAX_NAMED} more" if len(rows) > MAX_NAMED else ""
+        named = ", ".join(map(str, rows[:MAX_NAMED]))
+        noun = "row" if len(rows) == 1 else "rows"
+        return (
+            f" (in a microbatch with {noun} {named}{more} of the training data, counted from 0)"
+            if rows
+            else ""
+        )
+
+    def _check(self, loss: float, counts: Mapping[str, int]) -> None:
+        first_loss = self.loss.first_loss
+        expected = first_loss(counts) if callable(first_loss) else first_loss
+        if self.trainer.global_step != 1 or expected is None:
+            return
+        # Policy and reference have the same weights before the first update, so the expected loss
+        # is the cheapest proof that packing, labels and the frozen scores agree. Those are never in
+        # float8, whose rounding adds up.
+        in_16_bits = 0.25 if self.computing_model.fp8_enabled else 5e-2
+        tolerance = (1e-3 if self.backend.compute_dtype == torch.float32 else in_16_bits) * max(
+            1.0, expected
+        )
+        if abs(loss - expected) > tolerance:
+            raise RunError(
+                f"the first loss is {loss:.6f}, but a policy equal to its reference has "
+                f"{expected:.6f}: {self.loss.remedy}"
+            )
+
+    def _check_gradient(self, norm: float) -> None:
+        if math.isfinite(norm):
+            self._num_left_out = 0
+            return
+        self._num_left_out += 1
+        if not self.backend.leaves_out_outliers or self._num_left_out > MAX_LEFT_OUT:
+            raise self._broken(f"the norm of the gradient is {norm}")
+        log.warning(
+            "step %d is left out: the norm of its gradient is %s", self.trainer.global_step, norm
+        )
+
+    def _broken(self, what: str) -> RunError:
+        return RunError(
+            f"{what} at step {self.trainer.global_step}, which was not taken: start again with a "
+            f"lower {self.rate_flag} in another --output_dir, or look at the data of this step. "
+            f"{last_checkpoint(Path(self.trainer.save_folder))}"
+        )
+
+
+def token_fractions(packed: PackedBatch) -> dict[str, Metric]:
+    """Shares of padding in a microbatch's token slots, and of its documents' tokens that sharing
+    saves.
+    """
+    num_slots = packed.input_ids_BT.numel()
+    num_document_tokens = packed.num_tokens + packed.num_shared_tokens
+    return {
+        "padding_fraction": Metric(
+            value=1.0 - packed.num_tokens / num_slots, weight=float(num_slots)
+        ),
+        "shared_fraction": Metric(
+            value=packed.num_shared_tokens / max(num_document_tokens, 1),
+            weight=float(num_document_tokens),
+        ),
+    }

@@ -1,0 +1,83 @@
+"""The tokenised rows of a run, built once by rank 0 and read from the cache by all."""
+
+from typing import Any
+
+from transformers import PreTrainedTokenizerFast
+
+from open_instruct.config.training import LearnerConfig, TrainingConfig
+from open_instruct.data.chat import ChatFormat
+from open_instruct.data.eval_split import Side
+from open_instruct.data.mixer import entries_of
+from open_instruct.data.report import DataReport
+from open_instruct.data.token_dataset import TokenDataset, load_token_dataset
+from open_instruct.objectives.objective import Objective
+from open_instruct.parallel.peers import doing
+from open_instruct.parallel.process import on_main_process
+from open_instruct.run.console import Console
+
+
+def load_datasets(
+    objective: Objective,
+    config: TrainingConfig,
+    tokenizer: PreTrainedTokenizerFast,
+    console: Console,
+) -> tuple[TokenDataset, TokenDataset | None]:
+    """The training rows, and the held-out rows if any are named, or split off.
+
+    Rank 0 reads and tokenises; the others find its work in the cache (or do it again, where a node
+    does not share the cache folder).
+
+    :raises InputError: for a bad row, a missing file, a bad amount; on every rank.
+    """
+    data, own = config.data, objective.row_arguments(config)
+
+    def load_one(title: str, flag: str, *, is_held_out: bool = False) -> TokenDataset:
+        given = reading(config, tokenizer, flag, is_held_out=is_held_out)
+        given |= {"max_seq_length": data.max_seq_length, **own}
+
+        def read(speaks: bool) -> tuple[TokenDataset, DataReport]:
+            with Console(speaks=speaks).counting(title) as on_progress:
+                return load_token_dataset(
+                    objective.rows_of(config), on_progress=on_progress, **given
+                )
+
+        console.report(title, on_main_process(lambda: read(console.speaks)[1].lines()))
+        return read(False)[0]
+
+    doing("reading the rows")
+    training = load_one("training data", "mixer_list")
+    if not data.has_held_out_rows:
+        return training, None
+    flag = "eval_mixer_list" if data.eval_mixer_list else "mixer_list"
+    return training, load_one("held-out data", flag, is_held_out=True)
+
+
+def reading(
+    config: LearnerConfig,
+    tokenizer: PreTrainedTokenizerFast,
+    flag: str,
+    *,
+    is_held_out: bool = False,
+) -> dict[str, Any]:
+    """Arguments of `load_token_dataset` for the rows that `flag` lists, without the form of the
+    rows.
+
+    With --eval_split they are one side of the training mixture: the rows to train on, or those held
+    out.
+    """
+    data = config.data
+    is_split = data.eval_split is not None and flag in ("mixer_list", "dataset_mixer_list")
+    side = (
+        Side(share=data.eval_split, is_held_out=is_held_out)
+        if is_split and data.eval_split
+        else None
+    )
+    return {
+        "entries": entries_of(data, flag),
+        "chat": ChatFormat.choose(tokenizer, data.chat_template_name, add_bos=data.add_bos),
+        "on_bad_row": data.on_bad_row,
+        "seed": config.optim.seed,
+        "cache_dir": data.cache_dir,
+        "columns": data.columns,
+        "side": side,
+    }

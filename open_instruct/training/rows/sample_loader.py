@@ -1,0 +1,145 @@
+"""Samples in the order of the run, cut into global batches, of which each rank builds its own part.
+
+The host builds the next batch in a thread while the device is busy.
+"""
+
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import KW_ONLY, dataclass, field
+from typing import Any, TypeVar
+
+import numpy as np
+import torch.distributed as dist
+
+from open_instruct.batching.steps import BatchShape, step_batch
+from open_instruct.core.records import StepBatch
+from open_instruct.data.token_dataset import (
+    PlaceFact,
+    TokenDataset,
+    check_saved_place,
+    rows_fact,
+    seed_fact,
+)
+
+T = TypeVar("T")
+V = TypeVar("V")
+
+
+@dataclass(eq=False)
+class SampleLoader:
+    """Shuffles by (seed, epoch) alone, so the order does not depend on ranks, microbatches or
+    restarts.
+
+    The last batch of an epoch is the shorter rest, and each of `samples` (rows that stay together)
+    comes once an epoch. `scores` are frozen values of the rows for the loss; see `collate`.
+    """
+
+    dataset: TokenDataset
+    samples: Sequence[Sequence[int]]
+    _: KW_ONLY
+    scores: Mapping[str, np.ndarray] | None = None
+    shape: BatchShape
+    seed: int
+    dp_group: dist.ProcessGroup | None
+    epoch: int = field(default=1, init=False)
+    batches_processed: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        self.dp_world_size, self.dp_rank = (
+            dist.get_world_size(self.dp_group),
+            dist.get_rank(self.dp_group),
+        )
+        self.num_samples_per_step = self.shape.max_samples_per_rank * self.dp_world_size
+
+    def rest_of_epoch(self) -> Iterator[StepBatch]:
+        """The steps left in the epoch; `state_dict` counts every step given out so far as taken."""
+        order = np.random.default_rng([self.seed, self.epoch]).permutation(len(self.samples))
+
+        def build(start: int) -> StepBatch:
+            return step_batch(
+                self.dataset,
+                [
+                    self.samples[index]
+                    for index in order[start : start + self.num_samples_per_step].tolist()
+                ],
+                shape=self.shape,
+                rank=self.dp_rank,
+                num_ranks=self.dp_world_size,
+                scores=self.scores,
+            )
+
+        size = self.num_samples_per_step
+        # A step that the thread has built ahead is not given out yet, so a checkpoint does not
+        # count it.
+        for step in built_ahead(
+            build, range(self.batches_processed * size, len(self.samples), size)
+        ):
+            self.batches_processed += 1
+            yield step
+
+    def begin_next_epoch(self) -> None:
+        self.epoch += 1
+        self.batches_processed = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "epoch": self.epoch,
+            "batches_processed": self.batches_processed,
+            "num_samples_per_step": self.num_samples_per_step,
+            "data_fingerprint": self.dataset.fingerprint,
+            "seed": self.seed,
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        check_place_of_samples(
+            state_dict, self.dataset, seed=self.seed, shape=self.shape, num_ranks=self.dp_world_size
+        )
+        self.epoch = state_dict["epoch"]
+        self.batches_processed = state_dict["batches_processed"]
+
+
+def check_place_of_samples(
+    saved: Mapping[str, Any], dataset: TokenDataset, *, seed: int, shape: BatchShape, num_ranks: int
+) -> None:
+    """Refuse the `SampleLoader.state_dict` of a checkpoint where `num_ranks` would take other rows
+    from there on.
+
+    :raises InputError: rows, seed or the number of rows in a step are others.
+    """
+    num_now = shape.max_samples_per_rank * num_ranks
+    num_before = saved.get("num_samples_per_step")
+    check_saved_place(
+        saved,
+        rows_fact(dataset.fingerprint, flag="mixer_list", limit="--max_seq_length"),
+        seed_fact(saved, seed),
+        PlaceFact(
+            key="num_samples_per_step",
+            value=num_now,
+            flag="gradient_accumulation_steps",
+            problem=(
+                f"the checkpoint was written with {num_before} samples in a step, this run has "
+                f"{num_now}"
+            ),
+            remedy="choose --per_device_train_batch_size and --gradient_accumulation_steps so that "
+            "their product "
+            f"times {num_ranks} data-parallel ranks is {num_before}",
+        ),
+    )
+
+
+def built_ahead(build: Callable[[T], V], items: Iterable[T]) -> Generator[V]:
+    """`build` of each of `items`, in order; while the caller is busy with one, a thread builds the
+    next, and no more.
+
+    An error of `build` is raised when its result is asked for. Closing the iterator early waits for
+    the thread.
+    """
+    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="built-ahead") as thread:
+        wanted: Future[V] | None = None
+        for item in items:
+            following = thread.submit(build, item)
+            if wanted is not None:
+                yield wanted.result()
+            wanted = following
+        if wanted is not None:
+            yield wanted.result()

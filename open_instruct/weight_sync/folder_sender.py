@@ -1,0 +1,140 @@
+"""The learners' end of a weight sync through a folder: versions are written, whether or not an
+engine is there.
+"""
+
+import json
+import os
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from open_instruct.checkpoints.safe_checkpointer import together
+from open_instruct.core.errors import RunError
+from open_instruct.core.files import replace_text
+from open_instruct.parallel.process import gathered, on_main_process
+from open_instruct.weight_sync.changes import Message, SentParts
+from open_instruct.weight_sync.folder import Link, MessagePlace, Written, digest_message
+from open_instruct.weight_sync.progress import HOST_RANK
+from open_instruct.weight_sync.sender import WeightSender
+
+
+class FolderSender(WeightSender):
+    """One rank's part in writing the weights of `model`. Without `changes_alone` every version is
+    an anchor.
+
+    With it, an anchor begins a chain of `anchor_every` versions, or of fewer: once those behind it
+    have as many bytes as it has, a new one is less to read for an engine that comes late.
+
+    Args:
+        folder: where to write.
+        anchor_every: of how many versions one is whole; all else is a `WeightSender`'s.
+    """
+
+    def __init__(
+        self, *arguments: Any, folder: Path, anchor_every: int = 16, **others: Any
+    ) -> None:
+        super().__init__(*arguments, **others)
+        self._folder = folder
+        self._anchor_every = anchor_every
+
+    def open(self, num_receivers: int) -> dict[str, Any]:
+        """Begin a chain, and remove all others; returns the facts that receivers need, however many
+        there are.
+        """
+        self._links: list[Link] = []  # of the chain, while another version may build on it
+        self._chain: str = on_main_process(lambda: str(self._folder / os.urandom(4).hex()))
+        together(lambda: self._remove_all_but(""), kind=self._failure)
+        facts = {
+            "backend": self._backend,
+            "chain": self._chain,
+            "manifest": self.manifest.described(),
+        }
+        return facts | {"changes_alone": True}  # whatever is read from a folder is staged
+
+    def join(self) -> None:
+        """Nobody is waited for."""
+
+    @torch.no_grad()
+    def send(self, version: int) -> None:
+        """Write a version, unless it is there; returns once it can be read.
+
+        Raises:
+            RunError: a rank could not write; says which one, and why. The next version is an
+                anchor.
+        """
+        if self._links and self._links[-1].version == version:
+            return  # asked for again by an engine that is new
+        links = [] if self._is_anchor_due() else self._links
+        self._links = []  # nothing builds on a version that was not completed
+        if not links:
+            self._sent = SentParts(self.manifest, rank=self._rank)
+        assert self._sent is not None
+        has_digests = self._check_every > 0 and version % self._check_every == 0
+        # All of them before one is written: ranks may meet in what they compare, and a full disk
+        # would be one's own.
+        messages = list(self._sent.messages(self._parts(), has_digests=has_digests))
+        builds_on = links[-1].version if links else None
+        written = gathered(
+            together(lambda: self._write(version, builds_on, messages), kind=self._failure)
+        )
+        link = Link(version=version, builds_on=builds_on, messages=written)
+        together(lambda: self._add(link), kind=self._failure)
+        self._links = [*links, link]
+        if not self._changes_alone:
+            self._sent = None
+
+    def _is_anchor_due(self) -> bool:
+        if not self._links or not self._changes_alone or len(self._links) == self._anchor_every:
+            return True
+        return sum(link.num_bytes for link in self._links[1:]) >= self.manifest.num_bytes
+
+    def _write(self, version: int, builds_on: int | None, messages: list[Message]) -> Written:
+        """Write what this rank has to tell; nobody reads it before there is a link."""
+        written: Written = []
+        if self._rank not in self.manifest.ranks:
+            return written
+        with Path(f"{self._chain}-{version}.{self._rank}").open("wb") as file:
+            for index, message in enumerate(messages):
+                place = MessagePlace(
+                    chain=Path(self._chain).name,
+                    version=version,
+                    builds_on=builds_on,
+                    rank=self._rank,
+                    index=index,
+                    num_messages=len(messages),
+                )
+                flat = torch.cat(message).numpy().data
+                file.write(flat)
+                written.append((len(flat), digest_message(flat, place)))
+        return written
+
+    def _add(self, link: Link) -> None:
+        """Let a version be read.
+
+        Of an anchor all that comes is built, and no engine is told of what came before.
+        """
+        if self._rank == HOST_RANK:
+            name = f"{self._chain}-{link.version}"
+            # No later run reads it.
+            replace_text(Path(f"{name}.json"), json.dumps(asdict(link)), durable=False)
+            if link.builds_on is None:
+                self._remove_all_but(name)
+
+    def _remove_all_but(self, name: str) -> None:
+        """Remove the files of all other versions.
+
+        They are read no more: the driver waits for engines.
+        """
+        for path in self._folder.iterdir() if self._rank == HOST_RANK else ():
+            if path.stem != Path(name).name:
+                path.unlink()
+
+    def _failure(self, why: str) -> RunError:
+        room = (
+            f"{3 * self.manifest.num_bytes / 2**30:.1f} GiB, three times the weights, in a "
+            "folder that all hosts see"
+        )
+        remedy = f"it takes up to {room}: make room, or name another --weight_sync_folder"
+        return RunError(f"weight sync: {self._folder} cannot be written: {why}; {remedy}")

@@ -1,0 +1,68 @@
+"""The ways for weights from the learners to the engines, and the condition under which each one
+works.
+"""
+
+from open_instruct.cluster.watchdog import SHARED_MEMORY
+from open_instruct.core.errors import InputError
+from open_instruct.weight_sync.broadcasts import PartBroadcaster, PartReceiver
+from open_instruct.weight_sync.slots import SlotReader, SlotWriter
+from open_instruct.weight_sync.way import Incoming, Outgoing
+
+WAYS: dict[str, tuple[type[Outgoing], type[Incoming]]] = {
+    "nccl": (PartBroadcaster, PartReceiver),
+    "gloo": (PartBroadcaster, PartReceiver),
+    "ipc": (SlotWriter, SlotReader),
+    "shm": (SlotWriter, SlotReader),
+}
+"""Both ends of each way, by the values of `--weight_sync_backend`."""
+
+IN_WORDS = {
+    "nccl": "over NCCL",
+    "gloo": "over gloo",
+    "ipc": "by CUDA IPC",
+    "shm": "by shared memory",
+    "files": "by files in a folder",
+}
+"""How weights go to engines, in a sentence."""
+
+ON_DEVICE = ("nccl", "ipc")
+"""Those by which weights go from CUDA device to CUDA device; by others they go through the CPU."""
+
+FOLDER = "files"
+"""Another of its values: the way without a channel (`folder.py`)."""
+
+
+def choose_backend(flag: str, *, on_cuda: bool, single_device: bool, same_host: bool) -> str:
+    """The way that `--weight_sync_backend` stands for.
+
+    Args:
+        flag: its value.
+        on_cuda: learners and engines have GPUs.
+        single_device: one learner and one engine share one device.
+        same_host: every learner and every engine is on one host. Known once they are placed.
+
+    Raises:
+        InputError: it cannot work; says why, and what would.
+    """
+    if flag == "auto" and on_cuda:
+        return "ipc" if single_device else "nccl"
+    if flag == "auto":
+        return "shm" if same_host and SHARED_MEMORY.is_dir() else "gloo"
+    problem = ""
+    if flag in ON_DEVICE and not on_cuda:
+        problem = "there is no CUDA device; use auto, shm or gloo"
+    elif flag == "ipc" and not single_device:
+        problem = "learner and engine share a device only with --single_gpu_mode; use auto or nccl"
+    elif flag == "nccl" and single_device:
+        problem = (
+            "needs a GPU for each process, and --single_gpu_mode has one for both; use auto or ipc"
+        )
+    elif flag == "shm" and not same_host:
+        problem = (
+            "learners and engines are on several hosts, which share no memory; use auto or gloo"
+        )
+    elif flag == "shm" and not SHARED_MEMORY.is_dir():
+        problem = f"this system has no {SHARED_MEMORY}; use auto or gloo"
+    if problem:
+        raise InputError(f"--weight_sync_backend {flag}: {problem}", kind="conflict")
+    return flag
