@@ -74,7 +74,7 @@ test-all: ruff  ## lint, types and all tests
 	@$(MAKE) --no-print-directory -j 2 types all-tests
 
 all-tests: $(STAMP)
-	$(PYTEST) -n 3 tests
+	ALL_EXAMPLES=1 $(PYTEST) -n 3 tests
 
 # Tests that read what lies in the checkout or in HOME, for a checkout that has been used.
 test-again: $(STAMP)

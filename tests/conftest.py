@@ -12,14 +12,14 @@ import pytest
 from hypothesis import settings
 
 import open_instruct  # noqa: F401  (before OLMo-core, which it keeps from writing into /tmp)
+from tests.tiers import num_examples
 
 # Models here are small, and files run beside each other: threads of one would take the cores of
 # another. It is read when torch is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# A test asserts behaviour, never wall time. Examples are others in every run, so that few a run
-# come to many.
-settings.register_profile("any_time", deadline=None, max_examples=30)
+# A test asserts behaviour, never wall time.
+settings.register_profile("any_time", deadline=None, max_examples=num_examples(30))
 settings.load_profile("any_time")
 
 

@@ -1,5 +1,6 @@
-"""Which cases of a table are in which tier of the tests."""
+"""What of a test is in which tier: cases of tables, and how many drawn examples."""
 
+import os
 from collections.abc import Collection, Iterable
 from typing import Any
 
@@ -21,3 +22,11 @@ def mark_extended(cases: Iterable[Any], *, but: Collection[Any]) -> list[Paramet
         )
         for case in cases
     ]
+
+
+def num_examples(most: int) -> int:
+    """How many examples a property is tried on: `most` in `make test-all`, a third in `make test`.
+
+    They are others in every run, so that few a run come to many.
+    """
+    return most if os.environ.get("ALL_EXAMPLES") else max(3, most // 3)

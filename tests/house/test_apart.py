@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.tiers import mark_extended
+
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "apart.sh"
 TIMEOUT_S = 300.0
 
@@ -60,6 +62,7 @@ def test_home_and_tmpdir_are_empty_and_the_checkout_is_there(checkout: Path) -> 
     assert done.stdout.split() == [".git", ".gitignore", "file"]
 
 
+@pytest.mark.extended
 def test_exit_code_is_the_commands_own(checkout: Path) -> None:
     assert run(checkout, "exit 7").returncode == 7
 
@@ -70,12 +73,14 @@ def test_file_left_in_the_checkout_fails(checkout: Path) -> None:
     assert done.stderr.splitlines()[-1].endswith("/checkout/here")
 
 
+@pytest.mark.extended
 def test_files_of_the_demos_may_stay(checkout: Path) -> None:
     (checkout / ".gitignore").write_text("demo_output/\n")
     assert run(checkout, "mkdir demo_output; touch demo_output/model").returncode == 0
     assert run(checkout, "mkdir output; touch output/model").returncode == 1
 
 
+@pytest.mark.extended
 def test_process_that_was_left_fails_and_is_ended(checkout: Path) -> None:
     done = run(checkout, "sleep 55 >/dev/null 2>&1 & echo $!")
     assert done.returncode == 1
@@ -83,7 +88,9 @@ def test_process_that_was_left_fails_and_is_ended(checkout: Path) -> None:
     assert state_of(done.stdout.strip()) in ("ended", "Z")  # a zombie where nobody adopts orphans
 
 
-@pytest.mark.parametrize("folder", ["/tmp", "/var/tmp", "/dev/shm"])
+@pytest.mark.parametrize(
+    "folder", mark_extended(["/tmp", "/var/tmp", "/dev/shm"], but=["/dev/shm"])
+)
 def test_file_left_in_a_folder_of_all_fails_and_is_not_seen_outside(
     checkout: Path, folder: str
 ) -> None:

@@ -61,7 +61,7 @@ def write_row(path: Path, row: dict[str, Any]) -> None:
     path.write_text("".join(json.dumps(each) + "\n" for each in [*kept, row]))
 
 
-@pytest.mark.slow
+@pytest.mark.extended
 def test_best_step_in_the_middle_is_kept_and_exported_bitwise(dpo_case: TrainCase) -> None:
     run = dpo_case.folder / "middle"
     said = finish(start(write_command(dpo_case, run.name), ranks=2))

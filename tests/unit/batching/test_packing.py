@@ -18,6 +18,7 @@ from open_instruct.core.records import IGNORE_INDEX, ROW_VALUES, Batch, Document
 from open_instruct.losses.logprobs import sum_by_sequence
 from open_instruct.losses.preference import PreferenceLossInputs
 from open_instruct.objectives.dpo import preference_loss
+from tests.tiers import num_examples
 from tests.unit.token_data import shape_of
 
 PAD = PADDING
@@ -363,7 +364,7 @@ def steps(draw: Any) -> tuple[list[int], BatchShape, int]:
     return lengths, shape_of(packing=draw(st.booleans()), **sizes), num_ranks
 
 
-@settings(max_examples=100)
+@settings(max_examples=num_examples(100))
 @given(steps())
 def test_every_plan_keeps_its_promises(step: tuple[list[int], BatchShape, int]) -> None:
     lengths, shape, num_ranks = step

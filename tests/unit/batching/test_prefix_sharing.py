@@ -36,6 +36,7 @@ from open_instruct.core.records import IGNORE_INDEX, Document, PackedBatch, Roll
 from open_instruct.data.token_dataset import TokenDataset
 from open_instruct.losses.logprobs import sum_by_sequence
 from open_instruct.training.model.forward import token_logprobs
+from tests.tiers import num_examples
 from tests.unit.small_models import CPU, VOCAB_SIZE, WINDOW, new_model, random_model
 from tests.unit.token_data import shape_of
 
@@ -155,7 +156,7 @@ def test_groups_that_do_not_pay_are_taken_apart() -> None:
     assert groups_that_share(documents, [(0, 1), (2, 3)], "off") == [(0,), (1,), (2,), (3,)]
 
 
-@settings(max_examples=50)
+@settings(max_examples=num_examples(50))
 @given(st.lists(st.tuples(*[st.integers(1, 12)] * 3, st.integers(0, 12)), min_size=1, max_size=5))
 def test_pairs_take_the_tokens_that_the_plan_counts(pairs: list[tuple[int, int, int, int]]) -> None:
     rows = [
@@ -198,7 +199,7 @@ groups_of_lengths = st.lists(
 )
 
 
-@settings(max_examples=60)
+@settings(max_examples=num_examples(60))
 @given(groups_of_lengths, st.integers(1, 4), st.integers(1, 3), st.integers(32, 120))
 def test_every_plan_of_groups(
     groups: list[tuple[int, list[int], int]], num_ranks: int, num_mini_batches: int, capacity: int

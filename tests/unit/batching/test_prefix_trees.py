@@ -17,7 +17,7 @@ from open_instruct.batching.prefixes import branches_of, shared_prefix_length
 from open_instruct.core.families import FAMILIES
 from open_instruct.core.records import Document, PackedBatch, Span
 from open_instruct.training.model.forward import token_logprobs
-from tests.tiers import mark_extended
+from tests.tiers import mark_extended, num_examples
 from tests.unit.small_models import CPU, VOCAB_SIZE, random_model
 from tests.unit.varlen_on_cpu import as_on_cuda, varlen_kernels
 
@@ -107,7 +107,7 @@ def compare(model: Transformer, documents: list[Document], seed: int) -> None:
 
 @pytest.mark.parametrize("family", mark_extended(FAMILIES, but=["olmo2", "olmo_hybrid"]))
 def test_tree_computes_what_separate_rows_compute(family: str) -> None:
-    @settings(max_examples=12, deadline=None)
+    @settings(max_examples=num_examples(12), deadline=None)
     @given(trees, st.integers(0, 99))
     def check(documents: list[Document], seed: int) -> None:
         compare(random_model(family), documents, seed)
@@ -123,7 +123,7 @@ def test_cuda_attention_over_a_tree_gives_the_same(family: str, as_on_cuda: None
     compare(random_model(family), documents, seed=7)
 
 
-@settings(max_examples=40)
+@settings(max_examples=num_examples(40))
 @given(trees)
 def test_no_order_saves_more(documents: list[Document]) -> None:
     """What a walk of the tree saves is a spanning tree of greatest weight;

@@ -15,6 +15,7 @@ from open_instruct.batching.rollouts import (
     rollout_minibatches,
 )
 from open_instruct.core.records import Document, RolloutSample, Span
+from tests.tiers import num_examples
 
 CAPACITY = 40
 
@@ -85,7 +86,7 @@ def test_every_plan(num_tokens: list[int], num_ranks: int, num_mini_batches: int
     assert len(sizes) == min(num_mini_batches, max(1, len(num_tokens)))
 
 
-@settings(max_examples=30)
+@settings(max_examples=num_examples(30))
 @given(num_tokens=lengths, num_mini_batches=st.integers(1, 6))
 def test_mini_batches_do_not_depend_on_the_ranks(
     num_tokens: list[int], num_mini_batches: int

@@ -655,10 +655,13 @@ class TestScreen:
         "words",
         [
             [*DPO_7B, *KEEPS_ALL],
-            [*DPO_32B, "--num_nodes", "16"],
+            pytest.param([*DPO_32B, "--num_nodes", "16"], marks=pytest.mark.extended),
             [*DPO_32B, "--num_nodes", "128"],
             ["sft", *OLMO_7B, "--gpus_per_node", "1", "--gpu", "rtx4090"],
-            [*DPO_7B, *CONTEXT, "2", *TENSOR, "2", "--fsdp_shard_degree", "4"],
+            pytest.param(
+                [*DPO_7B, *CONTEXT, "2", *TENSOR, "2", "--fsdp_shard_degree", "4"],
+                marks=pytest.mark.extended,
+            ),
             [*DPO_7B, "--backend", "deepspeed", "--deepspeed_stage", "3", "--offload"],
             [*GRPO_7B, "8", "8", "--advantages", "gae", "--beta", "0.1", *SHARED, "200"],
             [*ON_ONE_GPU, "--gpu", "memory_gib=24"],

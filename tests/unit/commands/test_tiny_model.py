@@ -27,6 +27,7 @@ from open_instruct.core.families import FAMILIES
 from open_instruct.models.family import transformer_config
 from open_instruct.models.hf.hf_config import load_hf_config
 from tests.refusals import refused
+from tests.tiers import num_examples
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 FILES = {
@@ -63,7 +64,7 @@ def test_transformers_loads_and_generates(tmp_path: Path, family: str, tie: bool
     transformer_config(load_hf_config(str(folder)))
 
 
-@pytest.mark.slow
+@pytest.mark.extended
 def test_all_that_a_newcomer_reads_is_what_was_written(tmp_path: Path) -> None:
     """In a process of its own, which imports transformers, and what transformers imports, for the
     first time.
@@ -109,7 +110,7 @@ def test_sizes_are_what_they_say(size: str, millions: float) -> None:
 
 
 @given(text=st.text())
-@settings(max_examples=80)
+@settings(max_examples=num_examples(80))
 def test_any_text_round_trips(tokenizer: transformers.PreTrainedTokenizerFast, text: str) -> None:
     assert tokenizer.decode(tokenizer.encode(text)) == text
 

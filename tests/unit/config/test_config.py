@@ -33,6 +33,7 @@ from open_instruct.objectives.dpo import DPOConfig, validate_dpo
 from open_instruct.objectives.registry import objective_named, objective_names
 from open_instruct.objectives.sft import SFTConfig
 from tests.refusals import refused
+from tests.tiers import num_examples
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 SECTIONS = ("every", "dpo", "sft", "grpo", "reward_model")
@@ -169,7 +170,7 @@ class TestCommandLine:
             )
         )
     )
-    @settings(max_examples=25)
+    @settings(max_examples=num_examples(25))
     def test_no_words_give_anything_but_a_config_or_an_input_error(self, words: list[str]) -> None:
         with contextlib.suppress(InputError):
             assert isinstance(parse(DPOConfig, words), DPOConfig)
@@ -605,7 +606,7 @@ class TestSavedConfig:
     @given(st.data())
     @settings(
         deadline=None,
-        max_examples=8,
+        max_examples=num_examples(8),
         phases=[Phase.generate],  # shrinking two hundred values takes minutes and tells little
         suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
     )

@@ -143,6 +143,7 @@ def check_sums(factory: Any) -> None:
     assert count == again and count[0].startswith("1 in "), "one session serves all episodes"
 
 
+@pytest.mark.extended
 def test_tools_of_a_program(program: str) -> None:
     factory = known_environments(EnvironmentSection(environment=f"mcp:{program} stdio"))[
         f"mcp:{program} stdio"
@@ -173,6 +174,7 @@ def test_tool_of_a_server_works_beside_others(program: str) -> None:
     assert [each["function"]["name"] for each in opening.tools] == ["calculate", "plus"]
 
 
+@pytest.mark.extended
 def test_call_that_is_late_leaves_the_session_to_others(program: str) -> None:
     section = EnvironmentSection(
         tools=["generic_mcp"], tool_configs=[of_settings(program, timeout=2.0)]
@@ -194,6 +196,7 @@ def stray_lines() -> Iterator[mcp_tools._StrayLines]:
     logger.filters = before
 
 
+@pytest.mark.extended
 def test_traceback_of_a_stray_line_is_one_warning(
     stray_lines: mcp_tools._StrayLines, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -223,10 +226,12 @@ def test_server_that_writes_stray_lines_answers_with_one_warning(
     assert record.exc_info is None and "stdout" in record.getMessage()
 
 
+@pytest.mark.extended
 def test_tools_at_an_address(address: str) -> None:
     check_sums(factory_named(f"mcp:{address}", origin="--environment"))
 
 
+@pytest.mark.extended
 def test_run_starts_it_once_for_its_tools(
     tmp_path: Path, program: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -250,6 +255,7 @@ def test_run_starts_it_once_for_its_tools(
         assert run.environments is not None and listed == [f"{program} stdio"]
 
 
+@pytest.mark.extended
 def test_server_that_dies_costs_its_episode_and_is_started_anew(program: str) -> None:
     lost, after, count = said(
         factory_named(f"mcp:{program} stdio", origin=""),

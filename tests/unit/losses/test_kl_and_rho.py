@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from open_instruct.config.rollout_sections import PolicyLossSection
 from open_instruct.losses.flags_taken import with_flags
 from open_instruct.losses.mismatch import Correction, correct_mismatch, kl_estimates, rho_values
+from tests.tiers import num_examples
 
 FAR_APART = [89.0, -89.0, 1e4, -1e4]
 
@@ -121,7 +122,7 @@ def test_bounds_of_their_own(bounds: dict[str, Any], weights: list[float]) -> No
         assert correction.is_corrected_N.tolist() == expected
 
 
-@settings(max_examples=30)
+@settings(max_examples=num_examples(30))
 @given(
     ratios=st.lists(st.floats(1e-3, 1e3), max_size=8),
     kind=st.sampled_from(["clamp", "token_mask", "sequence_mask"]),

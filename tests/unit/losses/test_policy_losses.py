@@ -21,6 +21,7 @@ from open_instruct.losses.policy import (
     PolicyLossInputs,
     PolicyLossOutputs,
 )
+from tests.tiers import num_examples
 
 E_LOW, E_HIGH, DELTA = 0.2, 0.28, 1.9
 Tensor = torch.Tensor
@@ -354,7 +355,7 @@ token_lists = st.integers(1, 6).flatmap(
 )
 
 
-@settings(max_examples=30)
+@settings(max_examples=num_examples(30))
 @drawn(
     completions=st.lists(token_lists, min_size=2, max_size=4),
     kind=st.sampled_from(sorted(POLICY_LOSSES)),

@@ -23,6 +23,7 @@ from open_instruct.models.attention.cpu_flash import (
     find_parts,
 )
 from open_instruct.models.attention.segments import QKV, Segments
+from tests.tiers import num_examples
 from tests.unit.models.test_shared_attention import CPU, defined, tensors
 
 
@@ -72,7 +73,7 @@ def computed_pairs(segments: Segments) -> Counter[tuple[int, int]]:
     return pairs
 
 
-@settings(max_examples=50)
+@settings(max_examples=num_examples(50))
 @given(trees())
 def test_parts_compute_every_visible_pair_once(segments: Segments) -> None:
     with small_squares():
@@ -86,7 +87,7 @@ def test_parts_compute_every_visible_pair_once(segments: Segments) -> None:
         )
 
 
-@settings(max_examples=25)
+@settings(max_examples=num_examples(25))
 @given(trees(), st.sampled_from([(4, 2), (3, 1), (2, 2)]))
 def test_parts_give_the_values_and_gradients_of_the_definition(
     segments: Segments, heads: tuple[int, int]

@@ -14,6 +14,7 @@ from open_instruct.core.families import FAMILIES
 from open_instruct.models.attention import attention
 from open_instruct.models.attention.attention import attend_by_segment, attend_over_segments
 from open_instruct.models.attention.segments import QKV, Segments
+from tests.tiers import num_examples
 from tests.unit.batching.test_prefix_sharing import DOCUMENTS, GROUPS, assert_same, results
 from tests.unit.models.test_shared_attention import LEFTS, rows, tensors
 from tests.unit.small_models import random_model
@@ -38,7 +39,9 @@ def test_log_probs_and_gradients_are_those_of_the_cpu(
     assert_same(results(model, batch), expected)
 
 
-@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=num_examples(30), suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(of=rows(), left=st.sampled_from(LEFTS), heads=st.sampled_from([(4, 4), (4, 2), (3, 1)]))
 def test_any_row_any_window_any_heads(
     of: Segments, left: int, heads: tuple[int, int], as_on_cuda: None

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from open_instruct.models.attention import attention
 from open_instruct.models.attention.attention import attend_over_segments
 from open_instruct.models.attention.segments import QKV, Segments
+from tests.tiers import num_examples
 
 CPU = torch.device("cpu")
 LEFTS = (-1, 0, 1, 3, 6, 40)
@@ -75,7 +76,7 @@ def defined(
     return torch.stack(outputs)
 
 
-@settings(max_examples=30)
+@settings(max_examples=num_examples(30))
 @given(rows(), st.sampled_from(LEFTS), st.sampled_from([(4, 2), (4, 1), (2, 2)]))
 def test_trees_are_the_definition(of: Segments, left: int, heads: tuple[int, int]) -> None:
     q, k, v = tensors(sum(of.lengths), heads=heads[0], groups=heads[1])
@@ -88,7 +89,7 @@ def test_trees_are_the_definition(of: Segments, left: int, heads: tuple[int, int
         torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
 
 
-@settings(max_examples=60)
+@settings(max_examples=num_examples(60))
 @given(
     st.lists(st.integers(0, 20), min_size=1, max_size=8).filter(sum),
     st.sampled_from(LEFTS),

@@ -420,7 +420,7 @@ ON_LINES = ["", f"Q?{LINES[0]} ", "@", f"\n{LINES[1]} ", "@", f"\n{LINES[2]} ", 
 @pytest.mark.parametrize(
     ("words", "texts", "option"),
     [
-        pytest.param([], SEPARATED, "", marks=pytest.mark.slow),
+        pytest.param([], SEPARATED, "", marks=pytest.mark.extended),
         pytest.param([], SEPARATED, ",mean", marks=pytest.mark.extended),
         pytest.param(
             ["--placeholder_token", "@"], ON_LINES, ",product,cpu", marks=pytest.mark.extended

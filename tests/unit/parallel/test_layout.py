@@ -582,7 +582,7 @@ def test_page_shows_what_the_command_prints(
 ) -> None:
     assert len(DOCUMENTED) >= 5
     monkeypatch.setenv("NO_COLOR", "1")
-    main(["layout", *shlex.split(arguments)])
+    cli.main(["layout", *shlex.split(arguments)])
     streams = capsys.readouterr()
     assert streams.out + streams.err == output
 

@@ -180,12 +180,15 @@ def test_other_block_is_what_it_keeps_and_needs(
     ("family", "dtype", "recomputed"),
     [
         ("olmo_hybrid", FLOAT32, ()),
-        ("olmo_hybrid", FLOAT32, ("blocks.*.attention", NORMS)),
-        ("qwen3_5_text", FLOAT32, ()),
-        ("qwen3_5_text", FLOAT32, ("blocks.*.attention", NORMS)),
-        pytest.param("olmo_hybrid", BFLOAT16, (), marks=pytest.mark.slow),
-        pytest.param(
-            "qwen3_5_text", BFLOAT16, ("blocks.*.attention", NORMS), marks=pytest.mark.slow
+        *(
+            pytest.param(*case, marks=pytest.mark.extended)
+            for case in (
+                ("olmo_hybrid", FLOAT32, ("blocks.*.attention", NORMS)),
+                ("qwen3_5_text", FLOAT32, ()),
+                ("qwen3_5_text", FLOAT32, ("blocks.*.attention", NORMS)),
+                ("olmo_hybrid", BFLOAT16, ()),
+                ("qwen3_5_text", BFLOAT16, ("blocks.*.attention", NORMS)),
+            )
         ),
     ],
 )

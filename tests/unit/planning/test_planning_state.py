@@ -167,7 +167,7 @@ CASES = [
     ),
 ]
 FEW_CASES = [
-    *(("olmo2", False, name) for name in ("1", "8 as 2 replicas", "24 tensor 2")),
+    ("olmo2", False, "8 as 2 replicas"),
     ("qwen3", True, "24 tensor 2"),
     ("qwen3_moe", False, "24"),
 ]
@@ -185,7 +185,7 @@ def test_state_is_what_the_sharded_model_holds(
 
 
 # Of the last 2 experts of a rank, or of one, replicas have a part.
-@pytest.mark.parametrize("shard_degree", [2, 8])
+@pytest.mark.parametrize("shard_degree", mark_extended([2, 8], but=[2]))
 def test_state_of_experts_that_are_split(
     join_as: JoinAs, shard_degree: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -218,13 +218,16 @@ LORAS = {
 
 @pytest.mark.parametrize(
     ("family", "is_tied", "layout_name", "name"),
-    [
-        ("olmo2", False, "1", "all"),
-        ("olmo3", False, "2", "all"),
-        ("llama", False, "8 as 2 replicas", "some"),
-        ("qwen2", True, "24", "all"),
-        ("qwen3", True, "24 tensor 2", "all"),
-    ],
+    mark_extended(
+        [
+            ("olmo2", False, "1", "all"),
+            ("olmo3", False, "2", "all"),
+            ("llama", False, "8 as 2 replicas", "some"),
+            ("qwen2", True, "24", "all"),
+            ("qwen3", True, "24 tensor 2", "all"),
+        ],
+        but=[("olmo2", False, "1", "all"), ("llama", False, "8 as 2 replicas", "some")],
+    ),
 )
 def test_frozen_model_has_states_for_adapters_only(
     join_as: JoinAs, family: str, is_tied: bool, layout_name: str, name: str
@@ -248,7 +251,9 @@ def test_frozen_model_has_states_for_adapters_only(
         ), f"rank {rank}"
 
 
-@pytest.mark.parametrize("family", ["qwen2", "olmo_hybrid", "qwen3_5_text"])
+@pytest.mark.parametrize(
+    "family", mark_extended(["qwen2", "olmo_hybrid", "qwen3_5_text"], but=["qwen2"])
+)
 @pytest.mark.parametrize("layout_name", ["1", "8 as 2 replicas", "24"])
 def test_frozen_model_in_4_bits(join_as: JoinAs, layout_name: str, family: str) -> None:
     """Some of its matrices have adapters, and the blocks are in 4 bits; 24 ranks have uneven
@@ -294,10 +299,12 @@ IN_BLOCKS = {**UNEVEN, "hidden_size": 192, "intermediate_size": 320}
 @pytest.mark.parametrize(
     ("optimizer", "layout_name", "size"),
     [
-        ("skip_step_adamw", "24", UNEVEN),
+        pytest.param("skip_step_adamw", "24", UNEVEN, marks=pytest.mark.extended),
         ("muon", "24", UNEVEN),
-        *(("adamw_8bit", name, IN_BLOCKS) for name in ("1", "24", "24 tensor 2")),
-        ("adamw_8bit", "24", UNEVEN),
+        ("adamw_8bit", "1", IN_BLOCKS),
+        ("adamw_8bit", "24", IN_BLOCKS),
+        pytest.param("adamw_8bit", "24 tensor 2", IN_BLOCKS, marks=pytest.mark.extended),
+        pytest.param("adamw_8bit", "24", UNEVEN, marks=pytest.mark.extended),
     ],
 )
 def test_state_of_other_optimizers(

@@ -15,6 +15,7 @@ from open_instruct.report.plan_page import html_page
 from open_instruct.run.metrics_log import MetricsLog
 from open_instruct.run.run_directory import RunDirectory
 from tests.docs.pages import REPOSITORY
+from tests.tiers import mark_extended
 from tests.unit.commands import test_plan_command
 from tests.unit.report import test_report
 
@@ -87,7 +88,9 @@ def charts_of(tab: Tab) -> dict[str, dict[str, Any]]:
     return {chart["name"]: chart for chart in tab.said(CHARTS)}
 
 
-@pytest.mark.parametrize(("width", "scheme"), LOOKS)
+@pytest.mark.parametrize(
+    ("width", "scheme"), mark_extended(LOOKS, but=[(400, "dark"), (1200, "light")])
+)
 class TestLooks:
     def test_page_of_a_run_shows_a_rollout(
         self, tab: Tab, run: Path, tmp_path: Path, width: int, scheme: Scheme

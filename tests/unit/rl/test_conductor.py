@@ -29,6 +29,7 @@ from open_instruct.rl.conductor import (
 )
 from open_instruct.rl.episodes.walk import Episodes
 from open_instruct.rl.samples import RolloutStepBatch, training_samples
+from tests.tiers import num_examples
 from tests.unit.fake_rollouts import (
     BusyPool,
     FakeDataset,
@@ -168,7 +169,7 @@ def shuffled(
 
 class TestComposition:
     @every_rule
-    @settings(max_examples=8)
+    @settings(max_examples=num_examples(8))
     @given(order=st.integers(0, 2**32), async_steps=st.integers(0, 3))
     def test_order_is_that_of_the_plain_version(
         self, rules: tuple[str, ...], order: int, async_steps: int
@@ -179,7 +180,7 @@ class TestComposition:
         assert shuffled(order, async_steps, rules) == plainly(*rules)
 
     @pytest.mark.parametrize("rules", RULES[-2:], ids=" ".join)
-    @settings(max_examples=6)
+    @settings(max_examples=num_examples(6))
     @given(
         orders=st.tuples(st.integers(0, 2**32), st.integers(0, 2**32)),
         async_steps=st.integers(1, 3),
@@ -238,7 +239,7 @@ class TestResume:
             ):
                 assert compositions(walk(it, pool, range(step + 1, NUM_STEPS + 1))) == whole[step:]
 
-    @settings(max_examples=20)
+    @settings(max_examples=num_examples(20))
     @given(num_steps=st.integers(0, 4), async_steps=st.integers(0, 3), order=st.integers(0, 2**32))
     def test_asks_the_tickets_that_were_not_consumed_first(
         self, num_steps: int, async_steps: int, order: int

@@ -24,6 +24,7 @@ from open_instruct.core.records import (
 from open_instruct.rl.samples import RolloutStepBatch, StepSamples, training_samples
 from open_instruct.rl.traces import Traces, read_traces, trace_file, write_traces
 from tests.refusals import refused
+from tests.tiers import num_examples
 from tests.unit.fake_rollouts import completion, group_of, grpo_config
 
 CONFIG = grpo_config().rollout
@@ -99,7 +100,7 @@ def unlearned(batch: RolloutStepBatch) -> StepSamples:
     )
 
 
-@settings(max_examples=60)
+@settings(max_examples=num_examples(60))
 @given(batch=batches())
 def test_traces_come_back_as_written(batch: RolloutStepBatch) -> None:
     with tempfile.TemporaryDirectory() as folder:

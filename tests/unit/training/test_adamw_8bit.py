@@ -94,7 +94,7 @@ def test_moments_of_the_host_visit_the_device(has_codes: bool) -> None:
         torch.testing.assert_close(here, trained(torch.optim.AdamW)[0], rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.slow
+@pytest.mark.extended
 def test_adamw_8bit_learns_as_adamw_with_a_quarter_of_its_state() -> None:
     """Fifty steps over one row of a tiny model."""
     hf_config = tiny_config("olmo2", SIZES["tiny"], vocab_size=512, tie=False)

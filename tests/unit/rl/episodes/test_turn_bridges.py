@@ -15,6 +15,7 @@ from open_instruct.data.chat_templates import ChatTemplate, built_in_templates, 
 from open_instruct.rl.episodes.bridge import Conversation, TurnTemplate
 from open_instruct.rl.episodes.foreign_texts import PlainTokenizer
 from tests.refusals import refused
+from tests.tiers import num_examples
 from tests.unit.data.test_chat import CHATML, EOS, LLAMA3, make_tokenizer
 
 # Templates that write no end of a turn behind a reply, so that an engine would never stop there.
@@ -125,7 +126,7 @@ def sampled(
     return [*ids, min(template.end_token_ids)] if ends else ids
 
 
-@settings(max_examples=25)
+@settings(max_examples=num_examples(25))
 @pytest.mark.parametrize("name", NAMES)
 @given(
     turns=st.lists(
@@ -382,7 +383,7 @@ texts_of_any_length = st.lists(
 )
 
 
-@settings(max_examples=40)
+@settings(max_examples=num_examples(40))
 @given(pieces=texts_of_any_length, limit=st.integers(0, 9))
 def test_no_text_is_said_to_have_more_tokens_than_it_has(
     plain: PlainTokenizer, pieces: list[str], limit: int
