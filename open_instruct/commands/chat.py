@@ -25,7 +25,7 @@ from open_instruct.models.hf.hf_config import config_fields
 from open_instruct.run.cadence import set_handler
 
 if TYPE_CHECKING:
-    from open_instruct.data.messages import Message
+    from open_instruct.data.conversations.messages import Message
     from open_instruct.generation.replies import ReplyEngine
 
 START = "start"

@@ -29,11 +29,11 @@ from open_instruct.data.chat_templates import (
     conversation_form,
     template_variables,
 )
+from open_instruct.data.conversations.messages import REASONING, Message
+from open_instruct.data.conversations.tool_turns import ToolForm
 from open_instruct.data.files.foreign_json import one_line
 from open_instruct.data.files.rows import MalformedRow
-from open_instruct.data.messages import REASONING, Message
 from open_instruct.data.template_trial import refuse_endless
-from open_instruct.data.tool_turns import ToolForm
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -53,7 +53,7 @@ class ChatFormat:
     def __init__(self, tokenizer: PreTrainedTokenizerFast, template: ChatTemplate) -> None:
         self.tokenizer = tokenizer
         self.template = template
-        self.tool_form = ToolForm.of(template.text)
+        self.tool_form = ToolForm.detect(template.text)
         self._forms_tried = set(template.forms_tried)
         added = {str(token) for token in tokenizer.added_tokens_decoder.values()} | set(
             tokenizer.all_special_tokens
@@ -182,7 +182,7 @@ class ChatFormat:
         """Check that what messages have of tools is in their text; a template may leave it out
         without a word.
         """
-        parts = self.tool_form.parts(messages)
+        parts = self.tool_form.list_expected_texts(messages)
         written = squeezed(text) if parts else ""
         for part in parts:
             if max(written.count(squeezed(each)) for each in (part, json_text(part))) < parts.count(
@@ -201,7 +201,7 @@ class ChatFormat:
                 writes far too much.
             InputError: it does not end.
         """
-        turns, tools = self.tool_form.as_read(messages)
+        turns, tools = self.tool_form.convert(messages)
         form = conversation_form(turns, tools, add_generation_prompt=add_generation_prompt)
         is_untried = form not in self._forms_tried and len(self._forms_tried) < MAX_FORMS_TRIED
         variables = template_variables(tools, add_generation_prompt=add_generation_prompt)

@@ -21,7 +21,7 @@ import yaml
 from open_instruct.config.parser import nearest
 from open_instruct.core.errors import InputError
 from open_instruct.core.files import read_asked
-from open_instruct.data.messages import Message
+from open_instruct.data.conversations.messages import Message
 from open_instruct.data.template_trial import refuse_endless
 
 if TYPE_CHECKING:

@@ -12,9 +12,9 @@ import numpy as np
 from open_instruct.config.sections import RowsSection
 from open_instruct.core.errors import InputError
 from open_instruct.core.text import counted
+from open_instruct.data.conversations.row_keys import find_value
 from open_instruct.data.files.opening import open_rows
 from open_instruct.data.files.rows import RawRow, RowSource
-from open_instruct.data.messages import reach
 
 MAX_SELECTED_ROWS = 1_000_000_000
 
@@ -124,7 +124,7 @@ def renamed(source: RowSource, columns: Sequence[str]) -> RowSource:
         found = {
             ours: item
             for ours, theirs in names.items()
-            if (item := reach(value, theirs)) is not None
+            if (item := find_value(value, theirs)) is not None
         }
         unseen.difference_update(names[ours] for ours in found)
         for theirs in names.values():

@@ -9,10 +9,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from open_instruct.core.text import counted
+from open_instruct.data.conversations.messages import REASONING, Message, check_is_learned
+from open_instruct.data.conversations.row_forms import find_replies
+from open_instruct.data.conversations.tool_turns import CALLS
 from open_instruct.data.files.rows import MalformedRow
-from open_instruct.data.messages import REASONING, Message, check_is_learned, replies_to_one
 from open_instruct.data.row_builder import RenderedRow, RowBuilder
-from open_instruct.data.tool_turns import CALLS
 
 
 def parse_preference_row(row: Mapping[str, Any]) -> tuple[tuple[Message, ...], tuple[Message, ...]]:
@@ -22,7 +23,7 @@ def parse_preference_row(row: Mapping[str, Any]) -> tuple[tuple[Message, ...], t
     Raises:
         MalformedRow: with the kind and the reason; docs/data.md lists them.
     """
-    chosen, rejected = replies_to_one(row, ("chosen", "rejected"))
+    chosen, rejected = find_replies(row, ("chosen", "rejected"))
     for key, messages in (("chosen", chosen), ("rejected", rejected)):
         check_is_learned(messages[-1], repr(key))
     if chosen[:-1] != rejected[:-1]:

@@ -1,6 +1,6 @@
 """The form of a prompt row: `{"messages": [...], "ground_truth": ..., "dataset": "verifier"}`.
 
-The last turn is the user's (an answer behind it is left out); messages.py has the other forms of a
+The last turn is the user's (an answer behind it is left out); row_forms.py has the other forms of a
 prompt. `dataset` names the verifier that judges the answers; without it the verifiers of
 `--verifier` do. A list of several pairs up with a list of as many ground truths, or shares one
 ground truth. `weights` (or `weight`) says how much each verifier counts, 1 where it is not given.
@@ -16,10 +16,12 @@ from typing import Any, NamedTuple
 
 from open_instruct.config.parser import nearest
 from open_instruct.core.records import Check
+from open_instruct.data.conversations.messages import Message
+from open_instruct.data.conversations.row_forms import find_prompt
+from open_instruct.data.conversations.row_keys import describe_keys
+from open_instruct.data.conversations.tool_turns import read_schemas
 from open_instruct.data.files.foreign_json import shortened
 from open_instruct.data.files.rows import MalformedRow, kind_of
-from open_instruct.data.messages import Message, keys_of, prompt_of
-from open_instruct.data.tool_turns import schemas_of
 from open_instruct.rewards.verifier import Verifier
 
 MAX_NAME = 100  # characters of a name that is compared with those that are known
@@ -52,7 +54,7 @@ def parse_prompt_row(
     Raises:
         MalformedRow: with the kind and the reason.
     """
-    messages, names = prompt_of(row), row.get("dataset")
+    messages, names = find_prompt(row), row.get("dataset")
     if system_prompt is not None:
         has_own = messages[0]["role"] == "system"
         own, turns = (
@@ -69,7 +71,7 @@ def parse_prompt_row(
             "missing_key",
             (
                 "no 'dataset', and no --verifier NAME to judge such rows; the row has "
-                f"{keys_of(row)}"
+                f"{describe_keys(row)}"
             ),
         )
     checks = _checks(row, list(judges) if names is None else names, known_verifiers, remapped)
@@ -127,7 +129,7 @@ def environment_of(
             "environment",
             "'env_config' names no environment; give its 'env_name', or --environment",
         )
-    schemas = schemas_of(tools)
+    schemas = read_schemas(tools)
     if name is None and schemas:
         return None  # what the prompt tells of
     are_names = isinstance(tools, list) and all(isinstance(tool, str) for tool in tools)
@@ -166,7 +168,7 @@ def _checks(
     if truths is None and any(known[name].needs_ground_truth for name in verifiers):
         raise MalformedRow(
             "missing_key",
-            f"no 'ground_truth'; the row has {keys_of(row)}",
+            f"no 'ground_truth'; the row has {describe_keys(row)}",
             missing_key="ground_truth",
         )
     if not isinstance(names, list):

@@ -8,9 +8,9 @@ from typing import Any, TypeVar
 
 from open_instruct.core.errors import InputError
 from open_instruct.core.text import counted, macro_text
+from open_instruct.data.conversations.columns import guess_columns
 from open_instruct.data.files.foreign_json import shortened
 from open_instruct.data.files.rows import MalformedRow, RawRow
-from open_instruct.data.messages import guessed_columns
 
 Result = TypeVar("Result")
 
@@ -68,7 +68,7 @@ class BadRowLog:
         """
         found = guess = ""
         if self._found is not None and wanted:
-            found, guess = shortened(self._found), guessed_columns(self._found, columns)
+            found, guess = shortened(self._found), guess_columns(self._found, columns)
         return InputError(
             macro_text(REPORT, "refused", self, num_rows, found, guess, wanted, page),
             kind="bad_row",

@@ -18,9 +18,10 @@ import numpy as np
 from open_instruct.core.errors import InputError
 from open_instruct.core.text import counted
 from open_instruct.data.chat import ChatFormat
+from open_instruct.data.conversations.messages import REASONING, find_unread_keys
+from open_instruct.data.conversations.row_keys import TrackedRow
 from open_instruct.data.eval_split import Divider, Side, row_content
 from open_instruct.data.files.rows import RawRow, RowSource
-from open_instruct.data.messages import REASONING, ReadRow, unread_of_messages
 from open_instruct.data.mixer import MixerEntry, select_rows
 from open_instruct.data.report import BadRowLog, DataReport
 
@@ -272,13 +273,15 @@ class RowBuilder(ABC):
         return places
 
     def _rendered(self, value: Mapping[str, Any]) -> RenderedRow:
-        read = ReadRow(value)
+        read = TrackedRow(value)
         rendered = self.render(read)
         if self.divider is not None and not self.divider.takes(
-            rendered.content or row_content(read.read_part())
+            rendered.content or row_content(read.columns_read())
         ):
             return ELSEWHERE
-        self.unread.update({*read.unread(), *unread_of_messages(value, self.chat.reads_reasoning)})
+        self.unread.update(
+            {*read.unread_keys(), *find_unread_keys(value, self.chat.reads_reasoning)}
+        )
         return rendered
 
     def _is_kept(self, row: RawRow, item: RenderedRow, pieces: list[list[int]]) -> bool:

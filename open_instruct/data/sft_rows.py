@@ -5,8 +5,9 @@ learned.
 from collections.abc import Mapping
 from typing import Any
 
+from open_instruct.data.conversations.messages import Message, is_empty_turn
+from open_instruct.data.conversations.row_forms import find_conversation
 from open_instruct.data.files.rows import MalformedRow
-from open_instruct.data.messages import Message, conversation_of, says_nothing
 from open_instruct.data.row_builder import RenderedRow, RowBuilder
 
 
@@ -17,7 +18,7 @@ def parse_sft_row(row: Mapping[str, Any]) -> tuple[Message, ...]:
     Raises:
         MalformedRow: with the kind and the reason; docs/data.md lists them.
     """
-    messages = conversation_of(row)
+    messages = find_conversation(row)
     if not any(
         message["role"] == "assistant" and "is_learned" not in message for message in messages
     ):
@@ -26,7 +27,7 @@ def parse_sft_row(row: Mapping[str, Any]) -> tuple[Message, ...]:
             "every reply has weight 0 or train false, so there is nothing to learn",
         )
     for turn, message in enumerate(messages, start=1):
-        if message["role"] == "assistant" and says_nothing(message):
+        if message["role"] == "assistant" and is_empty_turn(message):
             raise MalformedRow("empty_reply", f"turn {turn}: the reply is empty")
     return messages
 

@@ -16,8 +16,9 @@ from typing import Any, ClassVar
 from open_instruct.core.errors import InputError
 from open_instruct.core.text import counted, one_of
 from open_instruct.data.chat import ChatFormat
+from open_instruct.data.conversations.messages import parse_conversation
+from open_instruct.data.conversations.row_keys import describe_keys, missing_key_error
 from open_instruct.data.files.rows import MalformedRow, kind_of
-from open_instruct.data.messages import keys_of, parse_conversation, without_key
 from open_instruct.data.row_builder import RenderedRow, RowBuilder
 from open_instruct.data.tokenizer import single_token_id
 
@@ -82,7 +83,7 @@ class StepBuilder(RowBuilder):
         bos token.
         """
         if "prompt" not in row:
-            raise without_key(row, "prompt")
+            raise missing_key_error(row, "prompt")
         prompt: Any = row["prompt"]
         if isinstance(prompt, list):
             text, _ = self.chat.render(parse_conversation(row, "prompt", last_role="user"), ())
@@ -103,7 +104,7 @@ class StepBuilder(RowBuilder):
         """
         if "completions" not in row:
             hint = "; with --placeholder_token a row is one text, 'input'" if "input" in row else ""
-            raise without_key(row, "completions", hint)
+            raise missing_key_error(row, "completions", hint)
         return _checked_steps(row["completions"], "completions")
 
     def find_labels(self, row: Mapping[str, Any], steps: Sequence[str]) -> list[Any]:
@@ -115,7 +116,7 @@ class StepBuilder(RowBuilder):
         key = next((each for each in LABEL_KEYS if each in row), None)
         if key is None:
             raise MalformedRow(
-                "no_labels", f"no labels of its steps ('labels'); the row has {keys_of(row)}"
+                "no_labels", f"no labels of its steps ('labels'); the row has {describe_keys(row)}"
             )
         labels = self.as_list(row[key], steps)
         if not isinstance(labels, list):
@@ -215,7 +216,7 @@ class PlaceholderBuilder(StepBuilder):
                 if "completions" in row
                 else ""
             )
-            raise without_key(row, "input", hint)
+            raise missing_key_error(row, "input", hint)
         text = row["input"]
         if not isinstance(text, str):
             raise MalformedRow("bad_step", f"'input' must be text, not {kind_of(text)}")

@@ -21,9 +21,11 @@ from open_instruct.config.training import TrainingConfig, with_held_out
 from open_instruct.core.errors import InputError
 from open_instruct.core.records import REFERENCE, ROW_VALUES, Batch, Metric, StepBatch, mean_metrics
 from open_instruct.core.text import counted
+from open_instruct.data.conversations.messages import Message, check_is_learned
+from open_instruct.data.conversations.row_forms import find_conversation
+from open_instruct.data.conversations.row_keys import missing_key_error
 from open_instruct.data.eval_split import row_content
 from open_instruct.data.files.rows import MalformedRow, RawRow, RowSource, kind_of
-from open_instruct.data.messages import Message, check_is_learned, conversation_of, without_key
 from open_instruct.data.preference_rows import parse_preference_row
 from open_instruct.data.row_builder import RenderedRow, RowBuilder
 from open_instruct.losses.logprobs import ROUNDING, sum_by_sequence
@@ -107,10 +109,10 @@ def parse_labelled_row(row: Mapping[str, Any]) -> tuple[tuple[Message, ...], boo
     Raises:
         MalformedRow: with the kind and the reason; docs/kto.md lists them.
     """
-    messages = conversation_of(row)
+    messages = find_conversation(row)
     check_is_learned(messages[-1], "the row")
     if "label" not in row:
-        raise without_key(row, "label")
+        raise missing_key_error(row, "label")
     label = row["label"]
     if isinstance(label, str):  # tables hold text only
         label = {"true": True, "1": True, "false": False, "0": False}.get(

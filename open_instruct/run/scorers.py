@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 from open_instruct.core.errors import InputError
 from open_instruct.data.chat import ChatFormat
+from open_instruct.data.conversations.row_forms import find_conversation
 from open_instruct.data.files.foreign_json import read_object
 from open_instruct.data.files.rows import MalformedRow, RawRow
-from open_instruct.data.messages import conversation_of
 from open_instruct.data.step_rows import PlaceholderBuilder, StepBuilder
 from open_instruct.data.tokenizer import load_tokenizer, single_token_id
 from open_instruct.models.hf.head_kinds import CLASS_ENDINGS
@@ -122,7 +122,7 @@ class RewardScorer(Scorer):
     def tokenize(self, row: RawRow) -> TokenizedRow:
         """Prompt and reply are tokenised apart."""
         try:
-            *prompt, reply = conversation_of(row.content())
+            *prompt, reply = find_conversation(row.content())
             prompt_text, (reply_text,) = self.chat.render(prompt, [reply])
         except MalformedRow as error:
             raise InputError(f"{row}: {error.reason}. Mend this row", kind="bad_row") from None

@@ -137,7 +137,6 @@ TOO_LONG_YET = {
     "config/rollout_sections.py",
     "config/sections.py",
     "data/chat.py",
-    "data/messages.py",
     "data/prompt_rows.py",
     "data/row_builder.py",
     "data/token_dataset.py",

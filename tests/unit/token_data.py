@@ -11,7 +11,7 @@ from open_instruct.batching.steps import BatchShape
 from open_instruct.commands.tiny_model import train_tokenizer
 from open_instruct.core.records import Document, Span
 from open_instruct.data.chat import ChatFormat
-from open_instruct.data.messages import Message
+from open_instruct.data.conversations.messages import Message
 from open_instruct.data.mixer import parse_mixer_list
 
 

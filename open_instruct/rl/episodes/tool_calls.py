@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
-from open_instruct.data.tool_turns import ToolCallError, read_python_calls
+from open_instruct.data.conversations.tool_turns import ToolCallError, read_python_calls
 from open_instruct.environments.environment import ToolCall
 from open_instruct.rewards.verifier import without_thinking
 

@@ -17,8 +17,8 @@ from open_instruct.data.chat_templates import (
     choose_chat_template,
     template_text,
 )
+from open_instruct.data.conversations.messages import Message
 from open_instruct.data.files.rows import MalformedRow
-from open_instruct.data.messages import Message
 from open_instruct.data.tokenizer import load_tokenizer
 from tests.refusals import refused
 from tests.unit.token_data import chat_format, encoded, marked, turns

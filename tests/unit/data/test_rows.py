@@ -16,8 +16,9 @@ from transformers import PreTrainedTokenizerFast
 
 from open_instruct.config.rollout_sections import RewardSection
 from open_instruct.core.errors import InputError
+from open_instruct.data.conversations.columns import guess_columns
+from open_instruct.data.conversations.row_forms import find_conversation, find_prompt
 from open_instruct.data.files.rows import MalformedRow
-from open_instruct.data.messages import conversation_of, guessed_columns, prompt_of
 from open_instruct.data.preference_rows import PreferenceBuilder, parse_preference_row
 from open_instruct.data.prompt_rows import parse_prompt_row
 from open_instruct.data.prompts import load_prompt_dataset
@@ -32,7 +33,7 @@ BUILDERS = {"sft": SFTBuilder, "pairs": PreferenceBuilder, "kto": UnpairedBuilde
 VERIFIERS = known_verifiers(RewardSection())
 PARSERS: dict[str, Callable[[Mapping[str, Any]], object]] = {
     "pairs": parse_preference_row,
-    "conversations": conversation_of,
+    "conversations": find_conversation,
     "sft": parse_sft_row,
     "prompts": lambda row: parse_prompt_row(row, VERIFIERS, known_environments={"shop"}),
 }
@@ -293,7 +294,7 @@ def test_reply_of_weight_0_is_refused_in_pairs_and_labelled_rows(key: str) -> No
 def test_columns_are_guessed_by_known_and_like_names(
     row: Any, wanted: tuple[str, ...], guess: str
 ) -> None:
-    assert guessed_columns(row, wanted) == guess
+    assert guess_columns(row, wanted) == guess
 
 
 KEYS = [
@@ -327,7 +328,7 @@ ANY = st.recursive(
 
 @given(row=st.dictionaries(st.sampled_from([*KEYS, "chosen", "rejected"]), ANY, max_size=6))
 def test_any_row_is_read_or_malformed(row: dict[str, Any]) -> None:
-    for parse in (conversation_of, prompt_of, parse_preference_row):
+    for parse in (find_conversation, find_prompt, parse_preference_row):
         try:
             parsed: Any = parse(row)
         except MalformedRow:

@@ -13,8 +13,8 @@ from open_instruct.config.parser import parse
 from open_instruct.core.records import IGNORE_INDEX
 from open_instruct.data.chat import ChatFormat
 from open_instruct.data.chat_templates import ChatTemplate
+from open_instruct.data.conversations.messages import Message
 from open_instruct.data.files.rows import MalformedRow
-from open_instruct.data.messages import Message
 from open_instruct.data.report import DataReport
 from open_instruct.data.sft_rows import SFTBuilder
 from open_instruct.data.token_dataset import TokenDataset, load_token_dataset

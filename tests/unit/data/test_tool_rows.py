@@ -10,12 +10,12 @@ from transformers import PreTrainedTokenizerFast
 from open_instruct.cli import main
 from open_instruct.data.chat import ChatFormat
 from open_instruct.data.chat_templates import ChatTemplate, template_text
+from open_instruct.data.conversations.tool_turns import ToolForm
 from open_instruct.data.files.rows import MalformedRow
 from open_instruct.data.preference_rows import PreferenceBuilder, parse_preference_row
 from open_instruct.data.prompts import PromptBuilder
 from open_instruct.data.row_builder import RowBuilder
 from open_instruct.data.sft_rows import SFTBuilder
-from open_instruct.data.tool_turns import ToolForm
 from open_instruct.objectives.kto import parse_labelled_row
 from open_instruct.rewards.answers import GSM8K
 from tests.unit.data.test_chat import CHATML, LLAMA3, make_tokenizer
@@ -225,8 +225,8 @@ def test_form_of_a_template_is_found_in_its_text() -> None:
         "olmo": ("environment", own),
     }
     for name, (role, reads) in expected.items():
-        assert ToolForm.of(TEMPLATES[name]) == ToolForm(role=role, reads=frozenset(reads))
-    assert ToolForm.of(template_text("chatml")) == ToolForm(role="tool", reads=frozenset())
+        assert ToolForm.detect(TEMPLATES[name]) == ToolForm(role=role, reads=frozenset(reads))
+    assert ToolForm.detect(template_text("chatml")) == ToolForm(role="tool", reads=frozenset())
 
 
 # What a template would drop without a word.

@@ -12,8 +12,8 @@ from open_instruct.config.rollout_sections import RewardSection
 from open_instruct.core.errors import InputError
 from open_instruct.core.records import Check, Prompt
 from open_instruct.core.user_code import load_named
+from open_instruct.data.conversations.row_keys import TrackedRow
 from open_instruct.data.files.rows import MalformedRow
-from open_instruct.data.messages import ReadRow
 from open_instruct.data.prompt_rows import parse_prompt_row
 from open_instruct.rewards.function import file_with
 from open_instruct.rewards.pool import VerifierPool
@@ -124,10 +124,10 @@ def test_reward_with_which_float32_cannot_compute_is_a_problem(
 def test_reward_function_gets_all_columns_of_a_row(mine: str) -> None:
     words = [f"{mine}:same"]
     known = known_verifiers(RewardSection(verifier=words))
-    read = ReadRow(ROW)
+    read = TrackedRow(ROW)
     _, checks, _ = parse_prompt_row(read, known, judges=judges_named(words))
     assert checks == (Check(verifier="same", ground_truth=ROW),)
-    assert list(read.unread()) == []
+    assert list(read.unread_keys()) == []
     _, checks, _ = parse_prompt_row(
         {**ROW, "dataset": ["same", "gsm8k"], "ground_truth": "4"}, known
     )
