@@ -46,7 +46,7 @@ from open_instruct.generation.requests import (
     SamplingSettings,
 )
 from open_instruct.rl.episodes.conversations import Conversations
-from open_instruct.rl.episodes.walk import samples_of
+from open_instruct.rl.episodes.walk import build_requests
 
 if TYPE_CHECKING:
     from open_instruct.generation.engine import Engine
@@ -179,7 +179,7 @@ class Setting:
                 environment="slow",
                 row=row,
             )
-            (request,) = samples_of(prompt, 1, sampling, seed=seed, place=(number,))
+            (request,) = build_requests(prompt, 1, sampling, seed=seed, place=(number,))
             slots.acquire()
             came_s: list[float] = []
             future = self.conversations.ask(prompt, request)

@@ -136,7 +136,7 @@ class PolicyTrainerOLMoCoreProcess:
 
         Args:
             config: of the run.
-            weight_sync_backend: as `choose_backend` gives it, once it is known where the engines
+            weight_sync_backend: as `choose_transport` gives it, once it is known where the engines
                 are.
             weight_sync: "dense", or "delta" where only what has changed is sent.
         """
@@ -145,10 +145,10 @@ class PolicyTrainerOLMoCoreProcess:
         from open_instruct.run.opened import join_run
         from open_instruct.run.pretrained import open_pretrained
         from open_instruct.training.grpo import GRPOLearner
-        from open_instruct.weight_sync.folder import folder_of_run
+        from open_instruct.weight_sync.folder import choose_sync_folder
         from open_instruct.weight_sync.folder_sender import FolderSender
         from open_instruct.weight_sync.sender import WeightSender
-        from open_instruct.weight_sync.ways import FOLDER
+        from open_instruct.weight_sync.transports import FOLDER
 
         self.config = config
         self.run = join_run(config)
@@ -157,7 +157,7 @@ class PolicyTrainerOLMoCoreProcess:
         fleet = config.fleet
         kind: Callable[..., WeightSender] = WeightSender
         if weight_sync_backend == FOLDER:
-            folder = folder_of_run(fleet.weight_sync_folder, self.run.directory.path)
+            folder = choose_sync_folder(fleet.weight_sync_folder, self.run.directory.path)
             kind = partial(FolderSender, folder=folder, anchor_every=fleet.weight_sync_anchor_every)
         self.sender = kind(
             self.learner.policy.model,

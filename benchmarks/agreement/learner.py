@@ -16,7 +16,7 @@ from open_instruct.models.hf.names import TensorNames
 from open_instruct.models.load import stream_load
 from open_instruct.training.model.forward import token_logprobs
 from open_instruct.weight_sync.sender import WeightSender
-from open_instruct.weight_sync.ways import choose_backend
+from open_instruct.weight_sync.transports import choose_transport
 
 TEMPERATURE = 0.7
 NOISE = 0.1  # standard deviations of each parameter
@@ -38,7 +38,7 @@ class Learner:
         self.sender = WeightSender(
             self.model,
             names,
-            backend=choose_backend("auto", on_cuda=False, single_device=False, same_host=True),
+            backend=choose_transport("auto", on_cuda=False, single_device=False, same_host=True),
             dtype=getattr(torch, dtype),
             bucket_bytes=1 << 20,  # several buckets
             timeout_s=TIMEOUT_S,

@@ -16,7 +16,7 @@ import torch
 
 from gpu_check.checks.handing_over import checksum
 from gpu_check.devices import device_of
-from open_instruct.weight_sync.ways import choose_backend
+from open_instruct.weight_sync.transports import choose_transport
 
 NUM_RECEIVERS = 3
 """An engine of one device, and one of two."""
@@ -38,7 +38,7 @@ def send(folder: Path, *, rehearse: bool) -> None:
     from open_instruct.parallel.process import start_process, stop_process
     from open_instruct.weight_sync.sender import WeightSender
 
-    backend = choose_backend(
+    backend = choose_transport(
         "gloo" if rehearse else "nccl", on_cuda=not rehearse, single_device=False, same_host=True
     )
     size, bucket_mib = ("tiny", 1) if rehearse else ("base", 256)

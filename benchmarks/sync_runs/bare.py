@@ -66,7 +66,7 @@ class Bare:
                 continue
             if index >= broadcasts.NUM_SLOTS:
                 self.roll.wait(f"done/{position - broadcasts.NUM_SLOTS}", ["receiver 0"], to="copy")
-            slots.slot_of(self.slots, position, bucket).copy_(source)
+            slots.view_slot(self.slots, position, bucket).copy_(source)
             self.roll.report(f"filled/{position}")
         self.position += len(self.manifest.buckets)
         self.roll.wait(f"done/{self.position - 1}", ["receiver 0"], to="copy")
@@ -78,7 +78,7 @@ class Bare:
             if self.is_shared:
                 self.roll.wait(f"filled/{self.position}", ["learner 0"], to="copy")
                 self.memory[: bucket.num_bytes].copy_(
-                    slots.slot_of(self.slots, self.position, bucket)
+                    slots.view_slot(self.slots, self.position, bucket)
                 )
             else:
                 broadcasts.broadcast(self.group, self.memory[: bucket.num_bytes]).wait()

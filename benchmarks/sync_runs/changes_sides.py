@@ -21,10 +21,10 @@ from open_instruct.models.hf.names import TensorNames
 from open_instruct.weight_sync import sender as sender_module
 from open_instruct.weight_sync.broadcasts import PartBroadcaster
 from open_instruct.weight_sync.changes import Message, SentParts
+from open_instruct.weight_sync.channel import NUM_SLOTS, FindLocal
 from open_instruct.weight_sync.receiver import IncomingWeights
 from open_instruct.weight_sync.sender import WeightSender
-from open_instruct.weight_sync.way import NUM_SLOTS, LocalOf
-from open_instruct.weight_sync.ways import WAYS
+from open_instruct.weight_sync.transports import TRANSPORTS
 from sync_runs.measure import NUM_LEARNERS, Sync
 from sync_runs.sides import new_sender
 from sync_runs.told import awaited, publish
@@ -46,15 +46,17 @@ class HeldBack(PartBroadcaster):
     kept: list[bytes] | None = None
     """What is sent, where that is to be compressed."""
 
-    def put(self, position: int, local_of: LocalOf) -> None:
+    def put(self, position: int, find_local: FindLocal) -> None:
         passed_s: dict[int, float] = self.__dict__.setdefault("passed_s", {})
         _sleep_until(passed_s.get(position - NUM_SLOTS, 0.0))
-        super().put(position, local_of)
+        super().put(position, find_local)
         bucket = self.manifest.bucket_at(position)
         start, stop = bucket.span(self.index)
         HeldBack.num_bytes += stop - start
         if HeldBack.kept is not None:
-            HeldBack.kept += [local_of(name).numpy().tobytes() for name in bucket.parts[self.index]]
+            HeldBack.kept += [
+                find_local(name).numpy().tobytes() for name in bucket.parts[self.index]
+            ]
         free_s = max(passed_s.get(position - 1, 0.0), time.perf_counter())
         passed_s[position] = free_s + (stop - start) * NUM_LEARNERS / (self.gb_s * 1e9)
         if (position + 1) % len(self.manifest.buckets) == 0:
@@ -68,9 +70,9 @@ class TimedParts(SentParts):
 
     cpu_s = 0.0
 
-    def _message(self, index: int, local_of: LocalOf, *, has_digests: bool) -> Message:
+    def _message(self, index: int, find_local: FindLocal, *, has_digests: bool) -> Message:
         began_s = time.thread_time()
-        message = super()._message(index, local_of, has_digests=has_digests)
+        message = super()._message(index, find_local, has_digests=has_digests)
         TimedParts.cpu_s += time.thread_time() - began_s
         return message
 
@@ -79,7 +81,7 @@ def learner(sync: Sync, folder: Path, *, gb_s: float, compresses: bool) -> None:
     """One of the ranks."""
     dist.init_process_group("gloo")
     HeldBack.gb_s = gb_s
-    WAYS["gloo"] = (HeldBack, WAYS["gloo"][1])
+    TRANSPORTS["gloo"] = (HeldBack, TRANSPORTS["gloo"][1])
     sender_module.SentParts = TimedParts  # type: ignore[misc]
     hf_config = tiny_config(
         "olmo2", SIZES[sync.size], vocab_size=SIZES[sync.size]["vocab_size"], tie=False

@@ -76,7 +76,7 @@ def write_own_files(
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     content = {"format": FORMAT} | asdict(manifest)
-    text = json.dumps({"checkpoint": content, "xxh3": _digest(content)}, indent=1) + "\n"
+    text = json.dumps({"checkpoint": content, "xxh3": hash_content(content)}, indent=1) + "\n"
     write_hashed(folder / MANIFEST, [text.encode()])
     sync_folder(folder)
 
@@ -89,7 +89,7 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         document = json.loads(path.read_bytes())
         content = document["checkpoint"]
-        if document["xxh3"] != _digest(content) or content.pop("format") != FORMAT:
+        if document["xxh3"] != hash_content(content) or content.pop("format") != FORMAT:
             raise ValueError
         files = {name: WrittenFile(**file) for name, file in content.pop("files").items()}
         if any(name != Path(name).name or name in ("", "..") for name in files):
@@ -237,7 +237,7 @@ def set_aside(folder: Path, suffix: str) -> Path:
     return folder.replace(aside)
 
 
-def _digest(content: Any) -> str:
+def hash_content(content: Any) -> str:
     return xxhash.xxh3_128(
         json.dumps(content, sort_keys=True, separators=(",", ":")).encode()
     ).hexdigest()

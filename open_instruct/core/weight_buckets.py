@@ -12,7 +12,7 @@ PLACE_BYTES = 4  # also a length's
 ROW_BYTES = 4 * 8
 
 
-def runs_of(
+def plan_buckets(
     tensors: Mapping[str, tuple[int, int]], bucket_bytes: int
 ) -> Iterator[tuple[list[str], int, int]]:
     """The tensors that go into each bucket: their names, the index of its piece, and the number of

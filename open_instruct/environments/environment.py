@@ -103,10 +103,10 @@ class ToolAnswer:
     done: bool = False
 
 
-class OwnLoop(NamedTuple):
+class DedicatedLoop(NamedTuple):
     """An event loop in which the environments of one source run, apart from all others.
 
-    Example: `OwnLoop(name="taskset wordle", package="verifiers")`.
+    Example: `DedicatedLoop(name="taskset wordle", package="verifiers")`.
     """
 
     name: str  # of the loop and of its thread, as `lasting_loop` has it
@@ -118,10 +118,10 @@ class Source(ABC):
     server.
 
     Attributes:
-        own_loop: where its environments run, if that is not the loop that all others share.
+        dedicated_loop: where its environments run, if that is not the loop that all others share.
     """
 
-    own_loop: OwnLoop | None = None
+    dedicated_loop: DedicatedLoop | None = None
 
     @abstractmethod
     def begin_run(self) -> None:
@@ -149,7 +149,7 @@ class ToolServer(Source):
         return self
 
 
-def schema_of(name: str, description: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
+def tool_schema(name: str, description: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
     """The schema of a tool in OpenAI's form."""
     return {
         "type": "function",
@@ -163,7 +163,7 @@ def text_tool(name: str, description: str, argument: str, meaning: str) -> dict[
         "type": "object",
         "properties": {argument: {"type": "string", "description": meaning}},
     }
-    return schema_of(name, description, {**parameters, "required": [argument]})
+    return tool_schema(name, description, {**parameters, "required": [argument]})
 
 
 def begin_run(factory: Factory) -> None:
@@ -172,10 +172,10 @@ def begin_run(factory: Factory) -> None:
         factory.begin_run()
 
 
-def find_own_loop(factory: Factory) -> OwnLoop | None:
+def find_dedicated_loop(factory: Factory) -> DedicatedLoop | None:
     """The event loop of its own that a factory's environments run in; None if they share one."""
     if isinstance(factory, Source):
-        return factory.own_loop
+        return factory.dedicated_loop
     return None
 
 
@@ -202,10 +202,10 @@ def make_environment(factory: Factory, row: Mapping[str, Any]) -> Environment:
     """
     made = factory(**taken(factory, row))
     if callable(getattr(made, "start", None)) and callable(getattr(made, "step", None)):
-        return OwnEnvironment(made)
+        return UserEnvironment(made)
     if callable(getattr(made, "step", None)) and callable(getattr(made, "reset", None)):
         return Game([made], {}, row)
-    if tools := tools_of(made):
+    if tools := find_tools(made):
         return Toolbox([made], tools, row)
     raise TypeError(
         f"{type(made).__name__} is no environment: it has neither `start` and `step`, nor `reset` "
@@ -213,7 +213,7 @@ def make_environment(factory: Factory, row: Mapping[str, Any]) -> Environment:
     )
 
 
-class OwnEnvironment:
+class UserEnvironment:
     """A user's whole environment, whose methods run apart from the episodes' event loop."""
 
     def __init__(self, environment: Environment) -> None:
@@ -240,7 +240,7 @@ class Tool(NamedTuple):
     schema: Mapping[str, Any] | None = None
 
 
-def tools_of(toolbox: Any) -> dict[str, Tool]:
+def find_tools(toolbox: Any) -> dict[str, Tool]:
     """The tools of a server, or the public methods of another object, by name."""
     if isinstance(toolbox, ToolServer):
         named = {each["function"]["name"]: each for each in toolbox.schemas}
@@ -401,7 +401,7 @@ class ToolSet(Source):
         tools: dict[str, Tool] = {}
         for name, factory in self._parts:
             objects.append(made := factory(**taken(factory, row)))
-            own = tools_of(made)
+            own = find_tools(made)
             own = {name: next(iter(own.values()))} if name and len(own) == 1 else own
             if hasattr(made, "step") or own.keys() & tools.keys():
                 why = (

@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from open_instruct.core.errors import InputError
-from open_instruct.environments.environment import EnvironmentFault, ToolServer, schema_of
+from open_instruct.environments.environment import EnvironmentFault, ToolServer, tool_schema
 
 START_TIMEOUT_S = 60.0
 
@@ -133,7 +133,9 @@ class McpServer(ToolServer):
                 if not (cursor := page.next_cursor):
                     break
         wanted = (each for each in found if self._tool in (None, each.name))
-        return [schema_of(each.name, each.description or "", each.input_schema) for each in wanted]
+        return [
+            tool_schema(each.name, each.description or "", each.input_schema) for each in wanted
+        ]
 
     def _client(self) -> Any:
         from mcp import Client, StdioServerParameters, stdio_client

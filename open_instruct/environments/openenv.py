@@ -18,7 +18,7 @@ from open_instruct.environments.environment import (
     Tool,
     ToolAnswer,
     Toolbox,
-    schema_of,
+    tool_schema,
 )
 
 START_TIMEOUT_S = 30.0
@@ -59,7 +59,7 @@ class OpenEnvServer(Source):
                 kind="bad_value",
             )
         self._text_field = texts[0] if texts and len(fields) == 1 else ""
-        self._schema = schema_of(
+        self._schema = tool_schema(
             "act", action.get("description", "Takes a step"), {**action, "properties": fields}
         )
 

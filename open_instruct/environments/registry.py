@@ -38,7 +38,7 @@ AT: dict[str, Callable[..., Factory]] = {
 }
 
 
-def factory_named(word: str, *, origin: str) -> Factory:
+def find_factory(word: str, *, origin: str) -> Factory:
     """The factory that `word` names, which is none of ours: `FILE.py:factory`, `module:factory`, or
     a server's.
 
@@ -71,7 +71,7 @@ def known_environments(flags: EnvironmentSection) -> dict[str, Factory]:
     `--tools` as one.
 
     Raises:
-        InputError: see `factory_named`; or the flags of the tools do not go together.
+        InputError: see `find_factory`; or the flags of the tools do not go together.
     """
     known = (
         BUILT_IN
@@ -79,7 +79,7 @@ def known_environments(flags: EnvironmentSection) -> dict[str, Factory]:
         | {"search": Search(flags.search_corpus)}
     )
     if (own := flags.environment) is not None and own not in known:
-        known[own] = factory_named(own, origin=f"--environment {own}")
+        known[own] = find_factory(own, origin=f"--environment {own}")
     if not flags.tools:
         return known
     if own is not None:
@@ -123,7 +123,7 @@ def _tool(word: str, text: str, known: Mapping[str, Factory], flags: Environment
     Raises:
         InputError: it is a game, or the settings are not its own.
     """
-    factory = known[word] if word in known else factory_named(word, origin=f"--tools {word}")
+    factory = known[word] if word in known else find_factory(word, origin=f"--tools {word}")
     if isinstance(factory, OpenEnvServer | Taskset) or hasattr(factory, "step"):
         raise InputError(
             f"--tools {word} has turns of its own: name it by --environment", kind="bad_value"

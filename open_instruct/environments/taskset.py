@@ -15,9 +15,9 @@ from typing import Any, TypeVar
 from open_instruct.core.errors import InputError
 from open_instruct.environments.environment import (
     ChatMessage,
+    DedicatedLoop,
     EnvironmentFault,
     Opening,
-    OwnLoop,
     Reply,
     Source,
     Turn,
@@ -40,7 +40,7 @@ class Taskset(Source):
         # Its rewards may be slow functions that run in the loop itself: one of its own, so that
         # nothing else waits.
         self._loop_name = f"taskset {self._name}"
-        self.own_loop = OwnLoop(name=self._loop_name, package="verifiers")
+        self.dedicated_loop = DedicatedLoop(name=self._loop_name, package="verifiers")
 
     def begin_run(self) -> None:
         """Load it.

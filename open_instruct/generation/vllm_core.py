@@ -102,7 +102,7 @@ class VLLMCore:
             )
         except ValueError as error:
             has_cache_size = settings.fleet.kv_cache_mib(on_cuda=on_cuda) is not None
-            refusal = refusal_of_memory(str(error), settings, has_cache_size=has_cache_size)
+            refusal = explain_memory_error(str(error), settings, has_cache_size=has_cache_size)
             if refusal is None:
                 raise
             raise InputError(refusal) from error
@@ -113,7 +113,7 @@ class VLLMCore:
         if adapter is not None:
             check_targets(adapter, self.call_workers(AdapterReceiver.adapted_layers)[0])
             self.call_workers(AdapterReceiver.hold_no_adapter)
-        self._names = names_of_versions() if adapter is not None else itertools.repeat(None)
+        self._names = yield_adapter_names() if adapter is not None else itertools.repeat(None)
         self._adapter = next(self._names)
         self._check_logprobs()
         self._engine.set_weight_version("0")
@@ -280,7 +280,9 @@ class VLLMCore:
         return text
 
 
-def refusal_of_memory(words: str, settings: EngineSettings, *, has_cache_size: bool) -> str | None:
+def explain_memory_error(
+    words: str, settings: EngineSettings, *, has_cache_size: bool
+) -> str | None:
     """vLLM's refusal at start-up for want of memory, in terms of our flags;
 
     None if its error is another.
@@ -335,7 +337,7 @@ def check_temperature(warm: Mapping[int, float], hot: Mapping[int, float]) -> No
         )
 
 
-def names_of_versions() -> Iterator[LoRARequest]:
+def yield_adapter_names() -> Iterator[LoRARequest]:
     """Yields the adapter's name for requests, with a new name and path for each version.
 
     vLLM shares cached prefixes among requests of one name. There is nothing at the path: vLLM reads

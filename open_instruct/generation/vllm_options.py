@@ -8,8 +8,8 @@ from typing import Any
 
 from open_instruct.config.lora import RANKS_OF_ENGINES, LoRASection
 from open_instruct.core.errors import InputError
+from open_instruct.generation.nf4_loader import load_options
 from open_instruct.generation.requests import EngineSettings
-from open_instruct.generation.rounded_base import load_options
 from open_instruct.parallel.listening import LOOPBACK
 
 

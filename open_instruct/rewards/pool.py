@@ -315,9 +315,9 @@ class _Worker:
     def __init__(
         self, flags: RewardSection, environment: Mapping[str, str], *, start_timeout_s: float
     ) -> None:
-        self._forks = Forks(answers_with=answered, environment=environment)
+        self._forks = Forks(answers_with=handle_request, environment=environment)
         self._process = Child(self._forks)
-        self._greeting = self._told({"flags": asdict(flags)}, timeout_s=start_timeout_s)
+        self._greeting = self._request_worker({"flags": asdict(flags)}, timeout_s=start_timeout_s)
 
     def ask(self, request: Mapping[str, object], *, timeout_s: float) -> dict[str, Any] | None:
         """The answer;
@@ -326,9 +326,11 @@ class _Worker:
         """
         if self._greeting is None or "problem" in self._greeting:
             return self._greeting
-        return self._told(request, timeout_s=timeout_s)
+        return self._request_worker(request, timeout_s=timeout_s)
 
-    def _told(self, request: Mapping[str, object], *, timeout_s: float) -> dict[str, Any] | None:
+    def _request_worker(
+        self, request: Mapping[str, object], *, timeout_s: float
+    ) -> dict[str, Any] | None:
         ran = self._process.ask(request, timeout_s=timeout_s)
         told: dict[str, Any] | None = json.loads(ran.value) if ran.status == "done" else None
         return told
@@ -338,7 +340,7 @@ class _Worker:
         self._forks.close()
 
 
-def answered(
+def handle_request(
     *, flags: dict[str, Any] | None = None, verifier: str = "", is_trial: bool = False, **asked: Any
 ) -> dict[str, str]:
     """The answer of a process to a request of `_Worker`, which sends the flags first, and then what

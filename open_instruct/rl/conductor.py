@@ -1,19 +1,46 @@
-"""Keeps prompts in flight ahead of training, and hands out the groups of a step in the order they
-were asked in.
+"""The conductor keeps prompts in flight ahead of training, and hands out groups in order.
 
-Each time a prompt is asked, it gets a ticket, counted from the start of the run. A step's batch is
-the next `num_unique_prompts_rollout` accepted tickets in order, and not those that were done first,
-so neither quick engines nor late verdicts change it. Tickets are drawn by the driver's own thread
-at fixed points of its walk, so the prompt of a ticket does not depend on timing either.
+A prompt that is asked gets a ticket, a number counted from the start of the run. The groups of a
+step are the next `num_unique_prompts_rollout` accepted tickets in order, and not those that were
+done first, so neither quick engines nor late verdicts change a batch. The driver's thread draws the
+tickets at fixed points of its loop, so timing does not change the prompt of a ticket either.
 
-With `num_spare_prompts` a step may pass over as many groups that are late, which are given up
-before they are stale. Which groups those are does depend on timing.
+States of a ticket, and where each is left:
 
-While step s waits for its batch the engines have version s - 1, and at most `async_steps` + 1
-batches of groups are out: those of steps s to s + `async_steps`. A ticket drawn then is consumed by
-step s + `async_steps` at the latest, where the learners are at version s + `async_steps` - 1. So no
-token is more than `async_steps` steps stale, whether a sync waits for running completions or
-reaches into them (`inflight_updates`): a token is at least as new as its ticket.
+    state       means                                        next
+    waiting     loaded from a checkpoint (`_to_ask_again`)   in flight, at `weights_published`
+    in flight   engines generate, or verifiers judge         complete, given up, or failed
+    complete    every sample has its verdict                 accepted, rejected or given up
+    accepted    is in the batch of a step                    trained on
+    rejected    has no signal (--active_sampling)            replaced by a new ticket at once
+    given up    late, and spare (--num_spare_prompts)        dropped before it is stale
+    failed      could not be generated or judged             ends the run with a RunError
+
+Limits:
+
+    groups out        (async_steps + 1) batches, and num_spare_prompts groups     `_fill_flight`
+    staleness         async_steps steps                                           below
+    rejections        MAX_REJECTED_PER_PROMPT for each group that a step needs    `next_batch`
+    silence           STALL_TIMEOUT_S without one verdict                         `_next_group`
+    learners' check   every CHECK_INTERVAL_S of waiting                           `_next_group`
+
+Who wakes whom:
+
+    who waits             for what               is woken by
+    the driver's thread   a complete group       `_note_answer`, on a thread of verifiers or engines
+    engines               requests               the driver: `weights_published`, or a rejection
+    verifiers             completions            an engine's thread, by `Episodes`
+    learners              the next batch         the driver, once `next_batch` has returned
+
+Nobody waits for the conductor's lock for long: it is held to read and change the queue, and never
+while something is generated, judged or checked.
+
+While step s waits for its batch the engines have version s - 1, and the groups of steps s to
+s + `async_steps` are out. A ticket drawn then is consumed by step s + `async_steps` at the latest,
+where the learners are at version s + `async_steps` - 1. So no token is more than `async_steps`
+steps stale, whether a sync waits for running completions or reaches into them
+(`inflight_updates`): a token is at least as new as its ticket. Which spare groups are given up
+does depend on timing.
 """
 
 import threading
@@ -21,7 +48,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from itertools import chain, islice
+from itertools import chain
 from typing import Any
 
 from open_instruct.config.grpo import GRPOConfig
@@ -32,21 +59,22 @@ from open_instruct.core.text import counted
 from open_instruct.data.prompts import PromptStream
 from open_instruct.generation.requests import GenerationRequest, SamplingSettings
 from open_instruct.losses.advantages import has_signal
-from open_instruct.rl.episodes.walk import Answer, AskedGroup, Episodes, samples_of
+from open_instruct.rl.episodes.walk import Answer, Episodes, PendingGroup, build_requests
 from open_instruct.rl.samples import RolloutStepBatch, num_right
 from open_instruct.rl.step_checks import refuse_failed_verdicts
 
 STALL_TIMEOUT_S = 3600.0
 # Seconds between checks of the learners, which meanwhile do nothing.
 CHECK_INTERVAL_S = 3.0
-# The number of groups that a step may reject for each that it needs, before the run ends as one
-# that learns nothing.
+# How many groups a step may reject for each that it needs; a run that rejects more ends.
 MAX_REJECTED_PER_PROMPT = 50
 
 
 class Conductor:
-    """Asks the prompts of a run and hands out its batches; call `weights_published` and
-    `next_batch` in turn.
+    """Asks the prompts of a run and hands out its batches.
+
+    Call `weights_published` and `next_batch` in turn, from one thread. It neither trains nor sends
+    weights: the driver does both between the two calls.
 
     Args:
         prompts: the endless stream of tickets; nobody else may draw from it.
@@ -60,8 +88,8 @@ class Conductor:
         self._config = config
         self._version = 0
         self._num_accepted = 0  # of the step at hand
-        self._checked_s = time.monotonic()
-        self._outstanding: deque[AskedGroup] = deque()  # in ticket order
+        self._last_check_s = time.monotonic()
+        self._outstanding: deque[PendingGroup] = deque()  # in ticket order
         self._to_ask_again: list[tuple[int, Prompt]] = []
         self._failure: RunError | None = None
         self._changed = threading.Condition()
@@ -75,11 +103,11 @@ class Conductor:
         check: Callable[[], object] = lambda: None,
         timeout_s: float = STALL_TIMEOUT_S,
     ) -> RolloutStepBatch:
-        """Wait for the batch of `step` (1-based); `check` is called now and then, and ends the wait
-        with its exception.
+        """Wait for the batch of `step` (1-based), and return it.
 
-        Active sampling replaces a rejected group at once, and prompts that need no resampling are
-        left out of the tickets drawn after this batch; those that are out already are still used.
+        `check` is called now and then; its exception ends the wait. Active sampling replaces a
+        rejected group at once. Prompts that need no resampling are left out of the tickets drawn
+        after this batch; those that are out already are still used.
 
         Raises:
             RunError: a completion could not be generated or judged; nothing arrived for `timeout_s`
@@ -99,8 +127,8 @@ class Conductor:
                 if len(rejected) == size:
                     refuse_failed_verdicts((*groups, *rejected))
                 if len(rejected) > MAX_REJECTED_PER_PROMPT * size:
-                    raise RunError(_nothing_to_learn(step, groups, rejected))
-                self._ask_further()
+                    raise RunError(_describe_missing_signal(step, groups, rejected))
+                self._fill_flight()
             else:
                 groups.append(group)
                 self._num_accepted = len(groups)
@@ -110,33 +138,34 @@ class Conductor:
             rejected=tuple(rejected),
             num_given_up=self._give_up_before(step + 1),
         )
-        for row_id in solved_rows(batch, self._config.rollout):
+        for row_id in find_solved_rows(batch, self._config.rollout):
             self._prompts.exclude(row_id)
         return batch
 
     def weights_published(self, version: int) -> None:
-        """Ask the prompts of one more step; every engine has the weights of `version`, the number
-        of steps taken.
+        """Ask the prompts of one more step, as every engine has the weights of `version`.
+
+        A version is the number of steps taken.
         """
         self._version = version
         self._num_accepted = 0
         for ticket, prompt in self._to_ask_again:
             self._ask(ticket, prompt)
         self._to_ask_again = []
-        self._ask_further()
+        self._fill_flight()
 
     def state_dict(self) -> dict[str, Any]:
-        """The state for a checkpoint between two steps, as JSON: the stream, and the tickets in
-        flight.
+        """The state for a checkpoint between two steps, as JSON: the stream and the open tickets.
 
         Tickets in flight when a run stops are asked again with their own seeds, and the weights of
         that time.
         """
         assert self._num_accepted == 0, "the groups of a step that is not finished would be lost"
-        out = [(group.ticket, group.prompt) for group in self._outstanding] + self._to_ask_again
+        in_flight = [(group.ticket, group.prompt) for group in self._outstanding]
+        unconsumed = in_flight + self._to_ask_again
         return {
             "prompts": self._prompts.state_dict(),
-            "unconsumed": [[ticket, prompt.row_id] for ticket, prompt in out],
+            "unconsumed": [[ticket, prompt.row_id] for ticket, prompt in unconsumed],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -154,82 +183,77 @@ class Conductor:
         groups are complete and wait for their turn.
         """
         with self._changed:
-            out = list(self._outstanding)
+            groups = list(self._outstanding)
         # First, as completions arrive meanwhile.
-        num_unanswered = sum(group.num_missing for group in out)
-        num_generated = sum(len(group.completions) for group in out)
-        in_flight = sum(len(group.requests) for group in out) - num_generated
+        num_unanswered = sum(group.num_missing for group in groups)
+        num_generated = sum(len(group.completions) for group in groups)
+        in_flight = sum(len(group.requests) for group in groups) - num_generated
         return {
             "in_flight": in_flight,
             "verifying": num_unanswered - in_flight,
-            "waiting": sum(group.num_missing == 0 for group in out),
+            "waiting": sum(group.num_missing == 0 for group in groups),
         }
 
     def close(self) -> None:
         """Give up everything in flight; completions that arrive later are dropped."""
         self._episodes.close()
 
-    def _ask_further(self) -> None:
-        """Draw tickets until groups in flight and accepted groups fill all batches that may be out
-        at once.
-        """
-        num_batches = min(
-            self._config.rollout.async_steps + 1, self._config.num_steps - self._version
-        )
-        size = num_batches * self._config.rollout.num_unique_prompts_rollout
-        size += self._config.rollout.num_spare_prompts if num_batches else 0
+    def _fill_flight(self) -> None:
+        """Draw tickets until all batches that may be out at once are full."""
+        rollout = self._config.rollout
+        num_steps_left = self._config.num_steps - self._version
+        num_batches = min(rollout.async_steps + 1, num_steps_left)
+        size = num_batches * rollout.num_unique_prompts_rollout
+        if num_batches:
+            size += rollout.num_spare_prompts
         while len(self._outstanding) + self._num_accepted < size:
             self._ask(*self._prompts.next())
 
     def _ask(self, ticket: int, prompt: Prompt) -> None:
-        requests = requests_of(ticket, prompt, config=self._config)
+        requests = build_group_requests(ticket, prompt, config=self._config)
         group = self._episodes.ask(ticket, prompt, requests, version=self._version)
         with self._changed:
             self._outstanding.append(group)
         for answer in group.answers:
-            answer.add_done_callback(self._answered)
+            answer.add_done_callback(self._note_answer)
 
     def _next_group(self, check: Callable[[], object], timeout_s: float) -> RolloutGroup:
-        """The first group in ticket order that is complete, past as many others as there are spare
-        prompts.
-        """
-        near = list(islice(self._outstanding, 1 + self._config.rollout.num_spare_prompts))
+        """Wait for the first complete group in ticket order; as many as are spare may be passed."""
+        num_candidates = 1 + self._config.rollout.num_spare_prompts
+        candidates = list(self._outstanding)[:num_candidates]
         changed_s = time.monotonic()
         while True:
             with self._changed:
                 if self._failure is not None:
                     raise self._failure
-                if (
-                    complete := next((group for group in near if not group.num_missing), None)
-                ) is not None:
-                    self._outstanding.remove(complete)
-                    return complete.rollouts()
+                complete = [group for group in candidates if not group.num_missing]
+                if complete:
+                    self._outstanding.remove(complete[0])
+                    return complete[0].rollouts()
                 # Every verdict resets the clock, which runs only while nothing arrives.
                 if self._changed.wait(min(timeout_s, CHECK_INTERVAL_S)):
                     changed_s = time.monotonic()
                 elif time.monotonic() - changed_s >= timeout_s:
-                    raise RunError(self._stalled(near[0], timeout_s))
-            if time.monotonic() - self._checked_s >= CHECK_INTERVAL_S:
-                check()  # without the lock, which those need who tell of failures
-                self._checked_s = time.monotonic()
+                    raise RunError(self._describe_stall(candidates[0], timeout_s))
+            if time.monotonic() - self._last_check_s >= CHECK_INTERVAL_S:
+                check()  # without the lock, which a thread that reports a failure needs
+                self._last_check_s = time.monotonic()
 
     def _give_up_before(self, step: int) -> int:
-        """Give up groups that are too old to be learned from in `step`: spare ones.
-
-        Returns how many there were.
-        """
+        """Give up the spare groups that are too old for `step`; returns how many there were."""
         with self._changed:
             is_over = step > self._config.num_steps
-            # The weights with which such a group was asked.
-            oldest = step - 1 - self._config.rollout.async_steps
-            late = [group for group in self._outstanding if is_over or group.version < oldest]
+            oldest_version = step - 1 - self._config.rollout.async_steps
+            late = [
+                group for group in self._outstanding if is_over or group.version < oldest_version
+            ]
             for group in late:
                 self._outstanding.remove(group)
         for group in late:
             group.give_up()
         return len(late)
 
-    def _stalled(self, head: AskedGroup, timeout_s: float) -> str:
+    def _describe_stall(self, head: PendingGroup, timeout_s: float) -> str:
         stats = self.stats()
         return (
             f"no completion came back for {timeout_s:g} s while ticket {head.ticket} (row "
@@ -238,8 +262,8 @@ class Conductor:
             f"completions with the engines, {stats['verifying']} with the verifiers"
         )
 
-    def _answered(self, answer: Future[Answer]) -> None:
-        """Called by a thread of the verifiers or of the engines."""
+    def _note_answer(self, answer: Future[Answer]) -> None:
+        """Wake the driver; called by a thread of the verifiers or of the engines."""
         error = answer.exception()
         with self._changed:
             if isinstance(error, RunError):
@@ -247,7 +271,9 @@ class Conductor:
             self._changed.notify_all()
 
 
-def _nothing_to_learn(step: int, groups: list[RolloutGroup], rejected: list[RolloutGroup]) -> str:
+def _describe_missing_signal(
+    step: int, groups: list[RolloutGroup], rejected: list[RolloutGroup]
+) -> str:
     rewards = list(chain.from_iterable(group.rewards for group in rejected))
     return (
         f"--active_sampling rejected {counted(len(rejected), 'group')} of step {step}, each with "
@@ -258,8 +284,10 @@ def _nothing_to_learn(step: int, groups: list[RolloutGroup], rejected: list[Roll
     )
 
 
-def requests_of(ticket: int, prompt: Prompt, *, config: GRPOConfig) -> list[GenerationRequest]:
-    """One request a sample of the group."""
+def build_group_requests(
+    ticket: int, prompt: Prompt, *, config: GRPOConfig
+) -> list[GenerationRequest]:
+    """One request for each sample of a ticket's prompt."""
     rollout = config.rollout
     sampling = SamplingSettings(
         temperature=rollout.temperature,
@@ -268,7 +296,7 @@ def requests_of(ticket: int, prompt: Prompt, *, config: GRPOConfig) -> list[Gene
         stop_strings=tuple(rollout.stop_strings),
     )
     num_samples = rollout.num_samples_per_prompt_rollout
-    return samples_of(prompt, num_samples, sampling, seed=config.optim.seed, place=(ticket,))
+    return build_requests(prompt, num_samples, sampling, seed=config.optim.seed, place=(ticket,))
 
 
 def is_rejected(group: RolloutGroup, config: RolloutSection) -> bool:
@@ -276,7 +304,7 @@ def is_rejected(group: RolloutGroup, config: RolloutSection) -> bool:
     return config.active_sampling and not has_signal(group.rewards)
 
 
-def solved_rows(batch: RolloutStepBatch, config: RolloutSection) -> Sequence[int]:
+def find_solved_rows(batch: RolloutStepBatch, config: RolloutSection) -> Sequence[int]:
     """Rows never to be asked again, in ticket order."""
     rate = config.no_resampling_pass_rate
     if rate is None:

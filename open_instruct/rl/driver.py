@@ -20,7 +20,7 @@ from open_instruct.rl.agreement import AgreementWatch, build_probe, plan_probe
 from open_instruct.rl.checked_run import CONVERSATIONS, RolloutRun
 from open_instruct.rl.evaluation import evaluate
 from open_instruct.rl.fleet import Fleet
-from open_instruct.rl.samples import work_of_ranks
+from open_instruct.rl.samples import plan_rank_work
 from open_instruct.rl.step_checks import SignalWatch, refuse_failed_verdicts
 from open_instruct.rl.traces import Traces
 from open_instruct.rl.view import FleetView
@@ -105,7 +105,7 @@ class Driver:
             batch = self.conductor.next_batch(step, check=self._check_learners)
         asked = (*batch.groups, *batch.rejected)
         refuse_failed_verdicts(asked)
-        rollouts, work = work_of_ranks(
+        rollouts, work = plan_rank_work(
             batch,
             step=step,
             config=self.config,

@@ -12,7 +12,7 @@ from open_instruct.core.errors import RunError
 from open_instruct.core.records import Prompt, RolloutGroup
 from open_instruct.core.text import counted
 from open_instruct.generation.requests import SamplingSettings
-from open_instruct.rl.episodes.walk import AskedGroup, Episodes, samples_of
+from open_instruct.rl.episodes.walk import Episodes, PendingGroup, build_requests
 from open_instruct.rl.samples import (
     episode_metrics,
     length_metrics,
@@ -77,9 +77,9 @@ def _answered(
     )
     timeout_s = config.fleet.step_timeout_s
     with closing(episodes):
-        asked: list[AskedGroup] = []
+        asked: list[PendingGroup] = []
         for index, prompt in enumerate(prompts):
-            requests = samples_of(
+            requests = build_requests(
                 prompt, num_samples, sampling, seed=config.optim.seed, place=("eval", index)
             )
             asked.append(episodes.ask(index, prompt, requests))

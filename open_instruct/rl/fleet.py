@@ -26,8 +26,8 @@ from open_instruct.rl.episodes.conversations import Conversations
 from open_instruct.rl.episodes.walk import Episodes
 from open_instruct.rl.publisher import WeightPublisher
 from open_instruct.run.console import Console
-from open_instruct.weight_sync.folder import folder_of_run, make_folder
-from open_instruct.weight_sync.ways import FOLDER, IN_WORDS, choose_backend
+from open_instruct.weight_sync.folder import choose_sync_folder, make_folder
+from open_instruct.weight_sync.transports import FOLDER, TRANSPORT_WORDS, choose_transport
 
 LOGS_FOLDER = "logs"
 MOST_TRIED = 64  # prompts that are looked through for reward functions to try
@@ -195,18 +195,18 @@ def start_fleet(learner_class: type[LearnerProcess], run: RolloutRun) -> Iterato
         who = f"{counted(shape.num_learners, 'learner')} and {counted(shape.num_engines, 'engine')}"
         console.say(f"starting {who}: they load their libraries, then the model")
         same_host = placement.whereabouts().share_memory()
-        backend = choose_backend(
+        backend = choose_transport(
             config.fleet.weight_sync_backend,
             on_cuda=placement.on_gpus,
             single_device=shape.shares_device,
             same_host=same_host,
         )
         if backend == FOLDER:
-            folder = folder_of_run(config.fleet.weight_sync_folder, run.directory.path)
+            folder = choose_sync_folder(config.fleet.weight_sync_folder, run.directory.path)
             stack.callback(shutil.rmtree, make_folder(folder), ignore_errors=True)
         sync, why = config.choose_sync(same_host=same_host)
         changes = f": what has changed alone, {why}" if sync == "delta" else ""
-        console.say(f"weights go to engines {IN_WORDS[backend]}{changes}")
+        console.say(f"weights go to engines {TRANSPORT_WORDS[backend]}{changes}")
         environment = dict[str, str]()
         if config.rollout.async_steps > 0 and not placement.on_gpus and same_host:
             # Threads wait for each other in loops: a thread for every core in the learner and in

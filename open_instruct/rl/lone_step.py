@@ -14,7 +14,7 @@ from open_instruct.core.records import RolloutGroup
 from open_instruct.parallel.data_parallel import keep_mesh
 from open_instruct.parallel.layout import layout_of
 from open_instruct.parallel.process import Process
-from open_instruct.rl.samples import RolloutStepBatch, load_conversations, work_of_ranks
+from open_instruct.rl.samples import RolloutStepBatch, load_conversations, plan_rank_work
 from open_instruct.run.console import Console
 from open_instruct.run.opened import Run
 from open_instruct.run.pretrained import Pretrained, open_pretrained
@@ -58,7 +58,7 @@ def take_lone_step(
         check_trace_fits(groups, pretrained.hf_config.vocab_size)
         conversations = load_conversations(config, pretrained.tokenizer)
         batch = RolloutStepBatch(groups=tuple(groups))
-        learned, (work,) = work_of_ranks(
+        learned, (work,) = plan_rank_work(
             batch, step=step, config=config, conversations=conversations, num_ranks=1
         )
         start = opened(config.model.model_name_or_path) if config.loss.beta > 0 else None

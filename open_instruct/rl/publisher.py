@@ -19,7 +19,7 @@ from open_instruct.core.errors import RunError
 from open_instruct.generation.engine import Engine
 from open_instruct.generation.engine_pool import EnginePool
 from open_instruct.weight_sync.progress import abandon
-from open_instruct.weight_sync.ways import FOLDER, ON_DEVICE
+from open_instruct.weight_sync.transports import FOLDER, ON_DEVICE
 
 log = logging.getLogger(__name__)
 

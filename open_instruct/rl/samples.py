@@ -57,7 +57,7 @@ class StepSamples:
     metrics: dict[str, float]
 
 
-def work_of_ranks(
+def plan_rank_work(
     batch: RolloutStepBatch,
     *,
     step: int,
@@ -70,7 +70,7 @@ def work_of_ranks(
     """
     learned = training_samples(batch, config=config.rollout, version=step - 1)
     work = plan_steps_of_ranks(
-        (*learned.samples, *conversations_of(conversations, step=step, config=config)),
+        (*learned.samples, *sft_samples(conversations, step=step, config=config)),
         num_ranks=num_ranks,
         max_tokens_per_microbatch=config.max_tokens_per_microbatch,
         num_mini_batches=config.loss.num_mini_batches,
@@ -105,7 +105,7 @@ def training_samples(
             if used[-1]:
                 sample = _sample(group, completion, advantage)
                 if config.answers_ce_coef and completion.episode is not None:
-                    sample = with_answers(sample, completion, config.answers_ce_coef)
+                    sample = add_answer_loss(sample, completion, config.answers_ce_coef)
                 samples.append(sample)
         is_used.append(tuple(used))
     everything = (*batch.groups, *batch.rejected)
@@ -228,7 +228,7 @@ def _sample(group: RolloutGroup, completion: Completion, advantage: float) -> Ro
     )
 
 
-def with_answers(sample: RolloutSample, completion: Completion, coef: float) -> RolloutSample:
+def add_answer_loss(sample: RolloutSample, completion: Completion, coef: float) -> RolloutSample:
     """An episode of which what its environment wrote is learned too, by cross-entropy alone,
     weighed by `coef`.
 
@@ -281,7 +281,7 @@ def load_conversations(
     return dataset
 
 
-def conversations_of(
+def sft_samples(
     dataset: TokenDataset | None, *, step: int, config: GRPOConfig
 ) -> list[RolloutSample]:
     """The conversations of `step` (1-based): the next of a shuffled epoch, a function of the step

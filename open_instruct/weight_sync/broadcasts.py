@@ -21,9 +21,16 @@ from torch.distributed import PrefixStore, TCPStore
 
 from open_instruct.cluster.addresses import address_towards
 from open_instruct.models.shards import at
+from open_instruct.weight_sync.channel import (
+    NUM_SLOTS,
+    FindLocal,
+    FindWholes,
+    Incoming,
+    Info,
+    Outgoing,
+)
 from open_instruct.weight_sync.manifest import Bucket, Manifest
-from open_instruct.weight_sync.progress import HOST, SyncProgress, learner_name, receivers_of
-from open_instruct.weight_sync.way import NUM_SLOTS, Incoming, Info, LocalOf, Outgoing, WholesAt
+from open_instruct.weight_sync.progress import HOST, SyncProgress, learner_name, list_receivers
 
 # The time, after a broken broadcast, in which receivers that did get it may report so.
 SECONDS_TO_ANSWER = 1.0
@@ -51,23 +58,23 @@ class PartBroadcaster(Outgoing):
 
     def connect(self, info: Info, progress: SyncProgress) -> None:
         super().connect(info, progress)
-        self.receivers = receivers_of(info)
+        self.receivers = list_receivers(info)
         self.group = broadcast_group(
             info, progress, sender=learner_name(self.index), rank=0, device=self.device
         )
-        most_bytes = self.manifest.most_bytes_of(self.index)
+        most_bytes = self.manifest.largest_span(self.index)
         self.own_SN = torch.empty(NUM_SLOTS, most_bytes, dtype=torch.uint8, device=self.device)
 
-    def put(self, position: int, local_of: LocalOf) -> None:
+    def put(self, position: int, find_local: FindLocal) -> None:
         self._finish(position - NUM_SLOTS)
         bucket = self.manifest.bucket_at(position)
         works = self.under_way[position] = []
         for message, flat in messages(
             bucket, self.index, self.own_SN[position % NUM_SLOTS], self.device
         ):
-            own = {name: local_of(name) for name in message.parts[self.index]}
+            own = {name: find_local(name) for name in message.parts[self.index]}
             values = [own[name][part.own] for name, part in message.parts[self.index].items()]
-            told = own_bytes(values, message.dtype, self.device, otherwise=flat)
+            told = find_flat_bytes(values, message.dtype, self.device, otherwise=flat)
             if told is flat:
                 message.pack(
                     flat, own.__getitem__, rank=self.index, first_byte=message.span(self.index)[0]
@@ -123,26 +130,26 @@ class PartReceiver(Incoming):
             self._groups[rank] = broadcast_group(
                 info, progress, sender=sender, rank=self.index + 1, device=self.device
             )
-            most_bytes = self.manifest.most_bytes_of(rank)
+            most_bytes = self.manifest.largest_span(rank)
             self._flats[rank] = torch.empty(most_bytes, dtype=torch.uint8, device=self.device)
 
-    def take(self, position: int, wholes_at: WholesAt) -> None:
+    def take(self, position: int, find_wholes: FindWholes) -> None:
         bucket = self.manifest.bucket_at(position)
         ranks = set(self.manifest.ranks)
         if bucket is self.manifest.buckets[0]:
             self.progress.wait(f"go/{position}", [HOST], to="begin to send")
-            self._begin(position, ranks, wholes_at)
+            self._begin(position, ranks, find_wholes)
         following = None if bucket is self.manifest.buckets[-1] else position + 1
-        self._begin(following, ranks - bucket.parts.keys(), wholes_at)
+        self._begin(following, ranks - bucket.parts.keys(), find_wholes)
         senders = list(bucket.parts)
         for number, rank in enumerate(senders):
             self._finish(senders[number:], to=f"send bucket {self.manifest.number_at(position)}")
             for _, message, flat in self._arriving.pop(rank):
                 if flat is not None:
                     message.unpack(
-                        flat, wholes_at(position), rank=rank, first_byte=message.span(rank)[0]
+                        flat, find_wholes(position), rank=rank, first_byte=message.span(rank)[0]
                     )
-            self._begin(following, [rank], wholes_at)
+            self._begin(following, [rank], find_wholes)
 
     def close(self) -> None:
         # Destroying a group waits for its open operations, until its peers are gone too.
@@ -151,7 +158,7 @@ class PartReceiver(Incoming):
         self._arriving.clear()
         self._groups.clear()
 
-    def _begin(self, position: int | None, ranks: Iterable[int], wholes_at: WholesAt) -> None:
+    def _begin(self, position: int | None, ranks: Iterable[int], find_wholes: FindWholes) -> None:
         """Begin to receive these ranks' parts of the bucket at a position, if there is one."""
         if position is None:
             return
@@ -163,11 +170,11 @@ class PartReceiver(Incoming):
                 # Else it is early for the tensor.
                 is_alone = len(parts) == 1 and self.device.type == "cpu"
                 values = (
-                    [at(wholes_at(position)[name], part.box) for name, part in parts]
+                    [at(find_wholes(position)[name], part.box) for name, part in parts]
                     if is_alone
                     else []
                 )
-                told = own_bytes(values, message.dtype, self.device, otherwise=flat)
+                told = find_flat_bytes(values, message.dtype, self.device, otherwise=flat)
                 work = broadcast(self._groups[rank], told)
                 arriving.append((work, message, flat if told is flat else None))
 
@@ -210,7 +217,7 @@ def messages(
         yield message, memory_N[start - first : stop - first]
 
 
-def own_bytes(
+def find_flat_bytes(
     values: Sequence[torch.Tensor],
     dtype: torch.dtype,
     device: torch.device,
@@ -240,7 +247,7 @@ def broadcast_group(
     Raises:
         RunError: some did not come within the time-out (they are named), or could not be connected.
     """
-    members = [sender, *receivers_of(info)]
+    members = [sender, *list_receivers(info)]
     # First see that all are there: a member that waits with another sender is not missing.
     for stage in ("connecting", f"connecting/{sender}"):
         progress.report(stage)

@@ -24,8 +24,8 @@ import xxhash
 
 from open_instruct.core.weight_buckets import PLACE_BYTES, ROW_BYTES
 from open_instruct.models.shards import at, in_order
+from open_instruct.weight_sync.channel import FindLocal
 from open_instruct.weight_sync.manifest import Bucket, Manifest, Part, WeightManifest
-from open_instruct.weight_sync.way import LocalOf
 
 WHOLE, PLACES, RUNS = range(3)
 # Of a part's values. Below, the bytes of all three forms decide. Above, no form takes fewer bytes
@@ -40,7 +40,7 @@ BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 Message = list[torch.Tensor]
 """Pieces of bytes, to be read one behind the other."""
-Told = tuple[int, torch.Tensor, torch.Tensor]  # of a part: the form, the entries, the values
+EncodedPart = tuple[int, torch.Tensor, torch.Tensor]  # of a part: the form, the entries, the values
 
 
 class SentParts:
@@ -51,37 +51,37 @@ class SentParts:
         self._rank = rank
         self._sent: dict[tuple[int, str], torch.Tensor] = {}
 
-    def messages(self, local_of: LocalOf, *, has_digests: bool) -> Iterator[Message]:
+    def messages(self, find_local: FindLocal, *, has_digests: bool) -> Iterator[Message]:
         """A message for each bucket, made when it is asked for. After the last, these are the parts
         as last sent.
 
         Args:
-            local_of: returns the rank's local tensor of a name.
+            find_local: returns the rank's local tensor of a name.
         """
         return (
-            self._message(index, local_of, has_digests=has_digests)
+            self._message(index, find_local, has_digests=has_digests)
             for index in range(len(self._manifest.buckets))
         )
 
     @torch.no_grad()
-    def _message(self, index: int, local_of: LocalOf, *, has_digests: bool) -> Message:
+    def _message(self, index: int, find_local: FindLocal, *, has_digests: bool) -> Message:
         rows: list[tuple[int, int, int, int]] = []
         told: Message = []
         for name, part in self._manifest.buckets[index].parts.get(self._rank, {}).items():
             form, entries, values_C = self._changed(
-                (index, name), local_of(name)[part.own].reshape(-1)
+                (index, name), find_local(name)[part.own].reshape(-1)
             )
-            digest = digest_of(self._sent[index, name]) if has_digests else 0
+            digest = digest_bits(self._sent[index, name]) if has_digests else 0
             rows.append((form, len(entries), len(values_C), digest))
             told += [_aligned(entries), _aligned(values_C)]
         return [_aligned(torch.tensor(rows, dtype=torch.int64).view(-1)), *told]
 
-    def _changed(self, key: tuple[int, str], values_N: torch.Tensor) -> Told:
+    def _changed(self, key: tuple[int, str], values_N: torch.Tensor) -> EncodedPart:
         """Encode the part (whole, or what has changed), and note it as what was last sent."""
         if (sent_N := self._sent.get(key)) is not None:
-            return renew(sent_N, values_N, dtype=self._manifest.dtype)
+            return encode_changes(sent_N, values_N, dtype=self._manifest.dtype)
         kept_N = torch.empty(len(values_N), dtype=self._manifest.dtype, pin_memory=values_N.is_cuda)
-        sent_N = self._sent[key] = bits_of(kept_N.copy_(values_N))
+        sent_N = self._sent[key] = view_bits(kept_N.copy_(values_N))
         return WHOLE, NOTHING, sent_N
 
 
@@ -113,22 +113,24 @@ class Mirror:
             parts.items(), rows, strict=True
         ):
             values = at(self.tensors[name], part.box)
-            bits_N = bits_of(values)
+            bits_N = view_bits(values)
             entries, start = read(message, start, num_entries, torch.int32)
             values_C, start = read(message, start, num_values, bits_N.dtype)
             if form == WHOLE:
                 bits_N.copy_(values_C)
             else:
-                places_C = entries.long() if form == PLACES else places_of_runs(entries)
+                places_C = entries.long() if form == PLACES else expand_runs(entries)
                 bits_N.numpy()[places_C.numpy()] = values_C.numpy()
             if not values.is_contiguous():  # the bits are a copy
                 values.copy_(bits_N.view(values.dtype).view(values.shape))
-            if digest and digest_of(bits_N) != digest:
+            if digest and digest_bits(bits_N) != digest:
                 return name
         return None
 
 
-def renew(sent_N: torch.Tensor, values_N: torch.Tensor, *, dtype: torch.dtype) -> Told:
+def encode_changes(
+    sent_N: torch.Tensor, values_N: torch.Tensor, *, dtype: torch.dtype
+) -> EncodedPart:
     """Make `sent_N` the bits of the values in `dtype`; returns how what has changed is told.
 
     Where more than `MOST_CHANGED` of the values changed it is not looked for further. A block of
@@ -141,7 +143,7 @@ def renew(sent_N: torch.Tensor, values_N: torch.Tensor, *, dtype: torch.dtype) -
     num_changed = start = 0
     size = BLOCK_VALUES_ON_DEVICE if values_N.is_cuda else BLOCK_VALUES
     for now_N, before_N in zip(values_N.split(size), sent_N.split(size), strict=True):
-        bits_N = bits_of(now_N.to(dtype))
+        bits_N = view_bits(now_N.to(dtype))
         places_C, values_C = (changes_on_device if bits_N.is_cuda else changes_on_host)(
             bits_N, before_N
         )
@@ -153,7 +155,7 @@ def renew(sent_N: torch.Tensor, values_N: torch.Tensor, *, dtype: torch.dtype) -
         found.append(((places_C + start).astype(np.int32), values_C))
         start += len(bits_N)
     places_C, values_C = map(np.concatenate, zip(*found, strict=True))
-    form, entries = form_of(places_C, num_values=len(sent_N), itemsize=sent_N.itemsize)
+    form, entries = choose_encoding(places_C, num_values=len(sent_N), itemsize=sent_N.itemsize)
     return form, entries, sent_N if form == WHOLE else torch.from_numpy(values_C)
 
 
@@ -186,7 +188,9 @@ def changes_on_device(now_N: torch.Tensor, before_N: torch.Tensor) -> tuple[np.n
     return places_C.cpu().numpy(), now_N[places_C].cpu().numpy()
 
 
-def form_of(places_C: np.ndarray, *, num_values: int, itemsize: int) -> tuple[int, torch.Tensor]:
+def choose_encoding(
+    places_C: np.ndarray, *, num_values: int, itemsize: int
+) -> tuple[int, torch.Tensor]:
     """The form of the fewest bytes in which changes at these places of a part can be told, and its
     entries.
 
@@ -207,10 +211,10 @@ def form_of(places_C: np.ndarray, *, num_values: int, itemsize: int) -> tuple[in
     return RUNS, torch.from_numpy(np.concatenate([places_C[first_R], lengths_R])).int()
 
 
-def places_of_runs(entries: torch.Tensor) -> torch.Tensor:
+def expand_runs(entries: torch.Tensor) -> torch.Tensor:
     """The places of all values of runs, from their first places and, behind these, their lengths.
 
-    Example: `places_of_runs(torch.tensor([2, 7, 3, 1]))` is [2, 3, 4, 7].
+    Example: `expand_runs(torch.tensor([2, 7, 3, 1]))` is [2, 3, 4, 7].
     """
     starts_R, lengths_R = entries.long().chunk(2)
     behind_R = torch.cumsum(lengths_R, 0)  # values up to the end of each run
@@ -257,12 +261,12 @@ def bucket_of_changes(whole: WeightManifest, index: int, sizes: Mapping[int, int
     return Bucket(dtype=torch.uint8, shapes={name: (ends[-1],)}, parts=parts, num_bytes=ends[-1])
 
 
-def bits_of(values: torch.Tensor) -> torch.Tensor:
+def view_bits(values: torch.Tensor) -> torch.Tensor:
     """The values' bits as integers of one dim, without a copy if they are contiguous."""
     return values.contiguous().view(-1).view(BITS[values.itemsize])
 
 
-def digest_of(bits_N: torch.Tensor) -> int:
+def digest_bits(bits_N: torch.Tensor) -> int:
     """XXH3 of 64 bits, as an int64."""
     return int.from_bytes(xxhash.xxh3_64_digest(bits_N.view(torch.uint8).numpy().data), signed=True)
 

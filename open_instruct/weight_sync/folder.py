@@ -192,7 +192,7 @@ def links_to(version: int, chain: str, *, since: int | None) -> list[Link]:
     return links
 
 
-def folder_of_run(asked: str | None, run_folder: Path) -> Path:
+def choose_sync_folder(asked: str | None, run_folder: Path) -> Path:
     """The folder of one run, within --weight_sync_folder if that was `asked`, which several runs
     may have in common.
     """

@@ -49,7 +49,7 @@ class FolderSender(WeightSender):
         facts = {
             "backend": self._backend,
             "chain": self._chain,
-            "manifest": self.manifest.described(),
+            "manifest": self.manifest.constructor_arguments(),
         }
         return facts | {"changes_alone": True}  # whatever is read from a folder is staged
 

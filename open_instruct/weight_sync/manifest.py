@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from open_instruct.core.weight_buckets import runs_of
+from open_instruct.core.weight_buckets import plan_buckets
 from open_instruct.models.shards import Box, at, box_shape
 
 
@@ -61,7 +61,7 @@ class Bucket:
     def pack(
         self,
         flat: torch.Tensor,
-        local_of: Callable[[str], torch.Tensor],
+        find_local: Callable[[str], torch.Tensor],
         *,
         rank: int,
         first_byte: int = 0,
@@ -70,10 +70,10 @@ class Bucket:
 
         Args:
             flat: bytes of the bucket, from `first_byte` on.
-            local_of: returns the rank's local tensor of a name.
+            find_local: returns the rank's local tensor of a name.
         """
         for name, part in self.parts.get(rank, {}).items():
-            part.view(flat, self.dtype, first_byte).copy_(local_of(name)[part.own])
+            part.view(flat, self.dtype, first_byte).copy_(find_local(name)[part.own])
 
     @property
     def num_bytes_of_wholes(self) -> int:
@@ -127,7 +127,7 @@ class Manifest:
     def num_bytes(self) -> int:
         return sum(bucket.num_bytes for bucket in self.buckets)
 
-    def most_bytes_of(self, rank: int) -> int:
+    def largest_span(self, rank: int) -> int:
         """The most bytes that `rank` sends of one bucket."""
         return max(stop - start for start, stop in (bucket.span(rank) for bucket in self.buckets))
 
@@ -173,9 +173,9 @@ class WeightManifest(Manifest):
             name: (math.prod(shape) * dtype.itemsize, self._most_rows(name))
             for name, shape in shapes.items()
         }
-        super().__init__(self._lay_out(*run) for run in runs_of(sizes, bucket_bytes))
+        super().__init__(self._lay_out(*run) for run in plan_buckets(sizes, bucket_bytes))
 
-    def described(self) -> dict[str, Any]:
+    def constructor_arguments(self) -> dict[str, Any]:
         """The arguments that build an equal manifest: plain types, to be pickled."""
         return {
             name: getattr(self, name)

@@ -24,7 +24,7 @@ def receiver_name(index: int) -> str:
     return f"receiver {index}"
 
 
-def receivers_of(info: Mapping[str, Any]) -> list[str]:
+def list_receivers(info: Mapping[str, Any]) -> list[str]:
     """The names of all receivers of a channel."""
     return [receiver_name(index) for index in range(info["num_receivers"])]
 
@@ -95,7 +95,7 @@ class SyncProgress:
         with self._reaching_host():
             self.store.set(key, words)
 
-    def words_of(self, stage: str, members: Sequence[str], *, to: str) -> list[str]:
+    def read_reports(self, stage: str, members: Sequence[str], *, to: str) -> list[str]:
         """The words with which `members` have reported `stage`; waits for them, and raises, as
         `wait` does.
         """

@@ -15,17 +15,17 @@ import torch
 from open_instruct.core.errors import RunError
 from open_instruct.models.shards import in_order
 from open_instruct.weight_sync.changes import Mirror, bucket_of_changes, manifest_of_changes
+from open_instruct.weight_sync.channel import CPU, wait_for_device
 from open_instruct.weight_sync.folder import FolderWeights
 from open_instruct.weight_sync.manifest import WeightManifest
 from open_instruct.weight_sync.progress import (
     SyncProgress,
     learner_name,
+    list_receivers,
     receiver_name,
-    receivers_of,
 )
 from open_instruct.weight_sync.tied_heads import pack_tied_heads, require_tied_heads
-from open_instruct.weight_sync.way import CPU, wait_for_device
-from open_instruct.weight_sync.ways import FOLDER, ON_DEVICE, WAYS
+from open_instruct.weight_sync.transports import FOLDER, ON_DEVICE, TRANSPORTS
 
 # Added to a receiver's time-out, so that the learners' time-out, which names the missing receiver,
 # comes first.
@@ -78,7 +78,7 @@ class IncomingWeights:
         Raises:
             RunError: some did not come within the time-out; names them.
         """
-        _, incoming = WAYS[info["backend"]]
+        _, incoming = TRANSPORTS[info["backend"]]
         self._manifest = WeightManifest(**info["manifest"])
         self._device = device if info["backend"] in ON_DEVICE else CPU
         self._position = 0
@@ -94,7 +94,7 @@ class IncomingWeights:
         self._incoming.join(info)
         self._progress.report("joined")
         writers = [learner_name(rank) for rank in self._manifest.ranks]
-        self._progress.wait("joined", [*writers, *receivers_of(info)], to="join")
+        self._progress.wait("joined", [*writers, *list_receivers(info)], to="join")
         self._incoming.connect(info, self._progress)
 
     def buckets(self) -> Iterator[Weights]:
@@ -152,7 +152,7 @@ class IncomingWeights:
         """Learn how long the messages about a bucket are, from those who send them."""
         ranks = self._manifest.buckets[index].parts
         to = f"find what has changed of bucket {self._manifest.number_at(index)}"
-        words = self._progress.words_of(
+        words = self._progress.read_reports(
             f"size/{self._position + index}", [learner_name(rank) for rank in ranks], to=to
         )
         sizes = {rank: int(word) for rank, word in zip(ranks, words, strict=True)}
@@ -189,7 +189,7 @@ class IncomingWeights:
 Incoming = IncomingWeights | FolderWeights
 
 
-def incoming_of(
+def open_incoming(
     info: Mapping[str, Any], *, index: int, device: torch.device, before: Incoming | None
 ) -> Incoming:
     """A receiver's end of what the learners offer, in the place of the one `before`, which is
@@ -228,7 +228,7 @@ class WeightReceiver:
                 hf_config=self.vllm_config.model_config.hf_text_config,
             )
         before = getattr(self, "incoming_weights", None)
-        self.incoming_weights = incoming_of(info, index=index, device=self.device, before=before)
+        self.incoming_weights = open_incoming(info, index=index, device=self.device, before=before)
 
     def start_staging(self: Any, version: int) -> None:
         """Begin to receive what has changed, on a thread of its own; steps may go on meanwhile."""

@@ -2,7 +2,7 @@
 model.
 
 Learners and receivers count buckets through the life of a channel, and report their progress in a
-small key-value store that rank 0 keeps. How the bytes travel is a way's business (`way.py`).
+small key-value store that rank 0 keeps. How the bytes travel is a transport's business (`channel.py`).
 
 For each rank of the learners::
 
@@ -29,10 +29,10 @@ from open_instruct.models.shards import Held, held_of, reshard
 from open_instruct.parallel.process import on_main_process
 from open_instruct.training.rows.sample_loader import built_ahead
 from open_instruct.weight_sync.changes import SentParts, bucket_of_changes, manifest_of_changes
+from open_instruct.weight_sync.channel import CPU, NUM_SLOTS, FindLocal, Outgoing
 from open_instruct.weight_sync.manifest import WeightManifest
-from open_instruct.weight_sync.progress import HOST_RANK, SyncProgress, learner_name, receivers_of
-from open_instruct.weight_sync.way import CPU, NUM_SLOTS, LocalOf, Outgoing
-from open_instruct.weight_sync.ways import ON_DEVICE, WAYS
+from open_instruct.weight_sync.progress import HOST_RANK, SyncProgress, learner_name, list_receivers
+from open_instruct.weight_sync.transports import ON_DEVICE, TRANSPORTS
 
 
 class WeightSender:
@@ -63,7 +63,7 @@ class WeightSender:
             model: on any mesh: FSDP, HSDP, tensor parallel, or plain; or with ranges of ZeRO beside
                 its parameters.
             names: the map of the model's names.
-            backend: as `choose_backend` gives it.
+            backend: as `choose_transport` gives it.
             dtype: the dtype that weights travel in, which is the engines'.
             bucket_bytes: size of a bucket; a larger tensor travels in pieces.
             timeout_s: how long a receiver may take to join, and to take one bucket.
@@ -117,14 +117,14 @@ class WeightSender:
             RunError: there is no room in shared memory.
         """
         self.close()
-        outgoing, _ = WAYS[self._backend]
+        outgoing, _ = TRANSPORTS[self._backend]
         kind = outgoing if self._rank in self.manifest.ranks else Outgoing
         self._sent = SentParts(self.manifest, rank=self._rank) if self._changes_alone else None
         travelling = manifest_of_changes(self.manifest) if self._changes_alone else self.manifest
         self._outgoing = kind(travelling, index=self._rank, device=self._device)
         info: dict[str, Any] = on_main_process(lambda: self._offer(num_receivers))
         self._info = info
-        self._receivers = receivers_of(info)
+        self._receivers = list_receivers(info)
         if self._rank != HOST_RANK:
             self._progress = SyncProgress.join(info, member=learner_name(self._rank))
         self._outgoing.join(info)
@@ -159,7 +159,7 @@ class WeightSender:
         progress = self._progress
         if progress is None or self._outgoing is None:
             raise RunError("weight sync: there is no channel, or it broke; open() and join() first")
-        local_of = self._parts()
+        find_local = self._parts()
         first = self._position
         try:
             progress.new_round()
@@ -168,7 +168,7 @@ class WeightSender:
             )
             if self._rank == HOST_RANK:
                 progress.report(f"go/{first}")
-            with closing(self._contents(self._outgoing, local_of, version)) as contents:
+            with closing(self._contents(self._outgoing, find_local, version)) as contents:
                 self._send_buckets(self._outgoing, contents, version)
             progress.report(f"sent/{first}")
             if self._rank == HOST_RANK:  # the others still look into the store that this rank keeps
@@ -188,7 +188,7 @@ class WeightSender:
         self._progress = None
         self._held = None
 
-    def _parts(self) -> LocalOf:
+    def _parts(self) -> FindLocal:
         """This rank's parts of the weights as they are now."""
         reshard(self._model)
         weights = self._held or (scaled_adapters if self._adapter_alone else weights_of)(
@@ -199,7 +199,7 @@ class WeightSender:
         return lambda hf_name: weights[self._name_of[hf_name]].local
 
     def _offer(self, num_receivers: int) -> dict[str, Any]:
-        """On rank 0: keep the store, make what the way needs, and describe both."""
+        """On rank 0: keep the store, make what the transport needs, and describe both."""
         assert self._outgoing is not None
         # Reachable by all peers and by the driver, which may be on another host.
         address = outward_address()
@@ -210,22 +210,24 @@ class WeightSender:
             "port": self._progress.store.port,
             "num_receivers": num_receivers,
             "timeout_s": self._timeout_s,
-            "manifest": self.manifest.described(),
+            "manifest": self.manifest.constructor_arguments(),
             "changes_alone": self._changes_alone,
             **self._outgoing.offer(),
         }
 
-    def _contents(self, outgoing: Outgoing, local_of: LocalOf, version: int) -> Generator[LocalOf]:
+    def _contents(
+        self, outgoing: Outgoing, find_local: FindLocal, version: int
+    ) -> Generator[FindLocal]:
         """What each bucket is filled with: weights, or a message about them.
 
         Messages are made on a thread, while earlier ones travel.
         """
         num_buckets = len(self.manifest.buckets)
         if self._sent is None:
-            yield from [local_of] * num_buckets
+            yield from [find_local] * num_buckets
             return
         has_digests = self._check_every > 0 and version % self._check_every == 0
-        messages = self._sent.messages(local_of, has_digests=has_digests)
+        messages = self._sent.messages(find_local, has_digests=has_digests)
 
         def tell(index: int) -> torch.Tensor:
             """The next message, after receivers were told how long it is."""
@@ -240,7 +242,9 @@ class WeightSender:
             for index, message in enumerate(told):
                 yield {str(index): message}.__getitem__
 
-    def _send_buckets(self, outgoing: Outgoing, contents: Iterator[LocalOf], version: int) -> None:
+    def _send_buckets(
+        self, outgoing: Outgoing, contents: Iterator[FindLocal], version: int
+    ) -> None:
         """Put one bucket after the other, no further ahead of the receivers than there are
         slots.
         """

@@ -15,29 +15,29 @@ import torch
 
 from open_instruct.cluster.watchdog import MARK_VARIABLE, SHARED_MEMORY
 from open_instruct.core.errors import RunError
-from open_instruct.weight_sync.manifest import Bucket
-from open_instruct.weight_sync.progress import SyncProgress, learner_name
-from open_instruct.weight_sync.way import (
+from open_instruct.weight_sync.channel import (
     NUM_SLOTS,
-    End,
+    ChannelEnd,
+    FindLocal,
+    FindWholes,
     Incoming,
     Info,
-    LocalOf,
     Outgoing,
-    WholesAt,
     wait_for_device,
 )
+from open_instruct.weight_sync.manifest import Bucket
+from open_instruct.weight_sync.progress import SyncProgress, learner_name
 
 MIB = 2**20
 INDEX_OF_DEVICE = 6  # among the arguments that torch exports a CUDA tensor with
 
 
-def slot_of(slots_SN: torch.Tensor, position: int, bucket: Bucket) -> torch.Tensor:
+def view_slot(slots_SN: torch.Tensor, position: int, bucket: Bucket) -> torch.Tensor:
     """The bytes of a bucket in the slot for the `position`-th bucket of a channel's life."""
     return slots_SN[position % NUM_SLOTS, : bucket.num_bytes]
 
 
-class SlotEnd(End):
+class SlotEnd(ChannelEnd):
     """Has the slots mapped, where it has not made them; none before it has joined."""
 
     slots_SN = torch.empty(0)
@@ -72,10 +72,10 @@ class SlotWriter(SlotEnd, Outgoing):
         super().connect(info, progress)
         self._remove_file()
 
-    def put(self, position: int, local_of: LocalOf) -> None:
+    def put(self, position: int, find_local: FindLocal) -> None:
         bucket = self.manifest.bucket_at(position)
-        flat = slot_of(self.slots_SN, position, bucket)
-        bucket.pack(flat, local_of, rank=self.index)
+        flat = view_slot(self.slots_SN, position, bucket)
+        bucket.pack(flat, find_local, rank=self.index)
         wait_for_device(self.device)
         self.progress.report(f"filled/{position}")
 
@@ -91,14 +91,16 @@ class SlotWriter(SlotEnd, Outgoing):
 class SlotReader(SlotEnd, Incoming):
     """Copies all parts out of a slot."""
 
-    def take(self, position: int, wholes_at: WholesAt) -> None:
+    def take(self, position: int, find_wholes: FindWholes) -> None:
         bucket = self.manifest.bucket_at(position)
         writers = [learner_name(rank) for rank in self.manifest.ranks]
         self.progress.wait(
             f"filled/{position}", writers, to=f"write bucket {self.manifest.number_at(position)}"
         )
         for rank in bucket.parts:
-            bucket.unpack(slot_of(self.slots_SN, position, bucket), wholes_at(position), rank=rank)
+            bucket.unpack(
+                view_slot(self.slots_SN, position, bucket), find_wholes(position), rank=rank
+            )
 
 
 def create_shared_file(slot_bytes: int) -> Path:

@@ -420,7 +420,7 @@ def driver(folder: Path) -> Any:
     from open_instruct.config.grpo import GRPOConfig
     from open_instruct.config.parser import parse
     from open_instruct.rl.checked_run import _planned
-    from open_instruct.weight_sync.ways import choose_backend
+    from open_instruct.weight_sync.transports import choose_transport
     from tests.fake_cuda.memory import CASES
 
     folder.mkdir()
@@ -428,7 +428,7 @@ def driver(folder: Path) -> Any:
     directory = MagicMock()
     _planned(parse(GRPOConfig, CASES["grpo"].words), folder, MagicMock(), directory)
     ways = [
-        choose_backend(flag, on_cuda=True, single_device=single, same_host=True)
+        choose_transport(flag, on_cuda=True, single_device=single, same_host=True)
         for flag, single in (("auto", True), ("auto", False), ("nccl", False))
     ]
     return {"memory": directory.write_plan.call_args.args[0], "ways": ways}

@@ -279,11 +279,11 @@ class Channel:
 
         from open_instruct.weight_sync.manifest import WeightManifest
         from open_instruct.weight_sync.progress import learner_name, receiver_name
-        from open_instruct.weight_sync.ways import WAYS
+        from open_instruct.weight_sync.transports import TRANSPORTS
         from tests.fake_cuda.order import Order
 
         self.order = Order(threads_are_processes=True)
-        self.outgoing, _ = WAYS[way]
+        self.outgoing, _ = TRANSPORTS[way]
         self.device = torch.device("cuda", 0)
         self.learners = [learner_name(rank) for rank in range(num_learners)]
         self.receivers = [receiver_name(index) for index in range(num_receivers)]
@@ -298,7 +298,7 @@ class Channel:
         self.info = {
             "backend": way,
             "num_receivers": num_receivers,
-            "manifest": self.manifest.described(),
+            "manifest": self.manifest.constructor_arguments(),
         }
         self.info["changes_alone"] = False
         self.store, self.issued, self.kept = Store(self.order), {}, []  # type: ignore[var-annotated]

@@ -111,7 +111,7 @@ ELSEWHERE = {
     'if self.device.type == "cpu":': ("tests/fleet/test_weight_sync_engine.py", "TIED"),
     "has_cache_size = settings": (
         "tests/unit/generation/test_engine_choices.py",
-        "refusal_of_memory",
+        "explain_memory_error",
     ),
     "run/scorers.py": ("tests/unit/commands/test_score_command.py", "score_command"),
     "planning/": ("tests/unit/planning/test_planning_memory.py", "on_cuda"),

@@ -148,7 +148,7 @@ def refused_share(settings: EngineSettings) -> dict[float, str | None]:
             request_memory(found, Mock(gpu_memory_utilization=share))
             said[share] = None
         except ValueError as error:
-            said[share] = vllm_core.refusal_of_memory(
+            said[share] = vllm_core.explain_memory_error(
                 str(error), replace(settings, fleet=fleet), has_cache_size=False
             )
     return said

@@ -27,7 +27,7 @@ import torch
 from open_instruct.weight_sync import broadcasts, receiver
 from open_instruct.weight_sync.receiver import IncomingWeights
 from open_instruct.weight_sync.sender import WeightSender
-from open_instruct.weight_sync.ways import ON_DEVICE
+from open_instruct.weight_sync.transports import ON_DEVICE
 
 DEVICE = torch.device("cuda", 0)
 

@@ -12,7 +12,7 @@ import torch
 
 from gpu_check.devices import device_of, median_seconds
 from gpu_check.findings import Findings
-from open_instruct.weight_sync.ways import choose_backend
+from open_instruct.weight_sync.transports import choose_transport
 
 NUM_COMPARED, NUM_TIMED = 2, 3
 TIMEOUT_S = 40.0
@@ -68,7 +68,7 @@ def send(pipe: Connection, rehearse: bool) -> tuple[dict[str, Any], str]:
     from open_instruct.weight_sync.sender import WeightSender
 
     device = device_of(rehearse)
-    backend = choose_backend(
+    backend = choose_transport(
         "auto", on_cuda=not rehearse, single_device=not rehearse, same_host=True
     )
     size, bucket_mib = ("tiny", 1) if rehearse else ("base", 256)

@@ -31,7 +31,7 @@ from typing import NamedTuple
 
 from open_instruct.core.families import FULL, LINEAR
 from open_instruct.core.shard_layout import ShardLayout
-from open_instruct.core.weight_buckets import runs_of
+from open_instruct.core.weight_buckets import plan_buckets
 from open_instruct.models.hf.names import TensorNames, is_of_adapter, is_stack
 from open_instruct.planning.subject.model import ModelShape, ParameterShape
 from open_instruct.planning.subject.workload import Workload
@@ -192,7 +192,7 @@ def sync_buckets(
         each.name: (each.num_params * each_bytes, max(n for _, n, _ in rows[each.name]))
         for each in sent
     }
-    for names, piece, num_pieces in runs_of(sizes, workload.sync_bucket_bytes):
+    for names, piece, num_pieces in plan_buckets(sizes, workload.sync_bucket_bytes):
         own = whole = 0
         for name in names:
             cut = [

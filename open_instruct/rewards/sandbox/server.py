@@ -153,14 +153,16 @@ def _live(work: int, walls: Walls | None, server: int, answers_with: str) -> NoR
         os.closerange(3, work)
         os.closerange(work + 1, 1 << 16)
         if answers_with:
-            answered = load_named(answers_with, origin="Forks", what="function")
+            handle_request = load_named(answers_with, origin="Forks", what="function")
         else:
             sys.modules[settings["name"]] = module = types.ModuleType(settings["name"])
-            answered = partial(_ran, module.__dict__)  # all pieces of code have the same names
+            handle_request = partial(
+                _ran, module.__dict__
+            )  # all pieces of code have the same names
         connection.sendall(b"+")
         for line in requests:
             request = json.loads(line)
-            answer = answered(**request["asked"])
+            answer = handle_request(**request["asked"])
             if os.getpid() != child:
                 # Foreign code has forked, and this is its child, which has nothing to answer.
                 os._exit(0)

@@ -127,7 +127,7 @@ class TurnTemplate:
         end = next((end for end in self._ends if rest.startswith(end)), None)
         return None if end is None else rest[len(end) :]
 
-    def opening_of_reply(self, turns: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
+    def find_reply_opening(self, turns: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
         """What a prompt has more than the header of a reply, such as `<think>`, and what the header
         has more.
         """
@@ -173,7 +173,7 @@ class Conversation:
         # With a mark in the place of each reply.
         self._turns = template.with_tools(messages, tools)
         self._text = template.render(self._turns)
-        self._opening, self._header = template.opening_of_reply(self._turns)
+        self._opening, self._header = template.find_reply_opening(self._turns)
         self._has_end = False
         self.answers: list[Span] = []
         self.token_ids: list[int] = list(

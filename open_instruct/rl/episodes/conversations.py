@@ -28,7 +28,7 @@ from open_instruct.environments.environment import (
     Opening,
     Reply,
     ToolCall,
-    find_own_loop,
+    find_dedicated_loop,
     make_environment,
 )
 from open_instruct.environments.foreign_calls import (
@@ -44,7 +44,7 @@ from open_instruct.generation.requests import GenerationRequest, Home, sampling_
 from open_instruct.rewards.event_loop import lasting_loop
 from open_instruct.rewards.finite import read_reward
 from open_instruct.rl.episodes.bridge import Conversation, TurnTemplate
-from open_instruct.rl.episodes.tool_calls import ToolCallError, form_of_template, tool_calls
+from open_instruct.rl.episodes.tool_calls import ToolCallError, detect_call_form, tool_calls
 
 T = TypeVar("T")
 CLOSE_TIMEOUT_S = 10.0
@@ -85,7 +85,7 @@ class Conversations:
         self._flags = config.environment
         self._max_prompt_tokens = config.data.max_prompt_token_length
         is_auto = self._flags.tool_call_form == "auto"
-        self._form = form_of_template(chat.template.text) if is_auto else self._flags.tool_call_form
+        self._form = detect_call_form(chat.template.text) if is_auto else self._flags.tool_call_form
         self._loop = lasting_loop("episodes")
         # One thread, as a tokenizer is for one at a time.
         self._rendering = ThreadPoolExecutor(1, thread_name_prefix="turns")
@@ -101,7 +101,7 @@ class Conversations:
                 lasting_loop(own.name), thread_name=own.name, environment=name, package=own.package
             )
             for name, factory in factories.items()
-            if (own := find_own_loop(factory)) is not None
+            if (own := find_dedicated_loop(factory)) is not None
         }
 
     def ask(self, prompt: Prompt, request: GenerationRequest) -> Future[Completion]:

@@ -47,7 +47,7 @@ def tool_calls(text: str, form: str, names: Collection[str]) -> tuple[ToolCall, 
     return tuple(calls)
 
 
-def form_of_template(template: str) -> str:
+def detect_call_form(template: str) -> str:
     """The form that a chat template asks for: the first whose mark stands in it;
 
     Hermes' where none does.

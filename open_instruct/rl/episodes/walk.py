@@ -20,7 +20,7 @@ Answer = tuple[Completion, Verdict]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AskedGroup:
+class PendingGroup:
     """A prompt with one request for each sample, and the completions and verdicts so far."""
 
     ticket: int
@@ -94,14 +94,14 @@ class Episodes:
         requests: Sequence[GenerationRequest],
         *,
         version: int = 0,
-    ) -> AskedGroup:
+    ) -> PendingGroup:
         """Ask the requests of a prompt, without waiting for the answers.
 
         An answer whose completion cannot be generated or judged raises a `RunError`, as do all
         others of its group.
         """
         answers: list[Future[Answer]] = [Future() for _ in requests]
-        group = AskedGroup(
+        group = PendingGroup(
             ticket=ticket, prompt=prompt, requests=requests, answers=answers, version=version
         )
         for sample, request in enumerate(requests):
@@ -127,7 +127,7 @@ class Episodes:
             completion.cancel()
         self._judges.shutdown(wait=False, cancel_futures=True)
 
-    def _generated(self, group: AskedGroup, sample: int, completion: Future[Completion]) -> None:
+    def _generated(self, group: PendingGroup, sample: int, completion: Future[Completion]) -> None:
         """A completion has arrived: have it judged, or its group. A pool's thread calls this."""
         with self._lock:
             self._generating.discard(completion)
@@ -144,7 +144,7 @@ class Episodes:
         elif are_all_here:
             self._judges.submit(self._judge, group, range(len(group.requests)))
 
-    def _judge(self, group: AskedGroup, samples: Sequence[int]) -> None:
+    def _judge(self, group: PendingGroup, samples: Sequence[int]) -> None:
         completions = [group.completions[sample] for sample in samples]
         try:
             verdicts = self._verifiers.judge(group.prompt, completions)
@@ -157,7 +157,7 @@ class Episodes:
                 group.answers[sample].set_result((completion, verdict))
 
 
-def samples_of(
+def build_requests(
     prompt: Prompt,
     num_samples: int,
     sampling: SamplingSettings,

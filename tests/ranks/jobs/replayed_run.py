@@ -13,7 +13,7 @@ from open_instruct import cli
 from open_instruct.config.resolved import write_config
 from open_instruct.core.records import Completion, Prompt, RolloutGroup, Verdict
 from open_instruct.parallel.process import stop_process
-from open_instruct.rl.samples import RolloutStepBatch, load_conversations, work_of_ranks
+from open_instruct.rl.samples import RolloutStepBatch, load_conversations, plan_rank_work
 from open_instruct.rl.traces import write_traces
 from open_instruct.training.export import export_policy
 from tests.ranks.jobs.grpo_steps import Learner, make_samples
@@ -35,7 +35,7 @@ def run_it(flags: list[str], *, num_steps: int, export: bool = False) -> list[di
     for step in range(1, num_steps + 1):
         batch = RolloutStepBatch(groups=make_groups(step, vocab_size=learner.vocab_size))
         num_ranks = run.layout.data_parallel_world_size
-        learned, work = work_of_ranks(
+        learned, work = plan_rank_work(
             batch, step=step, config=config, conversations=conversations, num_ranks=num_ranks
         )
         own = work[dist.get_rank(learner.policy.dp_process_group)]

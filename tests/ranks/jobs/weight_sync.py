@@ -34,7 +34,7 @@ from open_instruct.training.model.forward import token_logprobs
 from open_instruct.weight_sync import broadcasts
 from open_instruct.weight_sync.folder_sender import FolderSender
 from open_instruct.weight_sync.progress import abandon
-from open_instruct.weight_sync.receiver import Incoming, IncomingWeights, incoming_of
+from open_instruct.weight_sync.receiver import Incoming, IncomingWeights, open_incoming
 from open_instruct.weight_sync.sender import WeightSender
 from tests.ranks.files import tell, told
 from tests.ranks.jobs.weights import in_ranges, sharded, unsharded
@@ -113,7 +113,7 @@ def sync(
             continue
         turns = Path(folder, f"{number}.told")
         info = told(turns)
-        incoming = incoming_of(info, index=own_rank() - num_learners, device=CPU, before=None)
+        incoming = open_incoming(info, index=own_rank() - num_learners, device=CPU, before=None)
         first, second = (received(incoming, info, version, turns) for version in (1, 2))
         files = CheckpointFiles.open(Path(folder, str(number)))
         assert set(first) == set(files)

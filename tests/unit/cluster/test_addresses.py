@@ -6,7 +6,7 @@ from open_instruct.cluster import actor_host
 from open_instruct.cluster.actor_host import allocator_environment, take_environment
 from open_instruct.cluster.addresses import Host, Whereabouts, interface_of
 from open_instruct.parallel.listening import LOOPBACK, LOOPBACK_INTERFACE, listen_at
-from open_instruct.weight_sync.ways import choose_backend
+from open_instruct.weight_sync.transports import choose_transport
 
 A, B, C = Host("10.0.0.1", "a"), Host("10.0.0.2", "b"), Host("10.0.0.3", "c")
 TWIN = Host("10.0.0.2", "a")  # a container with the name of host A
@@ -33,7 +33,9 @@ def test_loopback_only_where_everything_is_on_one_host(
 ) -> None:
     where = Whereabouts(driver=driver, learners=frozenset(learners), engines=frozenset(engines))
     assert where.meeting_address() == address
-    way = choose_backend("auto", on_cuda=False, single_device=False, same_host=where.share_memory())
+    way = choose_transport(
+        "auto", on_cuda=False, single_device=False, same_host=where.share_memory()
+    )
     assert way == way_on_cpus
 
 

@@ -15,7 +15,7 @@ from open_instruct.cluster.placement import FleetShape
 from open_instruct.core.errors import InputError
 from open_instruct.rl import fleet
 from open_instruct.run.run_directory import RunDirectory
-from open_instruct.weight_sync.folder import folder_of_run
+from open_instruct.weight_sync.folder import choose_sync_folder
 from tests.unit.fake_rollouts import grpo_config
 
 HERE = Host("10.0.0.1", "a")
@@ -147,7 +147,7 @@ def test_folder_for_weights_is_there_as_long_as_the_fleet(
                 started(*flags, on_gpus=False)
         else:
             started(*flags, on_gpus=False)
-    expected = {None: ["weight_sync"], "there": [folder_of_run(str(within), tmp_path).name]}
+    expected = {None: ["weight_sync"], "there": [choose_sync_folder(str(within), tmp_path).name]}
     assert there == ([expected[asked]] if asked in expected else [])
     assert not (tmp_path / "weight_sync").exists() and not list((tmp_path / "there").iterdir())
 

@@ -27,7 +27,7 @@ from open_instruct.environments.environment import (
     Turn,
     make_environment,
 )
-from open_instruct.environments.registry import factory_named
+from open_instruct.environments.registry import find_factory
 from open_instruct.generation.requests import GenerationRequest, SamplingSettings
 from open_instruct.rewards.sandbox import sandbox as sandbox_module
 from open_instruct.rewards.sandbox.sandbox import START, Sandbox
@@ -243,12 +243,12 @@ class TestAdapters:
             "def shop(stock=2):\n    return Shop()\n\nclass Shop:\n    def buy(self): ...\n"
         )
         assert callable(
-            factory_named(f"{tmp_path / 'mine.py'}:shop", origin="--environment mine.py:shop")
+            find_factory(f"{tmp_path / 'mine.py'}:shop", origin="--environment mine.py:shop")
         )
         with refused("bad_value", "environment"):
-            factory_named("countr", origin="--environment countr")
+            find_factory("countr", origin="--environment countr")
         with refused("own_code", "environment"):
-            factory_named(f"{tmp_path / 'mine.py'}:nothing", origin="--environment mine.py:nothing")
+            find_factory(f"{tmp_path / 'mine.py'}:nothing", origin="--environment mine.py:nothing")
 
     @pytest.mark.parametrize(
         ("method", "says"),
@@ -267,7 +267,7 @@ class TestAdapters:
     ) -> None:
         (tmp_path / "mine.py").write_text(f"class Shop:\n    {method}\n")
         with pytest.raises(InputError, match=says) if says else nullcontext():
-            factory_named(f"{tmp_path / 'mine.py'}:Shop", origin="--environment mine.py:Shop")
+            find_factory(f"{tmp_path / 'mine.py'}:Shop", origin="--environment mine.py:Shop")
 
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "environments.md"

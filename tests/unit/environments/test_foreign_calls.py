@@ -12,7 +12,14 @@ import pytest
 
 from open_instruct.core.errors import RunError
 from open_instruct.environments.built_in import Calculator
-from open_instruct.environments.environment import Opening, OwnLoop, Reply, Source, ToolAnswer, Turn
+from open_instruct.environments.environment import (
+    DedicatedLoop,
+    Opening,
+    Reply,
+    Source,
+    ToolAnswer,
+    Turn,
+)
 from open_instruct.environments.foreign_calls import (
     MAX_ERROR_CHARACTERS,
     call_foreign,
@@ -201,7 +208,7 @@ def test_blocked_loop_of_one_environment_is_named_with_it(
         gate.wait()  # in place of time.sleep
 
     class Judging(Source):
-        own_loop = OwnLoop(name="a loop of judging", package="judging")
+        dedicated_loop = DedicatedLoop(name="a loop of judging", package="judging")
 
         def begin_run(self) -> None: ...
 

@@ -27,7 +27,7 @@ from open_instruct.environments.environment import (
     make_environment,
 )
 from open_instruct.environments.mcp_tools import McpServer
-from open_instruct.environments.registry import factory_named, known_environments
+from open_instruct.environments.registry import find_factory, known_environments
 from open_instruct.grpo_olmo_core_actor import look_at_run
 from open_instruct.rl.checked_run import open_rollout_run
 from tests.ranks.train_case import free_ports
@@ -221,14 +221,14 @@ def test_server_that_writes_stray_lines_answers_with_one_warning(
     program: str, stray_lines: mcp_tools._StrayLines, caplog: pytest.LogCaptureFixture
 ) -> None:
     noisy = shlex.join(["sh", "-c", f"echo Working...; echo Still.; exec {program} stdio"])
-    assert said(factory_named(f"mcp:{noisy}", origin=""), calls("add", a=1)) == [["2"]]
+    assert said(find_factory(f"mcp:{noisy}", origin=""), calls("add", a=1)) == [["2"]]
     (record,) = [each for each in caplog.records if each.name == "mcp.client.stdio"]
     assert record.exc_info is None and "stdout" in record.getMessage()
 
 
 @pytest.mark.extended
 def test_tools_at_an_address(address: str) -> None:
-    check_sums(factory_named(f"mcp:{address}", origin="--environment"))
+    check_sums(find_factory(f"mcp:{address}", origin="--environment"))
 
 
 @pytest.mark.extended
@@ -258,7 +258,7 @@ def test_run_starts_it_once_for_its_tools(
 @pytest.mark.extended
 def test_server_that_dies_costs_its_episode_and_is_started_anew(program: str) -> None:
     lost, after, count = said(
-        factory_named(f"mcp:{program} stdio", origin=""),
+        find_factory(f"mcp:{program} stdio", origin=""),
         calls("die"),
         calls("add", a=1),
         calls("num_calls"),
@@ -280,7 +280,7 @@ def test_server_that_is_not_there_is_refused(where: str, told: str) -> None:
     with pytest.raises(
         InputError, match=rf"--environment mcp:.*no MCP server answers.*{told}" if where else told
     ):
-        begin_run(factory_named(f"mcp:{where}", origin=f"--environment mcp:{where}"))
+        begin_run(find_factory(f"mcp:{where}", origin=f"--environment mcp:{where}"))
 
 
 def test_episode_calls_them_and_a_lost_server_is_no_fault_of_the_policy(
@@ -288,7 +288,7 @@ def test_episode_calls_them_and_a_lost_server_is_no_fault_of_the_policy(
     tokenizer: Any,  # noqa: F811
     program: str,
 ) -> None:
-    factory = factory_named(f"mcp:{program} stdio", origin="")
+    factory = find_factory(f"mcp:{program} stdio", origin="")
     begin_run(factory)
     call = '<tool_call>{"name": "%s", "arguments": {%s}}</tool_call><|im_end|>'
     completion, requests = ask(
@@ -300,7 +300,7 @@ def test_episode_calls_them_and_a_lost_server_is_no_fault_of_the_policy(
         "tool\n3<|im_end|>\n<|im_start|>assistant\n"
     )
     # A session serves one thread of episodes.
-    another = factory_named(f"mcp:{program} stdio", origin="")
+    another = find_factory(f"mcp:{program} stdio", origin="")
     begin_run(another)
     completion, _ = ask(another, [call % ("die", "")], environment_timeout_s=60)
     assert (

@@ -18,7 +18,7 @@ from open_instruct.environments.environment import (
     begin_run,
     make_environment,
 )
-from open_instruct.environments.registry import factory_named, known_environments
+from open_instruct.environments.registry import find_factory, known_environments
 from tests.refusals import refused
 from tests.unit.environments.test_environments import USER, Asked, ask, calls, decoded, tokenizer  # noqa: F401  # fixtures
 from tests.unit.rewards.sandbox.test_sandbox import wait_until
@@ -216,7 +216,7 @@ def test_fault_of_the_server_is_no_fault_of_the_policy(
     said: str,
     ask: Callable[..., Asked],  # noqa: F811
 ) -> None:
-    factory = factory_named(f"openenv:{server.url}", origin="")
+    factory = find_factory(f"openenv:{server.url}", origin="")
     begin_run(factory)
     completion, _ = ask(factory, [f"{said}<|im_end|>"], environment_timeout_s=20)
     assert completion.episode is not None and completion.episode.status == "env_error"

@@ -13,10 +13,14 @@ from open_instruct.cluster.actor_host import ActorHost
 from open_instruct.config.lora import LoRASection
 from open_instruct.config.rollout_sections import FleetSection
 from open_instruct.core.errors import InputError, RunError
-from open_instruct.generation import rounded_base
+from open_instruct.generation import nf4_loader
+from open_instruct.generation.nf4_loader import load_options
 from open_instruct.generation.requests import Batching
-from open_instruct.generation.rounded_base import load_options
-from open_instruct.generation.vllm_core import check_targets, check_temperature, refusal_of_memory
+from open_instruct.generation.vllm_core import (
+    check_targets,
+    check_temperature,
+    explain_memory_error,
+)
 from open_instruct.generation.vllm_options import (
     adapter_options,
     engine_environment,
@@ -61,11 +65,12 @@ class TestMemory:
     def test_memory_error_of_vllm_names_our_flags(
         self, words: str, has_cache_size: bool, remedy: str
     ) -> None:
-        assert remedy in refusal_of_memory(words, SETTINGS, has_cache_size=has_cache_size)
+        assert remedy in explain_memory_error(words, SETTINGS, has_cache_size=has_cache_size)
 
     def test_other_errors_of_vllm_are_no_memory_errors(self) -> None:
         assert (
-            refusal_of_memory("the model has no such layer", SETTINGS, has_cache_size=False) is None
+            explain_memory_error("the model has no such layer", SETTINGS, has_cache_size=False)
+            is None
         )
 
 
@@ -268,6 +273,6 @@ def test_engine_rounds_the_model_only_where_vllm_has_the_plugin_for_it(
     with refused("missing_package", "lora_sync", "open_instruct_nf4", "VLLM_PLUGINS", "merged"):
         load_options(in_4_bits)
     monkeypatch.delenv("VLLM_PLUGINS")
-    monkeypatch.setattr(rounded_base, "entry_points", lambda **_: ())
+    monkeypatch.setattr(nf4_loader, "entry_points", lambda **_: ())
     with refused("missing_package", "lora_sync", "open_instruct_nf4"):
         load_options(in_4_bits)

@@ -30,7 +30,7 @@ from open_instruct.data.tokenizer import load_tokenizer
 from open_instruct.losses.policy import POLICY_LOSSES
 from open_instruct.objectives.objective import BoundLoss, LossOutputs, TokenLogprobs
 from open_instruct.objectives.policy_gradient import bind
-from open_instruct.rl.samples import conversations_of
+from open_instruct.rl.samples import sft_samples
 from open_instruct.run.pretrained import open_pretrained
 from open_instruct.training.reference import open_beside
 from tests.unit.fake_rollouts import grpo_config
@@ -462,10 +462,10 @@ def test_conversations_of_a_step_depend_on_its_number_alone() -> None:
     """Every row once an epoch, in another order the next time; so nothing of them need be saved."""
     rows: Any = [(sample.document,) for sample in completions(14, count=7)]
     config = grpo_config("--sft_mixer_list", "r.jsonl", "1.0", "--sft_rows_per_step", "3")
-    steps = [conversations_of(rows, step=step, config=config) for step in range(1, 15)]
+    steps = [sft_samples(rows, step=step, config=config) for step in range(1, 15)]
     assert (
-        conversations_of(rows, step=9, config=config) == steps[8]
-        and conversations_of(None, step=9, config=config) == []
+        sft_samples(rows, step=9, config=config) == steps[8]
+        and sft_samples(None, step=9, config=config) == []
     )
     order = [sample.document for step in steps for sample in step]
     epochs = [order[start : start + 7] for start in range(0, 42, 7)]

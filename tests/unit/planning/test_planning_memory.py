@@ -42,7 +42,7 @@ from open_instruct.training.model.kernels import build_activation_checkpointing
 from open_instruct.training.olmo_core.fsdp2 import hand_gradients_over
 from open_instruct.training.optim import eight_bit
 from open_instruct.training.optim.optimizers import build_optimizer_config
-from open_instruct.weight_sync.way import NUM_SLOTS
+from open_instruct.weight_sync.channel import NUM_SLOTS
 from tests.ranks.fork_server import Forked
 from tests.tiers import mark_extended
 

@@ -23,9 +23,9 @@ from open_instruct.generation.requests import sampling_seed
 from open_instruct.rl.conductor import (
     MAX_REJECTED_PER_PROMPT,
     Conductor,
+    build_group_requests,
+    find_solved_rows,
     is_rejected,
-    requests_of,
-    solved_rows,
 )
 from open_instruct.rl.episodes.walk import Episodes
 from open_instruct.rl.samples import RolloutStepBatch, training_samples
@@ -125,7 +125,10 @@ def plain_batches(
         while num_missing := config.rollout.num_unique_prompts_rollout - len(groups[False]):
             tickets = [prompts.next() for _ in range(num_missing)]
             asked = [
-                [pool.submit(request) for request in requests_of(ticket, prompt, config=config)]
+                [
+                    pool.submit(request)
+                    for request in build_group_requests(ticket, prompt, config=config)
+                ]
                 for ticket, prompt in tickets
             ]
             for (ticket, prompt), futures in zip(tickets, asked, strict=True):
@@ -136,7 +139,7 @@ def plain_batches(
                 )
                 groups[is_rejected(group, config.rollout)].append(group)
         batch = RolloutStepBatch(groups=tuple(groups[False]), rejected=tuple(groups[True]))
-        for row_id in solved_rows(batch, config.rollout):
+        for row_id in find_solved_rows(batch, config.rollout):
             prompts.exclude(row_id)
         yield batch
 

@@ -17,7 +17,7 @@ from open_instruct.config.rollout_sections import CriticSection
 from open_instruct.core.errors import InputError
 from open_instruct.core.records import Batch, Document, Episode, RolloutSample, Span, StepBatch
 from open_instruct.objectives.objective import TokenLogprobs
-from open_instruct.rl.samples import with_answers
+from open_instruct.rl.samples import add_answer_loss
 from open_instruct.training.backend import critics
 from open_instruct.training.critic import RETURNS, Critic, of_critic, value_loss
 
@@ -74,7 +74,7 @@ def test_advantages_are_of_sampled_tokens_alone_over_all_turns() -> None:
     replies = (Span(start=0, stop=2), Span(start=4, stop=6))
     episode = Episode(status="done", replies=replies, turns=(), answers=(Span(start=2, stop=4),))
     completion: Any = SimpleNamespace(token_ids=EPISODE.document.token_ids[2:], episode=episode)
-    update = update_of([with_answers(EPISODE, completion, 0.5), SHORT, WRITTEN])
+    update = update_of([add_answer_loss(EPISODE, completion, 0.5), SHORT, WRITTEN])
     (filled,) = critic_of(whiten_advantages=False).with_advantages([update])
     values = filled.microbatches[0].values
     old = valued(update.microbatches[0]).logprobs_N

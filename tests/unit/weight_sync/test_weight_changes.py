@@ -23,13 +23,13 @@ from open_instruct.weight_sync.changes import (
     Message,
     Mirror,
     SentParts,
-    bits_of,
     bucket_of_changes,
     changes_on_device,
     changes_on_host,
+    encode_changes,
+    expand_runs,
     manifest_of_changes,
-    places_of_runs,
-    renew,
+    view_bits,
 )
 from open_instruct.weight_sync.manifest import WeightManifest
 
@@ -162,7 +162,7 @@ def test_receiver_has_the_learners_bits(
     for weights in found:
         assert not any(travel(senders, mirror, manifest, weights))
         for name, each in weights.items():
-            assert torch.equal(bits_of(mirror.tensors[name]), bits_of(each)), name
+            assert torch.equal(view_bits(mirror.tensors[name]), view_bits(each)), name
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -191,7 +191,7 @@ def test_every_value_that_equals_another_or_not_even_itself_is_told_from_every_o
         weights = {"w": torch.ones(20, len(pairs), dtype=dtype)}
         weights["w"][7] = pairs[:, side]
         assert travel(sender, mirror, manifest, weights) == [None]
-        assert torch.equal(bits_of(mirror.tensors["w"]), bits_of(weights["w"]))
+        assert torch.equal(view_bits(mirror.tensors["w"]), view_bits(weights["w"]))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -232,7 +232,7 @@ def test_form_is_that_of_the_fewest_bytes(
     before: list[int], after: list[int], form: int, entries: list[int], values: list[int]
 ) -> None:
     sent_N, now_N = (torch.tensor(each, dtype=torch.float32).bfloat16() for each in (before, after))
-    told = renew(bits_of(sent_N), now_N.float(), dtype=torch.bfloat16)
+    told = encode_changes(view_bits(sent_N), now_N.float(), dtype=torch.bfloat16)
     assert torch.equal(sent_N, now_N)
     assert (told[0], told[1].tolist()) == (form, entries)
     assert told[2].view(torch.bfloat16).tolist() == values
@@ -266,7 +266,7 @@ def test_runs_are_places(gaps_and_lengths: list[tuple[int, int]]) -> None:
         runs.append((start, length))
         places += range(start, start + length)
     starts, lengths = ([run[which] for run in runs] for which in (0, 1))
-    assert places_of_runs(torch.tensor([*starts, *lengths], dtype=torch.int32)).tolist() == places
+    assert expand_runs(torch.tensor([*starts, *lengths], dtype=torch.int32)).tolist() == places
 
 
 @pytest.mark.parametrize(
@@ -292,4 +292,7 @@ def test_bytes_decide_up_to_which_share_changes_travel(
         < share * 10_000 // run_length
     )
     after = changed.repeat_interleave(run_length).to(dtype)
-    assert renew(torch.zeros_like(after), after.view(FLOATS[dtype]), dtype=FLOATS[dtype])[0] == form
+    assert (
+        encode_changes(torch.zeros_like(after), after.view(FLOATS[dtype]), dtype=FLOATS[dtype])[0]
+        == form
+    )

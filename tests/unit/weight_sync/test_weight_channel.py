@@ -21,9 +21,9 @@ from open_instruct.core.errors import RunError
 from open_instruct.parallel.listening import LOOPBACK
 from open_instruct.weight_sync import progress
 from open_instruct.weight_sync.broadcasts import ERROR_HANDLING, broadcast_group
+from open_instruct.weight_sync.channel import wait_for_device
 from open_instruct.weight_sync.progress import SyncProgress, abandon, learner_name, receiver_name
 from open_instruct.weight_sync.receiver import EXTRA_PATIENCE_S, WeightReceiver
-from open_instruct.weight_sync.way import wait_for_device
 
 CPU = torch.device("cpu")
 SENDER = learner_name(0)

@@ -16,11 +16,16 @@ from hypothesis import strategies as st
 
 from open_instruct.core.errors import InputError, RunError
 from open_instruct.weight_sync import folder_sender
-from open_instruct.weight_sync.changes import SentParts, bits_of
-from open_instruct.weight_sync.folder import FolderWeights, folder_of_run, links_to, make_folder
+from open_instruct.weight_sync.changes import SentParts, view_bits
+from open_instruct.weight_sync.channel import FindLocal
+from open_instruct.weight_sync.folder import (
+    FolderWeights,
+    choose_sync_folder,
+    links_to,
+    make_folder,
+)
 from open_instruct.weight_sync.folder_sender import FolderSender
 from open_instruct.weight_sync.manifest import WeightManifest
-from open_instruct.weight_sync.way import LocalOf
 from tests.unit.weight_sync.test_weight_changes import versions
 
 SHAPES = {"a": (20, 3), "b": (), "c": (7, 5)}
@@ -50,7 +55,7 @@ class Sender(FolderSender):
         self._folder = folder
         self._anchor_every = anchor_every
 
-    def _parts(self) -> LocalOf:
+    def _parts(self) -> FindLocal:
         return self.weights.__getitem__
 
 
@@ -62,7 +67,7 @@ def assert_holds(receiver: FolderWeights, weights: Weights) -> None:
     held = dict(next(receiver.buckets()))
     assert held.keys() == weights.keys()
     for name, each in weights.items():
-        assert torch.equal(bits_of(held[name]), bits_of(each)), name
+        assert torch.equal(view_bits(held[name]), view_bits(each)), name
 
 
 @given(
@@ -115,7 +120,9 @@ def chain(tmp_path: Path) -> tuple[Sender, FolderWeights, FolderWeights]:
     return (
         sender,
         follows,
-        FolderWeights({"chain": follows.chain, "manifest": sender.manifest.described()}, index=1),
+        FolderWeights(
+            {"chain": follows.chain, "manifest": sender.manifest.constructor_arguments()}, index=1
+        ),
     )
 
 
@@ -305,7 +312,9 @@ def test_disk_that_is_full_while_a_chain_is_pruned_leaves_whole_weights(
     sender.send(4)
     for receiver in (
         follows,
-        FolderWeights({"chain": late.chain, "manifest": sender.manifest.described()}, index=1),
+        FolderWeights(
+            {"chain": late.chain, "manifest": sender.manifest.constructor_arguments()}, index=1
+        ),
     ):
         receiver.stage(4)
         assert_holds(receiver, sender.weights)
@@ -323,8 +332,8 @@ def test_link_names_the_version(chain: tuple[Sender, FolderWeights, FolderWeight
 
 def test_folder_of_each_run(tmp_path: Path) -> None:
     runs = [tmp_path / parent / "out" for parent in "xy"]
-    assert folder_of_run(None, runs[0]) == runs[0] / "weight_sync"
-    folders = {folder_of_run(str(tmp_path), run) for run in runs}
+    assert choose_sync_folder(None, runs[0]) == runs[0] / "weight_sync"
+    folders = {choose_sync_folder(str(tmp_path), run) for run in runs}
     assert len(folders) == 2 and {folder.parent for folder in folders} == {tmp_path}
     for folder in (*folders, *folders):
         assert make_folder(folder).is_dir()
@@ -338,12 +347,12 @@ def test_folder_that_cannot_be_is_refused(tmp_path: Path, what: str) -> None:
     with pytest.raises(
         InputError, match=f"--weight_sync_folder {asked}: .*; name a folder that is there"
     ):
-        make_folder(folder_of_run(str(asked), tmp_path))
+        make_folder(choose_sync_folder(str(asked), tmp_path))
 
 
 @pytest.mark.parametrize("what", ["a file", "a link"])
 def test_folder_of_other_files_is_not_emptied(tmp_path: Path, what: str) -> None:
-    folder = folder_of_run(None, tmp_path)
+    folder = choose_sync_folder(None, tmp_path)
     theirs = tmp_path / "theirs" if what == "a link" else make_folder(folder)
     theirs.mkdir(exist_ok=True)
     if what == "a link":

@@ -18,7 +18,7 @@ from open_instruct.models.shards import shard_box
 from open_instruct.weight_sync.manifest import WeightManifest
 from open_instruct.weight_sync.receiver import ReusedMemory
 from open_instruct.weight_sync.sender import WeightSender
-from open_instruct.weight_sync.ways import choose_backend
+from open_instruct.weight_sync.transports import choose_transport
 from tests.refusals import refused
 from tests.unit.conftest import JoinAs
 
@@ -123,7 +123,7 @@ class TestBuckets:
 
     def test_both_sides_pack_alike(self) -> None:
         manifest = manifest_of({"a": (3, 5), "b": ()}, num_ranks=2, bucket_bytes=8)
-        again = WeightManifest(**pickle.loads(pickle.dumps(manifest.described())))
+        again = WeightManifest(**pickle.loads(pickle.dumps(manifest.constructor_arguments())))
         assert (again.buckets, again.dtype, again.ranks) == (
             manifest.buckets,
             manifest.dtype,
@@ -177,14 +177,14 @@ class TestBackend:
         ("where", "backend"), [(ONE_HOST, "shm"), (HOSTS, "gloo"), (GPUS, "nccl"), (ONE_GPU, "ipc")]
     )
     def test_auto_chooses_what_works(self, where: dict[str, bool], backend: str) -> None:
-        assert choose_backend("auto", **where) == backend
-        assert choose_backend(backend, **where) == backend
+        assert choose_transport("auto", **where) == backend
+        assert choose_transport(backend, **where) == backend
 
     def test_choice_is_kept(self) -> None:
-        assert choose_backend("gloo", **GPUS) == "gloo"
-        assert {choose_backend("files", **where) for where in (ONE_HOST, HOSTS, GPUS, ONE_GPU)} == {
-            "files"
-        }
+        assert choose_transport("gloo", **GPUS) == "gloo"
+        assert {
+            choose_transport("files", **where) for where in (ONE_HOST, HOSTS, GPUS, ONE_GPU)
+        } == {"files"}
 
     @pytest.mark.parametrize(
         ("flag", "where", "message"),
@@ -200,12 +200,12 @@ class TestBackend:
         self, flag: str, where: dict[str, bool], message: str
     ) -> None:
         with refused("conflict", "weight_sync_backend", f"{flag}", message):
-            choose_backend(flag, **where)
+            choose_transport(flag, **where)
 
     def test_systems_without_shared_memory_take_gloo(
         self, monkeypatch: pytest.MonkeyPatch, tmp_path
     ) -> None:
-        monkeypatch.setattr("open_instruct.weight_sync.ways.SHARED_MEMORY", tmp_path / "none")
-        assert choose_backend("auto", **ONE_HOST) == "gloo"
+        monkeypatch.setattr("open_instruct.weight_sync.transports.SHARED_MEMORY", tmp_path / "none")
+        assert choose_transport("auto", **ONE_HOST) == "gloo"
         with refused("conflict", "weight_sync_backend"):
-            choose_backend("shm", **ONE_HOST)
+            choose_transport("shm", **ONE_HOST)

@@ -177,7 +177,7 @@ def test_ids_are_those_of_the_rendered_conversation_where_replies_are_plain(
         talk.reply(tokenizer(text + end, add_special_tokens=False)["input_ids"])
         talk.answer([{"role": "user", "content": "again"}])
         messages += [{"role": "assistant", "content": text}, {"role": "user", "content": "again"}]
-    opening, _ = template.opening_of_reply([{"role": "user", "content": "What?"}])
+    opening, _ = template.find_reply_opening([{"role": "user", "content": "What?"}])
     turns = [
         {**turn, "content": opening + turn["content"]} if turn["role"] == "assistant" else turn
         for turn in messages

@@ -1,16 +1,17 @@
-"""The seam of a weight sync: a way carries buckets from the learners to the receivers.
+"""The two ends of a weight sync's channel, which a transport implements.
 
-A way is one file with its two ends, `Outgoing` of a learner and `Incoming` of a receiver, and a
-line in `ways.py`. Both ends live through one channel, in this order::
+A transport carries buckets from the learners to the receivers. It is one file with two classes,
+an `Outgoing` for a learner and an `Incoming` for a receiver, and a line in `transports.py`. The
+methods of both are called in this order::
 
     facts = outgoing.offer()              # on learner 0 alone; the facts travel to all others
     outgoing.join(info)                   # before anybody knows who else comes
     outgoing.connect(info, progress)      # once all members have joined
     outgoing.put(position, bucket, ...)   # the buckets of one version after another
 
-with `join`, `connect` and `take` on the receivers' side. Learners run at most `NUM_SLOTS` buckets
-ahead of the slowest receiver. `manifest` may be another one for each version: of as many buckets,
-in which no rank brings more than in the one that the way was made with.
+and a receiver calls `join`, `connect` and `take`. Learners run at most `NUM_SLOTS` buckets ahead of
+the slowest receiver. Each version may have a manifest of its own, with as many buckets, in which no
+rank brings more bytes than in the manifest that the channel was made with.
 """
 
 from collections.abc import Callable, Mapping
@@ -26,61 +27,62 @@ CPU = torch.device("cpu")
 
 Info = Mapping[str, Any]
 """The facts of a channel, as `WeightSender.open` returns them."""
-LocalOf = Callable[[str], torch.Tensor]
-"""Gives this rank's part of a tensor, by the name that it travels under; made on demand."""
-Wholes = Mapping[str, torch.Tensor]
+FindLocal = Callable[[str], torch.Tensor]
+"""Returns this rank's part of a tensor, by the name that it travels under."""
+WholeTensors = Mapping[str, torch.Tensor]
 """The tensors of a bucket by name, to be filled."""
-WholesAt = Callable[[int], Wholes]
-"""Gives those of the bucket at a position, always the same ones; a way may ask for those of the
-next one early.
-"""
+FindWholes = Callable[[int], WholeTensors]
+"""Returns the tensors of the bucket at a position, always the same; a transport may ask early."""
 
 
-class End:
-    """An end of a channel."""
+class ChannelEnd:
+    """One end of a channel: a learner's (`Outgoing`) or a receiver's (`Incoming`)."""
 
     progress: SyncProgress
 
     def __init__(self, manifest: Manifest, *, index: int, device: torch.device) -> None:
-        """`index`: the rank of a learner, or the number of a receiver; on `device` buckets are
-        packed, or arrive.
+        """Note what travels; nothing is allocated before `join`.
+
+        Args:
+            index: the rank of a learner, or the number of a receiver.
+            device: where buckets are packed, or arrive.
         """
-        self.manifest, self.index, self.device = manifest, index, device
+        self.manifest = manifest
+        self.index = index
+        self.device = device
 
     def join(self, info: Info) -> None:
-        """Take hold of what learner 0 offers."""
+        """Open what learner 0 offers."""
 
     def connect(self, info: Info, progress: SyncProgress) -> None:
-        """Make ready to send or to receive; all members have joined."""
+        """Prepare to send or to receive, once all members have joined."""
         self.progress = progress
 
     def close(self) -> None:
         """Release memory and connections, even if other references to this object remain."""
 
 
-class Outgoing(End):
+class Outgoing(ChannelEnd):
     """A learner's end of a channel.
 
-    This class sends nothing: it serves learners whose parts are sent by another copy of the model.
+    This class itself sends nothing: it serves learners whose parts another copy of the model sends.
     """
 
     def offer(self) -> dict[str, Any]:
-        """On learner 0: make what the other members connect to; returns facts that they need, plain
-        types.
-        """
+        """On learner 0: make what the others connect to; returns the facts that they need."""
         return {}
 
-    def put(self, position: int, local_of: LocalOf) -> None:
+    def put(self, position: int, find_local: FindLocal) -> None:
         """Send this rank's parts of the bucket at `position`."""
 
     def check(self) -> None:
         """Raise an error that occurred since the last `put`; returns at once."""
 
 
-class Incoming(End):
+class Incoming(ChannelEnd):
     """A receiver's end of a channel."""
 
-    def take(self, position: int, wholes_at: WholesAt) -> None:
+    def take(self, position: int, find_wholes: FindWholes) -> None:
         """Bring all parts of the bucket at `position` into its tensors.
 
         Raises:

@@ -1,22 +1,20 @@
-"""The ways for weights from the learners to the engines, and the condition under which each one
-works.
-"""
+"""The transports for weights from learners to engines, and when each one works."""
 
 from open_instruct.cluster.watchdog import SHARED_MEMORY
 from open_instruct.core.errors import InputError
 from open_instruct.weight_sync.broadcasts import PartBroadcaster, PartReceiver
+from open_instruct.weight_sync.channel import Incoming, Outgoing
 from open_instruct.weight_sync.slots import SlotReader, SlotWriter
-from open_instruct.weight_sync.way import Incoming, Outgoing
 
-WAYS: dict[str, tuple[type[Outgoing], type[Incoming]]] = {
+TRANSPORTS: dict[str, tuple[type[Outgoing], type[Incoming]]] = {
     "nccl": (PartBroadcaster, PartReceiver),
     "gloo": (PartBroadcaster, PartReceiver),
     "ipc": (SlotWriter, SlotReader),
     "shm": (SlotWriter, SlotReader),
 }
-"""Both ends of each way, by the values of `--weight_sync_backend`."""
+"""The classes of both ends, by the values of `--weight_sync_backend`."""
 
-IN_WORDS = {
+TRANSPORT_WORDS = {
     "nccl": "over NCCL",
     "gloo": "over gloo",
     "ipc": "by CUDA IPC",
@@ -26,14 +24,14 @@ IN_WORDS = {
 """How weights go to engines, in a sentence."""
 
 ON_DEVICE = ("nccl", "ipc")
-"""Those by which weights go from CUDA device to CUDA device; by others they go through the CPU."""
+"""Transports from CUDA device to CUDA device; the others go through the CPU."""
 
 FOLDER = "files"
-"""Another of its values: the way without a channel (`folder.py`)."""
+"""The value of `--weight_sync_backend` for the transport without a channel (`folder.py`)."""
 
 
-def choose_backend(flag: str, *, on_cuda: bool, single_device: bool, same_host: bool) -> str:
-    """The way that `--weight_sync_backend` stands for.
+def choose_transport(flag: str, *, on_cuda: bool, single_device: bool, same_host: bool) -> str:
+    """The transport that `--weight_sync_backend` stands for.
 
     Args:
         flag: its value.
