@@ -2,7 +2,7 @@
 model.
 
 Learners and receivers count buckets through the life of a channel, and report their progress in a
-small key-value store that rank 0 keeps. How the bytes travel is a transport's business (`channel.py`).
+small key-value store that rank 0 keeps. The transport decides how bytes travel (`channel.py`).
 
 For each rank of the learners::
 
