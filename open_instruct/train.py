@@ -74,16 +74,12 @@ def _run_own(words: list[str]) -> int:
     return run_objective(objective, words[:at] + words[at + 2 :], own=words[at : at + 2])
 
 
-def entry_of(objective: Objective, module: str) -> Callable[..., int]:
-    """The public `main` of the file of `objective`, which runs at once where `module` is
-    `__main__`.
+def make_main(objective: Objective) -> Callable[..., int]:
+    """The public `main` of the file of `objective`.
 
     It runs with the flags in its argument (default: the command line) and returns the exit code.
     """
-    main = partial(run_objective, objective)
-    if module == "__main__":
-        leave(main())
-    return main
+    return partial(run_objective, objective)
 
 
 def run_objective(

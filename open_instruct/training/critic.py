@@ -11,7 +11,8 @@ that were sampled on this rank, A on all.
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import islice
+from itertools import chain
+from typing import NamedTuple
 
 import torch
 
@@ -37,6 +38,13 @@ from open_instruct.training.policy import Policy
 ADVANTAGES, RETURNS, OLD_VALUES = "advantages_N", "returns_N", "old_values_N"
 EXPLAINED = "explained_variance"
 LEAST_VARIANCE = 1e-8
+
+
+class ValuedBatch(NamedTuple):
+    """A microbatch, and of each sampled token its advantage (not yet whitened) and its value."""
+
+    batch: Batch
+    advantages_and_values_M2: torch.Tensor
 
 
 class Critic:
@@ -73,35 +81,21 @@ class Critic:
         """
         policy = self.policy
         policy.backend.set_mode("eval")
-        valued = [self._valued(batch) for update in updates for batch in sampled(update)]
+        valued = [[self._value(batch) for batch in rl_microbatches(each)] for each in updates]
         reshard(policy.model)
-        own_R2 = torch.cat([valued_M2 for _, valued_M2 in valued])
-        advantages_A, values_A = gather_rows(own_R2, group=policy.dp_process_group).unbind(1)
-        shown_R = (
-            whitened(own_R2[:, 0], advantages_A) if self.flags.whiten_advantages else own_R2[:, 0]
-        )
-        told = {}
-        if len(values_A):
-            rest = advantages_A.var(correction=0) / (advantages_A + values_A).var(
-                correction=0
-            ).clamp(LEAST_VARIANCE)
-            told = {EXPLAINED: 1 - rest}
-        shown = shown_R.split([len(valued_M2) for _, valued_M2 in valued])
-        made = iter(
-            [
-                self._filled(*each, shown_M, told)
-                for each, shown_M in zip(valued, shown, strict=True)
-            ]
-        )
-        return tuple(
-            replace(each, microbatches=(*islice(made, len(sampled(each))), *given(each)))
-            for each in updates
-        )
+        values_R2 = torch.cat([each.advantages_and_values_M2 for each in chain(*valued)])
+        values_A2 = gather_rows(values_R2, group=policy.dp_process_group)
+        step_values: dict[str, torch.Tensor] = {}
+        if len(values_A2):
+            step_values[EXPLAINED] = explained_variance(values_A2)
 
-    def _valued(self, batch: Batch) -> tuple[Batch, torch.Tensor]:
-        """The microbatch, and (M, 2): the advantage of each sampled token, not yet whitened, and
-        its value.
-        """
+        def fill_update(update: StepBatch, microbatches: Sequence[ValuedBatch]) -> StepBatch:
+            filled = [self._fill(each, values_A2, step_values) for each in microbatches]
+            return replace(update, microbatches=(*filled, *sft_microbatches(update)))
+
+        return tuple(map(fill_update, updates, valued))
+
+    def _value(self, batch: Batch) -> ValuedBatch:
         batch = replace(batch, values=on_device(batch.values, self.policy.device))
         scores = self.policy.scores(unrouted(batch))
         rl = Stream.of("rl", batch.values)
@@ -111,20 +105,28 @@ class Critic:
         advantages_M = gae(
             values_M, rewards_M, sequence_ids_M, gamma=self.flags.gamma, lam=self.flags.gae_lambda
         )
-        return batch, torch.stack([advantages_M, values_M], dim=1)
+        return ValuedBatch(batch, torch.stack([advantages_M, values_M], dim=1))
 
-    def _filled(
+    def _fill(
         self,
-        batch: Batch,
-        valued_M2: torch.Tensor,
-        shown_M: torch.Tensor,
-        told: Mapping[str, torch.Tensor],
+        valued: ValuedBatch,
+        values_A2: torch.Tensor,
+        step_values: Mapping[str, torch.Tensor],
     ) -> Batch:
-        advantages_M, values_M = valued_M2.unbind(1)
-        rl, num_labels = Stream.of("rl", batch.values), len(batch.packed.sequence_ids_N)
-        of_sampled = {ADVANTAGES: shown_M, RETURNS: advantages_M + values_M, OLD_VALUES: values_M}
-        added = {name: rl.put(each_M, num_labels) for name, each_M in of_sampled.items()}
-        return replace(batch, values={**batch.values, **added, **told})
+        """The microbatch with its advantages (whitened over the step), returns and old values."""
+        batch = valued.batch
+        advantages_M, values_M = valued.advantages_and_values_M2.unbind(1)
+        returns_M = advantages_M + values_M
+        if self.flags.whiten_advantages:
+            advantages_M = whitened(advantages_M, values_A2[:, 0])
+        rl = Stream.of("rl", batch.values)
+        num_labels = len(batch.packed.sequence_ids_N)
+        added = {
+            ADVANTAGES: rl.put(advantages_M, num_labels),
+            RETURNS: rl.put(returns_M, num_labels),
+            OLD_VALUES: rl.put(values_M, num_labels),
+        }
+        return replace(batch, values={**batch.values, **added, **step_values})
 
     def export(self, *, run: Run, config: GRPOConfig) -> None:
         """Write OUT/critic, for --critic_model_name_or_path and as transformers' class with a
@@ -140,15 +142,23 @@ class Critic:
         """One optimizer update for each of the `updates`, which have their returns; gives the
         metrics of the step.
         """
-        row = take(self.policy, list(map(of_critic, updates)))
+        row = take(self.policy, [select_critic_part(each) for each in updates])
         spent_s = sum(value for name, value in row.items() if name.startswith("time/"))
-        return {f"critic/{name}": value for name, value in row.items() if name in TOLD} | {
-            "time/critic": spent_s
-        }
+        shown = {f"critic/{name}": row[name] for name in row if name in SHOWN_METRICS}
+        return shown | {"time/critic": spent_s}
 
 
-# Of the metrics of an update, those that are told beside the policy's.
-TOLD = ("loss", "grad_norm", "lr", "step_skipped", "value", "return", "clip_fraction", EXPLAINED)
+# The metrics of a critic's update that stand beside the policy's in a row.
+SHOWN_METRICS = (
+    "loss",
+    "grad_norm",
+    "lr",
+    "step_skipped",
+    "value",
+    "return",
+    "clip_fraction",
+    EXPLAINED,
+)
 
 
 def value_loss(
@@ -156,9 +166,9 @@ def value_loss(
 ) -> LossOutputs:
     """The microbatch's share of the mean over the sampled tokens of an update."""
     rl = Stream.of("rl", batch.values)
-    values_M, old_M, returns_M = map(
-        rl.take, (scores.logprobs_N, batch.values[OLD_VALUES], batch.values[RETURNS])
-    )
+    values_M = rl.take(scores.logprobs_N)
+    old_M = rl.take(batch.values[OLD_VALUES])
+    returns_M = rl.take(batch.values[RETURNS])
     losses_M, is_clipped_M = value_losses(values_M, old_M, returns_M, flags.value_clip)
     loss = losses_M.sum() / max(counts["rl_labels"], 1)
     metrics = {"loss": Metric(value=loss.detach(), reduction="sum")}
@@ -171,15 +181,22 @@ def value_loss(
     return LossOutputs(loss=loss, metrics=metrics)
 
 
-def sampled(update: StepBatch) -> tuple[Batch, ...]:
+def explained_variance(values_A2: torch.Tensor) -> torch.Tensor:
+    """1 - var(returns - values) / var(returns), of the step's advantages and values, (A, 2)."""
+    advantages_A, values_A = values_A2.unbind(1)
+    of_returns = (advantages_A + values_A).var(correction=0).clamp(LEAST_VARIANCE)
+    return 1 - advantages_A.var(correction=0) / of_returns
+
+
+def rl_microbatches(update: StepBatch) -> tuple[Batch, ...]:
     """The microbatches that have completions on some rank: as many on all, so that ranks meet in
     collectives.
     """
     return update.microbatches[: update.counts["rl_microbatches"]]
 
 
-def given(update: StepBatch) -> tuple[Batch, ...]:
-    """The SFT microbatches, which stand behind those of completions."""
+def sft_microbatches(update: StepBatch) -> tuple[Batch, ...]:
+    """The microbatches of written conversations, which stand behind those of completions."""
     return update.microbatches[update.counts["rl_microbatches"] :]
 
 
@@ -188,7 +205,8 @@ def unrouted(batch: Batch) -> Batch:
     return replace(batch, packed=replace(batch.packed, routes_TR=None))
 
 
-def of_critic(update: StepBatch) -> StepBatch:
+def select_critic_part(update: StepBatch) -> StepBatch:
     """The update as the critic learns it: nothing, where no completion is among its rows."""
     counts = {**update.counts, "rows": update.counts["rl_rows"]}
-    return replace(update, microbatches=tuple(map(unrouted, sampled(update))), counts=counts)
+    microbatches = tuple(map(unrouted, rl_microbatches(update)))
+    return replace(update, microbatches=microbatches, counts=counts)

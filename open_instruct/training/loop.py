@@ -10,13 +10,11 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from olmo_core.data.data_loader import DataLoaderBase
-from olmo_core.distributed.utils import all_reduce_value, get_fs_local_rank
+from olmo_core.distributed.utils import all_reduce_value
 from olmo_core.optim import SkipStepOptimizer
 from olmo_core.train import Duration, LoadStrategy, TrainerConfig
 from olmo_core.train.callbacks import Callback, ConsoleLoggerCallback
@@ -44,6 +42,7 @@ from open_instruct.training.measure.profile import profiling
 from open_instruct.training.measure.speed import StepClock, flops_of_step, peak_flops_per_second
 from open_instruct.training.optim.optimizers import SkipStepHistory
 from open_instruct.training.policy import Policy
+from open_instruct.training.rows.loader_state_adapter import LoaderStateAdapter
 from open_instruct.training.rows.sample_loader import SampleLoader
 from open_instruct.training.scoring import Heldout
 
@@ -122,8 +121,10 @@ class Loop:
                 ),
             },
         )
-        loader = place_in_data(place, learner.dp_process_group)
-        self.trainer = trainer.build(learner.backend.train_module, loader)
+        adapter = LoaderStateAdapter(
+            place, work_dir=self.folder, dp_process_group=learner.dp_process_group
+        )
+        self.trainer = trainer.build(learner.backend.train_module, adapter)
         if critic is not None:
             critic.train_module._attach_trainer(self.trainer)  # for the number of the step
         self.checkpointer = self.trainer.checkpointer = SafeCheckpointer(
@@ -366,21 +367,6 @@ class Loop:
     def _call(self, hook: str, *arguments: Any) -> None:
         for callback in self._callbacks:
             getattr(callback, hook)(*arguments)
-
-
-def place_in_data(place: Stateful, group: dist.ProcessGroup | None) -> DataLoaderBase:
-    """All that OLMo-core's trainer asks of a loader, a run's place in its data: batches come from
-    elsewhere.
-    """
-    facts = SimpleNamespace(
-        state_dict=place.state_dict,
-        load_state_dict=place.load_state_dict,
-        dp_world_size=dist.get_world_size(group),
-        dp_rank=dist.get_rank(group),
-        fs_local_rank=get_fs_local_rank(),
-        global_batch_size=0,  # which nothing asks for: steps end the run, not tokens
-    )
-    return cast(DataLoaderBase, facts)
 
 
 def merged(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:

@@ -103,7 +103,10 @@ ELSEWHERE = {
         "tests/unit/training/test_float8.py",
         'GPU = torch.device("cuda", 0)',
     ),
-    "training/deepspeed/planned.py": ("tests/unit/planning/test_deepspeed_plan.py", "on_cuda"),
+    "training/deepspeed/planned_memory.py": (
+        "tests/unit/planning/test_deepspeed_plan.py",
+        "on_cuda",
+    ),
     "paces = gathered": ("tests/unit/run/test_alarms.py", 'host_of_cores("cuda")'),
     "models/delta_rule/": ("tests/fake_cuda/cases.py", '"dpo_hybrid": Case('),
     "if family.delta is None or torch": ("tests/unit/models/test_delta_rule.py", "lambda: on_gpu"),

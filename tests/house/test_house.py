@@ -100,7 +100,8 @@ WITHOUT_TORCH = [
         "commands/report.py",
     ),
     *("run/first_look.py", "parallel/processes.py"),
-    *(f"training/deepspeed/{name}.py" for name in ("settings", "planned", "record", "grpo_flags")),
+    *(f"training/deepspeed/{name}.py" for name in ("settings", "record", "grpo_flags")),
+    *(f"training/deepspeed/{name}.py" for name in ("planned", "planned_memory", "planned_traffic")),
     "training/olmo_core/record.py",
     *(f"parallel/{name}.py" for name in ("layout", "node_sizes", "wording", "picture")),
     *(
@@ -156,7 +157,6 @@ TOO_LONG_YET = {
     "planning/traffic.py",
     "rl/checked_run.py",
     "run/pretrained.py",
-    "training/deepspeed/planned.py",
     "training/loop.py",
     "training/model/forward.py",
     "training/offline.py",

@@ -17,8 +17,10 @@ from open_instruct.planning.memory.phases import BUFFERS
 from open_instruct.planning.memory.state import sync_buckets
 from open_instruct.planning.subject.workload import shape_of_run, workload_of
 from open_instruct.planning.traffic import groups_of
-from open_instruct.training.deepspeed import planned
-from open_instruct.training.deepspeed.planned import DeepSpeed, ZeroMoments, exchanges_of
+from open_instruct.training.deepspeed import planned_memory, planned_traffic
+from open_instruct.training.deepspeed.planned import DeepSpeed
+from open_instruct.training.deepspeed.planned_memory import ZeroMoments
+from open_instruct.training.deepspeed.planned_traffic import exchanges_of
 from open_instruct.training.deepspeed.settings import zpg_of
 from tests.ranks.jobs.deepspeed_runs import OF_LARGE_MODELS
 from tests.ranks.launch import run_ranks
@@ -182,11 +184,13 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Measured:
 def name(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Of a case, planned with what DeepSpeed is told in it."""
     sharing = CASES[request.param].sharing
-    monkeypatch.setattr(planned, "BUCKET", sharing.get("reduce_bucket_size", planned.BUCKET))
-    at_once = sharing.get("stage3_max_live_parameters", planned.MOST_AT_ONCE)
-    monkeypatch.setattr(planned, "MOST_AT_ONCE", at_once)
-    small = sharing.get("stage3_param_persistence_threshold", planned.SMALL)
-    monkeypatch.setattr(planned, "SMALL", small)
+    bucket = sharing.get("reduce_bucket_size", planned_memory.BUCKET)
+    monkeypatch.setattr(planned_memory, "BUCKET", bucket)
+    at_once = sharing.get("stage3_max_live_parameters", planned_memory.MOST_AT_ONCE)
+    for module in (planned_memory, planned_traffic):
+        monkeypatch.setattr(module, "MOST_AT_ONCE", at_once)
+    small = sharing.get("stage3_param_persistence_threshold", planned_memory.SMALL)
+    monkeypatch.setattr(planned_memory, "SMALL", small)
     return str(request.param)
 
 

@@ -17,7 +17,7 @@ from open_instruct.planning.plan import Plan, plan_of
 from open_instruct.planning.request import parse_request
 from open_instruct.planning.shown import as_record, check_plan, said, traffic_rows
 from open_instruct.report.plan_page import html_page, print_plan
-from open_instruct.training.deepspeed.planned import BUCKET, MOST_AT_ONCE, SMALL
+from open_instruct.training.deepspeed.planned_memory import BUCKET, MOST_AT_ONCE, SMALL
 
 SEVEN_B = ["--model_name_or_path", "allenai/OLMo-2-1124-7B"]
 SMALL_ROWS = ["--activation_checkpointing", "full", "--per_device_train_batch_size", "1"]

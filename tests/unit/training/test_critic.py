@@ -19,7 +19,7 @@ from open_instruct.core.records import Batch, Document, Episode, RolloutSample, 
 from open_instruct.objectives.objective import TokenLogprobs
 from open_instruct.rl.samples import add_answer_loss
 from open_instruct.training.backend import critics
-from open_instruct.training.critic import RETURNS, Critic, of_critic, value_loss
+from open_instruct.training.critic import RETURNS, Critic, select_critic_part, value_loss
 
 GAMMA, LAMBDA = 0.9, 0.8
 EPISODE = RolloutSample(
@@ -127,8 +127,8 @@ def test_microbatches_of_conversations_are_not_computed() -> None:
         assert [len(each.microbatches) for each in filled] == [3]
         assert len(computed) == 2
         assert filled[0].microbatches[2] is updates[0].microbatches[2]
-        assert [len(of_critic(each).microbatches) for each in filled] == [2]
-        assert all(RETURNS in each.values for each in of_critic(filled[0]).microbatches)
+        assert [len(select_critic_part(each).microbatches) for each in filled] == [2]
+        assert all(RETURNS in each.values for each in select_critic_part(filled[0]).microbatches)
     assert sorted(
         len(batch.values["advantages_N"])
         for (update,) in ranks
@@ -139,7 +139,7 @@ def test_microbatches_of_conversations_are_not_computed() -> None:
 def test_step_without_completions_leaves_the_critic_alone() -> None:
     critic = critic_of()
     (filled,) = critic.with_advantages([update_of([WRITTEN], [])])
-    assert of_critic(filled).counts["rows"] == 0
+    assert select_critic_part(filled).counts["rows"] == 0
     for batch in filled.microbatches:
         outputs = value_loss(valued(batch), batch, filled.counts, flags=critic.flags)
         assert outputs.loss == 0 and outputs.metrics.keys() == {"loss"}
