@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 PLAIN_VENV ?= .venv-plain
 
 .DEFAULT_GOAL := help
-.PHONY: help install lock demo demo-dpo demo-grpo demo-tools check quick-tests test main-tests test-rest test-all all-tests test-again test-plain test-build install-plain lint ruff types format gpu-check gpu-check-node triton clean
+.PHONY: help install lock demo demo-dpo demo-grpo demo-tools check quick-tests test main-tests test-rest test-all all-tests test-again test-plain test-build install-plain lint ruff types format gpu-check gpu-check-node triton docs clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z%-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -106,6 +106,9 @@ triton: $(STAMP)  ## Triton in build/triton, with which tests compile kernels of
 	@mkdir -p build && sed -n '/^triton==/,/[^\\]$$/p' scripts/locks/torch_cuda.txt > build/triton.txt
 	$(PY) -m pip install --quiet --no-deps --require-hashes --upgrade --target build/triton -r build/triton.txt
 
+docs:  ## the pages as a site in build/site, with mkdocs in an environment of its own
+	@PYTHON="$(PYTHON)" scripts/build_site.sh
+
 clean:  ## everything that these targets made, the environment too
-	rm -rf .venv .venv-plain demo_output gpu_check_output build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-plain .venv-docs demo_output gpu_check_output build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -55,6 +55,7 @@ EARLIER_RUNS = {
         {SFT} OUT_LORA --use_lora
         open-instruct reward_model --model_name_or_path MODEL_DIR --mixer_list pairs.jsonl 1.0 --output_dir OUT_RM
     """,
+    "README": f"{SFT} demo_output/grpo\n",
     "report": f"{SFT} RUN\n{SFT} RUN_TOO --learning_rate 1e-4\n",
 }
 
@@ -127,6 +128,7 @@ def draw_rows(folder: Path, page: Path) -> Iterator[tuple[str, list[dict[str, An
     prompts = [{"prompt": "1 + 1?", "ground_truth": "2", "dataset": "gsm8k"}] * 8
     of_page = {
         "after": chats,
+        "README": chats,
         "report": chats,
         "your_own_loss": [{"question": "One?", "answer": str(n)} for n in range(8)],
     }

@@ -106,7 +106,7 @@ PASTED = [
     pytest.param(
         page,
         id=page.stem,
-        marks=pytest.mark.slow if page.stem == "README" else pytest.mark.extended,
+        marks=pytest.mark.slow if page.stem in ("README", "quick_start") else pytest.mark.extended,
     )
     for page in SCRIPTS
 ]
@@ -144,6 +144,11 @@ def test_blocks_of_a_page_run_in_their_order_in_one_folder(
 
 
 def check_readme(folder: Path, output: str) -> None:
+    assert "$ open-instruct chat demo_output/grpo" in output
+    assert (folder / "demo_output" / "grpo" / "report.html").is_file()
+
+
+def check_quick_start(folder: Path, output: str) -> None:
     assert "training data: kept in" in output
     assert (folder / "OUT" / "hf_model" / "model.safetensors").is_file()
 
@@ -170,6 +175,7 @@ def read_metrics(run: Path) -> list[dict[str, Any]]:
 
 CHECKS: dict[str, Callable[[Path, str], None]] = {
     "README": check_readme,
+    "quick_start": check_quick_start,
     "grpo": check_grpo,
     "rewards": check_rewards,
 }

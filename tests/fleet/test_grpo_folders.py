@@ -1,4 +1,4 @@
-"""The GRPO commands of the README: where a run keeps what it needs while it runs, and what is left
+"""The GRPO commands of the quick start: where a run keeps what it needs while it runs, and what is left
 of that.
 """
 
@@ -21,11 +21,11 @@ def variables_of(pid: int) -> dict[str, str]:
     return dict(entry.split("=", 1) for entry in entries if "=" in entry)
 
 
-def block_of_readme() -> str:
+def block_of_quick_start() -> str:
     """Its lines from a model to a trained one; two steps of 25, and the shell becomes the last
     command.
     """
-    blocks = (REPOSITORY / "README.md").read_text().split("```\n")
+    blocks = (REPOSITORY / "docs" / "quick_start.md").read_text().split("```\n")
     (block,) = (block for block in blocks if "\nopen-instruct grpo " in block)
     assert " --total_episodes 1600 " in block and " --output_dir OUT_GRPO\n" in block
     return block.replace("\nopen-instruct grpo ", "\nexec open-instruct grpo ").replace(
@@ -52,7 +52,7 @@ def test_only_caches_are_left_in_home_and_in_a_deep_folder_for_temporary_files(
         "PYTHONPATH": str(REPOSITORY),
     }
     process = subprocess.Popen(
-        ["bash", "-ec", block_of_readme()],
+        ["bash", "-ec", block_of_quick_start()],
         cwd=tmp_path,
         env={
             **os.environ,

@@ -7,29 +7,44 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 
 from open_instruct.core.families import FAMILIES
 from open_instruct.losses.advantages import ADVANTAGES
 from open_instruct.losses.policy import POLICY_LOSSES
 from open_instruct.losses.preference import PREFERENCE_LOSSES
+from open_instruct.migrate.from_suite import OPEN_INSTRUCT, READERS
 from tests.house.test_house import DOCS, FLOORS, PACKAGE, REPOSITORY
 
 ARCHITECTURE = REPOSITORY / "docs" / "architecture.md"
 CONTRIBUTING = REPOSITORY / "CONTRIBUTING.md"
 CHANGELOG = REPOSITORY / "CHANGELOG.md"
+README = REPOSITORY / "README.md"
+BENCHMARKS = REPOSITORY / "docs" / "benchmarks.md"
+PAGES = [*DOCS, CONTRIBUTING, CHANGELOG, REPOSITORY / "SECURITY.md"]
 
 WORDS = "two three four five six seven eight nine ten eleven twelve"
 NUMBERS = {word: number for number, word in enumerate(WORDS.split(), start=2)}
 NUMBER = r"\d+|" + WORDS.replace(" ", "|")
-COUNT = re.compile(rf"\b({NUMBER})\s+(policy losses|losses and|kinds of advantages|families)\b")
+COUNT = re.compile(
+    rf"\b({NUMBER})\s+(policy losses|losses and|kinds of advantages|families|suites)\b"
+)
 # `gae` is not one of the kinds: a critic makes those.
 COUNTED = {
     "policy losses": len(POLICY_LOSSES),
     "losses and": len(PREFERENCE_LOSSES),
     "kinds of advantages": len(ADVANTAGES) - 1,
     "families": len(FAMILIES),
+    "suites": len({*READERS, OPEN_INSTRUCT}),
 }
 MAX_CHANGELOG_BYTES = 6_000
+MAX_LINES = {README: 120, CONTRIBUTING: 80}
+
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
+FENCED = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
+# A page of the host's, beside the repository: the badge of its tests.
+OF_THE_HOST = "../../actions/"
 
 
 def counts_of_pages() -> Iterator[tuple[str, str, int]]:
@@ -45,7 +60,67 @@ def test_count_on_a_page_is_the_registrys(page: str, noun: str, number: int) -> 
 
 def test_readme_counts_losses_and_advantages() -> None:
     nouns = {noun for page, noun, _ in counts_of_pages() if page == "README.md"}
-    assert nouns >= {"policy losses", "losses and", "kinds of advantages"}
+    assert nouns == COUNTED.keys()
+
+
+@pytest.mark.parametrize("page", MAX_LINES, ids=lambda page: page.name)
+def test_first_pages_are_short(page: Path) -> None:
+    assert len(page.read_text(encoding="utf-8").splitlines()) <= MAX_LINES[page]
+
+
+def test_ratios_in_readme_are_those_of_the_benchmarks() -> None:
+    ratios = set(re.findall(r"\b\d+\.\d+x", README.read_text(encoding="utf-8")))
+    measured = set(re.findall(r"\*\*(\d+\.\d+x)\*\*", BENCHMARKS.read_text(encoding="utf-8")))
+    assert len(ratios) >= 5
+    assert ratios <= measured
+
+
+def test_readme_names_tests_that_exist() -> None:
+    named = re.findall(r"tests/\w+/test_\w+\.py", README.read_text(encoding="utf-8"))
+    assert len(named) >= 5
+    assert [name for name in named if not (REPOSITORY / name).is_file()] == []
+
+
+def find_anchors(page: Path) -> set[str]:
+    """Of its headings, as both GitHub and mkdocs make them."""
+    text = FENCED.sub("", page.read_text(encoding="utf-8"))
+    plain = (re.sub(r"[^\w\s-]", "", heading).strip().lower() for heading in HEADING.findall(text))
+    return {re.sub(r"\s", "-", heading) for heading in plain}
+
+
+def find_dead_links(page: Path) -> list[str]:
+    dead = []
+    for link in LINK.findall(FENCED.sub("", page.read_text(encoding="utf-8"))):
+        if link.startswith(("http://", "https://", OF_THE_HOST)):
+            continue
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        if not target.exists() or (anchor and anchor not in find_anchors(target)):
+            dead.append(link)
+    return dead
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_of_a_page_lead_somewhere(page: Path) -> None:
+    assert find_dead_links(page) == []
+
+
+def test_navigation_of_the_site_has_every_page_once() -> None:
+    site = yaml.safe_load((REPOSITORY / "mkdocs.yml").read_text(encoding="utf-8"))
+    parts = {title: pages for part in site["nav"] for title, pages in part.items()}
+    assert list(parts) == ["Start", "Guides", "Reference", "Inside", "Status"]
+    entries = [entry for pages in parts.values() for entry in pages]
+    named = [entry if isinstance(entry, str) else next(iter(entry.values())) for entry in entries]
+    assert sorted(named) == sorted(page.name for page in (REPOSITORY / "docs").glob("*.md"))
+    assert all((REPOSITORY / hook).is_file() for hook in site["hooks"])
+
+
+def test_dead_links_are_found(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(
+        "# A `name`: b\n\n[a](page.md#a-name-b) [b](page.md#c) [c](d.md)\n```\n[e](f)\n```\n"
+    )
+    assert find_dead_links(page) == ["page.md#c", "d.md"]
 
 
 def test_contributing_has_the_rooms_in_the_order_that_the_tests_hold() -> None:

@@ -187,10 +187,12 @@ def add_slurm(stubs: Stubs) -> None:
     stubs.add("srun", "shift 2", 'for id in 0 1; do SLURM_NODEID=$id "$@" || exit; done')
 
 
-def test_readmes_commands_for_several_nodes(stubs: Stubs) -> None:
+def test_commands_of_the_page_for_several_nodes(stubs: Stubs) -> None:
     """As they stand there; sbatch does what Slurm does once it has the nodes."""
     by_hand, by_slurm = (
-        line for line in commands_of(REPOSITORY / "README.md") if "scripts/launch_" in line
+        line
+        for line in commands_of(REPOSITORY / "docs" / "launching.md")
+        if "scripts/launch_" in line
     )
     add_slurm(stubs)
     stubs.add("torchrun")
