@@ -278,6 +278,7 @@ def _finite_number(kind: type, word: str) -> Any:
     return number if within else None
 
 
+@cache
 def sections_of(config_class: type) -> dict[str, type]:
     """The section classes of a config class, by the field that holds them, its own before those of
     every run.

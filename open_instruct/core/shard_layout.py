@@ -2,9 +2,9 @@
 shard.
 """
 
-from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from itertools import accumulate
 from math import prod
 from typing import Any
@@ -107,12 +107,7 @@ class ShardLayout:
 
     def _groups(self, size: int, *, apart: int) -> tuple[tuple[int, ...], ...]:
         """All ranks in groups of `size`, in each of which neighbours are `apart`."""
-        block = size * apart
-        return tuple(
-            tuple(range(first + inner, first + block, apart))
-            for first in range(0, self.world_size, block)
-            for inner in range(apart)
-        )
+        return _group_ranks(self.world_size, size, apart)
 
     @property
     def nodes(self) -> tuple[range, ...]:
@@ -125,16 +120,16 @@ class ShardLayout:
 
     def node_of(self, rank: int) -> int:
         """Index of the node that global rank `rank` runs on."""
-        return bisect_right(tuple(accumulate(self.gpus_per_node)), rank)
+        return self.rank_nodes[rank]
+
+    @property
+    def rank_nodes(self) -> tuple[int, ...]:
+        """Index of the node of every global rank."""
+        return _rank_nodes(self.gpus_per_node)
 
     def straddling(self, groups: Sequence[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
         """Those of `groups` (of ascending ranks) that have ranks on more than one node."""
-        ends = tuple(accumulate(self.gpus_per_node))
-        return tuple(
-            group
-            for group in groups
-            if bisect_right(ends, group[0]) != bisect_right(ends, group[-1])
-        )
+        return _find_straddling(self.rank_nodes, tuple(groups))
 
     @property
     def straddles_nodes(self) -> bool:
@@ -145,3 +140,30 @@ class ShardLayout:
         """The keys scripts read: of `open-instruct layout --json` and of `layout.json` in a run."""
         groups = {"shard_groups": self.shard_groups, "replica_groups": self.replica_groups}
         return asdict(self) | groups | {"straddles_nodes": self.straddles_nodes}
+
+
+# A search for a layout asks for the same few groups of a thousand ranks again and again.
+@lru_cache(maxsize=256)
+def _group_ranks(world_size: int, size: int, apart: int) -> tuple[tuple[int, ...], ...]:
+    """All ranks in groups of `size`, in each of which neighbours are `apart`."""
+    block_size = size * apart
+    starts = range(0, world_size, block_size)
+    return tuple(
+        tuple(range(start + offset, start + block_size, apart))
+        for start in starts
+        for offset in range(apart)
+    )
+
+
+@lru_cache(maxsize=64)
+def _rank_nodes(gpus_per_node: tuple[int, ...]) -> tuple[int, ...]:
+    """Index of the node of every rank."""
+    return tuple(node for node, num_gpus in enumerate(gpus_per_node) for _ in range(num_gpus))
+
+
+@lru_cache(maxsize=256)
+def _find_straddling(
+    rank_nodes: tuple[int, ...], groups: tuple[tuple[int, ...], ...]
+) -> tuple[tuple[int, ...], ...]:
+    """The groups of ascending ranks whose first and last rank are on different nodes."""
+    return tuple(group for group in groups if rank_nodes[group[0]] != rank_nodes[group[-1]])

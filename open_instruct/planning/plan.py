@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from math import gcd
 from typing import Any
 
@@ -59,7 +59,7 @@ class Way:
     values: dict[str, Any]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Setting:
     """A run and its machines: the input of a plan.
 
@@ -79,7 +79,7 @@ class Setting:
     shared_prompt_tokens: int = 0
     has_engines_in_node: bool = False  # one node has learners and engines
 
-    @property
+    @cached_property
     def layout(self) -> ShardLayout:
         """The layout that the run itself would take.
 
@@ -88,13 +88,13 @@ class Setting:
         """
         return layout_of(self.config.parallel, self.gpus_per_node)
 
-    @property
+    @cached_property
     def backend(self) -> Backend:
         """The backend (--backend) that shards the model, as the planner asks it."""
         backend: Backend = backend_named(self.config.parallel.backend).planned(self.config)
         return backend
 
-    @property
+    @cached_property
     def workload(self) -> Workload:
         """The work of one rank in a step."""
         workload = workload_of(
@@ -479,11 +479,21 @@ def _check_layers_alike(shape: ModelShape, workload: Workload) -> None:
     only.
     """
     patterns = workload.checkpointing_modules
+    module = _find_uneven_module(patterns, shape.num_layers)
+    if module is not None:
+        raise InputError(
+            f"--activation_checkpointing_modules {spelled(list(patterns))} treats layers "
+            "differently, which cannot be planned; name them all alike, such as "
+            f"blocks.*.{module or 'feed_forward'}",
+            kind="bad_value",
+        )
+
+
+@lru_cache(maxsize=256)
+def _find_uneven_module(patterns: tuple[str, ...], num_layers: int) -> str | None:
+    """The first module of a block that the patterns name in some layers and not in others."""
     for module in BLOCK_MODULES:
-        if len({is_wrapped(patterns, layer, module) for layer in range(shape.num_layers)}) > 1:
-            raise InputError(
-                f"--activation_checkpointing_modules {spelled(list(patterns))} treats layers "
-                "differently, which cannot be planned; name them all alike, such as "
-                f"blocks.*.{module or 'feed_forward'}",
-                kind="bad_value",
-            )
+        wraps = {is_wrapped(patterns, layer, module) for layer in range(num_layers)}
+        if len(wraps) > 1:
+            return module
+    return None

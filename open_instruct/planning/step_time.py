@@ -4,6 +4,7 @@ of the links. And what a weight sync takes, of all weights or of those that a st
 L layers, T tokens of a microbatch, V vocabulary.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -178,9 +179,13 @@ def flops_per_step(shape: ModelShape, layout: ShardLayout, workload: Workload) -
     num_kept = num_kept_chunks(shape, chunks, workload.compute_bytes if keeps else 0)
     again = head * sum(chunks[num_kept:]) // sum(chunks) if len(chunks) > 1 else 0
     again += sum(flops for module, flops in blocks.items() if workload.recomputes(module))
-    frozen = [shape.met(each) for each in _matrices(shape) if not each.is_trained]
-    unmade = 2 * workload.tokens_per_microbatch * sum(frozen)
-    unmade += head if frozen and not shape.scores else 0
+    num_frozen = sum(
+        count * shape.active_params(matrix)
+        for count, matrix in _block_matrices(shape)
+        if not matrix.is_trained
+    )
+    unmade = 2 * workload.tokens_per_microbatch * num_frozen
+    unmade += head if num_frozen and not shape.scores else 0
     total = workload.num_updates * workload.num_microbatches * (3 * forward - unmade + again)
     for scoring in workload.scorings:
         # A frozen model does not multiply in float8; the policy that scores does.
@@ -208,13 +213,18 @@ def attended_pairs(length: int, window: int | None) -> int:
 
 def _flops_of_blocks(shape: ModelShape, workload: Workload) -> dict[str, int]:
     """Operations of a forward pass of all blocks over a whole microbatch, by module."""
+    num_tokens = workload.tokens_per_microbatch
     attention, feed_forward = (
-        sum(shape.met(each) for each in _matrices(shape) if module in each.name)
+        sum(
+            count * shape.active_params(matrix)
+            for count, matrix in _block_matrices(shape)
+            if module in matrix.name
+        )
         for module in (".attention.", ".feed_forward.")
     )
-    num_tokens, num_pairs = (
-        workload.tokens_per_microbatch,
-        sum(_pairs(workload, window) for window in shape.windows),
+    num_layers_by_window = Counter(shape.windows)
+    num_pairs = sum(
+        count * _pairs(workload, window) for window, count in num_layers_by_window.items()
     )
     per_number = 1 if workload.multiplies_in_float8 else 2
     # Attention is two products: queries with keys, and attention weights with values.
@@ -223,9 +233,15 @@ def _flops_of_blocks(shape: ModelShape, workload: Workload) -> dict[str, int]:
     return {"attention": products, "feed_forward": per_number * num_tokens * feed_forward}
 
 
-def _matrices(shape: ModelShape) -> list[ParameterShape]:
-    """The matrices of all blocks, and their stacks of them."""
-    return [each for each in shape.in_blocks if len(each.shape) == 2 or is_stack(each.name)]
+def _block_matrices(shape: ModelShape) -> Iterator[tuple[int, ParameterShape]]:
+    """The matrices and stacks of matrices of all blocks: of blocks that are alike once, with their
+    number.
+    """
+    for unit in shape.units:
+        for parameter in unit.parameters:
+            is_in_block = parameter.layer is not None
+            if is_in_block and (len(parameter.shape) == 2 or is_stack(parameter.name)):
+                yield unit.count, parameter
 
 
 def _pairs(workload: Workload, window: int | None) -> int:

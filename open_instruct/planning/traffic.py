@@ -140,9 +140,9 @@ def span_of(layout: ShardLayout, axis: Axis, within: int = 0) -> tuple[int, bool
             group[at : at + within] for group in groups for at in range(0, len(group), within)
         ]
     straddling = layout.straddling(groups)
-    fewest = min(
-        (min(Counter(map(layout.node_of, group)).values()) for group in straddling), default=1
-    )
+    rank_nodes = layout.rank_nodes
+    ranks_by_node = [Counter(rank_nodes[rank] for rank in group) for group in straddling]
+    fewest = min((min(counts.values()) for counts in ranks_by_node), default=1)
     return len(groups[0]), bool(straddling), fewest
 
 

@@ -21,6 +21,7 @@ an upper bound too.
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
 from typing import Any
@@ -76,7 +77,16 @@ def num_kept_chunks(shape: ModelShape, chunks: Sequence[int], bytes_per_number: 
     return min(len(chunks), MAX_KEPT_BYTES // (chunks[0] * shape.num_outputs * bytes_per_number))
 
 
-@lru_cache(maxsize=512)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PieceSplit:
+    """How ranks divide a block or the head: all of a layout that its memory depends on."""
+
+    tensor_degree: int
+    context_degree: int
+    expert_degree: int
+    is_single_device: bool  # which has master weights, and gathers nothing
+
+
 def profile_of(
     kind: LayerShape | None,
     shape: ModelShape,
@@ -95,33 +105,53 @@ def profile_of(
         splits_rows: tensor ranks have a part of the tokens each between the matrices that they
             split.
     """
-    sizes = (shape, layout, workload.with_full_rows(), splits_rows)
+    split = PieceSplit(
+        tensor_degree=layout.tensor_parallel_degree,
+        context_degree=layout.context_parallel_degree,
+        expert_degree=layout.expert_parallel_degree,
+        is_single_device=layout.single_device,
+    )
+    return _profile_piece(kind, shape, split, workload.with_full_rows(), splits_rows)
+
+
+@lru_cache(maxsize=512)
+def _profile_piece(
+    kind: LayerShape | None,
+    shape: ModelShape,
+    split: PieceSplit,
+    workload: Workload,
+    splits_rows: bool,
+) -> Profile:
+    sizes = (shape, split, workload, splits_rows)
     run = _Head(*sizes) if kind is None else _Block(kind, *sizes)
     return run.tape.profile(run.record())
+
+
+def forget_profiles() -> None:
+    """Drop all cached profiles: a test that changes a limit of a kernel calls this."""
+    _profile_piece.cache_clear()
 
 
 class _Piece:
     """Operations shared by a block and the head, recorded on a tape."""
 
     def __init__(
-        self, shape: ModelShape, layout: ShardLayout, workload: Workload, splits_rows: bool
+        self, shape: ModelShape, split: PieceSplit, workload: Workload, splits_rows: bool
     ) -> None:
-        self.shape, self.layout, self.workload, self.c = (
-            shape,
-            layout,
-            workload,
-            workload.compute_bytes,
-        )
+        self.shape = shape
+        self.degrees = split
+        self.workload = workload
+        self.c = workload.compute_bytes
         # Of the model's own parameters.
         self.kind: Kind = "weight" if shape.adapters is None else "frozen"
-        self.num_tokens = -(-workload.tokens_per_microbatch // layout.context_parallel_degree)
+        self.num_tokens = -(-workload.tokens_per_microbatch // split.context_degree)
         # Tokens between matrices.
         self.num_rows = self.split(self.num_tokens) if splits_rows else self.num_tokens
         self.tape = Tape(Tensor(self.num_rows * shape.d_model * self.c, kind="source"))
 
     def split(self, count: int) -> int:
         """A tensor rank's share of `count`."""
-        return -(-count // self.layout.tensor_parallel_degree)
+        return -(-count // self.degrees.tensor_degree)
 
     def recomputed(self, module: str) -> AbstractContextManager[None]:
         """Within runs a module of the block, which may be checkpointed; "" is the block itself.
@@ -173,7 +203,7 @@ class _Piece:
         num_tokens = num_rows or self.num_tokens
         weight = Tensor(of * num_inputs * num_outputs * self.c, kind=kind)
         # A single device has them in float32; FSDP gathers them in the dtype that is computed in.
-        if self.layout.single_device and self.c < FLOAT32 and kind != self.kind:
+        if self.degrees.is_single_device and self.c < FLOAT32 and kind != self.kind:
             weight = self.tape.run(
                 weight.num_bytes, weight, gradients=[Gradient(of=weight, num_bytes=None)]
             )
@@ -278,8 +308,8 @@ class _Block(_Piece):
         run, num_tokens, c = self.tape.run, self.num_tokens, self.c
         num, chosen = self.layer.num_experts, self.shape.experts_per_token
         own, is_split = (
-            num // self.layout.expert_parallel_degree,
-            self.layout.expert_parallel_degree > 1,
+            num // self.degrees.expert_degree,
+            self.degrees.expert_degree > 1,
         )
         pairs = num_tokens * chosen
         logits = self.product(x, d_model, num, self.kind)
@@ -377,7 +407,7 @@ class _Block(_Piece):
         num_chunks = (
             -(-whole_row // CHUNK) + -(-whole_row // min(whole_row, self.workload.rows.length)) // 2
         )
-        degree = self.layout.model_parallel_degree
+        degree = self.degrees.tensor_degree * self.degrees.context_degree
         kept, alone, beside, backward = (
             FLOAT32 * num_chunks * number // degree for number in delta.numbers_of_chunk
         )
@@ -457,7 +487,7 @@ class _Block(_Piece):
                 query.num_bytes, by_document, gradients=[Gradient(of=by_document, num_bytes=None)]
             )
         if self.workload.on_cuda and self.workload.rows.prefix:
-            num_keys = -(-self.workload.gathered_keys // self.layout.context_parallel_degree)
+            num_keys = -(-self.workload.gathered_keys // self.degrees.context_degree)
             key, value = (
                 run(tensor.num_bytes * num_keys // num_tokens, tensor) for tensor in (key, value)
             )
@@ -500,9 +530,7 @@ class _Head(_Piece):
         num_positions = self.num_rows
         # Where tokens are split the head runs at every position.
         if is_whole := self.num_rows == self.num_tokens:
-            num_positions = -(
-                -workload.label_tokens_per_microbatch // self.layout.context_parallel_degree
-            )
+            num_positions = -(-workload.label_tokens_per_microbatch // self.degrees.context_degree)
             index = run(num_positions * 8, gradients=())
             saved = [normed, index]
             hidden = run(

@@ -10,6 +10,7 @@ the operations in reverse order, as PyTorch does.
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import chain
 from typing import Literal, NamedTuple
 
@@ -64,7 +65,7 @@ class Usage(NamedTuple):
     kernels: int = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Profile:
     """The memory that a piece needs beside its source."""
 
@@ -79,7 +80,7 @@ class Profile:
     # Moment by moment, with what was kept, and the gradient of the output from the start.
     backward: tuple[Usage, ...]
 
-    @property
+    @cached_property
     def backward_peak(self) -> Usage:
         return max(self.backward, key=sum)
 

@@ -31,7 +31,7 @@ from open_instruct.planning.memory.forward_backward import (
     Passes,
 )
 from open_instruct.planning.memory.scratch import BLOCK_BYTES, CUBLAS_BYTES, library_bytes
-from open_instruct.planning.subject.model import ModelShape
+from open_instruct.planning.subject.model import ModelShape, ParameterShape
 from open_instruct.planning.subject.workload import Scoring, Workload
 
 # `models.load.CHUNK_BYTES`, which cannot be imported without torch; a test holds the two equal.
@@ -62,6 +62,20 @@ class Phase:
     @property
     def total_bytes(self) -> int:
         return sum(num_bytes for _, num_bytes in self.parts)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainedShard:
+    """A rank's shard of a trained parameter, of which `count` are alike."""
+
+    count: int
+    num_values: int
+    moment_bytes: tuple[int, ...]  # of each tensor of the optimizer's moments
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the shard in float32, and of its gradient."""
+        return self.num_values * state.MASTER_BYTES
 
 
 def memory_by_phase(run: Moments) -> tuple[Phase, ...]:
@@ -129,24 +143,26 @@ class Moments:
         self.stepped = 0 if workload.has_weights_on_host else self.gradients
 
     @cached_property
-    def own(self) -> list[int]:
-        """Values that this rank has of each parameter that is trained."""
-        return [
-            state.local_size(each, self.layout).own
-            for each in self.shape.parameters
-            if each.is_trained
-        ]
+    def trained_shards(self) -> list[TrainedShard]:
+        """This rank's shards of the trained parameters, those of blocks that are alike once."""
+        shards = []
+        for unit in self.shape.units:
+            for parameter in unit.trained:
+                num_values = self.shard_size(parameter)
+                moment_bytes = state.moment_bytes(parameter, num_values, self.layout, self.workload)
+                shards.append(
+                    TrainedShard(count=unit.count, num_values=num_values, moment_bytes=moment_bytes)
+                )
+        return shards
 
-    @cached_property
-    def _trained(self) -> list[tuple[int, tuple[int, ...]]]:
-        """Bytes that this rank has of each parameter that is trained, and of each tensor of its
-        moments.
-        """
-        trained = (each for each in self.shape.parameters if each.is_trained)
-        return [
-            (own * state.MASTER_BYTES, state.moment_bytes(each, own, self.layout, self.workload))
-            for each, own in zip(trained, self.own, strict=True)
-        ]
+    @property
+    def num_trained_values(self) -> int:
+        """Values of all trained parameters together that this rank has."""
+        return sum(shard.count * shard.num_values for shard in self.trained_shards)
+
+    def shard_size(self, parameter: ParameterShape) -> int:
+        """Values of a parameter that this rank has."""
+        return state.local_size(parameter, self.layout).own
 
     def beside(self, shape: ModelShape, workload: Workload) -> Moments:
         """The memory of another model that is trained in the same run."""
@@ -194,7 +210,7 @@ class Moments:
         optimizer = state.state_bytes(self.shape, self.layout, workload)[2] if has_moments else 0
         if not workload.has_weights_on_host:
             return {OPTIMIZER: optimizer}
-        gradients = sum(pinned(num_bytes) for num_bytes, _ in self._trained)
+        gradients = sum(shard.count * pinned(shard.weight_bytes) for shard in self.trained_shards)
         return {
             PARAMETERS: self._pinned_weights(self.shape),
             GRADIENTS: gradients,
@@ -204,11 +220,13 @@ class Moments:
     def _pinned_weights(self, shape: ModelShape) -> int:
         """Bytes of a model's shards where each is pinned by itself."""
         item_bytes = {True: state.MASTER_BYTES, False: self.workload.compute_bytes}
-        sizes = (
-            each.bytes_of(state.local_size(each, self.layout).padded, item_bytes[each.is_trained])
-            for each in shape.parameters
-        )
-        return sum(pinned(num_bytes) for of_one in sizes for num_bytes in of_one)
+        total_bytes = 0
+        for unit in shape.units:
+            for parameter in unit.parameters:
+                num_values = state.local_size(parameter, self.layout).padded
+                sizes = parameter.bytes_of(num_values, item_bytes[parameter.is_trained])
+                total_bytes += unit.count * sum(map(pinned, sizes))
+        return total_bytes
 
     def step(self) -> Iterable[Moment]:
         """The moments of the optimizer step."""
@@ -251,12 +269,15 @@ class Moments:
     @cached_property
     def scratch_bytes(self) -> int:
         """Bytes of cuBLAS, and those by which weights, gradients and moments are rounded up."""
-        has_moments = not self.workload.has_moments_on_host
-        on_device = () if self.workload.has_weights_on_host else self._trained
-        sizes = (
-            (weight, weight, *(moments if has_moments else ())) for weight, moments in on_device
-        )
-        return CUBLAS_BYTES + sum(-size % BLOCK_BYTES for of_one in sizes for size in of_one)
+        if self.workload.has_weights_on_host:
+            return CUBLAS_BYTES
+        rounding_bytes = 0
+        for shard in self.trained_shards:
+            sizes = [shard.weight_bytes, shard.weight_bytes]  # and its gradient
+            if not self.workload.has_moments_on_host:
+                sizes += shard.moment_bytes
+            rounding_bytes += shard.count * sum(-size % BLOCK_BYTES for size in sizes)
+        return CUBLAS_BYTES + rounding_bytes
 
     @cached_property
     def library_bytes(self) -> int:
@@ -271,18 +292,20 @@ class Moments:
 
         Replicas divide the copy among them. Beside a GPU each tensor is pinned by itself.
         """
+        if not self.workload.copies_checkpoints:
+            return 0
         num_models = 1 + sum(each.moves for each in self.workload.scorings)
-        copied = num_models * sum(self.own) * state.MASTER_BYTES + self.optimizer
         if self.workload.on_cuda:
-            tensors = (
-                size
-                for weight, moments in self._trained
-                for size in (weight,) * num_models + moments
+            copied = sum(
+                shard.count
+                * (num_models * pinned(shard.weight_bytes) + sum(map(pinned, shard.moment_bytes)))
+                for shard in self.trained_shards
             )
-            copied = sum(map(pinned, tensors))
+        else:
+            copied = num_models * self.num_trained_values * state.MASTER_BYTES + self.optimizer
         # Of experts that are split no replica has another's part.
         num_writers = 1 if self.layout.expert_parallel_degree > 1 else self.layout.num_replicas
-        return copied // num_writers if self.workload.copies_checkpoints else 0
+        return copied // num_writers
 
     def copies(self) -> dict[str, int]:
         """Bytes that a process keeps in its host's memory beside a GPU's, and in its own without
@@ -354,8 +377,8 @@ class Moments:
         if self.workload.has_weights_on_host:
             return 0
         if self.workload.optimizer == "skip_step_adamw":
-            return 3 * sum(self.own) * state.MASTER_BYTES
-        adamw_bytes = 2 * max(self.own) * state.MASTER_BYTES
+            return 3 * self.num_trained_values * state.MASTER_BYTES
+        adamw_bytes = 2 * max(shard.weight_bytes for shard in self.trained_shards)
         if self.workload.optimizer == "adamw_8bit" or self.workload.has_moments_on_host:
             return min(3 * adamw_bytes, state.CHUNK_BYTES)
         if self.workload.optimizer == "muon":
@@ -398,7 +421,7 @@ class Moments:
         """
         held = self.held(self.stepped)
         held |= (
-            {TEMPORARIES: FLOAT32 * sum(self.own)}
+            {TEMPORARIES: FLOAT32 * self.num_trained_values}
             if self.workload.sends_adapter
             else self._merging()
         )
@@ -415,7 +438,7 @@ class Moments:
         On the GPU are the parts that arrive, and those sent to other owners: together less than the
         tensor twice. A run on CPUs has a tensor that is written besides.
         """
-        largest = max(parameter.num_params for parameter in self.shape.parameters)
+        largest = self.shape.num_params_of_largest
         held = self.held(self.stepped) | self._merging()
         times = (0 if self.workload.has_weights_on_host else 2) if self.workload.on_cuda else 3
         return held | {

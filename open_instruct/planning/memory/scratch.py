@@ -20,6 +20,8 @@ Formulas, with the place where each can be read:
   each channel and GPU (`src/transport/nvls.cc`, `ncclNvlsBufferSetup`).
 """
 
+from bisect import bisect_left
+
 from open_instruct.core.shard_layout import ShardLayout
 
 MIB = 2**20
@@ -91,6 +93,6 @@ def library_bytes(layout: ShardLayout, *, sends_weights: bool, num_trained: int 
     )
     groups = [range(layout.world_size), *(groups[0] for groups in kinds * num_trained)]
     in_groups = sum(
-        communicator_bytes(len(group), sum(rank in node for rank in group)) for group in groups
+        communicator_bytes(len(group), bisect_left(group, node.stop)) for group in groups
     )
     return CONTEXT_BYTES + in_groups + (communicator_bytes(2, 1) if sends_weights else 0)

@@ -102,7 +102,7 @@ class LayerShape:
     @property
     def kind(self) -> "LayerShape":
         """What decides its parameters and its memory: not the window."""
-        return replace(self, window=None)
+        return self if self.window is None else replace(self, window=None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -247,15 +247,10 @@ class ModelShape:
             for each, size in sizes.items()
         }
 
-    def met(self, parameter: ParameterShape) -> int:
-        """How many of its parameters are active for a token: of a stack of experts, those of the
-        chosen few.
-        """
-        return (
-            parameter.num_params
-            * self.experts_per_token
-            // (parameter.shape[0] if is_stack(parameter.name) else 1)
-        )
+    def active_params(self, parameter: ParameterShape) -> int:
+        """Values of a matrix or stack of experts that one token is multiplied with."""
+        num_values = parameter.num_params * self.experts_per_token
+        return num_values // parameter.shape[0] if is_stack(parameter.name) else num_values
 
     @cached_property
     def units(self) -> tuple[Unit, ...]:
@@ -291,41 +286,46 @@ class ModelShape:
     def in_4_bits(self) -> bool:
         return self.adapters is not None and self.adapters.in_4_bits
 
-    @property
-    def in_blocks(self) -> list[ParameterShape]:
+    @cached_property
+    def in_blocks(self) -> tuple[ParameterShape, ...]:
         """The parameters of all blocks."""
-        return [each for each in self.parameters if each.layer is not None]
+        return tuple(each for each in self.parameters if each.layer is not None)
 
     @property
     def num_layers(self) -> int:
         return len(self.layers)
 
-    @property
+    @cached_property
     def windows(self) -> tuple[int | None, ...]:
         """The attention window of each attention layer; None is one without."""
         return tuple(layer.window for layer in self.layers if layer.delta is None)
 
-    @property
+    @cached_property
     def num_experts(self) -> int:
         """The number of experts in a layer that has them."""
         return max(layer.num_experts for layer in self.layers)
 
-    @property
+    @cached_property
     def num_delta_heads(self) -> int:
         """Key heads of the layers of the gated delta rule; 0 where there are none."""
         return max(layer.delta.num_key_heads if layer.delta else 0 for layer in self.layers)
 
-    @property
+    @cached_property
+    def num_params_of_largest(self) -> int:
+        """The number of values of the largest parameter."""
+        return max(each.num_params for each in self.parameters)
+
+    @cached_property
     def num_params(self) -> int:
         """The number of parameters of the model itself, without adapters."""
         return sum(each.num_params for each in self.parameters if not is_of_adapter(each.name))
 
-    @property
-    def first_halves(self) -> list[ParameterShape]:
+    @cached_property
+    def first_halves(self) -> tuple[ParameterShape, ...]:
         """The first halves of the adapters, which are gathered whole when adapters are merged."""
-        return [each for each in self.parameters if each.name.endswith(ADAPTER[0])]
+        return tuple(each for each in self.parameters if each.name.endswith(ADAPTER[0]))
 
-    @property
+    @cached_property
     def num_trained(self) -> int:
         """The number of parameters with gradients."""
         return sum(each.num_params for each in self.parameters if each.is_trained)

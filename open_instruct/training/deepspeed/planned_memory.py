@@ -58,8 +58,8 @@ class ZeroMoments(Moments):
         self.num_frozen = sum(self.sizes.values()) - self.num_trained
         # Values of this rank's optimizer: all at stage 0, else P / N. `touched` counts whole
         # parameters in that range.
-        self.own = [-(-size // self.num_ranks) for size in trained]
-        self.touched = min(self.num_trained, sum(self.own) + self.largest)
+        self.num_own = sum(-(-size // self.num_ranks) for size in trained)
+        self.touched = min(self.num_trained, self.num_own + self.largest)
         # `BF16_Optimizer` is stage 1 in bfloat16, without host memory.
         self.is_flat = self.stage == 1 and self.c < MASTER_BYTES and not flags.adam_offload
         self.device, self.host = self._state(on_cuda=workload.on_cuda)
@@ -76,7 +76,7 @@ class ZeroMoments(Moments):
 
         Without CUDA the device is the host.
         """
-        stage, c, own = self.stage, self.c, sum(self.own)
+        stage, c, own = self.stage, self.c, self.num_own
         is_exact = c == MASTER_BYTES
         device, host = Counter[str](), Counter[str]()
         optimizer = host if self.flags.adam_offload else device
@@ -108,7 +108,7 @@ class ZeroMoments(Moments):
             return self.num_frozen
         if self.stage < 3:
             return self.num_trained + self.num_frozen
-        return sum(self.own) + -(-self.num_frozen // self.num_ranks)
+        return self.num_own + -(-self.num_frozen // self.num_ranks)
 
     def _count_gradients(self) -> int:
         """Gradients in float32: shared from stage 2 on, there by whole parameters in float32."""
@@ -116,7 +116,7 @@ class ZeroMoments(Moments):
             return self.num_trained
         if self.stage == 2 and self.c == MASTER_BYTES:
             return self.touched
-        return sum(self.own)
+        return self.num_own
 
     def _count_reduced(self) -> int:
         """Gradients that are reduced before the step, in values: from stage 2 on none is left."""
@@ -132,7 +132,7 @@ class ZeroMoments(Moments):
         Stage 2 has that part in one piece, if not in float32; there the norm of each parameter, in
         float64, needs most.
         """
-        own = sum(self.own)
+        own = self.num_own
         copies = self.stage > 0 and not self.flags.adam_offload and not self.is_flat
         copied = MASTER_BYTES * min(own, MOST_AT_ONCE) if copies else 0
         if copied and self.stage == 2 and self.c < MASTER_BYTES:
@@ -145,6 +145,9 @@ class ZeroMoments(Moments):
 
     def state_bytes(self) -> tuple[int, int, int]:
         return self.device[PARAMETERS], self.device[GRADIENTS], self.device[OPTIMIZER]
+
+    def shard_size(self, parameter: ParameterShape) -> int:
+        return -(-self.sizes[parameter.name] // self.num_ranks)
 
     def beside(self, shape: ModelShape, workload: Workload) -> Moments:
         return ZeroMoments(self.flags, shape, self.layout, workload)

@@ -338,7 +338,7 @@ def test_passes_of_a_whole_model(
         hand_gradients_over(model, build_model(hf_config, init_device="cpu"))
     model.lm_head.max_logits_bytes = max_logits_bytes
     monkeypatch.setattr(activations, "MAX_LOGITS_BYTES", max_logits_bytes)
-    activations.profile_of.cache_clear()
+    activations.forget_profiles()
     num_tokens = sum(LENGTHS)
     ids_BT = torch.zeros(1, num_tokens, dtype=torch.long)
     positions_BK = torch.arange(num_tokens - 2).unsqueeze(0)
@@ -378,7 +378,7 @@ def test_passes_of_a_whole_model(
         on_cuda=False,
     )
     phases = phases_of(adapted(shape_of(hf_config), lora), ALONE, workload)
-    activations.profile_of.cache_clear()
+    activations.forget_profiles()
     assert phases["forward"]["buffers"] == real.pop("tables of RoPE")
     there_before = ("parameters", "optimizer states", "buffers")
     for name, num_bytes in real.items():

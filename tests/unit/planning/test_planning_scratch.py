@@ -88,7 +88,7 @@ def parts_of(*, on_cuda: bool) -> dict[str, dict[str, int]]:
         "dpo --model_name_or_path allenai/OLMo-2-1124-7B --gpus_per_node 8 "
         "--activation_checkpointing full"
     )
-    activations.profile_of.cache_clear()
+    activations.forget_profiles()
     plan = plan_of(replace(parse_request(words.split()).setting, on_cuda=on_cuda))
     return {phase.name: dict(phase.parts) for phase in plan.phases}
 
@@ -108,7 +108,7 @@ def test_attentions_own_makes_a_peak_where_it_is_most(monkeypatch: pytest.Monkey
     with_it = parts_of(on_cuda=True)
     monkeypatch.setattr(activations, "attention_scratch", lambda **_: 0)
     without = parts_of(on_cuda=True)
-    activations.profile_of.cache_clear()
+    activations.forget_profiles()
     assert with_it["backward"][SCRATCH] == huge + without["backward"][SCRATCH]
     del with_it["backward"], without["backward"]
     assert with_it == without
