@@ -278,7 +278,6 @@ def _finite_number(kind: type, word: str) -> Any:
     return number if within else None
 
 
-@cache
 def sections_of(config_class: type) -> dict[str, type]:
     """The section classes of a config class, by the field that holds them, its own before those of
     every run.
@@ -286,6 +285,11 @@ def sections_of(config_class: type) -> dict[str, type]:
     A class whose own fields are flags, as the commands beside the runs have, is its only section,
     under "".
     """
+    return _read_sections(config_class)
+
+
+@cache
+def _read_sections(config_class: type) -> dict[str, type]:
     if all(field.metadata for field in fields(config_class)):
         return {"": config_class}
     hints = get_type_hints(config_class)
