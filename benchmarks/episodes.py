@@ -30,9 +30,9 @@ from typing import TYPE_CHECKING, Any
 from harness.program import end, parser_of, print_ratio
 from harness.rounds import in_turns, paired_median
 
+from open_instruct.commands.run_flags import parse_run
 from open_instruct.commands.tiny_model import write_tiny_model
 from open_instruct.config.grpo import GRPOConfig
-from open_instruct.config.parser import parse
 from open_instruct.config.rollout_sections import EnvironmentSection, FleetSection
 from open_instruct.core.records import Completion, Prompt
 from open_instruct.data.chat import ChatFormat
@@ -154,7 +154,7 @@ class Setting:
             "--output_dir",
             "none",
         ]
-        config = parse(GRPOConfig, [*needed, "--max_prompt_token_length", "64"])
+        config = parse_run(GRPOConfig, [*needed, "--max_prompt_token_length", "64"])
         config.environment = EnvironmentSection(
             max_turns=NUM_TURNS, turn_length=REPLY_TOKENS, environment_timeout_s=TIMEOUT_S
         )

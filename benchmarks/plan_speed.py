@@ -21,7 +21,7 @@ IMPORTS = """
 import sys
 from open_instruct.planning.plan import plan_of
 from open_instruct.planning.advice import Advice
-from open_instruct.planning.request import parse_request
+from open_instruct.commands.plan import parse_request
 setting = parse_request(sys.argv[1:]).setting
 """
 PROGRAMS = {

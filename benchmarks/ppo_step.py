@@ -26,9 +26,9 @@ from harness.program import end, parser_of, print_ratio
 from harness.rounds import in_turns, paired_median
 
 from open_instruct.batching.rollouts import plan_steps_of_ranks
+from open_instruct.commands.run_flags import parse_run
 from open_instruct.commands.tiny_model import write_tiny_model
 from open_instruct.config.grpo import GRPOConfig, validate_grpo
-from open_instruct.config.parser import parse
 from open_instruct.core.records import Document, RolloutSample, Span
 from open_instruct.run.opened import join_run
 from open_instruct.run.pretrained import open_pretrained
@@ -108,7 +108,7 @@ def worker(advantages: str, model: Path, num_steps: int, folder: Path) -> None:
         f"{num_ranks}"
     )
     (folder / "run").mkdir(exist_ok=True)
-    config: Any = parse(GRPOConfig, words.split())
+    config: Any = parse_run(GRPOConfig, words.split())
     validate_grpo(config)
     run = join_run(config)
     pretrained = open_pretrained(config, run.directory.hf_model)

@@ -47,9 +47,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
 from open_instruct.batching.rollouts import plan_steps_of_ranks
+from open_instruct.commands.run_flags import parse_run
 from open_instruct.commands.tiny_model import write_tiny_model
 from open_instruct.config.grpo import GRPOConfig, validate_grpo
-from open_instruct.config.parser import parse
 from open_instruct.core.records import Document, RolloutSample, Span
 from open_instruct.run.opened import join_run
 from open_instruct.run.pretrained import open_pretrained
@@ -167,7 +167,7 @@ def worker(task_file: Path, folder: Path) -> None:
     task = json.loads(task_file.read_text())
     (folder / "run").mkdir()
     words = ["--dataset_mixer_list", "none", "1.0", "--output_dir", str(folder / "run")]
-    config: Any = parse(GRPOConfig, [*task["flags"], *words])
+    config: Any = parse_run(GRPOConfig, [*task["flags"], *words])
     validate_grpo(config)
     joined = join_run(config)
     (before,) = memory_bytes("VmRSS")

@@ -74,7 +74,7 @@ RUN = "{commands} [FILE.yaml] --model_name_or_path STR"
 FLAGS = {
     "layout": ("commands.layout:LayoutFlags", "layout", ""),
     "check": ("commands.check:CheckFlags", "check", RUN + " --output_dir STR"),
-    "plan": ("planning.request:PlanFlags", "plan", f"{RUN} --gpus_per_node N ..."),
+    "plan": ("commands.plan:PlanFlags", "plan", f"{RUN} --gpus_per_node N ..."),
     "preview": ("commands.preview:PreviewFlags", "preview", f"{RUN} --mixer_list WORD ..."),
     "report": ("commands.report:ReportFlags", "report RUN [RUN ...]", ""),
     "replay": ("commands.replay:ReplayFlags", "replay", "RUN --step N"),

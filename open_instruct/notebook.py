@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from open_instruct import grpo_olmo_core_actor
+from open_instruct.commands.run_flags import parse_run
 from open_instruct.config.grpo import GRPOConfig
-from open_instruct.config.parser import parse
 from open_instruct.config.training import TrainingConfig
 from open_instruct.core.errors import InputError, Problem, RunError
 from open_instruct.core.files import replace_text
@@ -94,7 +94,7 @@ def fit(
                 flag=twice[0],
             )
         with _keeping(texts):
-            config: Any = parse(
+            config: Any = parse_run(
                 objective.config_class, _words(given | {"output_dir": output_dir} | flags)
             )
             code = _run(config, objective, callbacks)

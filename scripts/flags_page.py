@@ -9,11 +9,11 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from open_instruct.commands.check import CheckFlags
+from open_instruct.commands.plan import PlanFlags
 from open_instruct.commands.preview import PreviewFlags
 from open_instruct.config.flags import Flag, flags_of, sections_of, spelled
 from open_instruct.config.help import title_of, told_of
 from open_instruct.objectives.registry import OBJECTIVES, objective_named
-from open_instruct.planning.request import PlanFlags
 
 MARKDOWN_HEAD = """\
 # Flags

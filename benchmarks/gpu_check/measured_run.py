@@ -25,12 +25,12 @@ import torch
 from gpu_check.compiler import Listening
 from gpu_check.devices import GIB, known_gpu
 from gpu_check.step_meter import Enough, StepMeter
-from open_instruct.config.parser import parse
+from open_instruct.commands.plan import parse_request
+from open_instruct.commands.run_flags import parse_run
 from open_instruct.objectives.registry import OBJECTIVES, objective_named
 from open_instruct.parallel.process import stop_process
 from open_instruct.planning.memory.phases import CUDA, memory_by_phase
 from open_instruct.planning.plan import plan_of
-from open_instruct.planning.request import parse_request
 from open_instruct.train import train
 
 
@@ -41,7 +41,9 @@ def measured(
     alone.
     """
     objective = objective_named(objective_name)
-    config: Any = parse(objective.config_class, [*words, "--max_train_steps", str(num_steps + 1)])
+    config: Any = parse_run(
+        objective.config_class, [*words, "--max_train_steps", str(num_steps + 1)]
+    )
     objective.validate(config)
     meter = StepMeter(num_steps=num_steps, waits_in_step=waits_in_step)
     warned = Listening()

@@ -114,7 +114,7 @@ class SpeedCase(TracedCase):
 
     def setting(self) -> Any:
         """What `open-instruct plan` makes of the flags."""
-        from open_instruct.planning.request import parse_request
+        from open_instruct.commands.plan import parse_request
 
         words = self.words
         words[1] = self.family

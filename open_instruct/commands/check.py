@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from open_instruct.commands.check_report import FLAGS, Report
-from open_instruct.config.parser import flags_given, nearest, parse
+from open_instruct.commands.run_flags import parse_run
+from open_instruct.config.parser import flags_given, nearest
 from open_instruct.config.sections import flag
 from open_instruct.core.errors import InputError
 from open_instruct.core.text import counted, one_of
@@ -70,7 +71,7 @@ def check_run(
     )
     unneeded: list[str] = []
     # Without flags there is nothing to look at.
-    config = parse(checked_class, words, unneeded=unneeded)
+    config: Any = parse_run(checked_class, words, unneeded=unneeded)
     for each in unneeded:
         print(f"warning: not needed here, and left out: {each}", file=sys.stderr)
 

@@ -15,7 +15,7 @@ from open_instruct.commands.preview import hide_torch_from_transformers, known_o
 from open_instruct.config.grpo import GRPOConfig
 from open_instruct.config.rollout_sections import LearnerParallelSection
 from open_instruct.config.tracker_access import check_trackers
-from open_instruct.config.training import LearnerConfig, backend_named
+from open_instruct.config.training import LearnerConfig
 from open_instruct.core.shard_layout import ShardLayout
 from open_instruct.data.eval_split import Side
 from open_instruct.data.prompt_rows import parse_prompt_row
@@ -25,7 +25,7 @@ from open_instruct.data.tokenizer import given_folder
 from open_instruct.models.hf.hf_config import config_fields
 from open_instruct.objectives.objective import Objective
 from open_instruct.parallel.launch import num_to_start
-from open_instruct.parallel.layout import layout_of
+from open_instruct.parallel.layout import find_layout
 from open_instruct.parallel.node_sizes import node_sizes_from_environment
 from open_instruct.parallel.wording import describe_layout
 from open_instruct.planning.plan import check_model
@@ -116,7 +116,7 @@ class RunLooks:
 
     @property
     def layout(self) -> ShardLayout:
-        return layout_of(self.config.parallel, nodes_of_run(self.config))
+        return find_layout(self.config.parallel, nodes_of_run(self.config), self.config.backend)
 
     def find_folder(self) -> str:
         directory = RunDirectory(path=Path(self.config.run.output_dir))
@@ -156,10 +156,10 @@ class RunLooks:
 
     def find_layout(self) -> str:
         layout = self.layout
-        backend = backend_named(self.config.parallel.backend)
+        backend = self.config.backend
         backend.refuse_unfit()
         who = "learner" if isinstance(self.config, GRPOConfig) else "process"
-        found = describe_layout(layout, self.config.parallel, who=who)
+        found = describe_layout(layout, self.config.parallel, backend, who=who)
         return "\n".join([found, *(f"warning: {each}" for each in layout.warnings)])
 
     def find_model(self) -> str:

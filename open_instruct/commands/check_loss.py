@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from open_instruct.config.grpo import GRPOConfig
-from open_instruct.config.training import ConfigT, TrainingConfig, on_one_process
+from open_instruct.config.training import ConfigT, TrainingConfig
 from open_instruct.core.errors import InputError, RunError
 from open_instruct.core.records import Completion, Prompt, RolloutGroup, Verdict
 from open_instruct.data.chat import ChatFormat
@@ -19,6 +19,7 @@ from open_instruct.data.prompts import Prompts
 from open_instruct.data.token_dataset import TokenDataset
 from open_instruct.objectives.objective import Objective
 from open_instruct.parallel.process import start_process, stop_process
+from open_instruct.parallel.resolve import on_one_process
 from open_instruct.planning.subject.workload import RunConfig
 from open_instruct.rewards.trial import ANSWERS
 from open_instruct.rl.checked_run import check_engine

@@ -7,10 +7,11 @@ from dataclasses import dataclass, fields
 
 from rich.console import Console
 
+from open_instruct.commands.run_flags import find_backend
 from open_instruct.config.parser import parse
 from open_instruct.config.sections import DegreesSection, ParallelSection, flag
 from open_instruct.config.validation import limit_problems, parallel_problems, refuse
-from open_instruct.parallel.layout import layout_of
+from open_instruct.parallel.layout import find_layout
 from open_instruct.parallel.node_sizes import read_node_sizes
 from open_instruct.parallel.picture import draw_layout
 
@@ -46,7 +47,8 @@ def main(args: Sequence[str]) -> int:
     degrees = {each.name: getattr(flags, each.name) for each in fields(DegreesSection)}
     parallel = ParallelSection(single_gpu_mode=flags.single_gpu_mode, **degrees)
     refuse([*limit_problems(flags), *parallel_problems(parallel)])
-    layout = layout_of(parallel, read_node_sizes(flags.gpus_per_node))
+    nodes = read_node_sizes(flags.gpus_per_node)
+    layout = find_layout(parallel, nodes, find_backend(parallel.backend))
     if flags.json:
         # One key to a line: readable, and still short for a thousand ranks.
         lines = (

@@ -1,17 +1,110 @@
-"""`open-instruct plan`: what a run would need, before any GPU is taken."""
+"""`open-instruct plan`: what a run would need, before any GPU is taken.
+
+What is asked for is a setting: a run, and the machines that it would run on.
+"""
 
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from rich.console import Console
 
+from open_instruct.commands.run_flags import parse_named_run
+from open_instruct.config.flags import spelled
+from open_instruct.config.grpo import GRPOConfig
+from open_instruct.config.parser import flags_given
+from open_instruct.config.sections import flag
+from open_instruct.config.validation import limit_problems, refuse
+from open_instruct.core.errors import InputError
 from open_instruct.core.files import write_asked
+from open_instruct.parallel.node_sizes import read_node_sizes
 from open_instruct.planning import shown
 from open_instruct.planning.advice import Advice
-from open_instruct.planning.plan import plan_of
-from open_instruct.planning.request import parse_request
+from open_instruct.planning.plan import Setting, plan_of
+from open_instruct.planning.subject.devices import CPU, Device, device_named, has_gpu_here
+from open_instruct.planning.subject.workload import RunConfig, objective_of, shape_of_run
 from open_instruct.report.plan_page import html_page, print_plan
+
+
+@dataclass(kw_only=True)
+class PlanFlags:
+    """Say what a run would need before it is started: the layout, where each GPU's memory goes in
+    every phase, what travels within a node and across, a lower bound of a step's time, and which
+    flags would make it fit or make it faster. Takes the run's own flags or YAML file
+    (`open-instruct dpo --help`, and sft, grpo); those of its data and its folder need not be given.
+    --model_name_or_path is a folder, a config.json alone, or the name of a public model of a family
+    that can be trained, whose shape is built in. Nothing is started or downloaded.
+
+    Examples:
+        open-instruct plan dpo --model_name_or_path allenai/OLMo-2-1124-7B --num_nodes 2
+            --gpus_per_node 8
+        open-instruct plan dpo configs/dpo/olmo2_32b_32gpu_tp.yaml --gpus_per_node 4x8 --gpu h200
+            --html plan.html
+        open-instruct plan grpo configs/grpo/olmo3_7b_2x8_plus_8_engines.yaml --json
+        open-instruct plan dpo dpo/tiny_cpu --num_processes 2
+    """
+
+    num_nodes: int | None = flag(
+        "nodes of --gpus_per_node GPUs each; default: as many as that lists", None, minimum=1
+    )
+    gpus_per_node: list[str] = flag(
+        "GPUs that train on each node: one number with --num_nodes, else one for each node; 4x8 "
+        "is four nodes of 8; for GRPO default: --num_learners_per_node; with that flag all GPUs "
+        "of each node, those of engines too",
+        [],
+    )
+    gpu: str | None = flag(
+        "a100, h100, h200, b200, mi300x, l40s, a10g, v100, rtx4090, rtx5090, rtx6000-ada, "
+        "rtx6000-blackwell, or memory_gib=N for any other, with the speeds of an H100; cpu: this "
+        "machine without one. Default: h100, and cpu for a run in float32 where neither "
+        "--gpus_per_node nor a GPU is here",
+        None,
+    )
+    mfu: float = flag(
+        "assumed share of the GPU's peak FLOP/s (model FLOPs utilisation)", 0.4, above=0, maximum=1
+    )
+    shared_prompt_tokens: int = flag(
+        (
+            "count prompts of so many tokens as computed once for a pair or group, as "
+            "--prefix_sharing does"
+        ),
+        0,
+    )
+    in_node_gb_s: float | None = flag(
+        "GB/s that a GPU sends within its node; default: the GPU's", None, above=0
+    )
+    cross_node_gb_s: float | None = flag(
+        "GB/s that a GPU sends to other nodes; default: the GPU's", None, above=0
+    )
+    all: bool = flag(
+        (
+            "print all that is known: what each phase holds, every exchange, weight syncs, all "
+            "layouts"
+        ),
+        False,
+    )
+    json: bool = flag("print the whole plan as JSON", False)
+    html: str | None = flag("also write the plan as a page to this file", None)
+
+
+DEFAULT_GPU = "h100"
+
+# Flags that a run cannot do without and a plan does not read.
+ASSUMED = {
+    "mixer_list": ["rows.jsonl", "1.0"],
+    "dataset_mixer_list": ["rows.jsonl", "1.0"],
+    "output_dir": "planned",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanRequest:
+    """The setting to plan, warnings about its flags, and the flags of the plan itself."""
+
+    setting: Setting
+    warnings: tuple[str, ...]
+    asked: PlanFlags
 
 
 def main(argv: Sequence[str]) -> int:
@@ -35,3 +128,162 @@ def main(argv: Sequence[str]) -> int:
     else:
         print_plan(plan, advice, Console(file=sys.stdout), is_short=not request.asked.all)
     return 0
+
+
+def parse_request(words: Sequence[str]) -> PlanRequest:
+    """The request that the words after the command spell.
+
+    Raises:
+        InputError: a flag is wrong, of the plan or of the run; there is no such model or GPU.
+    """
+    example = "open-instruct plan dpo --gpus_per_node 8"
+    config, objective, unneeded = parse_named_run(
+        words, assumed=ASSUMED, example=example, plan=PlanFlags
+    )
+    asked: PlanFlags = config.plan
+    refuse(limit_problems(asked))
+    sizes = _sizes_of_nodes(asked)
+    nodes = _nodes(config, sizes, frozenset(flags_given(type(config), words[1:])))
+    if isinstance(config, GRPOConfig) and not config.parallel.single_gpu_mode:
+        config = replace(
+            config, parallel=replace(config.parallel, num_learners_per_node=list(nodes))
+        )
+    device, notes = _device(asked, config, nodes)
+    warnings = (*objective.validate(config), *unneeded, *notes)
+    _check_shared_prompt(config, asked.shared_prompt_tokens)
+    setting = Setting(
+        config=config,
+        shape=shape_of_run(config, config.model.model_name_or_path),
+        gpus_per_node=nodes,
+        device=device,
+        mfu=asked.mfu,
+        on_cuda=not device.is_cpu,
+        shared_prompt_tokens=asked.shared_prompt_tokens,
+        has_engines_in_node=device.is_cpu
+        or (len(sizes) == 1 and _has_room_for_engines(config, sizes[0] - sum(nodes))),
+    )
+    return PlanRequest(setting=setting, warnings=warnings, asked=asked)
+
+
+def _sizes_of_nodes(asked: PlanFlags) -> list[int]:
+    """GPUs of each node, from --gpus_per_node and --num_nodes."""
+    sizes = read_node_sizes(asked.gpus_per_node)
+    if asked.num_nodes in (None, len(sizes)):
+        return sizes
+    if len(sizes) != 1:
+        given = f"--num_nodes {asked.num_nodes} with {len(sizes)} numbers in --gpus_per_node"
+        raise InputError(
+            f"{given}: give one for all nodes, such as 8, or leave --num_nodes out", kind="layout"
+        )
+    return read_node_sizes([f"{asked.num_nodes}x{sizes[0]}"])
+
+
+def _nodes(config: RunConfig, sizes: list[int], named: frozenset[str]) -> tuple[int, ...]:
+    """The GPUs that train, node by node: of GRPO the learners, where they are among the flags that
+    were named.
+    """
+    if isinstance(config, GRPOConfig) and (not sizes or "num_learners_per_node" in named):
+        learners = config.parallel.num_learners_per_node
+        if sizes:
+            _check_room(config, learners, sizes)
+        return tuple(learners)
+    if (
+        not sizes
+        and not isinstance(config, GRPOConfig)
+        and (config.parallel.num_processes or "").isdecimal()
+    ):
+        return (int(config.parallel.num_processes or ""),)
+    if not sizes:
+        raise InputError(
+            "missing: --gpus_per_node, such as '--num_nodes 2 --gpus_per_node 8' or "
+            "'--gpus_per_node 2 4'",
+            kind="missing_flag",
+        )
+    return tuple(sizes)
+
+
+def _check_room(config: GRPOConfig, learners: list[int], sizes: list[int]) -> None:
+    """Learners that were given must find their nodes, and engines what these leave."""
+    given = f"--num_learners_per_node {spelled(learners)}"
+    largest_first = zip(sorted(learners, reverse=True), sorted(sizes, reverse=True), strict=False)
+    if len(learners) > len(sizes) or any(learner > size for learner, size in largest_first):
+        raise InputError(
+            (
+                f"{given} needs a node of its own for each number; the nodes have "
+                f"{spelled(sizes)} GPUs"
+            ),
+            kind="layout",
+        )
+    num_free = sum(sizes) - sum(learners)
+    if not config.parallel.single_gpu_mode and not _has_room_for_engines(config, num_free):
+        raise InputError(
+            f"{given} leaves {num_free} of {sum(sizes)} GPUs for engines, and --vllm_num_engines "
+            f"{config.fleet.vllm_num_engines} x --vllm_tensor_parallel_size "
+            f"{config.fleet.vllm_tensor_parallel_size} = {config.fleet.num_gpus}; ask for fewer, "
+            "or give more GPUs",
+            kind="layout",
+        )
+
+
+def _has_room_for_engines(config: RunConfig, num_free: int) -> bool:
+    return isinstance(config, GRPOConfig) and config.fleet.num_gpus <= num_free
+
+
+def _check_shared_prompt(config: RunConfig, num_tokens: int) -> None:
+    """It must leave room for a reply, in a run that shares prompts."""
+    if num_tokens == 0:
+        return
+    given = f"--shared_prompt_tokens {num_tokens}"
+    if isinstance(config, GRPOConfig):
+        shares = config.loss.prefix_sharing != "off"
+        longest, flag = config.data.max_prompt_token_length, "--max_prompt_token_length"
+    else:
+        objective = objective_of(config)
+        has_several = objective.rows_of(config).documents_per_row > 1
+        shares = has_several and config.data.packing and objective.prefix_sharing(config) != "off"
+        longest, flag = config.data.max_seq_length - 1, "--max_seq_length less a token of reply"
+    if not shares:
+        why = (
+            "rows of one text share nothing, nor do others with --prefix_sharing off or "
+            "--no_packing"
+        )
+        raise InputError(f"{given}: {why}; leave it out", kind="unread_flag")
+    if not 1 <= num_tokens <= longest:
+        raise InputError(
+            f"{given}: must be at least 1 and at most {longest} ({flag})", kind="out_of_range"
+        )
+
+
+def _device(
+    asked: PlanFlags, config: RunConfig, nodes: tuple[int, ...]
+) -> tuple[Device, list[str]]:
+    """The device that a process of the run has, and what is to be said of it."""
+    notes = []
+    name = asked.gpu
+    if name is None and _is_for_this_cpu(asked, config):
+        name = CPU
+        notes.append(
+            "planned for this machine's CPU, as the run computes in float32 and no GPU is here; "
+            "--gpu h100 plans for one"
+        )
+    # Without GPUs all of GRPO's learners are on this host.
+    num_sharing = sum(nodes) if isinstance(config, GRPOConfig) else max(nodes)
+    device = device_named(name or DEFAULT_GPU, num_sharing=num_sharing)
+    if not device.has_bf16 and config.model.param_dtype == "bfloat16":
+        notes.append(
+            f"--gpu {name}: it has no products in bfloat16, and times are those of float32; give "
+            "--param_dtype float32"
+        )
+    given = {name: getattr(asked, name) for name in ("in_node_gb_s", "cross_node_gb_s")}
+    rates = {name: rate for name, rate in given.items() if rate is not None}
+    return replace(device, **rates), notes
+
+
+def _is_for_this_cpu(asked: PlanFlags, config: RunConfig) -> bool:
+    """Whether the run can only be meant for this machine, which has no GPU."""
+    names_nodes = asked.gpus_per_node or asked.num_nodes is not None
+    is_small = config.model.param_dtype == "float32"
+    is_one_node = not isinstance(config, GRPOConfig) or (
+        len(config.parallel.num_learners_per_node) == 1 and config.fleet.ray_address is None
+    )
+    return not names_nodes and is_small and is_one_node and not has_gpu_here()

@@ -8,13 +8,13 @@ from typing import Any
 
 from rich.console import Console
 
+from open_instruct.commands.run_flags import parse_named_run
 from open_instruct.config.grpo import GRPOConfig
 from open_instruct.config.sections import flag
 from open_instruct.config.training import LearnerConfig
 from open_instruct.core.files import write_asked
 from open_instruct.environments.registry import known_environments
 from open_instruct.objectives.objective import Objective
-from open_instruct.objectives.registry import described_run
 from open_instruct.rewards.registry import known_verifiers
 
 # Flags that a run cannot do without and that say nothing of its rows.
@@ -81,7 +81,7 @@ def parse_request(words: Sequence[str]) -> tuple[Any, Objective, list[str]]:
         InputError: there is no such run, or a flag is wrong.
     """
     example = "open-instruct preview dpo --mixer_list"
-    config, objective, unneeded = described_run(
+    config, objective, unneeded = parse_named_run(
         words, assumed=ASSUMED, example=example, preview=PreviewFlags
     )
     return config, objective, [*objective.validate(config), *unneeded]

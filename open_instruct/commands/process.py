@@ -21,12 +21,12 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn, TypeVar
 
+from open_instruct.commands.run_flags import parse_run
 from open_instruct.config.help import CHECK, asks_for_help, print_help
-from open_instruct.config.parser import parse
 from open_instruct.config.rollout_sections import LearnerParallelSection
 from open_instruct.config.sections import ParallelSection, RanksSection
 from open_instruct.config.tracker_access import check_trackers
-from open_instruct.config.training import LearnerConfig
+from open_instruct.config.training import BackendRecord, LearnerConfig
 from open_instruct.core.errors import (
     EXIT_FAILURE,
     EXIT_INPUT,
@@ -38,7 +38,7 @@ from open_instruct.core.errors import (
 from open_instruct.core.text import escaped
 from open_instruct.parallel import peers
 from open_instruct.parallel.launch import TYPED, num_to_start, start_ranks
-from open_instruct.parallel.layout import layout_of
+from open_instruct.parallel.layout import find_layout
 from open_instruct.parallel.node_sizes import node_sizes_from_environment
 from open_instruct.parallel.triton_cache import remove_temporary_folders
 from open_instruct.report.closing import describe_best_step, print_results
@@ -109,9 +109,9 @@ def run_entry(
             return 0
         unneeded: list[str] = []
         try:
-            config = parse(config_class, words, unneeded=unneeded)
+            config = parse_run(config_class, words, unneeded=unneeded)
             warnings = validate(config)
-            num_ranks = _check_nodes(config.parallel)
+            num_ranks = _check_nodes(config.parallel, config.backend)
             if _rank() == 0:  # which alone talks to a tracker
                 check_trackers(config.logging.report_to, os.environ)
                 if config.run.push_to_hub:
@@ -158,14 +158,14 @@ def _refuse(program: str, error: InputError) -> int:
     return EXIT_INPUT
 
 
-def _check_nodes(parallel: ParallelSection) -> int | None:
+def _check_nodes(parallel: ParallelSection, backend: BackendRecord) -> int | None:
     """The number of ranks to start here, where the flags ask for some.
 
     Raises:
         InputError: the sharding flags cannot work on the nodes that flags or the launcher name.
     """
     if isinstance(parallel, LearnerParallelSection):
-        layout_of(parallel, parallel.num_learners_per_node)
+        find_layout(parallel, parallel.num_learners_per_node, backend)
     if not isinstance(parallel, RanksSection):
         return None
     num_ranks = num_to_start(parallel.num_processes, os.environ)
@@ -174,7 +174,7 @@ def _check_nodes(parallel: ParallelSection) -> int | None:
     if (
         nodes := (num_ranks,) if num_ranks else node_sizes_from_environment(os.environ)
     ) is not None:
-        layout_of(parallel, nodes)
+        find_layout(parallel, nodes, backend)
     return num_ranks
 
 

@@ -14,9 +14,10 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from open_instruct.commands.run_flags import join_backend, parse_run
 from open_instruct.config.flags import flags_of, spelled
 from open_instruct.config.grpo import GRPOConfig, validate_grpo
-from open_instruct.config.parser import flags_given, parse
+from open_instruct.config.parser import flags_given
 from open_instruct.config.resolved import as_flat_dict
 from open_instruct.config.rollout_sections import CriticSection
 from open_instruct.config.sections import flag
@@ -144,14 +145,16 @@ def parse_replay(words: Sequence[str]) -> Replay:
         )
     run = Path(words[0])
     saved = read_settings(run)
-    settings = saved.config
+    settings = join_backend(saved.config)
     if not isinstance(settings, GRPOConfig):
         raise InputError(
             f"{run} is not the folder of a GRPO run, which alone can be replayed",
             kind="bad_checkpoint",
         )
     saved.print_notes()
-    asked = parse(ReplayConfig, [str(RunDirectory(path=run).config), *words[1:]], passed_over=[])
+    asked = parse_run(
+        ReplayConfig, [str(RunDirectory(path=run).config), *words[1:]], passed_over=[]
+    )
     given = flags_given(ReplayConfig, words[1:])
     if fixed := sorted(given - flags_that_may_differ() - flags_of(ReplayFlags).keys()):
         raise InputError(

@@ -12,7 +12,7 @@ import os
 import re
 import types
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, Field, dataclass, fields
+from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from functools import cache
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -293,10 +293,9 @@ def _read_sections(config_class: type) -> dict[str, type]:
     if all(field.metadata for field in fields(config_class)):
         return {"": config_class}
     hints = get_type_hints(config_class)
+    names = [field.name for field in fields(config_class) if is_dataclass(hints[field.name])]
     places = {name: place for place, name in enumerate(LAST_SECTIONS)}
-    own_first = sorted(
-        (field.name for field in fields(config_class)), key=lambda name: places.get(name, -1)
-    )
+    own_first = sorted(names, key=lambda name: places.get(name, -1))
     return {name: hints[name] for name in own_first}
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from open_instruct.config.flags import flags_of, flags_of_section, is_met, spelled
 from open_instruct.config.parser import nearest
 from open_instruct.config.sections import MemorySection, ParallelSection, PreferenceDataSection
-from open_instruct.config.training import LearnerConfig, TrainingConfig, backend_named
+from open_instruct.config.training import LearnerConfig, TrainingConfig
 from open_instruct.core.errors import InputError, Problem, problems_of_kind
 from open_instruct.core.metrics import HELD_OUT_PREFIX, entry_of
 from open_instruct.core.text import counted, one_of
@@ -271,9 +271,8 @@ def microbatch_problems(num_tokens: int, remedy: str) -> Iterator[str]:
 @problems_of_kind("conflict")
 def learner_problems(config: LearnerConfig) -> Iterator[str]:
     """Problems of any config that trains, GRPO's too."""
-    sections = list(vars(config).values())
-    yield from limit_problems(*sections)
-    yield from idle_problems(*sections)
+    yield from limit_problems(*config.all_sections)
+    yield from idle_problems(*config.all_sections)
     for flag, words, splits in _mixers(config):
         if not words and flags_of(type(config))[flag].required:
             empty = f"--{flag} is empty: give 'NAME AMOUNT', such as 'rows.jsonl 1.0'"
@@ -283,7 +282,7 @@ def learner_problems(config: LearnerConfig) -> Iterator[str]:
     yield from keep_best_problems(config)
     yield from column_problems(config.data.columns)
     yield from parallel_problems(config.parallel)
-    yield from backend_named(config.parallel.backend).problems(config)
+    yield from config.backend.problems(config)
     yield from lora_problems(config)
     yield from float8_problems(config)
     yield from memory_problems(config.memory)
@@ -319,8 +318,8 @@ def learner_warnings(config: LearnerConfig) -> Iterator[str]:
         for name, amount in zip(words[::2], words[1::2], strict=False):
             if amount == "1":
                 yield f"--{flag} {name} 1 takes a single row; write 1.0 for all of them"
-    yield from backend_named(config.parallel.backend).warnings(config)
-    yield from idle_problems(*vars(config).values(), harmless=True)
+    yield from config.backend.warnings(config)
+    yield from idle_problems(*config.all_sections, harmless=True)
 
 
 @problems_of_kind("conflict")

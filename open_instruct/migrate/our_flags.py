@@ -5,8 +5,8 @@ what is refused.
 from collections.abc import Mapping
 from typing import Any
 
+from open_instruct.commands.run_flags import parse_run
 from open_instruct.config.flags import Flag, is_met
-from open_instruct.config.parser import parse
 from open_instruct.core.errors import InputError
 from open_instruct.losses.preference import PREFERENCE_LOSSES
 from open_instruct.migrate.launch import Sheet
@@ -56,7 +56,7 @@ def default_here(flag: Flag, sheet: Sheet) -> Any:
 def find_problems(objective: Objective, arguments: list[str]) -> list[str]:
     """The problems for which a run with these arguments would be refused."""
     try:
-        objective.validate(parse(objective.config_class, arguments))
+        objective.validate(parse_run(objective.config_class, arguments))
     except InputError as error:
         return str(error).splitlines()
     return []

@@ -9,7 +9,7 @@ from dataclasses import fields, replace
 from math import gcd, prod
 
 from open_instruct.config.sections import DegreesSection, ParallelSection
-from open_instruct.config.training import backend_named
+from open_instruct.config.training import BackendRecord
 from open_instruct.core.errors import InputError
 from open_instruct.core.shard_layout import ShardLayout
 from open_instruct.core.text import counted, one_of
@@ -97,13 +97,15 @@ def resolve_layout(
     return replace(layout, warnings=tuple(warnings))
 
 
-def layout_of(parallel: ParallelSection, gpus_per_node: Sequence[int]) -> ShardLayout:
+def find_layout(
+    parallel: ParallelSection, gpus_per_node: Sequence[int], backend: BackendRecord
+) -> ShardLayout:
     """The layout of a run under its backend.
 
     :raises InputError: the flags cannot work on these nodes.
     """
     _refuse_one_rank_for_many(parallel, gpus_per_node)
-    return backend_named(parallel.backend).layout(parallel, gpus_per_node)
+    return backend.layout(parallel, gpus_per_node)
 
 
 def layout_of_degrees(

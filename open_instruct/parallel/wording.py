@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from string import ascii_uppercase
 
 from open_instruct.config.sections import ParallelSection
-from open_instruct.config.training import backend_named
+from open_instruct.config.training import BackendRecord
 from open_instruct.core.shard_layout import ShardLayout
 from open_instruct.core.text import counted
 
@@ -51,12 +51,15 @@ def nodes_text(gpus_per_node: Sequence[int], device: str = "GPU") -> str:
     return f"{len(gpus_per_node)} nodes of {min(sizes)} to {max(sizes)} {device}s"
 
 
-def describe_layout(layout: ShardLayout, parallel: ParallelSection, *, who: str = "process") -> str:
+def describe_layout(
+    layout: ShardLayout,
+    parallel: ParallelSection,
+    backend: BackendRecord,
+    *,
+    who: str = "process",
+) -> str:
     """The layout in words, with the number of processes: `2 processes, DeepSpeed ZeRO-3`."""
-    words = [
-        counted(layout.world_size, who),
-        backend_named(parallel.backend).sharing(parallel, layout),
-    ]
+    words = [counted(layout.world_size, who), backend.sharing(parallel, layout)]
     if layout.context_parallel_degree > 1:
         words.append(f"context degree {layout.context_parallel_degree}")
     if layout.tensor_parallel_degree > 1:

@@ -12,10 +12,10 @@ from typing import Any
 from open_instruct.config.flags import flags_of, spelled
 from open_instruct.config.grpo import GRPOConfig
 from open_instruct.config.sections import ParallelSection
-from open_instruct.config.training import LearnerConfig, backend_named
+from open_instruct.config.training import LearnerConfig
 from open_instruct.core.errors import InputError, refuse_first
 from open_instruct.core.shard_layout import ShardLayout
-from open_instruct.parallel.layout import check_experts, check_heads, divisors, layout_of
+from open_instruct.parallel.layout import check_experts, check_heads, divisors, find_layout
 from open_instruct.planning.memory.activations import BLOCK_MODULES
 from open_instruct.planning.memory.phases import Moments, Phase, memory_by_phase, phase_of
 from open_instruct.planning.memory.state import sync_buckets
@@ -86,12 +86,12 @@ class Setting:
         Raises:
             InputError: the sharding flags cannot work on these nodes.
         """
-        return layout_of(self.config.parallel, self.gpus_per_node)
+        return find_layout(self.config.parallel, self.gpus_per_node, self.config.backend)
 
     @cached_property
     def backend(self) -> Backend:
         """The backend (--backend) that shards the model, as the planner asks it."""
-        backend: Backend = backend_named(self.config.parallel.backend).planned(self.config)
+        backend: Backend = self.config.backend.planned(self.config)
         return backend
 
     @cached_property

@@ -17,7 +17,6 @@ from open_instruct.checkpoints.saved_place import read_saved_place
 from open_instruct.config.grpo import GRPOConfig
 from open_instruct.config.resolved import as_flat_dict
 from open_instruct.config.rollout_sections import TOOL_SET, RewardSection
-from open_instruct.config.training import backend_named
 from open_instruct.core.errors import InputError, refuse_first
 from open_instruct.core.families import FAMILIES
 from open_instruct.core.metrics import HELD_OUT_PREFIX
@@ -32,7 +31,7 @@ from open_instruct.environments.environment import Factory, begin_run
 from open_instruct.environments.registry import known_environments
 from open_instruct.losses.advantages import ADVANTAGES
 from open_instruct.losses.policy import POLICY_LOSSES
-from open_instruct.parallel.layout import layout_of
+from open_instruct.parallel.layout import find_layout
 from open_instruct.parallel.peers import doing
 from open_instruct.parallel.wording import describe_layout
 from open_instruct.planning.shown import check_plan
@@ -89,8 +88,8 @@ def open_rollout_run(config: GRPOConfig) -> Iterator[RolloutRun]:
     Raises:
         InputError: names the flag, row, file or tensor that cannot be used.
     """
-    layout = layout_of(config.parallel, config.parallel.num_learners_per_node)
-    backend_named(config.parallel.backend).refuse_unfit()
+    layout = find_layout(config.parallel, config.parallel.num_learners_per_node, config.backend)
+    config.backend.refuse_unfit()
     verifiers = known_verifiers(config.reward)
     environments = known_environments(config.environment)
     own_function(config.loss.loss_fn, flag="--loss_fn", known=POLICY_LOSSES)
@@ -105,7 +104,7 @@ def open_rollout_run(config: GRPOConfig) -> Iterator[RolloutRun]:
         )
         for warning in layout.warnings:
             console.warn(warning)
-        console.say(describe_layout(layout, config.parallel, who="learner"))
+        console.say(describe_layout(layout, config.parallel, config.backend, who="learner"))
         pretrained = open_pretrained(config, directory.hf_model, layout=layout)
         if config.fleet.routing_replay == "on" and not getattr(
             pretrained.hf_config, "num_experts", None

@@ -8,12 +8,12 @@ from itertools import chain
 from pathlib import Path
 
 from open_instruct.config.grpo import GRPOConfig
-from open_instruct.config.training import on_one_process
 from open_instruct.core.errors import InputError
 from open_instruct.core.records import RolloutGroup
 from open_instruct.parallel.data_parallel import keep_mesh
-from open_instruct.parallel.layout import layout_of
+from open_instruct.parallel.layout import find_layout
 from open_instruct.parallel.process import Process
+from open_instruct.parallel.resolve import on_one_process
 from open_instruct.rl.samples import RolloutStepBatch, load_conversations, plan_rank_work
 from open_instruct.run.console import Console
 from open_instruct.run.opened import Run
@@ -45,7 +45,7 @@ def take_lone_step(
     with tempfile.TemporaryDirectory(prefix="replay_") as folder:
         run = Run(
             process=process,
-            layout=layout_of(config.parallel, process.gpus_per_node),
+            layout=find_layout(config.parallel, process.gpus_per_node, config.backend),
             directory=RunDirectory(path=Path(folder)),
             console=Console(speaks=False),
         )

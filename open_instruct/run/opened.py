@@ -20,13 +20,13 @@ from open_instruct.config.resolved import (
     refuse_conflicts,
     write_config,
 )
-from open_instruct.config.training import LearnerConfig, TrainingConfig, backend_named
+from open_instruct.config.training import LearnerConfig, TrainingConfig
 from open_instruct.config.validation import changed
 from open_instruct.core.errors import InputError
 from open_instruct.core.shard_layout import ShardLayout
 from open_instruct.parallel import peers
 from open_instruct.parallel.launch import idle_gpus, refuse_other_number
-from open_instruct.parallel.layout import layout_of
+from open_instruct.parallel.layout import find_layout
 from open_instruct.parallel.process import (
     Process,
     gathered,
@@ -66,7 +66,7 @@ def open_run(config: TrainingConfig, command: str) -> Iterator[Run]:
     """
     peers.doing("starting")
     process = start_process(timeout_s=config.parallel.dist_timeout_s, seed=config.optim.seed)
-    layout = layout_of(config.parallel, process.gpus_per_node)
+    layout = find_layout(config.parallel, process.gpus_per_node, config.backend)
     refuse_other_number(
         config.parallel.num_processes, layout.gpus_per_node[layout.node_of(process.rank)]
     )
@@ -83,7 +83,8 @@ def open_run(config: TrainingConfig, command: str) -> Iterator[Run]:
         )
         for warning in filter(None, [*layout.warnings, idle]):
             console.warn(warning)
-        console.say(f"{describe_layout(layout, config.parallel)} on {process.device.type}")
+        description = describe_layout(layout, config.parallel, config.backend)
+        console.say(f"{description} on {process.device.type}")
         yield Run(process=process, layout=layout, directory=directory, console=console)
         # A failed run does not leave the group, since leaving waits for peers that may be gone.
         stop_process()
@@ -96,7 +97,7 @@ def join_run(config: LearnerConfig) -> Run:
     :raises InputError: if the flags cannot work on these nodes.
     """
     process = start_process(timeout_s=config.parallel.dist_timeout_s, seed=config.optim.seed)
-    layout = layout_of(config.parallel, process.gpus_per_node)
+    layout = find_layout(config.parallel, process.gpus_per_node, config.backend)
     directory = RunDirectory(path=Path(config.run.output_dir))
     log_to(directory.log, rank=process.rank)
     return Run(process=process, layout=layout, directory=directory, console=Console(speaks=False))
@@ -227,8 +228,8 @@ def refuse_another_run(
     has_ended = directory.hf_model.is_dir() or directory.adapter.is_dir()
     worlds = (directory.saved_data_parallel_world_size() or world, world)
     refuse_conflicts(saved, config, worlds=worlds, ended_after=step if has_ended else None)
-    was = backend_named(before.parallel.backend).sharing(before.parallel, layout)
-    now = backend_named(config.parallel.backend).sharing(config.parallel, layout)
+    was = config.backend.sharing(before.parallel, layout)
+    now = config.backend.sharing(config.parallel, layout)
     if was != now:
         console.say(
             f"the run in {directory.path} had {was}, and goes on with {now}. Weights and "

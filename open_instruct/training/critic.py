@@ -21,7 +21,6 @@ from open_instruct.checkpoints.resume import check_weights
 from open_instruct.config.grpo import GRPOConfig
 from open_instruct.config.lora import LoRASection
 from open_instruct.config.rollout_sections import CriticSection
-from open_instruct.config.training import backend_named
 from open_instruct.core.records import Batch, Metric, StepBatch, mean_metrics
 from open_instruct.losses.values import gae, value_losses, whitened
 from open_instruct.models.shards import reshard
@@ -61,7 +60,7 @@ class Critic:
         optim = replace(config.optim, learning_rate=self.flags.critic_learning_rate)
         # OLMo-core's train module makes a mesh of its own: no model is built after this one.
         keep_mesh(None)
-        backend = backend_named(config.parallel.backend).build(
+        backend = config.backend.build(
             pretrained,
             run=run,
             config=replace(config, optim=optim, lora=LoRASection()),

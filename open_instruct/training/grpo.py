@@ -8,7 +8,6 @@ import torch
 
 from open_instruct.batching.rollouts import RankStep, rollout_minibatches
 from open_instruct.config.grpo import GRPOConfig
-from open_instruct.config.training import backend_named
 from open_instruct.objectives.policy_gradient import GRPO
 from open_instruct.run.cadence import cadence_of
 from open_instruct.run.opened import Run
@@ -43,8 +42,7 @@ class GRPOLearner:
         self.run = run
         self.pretrained = pretrained
         self.drivers_state: dict[str, Any] = {}
-        backend = backend_named(config.parallel.backend)
-        held = backend.build(pretrained, run=run, config=config, num_steps=config.num_steps)
+        held = config.backend.build(pretrained, run=run, config=config, num_steps=config.num_steps)
         self.policy = Policy(held, GRPO.bind(config), balance_scope=config.model.router_balance)
         start, flags = reference or pretrained, config.loss
         if flags.beta > 0 and config.adapters is not None:

@@ -14,7 +14,7 @@ from olmo_core.train.callbacks import Callback
 from open_instruct.batching.balance import best_fit
 from open_instruct.batching.steps import BatchShape
 from open_instruct.checkpoints.saved_place import read_saved_place
-from open_instruct.config.training import TrainingConfig, backend_named
+from open_instruct.config.training import TrainingConfig
 from open_instruct.core.errors import InputError
 from open_instruct.core.metrics import HELD_OUT_PREFIX, entry_of
 from open_instruct.core.records import REFERENCE
@@ -177,8 +177,7 @@ class _Learning:
             untrained := find_untrained_rows(pretrained, learned_token_ids(self.rows))
         ):
             run.console.warn(untrained)
-        backend = backend_named(config.parallel.backend)
-        built = backend.build(pretrained, run=run, config=config, num_steps=self.num_steps)
+        built = config.backend.build(pretrained, run=run, config=config, num_steps=self.num_steps)
         self.policy = Policy(built, loss, balance_scope=config.model.router_balance)
         self.scorer = Scorer(policy=self.policy, shape=self.shape, run=run, config=config)
         if teacher is not None:

@@ -249,7 +249,7 @@ def process(folder: Path) -> Any:
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    from open_instruct.config.parser import parse
+    from open_instruct.commands.run_flags import parse_run
     from open_instruct.objectives.dpo import DPOConfig
     from open_instruct.parallel.launch import num_to_start
     from open_instruct.run.opened import open_run, planned_run
@@ -267,7 +267,7 @@ def process(folder: Path) -> Any:
         f"--model_name_or_path {folder} --output_dir {folder / 'run'} --mixer_list none 1.0 "
         "--max_seq_length 64"
     )
-    config = parse(DPOConfig, [*flags.split(), "--activation_checkpointing", "auto"])
+    config = parse_run(DPOConfig, [*flags.split(), "--activation_checkpointing", "auto"])
     with (
         patch("open_instruct.parallel.process.init_distributed", init),
         patch.dict(os.environ, {"LOCAL_RANK": "0"}),
@@ -417,8 +417,8 @@ def adams(folder: Path) -> Any:
 
 def driver(folder: Path) -> Any:
     """What a GRPO run decides before it has learners."""
+    from open_instruct.commands.run_flags import parse_run
     from open_instruct.config.grpo import GRPOConfig
-    from open_instruct.config.parser import parse
     from open_instruct.rl.checked_run import _planned
     from open_instruct.weight_sync.transports import choose_transport
     from tests.fake_cuda.memory import CASES
@@ -426,7 +426,7 @@ def driver(folder: Path) -> Any:
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(CASES["grpo"].fields))
     directory = MagicMock()
-    _planned(parse(GRPOConfig, CASES["grpo"].words), folder, MagicMock(), directory)
+    _planned(parse_run(GRPOConfig, CASES["grpo"].words), folder, MagicMock(), directory)
     ways = [
         choose_transport(flag, on_cuda=True, single_device=single, same_host=True)
         for flag, single in (("auto", True), ("auto", False), ("nccl", False))

@@ -298,10 +298,10 @@ def opened(case: Case, folder: Path, within: Any = None) -> Iterator[tuple[Any, 
     from olmo_core.distributed import parallel
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
+    from open_instruct.commands.run_flags import parse_run
     from open_instruct.config.grpo import GRPOConfig
-    from open_instruct.config.parser import parse
     from open_instruct.objectives.registry import objective_named
-    from open_instruct.parallel.layout import layout_of
+    from open_instruct.parallel.layout import find_layout
     from open_instruct.parallel.process import Process
     from open_instruct.run.console import Console
     from open_instruct.run.opened import Run
@@ -316,12 +316,12 @@ def opened(case: Case, folder: Path, within: Any = None) -> Iterator[tuple[Any, 
         gpus_per_node=(case.world,),
     )
     try:
-        config: Any = parse(
+        config: Any = parse_run(
             GRPOConfig if is_grpo else objective_named(case.objective).config_class, case.words
         )
         run = Run(
             process=process,
-            layout=layout_of(config.parallel, [case.world]),
+            layout=find_layout(config.parallel, [case.world], config.backend),
             directory=RunDirectory(path=folder),
             console=Console(speaks=False),
         )
@@ -592,15 +592,12 @@ def _rows(case: Case, form: Any, num_rows: int) -> Any:
 
 def _grpo(case: Case, config: Any, run: Any) -> tuple[Any, TakeSteps]:
     from open_instruct.batching.rollouts import plan_steps_of_ranks
-    from open_instruct.training import critic, grpo
+    from open_instruct.training import grpo
 
     zero = SimpleNamespace(build=_build_zero)
-    named = grpo.backend_named if config.parallel.backend == "olmo_core" else lambda name: zero
-    with (
-        patch.object(grpo, "open_beside", lambda *names, **arguments: _pretrained(case, "score")),
-        patch.object(grpo, "backend_named", named),
-        patch.object(critic, "backend_named", named),
-    ):
+    if config.parallel.backend != "olmo_core":
+        config = replace(config, backend_record=zero)
+    with patch.object(grpo, "open_beside", lambda *names, **arguments: _pretrained(case, "score")):
         learner = grpo.GRPOLearner(_pretrained(case), run=run, config=config)
     num_ranks = run.layout.data_parallel_world_size
 

@@ -125,9 +125,9 @@ class TracedCase(Case):
 
     def planned(self, folder: Path) -> dict[str, int]:
         """Bytes of each phase, by the plan of the same flags."""
+        from open_instruct.commands.plan import parse_request
         from open_instruct.planning.memory import activations
         from open_instruct.planning.plan import plan_of
-        from open_instruct.planning.request import parse_request
 
         config = folder / "config.json"
         config.write_text(json.dumps(self.fields))

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 
 from open_instruct.cluster.placement import FleetShape
-from open_instruct.config.parser import parse
+from open_instruct.commands.plan import parse_request
+from open_instruct.commands.run_flags import parse_run
 from open_instruct.core.errors import InputError
 from open_instruct.core.shard_layout import ShardLayout
 from open_instruct.objectives.registry import OBJECTIVES, objective_named
 from open_instruct.parallel import layout
 from open_instruct.planning.plan import plan_of
-from open_instruct.planning.request import parse_request
 from open_instruct.planning.subject.model import model_shape
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -44,7 +44,7 @@ def name_of(path: Path) -> str:
 
 
 def read(path: Path, *more: str) -> Any:
-    return parse(KINDS[path.parent.name].config_class, [str(path), *more])
+    return parse_run(KINDS[path.parent.name].config_class, [str(path), *more])
 
 
 def header(path: Path) -> dict[str, str]:

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import yaml
 
-from open_instruct.config.parser import parse
+from open_instruct.commands.run_flags import parse_run
 from open_instruct.objectives.registry import objective_named
-from open_instruct.parallel.layout import layout_of
+from open_instruct.parallel.layout import find_layout
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 INSTALLER = (REPOSITORY / "scripts" / "install.sh").read_text()
@@ -51,12 +51,14 @@ def test_job_runs_a_config_of_ours_with_flags_that_we_have(monkeypatch: pytest.M
     program, *words = container["command"][1:]
     monkeypatch.chdir(REPOSITORY)
     objective = objective_named(Path(program).stem)
-    config = parse(objective.config_class, words)
+    config = parse_run(objective.config_class, words)
     assert objective.validate(config) == []
     assert config.run.output_dir.startswith("/shared/")
     assert container["resources"]["limits"] == container["resources"]["requests"]
     gpus_per_node = [int(container["resources"]["limits"]["nvidia.com/gpu"])] * spec["completions"]
-    assert layout_of(config.parallel, gpus_per_node).world_size == sum(gpus_per_node)
+    assert find_layout(config.parallel, gpus_per_node, config.backend).world_size == sum(
+        gpus_per_node
+    )
 
 
 def test_image_is_made_by_the_installer_and_in_either_build() -> None:

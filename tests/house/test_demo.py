@@ -11,8 +11,8 @@ from types import ModuleType
 import pytest
 from rich.console import Console, RenderableType
 
+from open_instruct.commands.run_flags import parse_run
 from open_instruct.config.grpo import GRPOConfig, validate_grpo
-from open_instruct.config.parser import parse
 from open_instruct.objectives.dpo import DPOConfig, validate_dpo
 from open_instruct.objectives.sft import SFT, SFTConfig
 
@@ -54,7 +54,7 @@ def test_importing_a_demo_does_not_load_torch(name: str) -> None:
 def test_grpo_uses_what_sft_leaves(load: Load, name: str, data: str) -> None:
     demo = load(name)
     folder = getattr(demo, data)
-    sft, grpo = parse(SFTConfig, demo.sft_flags()), parse(GRPOConfig, demo.grpo_flags())
+    sft, grpo = parse_run(SFTConfig, demo.sft_flags()), parse_run(GRPOConfig, demo.grpo_flags())
     assert SFT.validate(sft) == [] and validate_grpo(grpo) == []
     assert sft.model.model_name_or_path == str(demo.MODEL)
     assert sft.data.mixer_list[0] == str(folder / "sft.jsonl")
@@ -136,7 +136,7 @@ def test_grpo_samples_show_both_answers(load: Load) -> None:
 
 def test_dpo_accepts_the_flags(load: Load) -> None:
     demo = load("demo_dpo")
-    config = parse(DPOConfig, demo.dpo_flags())
+    config = parse_run(DPOConfig, demo.dpo_flags())
     assert validate_dpo(config) == []
     assert config.run.output_dir == str(demo.RUN)
     assert config.run.overwrite_output_dir

@@ -251,15 +251,15 @@ class TestNode:
     ) -> None:
         from gpu_check.node import engines
 
+        from open_instruct.commands.run_flags import parse_run
         from open_instruct.config.grpo import GRPOConfig, validate_grpo
-        from open_instruct.config.parser import parse
 
         started: dict[int, GRPOConfig] = {}
 
         def start(
             words: list[str], *, first_device: int, num_devices: int, rehearse: bool
         ) -> subprocess.Popen[bytes]:
-            validate_grpo(config := parse(GRPOConfig, words))
+            validate_grpo(config := parse_run(GRPOConfig, words))
             started.update(dict.fromkeys(range(first_device, first_device + num_devices), config))
             return subprocess.Popen(["false"])
 

@@ -21,6 +21,7 @@ from open_instruct.commands.check import CheckFlags
 from open_instruct.commands.export import ExportFlags
 from open_instruct.commands.layout import LayoutFlags
 from open_instruct.commands.merge import MergeFlags
+from open_instruct.commands.plan import PlanFlags
 from open_instruct.commands.preview import PreviewFlags
 from open_instruct.commands.replay import ReplayFlags
 from open_instruct.commands.report import ReportFlags
@@ -31,7 +32,6 @@ from open_instruct.config.suites.upstream_flags import upstream_table
 from open_instruct.core.families import FAMILIES
 from open_instruct.migrate.from_suite import READERS
 from open_instruct.migrate.suites.tables import find_table, find_trainers
-from open_instruct.planning.request import PlanFlags
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(REPOSITORY / "scripts"))
@@ -44,9 +44,10 @@ PACKAGE = REPOSITORY / "open_instruct"
 FILES = sorted(PACKAGE.rglob("*.py"))
 PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 # The files of the records that `--backend` names.
+ENTRY_POINTS: dict[str, dict[str, str]] = PROJECT["entry-points"]
 BACKENDS = [
     REPOSITORY / f"{where.partition(':')[0].replace('.', '/')}.py"
-    for where in PROJECT["entry-points"]["open_instruct.backends"].values()
+    for where in ENTRY_POINTS["open_instruct.backends"].values()
 ]
 DOCS = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
 
@@ -63,7 +64,6 @@ FLOORS = [
     {"batching"},
     {"objectives"},
     {"planning"},
-    {"migrate"},
     {"checkpoints"},
     {"run"},
     {"report"},
@@ -74,6 +74,7 @@ FLOORS = [
     {"environments"},
     {"rl"},
     {"commands"},
+    {"migrate"},
     {
         "distill",
         "dpo",
@@ -250,6 +251,31 @@ def imports_under(node: ast.AST, inside_functions: bool, for_types: bool) -> Ite
             yield from imports_under(child, inside_functions, for_types)
 
 
+@cache
+def modules_named(path: Path) -> tuple[str, ...]:
+    """Dotted names of ours that a file loads without an import statement: those in strings of the
+    form `package.module:NAME`, and the entry points of a group that it asks for by its name.
+    """
+    words = {
+        node.value
+        for node in ast.walk(tree_of(path))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    }
+    groups = words & ENTRY_POINTS.keys() if "entry_points(" in text_of(path) else set()
+    places = [*words, *(place for group in groups for place in ENTRY_POINTS[group].values())]
+    found = [re.fullmatch(r"([a-z_]+(?:\.[a-z_]+)*):\w+", place) for place in places]
+    names = [match[1] for match in found if match is not None]
+    full_names = [
+        name if name.startswith("open_instruct.") else f"open_instruct.{name}" for name in names
+    ]
+    return tuple(sorted(name for name in full_names if file_of(name) is not None))
+
+
+def everything_loaded(path: Path) -> tuple[str, ...]:
+    """What a file imports, for types too, and what it loads by a string or an entry point."""
+    return (*imports_of(path, for_types=True), *modules_named(path))
+
+
 def libraries_of(path: Path, *, inside_functions: bool = True) -> set[str]:
     return {name.partition(".")[0] for name in imports_of(path, inside_functions=inside_functions)}
 
@@ -352,7 +378,7 @@ class TestFiles:
 
 def imports_from_above(path: Path) -> Iterator[str]:
     room = room_of(path)
-    for name in imports_of(path, for_types=True):
+    for name in everything_loaded(path):
         library, _, module = name.partition(".")
         if library != "open_instruct":
             continue
@@ -423,8 +449,7 @@ def test_no_two_folders_of_a_room_import_each_other() -> None:
 
 def imported_files() -> dict[Path, set[Path]]:
     return {
-        path: {other for name in imports_of(path, for_types=True) if (other := file_of(name))}
-        - {path}
+        path: {other for name in everything_loaded(path) if (other := file_of(name))} - {path}
         for path in FILES
     }
 

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import yaml
 
+from open_instruct.commands.run_flags import parse_run
 from open_instruct.config.grpo import GRPOConfig, validate_grpo
-from open_instruct.config.parser import parse
 from tests.docs.pages import commands_of
 from tests.waiting import eventually
 
@@ -429,7 +429,7 @@ def test_kuberay_runs_a_config_of_ours_with_flags_that_we_have(
     assert words[:2] == ["python", "open_instruct/grpo_olmo_core_actor.py"]
     assert words[2].startswith("configs/grpo/")
     monkeypatch.chdir(REPOSITORY)
-    config = parse(GRPOConfig, words[2:])
+    config = parse_run(GRPOConfig, words[2:])
     assert validate_grpo(config) == []
     assert config.fleet.ray_address == "auto"
     assert config.run.output_dir.startswith("/shared/")

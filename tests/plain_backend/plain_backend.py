@@ -20,7 +20,8 @@ from open_instruct.parallel.layout import layout_of_degrees
 class Plain:
     """A `BackendRecord`."""
 
-    def settle(self, config: LearnerConfig) -> None: ...
+    def default_values(self, config: LearnerConfig) -> dict[str, Any]:
+        return {}
 
     def problems(self, config: LearnerConfig) -> Iterator[str]:
         if config.model.param_dtype != "float32":

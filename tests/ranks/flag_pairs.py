@@ -13,8 +13,8 @@ from typing import Any
 
 import covertable
 
+from open_instruct.commands.run_flags import parse_run
 from open_instruct.config.grpo import GRPOConfig, validate_grpo
-from open_instruct.config.parser import parse
 from open_instruct.core.errors import InputError
 from open_instruct.objectives.registry import objective_named
 
@@ -96,11 +96,11 @@ def collect_flags(levels: Mapping[str, str]) -> dict[str, Any]:
 def parse_flags(objective: str, words: Sequence[str]) -> Any:
     """:raises InputError: as the command does, before anything is started."""
     if objective == "grpo":
-        config = parse(GRPOConfig, list(words))
+        config = parse_run(GRPOConfig, list(words))
         validate_grpo(config)
         return config
     chosen = objective_named(objective)
-    config = parse(chosen.config_class, list(words))
+    config = parse_run(chosen.config_class, list(words))
     chosen.validate(config)
     return config
 

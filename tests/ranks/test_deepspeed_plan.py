@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from open_instruct.config.parser import parse
+from open_instruct.commands.run_flags import parse_run
 from open_instruct.objectives.registry import objective_named
-from open_instruct.parallel.layout import layout_of
+from open_instruct.parallel.layout import find_layout
 from open_instruct.planning.memory.phases import BUFFERS
 from open_instruct.planning.memory.state import sync_buckets
 from open_instruct.planning.subject.workload import shape_of_run, workload_of
@@ -161,9 +161,9 @@ class Measured:
 
     def planned(self, name: str) -> ZeroMoments:
         """Of a run whose engines are sent the weights."""
-        case, config = CASES[name], parse(objective_named("dpo").config_class, self.words(name))
+        case, config = CASES[name], parse_run(objective_named("dpo").config_class, self.words(name))
         shape = shape_of_run(config, str(self.models[case.model]))
-        layout = layout_of(config.parallel, [case.num_ranks])
+        layout = find_layout(config.parallel, [case.num_ranks], config.backend)
         workload = replace(
             workload_of(config, shape, layout),
             tokens_per_microbatch=NUM_TOKENS,

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from open_instruct.config.parser import parse
+from open_instruct.commands.run_flags import parse_run
 from open_instruct.core.shard_layout import ShardLayout
 from open_instruct.objectives.registry import objective_named
-from open_instruct.parallel.layout import layout_of
+from open_instruct.parallel.layout import find_layout
 from open_instruct.planning.memory import activations
 from open_instruct.planning.memory.state import sync_buckets
 from open_instruct.planning.subject.workload import Scoring, shape_of_run, workload_of
@@ -323,10 +323,10 @@ class Counted:
     def planned(self, name: str) -> tuple[ShardLayout, dict[str, tuple[Exchange, ...]]]:
         """The layout, and what the planner says of each part that is counted."""
         case = CASES[name]
-        config = parse(objective_named(case.algorithm).config_class, self.words(name))
+        config = parse_run(objective_named(case.algorithm).config_class, self.words(name))
         shape, layout = (
             shape_of_run(config, str(self.models[case.model])),
-            layout_of(config.parallel, nodes_of(case)),
+            find_layout(config.parallel, nodes_of(case), config.backend),
         )
         workload = replace(
             workload_of(config, shape, layout),

@@ -11,8 +11,8 @@ from concurrent.futures import Future
 from dataclasses import replace
 from typing import Literal
 
+from open_instruct.commands.run_flags import parse_run
 from open_instruct.config.grpo import GRPOConfig
-from open_instruct.config.parser import parse
 from open_instruct.core.records import Check, Completion, Prompt, RolloutGroup, Verdict
 from open_instruct.generation.requests import GenerationRequest
 
@@ -34,7 +34,7 @@ def grpo_config(*words: str) -> GRPOConfig:
         "--output_dir",
         "out",
     ]
-    return parse(GRPOConfig, [*required, *words])
+    return parse_run(GRPOConfig, [*required, *words])
 
 
 def completion(

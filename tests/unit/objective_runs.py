@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from open_instruct.config.parser import parse
+from open_instruct.commands.run_flags import parse_run
 from open_instruct.config.sections import OptimSection
 from open_instruct.data.chat import ChatFormat
 from open_instruct.data.mixer import parse_mixer_list
@@ -34,7 +34,7 @@ def config_of(objective: Objective, *words: str) -> Any:
         "--output_dir",
         "out",
     ]
-    return parse(objective.config_class, [*needed, *words])
+    return parse_run(objective.config_class, [*needed, *words])
 
 
 def write_rows(path: Path, rows: Iterable[Any]) -> Path:

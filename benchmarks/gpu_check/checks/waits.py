@@ -97,8 +97,8 @@ def flags_of_run(model: Path, work: Path, name: str) -> list[str]:
 def waits_of_grpo(model: Path, work: Path, *, vocab_size: int, rehearse: bool) -> Mapping[str, int]:
     """Those of a learner that is brought made-up completions, as a driver would bring them."""
     from open_instruct.batching.rollouts import plan_steps_of_ranks
+    from open_instruct.commands.run_flags import parse_run
     from open_instruct.config.grpo import GRPOConfig, validate_grpo
-    from open_instruct.config.parser import parse
     from open_instruct.run.opened import join_run
     from open_instruct.run.pretrained import open_pretrained
     from open_instruct.training.grpo import GRPOLearner
@@ -108,7 +108,7 @@ def waits_of_grpo(model: Path, work: Path, *, vocab_size: int, rehearse: bool) -
     del words[words.index("--cache_dir") : words.index("--cache_dir") + 4]  # and --max_seq_length
     words += ["--dataset_mixer_list", "prompts.jsonl", "1.0", "--max_prompt_token_length", "32"]
     words += ["--response_length", "32", "--pack_length", "256", "--temperature", "0.7"]
-    config = parse(GRPOConfig, words)
+    config = parse_run(GRPOConfig, words)
     validate_grpo(config)
     run = join_run(config)
     pretrained = open_pretrained(config, run.directory.hf_model)

@@ -40,18 +40,20 @@ class DeepSpeed:
 
     refuse_unfit = staticmethod(refuse_unfit)
 
-    def settle(self, config: LearnerConfig) -> None:
-        """Set the defaults of ZeRO's flags.
+    def default_values(self, config: LearnerConfig) -> dict[str, Any]:
+        """The defaults of ZeRO's flags.
 
         Other backends leave them None, so a flag that was given can be refused.
         """
         parallel = config.parallel
+        values: dict[str, Any] = {}
         if parallel.deepspeed_stage is None:
-            parallel.deepspeed_stage = 2
+            values["deepspeed_stage"] = 2
         if parallel.deepspeed_zpg is None:
-            parallel.deepspeed_zpg = neighbours_of(parallel)
+            values["deepspeed_zpg"] = neighbours_of(replace(parallel, **values))
         if config.memory.activation_checkpointing == "auto":
-            config.memory.activation_checkpointing = "full"
+            values["activation_checkpointing"] = "full"
+        return values
 
     @problems_of_kind("conflict")
     def problems(self, config: LearnerConfig) -> Iterator[str]:

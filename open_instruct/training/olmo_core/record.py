@@ -25,8 +25,9 @@ class OlmoCore:
     OLMo-core's train module, sharded by FSDP2 as HSDP, with tensor and context parallel.
     """
 
-    def settle(self, config: LearnerConfig) -> None:
+    def default_values(self, config: LearnerConfig) -> dict[str, Any]:
         """No default depends on this backend."""
+        return {}
 
     @problems_of_kind("conflict")
     def problems(self, config: LearnerConfig) -> Iterator[str]:

@@ -11,7 +11,7 @@ from unittest import mock
 
 import torch
 
-from open_instruct.config.parser import parse
+from open_instruct.commands.run_flags import parse_run
 from open_instruct.core.records import StepBatch
 from open_instruct.models.lora.adapters import weights_of
 from open_instruct.objectives.dpo import DPO
@@ -54,7 +54,7 @@ def _measured(
         return of_flags | {"zero_optimization": of_flags["zero_optimization"] | sharing}
 
     built.engine_settings = settings
-    config = parse(DPO.config_class, flags)
+    config = parse_run(DPO.config_class, flags)
     DPO.validate(config)
     run = join_run(config)
     pretrained = open_pretrained(config, run.directory.hf_model)

@@ -14,7 +14,7 @@ from unittest import mock
 import torch
 from olmo_core.train.callbacks import Callback
 
-from open_instruct.config.parser import parse
+from open_instruct.commands.run_flags import parse_run
 from open_instruct.core.errors import InputError, RunError
 from open_instruct.models.heads.logprob_head import LogprobHead
 from open_instruct.objectives.registry import objective_named
@@ -82,7 +82,7 @@ def one(
         if adam is not None:
             held.enter_context(stepped_by(adam))
         try:
-            config = parse(objective.config_class, command)
+            config = parse_run(objective.config_class, command)
             objective.validate(config)
             train(
                 config,

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from open_instruct.batching.steps import collate
-from open_instruct.config.parser import parse
+from open_instruct.commands.run_flags import parse_run
 from open_instruct.core.records import REFERENCE, Batch, Document, Span, StepBatch
 from open_instruct.models.shards import local_part
 from open_instruct.objectives.dpo import DPO, DPOConfig
@@ -36,7 +36,7 @@ def compare_each(cases: list[list[str]], ports: list[int]) -> list[dict[str, Any
     results = []
     for flags, port in zip(cases, ports, strict=True):
         os.environ["MASTER_PORT"] = str(port)
-        results.append(_compare(parse(DPOConfig, flags)))
+        results.append(_compare(parse_run(DPOConfig, flags)))
         stop_process()
     return results
 

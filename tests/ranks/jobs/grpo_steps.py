@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 from open_instruct.batching.rollouts import RankStep, plan_steps_of_ranks
+from open_instruct.commands.run_flags import parse_run
 from open_instruct.config.grpo import GRPOConfig, validate_grpo
-from open_instruct.config.parser import parse
 from open_instruct.core.records import Document, RolloutSample, Span
 from open_instruct.models.heads.logprob_head import LogprobHead
 from open_instruct.parallel.process import stop_process
@@ -73,7 +73,7 @@ class Learner(GRPOLearner):
 
     def __init__(self, flags: list[str], *, num_steps: int | None = None) -> None:
         """As the flags say, but for `num_steps` steps where that is given."""
-        config = parse(GRPOConfig, flags)
+        config = parse_run(GRPOConfig, flags)
         validate_grpo(config)
         if num_steps is not None:
             config.rollout.total_episodes = num_steps * config.num_completions_per_step

@@ -17,7 +17,7 @@ from torch.distributed.tensor import placement_types
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from open_instruct.batching.steps import collate
-from open_instruct.config.parser import parse
+from open_instruct.commands.run_flags import parse_run
 from open_instruct.config.training import LearnerConfig, TrainingConfig
 from open_instruct.core.records import REFERENCE, Batch, Document, RolloutSample, Span, StepBatch
 from open_instruct.models.heads.logprob_head import LogprobHead
@@ -25,7 +25,7 @@ from open_instruct.models.hf.names import TensorNames
 from open_instruct.models.lora.adapters import weights_of
 from open_instruct.objectives.objective import BoundLoss, Objective
 from open_instruct.objectives.registry import objective_named
-from open_instruct.parallel.layout import layout_of
+from open_instruct.parallel.layout import find_layout
 from open_instruct.parallel.process import Process, stop_process
 from open_instruct.run.cadence import Cadence
 from open_instruct.run.console import Console
@@ -65,7 +65,7 @@ def _count(algorithm: str, **job: Any) -> dict[str, Any]:
 
 
 def _of_rows(objective: Objective, flags: list[str], **job: Any) -> dict[str, Rows]:
-    config = parse(objective.config_class, flags)
+    config = parse_run(objective.config_class, flags)
     objective.validate(config)
     return _steps(objective, config, grpo_steps.join_run(config), **job)
 
@@ -239,7 +239,7 @@ def count_pretended(cases: list[dict[str, Any]]) -> list[dict[str, Rows]]:
 
 
 def _join_nobody(config: LearnerConfig, *, gpus_per_node: list[int]) -> Run:
-    layout = layout_of(config.parallel, gpus_per_node)
+    layout = find_layout(config.parallel, gpus_per_node, config.backend)
     process = Process(
         rank=0,
         local_rank=0,

@@ -6,7 +6,7 @@ from contextlib import nullcontext
 from typing import Any
 from unittest import mock
 
-from open_instruct.config.parser import parse
+from open_instruct.commands.run_flags import parse_run
 from open_instruct.models.heads import logprob_head
 from open_instruct.objectives.registry import objective_named
 from open_instruct.run import cadence
@@ -27,7 +27,7 @@ def run_each(commands: list[list[str]], ports: list[int], entry: str = "dpo") ->
     codes = []
     for command, port in zip(commands, ports, strict=True):
         os.environ["MASTER_PORT"] = str(port)
-        config = parse(objective.config_class, command)
+        config = parse_run(objective.config_class, command)
         objective.validate(config)
         codes.append(train(config, objective=objective))
     return codes

@@ -14,10 +14,10 @@ from transformers import AutoModelForCausalLM
 
 from open_instruct.cli import main
 from open_instruct.commands import chat as chat_command
+from open_instruct.commands.run_flags import parse_run
 from open_instruct.commands.serve import CPU_CACHE_BYTES, server_words, words_on_a_cpu
 from open_instruct.commands.talking_models import find_model, find_start_model
 from open_instruct.commands.tiny_model import write_tiny_model
-from open_instruct.config.parser import parse
 from open_instruct.config.resolved import write_config
 from open_instruct.core.errors import InputError
 from open_instruct.data.chat import ChatFormat
@@ -49,7 +49,7 @@ def run(tmp_path: Path, model: Path) -> Path:
         "--output_dir",
         str(folder),
     ]
-    write_config(parse(DPOConfig, words), folder / "config.yaml", command="dpo")
+    write_config(parse_run(DPOConfig, words), folder / "config.yaml", command="dpo")
     (folder / "hf_model").symlink_to(model)
     return folder
 

@@ -12,8 +12,8 @@ import pytest
 import torch  # noqa: F401  so that transformers finds it, whichever test comes first
 
 from open_instruct.commands.check import main
+from open_instruct.commands.run_flags import parse_run
 from open_instruct.commands.tiny_model import write_tiny_model
-from open_instruct.config.parser import parse
 from open_instruct.config.resolved import write_config
 from open_instruct.objectives.dpo import DPOConfig
 from open_instruct.run.run_lock import locked
@@ -201,7 +201,7 @@ def test_run_that_would_go_on_says_after_which_step(
     (folder / "step3").mkdir(parents=True)
     (folder / "step3" / "checkpoint.json").touch()
     write_config(
-        parse(DPOConfig, words[1:]), folder / "config.yaml", {"world_size": 1}, command="dpo"
+        parse_run(DPOConfig, words[1:]), folder / "config.yaml", {"world_size": 1}, command="dpo"
     )
     assert main(words) == 0
     assert "after step 3" in capsys.readouterr().out

@@ -15,7 +15,7 @@ import pytest
 from open_instruct import __version__, cli
 from open_instruct.commands import process
 from open_instruct.commands.process import LAUNCHER_ERROR_FILE, run_entry, run_to_exit_code, typed
-from open_instruct.config.training import backend_named
+from open_instruct.commands.run_flags import find_backend
 from open_instruct.core.errors import (
     EXIT_FAILURE,
     EXIT_INPUT,
@@ -331,7 +331,7 @@ class TestEntry:
         outcome: Outcome,
     ) -> None:
         # The path that is set below has no installed packages, nor Python's own.
-        backend_named("olmo_core")
+        find_backend("olmo_core")
         for name in ("requests", "netrc"):
             pytest.importorskip(name)
         for name in [name for name in os.environ if name.startswith("WANDB_") or name == "NETRC"]:

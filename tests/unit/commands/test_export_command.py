@@ -8,9 +8,9 @@ import pytest
 
 from open_instruct.checkpoints.step_folder import Manifest, write_manifest
 from open_instruct.commands.export import checkpoint_of, main
+from open_instruct.commands.run_flags import parse_run
 from open_instruct.config.flags import flags_of
 from open_instruct.config.grpo import GRPOConfig
-from open_instruct.config.parser import parse
 from open_instruct.config.resolved import write_config
 from open_instruct.core.errors import InputError
 from open_instruct.objectives.dpo import DPOConfig
@@ -46,7 +46,7 @@ def wrote(folder: Path, name: str) -> Path:
         "7",
         *more,
     ]
-    write_config(parse(COMMANDS[name], words), folder / "config.yaml", command=name)
+    write_config(parse_run(COMMANDS[name], words), folder / "config.yaml", command=name)
     return folder / "config.yaml"
 
 
@@ -63,7 +63,7 @@ def test_settings_of_a_run_are_read_back(name: str, tmp_path: Path) -> None:
         config, objective = saved.config, saved.objective
         assert type(config) is COMMANDS[name]
         # The file can be given to its command again.
-        assert parse(COMMANDS[name], [str(path)]).optim.seed == 7
+        assert parse_run(COMMANDS[name], [str(path)]).optim.seed == 7
         assert objective.name == name
         assert (config.optim.seed, config.optim.adam_epsilon) == (7, 1e-8)
         flags = flags_of(COMMANDS[name])
@@ -93,7 +93,7 @@ def test_lines_of_another_version_are_passed_over_and_named(name: str, tmp_path:
         read_settings(tmp_path)
     assert (caught.value.kind, caught.value.flag) == ("bad_value", "optimizer")
     with refused("unknown_flag", "of_another_version"):
-        parse(COMMANDS[name], [str(path)])  # a command that trains refuses what it cannot read
+        parse_run(COMMANDS[name], [str(path)])  # a command that trains refuses what it cannot read
 
 
 @pytest.mark.parametrize(
@@ -167,7 +167,7 @@ def test_checkpoint_may_be_named_by_its_folder(tmp_path: Path) -> None:
     write_step(tmp_path, 3)
     for run in (tmp_path, tmp_path / "step7"):  # the folder of a run may have any name
         run.mkdir(exist_ok=True)
-        write_config(parse(DPOConfig, words), run / "config.yaml", command="dpo")
+        write_config(parse_run(DPOConfig, words), run / "config.yaml", command="dpo")
     out = ["--output_dir", str(tmp_path / "out")]
     with refused("missing_file", None, f"{tmp_path}", "step3", "step4"):
         main([str(tmp_path / "step4"), *out])

@@ -20,12 +20,12 @@ from rich.console import Console
 
 from open_instruct.cli import main
 from open_instruct.commands import plan as plan_command
+from open_instruct.commands import plan as request
+from open_instruct.commands.plan import PlanRequest, parse_request
 from open_instruct.core.errors import EXIT_INPUT, InputError
-from open_instruct.planning import request
 from open_instruct.planning.advice import Advice, change_to_fit
 from open_instruct.planning.memory.phases import Moments, memory_by_phase
 from open_instruct.planning.plan import Plan, plan_of
-from open_instruct.planning.request import PlanRequest, parse_request
 from open_instruct.planning.shown import LETTERS, PARTS, said, traffic_rows
 from open_instruct.planning.step_time import flops_per_step
 from open_instruct.planning.subject import units

@@ -16,14 +16,14 @@ from open_instruct.commands.replay import (
     table,
     weights_before,
 )
+from open_instruct.commands.run_flags import parse_run
 from open_instruct.config.flags import flags_of
 from open_instruct.config.grpo import GRPOConfig
-from open_instruct.config.parser import parse
 from open_instruct.config.resolved import as_flat_dict, write_config
 from open_instruct.config.rollout_sections import CriticSection
-from open_instruct.config.training import on_one_process
 from open_instruct.core.errors import InputError
 from open_instruct.objectives.sft import SFTConfig
+from open_instruct.parallel.resolve import on_one_process
 from open_instruct.run.run_directory import RunDirectory
 
 REQUIRED = ["--model_name_or_path", "start", "--dataset_mixer_list", "prompts.jsonl", "1.0"]
@@ -47,7 +47,7 @@ def run(tmp_path: Path) -> Path:
         (folder / f"step{step}" / "checkpoint.json").touch()
     compiled = ["--compile_model", "--activation_memory_budget", "0.5", "--active_sampling"]
     words = [*REQUIRED, "--output_dir", str(folder), *LARGE, *compiled, "--clip_higher", "0.3"]
-    write_config(parse(GRPOConfig, words), folder / "config.yaml", command="grpo")
+    write_config(parse_run(GRPOConfig, words), folder / "config.yaml", command="grpo")
     return folder
 
 
@@ -111,7 +111,7 @@ def test_other_advantages_need_no_critic(run: Path) -> None:
         "--critic_learning_rate",
         "1e-3",
     ]
-    write_config(parse(GRPOConfig, words), run / "config.yaml", command="grpo")
+    write_config(parse_run(GRPOConfig, words), run / "config.yaml", command="grpo")
     assert asked(run).settings.critic.critic_learning_rate == 1e-3
     assert asked(run, "--advantages", "rloo").asked.critic == CriticSection()
 
@@ -141,7 +141,7 @@ def test_replay_on_one_process_has_no_shards(run: Path) -> None:
     )
     assert config.parallel.fsdp_shard_degree is None and not config.memory.compile_model
     assert config.memory.activation_memory_budget == 1.0
-    alone = parse(GRPOConfig, [*REQUIRED, "--output_dir", "out", "--single_gpu_mode"])
+    alone = parse_run(GRPOConfig, [*REQUIRED, "--output_dir", "out", "--single_gpu_mode"])
     assert on_one_process(alone).parallel.single_gpu_mode
 
 
@@ -181,7 +181,7 @@ def test_run_of_another_kind(run: Path) -> None:
         "--output_dir",
         str(run),
     ]
-    write_config(parse(SFTConfig, words), run / "config.yaml", command="sft")
+    write_config(parse_run(SFTConfig, words), run / "config.yaml", command="sft")
     assert "is not the folder of a GRPO run, which alone can be replayed" in refusal(
         str(run), "--step", "3"
     )

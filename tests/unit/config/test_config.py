@@ -13,11 +13,11 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from open_instruct.commands.layout import LayoutFlags
+from open_instruct.commands.run_flags import join_backend, parse_run
 from open_instruct.config import resolved
 from open_instruct.config.flags import LARGEST_INT, NONE_WORDS, Flag, flags_of
 from open_instruct.config.grpo import GRPOConfig
 from open_instruct.config.help import MOST_USED, chosen_flags, help_page, help_topic, told_of
-from open_instruct.config.parser import parse
 from open_instruct.config.resolved import (
     _git_state,
     as_flat_dict,
@@ -60,7 +60,7 @@ CONFIGS = (DPOConfig, GRPOConfig)
 
 
 def config_of(*words: str) -> DPOConfig:
-    return parse(DPOConfig, [*REQUIRED, *words])
+    return parse_run(DPOConfig, [*REQUIRED, *words])
 
 
 def refusal(*words: str) -> str:
@@ -80,7 +80,7 @@ def yaml_file(tmp_path: Path, text: str) -> str:
 
 def yaml_refusal(tmp_path: Path, text: str) -> str:
     with pytest.raises(InputError) as caught:
-        parse(DPOConfig, [yaml_file(tmp_path, text)])
+        parse_run(DPOConfig, [yaml_file(tmp_path, text)])
     return str(caught.value)
 
 
@@ -123,11 +123,11 @@ class TestCommandLine:
         "text", ["loss_type: dpo\n", "loss_type: [dpo]\n", "loss_type:\n- dpo\n"]
     )
     def test_single_loss_is_one_word_in_every_spelling(self, tmp_path: Path, text: str) -> None:
-        config = parse(DPOConfig, [yaml_file(tmp_path, text)])
+        config = parse_run(DPOConfig, [yaml_file(tmp_path, text)])
         assert config.loss.loss_type == "dpo"
         write_config(config, tmp_path / "config.yaml")
         assert "\nloss_type: dpo\n" in (tmp_path / "config.yaml").read_text()
-        several = parse(
+        several = parse_run(
             DPOConfig, [yaml_file(tmp_path, "loss_type: [dpo, sft]\nloss_weights: [1, 0.5]\n")]
         )
         assert several.loss.loss_type == ["dpo", "sft"] and several.loss.loss_weights == [1.0, 0.5]
@@ -140,11 +140,11 @@ class TestCommandLine:
 
     def test_all_missing_flags_are_listed(self) -> None:
         with refused("missing_flag", "model_name_or_path", "--mixer_list", "--output_dir"):
-            parse(DPOConfig, [])
+            parse_run(DPOConfig, [])
 
     def test_flag_with_a_bad_value_is_not_missing_too(self) -> None:
         with pytest.raises(InputError) as caught:
-            parse(
+            parse_run(
                 DPOConfig, ["--model_name_or_path", "--mixer_list", "a", "1.0", "--output_dir", "o"]
             )
         assert "missing" not in str(caught.value)
@@ -161,7 +161,7 @@ class TestCommandLine:
     @pytest.mark.parametrize("words", [["rows.jsonl"], ["-x", "1"], ["1.0", "--beta", "2"]])
     def test_words_before_the_first_flag_are_refused(self, words: list[str]) -> None:
         with refused("stray_word", "name", f"{words[0]}"):
-            parse(DPOConfig, [*words, *REQUIRED])
+            parse_run(DPOConfig, [*words, *REQUIRED])
 
     @given(
         st.lists(
@@ -173,22 +173,22 @@ class TestCommandLine:
     @settings(max_examples=num_examples(25))
     def test_no_words_give_anything_but_a_config_or_an_input_error(self, words: list[str]) -> None:
         with contextlib.suppress(InputError):
-            assert isinstance(parse(DPOConfig, words), DPOConfig)
+            assert isinstance(parse_run(DPOConfig, words), DPOConfig)
 
 
 class TestUpstreamFlags:
     def test_flag_without_use_is_refused_where_nothing_lists_it(self) -> None:
         for elsewhere, words in ((LayoutFlags, []), (DPOConfig, REQUIRED)):
             with refused("foreign_flag", "hf_repo_url", "--hub_model_id"):
-                parse(elsewhere, [*words, "--hf_repo_url", "u"])
+                parse_run(elsewhere, [*words, "--hf_repo_url", "u"])
 
     def test_command_hears_its_own_sentence(self) -> None:
         assert (
-            parse(GRPOConfig, [*GRPO_REQUIRED, "--eval_steps", "3"]).evaluation.local_eval_every
+            parse_run(GRPOConfig, [*GRPO_REQUIRED, "--eval_steps", "3"]).evaluation.local_eval_every
             == 3
         )
         with refused("foreign_flag", "num_processes", "--num_learners_per_node"):
-            parse(GRPOConfig, [*GRPO_REQUIRED, "--num_processes", "3"])
+            parse_run(GRPOConfig, [*GRPO_REQUIRED, "--num_processes", "3"])
 
     @pytest.mark.parametrize(
         ("words", "mixer_list"),
@@ -200,7 +200,7 @@ class TestUpstreamFlags:
     )
     def test_mixtures_are_taken(self, words: str, mixer_list: list[str]) -> None:
         assert (
-            parse(DPOConfig, [*REQUIRED[:2], *REQUIRED[5:], *words.split()]).data.mixer_list
+            parse_run(DPOConfig, [*REQUIRED[:2], *REQUIRED[5:], *words.split()]).data.mixer_list
             == mixer_list
         )
 
@@ -208,7 +208,7 @@ class TestUpstreamFlags:
         "words", [["--push_to_hub", "false"], ["--no_push_to_hub"], ["--hf_repo_id", "none"]]
     )
     def test_upstream_launches_ask_for_no_upload(self, words: list[str]) -> None:
-        assert parse(DPOConfig, [*REQUIRED, *words], unneeded=[]) == config_of()
+        assert parse_run(DPOConfig, [*REQUIRED, *words], unneeded=[]) == config_of()
 
     @pytest.mark.parametrize(
         "words",
@@ -230,7 +230,7 @@ class TestUpstreamFlags:
     )
     def test_flags_without_use_are_left_out_and_named(self, words: str) -> None:
         told: list[str] = []
-        assert parse(DPOConfig, [*REQUIRED, *words.split()], unneeded=told) == config_of()
+        assert parse_run(DPOConfig, [*REQUIRED, *words.split()], unneeded=told) == config_of()
         (line,) = told
         assert line.startswith(f"{words.split()[0]} (")
 
@@ -244,7 +244,7 @@ class TestUpstreamFlags:
     )
     def test_none_is_taken_for_a_flag_that_it_is_not(self, words: str, never: str) -> None:
         with pytest.raises(InputError) as caught:
-            parse(GRPOConfig, [*GRPO_REQUIRED, *words.split()])
+            parse_run(GRPOConfig, [*GRPO_REQUIRED, *words.split()])
         assert never not in str(caught.value)
 
     def test_beta_is_0_without_a_reference_policy(self) -> None:
@@ -253,9 +253,9 @@ class TestUpstreamFlags:
             "--load_ref_policy false --beta 0.0",
             "--beta 0 --no_load_ref_policy",
         ):
-            assert parse(GRPOConfig, [*GRPO_REQUIRED, *words.split()]).loss.beta == 0
+            assert parse_run(GRPOConfig, [*GRPO_REQUIRED, *words.split()]).loss.beta == 0
         with refused("repeated_flag", "beta", "--load_ref_policy"):
-            parse(GRPOConfig, [*GRPO_REQUIRED, "--beta", "0.1", "--load_ref_policy", "false"])
+            parse_run(GRPOConfig, [*GRPO_REQUIRED, "--beta", "0.1", "--load_ref_policy", "false"])
 
     @pytest.mark.parametrize("section", SECTIONS)
     def test_reasons_name_only_flags_that_exist(self, section: str) -> None:
@@ -273,13 +273,13 @@ class TestUpstreamFlags:
     def test_yaml_key_means_the_same(self, tmp_path: Path) -> None:
         told: list[str] = []
         text = "dpo_beta: 3\nwith_tracking: true\ncheckpointing_steps: epoch\nlogging_steps: 1\n"
-        config = parse(DPOConfig, [yaml_file(tmp_path, text)], unneeded=told)
+        config = parse_run(DPOConfig, [yaml_file(tmp_path, text)], unneeded=told)
         assert (config.loss.beta, config.run.checkpointing_steps, len(told)) == (3.0, 0, 2)
         path = tmp_path / "mixture.yaml"
         path.write_text(
             "model_name_or_path: m\noutput_dir: o\ndataset_mixer:\n  a: 1.0\n  b: 500\n"
         )
-        assert parse(DPOConfig, [str(path)]).data.mixer_list == ["a", "1.0", "b", "500"]
+        assert parse_run(DPOConfig, [str(path)]).data.mixer_list == ["a", "1.0", "b", "500"]
         assert "line 4: trust_remote_code is refused" in yaml_refusal(
             tmp_path, "trust_remote_code: true\n"
         )
@@ -293,7 +293,7 @@ class TestYaml:
             "False\nmax-seq-length: 1_024\nreport_to:\n  - wandb\neval_mixer_list: [a.jsonl, 1.0, "
             "b.jsonl, 2]\nbeta: 5\n",
         )
-        config = parse(DPOConfig, [path])
+        config = parse_run(DPOConfig, [path])
         assert config.optim.learning_rate == 5e-7
         assert config.optim.max_train_steps is None
         assert config.model.tokenizer_name_or_path is None
@@ -311,7 +311,7 @@ class TestYaml:
             ("eval_mixer_list: [held.jsonl, 1.0]\neval_mixer_list_splits: [test]\neval_steps: 5\n"),
         )
         told: list[str] = []
-        data = parse(DPOConfig, [file, *REQUIRED, "--eval_split", "0.1"], unneeded=told).data
+        data = parse_run(DPOConfig, [file, *REQUIRED, "--eval_split", "0.1"], unneeded=told).data
         assert (data.eval_split, data.eval_mixer_list, data.eval_mixer_list_splits) == (
             0.1,
             [],
@@ -321,19 +321,21 @@ class TestYaml:
             "eval_mixer_list",
             "eval_mixer_list_splits",
         ]
-        assert parse(DPOConfig, [file, *REQUIRED, "--eval_split", "none"]).data.eval_mixer_list
+        assert parse_run(DPOConfig, [file, *REQUIRED, "--eval_split", "none"]).data.eval_mixer_list
         file = yaml_file(tmp_path, "eval_split: 0.1\n")
-        data = parse(DPOConfig, [file, *REQUIRED, "--eval_mixer_list", "held.jsonl", "1.0"]).data
+        data = parse_run(
+            DPOConfig, [file, *REQUIRED, "--eval_mixer_list", "held.jsonl", "1.0"]
+        ).data
         assert (data.eval_split, data.eval_mixer_list) == (None, ["held.jsonl", "1.0"])
 
     def test_command_line_replaces_and_completes_the_file(self, tmp_path: Path) -> None:
         path = yaml_file(tmp_path, "beta: 5\nreport_to: [wandb]\npacking: false\n")
-        config = parse(DPOConfig, [path, "--beta", "2", "--report_to", "--packing"])
+        config = parse_run(DPOConfig, [path, "--beta", "2", "--report_to", "--packing"])
         assert (config.loss.beta, config.logging.report_to, config.data.packing) == (2.0, [], True)
         (tmp_path / "part.YML").write_text("model_name_or_path: model\n")
-        assert parse(DPOConfig, [str(tmp_path / "part.YML"), *REQUIRED[2:]]) == config_of()
+        assert parse_run(DPOConfig, [str(tmp_path / "part.YML"), *REQUIRED[2:]]) == config_of()
         (tmp_path / "empty.yaml").write_text("# nothing yet\n")
-        assert parse(DPOConfig, [str(tmp_path / "empty.yaml"), *REQUIRED]) == config_of()
+        assert parse_run(DPOConfig, [str(tmp_path / "empty.yaml"), *REQUIRED]) == config_of()
 
     @pytest.mark.parametrize(
         ("text", "problem"),
@@ -366,17 +368,17 @@ class TestYaml:
         self, tmp_path: Path, text: str, problem: tuple[Any, ...]
     ) -> None:
         with refused(*problem) as caught:
-            parse(DPOConfig, [yaml_file(tmp_path, text)])
+            parse_run(DPOConfig, [yaml_file(tmp_path, text)])
         assert str(caught.value).startswith(str(tmp_path / "run.yaml"))
 
     def test_none_is_an_empty_list_where_that_is_the_default(self) -> None:
         given = ["--output_dir", "o", "--model_name_or_path", "m", "--mixer_list", "r", "1.0"]
-        assert parse(DPOConfig, [*given, "--report_to", "none"]).logging.report_to == []
+        assert parse_run(DPOConfig, [*given, "--report_to", "none"]).logging.report_to == []
         with refused("bad_value", "report_to", "wandb tensorboard"):
-            parse(DPOConfig, [*given, "--report_to", "wandb,tensorboard"])
+            parse_run(DPOConfig, [*given, "--report_to", "wandb,tensorboard"])
 
     def test_word_is_a_list_of_one_and_null_an_empty_list(self, tmp_path: Path) -> None:
-        config = parse(
+        config = parse_run(
             DPOConfig, [yaml_file(tmp_path, "report_to: wandb\neval_mixer_list: null\n")]
         )
         assert (config.logging.report_to, config.data.eval_mixer_list) == (["wandb"], [])
@@ -403,7 +405,7 @@ class TestYaml:
         if content is not None:
             path.write_bytes(content)
         with pytest.raises(InputError, match=re.escape(f"{path}{told}")):
-            parse(DPOConfig, [str(path)])
+            parse_run(DPOConfig, [str(path)])
 
     def test_home_and_variables_are_filled_in_for_every_path(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -412,7 +414,7 @@ class TestYaml:
         monkeypatch.setenv("SCRATCH", "/scratch")
         text = "cache_dir: ${SCRATCH}/cache\n"
         words = ["--output_dir", "~/runs/a", "--mixer_list", "$SCRATCH/rows.jsonl", "0.5"]
-        config = parse(DPOConfig, [yaml_file(tmp_path, text), *words])
+        config = parse_run(DPOConfig, [yaml_file(tmp_path, text), *words])
         assert config.run.output_dir == "/home/me/runs/a"
         assert config.data.mixer_list == ["/scratch/rows.jsonl", "0.5"]
         assert config.data.cache_dir == "/scratch/cache"
@@ -420,7 +422,7 @@ class TestYaml:
     @pytest.mark.parametrize("path", ["$NOT_SET/a", "${NOT_SET}/a", "~no_such_user/a"])
     def test_path_that_cannot_be_filled_in_is_refused(self, path: str) -> None:
         with refused("bad_value", "output_dir", path.partition("/")[0].strip("${}")):
-            parse(
+            parse_run(
                 DPOConfig,
                 ["--output_dir", path, "--model_name_or_path", "m", "--mixer_list", "r", "1.0"],
             )
@@ -429,7 +431,7 @@ class TestYaml:
         folder = tmp_path / "folder.yaml"
         folder.mkdir()
         with refused("unreadable_file"):
-            parse(DPOConfig, [str(folder)])
+            parse_run(DPOConfig, [str(folder)])
 
     @pytest.mark.parametrize(
         "word", ["dpo/tiny_cpu", "configs/dpo/tiny_cpu.yaml", "configs/dpo/tiny_cpu"]
@@ -438,14 +440,14 @@ class TestYaml:
         self, word: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.chdir("/")
-        assert parse(DPOConfig, [word, "--seed", "3"]).run.output_dir == "runs/tiny_cpu"
+        assert parse_run(DPOConfig, [word, "--seed", "3"]).run.output_dir == "runs/tiny_cpu"
         with refused("stray_word", None, "dpo/tiny_cpu"):
-            parse(DPOConfig, ["dpo/tini_cpu"])
+            parse_run(DPOConfig, ["dpo/tini_cpu"])
 
     def test_only_one_file(self, tmp_path: Path) -> None:
         path = yaml_file(tmp_path, "")
         with refused("stray_word"):
-            parse(DPOConfig, [path, path])
+            parse_run(DPOConfig, [path, path])
 
 
 class TestHelp:
@@ -537,7 +539,9 @@ class TestValidation:
         self, words: list[str], problem: tuple[Any, ...]
     ) -> None:
         with refused(*problem):
-            validate_dpo(parse(DPOConfig, ["--mixer_list", *words, *REQUIRED[:2], *REQUIRED[5:]]))
+            validate_dpo(
+                parse_run(DPOConfig, ["--mixer_list", *words, *REQUIRED[:2], *REQUIRED[5:]])
+            )
 
     def test_all_problems_are_listed(self) -> None:
         with pytest.raises(InputError) as caught:
@@ -585,7 +589,7 @@ class TestSavedConfig:
         write_config(
             config, path, {"versions": {"torch": "2.13.0"}, "git": "abc\ndef", "world_size": 4}
         )
-        assert parse(DPOConfig, [str(path)]) == config
+        assert parse_run(DPOConfig, [str(path)]) == config
         text = path.read_text()
         assert text.startswith(
             "# versions:\n#   torch: 2.13.0\n# git: 'abc\n# \n#   def'\n# world_size: 4\n"
@@ -601,7 +605,7 @@ class TestSavedConfig:
         config = config_of(f"--exp_name={word}", "--eval_mixer_list", word, word)
         path = tmp_path / "config.yaml"
         write_config(config, path)
-        assert parse(DPOConfig, [str(path)]) == config
+        assert parse_run(DPOConfig, [str(path)]) == config
 
     @given(st.data())
     @settings(
@@ -619,10 +623,10 @@ class TestSavedConfig:
                 else values_of(flag)
             )
             setattr(getattr(config, flag.section), flag.name, data.draw(values, label=flag.name))
-        config.__post_init__()  # as if it had been built so
+        config = join_backend(config)
         path = tmp_path / "config.yaml"
         write_config(config, path)
-        assert parse(DPOConfig, [str(path)]) == config
+        assert parse_run(DPOConfig, [str(path)]) == config
 
     def test_old_file_survives_a_failed_write(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -636,7 +640,7 @@ class TestSavedConfig:
         monkeypatch.setattr(os, "fsync", fail)
         with pytest.raises(OSError, match="disk full"):
             write_config(config_of("--beta", "5"), path)
-        assert parse(DPOConfig, [str(path)]) == config_of()
+        assert parse_run(DPOConfig, [str(path)]) == config_of()
 
     def test_provenance_names_versions_and_commit(self) -> None:
         provenance = resolved.provenance()
@@ -650,7 +654,7 @@ def config_with(name: str) -> DPOConfig | GRPOConfig:
     """A config, with nothing but what it needs, that has the flag `name`."""
     if name in flags_of(DPOConfig):
         return config_of()
-    return parse(GRPOConfig, GRPO_REQUIRED)
+    return parse_run(GRPOConfig, GRPO_REQUIRED)
 
 
 def flags_that_are(resume: str) -> list[str]:

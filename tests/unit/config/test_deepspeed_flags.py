@@ -14,11 +14,12 @@ import torch
 
 from open_instruct import grpo_fast
 from open_instruct.cluster.placement import FleetShape
+from open_instruct.commands.run_flags import parse_run
 from open_instruct.config.grpo import GRPOConfig, validate_grpo
-from open_instruct.config.parser import parse
 from open_instruct.core.errors import EXIT_INPUT, InputError
+from open_instruct.core.shard_layout import ShardLayout
 from open_instruct.objectives.dpo import DPOConfig, validate_dpo
-from open_instruct.parallel.layout import layout_of
+from open_instruct.parallel.layout import find_layout
 from open_instruct.parallel.wording import describe_layout
 from open_instruct.rl import checked_run
 from open_instruct.training.deepspeed.grpo_flags import GRPOFastConfig
@@ -41,7 +42,11 @@ REQUIRED = [
 
 def config_of(words: str, stage: int | None = 2) -> DPOConfig:
     flags = [] if stage is None else ["--backend", "deepspeed", "--deepspeed_stage", str(stage)]
-    return parse(DPOConfig, [*REQUIRED, *flags, *words.split()])
+    return parse_run(DPOConfig, [*REQUIRED, *flags, *words.split()])
+
+
+def layout_of_flags(config: Any, gpus_per_node: list[int]) -> ShardLayout:
+    return find_layout(config.parallel, gpus_per_node, config.backend)
 
 
 def settings_of(words: str, stage: int = 2, *, on_cuda: bool = False) -> dict[str, Any]:
@@ -86,7 +91,7 @@ def test_both_entries_of_grpo_take_either_backend() -> None:
         (GRPOFastConfig, "deepspeed", "olmo_core"),
     ):
         for given, backend in (([], default), (["--backend", other], other)):
-            config = parse(config_class, [*GRPO_REQUIRED, "--param_dtype", "float32", *given])
+            config = parse_run(config_class, [*GRPO_REQUIRED, "--param_dtype", "float32", *given])
             assert validate_grpo(config) == [] and config.parallel.backend == backend
 
 
@@ -96,19 +101,19 @@ def test_run_with_the_defaults_works_and_so_does_one_on_a_single_gpu() -> None:
         ["--single_gpu_mode", "--deepspeed_stage", "2"],
         ["--single_gpu_mode", "--deepspeed_stage", "3"],
     ):
-        config = parse(GRPOFastConfig, [*GRPO_REQUIRED, *given])
+        config = parse_run(GRPOFastConfig, [*GRPO_REQUIRED, *given])
         assert validate_grpo(config) == []
         assert config.model.param_dtype == "bfloat16" and config.parallel.deepspeed_stage == int(
             given[-1] if given else 2
         )
-        layout = layout_of(config.parallel, config.parallel.num_learners_per_node)
+        layout = find_layout(config.parallel, config.parallel.num_learners_per_node, config.backend)
         # The engine has the same GPU, and the one learner is ZeRO's as any other: it has a mesh.
         assert (layout.world_size, layout.single_device) == (1, False)
         assert FleetShape.of(config.fleet, config.parallel).shares_device is bool(given)
     config = config_of("--backend deepspeed", stage=None)
     assert validate_dpo(config) == [] and config.parallel.deepspeed_stage == 2
     with refused("layout", "single_gpu_mode", "2"):
-        layout_of(config_of("--single_gpu_mode").parallel, [2])
+        layout_of_flags(config_of("--single_gpu_mode"), [2])
 
 
 @pytest.mark.parametrize(
@@ -126,14 +131,15 @@ def test_run_with_the_defaults_works_and_so_does_one_on_a_single_gpu() -> None:
 )
 def test_neighbours_hold_a_second_copy_where_there_are_several_nodes(words: str, zpg: int) -> None:
     stage = [] if "stage" in words else ["--deepspeed_stage", "3"]
-    config = parse(GRPOFastConfig, [*GRPO_REQUIRED, *stage, *words.split()])
+    config = parse_run(GRPOFastConfig, [*GRPO_REQUIRED, *stage, *words.split()])
     assert validate_grpo(config) == []
     assert zpg_of(config.parallel) == zpg
     settings = engine_settings(config, on_cuda=False)
     assert settings["zero_optimization"]["zero_hpz_partition_size"] == zpg
     told = describe_layout(
-        layout_of(config.parallel, config.parallel.num_learners_per_node),
+        find_layout(config.parallel, config.parallel.num_learners_per_node, config.backend),
         config.parallel,
+        config.backend,
         who="learner",
     )
     assert f"learners, DeepSpeed ZeRO-{config.parallel.deepspeed_stage}" in told
@@ -145,7 +151,8 @@ def test_second_copies_below_stage_3_are_not_made_and_said_so() -> None:
     (line,) = validate_dpo(config)
     assert line.startswith("--deepspeed_zpg 8: read only with --deepspeed_stage 3")
     assert settings_of("--deepspeed_zpg 8")["zero_optimization"]["zero_hpz_partition_size"] == 1
-    assert layout_of(config.parallel, [2]).world_size == 2  # whatever would divide them
+    # Whatever would divide them.
+    assert find_layout(config.parallel, [2], config.backend).world_size == 2
 
 
 def test_refused_run_of_grpo_starts_nothing(
@@ -172,27 +179,27 @@ def test_refused_run_of_grpo_starts_nothing(
 
 
 def test_all_ranks_share_on_whichever_nodes_they_are() -> None:
-    by_stage = {stage: layout_of(config_of("", stage).parallel, [2, 4]) for stage in (0, 2)}
+    by_stage = {stage: layout_of_flags(config_of("", stage), [2, 4]) for stage in (0, 2)}
     assert (by_stage[0].num_replicas, by_stage[0].shard_degree) == (6, 1)
     assert (by_stage[2].num_replicas, by_stage[2].shard_degree) == (1, 6)
     assert by_stage[2].data_parallel_world_size == 6
-    assert layout_of(config_of("--deepspeed_zpg 2", 3).parallel, [4, 4]).shard_degree == 8
-    matrices = layout_of(config_of("--tensor_parallel_degree 2", 3).parallel, [4, 4])
+    assert layout_of_flags(config_of("--deepspeed_zpg 2", 3), [4, 4]).shard_degree == 8
+    matrices = layout_of_flags(config_of("--tensor_parallel_degree 2", 3), [4, 4])
     assert (
         matrices.tensor_parallel_degree,
         matrices.data_parallel_world_size,
         matrices.shard_degree,
     ) == (2, 4, 4)
-    split = layout_of(config_of("--sequence_parallel_size 2", 3).parallel, [4, 4])
+    split = layout_of_flags(config_of("--sequence_parallel_size 2", 3), [4, 4])
     assert (split.context_parallel_degree, split.data_parallel_world_size, split.shard_degree) == (
         2,
         4,
         4,
     )
     with refused("layout", "context_parallel_degree", "3", "8"):
-        layout_of(config_of("--sequence_parallel_size 3", 3).parallel, [4, 4])
+        layout_of_flags(config_of("--sequence_parallel_size 3", 3), [4, 4])
     with refused("layout", "deepspeed_zpg", "3", "8", "1"):
-        layout_of(config_of("--deepspeed_zpg 3", 3).parallel, [4, 4])
+        layout_of_flags(config_of("--deepspeed_zpg 3", 3), [4, 4])
 
 
 def test_deepspeed_configuration_scales_and_clips_exactly() -> None:
@@ -287,7 +294,7 @@ def test_driver_asks_for_the_version_alone(with_version: Callable[[str | None], 
     ]
     with refused("missing_package", "backend", "0.19.7"):
         checked_run.open_rollout_run(
-            parse(GRPOConfig, [*words, "--backend", "deepspeed"])
+            parse_run(GRPOConfig, [*words, "--backend", "deepspeed"])
         ).__enter__()
 
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from open_instruct.commands.run_flags import parse_run
 from open_instruct.config.grpo import GRPOConfig
-from open_instruct.config.parser import parse
 from open_instruct.core.errors import InputError
 from open_instruct.objectives.dpo import DPOConfig
 from open_instruct.run.first_look import local_folder, look_at
@@ -50,7 +50,7 @@ def words(run: Path, **given: object) -> list[str]:
     "given", [{}, {"model_name_or_path": "a/hub-name"}, {"mixer_list": "a/hub-name 1.0"}]
 )
 def test_first_look_accepts_what_will_do(run: Path, given: dict[str, str]) -> None:
-    look_at(parse(DPOConfig, words(run, **given)))
+    look_at(parse_run(DPOConfig, words(run, **given)))
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ def test_first_look_accepts_what_will_do(run: Path, given: dict[str, str]) -> No
     ],
 )
 def test_first_look_refuses_what_is_not_there(run: Path, given: dict[str, str], part: str) -> None:
-    config = parse(
+    config = parse_run(
         DPOConfig, words(run, **{name: value.format(run=run) for name, value in given.items()})
     )
     with pytest.raises(InputError) as refused:
@@ -94,7 +94,7 @@ def test_first_look_refuses_what_is_not_there(run: Path, given: dict[str, str], 
 def test_prompts_and_teachers_of_grpo_are_looked_for_too(run: Path) -> None:
     given = words(run, dataset_mixer_list=f"{run}/prompts.jsonl 1.0")
     at = given.index("--mixer_list")
-    config = parse(GRPOConfig, given[:at] + given[at + 3 :])
+    config = parse_run(GRPOConfig, given[:at] + given[at + 3 :])
     with refused("missing_file", "dataset_mixer_list", "prompts.jsonl"):
         look_at(config)
 
@@ -111,7 +111,7 @@ def test_prompts_and_teachers_of_grpo_are_looked_for_too(run: Path) -> None:
 def test_template_that_cannot_be_parsed(run: Path, text: str, is_refused: bool) -> None:
     template = run / "mine.jinja"
     template.write_text(text)
-    config = parse(DPOConfig, words(run, chat_template_name=template))
+    config = parse_run(DPOConfig, words(run, chat_template_name=template))
     if is_refused:
         with refused("bad_value", None, "mine.jinja", "1"):
             look_at(config)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import yaml
 
-from open_instruct.config.parser import parse
+from open_instruct.commands.run_flags import parse_run
 from open_instruct.config.resolved import as_flat_dict
 from open_instruct.objectives.registry import objective_named
 from tests.refusals import refused
@@ -30,7 +30,7 @@ def config_of(command: str, words: str) -> Any:
         else "--mixer_list rows.jsonl 1.0"
     )
     line = f"--model_name_or_path model --output_dir out {rows} {words}"
-    return parse(objective_named(command).config_class, line.split())
+    return parse_run(objective_named(command).config_class, line.split())
 
 
 def warnings_of(command: str, words: str) -> list[str]:

@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 
 from open_instruct.commands.layout import main as layout_command
+from open_instruct.commands.plan import PlanFlags
 from open_instruct.commands.plan import main as plan_command
+from open_instruct.commands.run_flags import parse_run
 from open_instruct.config.flags import Flag, flags_of
-from open_instruct.config.parser import parse
 from open_instruct.config.resolved import as_flat_dict, refuse_conflicts, write_config
 from open_instruct.core.errors import InputError
 from open_instruct.objectives.registry import config_class_of, objective_named
-from open_instruct.parallel.layout import layout_of
-from open_instruct.planning.request import PlanFlags
+from open_instruct.parallel.layout import find_layout
 
 RUNS = {name: objective_named(name) for name in ("dpo", "kto", "sft", "grpo")}
 NUMBERS = [
@@ -151,16 +151,16 @@ def line_of(config_class: type, draw: random.Random) -> list[str]:
 
 def run(line: Sequence[str], name: str, draw: random.Random, folder: Path) -> None:
     config_class = RUNS[name].config_class
-    config = parse(config_class, line)
+    config = parse_run(config_class, line)
     RUNS[name].validate(config)
     nodes = (
         config.parallel.num_learners_per_node
         if name == "grpo"
         else draw.choice([(1,), (8,), (8, 8), (2, 4)])
     )
-    layout_of(config.parallel, nodes)
+    find_layout(config.parallel, nodes, config.backend)
     write_config(config, folder / "config.yaml")
-    saved = parse(config_class, [str(folder / "config.yaml")])
+    saved = parse_run(config_class, [str(folder / "config.yaml")])
     assert saved == config
     refuse_conflicts(as_flat_dict(saved), config)
 

@@ -3,7 +3,7 @@
 import pytest
 
 from open_instruct.commands import process
-from open_instruct.config.parser import parse
+from open_instruct.commands.run_flags import find_backend, parse_run
 from open_instruct.config.sections import RanksSection
 from open_instruct.objectives.dpo import DPOConfig, validate_dpo
 from open_instruct.parallel import launch
@@ -46,15 +46,16 @@ def test_ranks_are_started_by_launcher_or_command(
 
 def test_layout_is_checked_for_the_ranks_that_will_be(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WORLD_SIZE", raising=False)
-    assert process._check_nodes(RanksSection(num_processes="6", fsdp_shard_degree=3)) == 6
+    backend = find_backend("olmo_core")
+    assert process._check_nodes(RanksSection(num_processes="6", fsdp_shard_degree=3), backend) == 6
     with refused("layout", "fsdp_shard_degree", "4", "6"):
-        process._check_nodes(RanksSection(num_processes="6", fsdp_shard_degree=4))
+        process._check_nodes(RanksSection(num_processes="6", fsdp_shard_degree=4), backend)
 
 
 @pytest.mark.parametrize("asked", ["0", "-1", "many", "1.5", "1025"])
 def test_number_of_processes_that_cannot_be(asked: str) -> None:
     with refused("bad_value", "num_processes", f"{asked}"):
-        validate_dpo(parse(DPOConfig, [*REQUIRED, f"--num_processes={asked}"]))
+        validate_dpo(parse_run(DPOConfig, [*REQUIRED, f"--num_processes={asked}"]))
 
 
 def test_launcher_that_started_another_number() -> None:

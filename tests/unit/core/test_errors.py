@@ -4,7 +4,7 @@ import pickle
 
 import pytest
 
-from open_instruct.config.parser import parse
+from open_instruct.commands.run_flags import parse_run
 from open_instruct.config.validation import refuse
 from open_instruct.core.errors import InputError, Problem, problems_of_kind
 from open_instruct.objectives.dpo import DPO, DPOConfig
@@ -22,7 +22,7 @@ NEEDED = [
 
 def refusal_of(*words: str) -> InputError:
     with pytest.raises(InputError) as caught:
-        DPO.validate(parse(DPOConfig, [*NEEDED, *words]))
+        DPO.validate(parse_run(DPOConfig, [*NEEDED, *words]))
     return caught.value
 
 

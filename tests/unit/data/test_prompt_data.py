@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from transformers import PreTrainedTokenizerFast
 
+from open_instruct.commands.run_flags import parse_run
 from open_instruct.config.grpo import GRPOConfig, validate_grpo
-from open_instruct.config.parser import parse
 from open_instruct.config.rollout_sections import RewardSection
 from open_instruct.core.errors import InputError, RunError
 from open_instruct.core.records import Check, Prompt
@@ -211,7 +211,7 @@ def test_flags_change_rows_of_prompts(tmp_path: Path) -> None:
     file.write_text("  be brief\n")
 
     def changes(*words: str) -> dict[str, Any]:
-        return row_changes(parse(GRPOConfig, [*required, *words]))
+        return row_changes(parse_run(GRPOConfig, [*required, *words]))
 
     none = {"judges": [], "remapped": {}, "environment": None, "system_prompt": None}
     assert changes() == none
@@ -222,7 +222,7 @@ def test_flags_change_rows_of_prompts(tmp_path: Path) -> None:
     with refused("missing_file", "system_prompt_override_file", "none.txt"):
         changes("--system_prompt_override_file", str(tmp_path / "none.txt"))
     with refused("bad_value", "remap_verifier", "OLD=NEW"):
-        validate_grpo(parse(GRPOConfig, [*required, "--remap_verifier", "a"]))
+        validate_grpo(parse_run(GRPOConfig, [*required, "--remap_verifier", "a"]))
 
 
 def test_prompt_by_hand(load: Load, tokenizer: Any, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from open_instruct.batching.documents import pack_documents
-from open_instruct.config.parser import parse
+from open_instruct.commands.run_flags import parse_run
 from open_instruct.core.records import IGNORE_INDEX
 from open_instruct.data.chat import ChatFormat
 from open_instruct.data.chat_templates import ChatTemplate
@@ -159,20 +159,20 @@ WORDS = ["--model_name_or_path", "m", "--mixer_list", "rows.jsonl", "1.0", "--ou
 
 
 def test_flags_are_those_of_dpo_but_for_its_loss() -> None:
-    config = parse(SFT.config_class, [*WORDS, "--adam_beta2", "0.95"])
+    config = parse_run(SFT.config_class, [*WORDS, "--adam_beta2", "0.95"])
     assert SFT.validate(config) == []
     assert (config.optim.learning_rate, config.optim.adam_beta2) == (2e-5, 0.95)
     with refused("unknown_flag", "beta"):
-        parse(SFT.config_class, [*WORDS, "--beta", "1"])
+        parse_run(SFT.config_class, [*WORDS, "--beta", "1"])
 
 
 def test_only_sft_fills_rows_before_and_only_where_it_packs() -> None:
     words = [*WORDS, "--packing_strategy", "bfd"]
-    assert SFT.fills_packs(parse(SFT.config_class, words)) and not SFT.fills_packs(
-        parse(SFT.config_class, words[:-2])
+    assert SFT.fills_packs(parse_run(SFT.config_class, words)) and not SFT.fills_packs(
+        parse_run(SFT.config_class, words[:-2])
     )
     with refused("unread_flag", "packing_strategy", "--packing"):
-        SFT.validate(parse(SFT.config_class, [*words, "--no_packing"]))
+        SFT.validate(parse_run(SFT.config_class, [*words, "--no_packing"]))
     for name in ("dpo", "kto", "prm", "reward_model", "distill"):
         with refused("unknown_flag", "packing_strategy", "--packing"):
-            parse(objective_named(name).config_class, words)
+            parse_run(objective_named(name).config_class, words)

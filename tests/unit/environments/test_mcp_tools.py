@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
+from open_instruct.commands.run_flags import parse_run
 from open_instruct.commands.tiny_model import write_tiny_model
 from open_instruct.config.grpo import GRPOConfig
-from open_instruct.config.parser import parse
 from open_instruct.config.rollout_sections import EnvironmentSection
 from open_instruct.core.errors import InputError
 from open_instruct.environments import mcp_tools
@@ -244,7 +244,7 @@ def test_run_starts_it_once_for_its_tools(
         f"{tmp_path / 'out'}"
     ).split()
     words += ["--cache_dir", str(tmp_path / "cache"), "--no_plan_check"]
-    config = parse(GRPOConfig, [*words, "--environment", f"mcp:{program} stdio"])
+    config = parse_run(GRPOConfig, [*words, "--environment", f"mcp:{program} stdio"])
     listed = list[str]()
     of_server = McpServer._listed
     monkeypatch.setattr(

@@ -14,9 +14,9 @@ from urllib.parse import parse_qs, unquote, urlsplit
 
 import pytest
 
+from open_instruct.commands.run_flags import parse_run
 from open_instruct.commands.tiny_model import write_tiny_model
 from open_instruct.config.grpo import GRPOConfig
-from open_instruct.config.parser import parse
 from open_instruct.config.rollout_sections import TOOL_SET, EnvironmentSection
 from open_instruct.core.errors import InputError
 from open_instruct.environments import web_tools
@@ -461,7 +461,7 @@ class TestToolSet:
             "throw_it",
         ]
         words += ["--tool_configs", '{"timeout": 3}', "{}", "{}", "--search_corpus", "nobody-asks"]
-        with open_rollout_run(parse(GRPOConfig, words)) as run:
+        with open_rollout_run(parse_run(GRPOConfig, words)) as run:
             assert run.environments is not None and TOOL_SET in run.environments
             assert {prompt.environment for prompt in run.prompts} == {TOOL_SET}
         told = " ".join("".join(capfd.readouterr()).split())
@@ -474,5 +474,5 @@ class TestToolSet:
         ]
         monkeypatch.delenv("SERPER_API_KEY")
         refused = pytest.raises(InputError, match="needs the variable SERPER_API_KEY")
-        with refused, open_rollout_run(parse(GRPOConfig, [*words, "--overwrite_output_dir"])):
+        with refused, open_rollout_run(parse_run(GRPOConfig, [*words, "--overwrite_output_dir"])):
             pass

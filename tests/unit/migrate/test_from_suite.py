@@ -11,8 +11,8 @@ import pytest
 import yaml
 
 from open_instruct.cli import main
+from open_instruct.commands.run_flags import parse_run
 from open_instruct.config.flags import Flag, flags_of
-from open_instruct.config.parser import parse
 from open_instruct.config.resolved import as_flat_dict
 from open_instruct.migrate.from_suite import READERS
 from open_instruct.migrate.suites.rule_values import LEFT_OUT, words_here
@@ -36,7 +36,9 @@ def translated(suite: str, words: str, trainer: str = "", **known: float) -> Tra
 
 def config_values(translation: Translation) -> dict[str, Any]:
     """The flags of the run that a translation describes."""
-    return as_flat_dict(parse(objective_named(translation.command).config_class, translation.words))
+    return as_flat_dict(
+        parse_run(objective_named(translation.command).config_class, translation.words)
+    )
 
 
 def cases(kind: str) -> list[tuple[Any, ...]]:
@@ -159,7 +161,7 @@ class TestCommand:
         )
         assert main(["migrate-args", "--from", "trl", "dpo", str(theirs)]) == 0
         ours.write_text(capsys.readouterr().out)
-        config = as_flat_dict(parse(objective_named("dpo").config_class, [str(ours)]))
+        config = as_flat_dict(parse_run(objective_named("dpo").config_class, [str(ours)]))
         assert (config["mixer_list"], config["learning_rate"]) == (["a:b", "1.0"], 5e-7)
         assert (config["loss_type"], config["max_seq_length"]) == (["dpo", "sft"], 1024)
 

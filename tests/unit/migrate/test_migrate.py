@@ -10,9 +10,9 @@ import pytest
 import yaml
 
 from open_instruct.cli import main
+from open_instruct.commands.run_flags import parse_run
 from open_instruct.config.flags import flags_of
 from open_instruct.config.grpo import GRPOConfig, validate_grpo
-from open_instruct.config.parser import parse
 from open_instruct.config.resolved import as_flat_dict
 from open_instruct.config.suites.upstream_flags import upstream_defaults, upstream_table
 from open_instruct.migrate.launch import ALL_TRAINERS, DEFAULTS_OF, read_launch
@@ -49,7 +49,7 @@ def grpo_config(words: str) -> GRPOConfig:
     """The run that a launch becomes."""
     migration = of("grpo", f"{GRPO} {words}")
     assert migration.refused == {}
-    return parse(GRPOConfig, migration.arguments)
+    return parse_run(GRPOConfig, migration.arguments)
 
 
 class TestDefaults:
@@ -67,7 +67,7 @@ class TestDefaults:
                 "to the hub with --push_to_hub alone",
             ),
         }
-        config = parse(DPOConfig, migration.arguments)
+        config = parse_run(DPOConfig, migration.arguments)
         assert (config.optim.learning_rate, config.optim.warmup_ratio, config.data.packing) == (
             2e-5,
             0.1,
@@ -157,7 +157,7 @@ class TestFlags:
         migration = beside_needed(launch, words)
         assert migration.refused == {}
         config_class = objective_named(launch.split()[-1]).config_class
-        values = as_flat_dict(parse(config_class, migration.arguments))
+        values = as_flat_dict(parse_run(config_class, migration.arguments))
         assert {name: values[name] for name in expected} == expected
 
     @pytest.mark.parametrize(("launch", "words", "flag"), cases("dropped"))
@@ -220,7 +220,7 @@ class TestFlags:
         assert not migration.refused and "--backend" not in migration.arguments
         expected = f"--backend deepspeed {deepspeed}".split() if deepspeed else []
         assert migration.deepspeed == expected
-        validate_grpo(parse(GRPOConfig, [*migration.arguments, *expected]))
+        validate_grpo(parse_run(GRPOConfig, [*migration.arguments, *expected]))
 
     def test_number_of_rows_becomes_an_amount(self) -> None:
         words = "--model_name_or_path m --max_seq_length 8 --max_train_samples 500"

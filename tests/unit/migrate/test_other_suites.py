@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
+from open_instruct.commands.run_flags import parse_run
 from open_instruct.config.flags import flags_of
-from open_instruct.config.parser import names_of_other_suites, parse
+from open_instruct.config.parser import names_of_other_suites
 from open_instruct.config.suites.upstream_flags import taken
 from open_instruct.core.errors import InputError
 from open_instruct.objectives.registry import OBJECTIVES, objective_named
@@ -23,7 +24,7 @@ FLAGS: dict[str, set[str]] = {
 
 def refusal(command: str, name: str) -> str:
     with pytest.raises(InputError) as caught:
-        parse(CONFIGS[command], [f"--{name}", "1"])
+        parse_run(CONFIGS[command], [f"--{name}", "1"])
     (line,) = (line for line in str(caught.value).splitlines() if line.startswith(f"--{name} "))
     return line
 
@@ -79,7 +80,7 @@ def test_flag_of_another_suite_is_answered_with_ours(command: str, name: str, ou
 
 def test_flag_that_another_name_fills_is_not_missing() -> None:
     with pytest.raises(InputError) as caught:
-        parse(CONFIGS["dpo"], ["--pretrain", "M", "--mixer_list", "rows.jsonl", "1.0"])
+        parse_run(CONFIGS["dpo"], ["--pretrain", "M", "--mixer_list", "rows.jsonl", "1.0"])
     missing = [problem for problem in caught.value.problems if problem.kind == "missing_flag"]
     assert (
         len(missing) == 1
@@ -92,7 +93,7 @@ def test_sections_of_a_file_are_refused_as_such(tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     file.write_text("model:\n  name: M\ndata:\n  path: rows.jsonl\n")
     with pytest.raises(InputError) as caught:
-        parse(CONFIGS["dpo"], [str(file)])
+        parse_run(CONFIGS["dpo"], [str(file)])
     assert [problem.flag for problem in caught.value.problems] == ["model", "data"]
     assert all("flat" in problem for problem in caught.value.problems)
 
@@ -126,4 +127,4 @@ def test_file_of_settings_has_hints_too(tmp_path: Any) -> None:
     file = tmp_path / "theirs.yaml"
     file.write_text("base_model: tiny\n")
     with refused("unknown_flag", "base_model", "theirs.yaml", "1", "model_name_or_path"):
-        parse(CONFIGS["dpo"], [str(file)])
+        parse_run(CONFIGS["dpo"], [str(file)])

@@ -14,10 +14,10 @@ import torch
 import torch.nn.functional as F
 import transformers
 
+from open_instruct.commands.run_flags import parse_run
 from open_instruct.commands.tiny_model import SIZES, tiny_config
 from open_instruct.config.grpo import GRPOConfig
 from open_instruct.config.lora import MODULES_OF_TARGETS, LoRASection
-from open_instruct.config.parser import parse
 from open_instruct.core.errors import InputError
 from open_instruct.core.families import FAMILIES
 from open_instruct.models.attention.segments import Segments
@@ -336,7 +336,7 @@ def test_model_that_engines_cannot_run_is_refused_before_they_start(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     words = "--model_name_or_path m --dataset_mixer_list rows.jsonl 1.0 --output_dir out"
-    config = parse(GRPOConfig, f"{words} {flags}".split())
+    config = parse_run(GRPOConfig, f"{words} {flags}".split())
     monkeypatch.setattr(checked_run, "find_spec", lambda name: name if has_torchvision else None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: on_gpu)
     hf_config: Any = SimpleNamespace(
@@ -350,7 +350,7 @@ def test_engine_on_a_cpu_takes_heads_of_some_sizes(monkeypatch: pytest.MonkeyPat
     words = (
         f"--model_name_or_path m --dataset_mixer_list rows.jsonl 1.0 --output_dir out {FOR_A_CPU}"
     )
-    config = parse(GRPOConfig, words.split())
+    config = parse_run(GRPOConfig, words.split())
     monkeypatch.setattr(checked_run, "find_spec", lambda name: name)
     hf_config: Any = SimpleNamespace(
         model_type="qwen3_5_text", linear_key_head_dim=32, linear_value_head_dim=32

@@ -18,8 +18,8 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from open_instruct.commands.run_flags import parse_run
 from open_instruct.commands.tiny_model import write_tiny_model
-from open_instruct.config.parser import parse
 from open_instruct.core.errors import InputError
 from open_instruct.data.chat import ChatFormat
 from open_instruct.data.chat_templates import choose_chat_template
@@ -88,7 +88,7 @@ def refusal(read: Callable[[Path], None], folder: Path) -> str | None:
 
 
 def opened(folder: Path, *words: str) -> Any:
-    config = parse(DPOConfig, [*FLAGS, "--model_name_or_path", str(folder), *words])
+    config = parse_run(DPOConfig, [*FLAGS, "--model_name_or_path", str(folder), *words])
     return open_pretrained(config, folder / "x")
 
 
@@ -392,7 +392,7 @@ def test_device_link_or_fifo_in_a_files_place_is_not_read(
     reads: list[Callable[[], Any]] = [
         lambda: load_tokenizer(str(folder)),
         lambda: load_hf_config(str(folder)),
-        lambda: look_at(parse(DPOConfig, [*FLAGS, "--model_name_or_path", str(folder)])),
+        lambda: look_at(parse_run(DPOConfig, [*FLAGS, "--model_name_or_path", str(folder)])),
     ]
     for read in reads:
         with refused("unreadable_file", None, file_name, kind):

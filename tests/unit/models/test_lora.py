@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from open_instruct.commands.run_flags import parse_run
 from open_instruct.config.lora import LoRASection
-from open_instruct.config.parser import parse
 from open_instruct.core.errors import InputError
 from open_instruct.models.build import build_model
 from open_instruct.models.hf.names import TensorNames, clean_name
@@ -169,7 +169,7 @@ FLAGS = ["--model_name_or_path", "m", "--mixer_list", "rows.jsonl", "1.0", "--ou
 )
 def test_flags_that_cannot_work_are_refused(flags: str, problem: tuple[Any, ...]) -> None:
     with refused(*problem):
-        validate_dpo(parse(DPOConfig, [*FLAGS, *flags.split()]))
+        validate_dpo(parse_run(DPOConfig, [*FLAGS, *flags.split()]))
 
 
 def stored(folder: Path, lora: LoRASection, **changes: Any) -> Path:

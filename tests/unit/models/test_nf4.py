@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from open_instruct.commands.run_flags import parse_run
 from open_instruct.config.lora import BLOCK, LoRASection
-from open_instruct.config.parser import parse
 from open_instruct.core.errors import InputError
 from open_instruct.core.families import FAMILIES
 from open_instruct.models.build import build_model, find_not_finite
@@ -224,4 +224,4 @@ def test_matrix_that_nf4_cannot_hold_is_refused() -> None:
         "--tensor_parallel_degree 2"
     )
     with pytest.raises(InputError, match="--tensor_parallel_degree 2 cannot go with --use_qlora"):
-        validate_dpo(parse(DPOConfig, words.split()))
+        validate_dpo(parse_run(DPOConfig, words.split()))

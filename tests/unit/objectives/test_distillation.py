@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from open_instruct.batching.documents import pack_documents
+from open_instruct.commands.plan import parse_request
 from open_instruct.commands.tiny_model import write_tiny_model
 from open_instruct.core.errors import InputError, RunError
 from open_instruct.core.records import ROW_VALUES, Batch, Document, PackedBatch, Span, StepBatch
@@ -24,9 +25,8 @@ from open_instruct.models.build import build_model
 from open_instruct.models.heads.logprob_head import LogprobHead, Measure
 from open_instruct.objectives.distill import DISTILL, DistillConfig, bind, evaluate, teacher_of
 from open_instruct.objectives.objective import LossOutputs, TokenLogprobs
-from open_instruct.parallel.layout import layout_of
+from open_instruct.parallel.layout import find_layout
 from open_instruct.planning.plan import Plan, plan_of
-from open_instruct.planning.request import parse_request
 from open_instruct.planning.subject.model import model_shape
 from open_instruct.planning.subject.workload import Scoring
 from open_instruct.run.pretrained import open_pretrained
@@ -347,7 +347,10 @@ def opened(folders: Path, *words: str) -> Comparison:
     config.model.model_name_or_path = str(folders / "student")
     student = open_pretrained(config, folders / "out")
     return Comparison.of(
-        teacher_of(config), student, config=config, layout=layout_of(config.parallel, (1,))
+        teacher_of(config),
+        student,
+        config=config,
+        layout=find_layout(config.parallel, (1,), config.backend),
     )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from open_instruct.config.parser import parse
+from open_instruct.commands.run_flags import parse_run
 from open_instruct.core.errors import InputError
 from open_instruct.objectives.objective import Evaluation
 from open_instruct.objectives.sft import SFT, SFTConfig
@@ -60,7 +60,7 @@ def test_step_is_scored_once_and_its_numbers_are_metrics(tmp_path: Path, scored:
 
 def test_rows_that_an_objective_says_nothing_of_are_refused() -> None:
     words = ["--model_name_or_path", "m", "--mixer_list", "r", "1.0", "--output_dir", "o"]
-    config = parse(SFTConfig, [*words, "--eval_mixer_list", "e", "1.0"])
+    config = parse_run(SFTConfig, [*words, "--eval_mixer_list", "e", "1.0"])
     with pytest.raises(
         InputError,
         match="--eval_mixer_list: sft has no `evaluate`; write one, or leave the flag out",

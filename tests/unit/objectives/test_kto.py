@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerFast
 
 from open_instruct.batching.documents import pack_documents
 from open_instruct.batching.steps import BatchShape, step_batch
+from open_instruct.commands.plan import parse_request
 from open_instruct.commands.tiny_model import tiny_config
 from open_instruct.core.errors import InputError, RunError
 from open_instruct.core.records import REFERENCE, Document
@@ -39,7 +40,6 @@ from open_instruct.objectives.kto import (
     unpaired_losses,
 )
 from open_instruct.planning.plan import plan_of
-from open_instruct.planning.request import parse_request
 from open_instruct.training.policy import Policy
 from tests.refusals import refused
 from tests.unit.objective_runs import all_gradients, load_rows, train_module

@@ -18,12 +18,13 @@ from rich.console import Console
 
 from open_instruct import cli
 from open_instruct.commands.layout import main
+from open_instruct.commands.run_flags import find_backend
 from open_instruct.config.rollout_sections import LearnerParallelSection
 from open_instruct.config.sections import ParallelSection, RanksSection
 from open_instruct.core.errors import InputError
 from open_instruct.core.shard_layout import ShardLayout
 from open_instruct.core.text import counted, one_of
-from open_instruct.parallel.layout import check_experts, divisors, layout_of, resolve_layout
+from open_instruct.parallel.layout import check_experts, divisors, find_layout, resolve_layout
 from open_instruct.parallel.node_sizes import node_sizes_from_environment
 from open_instruct.parallel.picture import draw_layout
 from open_instruct.parallel.wording import group_name, nodes_text, ranks_text
@@ -636,5 +637,5 @@ def test_degrees_of_one_process_say_how_more_are_started(
     parallel: ParallelSection, part: str
 ) -> None:
     with pytest.raises(InputError) as caught:
-        layout_of(parallel, [1])
+        find_layout(parallel, [1], find_backend(parallel.backend))
     assert part in str(caught.value)

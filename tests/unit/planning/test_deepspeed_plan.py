@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from open_instruct.commands.plan import parse_request
+from open_instruct.commands.run_flags import parse_run
 from open_instruct.commands.tiny_model import write_tiny_model
-from open_instruct.config.parser import parse
 from open_instruct.objectives.registry import objective_named
 from open_instruct.planning.advice import Advice
 from open_instruct.planning.plan import Plan, plan_of
-from open_instruct.planning.request import parse_request
 from open_instruct.planning.shown import as_record, check_plan, said, traffic_rows
 from open_instruct.report.plan_page import html_page, print_plan
 from open_instruct.training.deepspeed.planned_memory import BUCKET, MOST_AT_ONCE, SMALL
@@ -188,10 +188,10 @@ def test_run_says_its_plan(tmp_path) -> None:  # type: ignore[no-untyped-def]
         "--adam_offload",
     ]
     words += ["--mixer_list", "rows.jsonl", "1.0", "--output_dir", "out"]
-    config = parse(objective_named("sft").config_class, words)
+    config = parse_run(objective_named("sft").config_class, words)
     said = check_plan(config, [2], model_folder=str(model), memory_bytes=64 * 2**30, on_cuda=False)
     assert said.line.startswith("memory: at most ") and "cannot fit" not in said.warning
-    config = parse(objective_named("sft").config_class, [*words, "--no_plan_check"])
+    config = parse_run(objective_named("sft").config_class, [*words, "--no_plan_check"])
     refused = check_plan(config, [2], model_folder=str(model), memory_bytes=2**20, on_cuda=False)
     assert "the run cannot fit" in refused.warning
 

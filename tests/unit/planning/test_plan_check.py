@@ -8,10 +8,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from open_instruct.commands.run_flags import parse_run
 from open_instruct.config.grpo import GRPOConfig
-from open_instruct.config.parser import parse
 from open_instruct.objectives.dpo import DPOConfig
-from open_instruct.parallel.layout import layout_of
+from open_instruct.parallel.layout import find_layout
 from open_instruct.parallel.process import Process
 from open_instruct.planning import plan
 from open_instruct.planning.memory.phases import memory_by_phase
@@ -65,11 +65,14 @@ def start(
             "out",
         ]
         small = ["--per_device_train_batch_size", "1", "--max_seq_length", "64"]
-        config = parse(
+        config = parse_run(
             DPOConfig, [*required, *([] if "--max_seq_length" in words else small), *words]
         )
         process = Process(rank=0, local_rank=0, device=torch.device("cpu"), gpus_per_node=nodes)
-        layout, directory = layout_of(config.parallel, nodes), RunDirectory(path=folder)
+        layout, directory = (
+            find_layout(config.parallel, nodes, config.backend),
+            RunDirectory(path=folder),
+        )
         run = Run(process=process, layout=layout, directory=directory, console=Console(speaks=True))
         opened.planned_run(config, run, folder)
         return " ".join(capsys.readouterr().out.split())  # lines go on at a word
@@ -141,7 +144,7 @@ def checked(folder: Path, *words: str, memory_gib: float) -> StartCheck:
         "--output_dir",
         "out",
     ]
-    config = parse(DPOConfig, [*needed, *words])
+    config = parse_run(DPOConfig, [*needed, *words])
     return check_plan(
         config, (8,), model_folder=str(folder), memory_bytes=round(memory_gib * GIB), on_cuda=True
     )
@@ -163,7 +166,7 @@ class TestCheckpointing:
             "out",
         ]
         rows = () if words[:1] == ("--per_device_train_batch_size",) else self.ROWS
-        config = parse(DPOConfig, [*required, *rows, *words])
+        config = parse_run(DPOConfig, [*required, *rows, *words])
         memory_bytes = round(gpu_gib * GIB)
         check = check_plan(
             config, (8,), model_folder=str(folder), memory_bytes=memory_bytes, on_cuda=on_cuda
@@ -263,7 +266,7 @@ class TestLauncher:
             "rows.jsonl",
             "1.0",
         ]
-        return parse(GRPOConfig, [*required, "--output_dir", str(folder), *words])
+        return parse_run(GRPOConfig, [*required, "--output_dir", str(folder), *words])
 
     def test_plan_knows_this_machine(
         self, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]

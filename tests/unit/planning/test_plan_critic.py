@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
+from open_instruct.commands.plan import parse_request
 from open_instruct.planning.memory.phases import CRITIC, CUDA, POLICY, SCRATCH, memory_by_phase
 from open_instruct.planning.plan import Plan, plan_of
-from open_instruct.planning.request import parse_request
 from open_instruct.planning.subject.model import model_shape
 from open_instruct.planning.traffic import traffic_per_step
 

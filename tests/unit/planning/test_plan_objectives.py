@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import pytest
 
 from open_instruct.cli import main
+from open_instruct.commands.plan import parse_request
 from open_instruct.config.sections import OptimSection, flag
 from open_instruct.config.training import TrainingConfig
 from open_instruct.core.errors import EXIT_INPUT
@@ -13,7 +14,6 @@ from open_instruct.data.row_builder import RowBuilder
 from open_instruct.objectives.objective import BoundLoss, Objective
 from open_instruct.objectives.registry import OBJECTIVES
 from open_instruct.planning.plan import Plan, plan_of
-from open_instruct.planning.request import parse_request
 
 RUN = ["--model_name_or_path", "allenai/OLMo-2-1124-7B", "--gpus_per_node", "8"]
 RUN += ["--activation_checkpointing", "full", "--per_device_train_batch_size", "2"]

@@ -7,13 +7,13 @@ from dataclasses import replace
 import pytest
 import torch
 
+from open_instruct.commands.plan import parse_request
+from open_instruct.commands.run_flags import parse_run
 from open_instruct.config.grpo import GRPOConfig
-from open_instruct.config.parser import parse
 from open_instruct.models.shards import at
 from open_instruct.planning.memory.phases import SENT, Moments, pinned
 from open_instruct.planning.memory.state import sync_buckets
 from open_instruct.planning.plan import Plan, plan_of
-from open_instruct.planning.request import parse_request
 from open_instruct.planning.shown import said
 from open_instruct.planning.step_time import SHARES
 from open_instruct.weight_sync.changes import SentParts
@@ -47,7 +47,9 @@ def planned(*words: str) -> Plan:
 def test_weight_sync_auto_chooses_by_dtype_and_distance(
     flags: list[str], same_host: bool, takes: str
 ) -> None:
-    assert parse(GRPOConfig, [*GRPO, *DATA, *flags]).choose_sync(same_host=same_host)[0] == takes
+    assert (
+        parse_run(GRPOConfig, [*GRPO, *DATA, *flags]).choose_sync(same_host=same_host)[0] == takes
+    )
 
 
 @pytest.mark.parametrize(

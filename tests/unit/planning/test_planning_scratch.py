@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from open_instruct.commands.plan import parse_request
 from open_instruct.parallel.layout import resolve_layout
 from open_instruct.planning.memory import activations
 from open_instruct.planning.memory.autograd_sizes import Gradient, Tape, Tensor
@@ -17,7 +18,6 @@ from open_instruct.planning.memory.scratch import (
     library_bytes,
 )
 from open_instruct.planning.plan import plan_of
-from open_instruct.planning.request import parse_request
 
 HALF_A_GIB = 2**29
 RING, SHARP = 24 * 12 * MIB, 16 * 2 * MIB

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from open_instruct.commands.run_flags import parse_run
 from open_instruct.config.grpo import GRPOConfig
-from open_instruct.config.parser import parse
 from open_instruct.config.rollout_sections import CPU_KV_CACHE_MIB
 from open_instruct.objectives.dpo import DPOConfig
 from open_instruct.parallel.layout import resolve_layout
@@ -211,7 +211,7 @@ def test_workload_of_dpo() -> None:
         "--gradient_accumulation_steps",
         "4",
     ]
-    workload = workload_of(parse(DPOConfig, [*DPO, *flags]), SHAPE, resolve_layout([8]))
+    workload = workload_of(parse_run(DPOConfig, [*DPO, *flags]), SHAPE, resolve_layout([8]))
     assert (workload.tokens_per_microbatch, workload.label_tokens_per_microbatch) == (4096, 4096)
     assert (workload.num_microbatches, workload.reference_pass_tokens, workload.scorings) == (
         4,
@@ -220,12 +220,12 @@ def test_workload_of_dpo() -> None:
     )
     assert workload.checkpointing_modules == () and workload.export_bytes_per_param == 2
     simpo = workload_of(
-        parse(DPOConfig, [*DPO, "--loss_type", "simpo"]), SHAPE, resolve_layout([8])
+        parse_run(DPOConfig, [*DPO, "--loss_type", "simpo"]), SHAPE, resolve_layout([8])
     )
     assert simpo.reference_pass_tokens == 0
     # A reference that follows is there throughout.
     flags = ["--loss_type", "dpo", "wpo", "--weight_alignment", "--ref_policy_update_freq", "2"]
-    moving = workload_of(parse(DPOConfig, [*DPO, *flags]), SHAPE, resolve_layout([8]))
+    moving = workload_of(parse_run(DPOConfig, [*DPO, *flags]), SHAPE, resolve_layout([8]))
     assert moving.scorings == (Scoring(shape=SHAPE, stands_as="reference policy", moves=True),)
     assert (moving.reference_pass_tokens, moving.num_values) == (0, 2)
 
@@ -250,7 +250,7 @@ def test_workload_of_grpo() -> None:
         "0.1",
     ]
     flags += ["--vllm_num_engines", "4", "--vllm_tensor_parallel_size", "2"]
-    workload = workload_of(parse(GRPOConfig, [*GRPO, *flags]), SHAPE, resolve_layout([8]))
+    workload = workload_of(parse_run(GRPOConfig, [*GRPO, *flags]), SHAPE, resolve_layout([8]))
     # 256 completions in two mini-batches over 8 ranks are 16 each, 4 of 1,024 tokens in a
     # microbatch of 4,096.
     assert (workload.num_microbatches, workload.num_updates) == (4, 6)
@@ -279,7 +279,7 @@ def test_workload_of_streams() -> None:
     ]
     flags += ["--top_entropy_quantile", "0.2"]
     flags += ["--sft_mixer_list", "chats.jsonl", "1.0", "--sft_rows_per_step", "200"]
-    workload = workload_of(parse(GRPOConfig, [*GRPO, *flags]), SHAPE, resolve_layout([8]))
+    workload = workload_of(parse_run(GRPOConfig, [*GRPO, *flags]), SHAPE, resolve_layout([8]))
     frozen, chosen = (
         Scoring(shape=SHAPE, num_rounds=2),
         Scoring(shape=SHAPE, num_rounds=6, num_values=2),
@@ -290,7 +290,7 @@ def test_workload_of_streams() -> None:
     # in a microbatch.
     assert workload.num_microbatches == 1 + 2
     with_critic = workload_of(
-        parse(GRPOConfig, [*GRPO, *flags, "--advantages", "gae"]), SHAPE, resolve_layout([8])
+        parse_run(GRPOConfig, [*GRPO, *flags, "--advantages", "gae"]), SHAPE, resolve_layout([8])
     )
     assert (with_critic.num_microbatches, with_critic.of_critic.num_microbatches) == (1 + 2, 1)
     assert workload.records_entropy and workload.num_values == 2
@@ -300,7 +300,7 @@ def test_engine_that_shares_the_learners_gpu_takes_its_part() -> None:
     """A share of the GPU, or a cache of a given size with what the engine's steps take."""
 
     def beside_weights(*flags: str, on_cuda: bool = True) -> int:
-        config = parse(GRPOConfig, [*GRPO, "--single_gpu_mode", *flags])
+        config = parse_run(GRPOConfig, [*GRPO, "--single_gpu_mode", *flags])
         device = device_named("memory_gib=80")
         setting = Setting(
             config=config, shape=SHAPE, gpus_per_node=(1,), device=device, on_cuda=on_cuda

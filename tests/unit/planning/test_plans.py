@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import yaml
 
+from open_instruct.commands.plan import parse_request
 from open_instruct.planning.advice import Advice, Change
 from open_instruct.planning.plan import Plan, plan_of
-from open_instruct.planning.request import parse_request
 
 FILE = Path(__file__).with_name("plans.yaml")
 ADVICE = ("to_fit", "with_adapters", "faster", "recomputes_less", "exchanges_less")

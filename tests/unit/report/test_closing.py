@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from open_instruct.config.parser import parse
+from open_instruct.commands.run_flags import parse_run
 from open_instruct.objectives.dpo import DPOConfig
 from open_instruct.report.closing import print_results
 from open_instruct.report.ends import step_ends
@@ -30,7 +30,7 @@ def finished(folder: Path, **architectures: Any) -> DPOConfig:
         "--output_dir",
         str(folder),
     ]
-    return parse(DPOConfig, words)
+    return parse_run(DPOConfig, words)
 
 
 def test_closing_names_results_and_next_steps(

@@ -21,9 +21,9 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 from open_instruct.cli import main
+from open_instruct.commands.run_flags import parse_run
 from open_instruct.config.flags import flags_of
 from open_instruct.config.grpo import GRPOConfig
-from open_instruct.config.parser import parse
 from open_instruct.config.resolved import write_config
 from open_instruct.core.errors import EXIT_INPUT
 from open_instruct.core.records import Check, Completion, Prompt, RolloutGroup, Verdict
@@ -56,7 +56,7 @@ def grpo_config(folder: Path, *words: str) -> GRPOConfig:
         "--output_dir",
         str(folder),
     ]
-    return parse(GRPOConfig, [*needed, "--total_episodes", "192", *words])
+    return parse_run(GRPOConfig, [*needed, "--total_episodes", "192", *words])
 
 
 def group_of(ticket: int, step: int, rewards: tuple[float, ...]) -> RolloutGroup:

@@ -16,9 +16,9 @@ import psutil
 import pytest
 import yaml
 
+from open_instruct.commands.run_flags import parse_run
 from open_instruct.commands.tiny_model import write_tiny_model
 from open_instruct.config.grpo import GRPOConfig
-from open_instruct.config.parser import parse
 from open_instruct.config.rollout_sections import RewardSection
 from open_instruct.core.errors import RunError
 from open_instruct.core.records import Check
@@ -405,7 +405,7 @@ class TestRun:
                 tmp_path / "cache",
                 "--no_plan_check",
             ]
-            with open_rollout_run(parse(GRPOConfig, [*map(str, required), *words])):
+            with open_rollout_run(parse_run(GRPOConfig, [*map(str, required), *words])):
                 return " ".join("".join(capfd.readouterr()).split())
 
         return open_it

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
+from open_instruct.commands.run_flags import parse_run
 from open_instruct.commands.tiny_model import write_tiny_model
 from open_instruct.config.grpo import GRPOConfig
-from open_instruct.config.parser import parse
 from open_instruct.config.rollout_sections import RewardSection
 from open_instruct.core.errors import InputError
 from open_instruct.core.records import Check, Prompt
@@ -456,7 +456,7 @@ def test_run_begins_with_a_first_question_if_a_prompt_names_a_judge(tmp_path: Pa
     def begin(verifier: str, *more: str) -> None:
         row = {"prompt": "Why?", "dataset": ["gsm8k", verifier], "ground_truth": "5"}
         (tmp_path / "rows.jsonl").write_text(json.dumps(row))
-        with checked_run.open_rollout_run(parse(GRPOConfig, [*words, *more])):
+        with checked_run.open_rollout_run(parse_run(GRPOConfig, [*words, *more])):
             pass
 
     with judge_stub(lambda body: "Yes") as stub:

@@ -8,8 +8,8 @@ import pytest
 
 from open_instruct import grpo_olmo_core_actor
 from open_instruct.cluster import ray_cluster
+from open_instruct.commands.run_flags import parse_run
 from open_instruct.config.grpo import GRPOConfig
-from open_instruct.config.parser import parse
 from open_instruct.core.errors import EXIT_INPUT
 from open_instruct.data.prompts import PromptStream
 from open_instruct.rl import fleet
@@ -50,7 +50,7 @@ def case(tmp_path: Path) -> GRPOCase:
 
 
 def config_of(case: GRPOCase) -> GRPOConfig:
-    return parse(GRPOConfig, case.command()[1:])
+    return parse_run(GRPOConfig, case.command()[1:])
 
 
 @pytest.mark.slow

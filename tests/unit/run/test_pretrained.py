@@ -7,8 +7,8 @@ from typing import Any
 import huggingface_hub
 import pytest
 
+from open_instruct.commands.run_flags import parse_run
 from open_instruct.commands.tiny_model import write_tiny_model
-from open_instruct.config.parser import parse
 from open_instruct.objectives.dpo import DPOConfig, validate_dpo
 from open_instruct.parallel.layout import resolve_layout
 from open_instruct.run import pretrained
@@ -41,7 +41,7 @@ def test_pretrained_takes_the_given_revision_of_the_hub(
         ["org/model", "--model_revision", "step5", "--tokenizer_name_or_path", "org/words"],
         ["org/model", "--tokenizer_name_or_path", "org/words", "--tokenizer_revision", "v2"],
     ):
-        config = parse(DPOConfig, [*REQUIRED, *words])
+        config = parse_run(DPOConfig, [*REQUIRED, *words])
         validate_dpo(config)
         with pytest.raises(Stopped):
             open_pretrained(config, tmp_path / "out")
@@ -61,13 +61,13 @@ def test_folder_has_no_revisions(tmp_path: Path) -> None:
 
 def test_revision_of_no_tokenizer_is_refused() -> None:
     with refused("unread_flag", "tokenizer_revision", "--tokenizer_name_or_path"):
-        validate_dpo(parse(DPOConfig, [*REQUIRED, "m", "--tokenizer_revision", "v2"]))
+        validate_dpo(parse_run(DPOConfig, [*REQUIRED, "m", "--tokenizer_revision", "v2"]))
 
 
 def test_fields_that_nothing_reads_are_told_of(tmp_path: Path) -> None:
     """Printable, and not all of a thousand."""
     folder = write_tiny_model(tmp_path / "model", family="llama", tie=True)
-    config = parse(DPOConfig, [*REQUIRED, str(folder)])
+    config = parse_run(DPOConfig, [*REQUIRED, str(folder)])
     assert open_pretrained(config, tmp_path / "out").warnings == []
     fields = json.loads((folder / "config.json").read_text())
     more = {"residual_scale": 0.5, "\u202e": 1, **dict.fromkeys(map(str, range(1000)), True)}
@@ -85,7 +85,7 @@ def test_model_whose_layers_are_all_dense_has_no_experts_to_split(tmp_path: Path
     fields = json.loads((folder / "config.json").read_text())
     dense = fields | {"mlp_only_layers": list(range(fields["num_hidden_layers"]))}
     layout = resolve_layout([2], expert_parallel_degree=2)
-    config = parse(DPOConfig, [*REQUIRED, str(folder)])
+    config = parse_run(DPOConfig, [*REQUIRED, str(folder)])
     open_pretrained(config, tmp_path / "out", layout=layout)
     (folder / "config.json").write_text(json.dumps(dense))
     with refused("layout", "expert_parallel_degree", "2"):

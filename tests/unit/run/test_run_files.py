@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from open_instruct.cli import main
-from open_instruct.config.parser import parse
+from open_instruct.commands.run_flags import parse_run
 from open_instruct.config.resolved import write_config
 from open_instruct.core.errors import EXIT_INPUT, InputError
 from open_instruct.core.files import replace_text
@@ -26,7 +26,7 @@ LAYOUT = ShardLayout(gpus_per_node=(2,), shard_degree=2, num_replicas=1)
 
 
 def config_of(folder: Path, *words: str) -> DPOConfig:
-    return parse(
+    return parse_run(
         DPOConfig,
         [
             "--model_name_or_path",

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from open_instruct.checkpoints.step_folder import MANIFEST
+from open_instruct.commands.run_flags import parse_run
 from open_instruct.config.grpo import GRPOConfig
-from open_instruct.config.parser import parse
 from open_instruct.core.metrics import entry_of
 from open_instruct.objectives.registry import OBJECTIVES, objective_named
 from open_instruct.run.cadence import Cadence
@@ -103,7 +103,7 @@ def test_direction_of_every_metric_that_it_takes_is_known() -> None:
         "--eval_pass_at_k",
         "4",
     ]
-    names = {*parse(GRPOConfig, words).quality_metrics}
+    names = {*parse_run(GRPOConfig, words).quality_metrics}
     for name in OBJECTIVES:
         names |= {*objective_named(name).config_class.quality_metrics.fget(None)}
     assert {"eval/pass_at_4", "eval/loss", "eval/verifier/*"} <= names

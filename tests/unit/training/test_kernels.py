@@ -10,7 +10,7 @@ import torch
 from torch.nn import attention as torch_attention
 from torch.nn.attention import _registry
 
-from open_instruct.config.parser import parse
+from open_instruct.commands.run_flags import parse_run
 from open_instruct.config.sections import MemorySection
 from open_instruct.models.build import build_model
 from open_instruct.objectives.dpo import DPOConfig
@@ -127,7 +127,7 @@ def parallelized(
         "--output_dir",
         "none",
     ]
-    config = parse(DPOConfig, [*required, "--single_gpu_mode", *words])
+    config = parse_run(DPOConfig, [*required, "--single_gpu_mode", *words])
     run: Any = SimpleNamespace(
         layout=resolve_layout([1], single_device=True), process=SimpleNamespace(device=device)
     )
@@ -237,7 +237,9 @@ def test_kernel_of_the_gated_delta_rule_is_named(
         "o",
         *flags,
     ]
-    kernels.choose_kernels(build_model(hf_config(family)), run=run, config=parse(DPOConfig, given))
+    kernels.choose_kernels(
+        build_model(hf_config(family)), run=run, config=parse_run(DPOConfig, given)
+    )
     assert len(warned) == (words is not None)
     assert words is None or re.search(words, warned[0])
 

@@ -14,8 +14,8 @@ from olmo_core.nn.transformer import TransformerActivationCheckpointingMode
 
 from open_instruct.batching.documents import pack_documents
 from open_instruct.batching.rollouts import plan_steps_of_ranks, rollout_batch, rollout_minibatches
+from open_instruct.commands.run_flags import parse_run
 from open_instruct.config.grpo import GRPOConfig
-from open_instruct.config.parser import parse
 from open_instruct.config.rollout_sections import FleetSection
 from open_instruct.core.records import (
     REFERENCE_TOKENS,
@@ -239,7 +239,7 @@ def test_model_without_experts_is_refused_before_anything_is_started(tmp_path: P
         model=model, prompts=prompts, output_dir=tmp_path / "out", flags={"routing_replay": "on"}
     )
     with refused("conflict", "routing_replay", "on"):
-        open_rollout_run(parse(GRPOConfig, case.command()[1:])).__enter__()
+        open_rollout_run(parse_run(GRPOConfig, case.command()[1:])).__enter__()
 
 
 class TestPacking:

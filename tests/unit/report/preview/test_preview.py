@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from open_instruct.commands.preview import known_of
-from open_instruct.config.parser import parse
+from open_instruct.commands.run_flags import parse_run
 from open_instruct.core.errors import EXIT_INPUT, InputError
 from open_instruct.data.token_dataset import load_token_dataset
 from open_instruct.data.tokenizer import load_tokenizer
@@ -53,7 +53,7 @@ def sample(
     flag = "--dataset_mixer_list" if name == "grpo" else "--mixer_list"
     argv = ["--model_name_or_path", str(model), flag, str(rows), "1.0", "--output_dir", "x", *words]
     objective = objective_named(name)
-    config: Any = parse(objective.config_class, argv)
+    config: Any = parse_run(objective.config_class, argv)
     return sample_of(config, objective, known_of(config), num_read=num_read, num_shown=num_shown)
 
 

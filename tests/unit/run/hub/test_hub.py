@@ -14,7 +14,7 @@ import yaml
 from huggingface_hub import constants
 
 from open_instruct.commands.process import run_entry
-from open_instruct.config.parser import parse
+from open_instruct.commands.run_flags import parse_run
 from open_instruct.config.resolved import provenance, write_config
 from open_instruct.objectives.dpo import DPOConfig, validate_dpo
 from open_instruct.run.card import card_of
@@ -121,7 +121,7 @@ def test_upload_that_would_fail_is_refused_before_the_run(
 
 
 def test_name_without_an_upload_is_warned_of() -> None:
-    config = parse(
+    config = parse_run(
         DPOConfig,
         [*NEEDED, "--output_dir", "o", "--hub_model_id", "us/mine", "--push_to_hub", "false"],
     )
@@ -131,7 +131,7 @@ def test_name_without_an_upload_is_warned_of() -> None:
 def test_card_says_what_the_run_was(tmp_path: Path) -> None:
     directory = RunDirectory(path=tmp_path / "run one")
     directory.create()
-    config = parse(DPOConfig, [*NEEDED, "--output_dir", str(directory.path), "--beta", "3"])
+    config = parse_run(DPOConfig, [*NEEDED, "--output_dir", str(directory.path), "--beta", "3"])
     write_config(config, directory.config, provenance())
     for step, accuracy in ((0, 0.5), (4, 0.75), (8, 2 / 3)):
         directory.write_evaluation({"step": step, "eval/accuracy": accuracy, "samples": []})
@@ -164,7 +164,7 @@ def test_card_names_no_base_model_of_a_local_folder(tmp_path: Path) -> None:
         str(tmp_path / "rows.jsonl"),
         "1.0",
     ]
-    write_config(parse(DPOConfig, [*words, "--output_dir", "o"]), directory.config)
+    write_config(parse_run(DPOConfig, [*words, "--output_dir", "o"]), directory.config)
     card = card_of(directory, trained_by="reward_model", is_adapter=True)
     head = yaml.safe_load(card.split("---\n")[1])
     assert (head["library_name"], head["pipeline_tag"]) == ("peft", "text-classification")
