@@ -346,6 +346,30 @@ class WithArgumentsError(Exception):
     """Ends an engine before there is one."""
 
 
+@contextlib.contextmanager
+def pretended_vllm(given: dict[str, Any]) -> Iterator[None]:
+    """A vLLM whose engine ends once it has put its arguments into `given`."""
+
+    def from_engine_args(arguments: Any, **more: Any) -> None:
+        given.update(arguments)
+        raise WithArgumentsError
+
+    stubs = {
+        "vllm": MagicMock(),
+        "vllm.engine": MagicMock(),
+        "vllm.engine.arg_utils": SimpleNamespace(EngineArgs=dict),
+        "vllm.usage": MagicMock(),
+        "vllm.usage.usage_lib": MagicMock(),
+        "vllm.v1": MagicMock(),
+        "vllm.v1.engine": MagicMock(),
+        "vllm.v1.engine.llm_engine": SimpleNamespace(
+            LLMEngine=SimpleNamespace(from_engine_args=from_engine_args)
+        ),
+    }
+    with patch.dict(sys.modules, stubs):
+        yield
+
+
 def engine(folder: Path) -> Any:
     """What vLLM is told on a GPU; vLLM itself is pretended."""
     from tokenizers import Tokenizer
@@ -359,11 +383,6 @@ def engine(folder: Path) -> Any:
     folder.mkdir()
     Tokenizer(WordLevel({"word": 0}, unk_token="word")).save(str(folder / "tokenizer.json"))
     given: dict[str, Any] = {}
-
-    def from_engine_args(arguments: Any, **more: Any) -> None:
-        given.update(arguments)
-        raise WithArgumentsError
-
     settings = EngineSettings(
         model_folder="m",
         tokenizer_folder=str(folder),
@@ -373,19 +392,7 @@ def engine(folder: Path) -> Any:
         fleet=FleetSection(routing_replay="on"),
         seed=0,
     )
-    stubs = {
-        "vllm": MagicMock(),
-        "vllm.engine": MagicMock(),
-        "vllm.engine.arg_utils": SimpleNamespace(EngineArgs=dict),
-        "vllm.usage": MagicMock(),
-        "vllm.usage.usage_lib": MagicMock(),
-        "vllm.v1": MagicMock(),
-        "vllm.v1.engine": MagicMock(),
-        "vllm.v1.engine.llm_engine": SimpleNamespace(
-            LLMEngine=SimpleNamespace(from_engine_args=from_engine_args)
-        ),
-    }
-    with patch.dict(sys.modules, stubs), contextlib.suppress(WithArgumentsError):
+    with pretended_vllm(given), contextlib.suppress(WithArgumentsError):
         VLLMCore(settings)
     told = (
         *("kv_cache_memory_bytes", "enable_chunked_prefill", "enforce_eager", "async_scheduling"),
@@ -395,6 +402,49 @@ def engine(folder: Path) -> Any:
         "told": {name: given[name] for name in told},
         "limits_threads": "VLLM_CPU_OMP_THREADS_BIND" in engine_environment(on_cuda=True),
     }
+
+
+def talking(folder: Path) -> Any:
+    """How a trained model is talked to, served and scored with on a GPU."""
+    from open_instruct.commands import serve
+    from open_instruct.commands.talking_models import TalkingModel
+    from open_instruct.commands.tiny_model import write_tiny_model
+    from open_instruct.generation.vllm_replies import VLLMEngine, has_vllm_for_gpu
+    from open_instruct.run.opened_by_transformers import open_model
+
+    write_tiny_model(folder, family="llama")
+    in_process: dict[str, Any] = {}
+    with pretended_vllm(in_process), contextlib.suppress(WithArgumentsError):
+        VLLMEngine(folder, dtype=None)
+    with (
+        patch.object(serve, "find_model", lambda name: TalkingModel(name=name, folder=folder)),
+        patch.object(serve, "find_spec", lambda name: name),
+        patch.object(os, "execve") as replaced,
+    ):
+        serve.main([str(folder), "--port", "8001"])
+    words = replaced.call_args.args[1]
+    with pretended_gpu():
+        model = open_model(folder, "AutoModelForCausalLM", dtype=None)
+        scored_in = [str(model.device), str(model.dtype)]
+    return {
+        "takes_vllm": has_vllm_for_gpu(),
+        "in_process": {name: in_process[name] for name in ("dtype", "enforce_eager")},
+        "served_as_on_a_cpu": bool({"--enforce-eager", "--dtype"} & {*words}),
+        "scored_in": scored_in,
+    }
+
+
+def check(folder: Path) -> Any:
+    """The memory that a look before a run holds its plan against: a GPU's, and a CPU's share."""
+    import psutil
+
+    from open_instruct.commands.check_looks import memory_of_process
+
+    share = psutil.virtual_memory().total // 4
+    return [
+        memory_of_process(4, has_gpu=True) >> 30,
+        memory_of_process(4, has_gpu=False) == share,
+    ]
 
 
 def adams(folder: Path) -> Any:
@@ -469,6 +519,8 @@ BRANCHES: dict[str, Callable[[Path], Any]] = {
     "process": process,
     "placement": placement,
     "engine": engine,
+    "talking": talking,
+    "check": check,
     "adams": adams,
     "driver": driver,
     "callbacks": callbacks,

@@ -92,6 +92,13 @@ FOUND: dict[str, Any] = {
         },
         "limits_threads": False,
     },
+    "talking": {
+        "takes_vllm": True,
+        "in_process": {"dtype": "auto", "enforce_eager": False},
+        "served_as_on_a_cpu": False,
+        "scored_in": ["cuda:0", "torch.bfloat16"],
+    },
+    "check": [80, True],
     "adams": ["FusedAdam", "DeepSpeedCPUAdam"],
     "callbacks": ["memory_history", "step_profiler"],
     "plans": True,
@@ -116,7 +123,11 @@ ELSEWHERE = {
         "tests/unit/generation/test_engine_choices.py",
         "explain_memory_error",
     ),
-    "run/scorers.py": ("tests/unit/commands/test_score_command.py", "score_command"),
+    'remedy = "Install Triton': (
+        "tests/unit/training/test_kernels.py",
+        '"--compile_model", "Triton"',
+    ),
+    "run/scorers.py": ("tests/unit/commands/test_score_command.py", "test_scores_are_those_of_transformers"),
     "planning/": ("tests/unit/planning/test_planning_memory.py", "on_cuda"),
 }
 """Rooms, files and beginnings of statements that other tests come by: which test does, and the
