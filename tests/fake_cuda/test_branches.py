@@ -123,11 +123,15 @@ ELSEWHERE = {
         "tests/unit/generation/test_engine_choices.py",
         "explain_memory_error",
     ),
+    "check = check_plan(": ("tests/unit/commands/test_check.py", "where_there_is_a_driver_of_one"),
     'remedy = "Install Triton': (
         "tests/unit/training/test_kernels.py",
         '"--compile_model", "Triton"',
     ),
-    "run/scorers.py": ("tests/unit/commands/test_score_command.py", "test_scores_are_those_of_transformers"),
+    "run/scorers.py": (
+        "tests/unit/commands/test_score_command.py",
+        "test_scores_are_those_of_transformers",
+    ),
     "planning/": ("tests/unit/planning/test_planning_memory.py", "on_cuda"),
 }
 """Rooms, files and beginnings of statements that other tests come by: which test does, and the

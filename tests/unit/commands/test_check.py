@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch  # noqa: F401  so that transformers finds it, whichever test comes first
 
+from open_instruct.commands import check_looks
 from open_instruct.commands.check import main
 from open_instruct.commands.run_flags import parse_run
 from open_instruct.commands.tiny_model import write_tiny_model
@@ -121,6 +122,20 @@ def test_refusals_of_a_run_are_said_together(model: Path, place: Path) -> None:
     ]
     assert "rejected" in str(caught.value) and "gone.jsonl" in str(caught.value)
     assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
+
+
+@pytest.mark.parametrize("has_driver", [True, False])
+def test_memory_is_that_of_a_gpu_where_there_is_a_driver_of_one(
+    model: Path,
+    has_driver: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    driver = __file__ if has_driver else f"{__file__}.none"
+    monkeypatch.setattr(check_looks, "GPU_DRIVERS", (driver,))
+    assert main(words_for("dpo", model)) == 0
+    said = capsys.readouterr().out
+    assert ("per GPU" in said, "per process" in said) == (has_driver, not has_driver)
 
 
 @pytest.mark.parametrize(
