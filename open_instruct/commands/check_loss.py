@@ -22,8 +22,8 @@ from open_instruct.parallel.process import start_process, stop_process
 from open_instruct.parallel.resolve import on_one_process
 from open_instruct.planning.subject.workload import RunConfig
 from open_instruct.rewards.trial import ANSWERS
-from open_instruct.rl.checked_run import check_engine
 from open_instruct.rl.lone_step import take_lone_step
+from open_instruct.rl.run_checks import check_engine
 from open_instruct.run.pretrained import open_pretrained
 from open_instruct.training.offline import take_first_loss as take_offline_loss
 

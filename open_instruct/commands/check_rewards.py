@@ -14,7 +14,8 @@ from open_instruct.core.text import counted
 from open_instruct.data.chat import ChatFormat
 from open_instruct.data.prompts import Prompts
 from open_instruct.data.token_dataset import cache_root
-from open_instruct.environments.environment import Factory, begin_run, make_environment
+from open_instruct.environments.adapters import make_environment
+from open_instruct.environments.environment import Factory, begin_run
 from open_instruct.rewards.code import Code, CodeStdio
 from open_instruct.rewards.function import RewardFunction
 from open_instruct.rewards.judge import Judge

@@ -12,14 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from open_instruct.core.errors import InputError
-from open_instruct.environments.environment import (
-    EnvironmentFault,
-    Source,
-    Tool,
-    ToolAnswer,
-    Toolbox,
-    tool_schema,
-)
+from open_instruct.environments.environment import EnvironmentFault, Source, ToolAnswer, tool_schema
+from open_instruct.environments.toolbox import Tool, Toolbox
 
 START_TIMEOUT_S = 30.0
 

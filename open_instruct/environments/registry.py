@@ -10,11 +10,12 @@ from open_instruct.config.rollout_sections import TOOL_SET, EnvironmentSection
 from open_instruct.core.errors import InputError
 from open_instruct.core.user_code import load_named
 from open_instruct.environments.built_in import Calculator, Counter, GuessNumber, Python, Wordle
-from open_instruct.environments.environment import Factory, ToolSet, check_tools
+from open_instruct.environments.environment import Factory
 from open_instruct.environments.mcp_tools import McpServer, generic_mcp
 from open_instruct.environments.openenv import OpenEnvServer
 from open_instruct.environments.search import Search
 from open_instruct.environments.taskset import Taskset
+from open_instruct.environments.toolbox import ToolSet, check_tools
 from open_instruct.environments.web_tools import SERVICES, WebTool
 
 BUILT_IN: dict[str, Factory] = {

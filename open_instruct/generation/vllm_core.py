@@ -1,24 +1,16 @@
-"""vLLM as an engine's core. Only this file, `vllm_options.py` and the receivers of weights know
-vLLM.
+"""vLLM as an engine's core: requests in, finished completions out, one step at a time.
 
-The experts that layers choose for tokens lie, where vLLM does not tell them (on a CPU), in slots as
-the keys and values of the tokens do: what is shared among requests, computed anew or overwritten
-there is so here.
-
-Legend: N blocks of the cache, S slots of a block, L layers, K experts of a token, T tokens of a
-step.
+Beside this file only `vllm_options.py`, `vllm_checks.py`, `expert_routes.py` and the receivers of
+weights know vLLM.
 """
 
 from __future__ import annotations
 
 import itertools
 import os
-import re
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from functools import partial
-from math import floor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, TypeVar
 
@@ -26,11 +18,18 @@ import numpy as np
 import torch
 
 from open_instruct.cluster.watchdog import FOLDER_VARIABLE
-from open_instruct.config.lora import LoRASection
-from open_instruct.core.errors import InputError, RunError
+from open_instruct.core.errors import InputError
 from open_instruct.core.records import Completion
 from open_instruct.data.tokenizer_class import copy_tokenizer
+from open_instruct.generation.expert_routes import read_routes, record_routes
 from open_instruct.generation.requests import EngineSettings, GenerationRequest
+from open_instruct.generation.vllm_checks import (
+    NUM_PROBED,
+    PROBED_TEMPERATURES,
+    check_targets,
+    check_temperature,
+    explain_memory_error,
+)
 from open_instruct.generation.vllm_options import engine_options
 from open_instruct.weight_sync.receiver import ADAPTER_ID, AdapterReceiver, WeightReceiver
 
@@ -42,39 +41,31 @@ P = ParamSpec("P")
 R = TypeVar("R")
 W = TypeVar("W", bound=WeightReceiver)
 
-# vLLM's message when another process holds the GPU's memory: free and total GiB, rounded to
-# hundredths.
-FREE_MEMORY = re.compile(r"Free memory on device \S+ \(([\d.]+)/([\d.]+) GiB\)")
-ROUNDED_GIB = 0.01
-# Temperatures of the check, at start-up, that log-probs are of the distribution that is sampled
-# from.
-PROBED_TEMPERATURES = (1.0, 2.0)
-NUM_PROBED = 10
-LEAST_SPREAD = 0.1  # nats; where all tokens are as likely, rounding decides
-
 
 class VLLMCore:
-    """vLLM's `LLMEngine`, in this process (and one more process for each further GPU of a
-    tensor-parallel engine).
+    """vLLM's `LLMEngine` in this process, with one more process for each further GPU of an engine.
 
-    It makes the tokens; all methods are called from one thread.
+    It makes the tokens. It has no loop and no queue of its own: `Engine` calls all of its methods,
+    from one thread.
 
     Args:
         settings: of the model and of vLLM.
-        weight_receiver: class that vLLM adds to its workers; default: `WeightReceiver`, or with an
+        weight_receiver: class that vLLM adds to its workers. None: `WeightReceiver`, or with an
             adapter `AdapterReceiver`.
 
     Raises:
-        InputError: the key-value cache is too small, less of the GPU is free than is asked for, or
-            there can be no such adapter.
+        InputError: the key-value cache is too small, less of the GPU is free than the flags ask
+            for, or there can be no such adapter.
     """
 
     def __init__(
         self, settings: EngineSettings, *, weight_receiver: type[WeightReceiver] | None = None
     ) -> None:
-        if folder := os.environ.get(FOLDER_VARIABLE):
-            # VLLM leaves files there when it is killed.
-            tempfile.tempdir = os.environ["TMPDIR"] = folder
+        folder = os.environ.get(FOLDER_VARIABLE)
+        if folder:
+            # vLLM leaves files there when it is killed.
+            tempfile.tempdir = folder
+            os.environ["TMPDIR"] = folder
         from vllm.engine.arg_utils import EngineArgs
         from vllm.usage.usage_lib import UsageContext
         from vllm.v1.engine.llm_engine import LLMEngine
@@ -82,9 +73,10 @@ class VLLMCore:
         on_cuda = torch.cuda.is_available()
         adapter = settings.adapter
         self._settings = settings
-        self._notes_routes = settings.fleet.routing_replay == "on" and not on_cuda
+        self._records_routes = settings.fleet.routing_replay == "on" and not on_cuda
         self._routes: dict[int, Any] = {}  # by key, of tokens that older weights sampled
-        receiver = weight_receiver or (AdapterReceiver if adapter is not None else WeightReceiver)
+        default_receiver = WeightReceiver if adapter is None else AdapterReceiver
+        receiver = weight_receiver or default_receiver
         # Without a config.json, so that vLLM takes the class that changes nothing, whatever family
         # the model is of.
         self._tokenizer_folder = tempfile.TemporaryDirectory(prefix="tokenizer-")
@@ -95,8 +87,8 @@ class VLLMCore:
             **engine_options(with_tokenizer, on_cuda=on_cuda),
         )
         try:
-            # What is left out is chosen as for vLLM's `LLM`; otherwise a step would have 2,048
-            # tokens on any device.
+            # As vLLM's `LLM` it chooses what the options leave out; otherwise a step would have
+            # 2,048 tokens on any device.
             self._engine = LLMEngine.from_engine_args(
                 arguments, usage_context=UsageContext.LLM_CLASS
             )
@@ -108,18 +100,19 @@ class VLLMCore:
             raise InputError(refusal) from error
         self._tokenizer: Any = self._engine.get_tokenizer()
         self._seeds: dict[int, int] = {}
-        if self._notes_routes:
-            self._engine.collective_rpc(note_routes)
+        if self._records_routes:
+            self._engine.collective_rpc(record_routes)
+        self._adapter_names: Iterator[LoRARequest | None] = itertools.repeat(None)
         if adapter is not None:
             check_targets(adapter, self.call_workers(AdapterReceiver.adapted_layers)[0])
             self.call_workers(AdapterReceiver.hold_no_adapter)
-        self._names = yield_adapter_names() if adapter is not None else itertools.repeat(None)
-        self._adapter = next(self._names)
+            self._adapter_names = yield_adapter_names()
+        self._adapter = next(self._adapter_names)
         self._check_logprobs()
         self._engine.set_weight_version("0")
 
     def add(self, key: int, request: GenerationRequest) -> None:
-        """Begin a request; a ValueError says why it cannot be."""
+        """Begin a request; raises a ValueError if the engine cannot take it."""
         room = self._settings.max_model_len - request.sampling.max_tokens
         if not 1 <= len(request.prompt_token_ids) <= room:
             raise ValueError(
@@ -127,7 +120,7 @@ class VLLMCore:
                 f"{request.sampling.max_tokens} leaves it 1 to {room} of the engine's "
                 f"{self._settings.max_model_len}"
             )
-        self._add(str(key), list(request.prompt_token_ids), self._params_of(request))
+        self._add(str(key), list(request.prompt_token_ids), self._build_sampling_params(request))
         self._seeds[key] = request.seed
 
     def abort(self, key: int) -> None:
@@ -136,9 +129,9 @@ class VLLMCore:
         self._seeds.pop(key, None)
 
     def step(self) -> Mapping[int, Completion]:
-        """Make one token for each request; returns those that are finished with it."""
+        """Make one token for each request; returns the completions that it finished."""
         outputs: list[Any] = self._engine.step()
-        return {int(output.request_id): self._completion_of(output) for output in outputs}
+        return {int(output.request_id): self._build_completion(output) for output in outputs}
 
     def settle(self) -> Mapping[int, Completion]:
         """Finish the steps that vLLM runs ahead; nothing is computed until the next one.
@@ -161,14 +154,12 @@ class VLLMCore:
         return self._engine.collective_rpc(method.__name__, args=args, kwargs=kwargs)
 
     def weights_changed(self, version: int) -> None:
-        """Tokens are of `version` from now on; nothing computed with other weights is used
-        again.
-        """
-        self._routes = {key: self._routes_of(key) for key in self._seeds}
+        """Count tokens as of `version` from now on, and drop all that other weights computed."""
+        self._routes = {key: self._find_routes(key) for key in self._seeds}
         # Running requests go back to the queue with their tokens: their keys and values are of the
         # old weights too.
         self._engine.reset_prefix_cache(reset_running_requests=True)
-        self._adapter = next(self._names)
+        self._adapter = next(self._adapter_names)
         self._engine.set_weight_version(str(version))
 
     def close(self) -> None:
@@ -176,11 +167,10 @@ class VLLMCore:
         self._tokenizer_folder.cleanup()
 
     def _check_logprobs(self) -> None:
-        """Check that log-probs are taken after the temperature, whichever of vLLM's model runners
-        is in use.
+        """Check that vLLM's model runner takes log-probs after the temperature.
 
         Raises:
-            RunError: they are not.
+            RunError: it does not.
         """
         from vllm import SamplingParams
 
@@ -196,17 +186,16 @@ class VLLMCore:
                 outputs += self._engine.step()
             logprobs = outputs[0].outputs[0].logprobs[0]
             probes.append({token: each.logprob for token, each in logprobs.items()})
-        check_temperature(*probes)
+        warm, hot = probes
+        check_temperature(warm, hot)
 
     def _add(self, request_id: str, token_ids: list[int], params: SamplingParams) -> None:
-        """Add a request, with the adapter's name if there is one; without the name vLLM may ignore
-        the adapter.
-        """
+        """Add a request, with the adapter's name: without it vLLM may ignore the adapter."""
         self._engine.add_request(
             request_id, {"prompt_token_ids": token_ids}, params, lora_request=self._adapter
         )
 
-    def _params_of(self, request: GenerationRequest) -> SamplingParams:
+    def _build_sampling_params(self, request: GenerationRequest) -> SamplingParams:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -226,46 +215,49 @@ class VLLMCore:
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
 
-    def _routes_of(self, key: int, told: Any = None) -> Any:
-        """The experts of a request's tokens, each as chosen with the weights that sampled the next;
+    def _find_routes(self, key: int, reported: Any = None) -> Any:
+        """The experts of a request's tokens, as the weights that sampled the next token chose them.
 
-        `told` by vLLM.
+        Args:
+            key: of the request.
+            reported: the experts in vLLM's own output, where it reports them (on CUDA).
         """
-        if not self._notes_routes:
-            return () if told is None else told
-        noted = self._engine.collective_rpc(lambda worker: routes_of(worker, key))[0]
-        known = self._routes.pop(key, noted[:0])
-        return np.concatenate([known, noted[len(known) :]])
+        if not self._records_routes:
+            return () if reported is None else reported
+        recorded = self._engine.collective_rpc(lambda worker: read_routes(worker, key))[0]
+        known = self._routes.pop(key, recorded[:0])
+        return np.concatenate([known, recorded[len(known) :]])
 
-    def _completion_of(self, asked: RequestOutput) -> Completion:
-        key, output = int(asked.request_id), asked.outputs[0]
+    def _build_completion(self, finished: RequestOutput) -> Completion:
+        key = int(finished.request_id)
+        output = finished.outputs[0]
         if output.finish_reason not in ("stop", "length"):
             raise RuntimeError(f"vLLM ended a completion with {output.finish_reason!r}")
-        finish_reason: Literal["stop", "length"] = (
-            "length" if output.finish_reason == "length" else "stop"
-        )
-        routes = self._routes_of(key, output.routed_experts)
-        num_fed = len(asked.prompt_token_ids or ()) + len(output.token_ids) - 1
+        finish_reason: Literal["stop", "length"] = "stop"
+        if output.finish_reason == "length":
+            finish_reason = "length"
+        routes = self._find_routes(key, output.routed_experts)
+        num_fed = len(finished.prompt_token_ids or ()) + len(output.token_ids) - 1
         if self._settings.fleet.routing_replay == "on" and len(routes) != num_fed:
             raise RuntimeError(
                 f"vLLM told experts of {len(routes)} tokens, not {num_fed}: use --routing_replay "
                 "off"
             )
         logprobs: Any = output.logprobs
-        spans = output.weight_versions or []
+        versions: list[int] = []
+        for span in output.weight_versions or []:
+            versions += [int(span.version)] * (span.end - span.start)
         return Completion(
             token_ids=tuple(output.token_ids),
             logprobs=tuple(logprobs.logprobs),
-            versions=tuple(
-                int(span.version) for span in spans for _ in range(span.start, span.end)
-            ),
-            text=self._text_of(output),
+            versions=tuple(versions),
+            text=self._decode_output(output),
             finish_reason=finish_reason,
             seed=self._seeds.pop(key),
             routes=bytes(np.asarray(routes, dtype=np.int16)),
         )
 
-    def _text_of(self, output: CompletionOutput) -> str:
+    def _decode_output(self, output: CompletionOutput) -> str:
         token_ids = list(output.token_ids)
         if isinstance(output.stop_reason, str):
             # vLLM's own text has some of the prompt in front where that ends within a character.
@@ -280,65 +272,8 @@ class VLLMCore:
         return text
 
 
-def explain_memory_error(
-    words: str, settings: EngineSettings, *, has_cache_size: bool
-) -> str | None:
-    """vLLM's refusal at start-up for want of memory, in terms of our flags;
-
-    None if its error is another.
-    """
-    share = settings.fleet.vllm_gpu_memory_utilization
-    if match := FREE_MEMORY.match(words):
-        free, total = map(float, match.groups())
-        percent = max(0, floor(100 * (free - ROUNDED_GIB) / total))
-        remedy = (
-            f"use {percent / 100:g}, or less where the learner's steps need memory "
-            "(open-instruct plan grpo)"
-        )
-        return (
-            f"--vllm_gpu_memory_utilization {share:g} is {share * total:.1f} of {total:g} GiB, "
-            f"and {free:g} GiB are free on an engine's GPU, beside the learner of "
-            "--single_gpu_mode or other processes: "
-            + (remedy if percent else "end what holds it, or give engines a GPU of their own")
-        )
-    if "KV cache" not in words and "cache blocks" not in words:
-        return None
-    flag = (
-        "--vllm_kv_cache_mib"
-        if has_cache_size
-        else f"--vllm_gpu_memory_utilization, which is {share:g}"
-    )
-    return (
-        f"the keys and values of one completion, {settings.max_model_len} tokens with its prompt, "
-        f"do not fit into an engine's cache: raise {flag}, or lower --response_length or "
-        "--max_prompt_token_length"
-    )
-
-
-def check_temperature(warm: Mapping[int, float], hot: Mapping[int, float]) -> None:
-    """Compare the log-probs of the likeliest tokens after one prompt at both of
-    `PROBED_TEMPERATURES`.
-
-    Twice the temperature halves all differences between log-probs. Where it is not applied they are
-    the same.
-
-    Raises:
-        RunError: it was not applied.
-    """
-    shared = warm.keys() & hot.keys()
-    spread_warm = np.ptp([warm[token] for token in shared])
-    spread_hot = np.ptp([hot[token] for token in shared])
-    if LEAST_SPREAD < spread_warm < 1.5 * spread_hot:
-        raise RunError(
-            f"vLLM's log-probs are not those that it samples from: between {len(shared)} tokens "
-            f"they differ by up to {spread_warm:.3g} at temperature 1 and by {spread_hot:.3g} at "
-            "temperature 2, which should be half of it. Have vLLM's other model runner by "
-            "--vllm_runner v1 (or v2, if it is v1)"
-        )
-
-
 def yield_adapter_names() -> Iterator[LoRARequest]:
-    """Yields the adapter's name for requests, with a new name and path for each version.
+    """Yield the adapter's name for requests: a new name and path for each version.
 
     vLLM shares cached prefixes among requests of one name. There is nothing at the path: vLLM reads
     it only for an adapter that it does not hold.
@@ -349,63 +284,3 @@ def yield_adapter_names() -> Iterator[LoRARequest]:
         LoRARequest(f"policy {number}", ADAPTER_ID, f"memory/{number}")
         for number in itertools.count()
     )
-
-
-def check_targets(adapter: LoRASection, layers: Iterable[str]) -> None:
-    """Check that vLLM can adapt the layers that `adapter` is for; `layers` are those that it can
-    adapt.
-
-    Raises:
-        InputError: it cannot.
-    """
-    adapted = {layer.rpartition(".")[2] for layer in layers}
-    if missing := [target for target in adapter.targets if target not in adapted]:
-        raise InputError(
-            "--lora_sync adapter: vLLM's layers of this model take no adapter for "
-            f"{', '.join(missing)}; use --lora_sync merged",
-            kind="unsupported_model",
-        )
-
-
-def note_routes(worker: Any) -> None:
-    """Begin to note the experts that the layers of a vLLM worker choose; vLLM refuses layers that
-    do not tell them.
-    """
-    from vllm.model_executor.layers.fused_moe.routed_experts_capturer import (
-        bind_routed_experts_capturer,
-    )
-
-    runner = worker.model_runner
-    cache, model = runner.kv_cache_config, runner.model_config
-    slots = (cache.num_blocks, cache.kv_cache_groups[0].kv_cache_spec.block_size)
-    experts = (model.get_total_num_hidden_layers(), model.get_num_experts_per_tok())
-    worker.routes_NSLK = torch.full(slots + experts, -1, dtype=torch.int16)
-    # What vLLM asks of a capturer.
-    worker.capture = partial(_note, worker.routes_NSLK.flatten(0, 1))
-    bind_routed_experts_capturer(runner.get_model(), worker)
-
-
-def _note(routes_SLK: torch.Tensor, layer: int, experts_TK: torch.Tensor) -> None:
-    """:param routes_SLK: those of the slots of all blocks."""
-    from vllm.forward_context import get_forward_context
-
-    metadata: Any = get_forward_context().attn_metadata
-    routes_SLK[next(iter(metadata.values())).slot_mapping[: len(experts_TK)], layer] = (
-        experts_TK.short()
-    )
-
-
-def routes_of(worker: Any, key: int) -> np.ndarray:
-    """What is noted of a request that had part in the last step: int16, (tokens that were fed, L,
-    K).
-    """
-    runner = worker.model_runner
-    for name in runner.input_batch.req_ids:
-        if name.rpartition("-")[0] == str(key):  # vLLM adds some letters of its own
-            request = runner.requests[name]
-            return (
-                worker.routes_NSLK[request.block_ids[0]]
-                .flatten(0, 1)[: request.num_tokens - 1]
-                .numpy()
-            )
-    return worker.routes_NSLK[0, :0].numpy()

@@ -1,32 +1,25 @@
-"""The driver checks and opens a run before any learner or engine exists, so that mistakes are
-refused at once.
+"""A GRPO run is checked and opened here, before any learner or engine exists.
 
-A run that has taken all its steps exports its model here too, without starting a fleet.
+So mistakes are refused at once. The checks themselves are in `run_checks.py`.
 """
 
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 
 import torch
-from transformers import PretrainedConfig
 
-from open_instruct.checkpoints.saved_place import read_saved_place
 from open_instruct.config.grpo import GRPOConfig
 from open_instruct.config.resolved import as_flat_dict
-from open_instruct.config.rollout_sections import TOOL_SET, RewardSection
-from open_instruct.core.errors import InputError, refuse_first
-from open_instruct.core.families import FAMILIES
-from open_instruct.core.metrics import HELD_OUT_PREFIX
+from open_instruct.config.rollout_sections import TOOL_SET
+from open_instruct.core.errors import InputError
 from open_instruct.core.shard_layout import ShardLayout
-from open_instruct.core.text import counted, one_of
+from open_instruct.core.text import counted
 from open_instruct.core.user_code import own_function
 from open_instruct.data.chat import ChatFormat
-from open_instruct.data.prompts import Prompts, PromptStream, load_prompt_dataset, row_changes
-from open_instruct.data.token_dataset import TokenDataset, cache_root, check_saved_place, rows_fact
-from open_instruct.data.tokenizer import load_tokenizer
+from open_instruct.data.prompts import Prompts, load_prompt_dataset, row_changes
+from open_instruct.data.token_dataset import TokenDataset, cache_root
 from open_instruct.environments.environment import Factory, begin_run
 from open_instruct.environments.registry import known_environments
 from open_instruct.losses.advantages import ADVANTAGES
@@ -35,12 +28,17 @@ from open_instruct.parallel.layout import find_layout
 from open_instruct.parallel.peers import doing
 from open_instruct.parallel.wording import describe_layout
 from open_instruct.planning.shown import check_plan
-from open_instruct.rewards.code import SHARE_OF_TIME, Code, CodeStdio
 from open_instruct.rewards.registry import known_verifiers
-from open_instruct.rewards.reward_models import ModelVerifier
-from open_instruct.rewards.sandbox.trial import try_walls
 from open_instruct.rewards.verifier import Verifier
 from open_instruct.rl.episodes.bridge import check_bridges
+from open_instruct.rl.run_checks import (
+    check_companion_models,
+    check_engine,
+    find_template_mismatches,
+    refuse_other_rows,
+    refuse_unknown_score,
+    try_sandbox,
+)
 from open_instruct.rl.samples import load_conversations
 from open_instruct.run.cadence import cadence_of
 from open_instruct.run.console import Console
@@ -56,11 +54,7 @@ from open_instruct.run.run_directory import RunDirectory, log_to
 from open_instruct.run.trackers import Tracker, build_trackers
 from open_instruct.run.untrained_rows import find_untrained_rows
 from open_instruct.training.best_step_watch import find_idle_watch
-from open_instruct.training.reference import open_beside
 from open_instruct.training.rows.datasets import reading
-
-CONVERSATIONS = "conversations_fingerprint"
-"""The key in the driver's state of the fingerprint of the rows of --sft_mixer_list."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,8 +76,7 @@ class RolloutRun:
 
 @contextmanager
 def open_rollout_run(config: GRPOConfig) -> Iterator[RolloutRun]:
-    """Check everything that needs no cluster, and keep the run's folder ready, and to this run,
-    while the block runs.
+    """Check everything that needs no cluster; the run's folder is this run's while the block runs.
 
     Raises:
         InputError: names the flag, row, file or tensor that cannot be used.
@@ -99,34 +92,21 @@ def open_rollout_run(config: GRPOConfig) -> Iterator[RolloutRun]:
     doing("starting")
     with made_ready(directory, config, layout, console, "grpo"):
         log_to(directory.log, rank=0)
-        trackers = build_trackers(
-            config.logging, folder=directory.path, config=as_flat_dict(config)
-        )
+        flags = as_flat_dict(config)
+        trackers = build_trackers(config.logging, folder=directory.path, config=flags)
         for warning in layout.warnings:
             console.warn(warning)
         console.say(describe_layout(layout, config.parallel, config.backend, who="learner"))
-        pretrained = open_pretrained(config, directory.hf_model, layout=layout)
-        if config.fleet.routing_replay == "on" and not getattr(
-            pretrained.hf_config, "num_experts", None
-        ):
-            raise InputError(
-                (f"--routing_replay on: the model in {pretrained.folder} has no experts; use off"),
-                kind="conflict",
-            )
-        _check_models_beside(pretrained, config, layout)
-        check_engine(config, pretrained.hf_config)
-        config = _planned(config, pretrained.folder, console, directory)
+        pretrained = _open_policy(config, directory, layout)
+        config = _apply_plan(config, pretrained.folder, console, directory)
         data = config.data
         chat = ChatFormat.choose(
             pretrained.tokenizer, data.chat_template_name, add_bos=data.add_bos
         )
-        for warning in _warnings(config, pretrained, chat, verifiers):
+        for warning in _find_warnings(config, pretrained, chat, verifiers):
             console.warn(warning)
         prompts, held_out = _read_prompts(config, pretrained, verifiers, environments, console)
-        if (metric := config.run.keep_best) is not None:
-            refuse_unknown_score(config, (prompts, held_out))
-            if idle := find_idle_watch(metric, cadence_of(config), flag="--local_eval_every"):
-                console.warn(idle)
+        _check_best_score(config, prompts, held_out, console)
         answering = _prepare_judges_and_environments(
             config, (prompts, held_out), verifiers, environments, console
         )
@@ -149,28 +129,51 @@ def open_rollout_run(config: GRPOConfig) -> Iterator[RolloutRun]:
         )
 
 
-def _warnings(
+def _open_policy(config: GRPOConfig, directory: RunDirectory, layout: ShardLayout) -> Pretrained:
+    """Open the start model, and check that learners and engines can work with it.
+
+    Raises:
+        InputError: they cannot.
+    """
+    pretrained = open_pretrained(config, directory.hf_model, layout=layout)
+    has_experts = bool(getattr(pretrained.hf_config, "num_experts", None))
+    if config.fleet.routing_replay == "on" and not has_experts:
+        raise InputError(
+            f"--routing_replay on: the model in {pretrained.folder} has no experts; use off",
+            kind="conflict",
+        )
+    check_companion_models(pretrained, config, layout)
+    check_engine(config, pretrained.hf_config)
+    return pretrained
+
+
+def _check_best_score(
+    config: GRPOConfig, prompts: Prompts, held_out: Prompts | None, console: Console
+) -> None:
+    """Check the metric of `--keep_best`, if there is one.
+
+    Raises:
+        InputError: no step can have it.
+    """
+    metric = config.run.keep_best
+    if metric is None:
+        return
+    refuse_unknown_score(config, (prompts, held_out))
+    warning = find_idle_watch(metric, cadence_of(config), flag="--local_eval_every")
+    if warning:
+        console.warn(warning)
+
+
+def _find_warnings(
     config: GRPOConfig, pretrained: Pretrained, chat: ChatFormat, verifiers: Mapping[str, Verifier]
 ) -> list[str]:
     """Warnings about the start model, its template, and what adapters leave frozen."""
-    untrained = (
-        find_untrained_rows(pretrained, chat.turn_end_token_ids()) if config.adapters else None
-    )
-    return [*pretrained.warnings, *_other_templates(verifiers, chat), *filter(None, [untrained])]
-
-
-def _check_models_beside(pretrained: Pretrained, config: GRPOConfig, layout: ShardLayout) -> None:
-    """:raises InputError: a teacher or a critic cannot stand beside the policy."""
-    if (teacher := config.loss.teacher_model_name_or_path) is not None:
-        open_beside("teacher", teacher, pretrained, config=config, layout=layout)
-    if config.rollout.has_critic:
-        open_beside(
-            "critic",
-            config.critic.critic_model_name_or_path,
-            pretrained,
-            config=config,
-            layout=layout,
-        )
+    warnings = [*pretrained.warnings, *find_template_mismatches(verifiers, chat)]
+    if config.adapters:
+        untrained = find_untrained_rows(pretrained, chat.turn_end_token_ids())
+        if untrained is not None:
+            warnings.append(untrained)
+    return warnings
 
 
 def _prepare_judges_and_environments(
@@ -180,11 +183,17 @@ def _prepare_judges_and_environments(
     environments: Mapping[str, Factory],
     console: Console,
 ) -> set[str]:
-    """Have what the prompts name begin the run; returns the names of the environments and tools
-    that answer replies.
+    """Begin the run of all that the prompts name.
+
+    Returns the names of the environments and tools that answer replies.
     """
-    named = [each.named() for each in datasets if each is not None]
-    judges, answering = (set[str]().union(*names) for names in zip(*named, strict=True))
+    judges: set[str] = set()
+    answering: set[str] = set()
+    for prompts in datasets:
+        if prompts is not None:
+            verifier_names, environment_names = prompts.named()
+            judges |= verifier_names
+            answering |= environment_names
     for name in verifiers.keys() & judges:
         verifiers[name].begin_run(cache_root(config.data.cache_dir))
     for name in sorted(answering):
@@ -193,7 +202,7 @@ def _prepare_judges_and_environments(
         answering |= set(config.environment.tools)
     if config.environment.search_corpus and "search" not in answering:
         console.warn("--search_corpus is not read: the tool search answers none of the prompts")
-    _look_at_programs(config.reward, judges, answering, console)
+    try_sandbox(config.reward, judges, answering, console)
     return answering
 
 
@@ -204,7 +213,7 @@ def _read_prompts(
     environments: Mapping[str, Factory],
     console: Console,
 ) -> tuple[Prompts, Prompts | None]:
-    """The prompts, and the held-out prompts if any are named; says what becomes of the rows."""
+    """Read the prompts, and the held-out prompts if there are any; reports what became of rows."""
     data = config.data
     changes = row_changes(config)
 
@@ -225,111 +234,28 @@ def _read_prompts(
     prompts = read("prompts", "dataset_mixer_list")
     if not data.has_held_out_rows:
         return prompts, None
-    flag = "dataset_mixer_eval_list" if data.dataset_mixer_eval_list else "dataset_mixer_list"
+    flag = "dataset_mixer_list"
+    if data.dataset_mixer_eval_list:
+        flag = "dataset_mixer_eval_list"
     held_out = read("held-out prompts", flag, is_held_out=True)
-    if num_shared := held_out.count_shared(prompts):
+    num_shared = held_out.count_shared(prompts)
+    if num_shared:
+        verb = "is" if num_shared == 1 else "are"
         console.warn(
             f"{num_shared:,} of {counted(len(held_out), 'held-out prompt')} "
-            f"{'is' if num_shared == 1 else 'are'} among the training prompts: scores on them do "
+            f"{verb} among the training prompts: scores on them do "
             "not show what is new; take them out of --dataset_mixer_list or "
             "--dataset_mixer_eval_list"
         )
     return prompts, held_out
 
 
-def refuse_unknown_score(config: GRPOConfig, datasets: tuple[Prompts, Prompts | None]) -> None:
-    """:raises InputError: `--keep_best` names the score of a verifier that judges none of the
-    prompts it is of.
-
-    An environment's rewards have names that only its answers show.
-    """
-    metric = config.run.keep_best or ""
-    prompts = datasets[metric.startswith(HELD_OUT_PREFIX)]
-    what, _, name = metric.removeprefix(HELD_OUT_PREFIX).partition("/")
-    if what != "verifier" or prompts is None:
-        return
-    judges, answering = prompts.named()
-    names = judges | ({"format"} if config.reward.apply_r1_style_format_reward else set())
-    if name not in names and not answering:
-        known = one_of(f"{metric.removesuffix(name)}{each}" for each in sorted(names))
-        raise InputError(
-            f"--keep_best {metric}: no verifier of that name judges the prompts; give {known}",
-            kind="bad_value",
-            flag="keep_best",
-        )
-
-
-def refuse_other_rows(
-    folder: Path, prompts: Prompts, conversations: TokenDataset | None, *, seed: int
-) -> None:
-    """:raises InputError: the newest checkpoint in `folder` was written with other rows; Ray is not
-    started yet.
-    """
-    place = read_saved_place(folder)
-    if place is None or (state := place.get("drivers_state")) is None:
-        return
-    PromptStream(prompts, seed).check_state(state["conductor"]["prompts"])
-    if conversations is not None:
-        fact = rows_fact(
-            conversations.fingerprint,
-            key=CONVERSATIONS,
-            flag="sft_mixer_list",
-            limit="--max_seq_length",
-        )
-        check_saved_place(state, fact)
-
-
-def _look_at_programs(
-    reward: RewardSection, judges: Container[str], answering: Container[str], console: Console
-) -> None:
-    """Try the walls if programs of the policy are to run here, and say how long they may take."""
-    are_judged = Code.name in judges or CodeStdio.name in judges
-    if are_judged:
-        time_s = f"{SHARE_OF_TIME * reward.verifier_timeout_s:g} s (--verifier_timeout_s)"
-        console.say(f"tests of a program that are not reached in {time_s} have failed")
-    if (are_judged and not reward.code_api_url) or "python" in answering:
-        try_walls(reward.code_sandbox, say=console.say, warn=console.warn)
-
-
-def check_engine(config: GRPOConfig, hf_config: PretrainedConfig) -> None:
-    """Refuse what vLLM will not do with a model of this family, as far as this host is like the
-    engines'.
-
-    Raises:
-        InputError: says what to change.
-    """
-    family = FAMILIES[hf_config.model_type]
-    if (needed := family.engine_needs) is not None and find_spec(needed) is None:
-        raise InputError(
-            f"vLLM's {family.name} imports {needed}, which is not installed: install it for this "
-            "PyTorch",
-            kind="missing_package",
-        )
-    if family.delta is None or torch.cuda.is_available() or config.fleet.ray_address is not None:
-        return
-    lacking = f"vLLM's layers of {family.name} are for GPUs, and there is none here"
-    head_dims = {hf_config.linear_key_head_dim, hf_config.linear_value_head_dim}
-    other_dims = " and ".join(sorted(str(dim) for dim in head_dims - {64, 128}))
-    takes = f"vLLM's layers of {family.name} take on a CPU"
-    problems = {
-        (
-            f"{lacking}: generate where there are, or learn from rows (sft, dpo, kto, distill)"
-        ): family.delta != "fused",
-        f"{takes} bfloat16 alone: give --vllm_dtype bfloat16": config.engine_dtype != "bfloat16",
-        (
-            f"{takes} no cache of prefixes: give --no_vllm_enable_prefix_caching"
-        ): config.fleet.vllm_enable_prefix_caching,
-        f"{takes} no adapters: give --lora_sync merged": config.sent_adapter is not None,
-        f"{takes} heads of 64 or 128 features, not {other_dims}": other_dims != "",
-    }
-    refuse_first(problems)
-
-
-def _planned(
+def _apply_plan(
     config: GRPOConfig, folder: Path, console: Console, directory: RunDirectory
 ) -> GRPOConfig:
-    """The flags with the choices of the learners' plan, if this host is like theirs: it has GPUs,
-    or no node joins.
+    """The flags with the choices of the learners' plan, where this host is like the learners'.
+
+    It is if it has GPUs, or if no other node joins.
 
     Raises:
         InputError: a learner surely cannot fit.
@@ -344,29 +270,9 @@ def _planned(
             )
         return config
     say_what_changes_nothing(config, console, on_cuda=on_cuda)
-    memory_bytes = memory_of(
-        torch.device("cuda", 0) if on_cuda else torch.device("cpu"), num_sharing=sum(learners)
-    )
+    device = torch.device("cuda", 0) if on_cuda else torch.device("cpu")
+    memory_bytes = memory_of(device, num_sharing=sum(learners))
     check = check_plan(
         config, learners, model_folder=str(folder), memory_bytes=memory_bytes, on_cuda=on_cuda
     )
     return with_chosen(config, say_plan(check, console, directory))
-
-
-def _other_templates(verifiers: Mapping[str, Verifier], chat: ChatFormat) -> Iterator[str]:
-    """A warning for each judge that was trained with another chat template than the policy's."""
-    for judge in verifiers.values():
-        if isinstance(judge, ModelVerifier) and has_other_template(judge.folder, chat):
-            yield (
-                f"--verifier {judge.name}: the model in {judge.folder} was trained with another "
-                "chat template than the policy's: it is given the policy's prompts as they are, "
-                "and may judge what it has never seen"
-            )
-
-
-def has_other_template(folder: Path, chat: ChatFormat) -> bool:
-    """Whether the model in `folder` has a chat template, and it is another than the policy's."""
-    return load_tokenizer(str(folder), flag="--verifier").chat_template not in (
-        None,
-        chat.template.text,
-    )

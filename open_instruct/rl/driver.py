@@ -17,9 +17,10 @@ from open_instruct.core.records import RolloutGroup
 from open_instruct.parallel.peers import activity
 from open_instruct.rewards.judge import JUDGE_COSTS
 from open_instruct.rl.agreement import AgreementWatch, build_probe, plan_probe
-from open_instruct.rl.checked_run import CONVERSATIONS, RolloutRun
+from open_instruct.rl.checked_run import RolloutRun
 from open_instruct.rl.evaluation import evaluate
 from open_instruct.rl.fleet import Fleet
+from open_instruct.rl.run_checks import CONVERSATIONS
 from open_instruct.rl.samples import plan_rank_work
 from open_instruct.rl.step_checks import SignalWatch, refuse_failed_verdicts
 from open_instruct.rl.traces import Traces

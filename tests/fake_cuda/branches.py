@@ -469,14 +469,14 @@ def driver(folder: Path) -> Any:
     """What a GRPO run decides before it has learners."""
     from open_instruct.commands.run_flags import parse_run
     from open_instruct.config.grpo import GRPOConfig
-    from open_instruct.rl.checked_run import _planned
+    from open_instruct.rl.checked_run import _apply_plan
     from open_instruct.weight_sync.transports import choose_transport
     from tests.fake_cuda.memory import CASES
 
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(CASES["grpo"].fields))
     directory = MagicMock()
-    _planned(parse_run(GRPOConfig, CASES["grpo"].words), folder, MagicMock(), directory)
+    _apply_plan(parse_run(GRPOConfig, CASES["grpo"].words), folder, MagicMock(), directory)
     ways = [
         choose_transport(flag, on_cuda=True, single_device=single, same_host=True)
         for flag, single in (("auto", True), ("auto", False), ("nccl", False))

@@ -53,12 +53,12 @@ class RememberingCore(HaltingCore):
 
     @contextmanager
     def remembering(self, *, name: bool) -> Iterator[None]:
-        names = self._names
+        names = self._adapter_names
         if name:
-            self._names = iter([self._adapter])  # type: ignore[list-item]
+            self._adapter_names = iter([self._adapter])  # type: ignore[list-item]
         with patch.object(self._engine, "reset_prefix_cache"):
             yield
-        self._names = names
+        self._adapter_names = names
 
 
 def requests(version: int) -> list[GenerationRequest]:

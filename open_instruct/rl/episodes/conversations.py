@@ -20,6 +20,7 @@ from open_instruct.config.grpo import GRPOConfig
 from open_instruct.core.errors import RunError
 from open_instruct.core.records import Completion, Episode, EpisodeStatus, Prompt, Span
 from open_instruct.data.chat import ChatFormat
+from open_instruct.environments.adapters import make_environment
 from open_instruct.environments.argument_types import read_arguments
 from open_instruct.environments.environment import (
     ChatMessage,
@@ -29,7 +30,6 @@ from open_instruct.environments.environment import (
     Reply,
     ToolCall,
     find_dedicated_loop,
-    make_environment,
 )
 from open_instruct.environments.foreign_calls import (
     FOREIGN_LOOP,

@@ -18,15 +18,9 @@ from open_instruct.core.errors import InputError
 from open_instruct.core.records import Completion, Prompt
 from open_instruct.data.chat import ChatFormat
 from open_instruct.environments import built_in
+from open_instruct.environments.adapters import make_environment
 from open_instruct.environments.built_in import Calculator, Counter, GuessNumber, Python, Wordle
-from open_instruct.environments.environment import (
-    Opening,
-    Reply,
-    ToolAnswer,
-    ToolCall,
-    Turn,
-    make_environment,
-)
+from open_instruct.environments.environment import Opening, Reply, ToolAnswer, ToolCall, Turn
 from open_instruct.environments.registry import find_factory
 from open_instruct.generation.requests import GenerationRequest, SamplingSettings
 from open_instruct.rewards.sandbox import sandbox as sandbox_module

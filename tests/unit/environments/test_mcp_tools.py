@@ -20,12 +20,8 @@ from open_instruct.config.grpo import GRPOConfig
 from open_instruct.config.rollout_sections import EnvironmentSection
 from open_instruct.core.errors import InputError
 from open_instruct.environments import mcp_tools
-from open_instruct.environments.environment import (
-    EnvironmentFault,
-    Reply,
-    begin_run,
-    make_environment,
-)
+from open_instruct.environments.adapters import make_environment
+from open_instruct.environments.environment import EnvironmentFault, Reply, begin_run
 from open_instruct.environments.mcp_tools import McpServer
 from open_instruct.environments.registry import find_factory, known_environments
 from open_instruct.grpo_olmo_core_actor import look_at_run

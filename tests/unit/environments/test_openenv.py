@@ -10,14 +10,8 @@ import pytest
 
 from open_instruct.config.rollout_sections import EnvironmentSection
 from open_instruct.environments import openenv
-from open_instruct.environments.environment import (
-    EnvironmentFault,
-    Opening,
-    Reply,
-    Turn,
-    begin_run,
-    make_environment,
-)
+from open_instruct.environments.adapters import make_environment
+from open_instruct.environments.environment import EnvironmentFault, Opening, Reply, Turn, begin_run
 from open_instruct.environments.registry import find_factory, known_environments
 from tests.refusals import refused
 from tests.unit.environments.test_environments import USER, Asked, ask, calls, decoded, tokenizer  # noqa: F401  # fixtures

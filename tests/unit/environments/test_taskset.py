@@ -14,13 +14,8 @@ import pytest
 from open_instruct.config.rollout_sections import EnvironmentSection
 from open_instruct.core.errors import InputError
 from open_instruct.data.prompt_rows import environment_of
-from open_instruct.environments.environment import (
-    EnvironmentFault,
-    Reply,
-    ToolCall,
-    begin_run,
-    make_environment,
-)
+from open_instruct.environments.adapters import make_environment
+from open_instruct.environments.environment import EnvironmentFault, Reply, ToolCall, begin_run
 from open_instruct.environments.registry import known_environments
 from open_instruct.rl.episodes import conversations as conversations_module
 from tests.unit.environments.test_environments import (  # noqa: F401  # fixtures

@@ -20,14 +20,9 @@ from open_instruct.config.grpo import GRPOConfig
 from open_instruct.config.rollout_sections import TOOL_SET, EnvironmentSection
 from open_instruct.core.errors import InputError
 from open_instruct.environments import web_tools
+from open_instruct.environments.adapters import make_environment
 from open_instruct.environments.built_in import Wordle
-from open_instruct.environments.environment import (
-    EnvironmentFault,
-    Reply,
-    Turn,
-    begin_run,
-    make_environment,
-)
+from open_instruct.environments.environment import EnvironmentFault, Reply, Turn, begin_run
 from open_instruct.environments.registry import known_environments
 from open_instruct.rl.checked_run import open_rollout_run
 from tests.refusals import refused

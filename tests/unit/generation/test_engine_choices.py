@@ -16,7 +16,7 @@ from open_instruct.core.errors import InputError, RunError
 from open_instruct.generation import nf4_loader
 from open_instruct.generation.nf4_loader import load_options
 from open_instruct.generation.requests import Batching
-from open_instruct.generation.vllm_core import (
+from open_instruct.generation.vllm_checks import (
     check_targets,
     check_temperature,
     explain_memory_error,

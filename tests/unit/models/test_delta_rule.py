@@ -30,7 +30,7 @@ from open_instruct.models.hf.names import TensorNames, as_in_files, clean_name
 from open_instruct.models.lora.adapters import adapt
 from open_instruct.models.lora.files import file_name_of
 from open_instruct.planning.subject.model import Adapters, shape_of_fields
-from open_instruct.rl import checked_run
+from open_instruct.rl import run_checks
 from tests.refusals import refused
 from tests.unit.small_models import CPU, hf_config, new_model
 
@@ -337,13 +337,13 @@ def test_model_that_engines_cannot_run_is_refused_before_they_start(
 ) -> None:
     words = "--model_name_or_path m --dataset_mixer_list rows.jsonl 1.0 --output_dir out"
     config = parse_run(GRPOConfig, f"{words} {flags}".split())
-    monkeypatch.setattr(checked_run, "find_spec", lambda name: name if has_torchvision else None)
+    monkeypatch.setattr(run_checks, "find_spec", lambda name: name if has_torchvision else None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: on_gpu)
     hf_config: Any = SimpleNamespace(
         model_type=family, linear_key_head_dim=128, linear_value_head_dim=128
     )
     with nullcontext() if named is None else pytest.raises(InputError, match=named):
-        checked_run.check_engine(config, hf_config)
+        run_checks.check_engine(config, hf_config)
 
 
 def test_engine_on_a_cpu_takes_heads_of_some_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -351,12 +351,12 @@ def test_engine_on_a_cpu_takes_heads_of_some_sizes(monkeypatch: pytest.MonkeyPat
         f"--model_name_or_path m --dataset_mixer_list rows.jsonl 1.0 --output_dir out {FOR_A_CPU}"
     )
     config = parse_run(GRPOConfig, words.split())
-    monkeypatch.setattr(checked_run, "find_spec", lambda name: name)
+    monkeypatch.setattr(run_checks, "find_spec", lambda name: name)
     hf_config: Any = SimpleNamespace(
         model_type="qwen3_5_text", linear_key_head_dim=32, linear_value_head_dim=32
     )
     with refused("input", None, "64", "128", "32"):
-        checked_run.check_engine(config, hf_config)
+        run_checks.check_engine(config, hf_config)
     for size in SIZES.values():  # those of the models that there are to try it with
         tiny = tiny_config("qwen3_5_text", size, vocab_size=size["vocab_size"], tie=False)
-        checked_run.check_engine(config, tiny)
+        run_checks.check_engine(config, tiny)

@@ -37,7 +37,7 @@ from open_instruct.objectives.reward_model import (
 from open_instruct.parallel.reduce import over_microbatches, reduce_metrics
 from open_instruct.rewards.pool import VerifierPool
 from open_instruct.rewards.registry import known_verifiers
-from open_instruct.rl.checked_run import has_other_template
+from open_instruct.rl.run_checks import has_other_template
 from open_instruct.run.pretrained import Pretrained, open_pretrained
 from open_instruct.training.model.forward import token_logprobs
 from tests.refusals import refused

@@ -16,7 +16,7 @@ from open_instruct.parallel.process import Process
 from open_instruct.planning import plan
 from open_instruct.planning.memory.phases import memory_by_phase
 from open_instruct.planning.shown import StartCheck, check_plan
-from open_instruct.rl.checked_run import _planned
+from open_instruct.rl.checked_run import _apply_plan
 from open_instruct.run import opened
 from open_instruct.run.console import Console
 from open_instruct.run.opened import Run
@@ -273,25 +273,25 @@ class TestLauncher:
     ) -> None:
         config = self.config(folder, "--num_learners_per_node", "2", "2")
         directory = RunDirectory(path=tmp_path)
-        _planned(config, folder, Console(speaks=True), directory)
+        _apply_plan(config, folder, Console(speaks=True), directory)
         assert json.loads(directory.plan.read_text())["memory_bytes"] == 16 * GIB
         assert (
             " of 16.0 GiB per process" in (said := capsys.readouterr().out)
             and "changes nothing" not in said
         )
-        _planned(self.config(folder, "--offload"), folder, Console(speaks=True), directory)
+        _apply_plan(self.config(folder, "--offload"), folder, Console(speaks=True), directory)
         assert "--offload true changes nothing without CUDA" in capsys.readouterr().out
         too_many = self.config(folder, "--num_learners_per_node", *"1111")
         with refused("machine"):
-            _planned(too_many, folder, Console(speaks=True), directory)
+            _apply_plan(too_many, folder, Console(speaks=True), directory)
 
     def test_plan_knows_another_cluster(
         self, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         config = self.config(folder, "--num_learners_per_node", *"1111", "--ray_address", "auto")
-        _planned(config, folder, Console(speaks=True), RunDirectory(path=tmp_path))
+        _apply_plan(config, folder, Console(speaks=True), RunDirectory(path=tmp_path))
         assert not RunDirectory(path=tmp_path).plan.exists()
         assert "activation checkpointing is off" in " ".join(capsys.readouterr().out.split())
         full = self.config(folder, "--ray_address", "auto", "--activation_checkpointing", "full")
-        _planned(full, folder, Console(speaks=True), RunDirectory(path=tmp_path))
+        _apply_plan(full, folder, Console(speaks=True), RunDirectory(path=tmp_path))
         assert capsys.readouterr().out == ""

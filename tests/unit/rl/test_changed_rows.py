@@ -13,7 +13,8 @@ from open_instruct.config.grpo import GRPOConfig
 from open_instruct.core.errors import EXIT_INPUT
 from open_instruct.data.prompts import PromptStream
 from open_instruct.rl import fleet
-from open_instruct.rl.checked_run import CONVERSATIONS, open_rollout_run
+from open_instruct.rl.checked_run import open_rollout_run
+from open_instruct.rl.run_checks import CONVERSATIONS
 from tests.fleet.grpo_case import GRPOCase, write_prompts
 from tests.ranks.shallow import write_shallow_model
 from tests.refusals import refused

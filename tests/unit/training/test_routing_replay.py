@@ -317,10 +317,10 @@ class TestEngine:
             "_engine": MagicMock(),
             "_routes": {},
             "_seeds": {5: 0},
-            "_names": iter([None] * 9),
+            "_adapter_names": iter([None] * 9),
         }
         core._tokenizer = MagicMock(**{"decode.return_value": ""})
-        core._notes_routes, core._settings = (
+        core._records_routes, core._settings = (
             True,
             SimpleNamespace(fleet=FleetSection(routing_replay="on")),
         )
@@ -336,8 +336,10 @@ class TestEngine:
         self.says(core)  # it waits, after it was set aside for want of room
         core.weights_changed(2)
         self.says(core, 7, 8, 9)
-        assert core._routes_of(5).flatten().tolist() == [1, 2, 9]
-        assert core._routes_of(5).flatten().tolist() == [7, 8, 9], "of another request of that key"
+        assert core._find_routes(5).flatten().tolist() == [1, 2, 9]
+        assert core._find_routes(5).flatten().tolist() == [7, 8, 9], (
+            "of another request of that key"
+        )
 
     def asked(self, num_prompt: int, *, told: np.ndarray | None = None) -> Any:
         """A request with two tokens of a completion, as vLLM gives it back."""
@@ -355,10 +357,10 @@ class TestEngine:
     def test_routes_of_vllm_on_a_gpu_are_taken_as_they_are(
         self, core: VLLMCore, dtype: str
     ) -> None:
-        core._notes_routes = False
+        core._records_routes = False
         core.weights_changed(1)
         asked = self.asked(1, told=np.array([[[200, 3]], [[0, 255]]], dtype=dtype))
-        assert core._completion_of(asked).routes == told([200, 3, 0, 255])
+        assert core._build_completion(asked).routes == told([200, 3, 0, 255])
         core._engine.collective_rpc.assert_not_called()
 
     @pytest.mark.parametrize("num_told", [0, 3, 5])
@@ -369,9 +371,9 @@ class TestEngine:
         with pytest.raises(
             RuntimeError, match=f"of {num_told} tokens, not 4: use --routing_replay off"
         ):
-            core._completion_of(self.asked(3))
+            core._build_completion(self.asked(3))
 
     def test_missing_routes_on_a_gpu_are_refused(self, core: VLLMCore) -> None:
-        core._notes_routes = False
+        core._records_routes = False
         with pytest.raises(RuntimeError, match="of 0 tokens, not 4"):
-            core._completion_of(self.asked(3))
+            core._build_completion(self.asked(3))
