@@ -16,7 +16,8 @@ import torch.distributed as dist
 from benchmarks.memory_runs.cases import NUM_STEPS, Case, build, case_of, optimizer_of
 from open_instruct.batching.documents import pack_documents
 from open_instruct.config.sections import PreferenceLossSection
-from open_instruct.core.records import REFERENCE, Batch, Document, Span, StepBatch
+from open_instruct.core.batch_values import PreferenceValues
+from open_instruct.core.records import Batch, Document, Span, StepBatch
 from open_instruct.models.shards import local_part
 from open_instruct.olmo_core_train_modules import DPOTrainModule
 
@@ -95,7 +96,7 @@ def batch_of(case: Case) -> Batch:
     return Batch(
         packed=pack_documents(documents),
         row_ids=tuple(range(len(case.pairs))),
-        values={f"{REFERENCE}_S": torch.zeros(len(documents))},
+        values=PreferenceValues(reference_logps_S=torch.zeros(len(documents))),
     )
 
 

@@ -8,8 +8,8 @@ Legend: B rows, T tokens of a row, N labels of all documents, K kept label posit
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import TypeVar
+from dataclasses import fields, is_dataclass, replace
+from typing import Any, TypeVar
 
 import torch
 from torch.utils._pytree import tree_map_only
@@ -103,23 +103,27 @@ def kept_positions(batch: PackedBatch) -> torch.Tensor:
 
 
 def on_device(batch: T, device: torch.device) -> T:
-    """`batch` (a tensor, or tensors in tuples and dicts) on `device`.
+    """`batch` (a tensor, or tensors in tuples, dicts and dataclasses) on `device`.
 
     Copies to a GPU are asynchronous, from pinned memory: from other memory, CUDA would first finish
     all launched work.
     """
     if device.type == "cpu":
         return batch
-
-    def moved(tensor: torch.Tensor) -> torch.Tensor:
-        return (
-            tensor.pin_memory().to(device, non_blocking=True)
-            if tensor.device.type == "cpu"
-            else tensor
-        )
-
-    moved_batch: T = tree_map_only(torch.Tensor, moved, batch)
+    moved_batch: T = _move(batch, device)
     return moved_batch
+
+
+def _move(batch: Any, device: torch.device) -> Any:
+    def move_tensor(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.device.type != "cpu":
+            return tensor
+        return tensor.pin_memory().to(device, non_blocking=True)
+
+    if is_dataclass(batch):
+        moved = {each.name: _move(getattr(batch, each.name), device) for each in fields(batch)}
+        return replace(batch, **moved)  # type: ignore[type-var]
+    return tree_map_only(torch.Tensor, move_tensor, batch)
 
 
 class _Row:

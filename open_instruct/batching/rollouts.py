@@ -23,6 +23,7 @@ from open_instruct.batching.balance import Microbatches, balanced, best_fit
 from open_instruct.batching.documents import pack_documents
 from open_instruct.batching.prefixes import Branch, branches_of, pays, runs_of_one_prompt
 from open_instruct.config.sections import PrefixSharing
+from open_instruct.core.batch_values import RLValues, Stream
 from open_instruct.core.records import (
     USUAL_WEIGHTS,
     Batch,
@@ -276,9 +277,8 @@ def rollout_batch(
     """The tensors of one microbatch: its samples in one packed row; without samples one unlabelled
     document.
 
-    Each learned token has a value in `engine_logprobs_N` and `advantages_N`, float32. If tokens
-    have other than the usual weights, `STREAM_tokens` and `STREAM_weights` give the tokens of each
-    stream and their weights.
+    Its values are `RLValues`. Streams list their tokens where a sample has other than the usual
+    weights.
     """
     documents = [sample.document for sample in samples]
     packed = pack_documents(
@@ -294,19 +294,19 @@ def rollout_batch(
     num_labels = len(packed.sequence_ids_N)
     assert num_values == num_labels, f"{num_values} log-probs for {num_labels} labels"
     packed = replace(packed, routes_TR=_routes(samples, packed, num_routes) if num_routes else None)
-    return Batch(
-        packed=packed,
-        row_ids=(),
-        values={
-            "engine_logprobs_N": torch.tensor(
-                [value for sample in samples for value in sample.engine_logprobs]
-            ),
-            "advantages_N": torch.tensor(
-                [sample.advantage for sample in samples for _ in sample.engine_logprobs]
-            ),
-            **(_streams(samples) if any(sample.weights for sample in samples) else {}),
-        },
+    values = RLValues(
+        engine_logprobs_N=torch.tensor(
+            [value for sample in samples for value in sample.engine_logprobs]
+        ),
+        advantages_N=torch.tensor(
+            [sample.advantage for sample in samples for _ in sample.engine_logprobs]
+        ),
     )
+    if any(sample.weights for sample in samples):
+        values = replace(
+            values, rl=_stream("rl", samples), kl=_stream("kl", samples), ce=_stream("ce", samples)
+        )
+    return Batch(packed=packed, row_ids=(), values=values)
 
 
 def _routes(samples: Sequence[RolloutSample], packed: PackedBatch, num_routes: int) -> torch.Tensor:
@@ -324,15 +324,11 @@ def _routes(samples: Sequence[RolloutSample], packed: PackedBatch, num_routes: i
     return torch.from_numpy(routes_TR)
 
 
-def _streams(samples: Sequence[RolloutSample]) -> dict[str, torch.Tensor]:
-    values: dict[str, torch.Tensor] = {}
-    for stream in USUAL_WEIGHTS:
-        weights_N = torch.tensor(
-            [weight for sample in samples for weight in sample.weights_of(stream)]
-        )
-        tokens_M = weights_N.nonzero().squeeze(1)
-        values |= {f"{stream}_tokens": tokens_M, f"{stream}_weights": weights_N[tokens_M]}
-    return values
+def _stream(name: str, samples: Sequence[RolloutSample]) -> Stream:
+    """The tokens that have a weight in the stream `name`."""
+    weights_N = torch.tensor([weight for sample in samples for weight in sample.weights_of(name)])
+    tokens_M = weights_N.nonzero().squeeze(1)
+    return Stream(tokens_M=tokens_M, weights_M=weights_N[tokens_M])
 
 
 def rollout_minibatches(step: RankStep, *, pad_to_multiple_of: int = 1) -> tuple[StepBatch, ...]:

@@ -4,7 +4,7 @@ A sample is a row of the data set, such as a preference pair (two documents) or 
 document), or a pack of several rows.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, islice
@@ -16,11 +16,12 @@ from open_instruct.batching.balance import Microbatches, balanced, best_fit
 from open_instruct.batching.documents import pack_documents
 from open_instruct.batching.prefixes import groups_that_share, pays, prefix_of, saved_tokens
 from open_instruct.config.sections import PrefixSharing
-from open_instruct.core.records import ROW_VALUES, Batch, Document, StepBatch
+from open_instruct.core.batch_values import BatchValues, RowValues
+from open_instruct.core.records import Batch, Document, StepBatch
 from open_instruct.core.shard_layout import ShardLayout
 from open_instruct.data.token_dataset import TokenDataset
 
-NO_VALUES = np.zeros(0, dtype=np.float32)
+NO_NUMBERS = np.zeros(0, dtype=np.float32)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,7 +102,8 @@ def step_batch(
     shape: BatchShape,
     rank: int,
     num_ranks: int,
-    scores: Mapping[str, np.ndarray] | None = None,
+    reference_logps_ND: np.ndarray | None = None,
+    values_class: type[BatchValues] = RowValues,
 ) -> StepBatch:
     """Divide `samples` (a global batch; each lists its rows) into microbatches and build those of
     `rank` by `collate`.
@@ -115,18 +117,19 @@ def step_batch(
     plan = plan_step(
         [sum(islice(in_row, len(sample))) for sample in samples], shape, num_ranks=num_ranks
     )
+    has_numbers = len(dataset.details_C) > 0
     microbatches = []
     for microbatch in plan[rank]:
         row_ids = [row for sample in microbatch for row in samples[sample]]
+        row_numbers = [dataset.values(row) for row in row_ids] if has_numbers else None
         microbatches.append(
             collate(
                 [dataset[row] for row in row_ids],
                 row_ids,
                 shape=shape,
-                scores=scores,
-                row_values=[dataset.values(row) for row in row_ids]
-                if len(dataset.details_C)
-                else None,
+                reference_logps_ND=reference_logps_ND,
+                row_numbers=row_numbers,
+                values_class=values_class,
             )
         )
     return StepBatch(
@@ -144,42 +147,38 @@ def collate(
     row_ids: Sequence[int],
     *,
     shape: BatchShape,
-    scores: Mapping[str, np.ndarray] | None = None,
-    row_values: Sequence[np.ndarray] | None = None,
+    reference_logps_ND: np.ndarray | None = None,
+    row_numbers: Sequence[np.ndarray] | None = None,
+    values_class: type[BatchValues] = RowValues,
 ) -> Batch:
     """The tensors of one microbatch of R rows: sequence d * R + r is document d of the row at r.
 
     Packed, all documents lie in one row, with no padding between them; the documents of a row that
     share what they begin with lie together. Without rows it is a batch of one unlabelled document.
 
-    `scores` are frozen values of all documents of the data set by name, float32 (N, D); the batch
-    gets those of its documents as `NAME_S`. `row_values` are the numbers of each row for the loss;
-    the batch gets them as `ROW_VALUES`.
+    The values of the batch are a `values_class` of the frozen log-probs of its documents, out of
+    `reference_logps_ND` (float32, those of all N rows of the data set), and of the numbers that
+    came with each row.
     """
     documents = [document for column in zip(*rows, strict=True) for document in column]
     groups = None
     if shape.prefix_sharing != "off":
         together = [tuple(range(row, len(documents), len(rows))) for row in range(len(rows))]
         groups = groups_that_share(documents, together, shape.prefix_sharing)
-    return Batch(
-        packed=pack_documents(
-            documents,
-            packing=shape.packing,
-            pad_to_multiple_of=shape.pad_to_multiple_of,
-            groups=groups,
-        ),
-        row_ids=tuple(row_ids),
-        documents=tuple(documents),
-        values={
-            f"{name}_S": torch.from_numpy(values_ND[list(row_ids)].T.flatten())
-            for name, values_ND in (scores or {}).items()
-        }
-        | (
-            {}
-            if row_values is None
-            else {ROW_VALUES: torch.from_numpy(np.concatenate([NO_VALUES, *row_values]))}
-        ),
+    packed = pack_documents(
+        documents,
+        packing=shape.packing,
+        pad_to_multiple_of=shape.pad_to_multiple_of,
+        groups=groups,
     )
+    reference_logps_S = None
+    if reference_logps_ND is not None:
+        reference_logps_S = torch.from_numpy(reference_logps_ND[list(row_ids)].T.flatten())
+    numbers = None
+    if row_numbers is not None:
+        numbers = torch.from_numpy(np.concatenate([NO_NUMBERS, *row_numbers]))
+    values = values_class.from_rows(reference_logps_S=reference_logps_S, row_numbers=numbers)
+    return Batch(packed=packed, row_ids=tuple(row_ids), values=values, documents=tuple(documents))
 
 
 def num_packed_tokens(dataset: TokenDataset, row: int, sharing: PrefixSharing) -> int:

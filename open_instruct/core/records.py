@@ -10,18 +10,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
+from open_instruct.core.batch_values import BatchValues
+
 if TYPE_CHECKING:
     import torch
 
 IGNORE_INDEX = -100
-# The name in `Batch.values` of the numbers that come with the rows; float32.
-ROW_VALUES = "row_values"
-# That of the token log-probs of a reference policy that is computed during training.
-REFERENCE_TOKENS = "reference_logprobs_N"
-# That of the token log-probs of a teacher on the policy's own completions.
-TEACHER_TOKENS = "teacher_logprobs_N"
-# The name of a reference policy's frozen scores; `Batch.values` adds `_S` to it.
-REFERENCE = "reference_logps"
 # The usual weights of a completion's tokens in each loss.
 USUAL_WEIGHTS = {"rl": 1.0, "ce": 0.0, "kl": 1.0}
 
@@ -132,26 +126,23 @@ class PackedBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """One microbatch: its documents as tensors, the ids of their rows, and further values for the
-    objective.
+    """One microbatch: its documents as tensors, the ids of their rows, and values for the loss.
 
     The documents of R rows with D documents each lie document by document: sequence d * R + r is
-    document d of row `row_ids[r]`. Each of `values` has an entry a sequence (name in `_S`) or a
-    labelled token, in the order of the labels (name in `_N`), or belongs to those tokens that
-    another of them lists. A microbatch of no rows still holds one unlabelled document, so that
-    every rank enters the same collectives.
+    document d of row `row_ids[r]`. `values` is the record of the objective's kind, see
+    core/batch_values.py. A microbatch of no rows still holds one unlabelled document, so that every
+    rank enters the same collectives.
 
     `documents` are those of the sequences, in their order, for an objective that packs some of them
     again.
 
-    Example: two preference pairs, rows 7 and 3: sequences 0 and 1 are the chosen replies of rows 7
-    and 3, 2 and 3 the rejected ones, and `values` may be `{"reference_logps_S": tensor([-3.0, -9.5,
-    -8.0, -7.5])}`.
+    Example: two preference pairs, rows 7 and 3, are `Batch(packed=..., row_ids=(7, 3),
+    values=PreferenceValues(reference_logps_S=tensor([-3.0, -9.5, -8.0, -7.5])))`.
     """
 
     packed: PackedBatch
     row_ids: tuple[int, ...]
-    values: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    values: BatchValues = field(default_factory=BatchValues)
     documents: tuple[Document, ...] = ()
 
 

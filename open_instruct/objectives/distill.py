@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Literal
 from open_instruct.config.sections import SFTOptimSection, flag
 from open_instruct.config.training import TrainingConfig, with_held_out
 from open_instruct.config.validation import validated
+from open_instruct.core.batch_values import TeacherValues
 from open_instruct.core.errors import problems_of_kind
 from open_instruct.core.records import Batch, mean_metrics
 from open_instruct.core.text import counted
@@ -162,6 +163,7 @@ def bind(section: DistillationSection) -> BoundLoss:
 
     return BoundLoss(
         function=function,
+        values_class=TeacherValues,
         summed=lambda scores, batch: (scores.logprobs_N, compared(scores)),
         never_negative=("ce", "kl"),
         remedy="what was kept of the teacher is no distribution. Remove the folder "

@@ -15,15 +15,9 @@ from open_instruct.config.flags import spelled
 from open_instruct.config.sections import PreferenceDataSection, PreferenceLossSection
 from open_instruct.config.training import TrainingConfig, with_held_out
 from open_instruct.config.validation import idle_problems, limit_problems, refuse, validated
+from open_instruct.core.batch_values import PreferenceValues
 from open_instruct.core.errors import problems_of_kind
-from open_instruct.core.records import (
-    REFERENCE,
-    REFERENCE_TOKENS,
-    Batch,
-    Metric,
-    StepBatch,
-    mean_metrics,
-)
+from open_instruct.core.records import Batch, Metric, StepBatch, mean_metrics
 from open_instruct.core.text import counted
 from open_instruct.data.preference_rows import PreferenceBuilder
 from open_instruct.losses.logprobs import ROUNDING, per_token, sum_by_reply
@@ -38,8 +32,6 @@ from open_instruct.objectives.objective import (
     TokenLogprobs,
 )
 
-# The name of a microbatch's value (3, P): the rows of `RankPartners`.
-PARTNERS = "rank_partners_3P"
 EXO_SMOOTHING = 1e-3  # of the experiments in arXiv 2402.00856
 
 if TYPE_CHECKING:
@@ -140,6 +132,7 @@ def bind(loss: PreferenceLossSection) -> BoundLoss:
 
     return BoundLoss(
         function=function,
+        values_class=PreferenceValues,
         prepare=partial(add_partners, ld_alpha=loss.ld_alpha) if sorts_batch else None,
         with_collisions=loss.weight_alignment,
         ld_alpha=loss.ld_alpha,
@@ -156,22 +149,26 @@ def preference_inputs(
     def sums(values_N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return sum_by_reply(values_N, scores.sequence_ids_N, batch.packed.num_sequences, ld_alpha)
 
+    def as_pairs(values_S: torch.Tensor) -> torch.Tensor:
+        return on_device(values_S, scores.logprobs_N.device).view(2, -1)
+
+    values = PreferenceValues.read(batch.values)
     logps_S, lengths_S = sums(scores.logprobs_N)
-    reference_S = batch.values.get(f"{REFERENCE}_S")
-    if REFERENCE_TOKENS in batch.values:
-        reference_S, _ = sums(batch.values[REFERENCE_TOKENS])
-    collisions_S = (
-        None if scores.collision_logprobs_N is None else sums(scores.collision_logprobs_N)[0]
-    )
-    partners_3P = batch.values.get(PARTNERS)
+    reference_S = values.reference_logps_S
+    if values.reference_logprobs_N is not None:
+        reference_S, _ = sums(values.reference_logprobs_N)
+    collisions_S = None
+    if scores.collision_logprobs_N is not None:
+        collisions_S, _ = sums(scores.collision_logprobs_N)
+    partners = None
+    if values.rank_partners_3P is not None:
+        partners = RankPartners(*values.rank_partners_3P)
     return PreferenceLossInputs(
-        policy_logps_2P=logps_S.view(2, -1),
-        lengths_2P=lengths_S.view(2, -1),
-        reference_logps_2P=None
-        if reference_S is None
-        else on_device(reference_S, logps_S.device).view(2, -1),
-        collision_logps_2P=None if collisions_S is None else collisions_S.view(2, -1),
-        partners=None if partners_3P is None else RankPartners(*partners_3P),
+        policy_logps_2P=as_pairs(logps_S),
+        lengths_2P=as_pairs(lengths_S),
+        reference_logps_2P=None if reference_S is None else as_pairs(reference_S),
+        collision_logps_2P=None if collisions_S is None else as_pairs(collisions_S),
+        partners=partners,
     )
 
 
@@ -197,10 +194,10 @@ def add_partners(
     parts = partners_3P[:, places_P].split(
         [len(batch.row_ids) for batch in step.microbatches], dim=1
     )
-    microbatches = [
-        replace(batch, values={**batch.values, PARTNERS: part_3P})
-        for batch, part_3P in zip(step.microbatches, parts, strict=True)
-    ]
+    microbatches = []
+    for batch, part_3P in zip(step.microbatches, parts, strict=True):
+        values = replace(PreferenceValues.read(batch.values), rank_partners_3P=part_3P)
+        microbatches.append(replace(batch, values=values))
     return replace(step, microbatches=tuple(microbatches))
 
 

@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from open_instruct.config.sections import OptimSection, PreferenceDataSection, flag, free_flag
 from open_instruct.config.training import TrainingConfig, with_held_out
+from open_instruct.core.batch_values import UnpairedValues
 from open_instruct.core.errors import InputError
-from open_instruct.core.records import REFERENCE, ROW_VALUES, Batch, Metric, StepBatch, mean_metrics
+from open_instruct.core.records import Batch, Metric, StepBatch, mean_metrics
 from open_instruct.core.text import counted
 from open_instruct.data.conversations.messages import Message, check_is_learned
 from open_instruct.data.conversations.row_forms import find_conversation
@@ -336,27 +337,30 @@ def bind(config: KTOConfig) -> BoundLoss:
         import torch
 
         num_desirable = int(
-            gather(torch.cat([_labels(batch) for batch in step.microbatches])).sum()
+            gather(torch.cat([_values(batch).is_desirable_R for batch in step.microbatches])).sum()
         )
         z0 = torch.zeros(())
         learned = step
         if loss.has_mismatched:
             log_ratios = [
-                _log_ratios(each, _reference(batch)[len(batch.row_ids) :])[1]
+                _log_ratios(each, _values(batch).reference_logps_S[len(batch.row_ids) :])[1]
                 for each, batch in zip(scores, step.microbatches, strict=True)
             ]
             z0 = gather(torch.cat(log_ratios)).double().mean().clamp(min=0).float()
             learned = _with_document(step, 0, config)
         return StepBatch(
             microbatches=tuple(
-                replace(batch, values={**batch.values, "z0": z0}) for batch in learned.microbatches
+                replace(batch, values=replace(_values(batch), z0=z0))
+                for batch in learned.microbatches
             ),
             counts={**step.counts, DESIRABLE: num_desirable},
         )
 
     def function(scores: TokenLogprobs, batch: Batch, counts: Mapping[str, int]) -> LossOutputs:
-        logps_R, log_ratios_R = _log_ratios(scores, _reference(batch))
-        return outputs_of(logps_R, log_ratios_R, _labels(batch), batch.values["z0"], counts, loss)
+        values = _values(batch)
+        assert values.z0 is not None, "see `prepare`"
+        logps_R, log_ratios_R = _log_ratios(scores, values.reference_logps_S)
+        return outputs_of(logps_R, log_ratios_R, values.is_desirable_R, values.z0, counts, loss)
 
     def first_loss(counts: Mapping[str, int]) -> float:
         num_undesirable = counts["rows"] - counts[DESIRABLE]
@@ -365,7 +369,13 @@ def bind(config: KTOConfig) -> BoundLoss:
         )
         return weights / (2 * counts["rows"])
 
-    return BoundLoss(function=function, prepare=prepare, looks_at=looks_at, first_loss=first_loss)
+    return BoundLoss(
+        function=function,
+        values_class=UnpairedValues,
+        prepare=prepare,
+        looks_at=looks_at,
+        first_loss=first_loss,
+    )
 
 
 def _with_document(step: StepBatch, document: int, config: KTOConfig) -> StepBatch:
@@ -381,19 +391,16 @@ def _with_document(step: StepBatch, document: int, config: KTOConfig) -> StepBat
             packing=config.data.packing,
             pad_to_multiple_of=parallel.tensor_parallel_degree * parallel.context_parallel_degree,
         )
-        values = {**batch.values, f"{REFERENCE}_S": _reference(batch)[own]}
+        values = _values(batch)
+        values = replace(values, reference_logps_S=values.reference_logps_S[own])
         microbatches.append(
             replace(batch, packed=packed, documents=batch.documents[own], values=values)
         )
     return replace(step, microbatches=tuple(microbatches))
 
 
-def _labels(batch: Batch) -> torch.Tensor:
-    return batch.values[ROW_VALUES] > 0
-
-
-def _reference(batch: Batch) -> torch.Tensor:
-    return batch.values[f"{REFERENCE}_S"]
+def _values(batch: Batch) -> UnpairedValues:
+    return UnpairedValues.read(batch.values)
 
 
 def _log_ratios(

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from open_instruct.config.sections import PrefixSharing
 from open_instruct.config.training import TrainingConfig
 from open_instruct.config.validation import validated
+from open_instruct.core.batch_values import BatchValues, RLValues, RowValues
 from open_instruct.core.records import Batch, Metric, StepBatch
 from open_instruct.data.row_builder import RowBuilder
 from open_instruct.data.tokenizer import single_token_id
@@ -71,8 +72,9 @@ Gather = Callable[["torch.Tensor"], "torch.Tensor"]
 class BoundLoss:
     """The loss of a run: an objective's loss, bound to its flags.
 
-    `function(scores, batch, counts)` is given the values of `batch` on the device of the scores.
-    `temperature` divides the logits, except at the labels listed in the value `unscaled`;
+    `function(scores, batch, counts)` is given the values of `batch`, a record of the class
+    `values_class` that the loader makes, on the device of the scores. `temperature` divides the
+    logits, except at the labels of `RLValues.ce`;
     `with_entropy` and `with_collisions` ask for these fields of `TokenLogprobs`. `ld_alpha` sets
     how frozen log-probs are summed over the replies of a pair, see `sum_by_reply`. `first_loss` is
     the loss of a policy that equals its reference, where that is a number or a count of the first
@@ -97,8 +99,8 @@ class BoundLoss:
     function: Callable[[TokenLogprobs, Batch, Mapping[str, int]], LossOutputs]
     prepare: Callable[[StepBatch, Sequence[TokenLogprobs], Gather], StepBatch] | None = None
     looks_at: Callable[[StepBatch], StepBatch] | None = None
+    values_class: type[BatchValues] = RowValues
     temperature: float = 1.0
-    unscaled: str = ""
     with_entropy: bool = False
     with_collisions: bool = False
     ld_alpha: float | None = None
@@ -129,13 +131,14 @@ class BoundLoss:
         """The temperature of the labels of a microbatch on the CPU; a tensor (N,) where it differs
         among them.
         """
-        tokens_M = batch.values.get(self.unscaled)
-        if tokens_M is None or self.temperature == 1.0:
+        values = batch.values
+        if not isinstance(values, RLValues) or values.ce is None or self.temperature == 1.0:
             return self.temperature
         import torch
 
-        num_labels = len(batch.packed.sequence_ids_N)
-        return torch.full((num_labels,), self.temperature).index_fill(0, tokens_M, 1.0)
+        temperatures_N = torch.full((len(batch.packed.sequence_ids_N),), self.temperature)
+        ones_M = torch.ones_like(values.ce.take(temperatures_N))
+        return temperatures_N.masked_fill(values.ce.scatter(ones_M, len(temperatures_N)) > 0, 1.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,10 +10,8 @@ tokens.
 Each has its own weights of tokens and its own counts, so adding tokens to one does not change
 another.
 
-Beside the log-probs a microbatch has for each labelled token: `engine_logprobs_N` and
-`advantages_N`; `old_logprobs_N`, under the policy at the start of the step, where this forward pass
-has another policy; and `reference_logprobs_N` and `teacher_logprobs_N` where there are such models.
-`Stream` explains the streams.
+`core.batch_values.RLValues` says what a microbatch has beside the log-probs, and `Stream` there
+what the tokens of a loss are.
 
 Legend: N labelled tokens of a microbatch, M those of one stream.
 """
@@ -21,20 +19,14 @@ Legend: N labelled tokens of a microbatch, M those of one stream.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
 from open_instruct.config.grpo import GRPOConfig, validate_grpo
 from open_instruct.config.rollout_sections import PolicyLossSection
-from open_instruct.core.records import (
-    REFERENCE_TOKENS,
-    TEACHER_TOKENS,
-    Batch,
-    Metric,
-    StepBatch,
-    mean_metrics,
-)
+from open_instruct.core.batch_values import RLValues, Stream
+from open_instruct.core.records import Batch, Metric, StepBatch, mean_metrics
 from open_instruct.core.user_code import own_function
 from open_instruct.data.prompts import PromptBuilder
 from open_instruct.losses.covariance import TokenColumns, token_keys
@@ -51,47 +43,6 @@ from open_instruct.objectives.objective import (
 
 if TYPE_CHECKING:
     import torch
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Stream:
-    """The labelled tokens of a microbatch that one of the three losses learns from, and their
-    weights.
-
-    None means all tokens, or a weight of 1 for each.
-    """
-
-    tokens_M: torch.Tensor | None
-    weights_M: torch.Tensor | None
-
-    @classmethod
-    def of(cls, name: str, values: Mapping[str, torch.Tensor]) -> Stream:
-        """The stream `name` among the values of a microbatch.
-
-        If all tokens are completions', nothing is listed.
-        """
-        return cls(tokens_M=values.get(f"{name}_tokens"), weights_M=values.get(f"{name}_weights"))
-
-    def take(self, values_N: torch.Tensor) -> torch.Tensor:
-        """The values of the stream's tokens, (M,), so that other tokens between them do not change
-        any bit of a sum.
-        """
-        return (
-            values_N
-            if self.tokens_M is None
-            else values_N.index_select(0, self.tokens_M.to(values_N.device))
-        )
-
-    def put(self, values_M: torch.Tensor, num_labels: int) -> torch.Tensor:
-        """The opposite of `take`: one value for each label, 0 for other tokens."""
-        if self.tokens_M is None:
-            return values_M
-        return values_M.new_zeros(num_labels).index_copy(
-            0, self.tokens_M.to(values_M.device), values_M
-        )
-
-    def weighed(self, values_M: torch.Tensor) -> torch.Tensor:
-        return values_M if self.weights_M is None else values_M * self.weights_M
 
 
 def bind(loss: PolicyLossSection, *, temperature: float, response_length: int) -> BoundLoss:
@@ -115,8 +66,8 @@ def bind(loss: PolicyLossSection, *, temperature: float, response_length: int) -
             policy_gradient, loss=loss, policy_loss=policy_loss, response_length=response_length
         ),
         prepare=partial(choose_tokens, loss=loss) if chooses_tokens(loss) else None,
+        values_class=RLValues,
         temperature=temperature,
-        unscaled="ce_tokens",
         with_entropy=measures_entropy(loss),
     )
 
@@ -158,22 +109,23 @@ def policy_gradient(
         )
         return max(denominator, 1.0)
 
-    rl = Stream.of("rl", batch.values)
+    values = RLValues.read(batch.values)
+    rl = values.rl
     inputs, correction = _sampled_tokens(rl, scores, batch, loss)
-    outputs = policy_loss.outputs(replace(inputs, marked_N=batch.values.get("is_marked")), loss)
-    losses_M = rl.weighed(correction.weights_N * outputs.losses_N)
-    if "is_learned" in batch.values:
-        losses_M = losses_M * batch.values["is_learned"]
+    outputs = policy_loss.outputs(replace(inputs, marked_N=values.is_marked_M), loss)
+    losses_M = rl.weigh(correction.weights_N * outputs.losses_N)
+    if values.is_learned_M is not None:
+        losses_M = losses_M * values.is_learned_M
     policy_part = losses_M.sum() / denominator_of("rl")
     total = loss.rl_coef * policy_part
-    values = {"clip_fraction": outputs.is_clipped_N}
+    token_metrics = {"clip_fraction": outputs.is_clipped_N}
     if scores.entropy_N is not None:
-        values["entropy"] = rl.take(scores.entropy_N)
-    if REFERENCE_TOKENS in batch.values:
-        kl_sum, values["kl"] = _distance(REFERENCE_TOKENS, scores, batch, loss, policy_loss)
+        token_metrics["entropy"] = rl.take(scores.entropy_N)
+    if values.reference_logprobs_N is not None:
+        kl_sum, token_metrics["kl"] = _reference_distance(scores, batch, loss, policy_loss)
         total = total + loss.beta * kl_sum / denominator_of("kl")
-    if TEACHER_TOKENS in batch.values:
-        kl_sum, values["teacher_kl"] = _distance(TEACHER_TOKENS, scores, batch, loss, policy_loss)
+    if values.teacher_logprobs_N is not None:
+        kl_sum, token_metrics["teacher_kl"] = _teacher_distance(scores, batch, loss, policy_loss)
         total = total + loss.teacher_kl_coef * kl_sum / denominator_of("kl")
     metrics: dict[str, Metric] = {}
     if counts["ce_labels"] > 0:
@@ -183,9 +135,9 @@ def policy_gradient(
     metrics["loss"] = Metric(value=total.detach(), reduction="sum")
     metrics["policy_loss"] = Metric(value=policy_part.detach(), reduction="sum")
     if counts["rl_rows"] > 0:
-        differences_M = (inputs.old_logprobs_N - rl.take(batch.values["engine_logprobs_N"])).abs()
+        differences_M = (inputs.old_logprobs_N - rl.take(values.engine_logprobs_N)).abs()
         metrics |= mean_metrics(
-            values | {"logprob_diff/mean": differences_M} | rho_values(correction)
+            token_metrics | {"logprob_diff/mean": differences_M} | rho_values(correction)
         )
         metrics |= {
             "logprob_diff/max": _largest(differences_M),
@@ -200,55 +152,75 @@ def _sampled_tokens(
     """The inputs of the policy loss for a stream's tokens, and the correction for the engine that
     sampled them.
     """
+    values = RLValues.read(batch.values)
     inputs = PolicyLossInputs(
         logprobs_N=stream.take(scores.logprobs_N),
-        # In a step of one update the old policy is that of this forward pass.
-        old_logprobs_N=stream.take(batch.values.get("old_logprobs_N", scores.logprobs_N.detach())),
-        advantages_N=stream.take(batch.values["advantages_N"]),
+        old_logprobs_N=stream.take(_old_logprobs(values, scores)),
+        advantages_N=stream.take(values.advantages_N),
         sequence_ids_N=stream.take(scores.sequence_ids_N),
         num_sequences=batch.packed.num_sequences,
     )
-    log_rho_N = inputs.old_logprobs_N - stream.take(batch.values["engine_logprobs_N"])
+    log_rho_N = inputs.old_logprobs_N - stream.take(values.engine_logprobs_N)
     correction = with_flags(correct_mismatch, loss)(
         log_rho_N, inputs.sequence_ids_N, inputs.num_sequences
     )
     return inputs, correction
 
 
-def _distance(
-    frozen: str,
-    scores: TokenLogprobs,
-    batch: Batch,
-    loss: PolicyLossSection,
-    policy_loss: PolicyLoss,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The weighed sum of the estimated divergence from a `frozen` model, and an estimate at every
-    token, to be shown.
+def _old_logprobs(values: RLValues, scores: TokenLogprobs) -> torch.Tensor:
+    """The log-probs of the policy at the start of the step, without gradient.
 
-    From a teacher the sum is of half the squared log-ratio, which has the gradient of the
-    divergence, and the log-ratio is shown, which has its value.
+    In a step of one update it is the policy of this forward pass.
     """
-    from_teacher = frozen == TEACHER_TOKENS
-    learned, shown = ("1", "0") if from_teacher else (loss.kl_estimator, loss.kl_estimator)
-    kl = Stream.of("kl", batch.values)
-    inputs, correction = _sampled_tokens(kl, scores, batch, loss)
-    frozen_M = kl.take(batch.values[frozen])
-    kl_M = kl_estimates(learned, inputs.logprobs_N, frozen_M)
-    if loss.kl_importance_weighted and not from_teacher:
+    if values.old_logprobs_N is None:
+        return scores.logprobs_N.detach()
+    return values.old_logprobs_N
+
+
+def _reference_distance(
+    scores: TokenLogprobs, batch: Batch, loss: PolicyLossSection, policy_loss: PolicyLoss
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The weighted sum of the estimated divergence from the reference, and the estimate at every
+    token.
+    """
+    values = RLValues.read(batch.values)
+    assert values.reference_logprobs_N is not None
+    inputs, correction = _sampled_tokens(values.kl, scores, batch, loss)
+    frozen_M = values.kl.take(values.reference_logprobs_N)
+    estimates_M = kl_estimates(loss.kl_estimator, inputs.logprobs_N, frozen_M)
+    kl_M = estimates_M
+    if loss.kl_importance_weighted:
         kl_M = policy_loss.importance_ratio(inputs) * kl_M
-    shown_M = kl_estimates(shown, inputs.logprobs_N, frozen_M).detach()
     # The KL is an expectation under the policy too, so the engine's samples get the same importance
     # weights.
-    return kl.weighed(correction.weights_N * policy_loss.shares(kl_M, inputs)).sum(), shown_M
+    shares_M = correction.weights_N * policy_loss.shares(kl_M, inputs)
+    return values.kl.weigh(shares_M).sum(), estimates_M.detach()
+
+
+def _teacher_distance(
+    scores: TokenLogprobs, batch: Batch, loss: PolicyLossSection, policy_loss: PolicyLoss
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The weighted sum of half the squared log-ratio to the teacher, and the log-ratio at every
+    token.
+
+    The sum has the gradient of the divergence, and the log-ratio its value.
+    """
+    values = RLValues.read(batch.values)
+    assert values.teacher_logprobs_N is not None
+    inputs, correction = _sampled_tokens(values.kl, scores, batch, loss)
+    frozen_M = values.kl.take(values.teacher_logprobs_N)
+    kl_M = kl_estimates("1", inputs.logprobs_N, frozen_M)
+    log_ratios_M = kl_estimates("0", inputs.logprobs_N, frozen_M).detach()
+    shares_M = correction.weights_N * policy_loss.shares(kl_M, inputs)
+    return values.kl.weigh(shares_M).sum(), log_ratios_M
 
 
 def _cross_entropy_sum(scores: TokenLogprobs, batch: Batch) -> torch.Tensor:
-    """The weighed sum of -log p over the tokens of `ce`; a microbatch of completions alone lists
-    none.
-    """
-    ce = Stream.of("ce", batch.values)
-    logprobs_M = scores.logprobs_N[:0] if ce.tokens_M is None else ce.take(scores.logprobs_N)
-    return -ce.weighed(logprobs_M).sum()
+    """The weighted sum of -log p over the tokens of `ce`."""
+    ce = RLValues.read(batch.values).ce
+    if ce is None:
+        return -scores.logprobs_N[:0].sum()
+    return -ce.weigh(ce.take(scores.logprobs_N)).sum()
 
 
 def choose_tokens(
@@ -257,21 +229,25 @@ def choose_tokens(
     """The step with what is chosen among all tokens of `rl` in the update, so however the batch is
     cut.
 
-    `is_learned` are the tokens of the highest entropy, where --top_entropy_quantile asks for some
-    of them; `is_marked` those that the policy loss treats apart (`PolicyLoss.marks`).
+    `RLValues.is_learned_M` are the tokens of the highest entropy, where --top_entropy_quantile asks
+    for some of them; `is_marked_M` those that the policy loss treats apart (`PolicyLoss.marks`).
     """
-    chosen: dict[str, list[torch.Tensor]] = {}
+    values = [RLValues.read(batch.values) for batch in step.microbatches]
     if loss.top_entropy_quantile < 1:
-        chosen["is_learned"] = _highest_entropy(
-            step, scores, gather, share=loss.top_entropy_quantile
-        )
-    if (marks := _known_marks(loss)) is not None:
-        chosen["is_marked"] = _marked_tokens(step, scores, gather, marks=with_flags(marks, loss))
+        learned = _highest_entropy(step, scores, gather, share=loss.top_entropy_quantile)
+        values = [
+            replace(each, is_learned_M=is_learned_M)
+            for each, is_learned_M in zip(values, learned, strict=True)
+        ]
+    marks = _known_marks(loss)
+    if marks is not None:
+        marked = _marked_tokens(step, scores, gather, marks=with_flags(marks, loss))
+        values = [
+            replace(each, is_marked_M=is_marked_M)
+            for each, is_marked_M in zip(values, marked, strict=True)
+        ]
     microbatches = [
-        replace(
-            batch, values={**batch.values, **{name: parts[index] for name, parts in chosen.items()}}
-        )
-        for index, batch in enumerate(step.microbatches)
+        replace(batch, values=each) for batch, each in zip(step.microbatches, values, strict=True)
     ]
     return replace(step, microbatches=tuple(microbatches))
 
@@ -289,8 +265,8 @@ def _highest_entropy(
     entropies: list[torch.Tensor] = []
     for batch, scored in zip(step.microbatches, scores, strict=True):
         assert scored.entropy_N is not None, "see `measures_entropy`"
-        rl = Stream.of("rl", on_device(batch.values, scored.entropy_N.device))
-        entropies.append(rl.take(scored.entropy_N).double())
+        values = RLValues.read(on_device(batch.values, scored.entropy_N.device))
+        entropies.append(values.rl.take(scored.entropy_N).double())
     everywhere_U = gather(torch.cat(entropies))
     num_chosen = max(1, round(share * everywhere_U.numel()))
     least = everywhere_U.topk(num_chosen).values[-1] if everywhere_U.numel() else 0.0
@@ -311,20 +287,20 @@ def _marked_tokens(
 
     columns: list[TokenColumns] = []
     for batch, scored in zip(step.microbatches, scores, strict=True):
-        values = on_device(batch.values, scored.logprobs_N.device)
-        rl = Stream.of("rl", values)
+        values = RLValues.read(on_device(batch.values, scored.logprobs_N.device))
+        rl = values.rl
+        old_logprobs_N = _old_logprobs(values, scored)
+        keys_M = token_keys(
+            rl.take(values.engine_logprobs_N),
+            rl.take(scored.sequence_ids_N),
+            batch.packed.num_sequences,
+        )
         columns.append(
             TokenColumns(
                 logprobs=rl.take(scored.logprobs_N).detach().double(),
-                old_logprobs=rl.take(values.get("old_logprobs_N", scored.logprobs_N))
-                .detach()
-                .double(),
-                advantages=rl.take(values["advantages_N"]).double(),
-                keys=token_keys(
-                    rl.take(values["engine_logprobs_N"]),
-                    rl.take(scored.sequence_ids_N),
-                    batch.packed.num_sequences,
-                ),
+                old_logprobs=rl.take(old_logprobs_N).detach().double(),
+                advantages=rl.take(values.advantages_N).double(),
+                keys=keys_M,
             )
         )
     update = TokenColumns(*(gather(torch.cat(parts)) for parts in zip(*columns, strict=True)))

@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any
 from open_instruct.config.sections import OptimSection, flag
 from open_instruct.config.training import TrainingConfig, with_held_out
 from open_instruct.config.validation import validated
+from open_instruct.core.batch_values import StepLabelValues
 from open_instruct.core.errors import InputError, problems_of_kind
-from open_instruct.core.records import ROW_VALUES, Batch, mean_metrics
+from open_instruct.core.records import Batch, mean_metrics
 from open_instruct.core.text import counted
 from open_instruct.data.row_builder import RowBuilder
 from open_instruct.data.step_rows import PlaceholderBuilder, StepBuilder
@@ -166,7 +167,8 @@ def step_losses(logits_NC: torch.Tensor, shares_NC: torch.Tensor) -> torch.Tenso
 
 def judge_steps(scores: TokenLogprobs, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
     """The loss of each step, and whether the likeliest class is the label's."""
-    logits_NC, labels_N = scores.class_logits_NC, batch.values[ROW_VALUES]
+    logits_NC = scores.class_logits_NC
+    labels_N = StepLabelValues.read(batch.values).labels_N
     assert logits_NC is not None and len(logits_NC) == len(labels_N), "a label for each step"
     shares_NC = class_shares(labels_N, logits_NC.shape[1])
     are_right_N = logits_NC.argmax(dim=1) == shares_NC.argmax(dim=1)
@@ -181,7 +183,12 @@ def bind(steps: StepSection) -> BoundLoss:
             metrics=mean_metrics({"loss": losses_N.detach(), "accuracy": are_right_N}),
         )
 
-    return BoundLoss(function=function, words=tuple(steps.reward_tokens), summed=judge_steps)
+    return BoundLoss(
+        function=function,
+        values_class=StepLabelValues,
+        words=tuple(steps.reward_tokens),
+        summed=judge_steps,
+    )
 
 
 def evaluate(

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from open_instruct.config.sections import OptimSection, PreferenceDataSection, flag
 from open_instruct.config.training import TrainingConfig, with_held_out
 from open_instruct.config.validation import validated
+from open_instruct.core.batch_values import MarginValues
 from open_instruct.core.errors import InputError, problems_of_kind
-from open_instruct.core.records import ROW_VALUES, Batch, Metric, mean_metrics
+from open_instruct.core.records import Batch, Metric, mean_metrics
 from open_instruct.core.text import counted
 from open_instruct.data.chat import ChatFormat
 from open_instruct.data.files.rows import MalformedRow, kind_of
@@ -162,14 +163,13 @@ def bind(loss: RewardLossSection) -> BoundLoss:
             scores.logprobs_N, scores.sequence_ids_N, batch.packed.num_sequences
         )
         rewards_2P = rewards_S.view(2, -1)
-        losses_P = pair_losses(
-            rewards_2P, batch.values.get(ROW_VALUES), loss.center_rewards_coefficient
-        )
+        margins_P = MarginValues.read(batch.values).margins_P
+        losses_P = pair_losses(rewards_2P, margins_P, loss.center_rewards_coefficient)
         return LossOutputs(
             loss=losses_P.sum() / counts["rows"], metrics=reward_metrics(losses_P, rewards_2P)
         )
 
-    return BoundLoss(function=function, derive=with_std)
+    return BoundLoss(function=function, values_class=MarginValues, derive=with_std)
 
 
 def reward_metrics(losses_P: torch.Tensor, rewards_2P: torch.Tensor) -> dict[str, Metric]:

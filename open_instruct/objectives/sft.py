@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from open_instruct.config.sections import SFTDataSection, SFTOptimSection
 from open_instruct.config.training import TrainingConfig
+from open_instruct.core.batch_values import BatchValues
 from open_instruct.core.records import Batch, mean_metrics
 from open_instruct.core.text import counted
 from open_instruct.data.sft_rows import SFTBuilder
@@ -67,7 +68,7 @@ SFT = Objective(
     name="sft",
     config_class=SFTConfig,
     rows=SFTBuilder,
-    bind=lambda config: BoundLoss(function=cross_entropy),
+    bind=lambda config: BoundLoss(function=cross_entropy, values_class=BatchValues),
     fills_packs=lambda config: config.data.packing_strategy == "bfd",
     evaluate=evaluate,
 )

@@ -21,11 +21,11 @@ from open_instruct.checkpoints.resume import check_weights
 from open_instruct.config.grpo import GRPOConfig
 from open_instruct.config.lora import LoRASection
 from open_instruct.config.rollout_sections import CriticSection
+from open_instruct.core.batch_values import RLValues
 from open_instruct.core.records import Batch, Metric, StepBatch, mean_metrics
 from open_instruct.losses.values import gae, value_losses, whitened
 from open_instruct.models.shards import reshard
 from open_instruct.objectives.objective import BoundLoss, LossOutputs, TokenLogprobs
-from open_instruct.objectives.policy_gradient import Stream
 from open_instruct.objectives.reward_model import fields_of_class
 from open_instruct.parallel.data_parallel import keep_mesh
 from open_instruct.parallel.reduce import gather_rows
@@ -34,7 +34,6 @@ from open_instruct.run.pretrained import Pretrained
 from open_instruct.training.loop import TakeUpdates
 from open_instruct.training.policy import Policy
 
-ADVANTAGES, RETURNS, OLD_VALUES = "advantages_N", "returns_N", "old_values_N"
 EXPLAINED = "explained_variance"
 LEAST_VARIANCE = 1e-8
 
@@ -67,7 +66,8 @@ class Critic:
             num_steps=config.num_steps,
         )
         self.pretrained = pretrained
-        self.policy = Policy(backend, BoundLoss(function=partial(value_loss, flags=self.flags)))
+        loss = BoundLoss(function=partial(value_loss, flags=self.flags), values_class=RLValues)
+        self.policy = Policy(backend, loss)
         self.policy.rate_flag = "--critic_learning_rate"
 
     @torch.no_grad()
@@ -84,12 +84,10 @@ class Critic:
         reshard(policy.model)
         values_R2 = torch.cat([each.advantages_and_values_M2 for each in chain(*valued)])
         values_A2 = gather_rows(values_R2, group=policy.dp_process_group)
-        step_values: dict[str, torch.Tensor] = {}
-        if len(values_A2):
-            step_values[EXPLAINED] = explained_variance(values_A2)
+        explained = explained_variance(values_A2) if len(values_A2) else None
 
         def fill_update(update: StepBatch, microbatches: Sequence[ValuedBatch]) -> StepBatch:
-            filled = [self._fill(each, values_A2, step_values) for each in microbatches]
+            filled = [self._fill(each, values_A2, explained) for each in microbatches]
             return replace(update, microbatches=(*filled, *sft_microbatches(update)))
 
         return tuple(map(fill_update, updates, valued))
@@ -97,20 +95,18 @@ class Critic:
     def _value(self, batch: Batch) -> ValuedBatch:
         batch = replace(batch, values=on_device(batch.values, self.policy.device))
         scores = self.policy.scores(unrouted(batch))
-        rl = Stream.of("rl", batch.values)
-        values_M, sequence_ids_M = rl.take(scores.logprobs_N), rl.take(scores.sequence_ids_N)
+        values = RLValues.read(batch.values)
+        values_M = values.rl.take(scores.logprobs_N)
+        sequence_ids_M = values.rl.take(scores.sequence_ids_N)
         is_last_M = sequence_ids_M.diff(append=sequence_ids_M.new_full((1,), -1)) != 0
-        rewards_M = rl.take(batch.values[ADVANTAGES]) * is_last_M
+        rewards_M = values.rl.take(values.advantages_N) * is_last_M
         advantages_M = gae(
             values_M, rewards_M, sequence_ids_M, gamma=self.flags.gamma, lam=self.flags.gae_lambda
         )
         return ValuedBatch(batch, torch.stack([advantages_M, values_M], dim=1))
 
     def _fill(
-        self,
-        valued: ValuedBatch,
-        values_A2: torch.Tensor,
-        step_values: Mapping[str, torch.Tensor],
+        self, valued: ValuedBatch, values_A2: torch.Tensor, explained: torch.Tensor | None
     ) -> Batch:
         """The microbatch with its advantages (whitened over the step), returns and old values."""
         batch = valued.batch
@@ -118,14 +114,16 @@ class Critic:
         returns_M = advantages_M + values_M
         if self.flags.whiten_advantages:
             advantages_M = whitened(advantages_M, values_A2[:, 0])
-        rl = Stream.of("rl", batch.values)
+        values = RLValues.read(batch.values)
         num_labels = len(batch.packed.sequence_ids_N)
-        added = {
-            ADVANTAGES: rl.put(advantages_M, num_labels),
-            RETURNS: rl.put(returns_M, num_labels),
-            OLD_VALUES: rl.put(values_M, num_labels),
-        }
-        return replace(batch, values={**batch.values, **added, **step_values})
+        values = replace(
+            values,
+            advantages_N=values.rl.scatter(advantages_M, num_labels),
+            returns_N=values.rl.scatter(returns_M, num_labels),
+            old_values_N=values.rl.scatter(values_M, num_labels),
+            explained_variance=explained,
+        )
+        return replace(batch, values=values)
 
     def export(self, *, run: Run, config: GRPOConfig) -> None:
         """Write OUT/critic, for --critic_model_name_or_path and as transformers' class with a
@@ -164,15 +162,16 @@ def value_loss(
     scores: TokenLogprobs, batch: Batch, counts: Mapping[str, int], *, flags: CriticSection
 ) -> LossOutputs:
     """The microbatch's share of the mean over the sampled tokens of an update."""
-    rl = Stream.of("rl", batch.values)
-    values_M = rl.take(scores.logprobs_N)
-    old_M = rl.take(batch.values[OLD_VALUES])
-    returns_M = rl.take(batch.values[RETURNS])
+    values = RLValues.read(batch.values)
+    assert values.old_values_N is not None and values.returns_N is not None
+    values_M = values.rl.take(scores.logprobs_N)
+    old_M = values.rl.take(values.old_values_N)
+    returns_M = values.rl.take(values.returns_N)
     losses_M, is_clipped_M = value_losses(values_M, old_M, returns_M, flags.value_clip)
     loss = losses_M.sum() / max(counts["rl_labels"], 1)
     metrics = {"loss": Metric(value=loss.detach(), reduction="sum")}
-    if EXPLAINED in batch.values:  # the same on all ranks
-        metrics[EXPLAINED] = Metric(value=batch.values[EXPLAINED], reduction="max")
+    if values.explained_variance is not None:  # the same on all ranks
+        metrics[EXPLAINED] = Metric(value=values.explained_variance, reduction="max")
     if counts["rl_rows"] > 0:
         metrics |= mean_metrics(
             {"value": values_M.detach(), "return": returns_M, "clip_fraction": is_clipped_M}

@@ -2,19 +2,22 @@
 
 from collections.abc import Callable
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
 
 from open_instruct.batching.rollouts import RankStep, rollout_minibatches
 from open_instruct.config.grpo import GRPOConfig
+from open_instruct.core.batch_values import RLValues
+from open_instruct.core.records import Batch
 from open_instruct.objectives.policy_gradient import GRPO
 from open_instruct.run.cadence import cadence_of
 from open_instruct.run.opened import Run
 from open_instruct.run.pretrained import Pretrained, start_model_of
 from open_instruct.training.critic import Critic
 from open_instruct.training.loop import Before, Loop
-from open_instruct.training.policy import OLD_TOKENS, Policy
+from open_instruct.training.policy import Policy
 from open_instruct.training.reference import Reference, build_reference, build_teacher, open_beside
 
 
@@ -103,14 +106,9 @@ class GRPOLearner:
         updates = rollout_minibatches(
             work, pad_to_multiple_of=self.run.layout.model_parallel_degree
         )
-        scored = self.policy.add_logprobs({OLD_TOKENS: self.policy.computing_model}, updates)
-        differences_N = torch.cat(
-            [
-                (batch.values[OLD_TOKENS].cpu() - batch.values["engine_logprobs_N"].cpu()).abs()
-                for update in scored
-                for batch in update.microbatches
-            ]
-        )
+        scored = self.policy.add_logprobs({"old_logprobs_N": self.policy.computing_model}, updates)
+        batches = chain.from_iterable(update.microbatches for update in scored)
+        differences_N = torch.cat([_engine_differences(batch) for batch in batches])
         return {
             "logprob_diff/probe_mean": differences_N.mean().item(),
             "logprob_diff/probe_max": differences_N.max().item(),
@@ -140,3 +138,12 @@ class GRPOLearner:
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.drivers_state = state_dict["drivers_state"]
+
+
+def _engine_differences(batch: Batch) -> torch.Tensor:
+    """How far the policy's log-prob of each labelled token is from the engine's, (N,) on the
+    CPU.
+    """
+    values = RLValues.read(batch.values)
+    assert values.old_logprobs_N is not None
+    return (values.old_logprobs_N.cpu() - values.engine_logprobs_N.cpu()).abs()

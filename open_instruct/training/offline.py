@@ -17,7 +17,6 @@ from open_instruct.checkpoints.saved_place import read_saved_place
 from open_instruct.config.training import TrainingConfig
 from open_instruct.core.errors import InputError
 from open_instruct.core.metrics import HELD_OUT_PREFIX, entry_of
-from open_instruct.core.records import REFERENCE
 from open_instruct.core.text import counted, one_of
 from open_instruct.data.token_dataset import cache_root
 from open_instruct.models.lora.adapters import adapters_off
@@ -67,10 +66,10 @@ def train(
             return 0
         config = planned_run(config, run, pretrained.folder)
         learning = _Learning(config, objective, pretrained, run)
-        scores, heldout = learning.score_frozen()
+        reference_logps_ND, heldout = learning.score_frozen()
         if objective.only_scores(config):
             return 0
-        loader = learning.loader(scores)
+        loader = learning.loader(reference_logps_ND)
         loop = learning.loop(loader, callbacks)
         if heldout is not None and (loop.step == 0 or learning.cadence.evaluates_after(loop.step)):
             learning.check_metric(heldout.evaluate(loop.step))
@@ -111,9 +110,9 @@ def take_first_loss(config: TrainingConfig, *, objective: Objective) -> float:
         )
         objective.exported(config, pretrained.tokenizer, pretrained.hf_config)
         learning = _Learning(config, objective, pretrained, run)
-        scores, _ = learning.score_frozen()
+        reference_logps_ND, _ = learning.score_frozen()
         policy = learning.policy
-        step = policy.prepared(next(learning.loader(scores).rest_of_epoch()))
+        step = policy.prepared(next(learning.loader(reference_logps_ND).rest_of_epoch()))
         policy.backend.set_mode("eval")
         loss = policy.microbatch_loss(step.microbatches[0], step.counts).loss
         return float(loss)
@@ -200,19 +199,18 @@ class _Learning:
                 num_ranks=self.run.layout.data_parallel_world_size,
             )
 
-    def score_frozen(self) -> tuple[dict[str, np.ndarray], Heldout | None]:
-        """The reference's log-probs of the rows, (N, D) by their name, and the held-out rows with
-        theirs.
+    def score_frozen(self) -> tuple[np.ndarray | None, Heldout | None]:
+        """The reference's log-probs of the rows, (N, D), and the held-out rows with theirs.
 
         They come from the cache, or of the policy before it moves. There are none for an objective
         without a reference.
         """
-        scores: dict[str, np.ndarray] = {}
+        reference_logps_ND = None
         heldout = None
         if self.heldout_rows is not None:
             heldout = Heldout(self.heldout_rows, None, self.scorer, self.objective)
         if not self.objective.needs_reference(self.config):
-            return scores, heldout
+            return reference_logps_ND, heldout
         folder = cache_root(self.config.data.cache_dir) / "reference_logprobs"
         if self.policy.loss.ld_alpha is not None:
             folder /= f"ld-{self.policy.loss.ld_alpha}"
@@ -222,7 +220,7 @@ class _Learning:
         with adapters_off(self.policy.model):
             if not self.reference_moves:
                 title = "reference log-probs"
-                scores[REFERENCE] = reference_logprobs(
+                reference_logps_ND = reference_logprobs(
                     self.scorer, self.rows, cache=cache, title=title
                 )
             if heldout is not None:
@@ -234,7 +232,7 @@ class _Learning:
             self.run.console.say(
                 f"reference log-probs of {counted(len(cache), 'row')}: {cache.path}"
             )
-        return scores, heldout
+        return reference_logps_ND, heldout
 
     def check_metric(self, evaluation: Evaluation) -> None:
         """:raises InputError: `--keep_best` names a number of held-out rows that this evaluation
@@ -273,11 +271,12 @@ class _Learning:
             return heldout.score_again(best.step).exported if heldout else {}
         return {}
 
-    def loader(self, scores: Mapping[str, np.ndarray]) -> SampleLoader:
+    def loader(self, reference_logps_ND: np.ndarray | None) -> SampleLoader:
         return SampleLoader(
             self.rows,
             self.samples,
-            scores=scores,
+            reference_logps_ND=reference_logps_ND,
+            values_class=self.policy.loss.values_class,
             shape=self.shape,
             seed=self.config.optim.seed,
             dp_group=self.policy.dp_process_group,

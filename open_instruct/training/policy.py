@@ -8,7 +8,7 @@ library.
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -21,15 +21,9 @@ from olmo_core.train import Trainer
 from open_instruct.batching.documents import on_device
 from open_instruct.checkpoints.resume import last_checkpoint
 from open_instruct.config.sections import BalanceScope
+from open_instruct.core.batch_values import LogprobsField
 from open_instruct.core.errors import RunError
-from open_instruct.core.records import (
-    REFERENCE_TOKENS,
-    TEACHER_TOKENS,
-    Batch,
-    Metric,
-    PackedBatch,
-    StepBatch,
-)
+from open_instruct.core.records import Batch, Metric, PackedBatch, StepBatch
 from open_instruct.models.compiled import FALLBACKS
 from open_instruct.models.lora.adapters import adapters_off
 from open_instruct.models.shards import reshard
@@ -49,7 +43,6 @@ from open_instruct.training.reference import Comparison
 
 log = logging.getLogger(__name__)
 
-OLD_TOKENS = "old_logprobs_N"
 NEGATIVE_BY_ROUNDING = 1e-3
 # A backend may leave out a step with a gradient that is not finite. More than this many in a row
 # end the run.
@@ -123,40 +116,43 @@ class Policy:
         the step. A step of a single update needs no pass for the latter: its own forward pass gives
         them, and the ratio is exactly 1.
         """
-        models = {} if self.teacher is None else {TEACHER_TOKENS: self.teacher}
+        models: dict[LogprobsField, Transformer] = {}
+        if self.teacher is not None:
+            models["teacher_logprobs_N"] = self.teacher
         if len(updates) * num_epochs > 1:
-            models[OLD_TOKENS] = self.computing_model
+            models["old_logprobs_N"] = self.computing_model
         updates = self.add_logprobs(models, updates)
         reference = self.backend.reference
         if reference is None:
             return updates
         with reference.in_place():
-            return self.add_logprobs({REFERENCE_TOKENS: reference.model}, updates)
+            return self.add_logprobs({"reference_logprobs_N": reference.model}, updates)
 
     @torch.no_grad()
     def add_logprobs(
-        self, models: Mapping[str, Transformer], updates: Sequence[StepBatch]
+        self, models: Mapping[LogprobsField, Transformer], updates: Sequence[StepBatch]
     ) -> tuple[StepBatch, ...]:
-        """The updates with the log-probs of each of `models` added as values; the keys are the
-        values' names.
-        """
+        """The updates with the log-probs of each of `models` among their values."""
         if not models:
             return tuple(updates)
         self.backend.set_mode("eval")
 
         def with_logprobs(batch: Batch) -> Batch:
-            values = dict(batch.values)
-            for name, model in models.items():
-                # A reference or a teacher may be the policy itself without its adapters. It is what
-                # it is with experts of its own choice, whichever the policy's engine chose.
-                packed = (
-                    batch.packed if name == OLD_TOKENS else replace(batch.packed, routes_TR=None)
-                )
-                with nullcontext() if name == OLD_TOKENS else adapters_off(model):
+            values = batch.values
+            for field, model in models.items():
+                packed = batch.packed
+                as_it_was: AbstractContextManager[None] = nullcontext()
+                if field != "old_logprobs_N":
+                    # A reference or a teacher may be the policy itself without its adapters. It is
+                    # what it is with experts of its own choice, whichever the policy's engine
+                    # chose.
+                    packed = replace(packed, routes_TR=None)
+                    as_it_was = adapters_off(model)
+                with as_it_was:
                     scored = token_logprobs(
                         model, packed, device=self.device, temperature=self.loss.temperature
                     )
-                values[name] = scored.logprobs_N
+                values = values.with_logprobs(field, scored.logprobs_N)
             return replace(batch, values=values)
 
         filled = [
@@ -196,7 +192,7 @@ class Policy:
         """
         if (
             self.backend.reference is not None
-            and REFERENCE_TOKENS not in step.microbatches[0].values
+            and step.microbatches[0].values.reference_logprobs_N is None
         ):
             (step,) = self.with_frozen_logprobs([step], num_epochs=1)
         if self.loss.prepare is None:

@@ -22,8 +22,9 @@ from olmo_core.train.train_module.transformer.common import parallelize_model
 
 from open_instruct.config.lora import LoRASection
 from open_instruct.config.training import LearnerConfig, TrainingConfig
+from open_instruct.core.batch_values import TeacherValues
 from open_instruct.core.errors import InputError
-from open_instruct.core.records import ROW_VALUES, Batch
+from open_instruct.core.records import Batch
 from open_instruct.core.shard_layout import ShardLayout
 from open_instruct.models.heads.logprob_head import Measure
 from open_instruct.models.hf.names import clean_name
@@ -247,7 +248,9 @@ class Comparison:
         """
         if self.model is None:
             num_labels = len(batch.packed.sequence_ids_N)
-            kept_NC = batch.values[ROW_VALUES].view(num_labels, -1 if num_labels else 1)
+            stored = TeacherValues.read(batch.values).stored_numbers
+            assert stored is not None, "rows carry what is stored where there is no model"
+            kept_NC = stored.view(num_labels, -1 if num_labels else 1)
             return Measure(
                 self.compare_kept, (beside_labels(policy, batch.packed, kept_NC, device=device),)
             )

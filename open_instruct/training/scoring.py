@@ -119,7 +119,14 @@ class Scorer:
 
         def build(start: int) -> StepBatch:
             samples = [(rows[j],) for j in order[start : start + size]]
-            return step_batch(dataset, samples, shape=self.shape, rank=rank, num_ranks=num_ranks)
+            return step_batch(
+                dataset,
+                samples,
+                shape=self.shape,
+                rank=rank,
+                num_ranks=num_ranks,
+                values_class=self.policy.loss.values_class,
+            )
 
         with self.run.console.counting(title) as on_progress:
             for done, step in enumerate(built_ahead(build, range(0, len(order), size)), start=1):

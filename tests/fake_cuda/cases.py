@@ -418,7 +418,7 @@ def _offline(case: Case, config: Any, run: Any) -> tuple[Any, TakeSteps]:
     import numpy as np
 
     from open_instruct.batching.steps import BatchShape
-    from open_instruct.core.records import REFERENCE, StepBatch
+    from open_instruct.core.records import StepBatch
     from open_instruct.objectives.registry import objective_named
     from open_instruct.run.cadence import Cadence
     from open_instruct.training.loop import Loop
@@ -462,13 +462,14 @@ def _offline(case: Case, config: Any, run: Any) -> tuple[Any, TakeSteps]:
         )
     num_ranks = run.layout.data_parallel_world_size
     rows = _rows(case, form, NUM_STEPS * MICROBATCHES * case.rows * num_ranks)
-    has_scores = objective.needs_reference(config) and not moves
+    reference_logps_ND = None
+    if objective.needs_reference(config) and not moves:
+        reference_logps_ND = np.zeros((len(rows), form.documents_per_row), np.float32)
     loader = SampleLoader(
         rows,
         [(row,) for row in range(len(rows))],
-        scores={REFERENCE: np.zeros((len(rows), form.documents_per_row), np.float32)}
-        if has_scores
-        else {},
+        reference_logps_ND=reference_logps_ND,
+        values_class=loss.values_class,
         shape=BatchShape(
             documents_per_sample=form.documents_per_row,
             max_samples_per_microbatch=config.optim.per_device_train_batch_size,

@@ -12,6 +12,7 @@ import numpy as np
 import torch.distributed as dist
 
 from open_instruct.batching.steps import BatchShape, step_batch
+from open_instruct.core.batch_values import BatchValues, RowValues
 from open_instruct.core.records import StepBatch
 from open_instruct.data.token_dataset import (
     PlaceFact,
@@ -31,13 +32,14 @@ class SampleLoader:
     restarts.
 
     The last batch of an epoch is the shorter rest, and each of `samples` (rows that stay together)
-    comes once an epoch. `scores` are frozen values of the rows for the loss; see `collate`.
+    comes once an epoch. `reference_logps_ND` and `values_class` are explained at `collate`.
     """
 
     dataset: TokenDataset
     samples: Sequence[Sequence[int]]
     _: KW_ONLY
-    scores: Mapping[str, np.ndarray] | None = None
+    reference_logps_ND: np.ndarray | None = None
+    values_class: type[BatchValues] = RowValues
     shape: BatchShape
     seed: int
     dp_group: dist.ProcessGroup | None
@@ -65,7 +67,8 @@ class SampleLoader:
                 shape=self.shape,
                 rank=self.dp_rank,
                 num_ranks=self.dp_world_size,
-                scores=self.scores,
+                reference_logps_ND=self.reference_logps_ND,
+                values_class=self.values_class,
             )
 
         size = self.num_samples_per_step

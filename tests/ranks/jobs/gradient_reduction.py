@@ -12,7 +12,8 @@ import torch.distributed as dist
 
 from open_instruct.batching.steps import collate
 from open_instruct.commands.run_flags import parse_run
-from open_instruct.core.records import REFERENCE, Batch, Document, Span, StepBatch
+from open_instruct.core.batch_values import PreferenceValues
+from open_instruct.core.records import Batch, Document, Span, StepBatch
 from open_instruct.models.shards import local_part
 from open_instruct.objectives.dpo import DPO, DPOConfig
 from open_instruct.parallel.process import stop_process
@@ -114,6 +115,12 @@ def _microbatch(num_rows: int, *, seed: int, multiple_of: int) -> Batch:
             for reply in replies
         ]
         rows.append(tuple(documents))
-    scores = {REFERENCE: np.full((max(num_rows, 1), 2), -30.0, dtype=np.float32)}
+    reference_logps_N2 = np.full((max(num_rows, 1), 2), -30.0, dtype=np.float32)
     shape = shape_of(documents_per_sample=2, pad_to_multiple_of=multiple_of, prefix_sharing="on")
-    return collate(rows, tuple(range(num_rows)), shape=shape, scores=scores)
+    return collate(
+        rows,
+        tuple(range(num_rows)),
+        shape=shape,
+        reference_logps_ND=reference_logps_N2,
+        values_class=PreferenceValues,
+    )

@@ -19,7 +19,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from open_instruct.batching.steps import collate
 from open_instruct.commands.run_flags import parse_run
 from open_instruct.config.training import LearnerConfig, TrainingConfig
-from open_instruct.core.records import REFERENCE, Batch, Document, RolloutSample, Span, StepBatch
+from open_instruct.core.batch_values import BatchValues
+from open_instruct.core.records import Batch, Document, RolloutSample, Span, StepBatch
 from open_instruct.models.heads.logprob_head import LogprobHead
 from open_instruct.models.hf.names import TensorNames
 from open_instruct.models.lora.adapters import weights_of
@@ -102,7 +103,12 @@ def _steps(
     settings: Any = {"start_model": "", "cadence": Cadence(num_steps=2, save_every=1)}
     place: Any = SimpleNamespace(state_dict=dict, load_state_dict=None)
     loop = Loop(policy, place, run=run, config=config, **settings)
-    microbatch = _row(num_tokens, objective.rows_of(config).documents_per_row)
+    microbatch = _row(
+        num_tokens,
+        objective.rows_of(config).documents_per_row,
+        has_reference=objective.needs_reference(config),
+        values_class=policy.loss.values_class,
+    )
     num_rows = num_microbatches * run.layout.data_parallel_world_size
     counts = {
         "rows": num_rows,
@@ -202,11 +208,21 @@ def _counted(work: Any) -> Rows:
     return [(*kind, num_calls) for kind, num_calls in sorted(recorder.issued.items())]
 
 
-def _row(num_tokens: int, num_documents: int) -> Batch:
+def _row(
+    num_tokens: int, num_documents: int, *, has_reference: bool, values_class: type[BatchValues]
+) -> Batch:
     """One row of so many tokens: of one document, or of a pair."""
     document = _document(num_tokens // num_documents)
-    scores = {REFERENCE: np.full((1, num_documents), -6.0 * (num_tokens // 4), dtype=np.float32)}
-    return collate([(document,) * num_documents], (0,), shape=shape_of(), scores=scores)
+    reference_logps_1D = None
+    if has_reference:
+        reference_logps_1D = np.full((1, num_documents), -6.0 * (num_tokens // 4), dtype=np.float32)
+    return collate(
+        [(document,) * num_documents],
+        (0,),
+        shape=shape_of(),
+        reference_logps_ND=reference_logps_1D,
+        values_class=values_class,
+    )
 
 
 def _document(num_tokens: int) -> Document:

@@ -14,7 +14,8 @@ from open_instruct.batching.balance import best_fit
 from open_instruct.batching.documents import PADDING, kept_positions, pack_documents
 from open_instruct.batching.steps import BatchShape, collate, plan_step
 from open_instruct.config.sections import PreferenceLossSection
-from open_instruct.core.records import IGNORE_INDEX, ROW_VALUES, Batch, Document, PackedBatch, Span
+from open_instruct.core.batch_values import PreferenceValues, RowValues, StepLabelValues
+from open_instruct.core.records import IGNORE_INDEX, Batch, Document, PackedBatch, Span
 from open_instruct.losses.logprobs import sum_by_sequence
 from open_instruct.losses.preference import PreferenceLossInputs
 from open_instruct.objectives.dpo import preference_loss
@@ -276,18 +277,23 @@ def test_scores_follow_their_documents(packing: bool) -> None:
     pairs = [(document(1, 2, reply=1), document(3, 4, 5, reply=1)) for _ in range(2)]
     scores_N2 = np.array([[row, 10 + row] for row in range(5)], dtype=np.float32)
     batch = collate(
-        pairs, (4, 2), shape=shape_of(packing=packing), scores={"reference_logps": scores_N2}
+        pairs,
+        (4, 2),
+        shape=shape_of(packing=packing),
+        reference_logps_ND=scores_N2,
+        values_class=PreferenceValues,
     )
-    assert {name: values.tolist() for name, values in batch.values.items()} == {
-        "reference_logps_S": [4, 2, 14, 12]
-    }
+    reference_logps_S = PreferenceValues.read(batch.values).reference_logps_S
+    assert reference_logps_S is not None and reference_logps_S.tolist() == [4, 2, 14, 12]
 
 
 @pytest.mark.parametrize("packing", [True, False])
 def test_batch_of_no_rows_is_one_unlabelled_document(packing: bool) -> None:
-    scores = {"reference_logps": np.zeros((3, 2), dtype=np.float32)}
-    batch = collate([], (), shape=shape_of(packing=packing, pad_to_multiple_of=4), scores=scores)
-    assert batch.row_ids == () and batch.values["reference_logps_S"].shape == (0,)
+    shape = shape_of(packing=packing, pad_to_multiple_of=4)
+    batch = collate([], (), shape=shape, reference_logps_ND=np.zeros((3, 2), dtype=np.float32))
+    reference_logps_S = RowValues.read(batch.values).reference_logps_S
+    assert batch.row_ids == ()
+    assert reference_logps_S is not None and reference_logps_S.shape == (0,)
     assert batch.packed.num_sequences == 0 and batch.packed.num_tokens == 0
     assert batch.packed.input_ids_BT.tolist() == [[PAD] * 4]
     assert reply_logps(batch.packed)[0].shape == (0,)
@@ -443,9 +449,12 @@ class TestEndsOfReplies:
 def test_numbers_that_came_with_the_rows_follow_them() -> None:
     values = [np.array([0.5, 1.0], dtype=np.float32), np.array([2.0], dtype=np.float32)]
     rows = [(FIRST,), (SECOND,)]
-    batch = collate(rows, (4, 2), shape=shape_of(), row_values=values)
-    assert batch.values[ROW_VALUES].tolist() == [0.5, 1.0, 2.0]
-    assert collate([], (), shape=shape_of(), row_values=[]).values[ROW_VALUES].tolist() == []
+    batch = collate(
+        rows, (4, 2), shape=shape_of(), row_numbers=values, values_class=StepLabelValues
+    )
+    assert StepLabelValues.read(batch.values).labels_N.tolist() == [0.5, 1.0, 2.0]
+    empty = collate([], (), shape=shape_of(), row_numbers=[], values_class=StepLabelValues)
+    assert StepLabelValues.read(empty.values).labels_N.tolist() == []
 
 
 # --- packs

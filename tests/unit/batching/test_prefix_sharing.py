@@ -31,6 +31,7 @@ from open_instruct.batching.rollouts import (
 )
 from open_instruct.batching.steps import collate, num_packed_tokens
 from open_instruct.config.sections import PrefixSharing
+from open_instruct.core.batch_values import RLValues
 from open_instruct.core.families import FAMILIES
 from open_instruct.core.records import IGNORE_INDEX, Document, PackedBatch, RolloutSample, Span
 from open_instruct.data.token_dataset import TokenDataset
@@ -298,8 +299,10 @@ def test_values_of_rollouts_are_in_the_order_of_their_labels() -> None:
     documents = [document([5, 9, 2], [7]), document([5, 9, 2], [8, 3])]
     batch = rollout_batch([rollout(each) for each in documents], prefix_sharing="on")
     assert batch.packed.labels_BT.tolist() == [[_, _, 7, _, 8, 3, _]]
-    torch.testing.assert_close(batch.values["engine_logprobs_N"], torch.tensor([-0.1, -0.1, -0.2]))
-    assert batch.values["advantages_N"].tolist() == [4, 5, 5]
+    torch.testing.assert_close(
+        RLValues.read(batch.values).engine_logprobs_N, torch.tensor([-0.1, -0.1, -0.2])
+    )
+    assert RLValues.read(batch.values).advantages_N.tolist() == [4, 5, 5]
 
 
 def test_values_of_a_tree_are_those_of_each_sample() -> None:
@@ -315,9 +318,11 @@ def test_values_of_a_tree_are_those_of_each_sample() -> None:
     batch = rollout_batch(samples, prefix_sharing="on")
     assert batch.packed.sequence_ids_N.tolist() == [0] * 12 + [2] * 10 + [1]
     assert batch.packed.label_positions_N.tolist() == [*range(2, 14), *range(2, 11), 15, 17]
-    assert batch.values["advantages_N"].tolist() == [15] * 12 + [13] * 10 + [4]
-    assert batch.values["rl_weights"].tolist() == [1] * 12 + [2] * 10 + [1]
-    assert batch.values["ce_tokens"].tolist() == [21]
+    assert RLValues.read(batch.values).advantages_N.tolist() == [15] * 12 + [13] * 10 + [4]
+    values = RLValues.read(batch.values)
+    assert values.rl.weights_M is not None and values.ce is not None
+    assert values.rl.weights_M.tolist() == [1] * 12 + [2] * 10 + [1]
+    assert values.ce.tokens_M is not None and values.ce.tokens_M.tolist() == [21]
 
 
 # --- what is computed

@@ -14,6 +14,7 @@ from open_instruct.batching.rollouts import (
     rollout_batch,
     rollout_minibatches,
 )
+from open_instruct.core.batch_values import RLValues, Stream
 from open_instruct.core.records import Document, RolloutSample, Span
 from tests.tiers import num_examples
 
@@ -166,18 +167,19 @@ def test_values_are_in_the_order_of_their_labels() -> None:
     )
     assert batch.packed.input_ids_BT.tolist() == [[10, 11, 12, 13, 20, 21, 22, 23, 0, 0]]
     assert batch.packed.labels_BT.tolist() == [[-100, 12, 13, -100, 21, 22, 23, -100, -100, -100]]
-    assert {name: values.tolist() for name, values in batch.values.items()} == {
-        "engine_logprobs_N": [-12, -13, -21, -22, -23],
-        "advantages_N": [0.5, 0.5, -1, -1, -1],
-    }
-    assert {values.dtype for values in batch.values.values()} == {torch.float32}
+    values = RLValues.read(batch.values)
+    assert values.engine_logprobs_N.tolist() == [-12, -13, -21, -22, -23]
+    assert values.advantages_N.tolist() == [0.5, 0.5, -1, -1, -1]
+    assert values.engine_logprobs_N.dtype == values.advantages_N.dtype == torch.float32
+    assert values.rl == values.kl == Stream() and values.ce is None
 
 
 def test_empty_microbatch_still_has_a_document() -> None:
     batch = rollout_batch([], pad_to_multiple_of=4)
     assert batch.packed.input_ids_BT.tolist() == [[0, 0, 0, 0]]
     assert (batch.packed.num_sequences, batch.packed.num_tokens) == (0, 0)
-    assert {values.shape for values in batch.values.values()} == {(0,)}
+    values = RLValues.read(batch.values)
+    assert values.engine_logprobs_N.shape == values.advantages_N.shape == (0,)
 
 
 def test_log_probs_that_do_not_match_their_tokens_are_our_own_mistake() -> None:

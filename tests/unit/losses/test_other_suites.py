@@ -5,6 +5,7 @@ TRL is of 2026-07-24 (f2cd57710), verl of 2026-01-29 (b178a3cd5).
 """
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 from open_instruct.batching.rollouts import counts_of, rollout_batch
 from open_instruct.config.rollout_sections import PolicyLossSection
 from open_instruct.config.sections import PreferenceLossSection
+from open_instruct.core.batch_values import RLValues
 from open_instruct.core.records import Document, RolloutSample, Span, StepBatch
 from open_instruct.losses.policy import POLICY_LOSSES
 from open_instruct.losses.preference import PreferenceLossInputs
@@ -104,9 +106,12 @@ def test_policy_loss_is_that_of_another_suite(case: dict[str, Any]) -> None:
         for index, length in enumerate(is_token.sum(1).tolist())
     ]
     batch = rollout_batch(samples)
-    batch.values.update(
-        old_logprobs_N=rows["old_logprobs"][is_token], advantages_N=rows["advantages"][is_token]
+    values = replace(
+        RLValues.read(batch.values),
+        old_logprobs_N=rows["old_logprobs"][is_token],
+        advantages_N=rows["advantages"][is_token],
     )
+    batch = replace(batch, values=values)
     scores = TokenLogprobs(logprobs_N=logprobs_N, sequence_ids_N=batch.packed.sequence_ids_N)
     bound = bind(section, temperature=1.0, response_length=7)
     assert (bound.prepare is None) is (POLICY_LOSSES[case["name"]].marks is None)

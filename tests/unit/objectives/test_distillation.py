@@ -18,8 +18,9 @@ import torch
 from open_instruct.batching.documents import pack_documents
 from open_instruct.commands.plan import parse_request
 from open_instruct.commands.tiny_model import write_tiny_model
+from open_instruct.core.batch_values import TeacherValues
 from open_instruct.core.errors import InputError, RunError
-from open_instruct.core.records import ROW_VALUES, Batch, Document, PackedBatch, Span, StepBatch
+from open_instruct.core.records import Batch, Document, PackedBatch, Span, StepBatch
 from open_instruct.losses.distillation import divergence, keep_top_k, top_k_divergence
 from open_instruct.models.build import build_model
 from open_instruct.models.heads.logprob_head import LogprobHead, Measure
@@ -218,13 +219,14 @@ def test_chunks_and_rows_change_nothing(
     teacher = comparison.teacher
     with torch.no_grad():
         teacher_NV = logits_at_labels("qwen3", packed)
-    values = {}
+    values = TeacherValues()
     if teacher.keep is not None:
         kept = token_logprobs(
             random_model("qwen3"), packed, device=CPU, measure=Measure(teacher.keep)
         ).measured_N
         torch.testing.assert_close(kept, teacher.keep(teacher_NV), rtol=1e-4, atol=1e-4)
-        values, teacher_NV = {ROW_VALUES: kept.detach().flatten()}, kept.detach()
+        values = TeacherValues(stored_numbers=kept.detach().flatten())
+        teacher_NV = kept.detach()
     batch = Batch(packed=packed, row_ids=(0, 1), values=values)
 
     scores = token_logprobs(

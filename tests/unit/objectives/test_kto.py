@@ -19,8 +19,9 @@ from open_instruct.batching.documents import pack_documents
 from open_instruct.batching.steps import BatchShape, step_batch
 from open_instruct.commands.plan import parse_request
 from open_instruct.commands.tiny_model import tiny_config
+from open_instruct.core.batch_values import UnpairedValues
 from open_instruct.core.errors import InputError, RunError
-from open_instruct.core.records import REFERENCE, Document
+from open_instruct.core.records import Document
 from open_instruct.data.files.rows import MalformedRow
 from open_instruct.data.report import DataReport
 from open_instruct.data.token_dataset import TokenDataset
@@ -385,8 +386,15 @@ def step_of(
     filled(policy)  # the train module empties what it is given
     module.zero_grads()
     every_row = [(row,) for row in range(len(dataset))]
-    scores = {REFERENCE: reference_ND}
-    rows = step_batch(dataset, every_row, shape=batch_shape, rank=0, num_ranks=1, scores=scores)
+    rows = step_batch(
+        dataset,
+        every_row,
+        shape=batch_shape,
+        rank=0,
+        num_ranks=1,
+        reference_logps_ND=reference_ND,
+        values_class=UnpairedValues,
+    )
     return dict(module.policy.forward_backward(rows)), all_gradients(policy)
 
 

@@ -1,13 +1,14 @@
 """A loss that must know all rows of a step before it learns from the first: `BoundLoss.prepare`."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
 from open_instruct.batching.steps import step_batch
 from open_instruct.commands.tiny_model import SIZES, tiny_config
+from open_instruct.core.batch_values import RowValues
 from open_instruct.core.records import Batch, Metric, StepBatch
 from open_instruct.models.build import build_model
 from open_instruct.objectives.objective import BoundLoss, Gather, LossOutputs, TokenLogprobs
@@ -24,6 +25,13 @@ SIZE = {
 }
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeanValues(RowValues):
+    """The mean log-prob of a step."""
+
+    mean: torch.Tensor
+
+
 class Centered:
     """The log-probs of a step minus their mean over all of its tokens, squared; and what was seen
     on the way.
@@ -38,16 +46,15 @@ class Centered:
     ) -> StepBatch:
         self.prepared += [score.logprobs_N for score in scores]
         mean = gather(torch.cat(self.prepared)).mean()
-        batches = (
-            replace(batch, values={**batch.values, "mean": mean}) for batch in step.microbatches
-        )
+        batches = (replace(batch, values=MeanValues(mean=mean)) for batch in step.microbatches)
         return replace(step, microbatches=tuple(batches))
 
     def function(
         self, scores: TokenLogprobs, batch: Batch, counts: Mapping[str, int]
     ) -> LossOutputs:
         self.seen.append(scores.logprobs_N)
-        loss = (scores.logprobs_N - batch.values["mean"]).square().sum() / counts["labels"]
+        mean = MeanValues.read(batch.values).mean
+        loss = (scores.logprobs_N - mean).square().sum() / counts["labels"]
         return LossOutputs(
             loss=loss, metrics={"loss": Metric(value=loss.detach(), reduction="sum")}
         )

@@ -22,9 +22,10 @@ from open_instruct.cli import main
 from open_instruct.commands.score import main as score_command
 from open_instruct.commands.tiny_model import write_tiny_model
 from open_instruct.config.rollout_sections import RewardSection
+from open_instruct.core.batch_values import StepLabelValues
 from open_instruct.core.errors import InputError
 from open_instruct.core.families import FAMILIES
-from open_instruct.core.records import ROW_VALUES, Batch, Check
+from open_instruct.core.records import Batch, Check
 from open_instruct.data.report import DataReport
 from open_instruct.data.step_rows import PlaceholderBuilder, StepBuilder
 from open_instruct.data.token_dataset import TokenDataset
@@ -138,7 +139,8 @@ def test_loss_is_a_mean_over_all_steps_however_they_are_cut(cut: list[int]) -> N
             sequence_ids_N=torch.zeros(num, dtype=torch.long),
             class_logits_NC=logits[part],
         )
-        batch = Batch(packed=SimpleNamespace(), row_ids=(), values={ROW_VALUES: labels[part]})  # type: ignore[arg-type]
+        values = StepLabelValues(labels_N=labels[part])
+        batch = Batch(packed=SimpleNamespace(), row_ids=(), values=values)  # type: ignore[arg-type]
         outputs = loss.function(scores, batch, {"labels": 7})
         total += float(outputs.loss)
         accuracy += float(outputs.metrics["accuracy"].value) * num / 7
@@ -316,8 +318,16 @@ def test_cut_takes_whole_steps_with_their_labels(
         max_seq_length=200,
         packing=True,
     )
-    step = step_batch(dataset, [(0,), (1,)], shape=shape, rank=0, num_ranks=1)
-    assert step.counts["labels"] == 2 and step.microbatches[0].values[ROW_VALUES].tolist() == [1, 1]
+    step = step_batch(
+        dataset,
+        [(0,), (1,)],
+        shape=shape,
+        rank=0,
+        num_ranks=1,
+        values_class=StepLabelValues,
+    )
+    values = StepLabelValues.read(step.microbatches[0].values)
+    assert step.counts["labels"] == 2 and values.labels_N.tolist() == [1, 1]
     with pytest.raises(InputError, match=r"first_step_too_long 1|prompt_too_long 1"):
         load(tokenizer, tmp_path, [row], length=whole.responses[0].stop - 1)
 

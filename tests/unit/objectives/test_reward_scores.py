@@ -18,7 +18,8 @@ from open_instruct.batching.documents import pack_documents
 from open_instruct.cli import main
 from open_instruct.commands.tiny_model import write_tiny_model
 from open_instruct.config.rollout_sections import RewardSection
-from open_instruct.core.records import ROW_VALUES, Batch, Check, Document, Span
+from open_instruct.core.batch_values import MarginValues
+from open_instruct.core.records import Batch, Check, Document, Span
 from open_instruct.data.chat import ChatFormat
 from open_instruct.models.heads.value_head import drawn_score
 from open_instruct.models.load import stream_load
@@ -116,7 +117,7 @@ def test_loss_of_a_batch_does_not_depend_on_its_cut(cut: list[int], mean: float)
         batch = Batch(
             packed=SimpleNamespace(num_sequences=2 * size),  # type: ignore[arg-type]
             row_ids=tuple(range(size)),
-            values={ROW_VALUES: margins_P[part]},
+            values=MarginValues(margins_P=margins_P[part]),
         )
         outputs = loss.function(scores, batch, {"rows": 5})
         total += float(outputs.loss)

@@ -22,6 +22,7 @@ from open_instruct.batching.rollouts import (
 )
 from open_instruct.commands.tiny_model import write_tiny_model
 from open_instruct.config.rollout_sections import PolicyLossSection
+from open_instruct.core.batch_values import RLValues
 from open_instruct.core.errors import InputError
 from open_instruct.core.records import Batch, Document, RolloutSample, Span, StepBatch
 from open_instruct.core.shard_layout import ShardLayout
@@ -93,7 +94,7 @@ def scores_of(samples: Sequence[RolloutSample], batch: Batch) -> TokenLogprobs:
 
     The entropy of a token is a tenth of its log-prob.
     """
-    engine_N = batch.values["engine_logprobs_N"]
+    engine_N = RLValues.read(batch.values).engine_logprobs_N
     logprobs_N = torch.where(engine_N == 0, -1.0, engine_N + 0.3 * (engine_N * 97).sin())
     ids = [i for i, sample in enumerate(samples) for _ in sample.engine_logprobs]
     return TokenLogprobs(
@@ -111,9 +112,11 @@ def loss_and_gradient(
     `values` are offsets of the frozen log-probs from the engine's, by name.
     """
     batch = rollout_batch(samples)
-    engine_N = batch.values["engine_logprobs_N"]
-    frozen = {f"{name}_logprobs_N": engine_N + offset for name, offset in values.items()}
-    batch = dataclasses.replace(batch, values={**batch.values, **frozen})
+    engine_N = RLValues.read(batch.values).engine_logprobs_N
+    frozen: dict[str, Any] = {
+        f"{name}_logprobs_N": engine_N + offset for name, offset in values.items()
+    }
+    batch = dataclasses.replace(batch, values=dataclasses.replace(batch.values, **frozen))
     scores = scores_of(samples, batch)
     bound = bind(loss, temperature=1.0, response_length=20)
     outputs = bound.function(scores, batch, counts_of(samples))
@@ -178,7 +181,7 @@ def test_teacher_alone_pulls_each_token_by_its_distance() -> None:
     outputs, gradient_N = loss_and_gradient(samples, loss, teacher=-0.2)
     batch = rollout_batch(samples)
     distance_N = scores_of(samples, batch).logprobs_N.detach() - (
-        batch.values["engine_logprobs_N"] - 0.2
+        RLValues.read(batch.values).engine_logprobs_N - 0.2
     )
     torch.testing.assert_close(gradient_N, 3.0 * distance_N / len(distance_N))
     assert float(outputs.metrics["teacher_kl"].value) == pytest.approx(
@@ -201,7 +204,7 @@ def test_estimate_is_weighted_by_the_ratio_that_is_optimised(kind: str) -> None:
     total, start = new_N.sum() * 0, 0
     for sample in samples:
         own = slice(start, start := start + len(sample.engine_logprobs))
-        engine, new = batch.values["engine_logprobs_N"][own], new_N[own]
+        engine, new = RLValues.read(batch.values).engine_logprobs_N[own], new_N[own]
         ratios, d = (new - engine - 0.1).exp(), new - engine + 0.4
         if kind in ("gspo", "luspo"):
             ratios = ratios.prod() ** (1 / len(ratios))
@@ -259,8 +262,10 @@ def choices_by_cut(
     prepared = bound.prepare(step, scores, lambda values: values)
     choices: dict[str, list[float]] = {}
     for batch in prepared.microbatches:
-        for name in batch.values.keys() & {"is_learned", "is_marked"}:
-            choices.setdefault(name, []).extend(batch.values[name].tolist())
+        values = RLValues.read(batch.values)
+        for name, chosen_M in (("learned", values.is_learned_M), ("marked", values.is_marked_M)):
+            if chosen_M is not None:
+                choices.setdefault(f"is_{name}", []).extend(chosen_M.tolist())
     return choices
 
 
@@ -287,7 +292,7 @@ def test_tokens_are_chosen_over_the_update_however_it_is_cut(
     assert sum(chosen) == count > 1
 
     batch = rollout_batch(samples)
-    scores, advantages_N = scores_of(samples, batch), batch.values["advantages_N"]
+    scores, advantages_N = scores_of(samples, batch), RLValues.read(batch.values).advantages_N
     logprobs_N = scores.logprobs_N.detach()
     covariances_N = (logprobs_N - logprobs_N.mean()) * (advantages_N - advantages_N.mean())
     is_chosen_N = torch.tensor(chosen).bool()
@@ -313,15 +318,14 @@ def test_draw_of_tokens_leaves_clipped_ones_aside_and_is_another_in_another_upda
     # Every ratio is e^0.5, which the clip range takes the gradient from where the advantage is
     # positive.
     scores = scores_of(samples, batch)
-    batch = dataclasses.replace(
-        batch, values={**batch.values, "old_logprobs_N": scores.logprobs_N.detach() - 0.5}
-    )
+    values = batch.values.with_logprobs("old_logprobs_N", scores.logprobs_N.detach() - 0.5)
+    batch = dataclasses.replace(batch, values=values)
     step = bound.prepare(
         StepBatch(microbatches=(batch,), counts={}), [scores], lambda values: values
     )
-    assert torch.equal(
-        step.microbatches[0].values["is_marked"].bool(), batch.values["advantages_N"] <= 0
-    )
+    values = RLValues.read(step.microbatches[0].values)
+    assert values.is_marked_M is not None
+    assert torch.equal(values.is_marked_M.bool(), values.advantages_N <= 0)
 
     few = PolicyLossSection(**flags | {"cov_fraction": 0.2})
     draws = []
@@ -356,7 +360,8 @@ def test_tokens_of_low_entropy_are_not_learned_but_count() -> None:
     )
     outputs = bound.function(scores, step.microbatches[0], counts_of(samples))
     (gradient_N,) = torch.autograd.grad(outputs.loss, scores.logprobs_N)
-    assert torch.equal(gradient_N, plain_N * step.microbatches[0].values["is_learned"])
+    is_learned_M = RLValues.read(step.microbatches[0].values).is_learned_M
+    assert is_learned_M is not None and torch.equal(gradient_N, plain_N * is_learned_M)
 
 
 # --- plans
@@ -417,11 +422,12 @@ def test_conversations_are_learned_where_no_completion_is() -> None:
 
 def test_document_of_several_turns_has_its_labels_in_order() -> None:
     batch = rollout_batch([with_tool(completions(12, count=1)[0])])
-    assert batch.values["ce_tokens"].tolist() == [0, 1] and batch.values["ce_weights"].tolist() == [
-        1.0,
-        0.5,
-    ]
-    assert batch.values["rl_tokens"].tolist() == list(range(2, len(batch.values["advantages_N"])))
+    values = RLValues.read(batch.values)
+    assert values.ce is not None
+    assert values.ce.tokens_M is not None and values.ce.tokens_M.tolist() == [0, 1]
+    assert values.ce.weights_M is not None and values.ce.weights_M.tolist() == [1.0, 0.5]
+    assert values.rl.tokens_M is not None
+    assert values.rl.tokens_M.tolist() == list(range(2, len(values.advantages_N)))
 
 
 # --- a loss of the user's own
@@ -433,7 +439,7 @@ def test_loss_of_ones_own(tmp_path: Path) -> None:
     samples = completions(13)
     loss = PolicyLossSection(loss_fn=f"{tmp_path}/mine.py:squared", rho_correction="none")
     _, gradient_N = loss_and_gradient(samples, loss)
-    advantages_N = rollout_batch(samples).values["advantages_N"]
+    advantages_N = RLValues.read(rollout_batch(samples).values).advantages_N
     torch.testing.assert_close(gradient_N, -advantages_N / len(advantages_N))
     signs = own_function(f"{tmp_path}/mine.py:signs", flag="--advantages", known=())
     assert signs is not None and signs([SimpleNamespace(rewards=(1.0, 0.25))]) == [[1.0, -1.0]]

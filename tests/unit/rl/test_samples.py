@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from open_instruct.batching.rollouts import counts_of, rollout_batch
+from open_instruct.core.batch_values import RLValues
 from open_instruct.core.records import (
     Completion,
     Document,
@@ -189,7 +190,7 @@ def test_episodes_that_begin_with_one_turn_share_it_and_learn_it_twice() -> None
         17,
         18,
     ]
-    assert batch.values["advantages_N"].tolist() == pytest.approx(
+    assert RLValues.read(batch.values).advantages_N.tolist() == pytest.approx(
         [*[first] * 11, *[third] * 11, *[second] * 11]
     )
 

@@ -14,12 +14,13 @@ from open_instruct.batching.rollouts import (
     rollout_minibatches,
 )
 from open_instruct.config.rollout_sections import CriticSection
+from open_instruct.core.batch_values import RLValues
 from open_instruct.core.errors import InputError
 from open_instruct.core.records import Batch, Document, Episode, RolloutSample, Span, StepBatch
 from open_instruct.objectives.objective import TokenLogprobs
 from open_instruct.rl.samples import add_answer_loss
 from open_instruct.training.backend import critics
-from open_instruct.training.critic import RETURNS, Critic, select_critic_part, value_loss
+from open_instruct.training.critic import Critic, select_critic_part, value_loss
 
 GAMMA, LAMBDA = 0.9, 0.8
 EPISODE = RolloutSample(
@@ -76,7 +77,7 @@ def test_advantages_are_of_sampled_tokens_alone_over_all_turns() -> None:
     completion: Any = SimpleNamespace(token_ids=EPISODE.document.token_ids[2:], episode=episode)
     update = update_of([add_answer_loss(EPISODE, completion, 0.5), SHORT, WRITTEN])
     (filled,) = critic_of(whiten_advantages=False).with_advantages([update])
-    values = filled.microbatches[0].values
+    values = RLValues.read(filled.microbatches[0].values)
     old = valued(update.microbatches[0]).logprobs_N
     sampled = [0, 1, 4, 5]  # of the episode's labels: two more are what the environment answered
     expected, later, value_later = torch.zeros(9), 0.0, 0.0
@@ -87,16 +88,17 @@ def test_advantages_are_of_sampled_tokens_alone_over_all_turns() -> None:
     expected[6] = -1.0 - float(old[6])
     is_sampled = torch.zeros(9)
     is_sampled[[*sampled, 6]] = 1
-    assert torch.allclose(values["advantages_N"], expected, atol=1e-6)
-    assert torch.allclose(values["old_values_N"], old * is_sampled)
-    assert torch.allclose(values["returns_N"], expected + old * is_sampled, atol=1e-6)
+    assert torch.allclose(values.advantages_N, expected, atol=1e-6)
+    assert values.old_values_N is not None and values.returns_N is not None
+    assert torch.allclose(values.old_values_N, old * is_sampled)
+    assert torch.allclose(values.returns_N, expected + old * is_sampled, atol=1e-6)
 
 
 def test_whitening_is_over_all_updates_of_a_step() -> None:
     updates = [update_of([EPISODE], [SHORT]), update_of([SHORT, EPISODE])]
     filled = critic_of().with_advantages(updates)
     everything = torch.cat(
-        [batch.values["advantages_N"] for each in filled for batch in each.microbatches]
+        [RLValues.read(batch.values).advantages_N for each in filled for batch in each.microbatches]
     )
     assert len(everything) == 10
     assert float(everything.mean()) == pytest.approx(0, abs=1e-6) and float(
@@ -128,9 +130,10 @@ def test_microbatches_of_conversations_are_not_computed() -> None:
         assert len(computed) == 2
         assert filled[0].microbatches[2] is updates[0].microbatches[2]
         assert [len(select_critic_part(each).microbatches) for each in filled] == [2]
-        assert all(RETURNS in each.values for each in select_critic_part(filled[0]).microbatches)
+        learned = select_critic_part(filled[0]).microbatches
+        assert all(RLValues.read(each.values).returns_N is not None for each in learned)
     assert sorted(
-        len(batch.values["advantages_N"])
+        len(RLValues.read(batch.values).advantages_N)
         for (update,) in ranks
         for batch in update.microbatches[:2]
     ) == [*(0, 1, 4, 4)]

@@ -17,8 +17,8 @@ from open_instruct.batching.rollouts import plan_steps_of_ranks, rollout_batch, 
 from open_instruct.commands.run_flags import parse_run
 from open_instruct.config.grpo import GRPOConfig
 from open_instruct.config.rollout_sections import FleetSection
+from open_instruct.core.batch_values import LogprobsField, RLValues
 from open_instruct.core.records import (
-    REFERENCE_TOKENS,
     Batch,
     Completion,
     Document,
@@ -35,7 +35,7 @@ from open_instruct.rl.episodes.conversations import _Walked
 from open_instruct.training.model import forward
 from open_instruct.training.model.forward import token_logprobs
 from open_instruct.training.model.routing import balance, noted_routers
-from open_instruct.training.policy import OLD_TOKENS, Policy
+from open_instruct.training.policy import Policy
 from tests.fleet.grpo_case import GRPOCase, write_prompts
 from tests.ranks.shallow import write_shallow_model
 from tests.refusals import refused
@@ -44,6 +44,7 @@ from tests.unit.small_models import CPU, new_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
+NO_VALUES = RLValues(engine_logprobs_N=torch.zeros(0), advantages_N=torch.zeros(0))
 NUM_LAYERS, TOP_K, NUM_EXPERTS = 4, 3, 8
 LAYERS_OF_MODELS = {
     "all": {},
@@ -222,14 +223,15 @@ def test_frozen_model_chooses_its_own_experts_and_the_policy_before_the_step_doe
         "loss": MagicMock(temperature=1.0),
     }
     plain, replayed = (
-        Batch(packed=replace(packed_of(), routes_TR=told), row_ids=())
+        Batch(packed=replace(packed_of(), routes_TR=told), row_ids=(), values=NO_VALUES)
         for told in (None, other_experts(14))
     )
     step = StepBatch(microbatches=(plain, replayed), counts={})
-    (scored,) = policy.add_logprobs({OLD_TOKENS: model, REFERENCE_TOKENS: model}, [step])
-    of_plain, of_replayed = (batch.values for batch in scored.microbatches)
-    assert torch.equal(of_plain[REFERENCE_TOKENS], of_replayed[REFERENCE_TOKENS])
-    assert not torch.allclose(of_plain[OLD_TOKENS], of_replayed[OLD_TOKENS])
+    models: dict[LogprobsField, Any] = {"old_logprobs_N": model, "reference_logprobs_N": model}
+    (scored,) = policy.add_logprobs(models, [step])
+    of_plain, of_replayed = (RLValues.read(batch.values) for batch in scored.microbatches)
+    assert torch.equal(of_plain.reference_logprobs_N, of_replayed.reference_logprobs_N)
+    assert not torch.allclose(of_plain.old_logprobs_N, of_replayed.old_logprobs_N)
 
 
 def test_model_without_experts_is_refused_before_anything_is_started(tmp_path: Path) -> None:

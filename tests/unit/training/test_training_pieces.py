@@ -17,6 +17,7 @@ from olmo_core.nn.transformer import Transformer
 from open_instruct.batching.steps import BatchShape, collate, step_batch
 from open_instruct.commands.tiny_model import SIZES, tiny_config
 from open_instruct.config.sections import MemorySection, OptimSection
+from open_instruct.core.batch_values import RowValues
 from open_instruct.core.errors import InputError
 from open_instruct.core.records import Metric
 from open_instruct.core.shard_layout import ShardLayout
@@ -139,15 +140,19 @@ class TestLoading:
 
     def test_reference_follows_its_rows(self) -> None:
         pairs = make_pairs(4)
-        scores = {
-            "reference_logps": np.array([[row, 10 + row] for row in range(4)], dtype=np.float32)
-        }
+        reference_logps_N2 = np.array([[row, 10 + row] for row in range(4)], dtype=np.float32)
         step = step_batch(
-            pairs, [(2,), (0,), (3,)], shape=shape_of(), rank=0, num_ranks=1, scores=scores
+            pairs,
+            [(2,), (0,), (3,)],
+            shape=shape_of(),
+            rank=0,
+            num_ranks=1,
+            reference_logps_ND=reference_logps_N2,
         )
         for batch in step.microbatches:
             expected = [*batch.row_ids, *(10 + row for row in batch.row_ids)]
-            assert batch.values["reference_logps_S"].tolist() == expected
+            reference_logps_S = RowValues.read(batch.values).reference_logps_S
+            assert reference_logps_S is not None and reference_logps_S.tolist() == expected
 
 
 class TestReferenceCache:
