@@ -7,7 +7,7 @@ from pkgutil import resolve_name
 from typing import NoReturn
 
 from open_instruct import __version__
-from open_instruct.commands.process import leave, run_to_exit_code
+from open_instruct.commands.process import exit_process, run_to_exit_code
 from open_instruct.config.help import asks_for_help, print_help
 from open_instruct.config.packaged import packaged_name, packaged_settings
 from open_instruct.config.parser import nearest
@@ -124,7 +124,7 @@ def _run(name: str, words: Sequence[str]) -> int:
 
 def program() -> NoReturn:
     """The console script: `main` as a whole process."""
-    leave(run_to_exit_code(main, program=PROGRAM))
+    exit_process(run_to_exit_code(main, program=PROGRAM))
 
 
 def usage() -> str:

@@ -14,7 +14,7 @@ if __name__ == "__main__":
     # Our own folder must not come first: a file of ours would shadow a library of the same name.
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from open_instruct.commands.process import leave
+from open_instruct.commands.process import exit_process
 from open_instruct.grpo_olmo_core_actor import PolicyTrainerOLMoCoreProcess, run_grpo
 from open_instruct.training.deepspeed.grpo_flags import GRPOFastConfig
 
@@ -32,4 +32,4 @@ if __name__ == "__main__":
     # Ray knows a learner's class by its module's name, which must not be `__main__` there.
     from open_instruct.grpo_fast import main as main_of_package
 
-    leave(main_of_package())
+    exit_process(main_of_package())

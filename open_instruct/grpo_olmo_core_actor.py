@@ -21,7 +21,7 @@ if __name__ == "__main__":
     # Our own folder must not come first: a file of ours would shadow a library of the same name.
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from open_instruct.commands.process import check_in_place_of_run, leave, run_entry
+from open_instruct.commands.process import check_in_place_of_run, exit_process, run_entry
 from open_instruct.config.grpo import GRPOConfig, validate_grpo
 from open_instruct.config.help import asks_for_check
 from open_instruct.data.prompt_rows import parse_prompt_row
@@ -29,7 +29,7 @@ from open_instruct.data.prompts import PromptBuilder, row_changes
 from open_instruct.environments.registry import known_environments
 from open_instruct.rewards.registry import known_verifiers
 from open_instruct.run.earlier_command import refuse_another_command
-from open_instruct.run.first_look import look_at, look_at_rows
+from open_instruct.run.first_look import check_first_rows, check_paths
 
 if TYPE_CHECKING:
     from olmo_core.train.callbacks import Callback
@@ -67,7 +67,7 @@ def run_grpo(
         argv,
         program=program,
         validate=validate_grpo,
-        look=look_at_run,
+        look=preflight,
     )
 
 
@@ -82,11 +82,11 @@ def check(words: Sequence[str], *, config_class: type[GRPOConfig]) -> int:
 
 
 # Users' own code is loaded before torch, so that a misspelt name is refused at once.
-def look_at_run(config: GRPOConfig) -> None:
+def preflight(config: GRPOConfig) -> None:
     """:raises InputError: what the flags name, or the first of the prompts, will not do."""
     refuse_another_command(config, "grpo")
     verifiers = known_verifiers(config.reward)
-    look_at(config)
+    check_paths(config)
     environments = known_environments(config.environment)
     check = partial(
         parse_prompt_row,
@@ -94,7 +94,7 @@ def look_at_run(config: GRPOConfig) -> None:
         known_environments=environments,
         **row_changes(config),
     )
-    look_at_rows(
+    check_first_rows(
         PromptBuilder, config, "dataset_mixer_list", "dataset_mixer_eval_list", check=check
     )
 
@@ -234,4 +234,4 @@ if __name__ == "__main__":
     # Ray knows a learner's class by its module's name, which must not be `__main__` there.
     from open_instruct.grpo_olmo_core_actor import main as main_of_package
 
-    leave(main_of_package())
+    exit_process(main_of_package())

@@ -28,7 +28,7 @@ from open_instruct.objectives.policy_gradient import GRPO
 from open_instruct.rewards.function import file_with
 from open_instruct.run.hub.upload import open_repository, upload
 from open_instruct.run.run_directory import RunDirectory, exported_by, is_number, rows_of
-from open_instruct.train import look_at_run, train
+from open_instruct.train import preflight, train
 
 if TYPE_CHECKING:
     from olmo_core.train.callbacks import Callback
@@ -126,9 +126,9 @@ def _run(
     for warning in objective.validate(config):
         print(f"warning: {warning}")
     if isinstance(config, GRPOConfig):
-        grpo_olmo_core_actor.look_at_run(config)
+        grpo_olmo_core_actor.preflight(config)
     else:
-        look_at_run(config, objective=objective)
+        preflight(config, objective=objective)
     if config.run.push_to_hub:
         open_repository(config.run)
     from open_instruct.parallel.process import stop_process  # which loads torch

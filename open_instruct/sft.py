@@ -11,11 +11,11 @@ if __name__ == "__main__":
     # Our own folder must not come first: a file of ours would shadow a library of the same name.
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from open_instruct.commands.process import leave
+from open_instruct.commands.process import exit_process
 from open_instruct.objectives.sft import SFT
 from open_instruct.train import make_main
 
 main = make_main(SFT)
 
 if __name__ == "__main__":
-    leave(main())
+    exit_process(main())

@@ -20,10 +20,10 @@ if __name__ == "__main__":
 
 from open_instruct.commands.process import (
     check_in_place_of_run,
-    leave,
+    command_as_typed,
+    exit_process,
     run_entry,
     run_to_exit_code,
-    typed,
 )
 from open_instruct.config.help import asks_for_check, asks_for_help
 from open_instruct.config.training import TrainingConfig
@@ -35,7 +35,7 @@ from open_instruct.models.hf.hf_config import config_fields
 from open_instruct.objectives.objective import Objective
 from open_instruct.objectives.registry import OBJECTIVES
 from open_instruct.run.earlier_command import refuse_another_command
-from open_instruct.run.first_look import look_at, look_at_rows
+from open_instruct.run.first_look import check_first_rows, check_paths
 
 if TYPE_CHECKING:
     from olmo_core.train.callbacks import Callback
@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     code.
     """
     words = sys.argv[1:] if argv is None else list(argv)
-    return run_to_exit_code(lambda: _run_own(words), program=typed("train.py"))
+    return run_to_exit_code(lambda: _run_own(words), program=command_as_typed("train.py"))
 
 
 def _run_own(words: list[str]) -> int:
@@ -101,7 +101,7 @@ def run_objective(
         argv,
         program=program,
         validate=objective.validate,
-        look=partial(look_at_run, objective=objective),
+        look=partial(preflight, objective=objective),
         script=(file, own) if file.is_file() else None,
     )
 
@@ -115,17 +115,17 @@ def check(words: Sequence[str], *, objective: Objective) -> int:
     return check_run(objective, words)
 
 
-def look_at_run(config: TrainingConfig, *, objective: Objective) -> None:
+def preflight(config: TrainingConfig, *, objective: Objective) -> None:
     """:raises InputError: what the flags name, or the first of the rows, will not do, as far as
     shows without torch.
     """
     refuse_another_command(config, objective.name)
-    look_at(config)
+    check_paths(config)
     if (folder := given_folder(config.model.model_name_or_path)) is not None:
         check_head(config_fields(folder)["model_type"], objective.head(config))
     form = objective.rows_of(config)
     if (check := vars(form).get("check")) is not None:
-        look_at_rows(form, config, "mixer_list", "eval_mixer_list", check=check)
+        check_first_rows(form, config, "mixer_list", "eval_mixer_list", check=check)
 
 
 def train(
@@ -142,4 +142,4 @@ def train(
 
 
 if __name__ == "__main__":
-    leave(main())
+    exit_process(main())

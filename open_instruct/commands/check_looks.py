@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 
 from open_instruct.commands.check_report import Report, check_all
-from open_instruct.commands.preview import hide_torch_from_transformers, known_of
+from open_instruct.commands.preview import find_judges, hide_torch_from_transformers
 from open_instruct.config.grpo import GRPOConfig
 from open_instruct.config.rollout_sections import LearnerParallelSection
 from open_instruct.config.tracker_access import check_trackers
@@ -33,11 +33,11 @@ from open_instruct.planning.shown import check_plan
 from open_instruct.planning.subject.workload import RunConfig, shape_of_run
 from open_instruct.run.earlier_command import refuse_another_command
 from open_instruct.run.first_look import (
+    check_first_rows,
     check_models,
     check_row_files,
     check_sizes,
     check_tokenizer,
-    look_at_rows,
 )
 from open_instruct.run.hub.upload import refuse_without_login
 from open_instruct.run.run_directory import RunDirectory
@@ -195,7 +195,7 @@ class RunLooks:
         from open_instruct.losses.advantages import ADVANTAGES
         from open_instruct.losses.policy import POLICY_LOSSES
 
-        self.known = known_of(config)
+        self.known = find_judges(config)
         own_function(config.loss.loss_fn, flag="--loss_fn", known=POLICY_LOSSES)
         own_function(
             config.rollout.advantage_normalization_type, flag="--advantages", known=ADVANTAGES
@@ -227,11 +227,11 @@ class RunLooks:
         """
         if isinstance(self.config, GRPOConfig):
             check = partial(parse_prompt_row, **self.known, **row_changes(self.config))
-            look_at_rows(PromptBuilder, self.config, flag, check=check)
+            check_first_rows(PromptBuilder, self.config, flag, check=check)
             return
         form = self.objective.rows_of(self.config)
         if (own_check := vars(form).get("check")) is not None:
-            look_at_rows(form, self.config, flag, check=own_check)
+            check_first_rows(form, self.config, flag, check=own_check)
 
     def _build(self, flag: str, side: Side | None) -> list[str]:
         from open_instruct.report.preview.sample import build_rows, builder_of_run, open_sources

@@ -13,9 +13,7 @@ from open_instruct.config.grpo import GRPOConfig
 from open_instruct.config.sections import flag
 from open_instruct.config.training import LearnerConfig
 from open_instruct.core.files import write_asked
-from open_instruct.environments.registry import known_environments
 from open_instruct.objectives.objective import Objective
-from open_instruct.rewards.registry import known_verifiers
 
 # Flags that a run cannot do without and that say nothing of its rows.
 ASSUMED = {"output_dir": "preview"}
@@ -57,7 +55,7 @@ def main(argv: Sequence[str]) -> int:
     for warning in warnings:
         print(f"open-instruct preview: warning: {warning}", file=sys.stderr)
 
-    known = known_of(config)  # users' own code, which may need torch
+    known = find_judges(config)  # users' own code, which may need torch
     hide_torch_from_transformers()
     from open_instruct.report.preview.sample import html_page, print_sample, sample_of
 
@@ -87,14 +85,17 @@ def parse_request(words: Sequence[str]) -> tuple[Any, Objective, list[str]]:
     return config, objective, [*objective.validate(config), *unneeded]
 
 
-def known_of(config: LearnerConfig) -> dict[str, Any]:
-    """The verifiers and environments that a run's rows may name, as a builder of prompts takes
-    them.
-    """
+def find_judges(config: LearnerConfig) -> dict[str, Any]:
+    """The verifiers and environments that rows may name, as arguments of a `PromptBuilder`."""
     if not isinstance(config, GRPOConfig):
         return {}
-    environments = known_environments(config.environment)
-    return {"known_verifiers": known_verifiers(config.reward), "known_environments": environments}
+    from open_instruct.environments.registry import known_environments
+    from open_instruct.rewards.registry import known_verifiers
+
+    return {
+        "known_verifiers": known_verifiers(config.reward),
+        "known_environments": known_environments(config.environment),
+    }
 
 
 def hide_torch_from_transformers() -> None:

@@ -99,7 +99,7 @@ def run_entry(
         look: refuses files and folders that will not do.
     """
     write_what_encoding_lacks()
-    program = typed(program)
+    program = command_as_typed(program)
     words = sys.argv[1:] if argv is None else list(argv)
 
     def run() -> int:
@@ -129,7 +129,7 @@ def run_entry(
                         _print_to_stderr(
                             f"{program}: not needed here, and left out: {'; '.join(unneeded)}"
                         )
-                return _walked(main, config)
+                return run_and_report(main, config)
             code, message = start_ranks(script[0], [*script[1], *words], num_ranks, typed=program)
             if message:
                 _print_to_stderr(f"{program}: {message}. {_way_on(log_file)}")
@@ -147,7 +147,9 @@ def check_in_place_of_run(
     code.
     """
     others = [word for word in words if word != CHECK]
-    return run_to_exit_code(lambda: check(others) if _rank() == 0 else 0, program=typed(program))
+    return run_to_exit_code(
+        lambda: check(others) if _rank() == 0 else 0, program=command_as_typed(program)
+    )
 
 
 def _refuse(program: str, error: InputError) -> int:
@@ -178,7 +180,7 @@ def _check_nodes(parallel: ParallelSection, backend: BackendRecord) -> int | Non
     return num_ranks
 
 
-def _walked(main: Callable[[ConfigT], int], config: ConfigT) -> int:
+def run_and_report(main: Callable[[ConfigT], int], config: ConfigT) -> int:
     """Run `main`; rank 0 of a run that is done says what it has left, and uploads its model."""
     began_s = time.monotonic()
     code = main(config)
@@ -189,7 +191,7 @@ def _walked(main: Callable[[ConfigT], int], config: ConfigT) -> int:
     return code
 
 
-def typed(script: str) -> str:
+def command_as_typed(script: str) -> str:
     """The command that was typed:
 
     `open-instruct dpo`, or `script` where that was started, as a rank too.
@@ -311,7 +313,7 @@ class _ErrorReporter:
         if _last_words.acquire(blocking=False):  # else the main thread ends it
             if words:
                 self._report_loss(words)
-            leave(EXIT_FAILURE)
+            exit_process(EXIT_FAILURE)
 
     def _report_loss(self, words: str) -> None:
         line = f"{self.program}: {words}. {_way_on(self.log_file)}"
@@ -345,7 +347,7 @@ class _ErrorReporter:
         return EXIT_OF_SIGNAL[by]
 
 
-def leave(exit_code: int) -> NoReturn:
+def exit_process(exit_code: int) -> NoReturn:
     """End the process with `exit_code` at once, without taking the interpreter down piece by piece.
 
     Everything is written and closed by now, or given up with the run, but for the hold on its

@@ -288,9 +288,9 @@ def as_decided(config: GRPOConfig, directory: RunDirectory) -> GRPOConfig:
     """The config with the choice that the run's plan made for --activation_checkpointing auto, if
     it had a plan.
     """
-    from open_instruct.run.opened import with_chosen
+    from open_instruct.run.opened import apply_plan
 
-    return with_chosen(config, read_object(directory.plan) if directory.plan.exists() else {})
+    return apply_plan(config, read_object(directory.plan) if directory.plan.exists() else {})
 
 
 def weights_before(run: Path, step: int, *, config: GRPOConfig, given: str | None) -> StepWeights:

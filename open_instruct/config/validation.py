@@ -14,7 +14,7 @@ from open_instruct.config.parser import nearest
 from open_instruct.config.sections import MemorySection, ParallelSection, PreferenceDataSection
 from open_instruct.config.training import LearnerConfig, TrainingConfig
 from open_instruct.core.errors import InputError, Problem, problems_of_kind
-from open_instruct.core.metrics import HELD_OUT_PREFIX, entry_of
+from open_instruct.core.metrics import HELD_OUT_PREFIX, metric_entry
 from open_instruct.core.text import counted, one_of
 
 # Launches name a run for the hub and for trackers whether they use them or not.
@@ -127,14 +127,14 @@ def keep_best_problems(config: LearnerConfig) -> Iterator[str]:
         return
     given = f"--keep_best {metric}"
     has_held_out_rows = config.data.has_held_out_rows
-    names = [name for name in config.quality_metrics if entry_of(name).better]
+    names = [name for name in config.quality_metrics if metric_entry(name).better]
     known = [name for name in names if has_held_out_rows or not name.startswith(HELD_OUT_PREFIX)]
     is_known = any(fnmatchcase(metric, name) for name in names)
     if is_known and metric.startswith(HELD_OUT_PREFIX) and not has_held_out_rows:
         yield f"{given} is a number of held-out rows: add --eval_split 0.05, or name their file"
     elif not is_known:
         why = "is no metric of this run"
-        if entry_of(metric).meaning and entry_of(metric).better is None:
+        if metric_entry(metric).meaning and metric_entry(metric).better is None:
             why = "does not say how good the model is"
         yield f"{given} {why}: give {one_of(known)}{nearest(metric, names)}"
 

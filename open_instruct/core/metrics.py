@@ -62,7 +62,7 @@ def followed() -> tuple[MetricEntry, ...]:
 
 
 @cache
-def entry_of(name: str) -> MetricEntry:
+def metric_entry(name: str) -> MetricEntry:
     """The entry of a metric by its name in a run; an unknown one gets an entry of the last group,
     without a meaning.
     """
@@ -76,4 +76,4 @@ def entry_of(name: str) -> MetricEntry:
 def in_order(names: Iterable[str]) -> list[str]:
     """`names` in the table's order; unknown ones come last, by name."""
     places = {entry: place for place, entry in enumerate(metric_table())}
-    return sorted(names, key=lambda name: (places.get(entry_of(name), len(places)), name))
+    return sorted(names, key=lambda name: (places.get(metric_entry(name), len(places)), name))

@@ -11,7 +11,7 @@ from typing import Any
 import numpy
 import pyarrow
 
-from open_instruct.core.metrics import entry_of, in_order
+from open_instruct.core.metrics import in_order, metric_entry
 from open_instruct.report.run_files import RunFiles, flat, lengths_of
 from open_instruct.run.run_directory import is_number
 
@@ -38,7 +38,7 @@ def series_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         name
         for row in rows
         for name, value in row.items()
-        if is_number(value) and entry_of(name).drawn
+        if is_number(value) and metric_entry(name).drawn
     }
     series: dict[str, Any] = {
         "step": [point[-1]["step"] for point in points],

@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Literal, get_args
 
-from open_instruct.core.metrics import entry_of
+from open_instruct.core.metrics import metric_entry
 from open_instruct.core.text import counted
 from open_instruct.report.ends import mean_ends
 from open_instruct.report.run_files import RunFiles
@@ -164,7 +164,7 @@ def _preferences(run: RunFiles) -> Iterator[Finding]:
 
 def _held_out(run: RunFiles) -> Iterator[Finding]:
     for name, what in HELD_OUT.items():
-        sign = 1 if entry_of(name).better == "higher" else -1
+        sign = 1 if metric_entry(name).better == "higher" else -1
         rows = [row for row in run.evaluations if is_number(row.get(name))]
         if len(rows) < 2:
             continue

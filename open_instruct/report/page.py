@@ -15,7 +15,7 @@ from typing import Any
 
 from markupsafe import Markup
 
-from open_instruct.core.metrics import entry_of, in_order
+from open_instruct.core.metrics import in_order, metric_entry
 from open_instruct.planning.subject.units import GIB
 from open_instruct.report.charts import histograms_of, series_of
 from open_instruct.report.closing import describe_held_out, learning_metrics
@@ -53,7 +53,7 @@ def report_page(
     }
     # What the script reads; it finds the blocks by their ids.
     data = {
-        "metrics": {name: asdict(entry_of(name)) for name in in_order(columns)},
+        "metrics": {name: asdict(metric_entry(name)) for name in in_order(columns)},
         "runs": [
             {key: run[key] for key in ("name", "objective", "curves", "held_out")} for run in shown
         ],

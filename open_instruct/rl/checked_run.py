@@ -43,11 +43,11 @@ from open_instruct.rl.samples import load_conversations
 from open_instruct.run.cadence import cadence_of
 from open_instruct.run.console import Console
 from open_instruct.run.opened import (
-    made_ready,
+    apply_plan,
+    claim_run_folder,
     memory_of,
     say_plan,
-    say_what_changes_nothing,
-    with_chosen,
+    warn_noop_offload,
 )
 from open_instruct.run.pretrained import Pretrained, open_pretrained
 from open_instruct.run.run_directory import RunDirectory, log_to
@@ -90,7 +90,7 @@ def open_rollout_run(config: GRPOConfig) -> Iterator[RolloutRun]:
     directory = RunDirectory(path=Path(config.run.output_dir))
     console = Console(speaks=True)
     doing("starting")
-    with made_ready(directory, config, layout, console, "grpo"):
+    with claim_run_folder(directory, config, layout, console, "grpo"):
         log_to(directory.log, rank=0)
         flags = as_flat_dict(config)
         trackers = build_trackers(config.logging, folder=directory.path, config=flags)
@@ -269,10 +269,10 @@ def _apply_plan(
                 "(--activation_checkpointing turns it on)"
             )
         return config
-    say_what_changes_nothing(config, console, on_cuda=on_cuda)
+    warn_noop_offload(config, console, on_cuda=on_cuda)
     device = torch.device("cuda", 0) if on_cuda else torch.device("cpu")
     memory_bytes = memory_of(device, num_sharing=sum(learners))
     check = check_plan(
         config, learners, model_folder=str(folder), memory_bytes=memory_bytes, on_cuda=on_cuda
     )
-    return with_chosen(config, say_plan(check, console, directory))
+    return apply_plan(config, say_plan(check, console, directory))

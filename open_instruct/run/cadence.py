@@ -87,7 +87,7 @@ def _is_multiple(step: int, interval: int | None) -> bool:
 
 
 @dataclass(slots=True)
-class Noted:
+class ReceivedSignal:
     """The number of the first signal received, or None."""
 
     number: int | None = None
@@ -96,13 +96,13 @@ class Noted:
 @contextmanager
 def noting_signals(
     on_first: Callable[[str], None] | None = None, *, second_ends_at_once: bool = False
-) -> Iterator[Noted]:
+) -> Iterator[ReceivedSignal]:
     """Note the first signal to stop while the block runs. By default later ones are ignored:
     launchers may send two.
 
     :param on_first: called with the name of the first signal.
     """
-    noted = Noted()
+    noted = ReceivedSignal()
 
     def note(number: int, frame: FrameType | None) -> None:
         del frame

@@ -30,7 +30,7 @@ MOST_ROWS = 10_000
 DOWNLOADED = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model"]
 
 
-def look_at(config: LearnerConfig) -> None:
+def check_paths(config: LearnerConfig) -> None:
     """Look for everything that the flags name.
 
     Raises:
@@ -105,7 +105,7 @@ def check_sizes(
         )
 
 
-def look_at_rows(
+def check_first_rows(
     form: type[RowBuilder],
     config: LearnerConfig,
     *flags: str,

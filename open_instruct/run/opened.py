@@ -75,7 +75,9 @@ def open_run(config: TrainingConfig, command: str) -> Iterator[Run]:
     peers.watch(config.parallel.dist_timeout_s)
     with ExitStack() as held:
         on_main_process(
-            lambda: held.enter_context(made_ready(directory, config, layout, console, command))
+            lambda: held.enter_context(
+                claim_run_folder(directory, config, layout, console, command)
+            )
         )
         log_to(directory.log, rank=process.rank)
         idle = idle_gpus(
@@ -104,7 +106,7 @@ def join_run(config: LearnerConfig) -> Run:
 
 
 @contextmanager
-def made_ready(
+def claim_run_folder(
     directory: RunDirectory,
     config: LearnerConfig,
     layout: ShardLayout,
@@ -149,7 +151,7 @@ def planned_run(config: ConfigT, run: Run, folder: Path) -> ConfigT:
     memory_bytes = min(gathered(memory_of(device, num_sharing=num_sharing)))
     on_cuda = device.type == "cuda"
     planned = cast(RunConfig, config)  # the planner looks at its type
-    say_what_changes_nothing(config, run.console, on_cuda=on_cuda)
+    warn_noop_offload(config, run.console, on_cuda=on_cuda)
 
     def say() -> dict[str, Any]:
         check = check_plan(
@@ -157,10 +159,10 @@ def planned_run(config: ConfigT, run: Run, folder: Path) -> ConfigT:
         )
         return say_plan(check, run.console, run.directory)
 
-    return with_chosen(config, on_main_process(say))
+    return apply_plan(config, on_main_process(say))
 
 
-def say_what_changes_nothing(config: LearnerConfig, console: Console, *, on_cuda: bool) -> None:
+def warn_noop_offload(config: LearnerConfig, console: Console, *, on_cuda: bool) -> None:
     """Name the flags of FSDP2 that ask for the host's memory where there is no other."""
     if not on_cuda and config.parallel.backend == "olmo_core":
         for given in changed(config, "adam_offload", "offload"):
@@ -168,7 +170,7 @@ def say_what_changes_nothing(config: LearnerConfig, console: Console, *, on_cuda
 
 
 def say_plan(check: StartCheck, console: Console, directory: RunDirectory) -> dict[str, Any]:
-    """Print the plan of a run and write it to the run's folder; `with_chosen` reads the result.
+    """Print the plan of a run and write it to the run's folder; `apply_plan` reads the result.
 
     One process does this for all.
     """
@@ -179,7 +181,7 @@ def say_plan(check: StartCheck, console: Console, directory: RunDirectory) -> di
     return check.memory
 
 
-def with_chosen(config: ConfigT, plan: Mapping[str, Any]) -> ConfigT:
+def apply_plan(config: ConfigT, plan: Mapping[str, Any]) -> ConfigT:
     """The flags with the saved plan's choice for --activation_checkpointing auto; unchanged without
     a plan.
     """

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from open_instruct.checkpoints.step_folder import find_checkpoints, step_of
-from open_instruct.core.metrics import HELD_OUT_PREFIX, entry_of
+from open_instruct.core.metrics import HELD_OUT_PREFIX, metric_entry
 from open_instruct.core.records import BestStep
 from open_instruct.core.text import counted
 from open_instruct.parallel.process import on_main_process
@@ -41,7 +41,7 @@ def better_step(
     value = row.get(metric)
     if value is None or not is_number(value):  # which NaN and infinity are not
         return best
-    if best is not None and not entry_of(metric).improves(value, best.value):
+    if best is not None and not metric_entry(metric).improves(value, best.value):
         return best
     return BestStep(step=step, metric=metric, value=float(value))
 

@@ -16,7 +16,7 @@ from open_instruct.batching.steps import BatchShape
 from open_instruct.checkpoints.saved_place import read_saved_place
 from open_instruct.config.training import TrainingConfig
 from open_instruct.core.errors import InputError
-from open_instruct.core.metrics import HELD_OUT_PREFIX, entry_of
+from open_instruct.core.metrics import HELD_OUT_PREFIX, metric_entry
 from open_instruct.core.text import counted, one_of
 from open_instruct.data.token_dataset import cache_root
 from open_instruct.models.lora.adapters import adapters_off
@@ -240,7 +240,7 @@ class _Learning:
         """
         metric = self.config.run.keep_best or ""
         if metric.startswith(HELD_OUT_PREFIX) and metric not in evaluation.row:
-            known = [name for name in evaluation.row if entry_of(name).better is not None]
+            known = [name for name in evaluation.row if metric_entry(name).better is not None]
             remedy = f"give {one_of(known)}" if known else "give a metric of training, such as loss"
             raise InputError(
                 f"--keep_best {metric}: an evaluation of this run has no such number; {remedy}",

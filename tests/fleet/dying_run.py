@@ -12,7 +12,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from open_instruct.commands.process import leave
+from open_instruct.commands.process import exit_process
 from open_instruct.config.grpo import GRPOConfig
 from open_instruct.grpo_olmo_core_actor import PolicyTrainerOLMoCoreProcess, run_grpo
 
@@ -89,4 +89,4 @@ if __name__ == "__main__":
     # Ray knows a learner's class by its module's name, which must not be `__main__` there.
     from tests.fleet.dying_run import main as main_of_package
 
-    leave(main_of_package())
+    exit_process(main_of_package())

@@ -30,8 +30,8 @@ sys.modules.pop("open_instruct.cli", None)
 from open_instruct.objectives.registry import OBJECTIVES
 OBJECTIVES["pull"] = ("mine:PULL", "questions with an answer")
 from open_instruct.cli import main
-from open_instruct.commands.process import leave
-leave(main(["pull", *sys.argv[1:]]))
+from open_instruct.commands.process import exit_process
+exit_process(main(["pull", *sys.argv[1:]]))
 """
 
 

@@ -14,7 +14,12 @@ import pytest
 
 from open_instruct import __version__, cli
 from open_instruct.commands import process
-from open_instruct.commands.process import LAUNCHER_ERROR_FILE, run_entry, run_to_exit_code, typed
+from open_instruct.commands.process import (
+    LAUNCHER_ERROR_FILE,
+    command_as_typed,
+    run_entry,
+    run_to_exit_code,
+)
 from open_instruct.commands.run_flags import find_backend
 from open_instruct.core.errors import (
     EXIT_FAILURE,
@@ -199,7 +204,7 @@ class TestTyped:
         monkeypatch.setattr(sys, "argv", argv)
         for variable, value in environ.items():
             monkeypatch.setenv(variable, value)
-        assert typed("dpo.py") == name
+        assert command_as_typed("dpo.py") == name
 
     @pytest.mark.parametrize(
         ("argv", "says", "asks"),

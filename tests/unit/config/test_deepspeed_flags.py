@@ -159,7 +159,7 @@ def test_refused_run_of_grpo_starts_nothing(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Neither for its flags and layout, nor where there is no DeepSpeed that will do."""
-    monkeypatch.setattr("open_instruct.grpo_olmo_core_actor.look_at", lambda config: None)
+    monkeypatch.setattr("open_instruct.grpo_olmo_core_actor.check_paths", lambda config: None)
     out = [*GRPO_REQUIRED[:-1], str(tmp_path / "out"), "--deepspeed_stage", "3"]
     assert (
         grpo_fast.main([*out, "--deepspeed_zpg", "4", "--num_learners_per_node", "2", "4"])

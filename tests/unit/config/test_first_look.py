@@ -10,7 +10,7 @@ from open_instruct.commands.run_flags import parse_run
 from open_instruct.config.grpo import GRPOConfig
 from open_instruct.core.errors import InputError
 from open_instruct.objectives.dpo import DPOConfig
-from open_instruct.run.first_look import local_folder, look_at
+from open_instruct.run.first_look import check_paths, local_folder
 from tests.refusals import refused
 from tests.unit.commands.test_cli import run_dpo
 
@@ -50,7 +50,7 @@ def words(run: Path, **given: object) -> list[str]:
     "given", [{}, {"model_name_or_path": "a/hub-name"}, {"mixer_list": "a/hub-name 1.0"}]
 )
 def test_first_look_accepts_what_will_do(run: Path, given: dict[str, str]) -> None:
-    look_at(parse_run(DPOConfig, words(run, **given)))
+    check_paths(parse_run(DPOConfig, words(run, **given)))
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,7 @@ def test_first_look_refuses_what_is_not_there(run: Path, given: dict[str, str], 
         DPOConfig, words(run, **{name: value.format(run=run) for name, value in given.items()})
     )
     with pytest.raises(InputError) as refused:
-        look_at(config)
+        check_paths(config)
     assert part.format(run=run) in str(refused.value)
 
 
@@ -96,7 +96,7 @@ def test_prompts_and_teachers_of_grpo_are_looked_for_too(run: Path) -> None:
     at = given.index("--mixer_list")
     config = parse_run(GRPOConfig, given[:at] + given[at + 3 :])
     with refused("missing_file", "dataset_mixer_list", "prompts.jsonl"):
-        look_at(config)
+        check_paths(config)
 
 
 @pytest.mark.parametrize(
@@ -114,9 +114,9 @@ def test_template_that_cannot_be_parsed(run: Path, text: str, is_refused: bool) 
     config = parse_run(DPOConfig, words(run, chat_template_name=template))
     if is_refused:
         with refused("bad_value", None, "mine.jinja", "1"):
-            look_at(config)
+            check_paths(config)
     else:
-        look_at(config)
+        check_paths(config)
 
 
 def test_first_look_loads_no_torch_and_leaves_no_folder(run: Path) -> None:

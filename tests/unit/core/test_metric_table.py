@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from open_instruct.core.metrics import entry_of, in_order, metric_table
+from open_instruct.core.metrics import in_order, metric_entry, metric_table
 from open_instruct.report.charts import series_of
 from open_instruct.run.metrics_log import step_words
 from tests.docs.pages import REPOSITORY
@@ -61,7 +61,7 @@ class TestTable:
         )
         names = set(numbers_of_runs(runs))
         assert {"rewards/margin", "clip_fraction", "lr"} <= names
-        assert [name for name in names if not entry_of(name).meaning] == []
+        assert [name for name in names if not metric_entry(name).meaning] == []
 
     @pytest.mark.parametrize("names", [names_in_sources, names_in_docs])
     def test_metric_table_has_metrics_of_sources_and_docs(self, names: Any) -> None:
@@ -72,11 +72,11 @@ class TestTable:
             "sequence_length/mean",
             "time/sync",
         } & found
-        assert sorted(name for name in found if not entry_of(name).meaning) == []
+        assert sorted(name for name in found if not metric_entry(name).meaning) == []
 
     def test_every_line_of_it_is_reached_and_read(self) -> None:
         for entry in metric_table():
-            assert entry_of(entry.name.replace("*", "x")) is entry
+            assert metric_entry(entry.name.replace("*", "x")) is entry
             assert (
                 entry.meaning
                 and entry.meaning == entry.meaning.strip(" .")
@@ -84,15 +84,15 @@ class TestTable:
             )
 
     def test_held_out_rows_have_the_names_of_the_steps(self) -> None:
-        assert entry_of("eval/rewards/margin") is entry_of("rewards/margin")
-        assert entry_of("eval/reward") is not entry_of("reward")
+        assert metric_entry("eval/rewards/margin") is metric_entry("rewards/margin")
+        assert metric_entry("eval/reward") is not metric_entry("reward")
 
     def test_rates_and_counts_are_exact(self) -> None:
         assert all(
-            entry_of(name).exact
+            metric_entry(name).exact
             for name in ("lr", "num_tokens", "allocation_retries/max", "num_mine")
         )
-        assert not entry_of("loss").exact and not entry_of("mine").exact
+        assert not metric_entry("loss").exact and not metric_entry("mine").exact
 
 
 class TestOrder:
@@ -115,7 +115,7 @@ class TestOrder:
     def test_number_of_ones_own_is_drawn_without_a_meaning(self) -> None:
         rows = [{"step": step, "mine/b": step, "loss": 1.0 / step} for step in (1, 2)]
         assert list(series_of(rows)["columns"]) == ["loss", "mine/b"]
-        assert (entry_of("mine/b").group, entry_of("mine/b").meaning) == ("Others", "")
+        assert (metric_entry("mine/b").group, metric_entry("mine/b").meaning) == ("Others", "")
 
     def test_steps_line_has_the_followed_ones_in_its_order(self) -> None:
         row = {

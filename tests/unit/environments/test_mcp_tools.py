@@ -24,7 +24,7 @@ from open_instruct.environments.adapters import make_environment
 from open_instruct.environments.environment import EnvironmentFault, Reply, begin_run
 from open_instruct.environments.mcp_tools import McpServer
 from open_instruct.environments.registry import find_factory, known_environments
-from open_instruct.grpo_olmo_core_actor import look_at_run
+from open_instruct.grpo_olmo_core_actor import preflight
 from open_instruct.rl.checked_run import open_rollout_run
 from tests.ranks.train_case import free_ports
 from tests.unit.environments.test_environments import USER, Asked, ask, calls, decoded, tokenizer  # noqa: F401  # fixtures
@@ -246,7 +246,7 @@ def test_run_starts_it_once_for_its_tools(
     monkeypatch.setattr(
         McpServer, "_listed", lambda self: listed.append(self._where) or of_server(self)
     )
-    look_at_run(config)
+    preflight(config)
     with open_rollout_run(config) as run:
         assert run.environments is not None and listed == [f"{program} stdio"]
 

@@ -34,7 +34,7 @@ from open_instruct.models.hf.names import TensorNames
 from open_instruct.models.load import parameter_shapes, stream_load
 from open_instruct.objectives.dpo import DPOConfig
 from open_instruct.planning.subject.model import model_shape
-from open_instruct.run.first_look import look_at
+from open_instruct.run.first_look import check_paths
 from open_instruct.run.pretrained import open_pretrained
 from tests.refusals import refused
 from tests.unit.models.test_checkpoint_files import write_indexed
@@ -392,7 +392,7 @@ def test_device_link_or_fifo_in_a_files_place_is_not_read(
     reads: list[Callable[[], Any]] = [
         lambda: load_tokenizer(str(folder)),
         lambda: load_hf_config(str(folder)),
-        lambda: look_at(parse_run(DPOConfig, [*FLAGS, "--model_name_or_path", str(folder)])),
+        lambda: check_paths(parse_run(DPOConfig, [*FLAGS, "--model_name_or_path", str(folder)])),
     ]
     for read in reads:
         with refused("unreadable_file", None, file_name, kind):

@@ -172,7 +172,7 @@ class TestCheckpointing:
             config, (8,), model_folder=str(folder), memory_bytes=memory_bytes, on_cuda=on_cuda
         )
         mode = opened.say_plan(check, Console(speaks=True), RunDirectory(path=folder))
-        chosen = opened.with_chosen(config, mode)
+        chosen = opened.apply_plan(config, mode)
         self.memory, self.optim = chosen.memory, chosen.optim
         return self.memory.activation_checkpointing
 

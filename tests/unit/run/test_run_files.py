@@ -18,7 +18,7 @@ from open_instruct.objectives.dpo import DPOConfig
 from open_instruct.run.console import Console
 from open_instruct.run.earlier_command import refuse_another_command
 from open_instruct.run.metrics_log import MetricsLog
-from open_instruct.run.opened import made_ready
+from open_instruct.run.opened import claim_run_folder
 from open_instruct.run.run_directory import RunDirectory
 from tests.refusals import refused
 
@@ -44,7 +44,7 @@ def config_of(folder: Path, *words: str) -> DPOConfig:
 def start(config: DPOConfig, layout: ShardLayout = LAYOUT, *, speaks: bool = False) -> None:
     """Open the run's folder, as every start does, and leave it."""
     directory = RunDirectory(path=Path(config.run.output_dir))
-    with made_ready(directory, config, layout, Console(speaks=speaks), "dpo"):
+    with claim_run_folder(directory, config, layout, Console(speaks=speaks), "dpo"):
         pass
 
 

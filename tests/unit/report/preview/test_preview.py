@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from open_instruct.commands.preview import known_of
+from open_instruct.commands.preview import find_judges
 from open_instruct.commands.run_flags import parse_run
 from open_instruct.core.errors import EXIT_INPUT, InputError
 from open_instruct.data.token_dataset import load_token_dataset
@@ -54,7 +54,7 @@ def sample(
     argv = ["--model_name_or_path", str(model), flag, str(rows), "1.0", "--output_dir", "x", *words]
     objective = objective_named(name)
     config: Any = parse_run(objective.config_class, argv)
-    return sample_of(config, objective, known_of(config), num_read=num_read, num_shown=num_shown)
+    return sample_of(config, objective, find_judges(config), num_read=num_read, num_shown=num_shown)
 
 
 def test_rows_to_train_on_are_shown_under_eval_split_and_the_others_counted(
