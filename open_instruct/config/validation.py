@@ -52,12 +52,10 @@ def idle_problems(*sections: Any, harmless: bool = False) -> Iterator[str]:
     remedy = "" if harmless else "; add that, or leave this out"
     for section in sections:
         for name, flag in flags_of_section(type(section)).items():
+            if values[name] == flag.default:
+                continue
             is_read = flag.other not in values or is_met(flag.read_with, values)
-            if (
-                values[name] != flag.default
-                and not is_read
-                and harmless == (flag.other in WARNED_OF_WITHOUT)
-            ):
+            if not is_read and harmless == (flag.other in WARNED_OF_WITHOUT):
                 yield f"--{name} {spelled(values[name])} is read only with {flag.condition}{remedy}"
 
 
