@@ -16,7 +16,7 @@ from open_instruct.config.training import LearnerConfig
 from open_instruct.core.errors import InputError, refuse_first
 from open_instruct.core.shard_layout import ShardLayout
 from open_instruct.parallel.layout import check_experts, check_heads, divisors, find_layout
-from open_instruct.planning.memory.activations import BLOCK_MODULES
+from open_instruct.planning.memory.block import BLOCK_MODULES
 from open_instruct.planning.memory.phases import Moments, Phase, memory_by_phase, phase_of
 from open_instruct.planning.memory.state import sync_buckets
 from open_instruct.planning.step_time import ON_THE_PATH, StepTime, SyncCost, step_time, sync_costs

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from open_instruct.core.shard_layout import ShardLayout
 from open_instruct.core.weight_buckets import PLACE_BYTES, ROW_BYTES
 from open_instruct.models.hf.names import is_stack
-from open_instruct.planning.memory.activations import logit_chunks, num_kept_chunks
+from open_instruct.planning.memory.head import logit_chunks, num_kept_chunks
 from open_instruct.planning.memory.state import sync_buckets
 from open_instruct.planning.subject.devices import Device
 from open_instruct.planning.subject.model import ModelShape, ParameterShape

@@ -22,7 +22,8 @@ from functools import lru_cache
 from typing import Literal
 
 from open_instruct.core.shard_layout import ShardLayout
-from open_instruct.planning.memory.activations import FLOAT32, logit_chunks
+from open_instruct.planning.memory.head import logit_chunks
+from open_instruct.planning.memory.piece import FLOAT32
 from open_instruct.planning.memory.state import (
     gathered_bytes,
     is_split_stack,

@@ -148,7 +148,6 @@ TOO_LONG_YET = {
     "notebook.py",
     "objectives/kto.py",
     "parallel/layout.py",
-    "planning/memory/activations.py",
     "planning/memory/phases.py",
     "planning/plan.py",
     "planning/subject/model.py",

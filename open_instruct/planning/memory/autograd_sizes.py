@@ -1,5 +1,4 @@
-"""A small autograd on sizes alone: which bytes are alive while a piece of a model runs forward and
-backward.
+"""A small autograd on sizes alone: the bytes alive while a piece of a model runs.
 
 Operations are recorded in the order in which they run. A tensor lives while a later operation needs
 it, while a variable of the function that made it holds it, or while it is saved for the backward
@@ -11,7 +10,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import chain
 from typing import Literal, NamedTuple
 
 Kind = Literal["made", "source", "weight", "frozen"]
@@ -19,10 +17,10 @@ Kind = Literal["made", "source", "weight", "frozen"]
 
 @dataclass(eq=False, slots=True)
 class Tensor:
-    """One storage; views of it are the same `Tensor`. Only those that are "made" by the piece
-    itself are counted.
+    """One storage; views of it are the same `Tensor`.
 
-    A product with a "frozen" tensor keeps nothing for its gradient, and makes none.
+    Only those that are "made" by the piece itself are counted. A product with a "frozen" tensor
+    keeps nothing for its gradient, and makes none.
     """
 
     num_bytes: int
@@ -79,6 +77,10 @@ class Profile:
     keeps_source: bool
     # Moment by moment, with what was kept, and the gradient of the output from the start.
     backward: tuple[Usage, ...]
+
+    def find_forward_peak(self, *, keeps: bool) -> Usage:
+        """The peak of a forward pass; without `keeps` no backward pass follows."""
+        return self.forward_peak if keeps else self.scoring_peak
 
     @cached_property
     def backward_peak(self) -> Usage:
@@ -137,9 +139,7 @@ class Tape:
 
     @contextmanager
     def recomputed(self, is_recomputed: bool = True) -> Iterator[None]:
-        """A context whose operations run again in the backward pass, and keep only their inputs
-        from outside.
-        """
+        """A context whose operations run again in backward, and keep inputs from outside alone."""
         if not is_recomputed or self._region is not None:
             yield
             return
@@ -163,23 +163,20 @@ class Tape:
         )
 
     def _kept_at_first(self) -> Keeps:
-        """A region keeps what it is given from outside; run again, it keeps what every operation
-        does.
-        """
-        region_of = {op.output: op.region for op in self.operations}
-        return [
-            op.saved
-            if op.region is None
-            else [each for each in op.inputs if region_of.get(each) != op.region]
-            for op in self.operations
-        ]
+        """What each operation keeps in a first forward pass: in a region, inputs from outside."""
+        regions = {op.output: op.region for op in self.operations}
+        keeps: list[Iterable[Tensor]] = []
+        for op in self.operations:
+            if op.region is None:
+                keeps.append(op.saved)
+            else:
+                keeps.append([each for each in op.inputs if regions.get(each) != op.region])
+        return keeps
 
     def _forward(
         self, indices: Iterable[int], *, keeps: Keeps, alive: set[Tensor]
     ) -> tuple[Usage, set[Tensor]]:
-        """The peak of running `indices` beside the `alive` tensors, and these with the tensors that
-        they keep.
-        """
+        """The peak of running `indices` beside `alive`, and these with what the operations keep."""
         peak = Usage()
         kept = set(alive)
         for index in indices:
@@ -192,9 +189,7 @@ class Tape:
         return peak, kept
 
     def _backward(self, output: Tensor, kept: set[Tensor]) -> Iterator[Usage]:
-        """Every moment: as each gradient is made, and when an operation is done, whose weights then
-        have theirs.
-        """
+        """Every moment: as each gradient is made, and when an operation is done."""
         kept_at_first = self._kept_at_first()
         saved = [op.saved for op in self.operations]
         # Buffers are tensors too: one that is handed on is the gradient of several.
@@ -219,25 +214,27 @@ class Tape:
                 region = [at for at, each in enumerate(self.operations) if each.region == op.region]
                 again, kept = self._forward(region, keeps=saved, alive=kept)
                 yield usage(again.activations, again.temporaries)
-            if (gradient_of_output := gradient_of.get(op.output)) is None:
+            output_gradient = gradient_of.get(op.output)
+            if output_gradient is None:
                 continue
             made: list[tuple[Tensor, Tensor]] = []
             for gradient in op.gradients:
-                buffer = (
-                    gradient_of_output if gradient.num_bytes is None else Tensor(gradient.num_bytes)
-                )
+                buffer = output_gradient
+                if gradient.num_bytes is not None:
+                    buffer = Tensor(gradient.num_bytes)
                 made.append((gradient.of, buffer))
-                new = _made({each for _, each in made} - {gradient_of_output})
+                new = _made({each for _, each in made} - {output_gradient})
                 yield usage(_made(kept), new + gradient.scratch_bytes, gradient.kernel_bytes)
             del gradient_of[op.output]
             for tensor, buffer in made:
                 gradient_of.setdefault(tensor, buffer)
-            before = zip(self.operations[:index], kept_at_first, strict=False)
             # What a region was given stays until the last of it has run backward.
-            needed = (
-                (*op.saved, *first) if op.region in ran_again else first for op, first in before
-            )
-            kept = kept.intersection(chain.from_iterable(needed))
+            needed: set[Tensor] = set()
+            for before in range(index):
+                needed.update(kept_at_first[before])
+                if self.operations[before].region in ran_again:
+                    needed.update(saved[before])
+            kept = kept & needed
             yield usage(_made(kept))
 
 

@@ -28,8 +28,9 @@ from itertools import accumulate
 from math import prod
 
 from open_instruct.core.shard_layout import ShardLayout
-from open_instruct.planning.memory.activations import FLOAT32, profile_of
+from open_instruct.planning.memory.activations import profile_piece
 from open_instruct.planning.memory.autograd_sizes import Profile, Usage
+from open_instruct.planning.memory.piece import FLOAT32
 from open_instruct.planning.memory.state import (
     MASTER_BYTES,
     gathered_bytes,
@@ -40,8 +41,11 @@ from open_instruct.planning.subject.model import ModelShape, Unit
 from open_instruct.planning.subject.workload import Workload
 
 GRADIENTS = "gradients"
-GATHERED, REDUCED = "gathered weights", "gradients on their way"
-ACTIVATIONS, HEAD, TEMPORARIES = "activations", "head and logits", "temporaries"
+GATHERED = "gathered weights"
+REDUCED = "gradients on their way"
+ACTIVATIONS = "activations"
+HEAD = "head and logits"
+TEMPORARIES = "temporaries"
 SCRATCH = "scratch of kernels"
 
 Moment = Mapping[str, int]  # bytes by label
@@ -59,15 +63,20 @@ class Passes:
         self.shape = shape
         self.layout = layout
         self.workload = workload
-        self.root, self.embeddings, *kinds = shape.units
+        self.root, self.embeddings, *block_units = shape.units
         profile = partial(
-            profile_of, shape=shape, layout=layout, workload=workload, splits_rows=self.splits_rows
+            profile_piece,
+            shape=shape,
+            layout=layout,
+            workload=workload,
+            splits_rows=self.splits_rows,
         )
         self.head = profile(None)
-        by_kind = {unit.kind: (unit, _with_budget(profile(unit.kind), workload)) for unit in kinds}
-        self.blocks, self.profiles = zip(
-            *(by_kind[layer.kind] for layer in shape.layers), strict=True
-        )
+        units = {unit.kind: unit for unit in block_units}
+        profiles = {kind: _apply_budget(profile(kind), workload) for kind in units}
+        kinds = [layer.kind for layer in shape.layers]
+        self.blocks = [units[kind] for kind in kinds]
+        self.profiles = [profiles[kind] for kind in kinds]
         self.head_gradient = self.head.backward[-1].weight_gradients
         self.c = workload.compute_bytes
         self.is_sharded = not layout.single_device
@@ -94,9 +103,8 @@ class Passes:
     def accumulated(self, shards: int) -> int:
         """Bytes of the gradients of earlier microbatches; `shards` are their bytes once reduced."""
         if self.adds_up:
-            return (
-                sum(unit.count * self._whole(unit) for unit in self.shape.units) * FLOAT32 // self.c
-            )
+            whole_bytes = sum(unit.count * self._whole(unit) for unit in self.shape.units)
+            return whole_bytes * FLOAT32 // self.c
         return shards if self.accumulates else 0
 
     def forward(
@@ -104,51 +112,48 @@ class Passes:
     ) -> Iterator[Moment]:
         """The moments of a forward pass; without `keeps` no backward pass follows."""
         root = self._gathered(self.root)
-        head_peak = self.head.forward_peak if keeps else self.head.scoring_peak
-        held = {**held, REDUCED: self._left_over() if keeps else 0}
+        now = dict(held)
+        now[REDUCED] = self._left_over() if keeps else 0
         looked_up = self._cast(self.embeddings) + self._buffer(self.embeddings)
-        yield {**held, GATHERED: root + self._buffer(self.root) + looked_up}
-        held[TEMPORARIES] = self.stream_bytes
+        yield {**now, GATHERED: root + self._buffer(self.root) + looked_up}
+        now[TEMPORARIES] = self.stream_bytes
         # A block's memory comes beside what those before it keep, and what those after it are
         # gathered in.
-        for layer, (block, profile) in enumerate(zip(self.blocks, self.profiles, strict=True)):
-            peak = profile.forward_peak if keeps else profile.scoring_peak
-            buffers = sum(
-                map(self._buffer, self.blocks[layer : layer + 1 + self.workload.gathered_ahead])
-            )
+        num_ahead = self.workload.gathered_ahead
+        for layer, block in enumerate(self.blocks):
+            peak = self.profiles[layer].find_forward_peak(keeps=keeps)
+            kept_before = self._kept(layer) if keeps else 0
+            buffers = sum(map(self._buffer, self.blocks[layer : layer + 1 + num_ahead]))
             yield {
-                **held,
+                **now,
                 GATHERED: root + buffers + self._gathered(block),
-                ACTIVATIONS: (self._kept(layer) if keeps else 0) + peak.activations,
+                ACTIVATIONS: kept_before + peak.activations,
                 TEMPORARIES: peak.temporaries + self.stream_bytes,
             }
-        held[GATHERED] = root + self._buffer(self.blocks[-1])
-        held[ACTIVATIONS] = self._kept(len(self.blocks)) if keeps else 0
-        yield {**held, HEAD: sum(head_peak) if runs_head else 0}
+        now[GATHERED] = root + self._buffer(self.blocks[-1])
+        now[ACTIVATIONS] = self._kept(len(self.blocks)) if keeps else 0
+        head_peak = self.head.find_forward_peak(keeps=keeps)
+        yield {**now, HEAD: sum(head_peak) if runs_head else 0}
 
     def backward(self, held: Moment) -> Iterator[Moment]:
-        """The moments of a backward pass: the head, blocks from the last to the first, embeddings
-        and root.
-        """
+        """The moments of a backward pass: head, blocks from the last on, embeddings and root."""
         root = self._gathered(self.root)
         yield from self._through_head(held)
 
         # Blocks, the last first. The gradient of the head's matrix waits for the root to be reduced
         # in the end.
         waiting = self._unreduced(self.head_gradient)
-        gradients = held[GRADIENTS] + (
-            0 if self.accumulates else self._made_in_place(self.head_gradient)
-        )
+        gradients = held[GRADIENTS]
+        if not self.accumulates:
+            gradients += self._made_in_place(self.head_gradient)
         # The whole gradients of a unit are freed once they are copied into the input of its
         # reduce-scatter, whose output comes on top. The matrix of a score is a unit of its own,
         # which is reduced before the blocks.
         reduced = 0 if self.shape.scores else self._left_over()
-        for layer, (block, profile) in reversed(
-            [*enumerate(zip(self.blocks, self.profiles, strict=True))]
-        ):
-            next_one = self.blocks[layer - 1] if layer else None
-            prefetched = self._buffer(next_one) + self._cast(next_one) if next_one else 0
-            peak = profile.backward_peak
+        for layer in reversed(range(len(self.blocks))):
+            block = self.blocks[layer]
+            peak = self.profiles[layer].backward_peak
+            prefetched = self._prefetched(self.blocks[layer - 1]) if layer else 0
             yield {
                 **self._in_block({**held, GRADIENTS: gradients}, layer, peak),
                 GATHERED: root + prefetched + self._gathered(block),
@@ -156,15 +161,16 @@ class Passes:
                 TEMPORARIES: peak.temporaries + self._made_in_place(peak.weight_gradients),
             }
             reduced = self.shards[block.name] if self.adds_up else self._reduced(block)
-            gradients += 0 if self.accumulates else self.shards[block.name]
+            if not self.accumulates:
+                gradients += self.shards[block.name]
 
         # The embeddings; then the root is reduced, and they last where they are a unit.
         looked_up = self._whole(self.looked_up)
         after_blocks = {**held, GRADIENTS: gradients}
         reduced_bytes = waiting + reduced + self._unreduced(looked_up)
-        temporaries = (
-            self.stream_bytes + self._made_in_place(looked_up) + (looked_up if self.has_copy else 0)
-        )
+        temporaries = self.stream_bytes + self._made_in_place(looked_up)
+        if self.has_copy:
+            temporaries += looked_up
         yield {**after_blocks, GATHERED: root, REDUCED: reduced_bytes, TEMPORARIES: temporaries}
         if not self.is_sharded:
             return
@@ -175,7 +181,8 @@ class Passes:
                 for each in self.blocks
             )
         for unit in (self.root, self.embeddings):
-            gradients += 0 if self.accumulates else self.shards[unit.name]
+            if not self.accumulates:
+                gradients += self.shards[unit.name]
             yield {**after_blocks, GRADIENTS: gradients, REDUCED: unreduced + self._reduced(unit)}
             unreduced -= self._whole(unit)
 
@@ -185,11 +192,9 @@ class Passes:
         before = {**held, REDUCED: self._left_over(), ACTIVATIONS: self._kept(len(self.blocks))}
         gathered = self._gathered(self.root) + self._buffer(self.root) + self._cast(self.root)
         yield {**before, GATHERED: gathered, HEAD: self.head.kept_bytes + head_stream}
-        prefetched = self._buffer(self.blocks[-1]) + self._cast(self.blocks[-1])
-        at_worst = (
-            sum(self.head.backward_peak) + head_stream + self._handed_over(self.head_gradient)
-        )
-        yield {**before, GATHERED: self._gathered(self.root) + prefetched, HEAD: at_worst}
+        gathered = self._gathered(self.root) + self._prefetched(self.blocks[-1])
+        worst_bytes = sum(self.head.backward_peak) + self._handed_over(self.head_gradient)
+        yield {**before, GATHERED: gathered, HEAD: worst_bytes + head_stream}
 
     def _in_block(self, held: Moment, layer: int, usage: Usage) -> Moment:
         """A moment of a block's backward pass, but for weights and their gradients."""
@@ -206,21 +211,15 @@ class Passes:
         return self.stream_bytes if block.keeps_source else 0
 
     def _kept(self, num_blocks: int) -> int:
-        """The bytes that the first blocks keep on the device; of inputs offloaded to the host, one
-        is there.
-        """
-        return (
-            self.kept_by_blocks[num_blocks - 1]
-            if self.offloads and num_blocks
-            else self.kept_before[num_blocks]
-        )
+        """Bytes that the first blocks keep on the device: one input, where others are offloaded."""
+        if self.offloads and num_blocks:
+            return self.kept_by_blocks[num_blocks - 1]
+        return self.kept_before[num_blocks]
 
     # Sizes of a unit.
 
     def _gathered(self, unit: Unit) -> int:
-        """Bytes of a unit's gathered parameters, which are as large as the buffer that they are
-        gathered in.
-        """
+        """Bytes of a unit's gathered parameters, and of the buffer that they are gathered in."""
         return self.gathered[unit.name] if self.is_sharded else 0
 
     def _buffer(self, unit: Unit) -> int:
@@ -228,11 +227,13 @@ class Passes:
 
     def _cast(self, unit: Unit) -> int:
         """The flat buffer of this rank's shards in the dtype that is gathered."""
-        return (
-            0
-            if self.c == MASTER_BYTES
-            else self._reduced(unit) // FLOAT32 * self.c // self.layout.shard_group_size
-        )
+        if self.c == MASTER_BYTES:
+            return 0
+        return self._reduced(unit) // FLOAT32 * self.c // self.layout.shard_group_size
+
+    def _prefetched(self, unit: Unit) -> int:
+        """Bytes of a unit that is gathered ahead of its turn in the backward pass."""
+        return self._buffer(unit) + self._cast(unit)
 
     def _reduced(self, unit: Unit) -> int:
         """Bytes of the float32 input of a unit's reduce-scatter."""
@@ -243,15 +244,11 @@ class Passes:
         return self._reduced(self.reduced_last) if self.accumulates and not self.adds_up else 0
 
     def _whole(self, unit: Unit) -> int:
-        """Bytes of a unit's gradients from the backward pass: a tensor rank's part of each, without
-        padding.
-        """
+        """Bytes of a unit's gradients in backward: a tensor rank's parts, without padding."""
         return sum(prod(gathered_shape(each, self.layout)) for each in unit.trained) * self.c
 
     def _unreduced(self, num_bytes: int) -> int:
-        """Bytes of gradients before their reduction: 0 without FSDP, where the optimizer reads them
-        as they are.
-        """
+        """Bytes of gradients before their reduction; 0 without FSDP, which reduces none."""
         return num_bytes if self.is_sharded else 0
 
     def _handed_over(self, num_bytes: int) -> int:
@@ -259,29 +256,22 @@ class Passes:
 
         0 after a first microbatch, whose gradients are there already and take them in.
         """
-        return (
-            num_bytes * (MASTER_BYTES - self.c) // self.c
-            if self.has_copy and not self.accumulates
-            else 0
-        )
+        if self.accumulates or not self.has_copy:
+            return 0
+        return num_bytes * (MASTER_BYTES - self.c) // self.c
 
     def _made_in_place(self, num_bytes: int) -> int:
-        """Bytes of gradients that the optimizer reads without a reduction: all without FSDP, 0 with
-        it.
-        """
+        """Bytes of gradients that the optimizer reads unreduced: all without FSDP, 0 with it."""
         return 0 if self.is_sharded else num_bytes + self._handed_over(num_bytes)
 
     def _shard(self, unit: Unit) -> int:
         """Bytes of a unit's reduced gradients, which the optimizer reads."""
-        return (
-            sum(local_size(parameter, self.layout).padded for parameter in unit.trained)
-            * MASTER_BYTES
-        )
+        num_values = sum(local_size(each, self.layout).padded for each in unit.trained)
+        return num_values * MASTER_BYTES
 
 
-def _with_budget(block: Profile, workload: Workload) -> Profile:
-    """The profile of a block with a memory budget, which keeps that share of what it would keep
-    beyond its input.
+def _apply_budget(block: Profile, workload: Workload) -> Profile:
+    """The profile of a block that keeps its input and a share (the budget) of the rest.
 
     Source: `torch._functorch.config.activation_memory_budget`: 0 is recomputing everything, 1
     keeping everything.

@@ -22,7 +22,6 @@ from functools import cached_property
 
 from open_instruct.core.shard_layout import ShardLayout
 from open_instruct.planning.memory import state
-from open_instruct.planning.memory.activations import FLOAT32
 from open_instruct.planning.memory.forward_backward import (
     GRADIENTS,
     SCRATCH,
@@ -30,6 +29,7 @@ from open_instruct.planning.memory.forward_backward import (
     Moment,
     Passes,
 )
+from open_instruct.planning.memory.piece import FLOAT32
 from open_instruct.planning.memory.scratch import BLOCK_BYTES, CUBLAS_BYTES, library_bytes
 from open_instruct.planning.subject.model import ModelShape, ParameterShape
 from open_instruct.planning.subject.workload import Scoring, Workload

@@ -27,8 +27,8 @@ from open_instruct.models.hf.names import is_stack
 from open_instruct.models.load import CHUNK_BYTES
 from open_instruct.models.lora.adapters import adapt
 from open_instruct.parallel.layout import resolve_layout
-from open_instruct.planning.memory import activations
-from open_instruct.planning.memory.activations import profile_of
+from open_instruct.planning.memory import activations, head
+from open_instruct.planning.memory.activations import profile_piece
 from open_instruct.planning.memory.phases import (
     NUM_SYNC_SLOTS,
     READ_CHUNK_BYTES,
@@ -301,7 +301,7 @@ def compare_block(
         checkpointing_modules=recomputed,
     )
     shape = adapted(shape_of(hf_config), lora)
-    profile = profile_of(shape.layers[layer].kind, shape, layout, workload, splits_rows=True)
+    profile = profile_piece(shape.layers[layer].kind, shape, layout, workload, splits_rows=True)
     assert profile.kept_bytes == pytest.approx(kept, rel=rel[0])
     assert sum(profile.forward_peak) == pytest.approx(forward_peak, rel=rel[1])
     assert sum(profile.backward_peak) == pytest.approx(backward_peak, rel=rel[2])
@@ -337,7 +337,7 @@ def test_passes_of_a_whole_model(
     elif dtype == "bfloat16":
         hand_gradients_over(model, build_model(hf_config, init_device="cpu"))
     model.lm_head.max_logits_bytes = max_logits_bytes
-    monkeypatch.setattr(activations, "MAX_LOGITS_BYTES", max_logits_bytes)
+    monkeypatch.setattr(head, "MAX_LOGITS_BYTES", max_logits_bytes)
     activations.forget_profiles()
     num_tokens = sum(LENGTHS)
     ids_BT = torch.zeros(1, num_tokens, dtype=torch.long)
@@ -437,7 +437,7 @@ def print_tracked(case: Case) -> int:
 def test_constants_are_those_of_the_code_that_runs() -> None:
     assert (READ_CHUNK_BYTES, NUM_SYNC_SLOTS) == (CHUNK_BYTES, NUM_SLOTS)
     for name in ("MAX_LOGITS_BYTES", "MAX_KEPT_BYTES"):
-        assert getattr(activations, name) == getattr(logprob_head, name)
+        assert getattr(head, name) == getattr(logprob_head, name)
 
 
 @pytest.mark.parametrize("prefixes", [(0, 30, 30, 30), (0, 40, 20, 30)], ids=["prompt", "tree"])

@@ -8,7 +8,7 @@ import pytest
 
 from open_instruct.commands.plan import parse_request
 from open_instruct.parallel.layout import resolve_layout
-from open_instruct.planning.memory import activations
+from open_instruct.planning.memory import activations, block
 from open_instruct.planning.memory.autograd_sizes import Gradient, Tape, Tensor
 from open_instruct.planning.memory.phases import CUDA, SCRATCH
 from open_instruct.planning.memory.scratch import (
@@ -104,9 +104,9 @@ def test_plan_counts_it_on_cuda_alone() -> None:
 def test_attentions_own_makes_a_peak_where_it_is_most(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is there in the backward pass of blocks alone, and beside cuBLAS's."""
     huge = 2**40
-    monkeypatch.setattr(activations, "attention_scratch", lambda **_: huge)
+    monkeypatch.setattr(block, "attention_scratch", lambda **_: huge)
     with_it = parts_of(on_cuda=True)
-    monkeypatch.setattr(activations, "attention_scratch", lambda **_: 0)
+    monkeypatch.setattr(block, "attention_scratch", lambda **_: 0)
     without = parts_of(on_cuda=True)
     activations.forget_profiles()
     assert with_it["backward"][SCRATCH] == huge + without["backward"][SCRATCH]

@@ -132,11 +132,9 @@ def test_arithmetic_of_recomputation(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     assert flops_per_step(SHAPE, ALONE, of_one) == 3 * FORWARD + 2 * (2 * 64 * 6) + sum(ATTENTION)
     # Two labels a chunk, of which a GPU keeps the product for none, one, or both.
-    monkeypatch.setattr("open_instruct.planning.memory.activations.MAX_LOGITS_BYTES", 2 * 4 * 10)
+    monkeypatch.setattr("open_instruct.planning.memory.head.MAX_LOGITS_BYTES", 2 * 4 * 10)
     for num_kept_bytes, again in ((0, HEAD), (2 * 10 * 2, HEAD // 2), (1 << 30, 0)):
-        monkeypatch.setattr(
-            "open_instruct.planning.memory.activations.MAX_KEPT_BYTES", num_kept_bytes
-        )
+        monkeypatch.setattr("open_instruct.planning.memory.head.MAX_KEPT_BYTES", num_kept_bytes)
         assert flops_per_step(SHAPE, ALONE, WORK) == 3 * FORWARD + again
         assert flops_per_step(SHAPE, ALONE, replace(WORK, on_cuda=False)) == 3 * FORWARD + HEAD
 
