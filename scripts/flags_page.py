@@ -11,8 +11,8 @@ if __name__ == "__main__":
 from open_instruct.commands.check import CheckFlags
 from open_instruct.commands.plan import PlanFlags
 from open_instruct.commands.preview import PreviewFlags
-from open_instruct.config.flags import Flag, flags_of, sections_of, spelled
-from open_instruct.config.help import title_of, told_of
+from open_instruct.config.flags import Flag, flags_of, section_title, sections_of, spelled
+from open_instruct.config.help import told_of
 from open_instruct.objectives.registry import OBJECTIVES, objective_named
 
 MARKDOWN_HEAD = """\
@@ -111,7 +111,7 @@ def find_sections(commands: Sequence[CommandFlags]) -> Iterator[Section]:
     for command, config_class in classes.items():
         flags = flags_of(config_class).values()
         for name, section_class in sections_of(config_class).items():
-            title = title_of(section_class) if name else "Flags"
+            title = section_title(section_class, name) if name else "Flags"
             own = [flag for flag in flags if flag.section == name]
             by_title.setdefault(title, {})[command] = own
     for title, by_command in by_title.items():

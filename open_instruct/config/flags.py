@@ -299,6 +299,15 @@ def _read_sections(config_class: type) -> dict[str, type]:
     return {name: hints[name] for name in own_first}
 
 
+def section_title(section_class: type, name: str) -> str:
+    """The heading of a section's flags: its `title`, or else the name of the field that holds it.
+
+    Example: `ParallelSection`, which is `parallel` in a config class, has the title `Sharding`.
+    """
+    title: str = getattr(section_class, "title", name.replace("_", " ").capitalize())
+    return title
+
+
 def flags_of(config_class: type) -> dict[str, Flag]:
     """Every flag of a config class by name, in the order of its sections."""
     flags: dict[str, Flag] = {}

@@ -276,26 +276,22 @@ def _critic_problems(config: GRPOConfig) -> Iterator[str]:
     loss, degree = config.loss, config.parallel.tensor_parallel_degree
     num_steps, num_alone = config.num_steps, config.critic.critic_warmup_steps
     has_one_ratio = loss.loss_fn in POLICY_LOSSES and POLICY_LOSSES[loss.loss_fn].by_completion
-    why_not = {
-        (
+    if degree > 1:
+        yield (
             f"--tensor_parallel_degree {degree}: the one row of a critic's head is not split; "
             "leave it out"
-        ): degree > 1,
-        (
+        )
+    if has_one_ratio:
+        yield (
             f"--loss_fn {loss.loss_fn}: one ratio for a completion suits no advantage a token; "
             "use dapo"
-        ): has_one_ratio,
-        (
-            "--active_sampling: under gae groups with equal rewards teach; leave it out"
-        ): config.rollout.active_sampling,
-        (
-            "--rl_coef 0 learns from a teacher, without a critic: leave --advantages gae out"
-        ): loss.rl_coef == 0,
-        f"--critic_warmup_steps {num_alone}: the run has {num_steps} steps; use fewer": 0
-        < num_steps
-        <= num_alone,
-    }
-    yield from (problem for problem, is_met in why_not.items() if is_met)
+        )
+    if config.rollout.active_sampling:
+        yield "--active_sampling: under gae groups with equal rewards teach; leave it out"
+    if loss.rl_coef == 0:
+        yield "--rl_coef 0 learns from a teacher, without a critic: leave --advantages gae out"
+    if 0 < num_steps <= num_alone:
+        yield f"--critic_warmup_steps {num_alone}: the run has {num_steps} steps; use fewer"
 
 
 @problems_of_kind("conflict")

@@ -16,7 +16,14 @@ from rich.console import Console
 from rich.markup import escape
 from rich.text import Text
 
-from open_instruct.config.flags import Flag, flags_of, flags_of_section, sections_of, spelled
+from open_instruct.config.flags import (
+    Flag,
+    flags_of,
+    flags_of_section,
+    section_title,
+    sections_of,
+    spelled,
+)
 from open_instruct.core.text import pages_in
 
 MIN_WIDTH, MAX_WIDTH = 40, 110
@@ -104,7 +111,7 @@ def help_page(
         num_shown=sum(len(flags) for flags in chosen.values()),
         description=description,
         sections=[
-            (title_of(each) if name else "Flags", chosen[name])
+            (section_title(each, name) if name else "Flags", chosen[name])
             for name, each in sections_of(config_class).items()
             if chosen[name]
         ],
@@ -168,10 +175,6 @@ def _wrapped(width: int, text: str, indent: int = 0, later_indent: int = 0) -> s
         break_on_hyphens=False,
     )
     return escape(filled)
-
-
-def title_of(section_class: type) -> str:
-    return (inspect.getdoc(section_class) or section_class.__name__).splitlines()[0]
 
 
 def _default_of(flag: Flag) -> str:

@@ -30,7 +30,9 @@ RANKS_OF_ENGINES = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
 @dataclass(kw_only=True)
 class LoRASection:
-    """Low-rank adapters"""
+    """Low-rank adapters, trained in place of the model."""
+
+    title: ClassVar[str] = "Low-rank adapters"
 
     all_read_with: ClassVar[str] = "use_lora"
 

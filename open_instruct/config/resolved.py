@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 
 from open_instruct import __version__
-from open_instruct.config.flags import flags_of, sections_of, spelled
+from open_instruct.config.flags import flags_of, section_title, sections_of, spelled
 from open_instruct.config.parser import COMMAND
 from open_instruct.core.errors import InputError
 from open_instruct.core.files import replace_text
@@ -51,7 +51,7 @@ def write_config(
     lines = [f"# {line}" for line in made_with.splitlines()]
     lines += ["", yaml.safe_dump({COMMAND: command}).rstrip()] if command else []
     for section, section_class in sections_of(type(config)).items():
-        title = (section_class.__doc__ or section).splitlines()[0]
+        title = section_title(section_class, section)
         # Escaped, because YAML reads some of the Unicode that it would write (line separators) as
         # spaces.
         dumped = yaml.safe_dump(

@@ -37,7 +37,9 @@ def loss_fns_reading(flag: str) -> str:
 
 @dataclass(kw_only=True)
 class PromptDataSection(RowsSection):
-    """Prompts"""
+    """Prompts to train on, and prompts that are held out."""
+
+    title: ClassVar[str] = "Prompts"
 
     dataset_mixer_list: list[str] = flag(
         "alternating names and amounts: 'prompts.jsonl 1.0 other.parquet 500'; an amount with a "
@@ -91,7 +93,9 @@ class PromptDataSection(RowsSection):
 
 @dataclass(kw_only=True)
 class RolloutSection:
-    """Rollouts"""
+    """How completions are sampled, and how rewards become advantages."""
+
+    title: ClassVar[str] = "Rollouts"
 
     num_unique_prompts_rollout: int = flag("prompts of one step", 16, minimum=1)
     num_samples_per_prompt_rollout: int = flag(
@@ -163,7 +167,9 @@ class RolloutSection:
 
 @dataclass(kw_only=True)
 class EnvironmentSection:
-    """Environments"""
+    """What answers a reply of the policy: tools, games, servers."""
+
+    title: ClassVar[str] = "Environments"
 
     environment: str | None = flag(
         "answers the replies of prompts that name none in `env_config`: calculator, python, "
@@ -210,7 +216,9 @@ class EnvironmentSection:
 
 @dataclass(kw_only=True)
 class RewardSection:
-    """Rewards"""
+    """How completions are judged."""
+
+    title: ClassVar[str] = "Rewards"
 
     verification_reward: float = flag(
         "reward of a completion that its verifiers accept in full", 1.0, above=0
@@ -299,7 +307,9 @@ class RewardSection:
 
 @dataclass(kw_only=True)
 class PolicyLossSection:
-    """Loss"""
+    """The policy loss, its penalties, and the correction of the engines' log-probs."""
+
+    title: ClassVar[str] = "Loss"
 
     loss_fn: str = flag("the policy loss", "dapo", choices=POLICY_LOSSES, takes_own=True)
     clip_lower: float = flag(
@@ -441,7 +451,9 @@ class PolicyLossSection:
 
 @dataclass(kw_only=True)
 class CriticSection:
-    """Critic"""
+    """The critic of PPO."""
+
+    title: ClassVar[str] = "Critic"
 
     all_read_with: ClassVar[str] = f"advantage_normalization_type {WITH_CRITIC}"
 
@@ -464,7 +476,7 @@ class CriticSection:
 
 @dataclass(kw_only=True)
 class LearnerParallelSection(ParallelSection):
-    """Sharding"""
+    """Sharding of GRPO's learners, which Ray starts."""
 
     more_ranks: ClassVar[str] = "--num_learners_per_node {0} starts them"
 
@@ -475,7 +487,9 @@ class LearnerParallelSection(ParallelSection):
 
 @dataclass(kw_only=True)
 class FleetSection:
-    """Fleet"""
+    """The engines, and how weights reach them."""
+
+    title: ClassVar[str] = "Fleet"
 
     vllm_num_engines: int = free_flag("vLLM engines", 1, minimum=1)
     vllm_tensor_parallel_size: int = free_flag("GPUs of one engine", 1, minimum=1)
@@ -585,7 +599,9 @@ class FleetSection:
 
 @dataclass(kw_only=True)
 class EvaluationSection:
-    """Evaluation"""
+    """Answers to held-out prompts."""
+
+    title: ClassVar[str] = "Evaluation"
 
     all_read_with: ClassVar[str] = f"{HELD_OUT}|eval_split"
 

@@ -3,6 +3,7 @@ rules.
 """
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from open_instruct.config.sections import ExportDtype, Switch, free_flag
 
@@ -13,7 +14,9 @@ WITH_NAMES = "report_to wandb trackio mlflow swanlab"
 
 @dataclass(kw_only=True)
 class RunSection:
-    """Run directory"""
+    """The run's folder: checkpoints and the exported model."""
+
+    title: ClassVar[str] = "Run directory"
 
     output_dir: str = free_flag(
         "where checkpoints, metrics and the exported model go", is_path=True
@@ -63,7 +66,7 @@ class RunSection:
 
 @dataclass(kw_only=True)
 class RolloutRunSection(RunSection):
-    """Run directory"""
+    """The folder of a run that keeps its completions too."""
 
     save_traces: bool | None = free_flag(
         (
@@ -76,7 +79,9 @@ class RolloutRunSection(RunSection):
 
 @dataclass(kw_only=True)
 class LoggingSection:
-    """Logging"""
+    """Trackers and the profiler."""
+
+    title: ClassVar[str] = "Logging"
 
     report_to: list[str] = free_flag(
         "trackers that get the metrics, beside metrics.jsonl", [], choices=TRACKERS

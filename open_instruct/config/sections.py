@@ -52,7 +52,9 @@ def free_flag(help: str, default: Any = MISSING, **facts: Any) -> Any:
 
 @dataclass(kw_only=True)
 class ModelSection:
-    """Model"""
+    """The start model, its tokenizer, and the precision in which it computes."""
+
+    title: ClassVar[str] = "Model"
 
     model_name_or_path: str = flag(
         "folder or hub name of the Hugging Face checkpoint to start from", is_path=True
@@ -95,7 +97,9 @@ class ModelSection:
 
 @dataclass(kw_only=True)
 class RowsSection:
-    """Rows"""
+    """How the rows of any data set are read."""
+
+    title: ClassVar[str] = "Rows"
 
     columns: list[str] = flag(
         "names of columns in place of ours, each FIELD=COLUMN: 'messages=conversations'", []
@@ -117,7 +121,9 @@ class RowsSection:
 
 @dataclass(kw_only=True)
 class DataSection(RowsSection):
-    """Data"""
+    """Rows to train on, and rows that are held out, of an offline run."""
+
+    title: ClassVar[str] = "Data"
 
     mixer_list: list[str] = flag(
         "alternating names and amounts: 'rows.jsonl 1.0 other.parquet 500'; an amount with a dot "
@@ -161,7 +167,7 @@ class DataSection(RowsSection):
 
 @dataclass(kw_only=True)
 class PreferenceDataSection(DataSection):
-    """Data"""
+    """Rows whose documents may share a prompt."""
 
     prefix_sharing: PrefixSharing = free_flag(
         "compute once what both documents of a row begin with, the prompt above all (kto: those "
@@ -173,7 +179,7 @@ class PreferenceDataSection(DataSection):
 
 @dataclass(kw_only=True)
 class SFTDataSection(DataSection):
-    """Data"""
+    """Rows of conversations."""
 
     packing_strategy: Literal["step", "bfd"] = flag(
         "a batch counts conversations ('step'), or rows filled once, best fit first ('bfd')",
@@ -192,7 +198,9 @@ def loss_types_reading(flag: str) -> str:
 
 @dataclass(kw_only=True)
 class PreferenceLossSection:
-    """Loss"""
+    """The preference loss, and the numbers that it takes."""
+
+    title: ClassVar[str] = "Loss"
 
     loss_type: str | list[str] = flag(
         "the preference loss, or several to add up", "dpo_norm", choices=PREFERENCE_LOSSES
@@ -285,7 +293,9 @@ class PreferenceLossSection:
 
 @dataclass(kw_only=True)
 class OptimizerSection:
-    """Optimisation"""
+    """The optimizer and its schedule."""
+
+    title: ClassVar[str] = "Optimisation"
 
     learning_rate: float = flag("peak learning rate", 5e-7, above=0)
     lr_scheduler_type: Literal["linear", "cosine", "constant"] = flag(
@@ -324,7 +334,7 @@ class OptimizerSection:
 
 @dataclass(kw_only=True)
 class OptimSection(OptimizerSection):
-    """Optimisation"""
+    """The optimizer, the batch, and the length of an offline run."""
 
     per_device_train_batch_size: int = flag(
         "rows of full length that fit in one microbatch of one device", 8, minimum=1, resume="batch"
@@ -340,14 +350,16 @@ class OptimSection(OptimizerSection):
 
 @dataclass(kw_only=True)
 class SFTOptimSection(OptimSection):
-    """Optimisation"""
+    """As of any offline run, with the learning rate of SFT."""
 
     learning_rate: float = flag("peak learning rate", 2e-5, above=0)
 
 
 @dataclass(kw_only=True)
 class DegreesSection:
-    """Sharding"""
+    """How many GPUs share a copy of the model, and how."""
+
+    title: ClassVar[str] = "Sharding"
 
     fsdp_shard_degree: int | None = free_flag(
         "GPUs that share a copy of the model; default: a node's", None, minimum=1
@@ -377,7 +389,7 @@ class DegreesSection:
 
 @dataclass(kw_only=True)
 class ParallelSection(DegreesSection):
-    """Sharding"""
+    """How the weights are sharded, and by which backend."""
 
     more_ranks: ClassVar[str] = ""  # how to start {0} ranks, for messages
 
@@ -435,7 +447,7 @@ class ParallelSection(DegreesSection):
 
 @dataclass(kw_only=True)
 class RanksSection(ParallelSection):
-    """Sharding"""
+    """Sharding of an offline run, which starts its own ranks."""
 
     more_ranks: ClassVar[str] = (
         "--num_processes {0} starts them, and so does torchrun --nproc_per_node {0}"
@@ -450,7 +462,9 @@ class RanksSection(ParallelSection):
 
 @dataclass(kw_only=True)
 class MemorySection:
-    """Memory and compilation"""
+    """What is recomputed or compiled to fit and to be fast."""
+
+    title: ClassVar[str] = "Memory and compilation"
 
     activation_checkpointing: Literal["auto", "none", "full", "selected_modules", "offload"] = (
         free_flag(

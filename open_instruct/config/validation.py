@@ -218,16 +218,18 @@ def lora_problems(config: LearnerConfig) -> Iterator[str]:
 def float8_problems(config: LearnerConfig) -> Iterator[str]:
     """Flags that float8 products cannot go with."""
     recipe = config.model.float8_linears
-    is_split = config.parallel.tensor_parallel_degree > 1
-    why_not = {
-        "--use_lora, whose frozen matrices would be cast anew in every pass": config.adapters
-        is not None,
-        "--tensor_parallel_degree above 1, where parts of a matrix have other scales": is_split,
-        "--param_dtype float32, which is for exactness": config.model.param_dtype == "float32",
-    }
-    for other, is_given in why_not.items():
-        if is_given and recipe != "off":
-            yield f"--float8_linears {recipe} cannot go with {other}: leave one of them out"
+    if recipe == "off":
+        return
+    given = f"--float8_linears {recipe} cannot go with"
+    remedy = "leave one of them out"
+    if config.adapters is not None:
+        why = "whose frozen matrices would be cast anew in every pass"
+        yield f"{given} --use_lora, {why}: {remedy}"
+    if config.parallel.tensor_parallel_degree > 1:
+        degree = "--tensor_parallel_degree above 1"
+        yield f"{given} {degree}, where parts of a matrix have other scales: {remedy}"
+    if config.model.param_dtype == "float32":
+        yield f"{given} --param_dtype float32, which is for exactness: {remedy}"
 
 
 @problems_of_kind("conflict")

@@ -7,7 +7,7 @@ programs and tests compare in place of its words. An `InputError` carries one of
 
 import re
 import signal
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from functools import wraps
 from typing import Literal, ParamSpec
 
@@ -158,9 +158,9 @@ class InputError(ValueError):
         return self.problems[0].remedy
 
 
-def refuse_first(problems: Mapping[str, bool]) -> None:
-    """:raises InputError: the first of the problems that is there."""
-    if problem := next((problem for problem, is_there in problems.items() if is_there), None):
+def refuse_first(problems: Iterable[str]) -> None:
+    """:raises InputError: the first of the problems, if there are any."""
+    for problem in problems:
         raise InputError(problem)
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 Better = Literal["higher", "lower"]
+Reduction = Literal["mean", "max", "sum"]
 
 HELD_OUT_PREFIX = "eval/"
 
@@ -22,7 +23,8 @@ class MetricEntry:
 
     `words` are its name in the line of a step. A number that is `exact` is never smoothed, one
     `of_its_loss` is compared within one loss alone, and one that is not `drawn` has no curve.
-    `better` says which values of it show a better policy; None where neither does.
+    `better` says which values of it show a better policy; None where neither does. `over_updates`
+    is how the updates of a step are put together.
 
     Example: `MetricEntry(name="time/sync", group="Time", unit="s", meaning="sending the weights to
     the engines")`.
@@ -37,6 +39,7 @@ class MetricEntry:
     of_its_loss: bool = False
     drawn: bool = True
     better: Better | None = None
+    over_updates: Reduction = "mean"
 
     def improves(self, value: float, other: float) -> bool:
         """Whether `value` is better than `other`; never where one of them is NaN."""

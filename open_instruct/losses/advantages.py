@@ -2,8 +2,8 @@
 tensors.
 
 To add one, write a function here under `register`, with its formula and paper: `python
-scripts/losses_page.py` puts it into the table of docs/losses.md. The flags it reads are the
-keyword-only arguments of the function.
+scripts/losses_page.py` puts it into the table of docs/losses.md. The flags it reads are
+keyword-only arguments of the function, and named in `flags`.
 """
 
 import math
@@ -14,7 +14,7 @@ from typing import Literal
 
 from open_instruct.core.errors import InputError
 from open_instruct.core.records import RolloutGroup
-from open_instruct.losses.flags_taken import registers, with_flags
+from open_instruct.losses.registry import bind_flags, make_register
 
 EPSILON = 1e-8
 SAME_REWARD = 1e-9
@@ -33,30 +33,32 @@ class AdvantageFormula:
     function: Callable[..., Advantages]
     formula: str
     paper: str
+    flags: tuple[str, ...] = ()  # that the function is given
 
 
 ADVANTAGES: dict[str, AdvantageFormula] = {}
 # Makes the decorated function the choice `--advantages name`.
-register = registers(ADVANTAGES, AdvantageFormula)
+register = make_register(ADVANTAGES, AdvantageFormula)
 
 
 def advantages_of(
     groups: Sequence[RolloutGroup],
     name: str,
-    flags: object,
+    section: object,
     *,
     own: AdvantageFunction | None = None,
 ) -> Advantages:
     """The advantage of each completion by the formula `name`, or by the user's function `own`.
 
     A group with equal rewards has advantages of exactly 0, except under formulas that normalise
-    over the whole step. `flags` is the section of flags, `RolloutSection`.
+    over the whole step. `section` has the flags, as `RolloutSection`.
 
     Raises:
         InputError: `own` does not give a finite number for every completion.
     """
     if own is None:
-        return with_flags(ADVANTAGES[name].function, flags)(groups)
+        formula = ADVANTAGES[name]
+        return bind_flags(formula.function, formula.flags, section)(groups)
     given = [tuple(map(float, values)) for values in own(groups)]
     if [len(values) for values in given] != [len(group.completions) for group in groups]:
         raise InputError(
@@ -167,6 +169,7 @@ def gae(groups: Sequence[RolloutGroup]) -> Advantages:
     "pass_at_k",
     "(1 − R) / σ if right, (1 − R − q) / σ if wrong, σ² = R (1 − R)",
     "2508.10751 section 2.4",
+    flags=("advantage_pass_k",),
 )
 def pass_at_k(groups: Sequence[RolloutGroup], *, advantage_pass_k: int) -> Advantages:
     k = advantage_pass_k

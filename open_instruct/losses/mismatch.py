@@ -40,6 +40,18 @@ class Correction:
     is_corrected_N: torch.Tensor
 
 
+# The flags that `correct_mismatch` is given.
+MISMATCH_FLAGS = (
+    "rho_correction",
+    "rho_cap",
+    "rho_level",
+    "rho_clamp_lower",
+    "rho_clamp_upper",
+    "rho_mask_lower",
+    "rho_mask_upper",
+)
+
+
 def correct_mismatch(
     log_rho_N: torch.Tensor,
     sequence_ids_N: torch.Tensor,

@@ -1,9 +1,9 @@
 """Policy losses: log-probs and advantages in, one loss per token out.
 
 To add one, write a function here under `register`, with its name, formula and paper: `python
-scripts/losses_page.py` puts it into the table of docs/losses.md. The flags it reads are the
-keyword-only arguments of the function. Importing this file loads no torch, because `--help` and the
-checks of flags read `POLICY_LOSSES`.
+scripts/losses_page.py` puts it into the table of docs/losses.md. The flags it reads are
+keyword-only arguments of the function, and named in `flags`. Importing this file loads no torch,
+because `--help` and the checks of flags read `POLICY_LOSSES`.
 
 No loss here divides by a number of tokens or completions of its own batch. The caller adds up
 `losses_N` over microbatches and ranks and divides by the `denominator`, so the result does not
@@ -19,19 +19,22 @@ Legend: N labelled tokens of a microbatch, S sequences (completions). All log-pr
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from open_instruct.losses.covariance import has_high_covariance, is_drawn_by_covariance
-from open_instruct.losses.flags_taken import flags_taken, registers, with_flags
 from open_instruct.losses.logprobs import (
     MAX_LOG_RATIO,
     clamped_exp,
-    lengths_of,
     sequence_means,
     sequence_sums,
 )
+from open_instruct.losses.policy_loss import (
+    CLIP_FLAGS,
+    PolicyLoss,
+    PolicyLossInputs,
+    PolicyLossOutputs,
+)
+from open_instruct.losses.registry import make_register
 
 if TYPE_CHECKING:
     import torch
@@ -39,153 +42,20 @@ if TYPE_CHECKING:
 # VESPO's (k, lambda), for completions with an advantage >= 0 and for the others.
 VESPO_GOOD, VESPO_BAD = (2.0, 3.0), (3.0, 2.0)
 LEAST_PROBABILITY = 1e-8
-# Flags that losses without a clip ignore, as recipes give them whatever the loss.
-CLIP_FLAGS = ("clip_lower", "clip_higher")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PolicyLossInputs:
-    """The inputs of any policy loss.
-
-    Only `logprobs_N` carries a gradient. `sequence_ids_N` (int64, 0..S-1) gives the completion of
-    each token. With `by_completion` the ratio of each token is that of its completion, the
-    geometric mean over its tokens. `marked_N` is 1 at the tokens that a loss with
-    `PolicyLoss.marks` treats apart, and 0 at the others.
-    """
-
-    logprobs_N: torch.Tensor
-    old_logprobs_N: torch.Tensor
-    advantages_N: torch.Tensor
-    sequence_ids_N: torch.Tensor
-    num_sequences: int
-    by_completion: bool = False
-    marked_N: torch.Tensor | None = None
-
-    @property
-    def log_ratio_N(self) -> torch.Tensor:
-        log_ratio_N = self.logprobs_N - self.old_logprobs_N
-        if not self.by_completion:
-            return log_ratio_N
-        return sequence_means(log_ratio_N, self.sequence_ids_N, self.num_sequences)[
-            self.sequence_ids_N
-        ]
-
-    def __post_init__(self) -> None:
-        shape = self.logprobs_N.shape
-        for tensor in (self.old_logprobs_N, self.advantages_N, self.sequence_ids_N, self.marked_N):
-            if tensor is not None:
-                assert len(shape) == 1 and tensor.shape == shape, (
-                    f"{tuple(tensor.shape)}, not {tuple(shape)}"
-                )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PolicyLossOutputs:
-    """`losses_N` carries the gradient; `is_clipped_N` (0 or 1) marks tokens whose gradient was
-    clipped away.
-
-    A token with an advantage of 0 has no gradient to clip, so `PolicyLoss.outputs` never marks it.
-    """
-
-    losses_N: torch.Tensor
-    is_clipped_N: torch.Tensor
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PolicyLoss:
-    """A loss of --loss_fn: a function, and how its losses are averaged.
-
-    Example: `POLICY_LOSSES["grpo"]` has `divided_by` "completions", `averaged` True and `reads`
-    `("delta",)`.
-    """
-
-    function: Callable[..., PolicyLossOutputs]
-    """`function(inputs, **flags)` gives the loss of every token."""
-    formula: str = ""
-    """The loss of a token, in the words of docs/losses.md."""
-    paper: str = ""
-    """The number on arXiv, and the place in the paper."""
-    divided_by: Literal["tokens", "completions", "response_length"] = "tokens"
-    """The denominator of the sum over all tokens: the tokens, or (--loss_denominator) a constant
-    length for each completion; the completions; or --response_length for each completion.
-    """
-    averaged: bool = False
-    """Whether each completion is averaged over its tokens first."""
-    by_completion: bool = False
-    """Whether a completion has one ratio, the geometric mean of its tokens'."""
-    marks: Callable[..., torch.Tensor] | None = None
-    """`marks(here, update, **flags)` says which tokens of a microbatch are treated apart
-    (`PolicyLossInputs.marked_N`); both are `TokenColumns`, and `update` has those of all ranks.
-    """
-
-    @property
-    def reads(self) -> tuple[str, ...]:
-        """The flags that it reads, but those of the clip range."""
-        flags = flags_taken(self.function)
-        if self.marks is not None:
-            flags = tuple(dict.fromkeys((*flags, *flags_taken(self.marks))))
-        return tuple(flag for flag in flags if flag not in CLIP_FLAGS)
-
-    def outputs(self, inputs: PolicyLossInputs, flags: object) -> PolicyLossOutputs:
-        """The loss of every token, to be summed and divided by the `denominator`;
-
-        `flags` is the section of flags.
-        """
-        outputs = with_flags(self.function, flags)(
-            replace(inputs, by_completion=self.by_completion)
-        )
-        return PolicyLossOutputs(
-            losses_N=self.shares(outputs.losses_N, inputs),
-            is_clipped_N=outputs.is_clipped_N * (inputs.advantages_N != 0),
-        )
-
-    def shares(self, values_N: torch.Tensor, inputs: PolicyLossInputs) -> torch.Tensor:
-        """`values_N` as the loss weighs tokens: unchanged, or divided by the length of their
-        completion.
-
-        In the second case their sum is the sum of the means over completions.
-        """
-        if not self.averaged:
-            return values_N
-        lengths_S = lengths_of(inputs.sequence_ids_N, inputs.num_sequences)
-        return values_N / lengths_S[inputs.sequence_ids_N].to(values_N.dtype)
-
-    def importance_ratio(self, inputs: PolicyLossInputs) -> torch.Tensor:
-        """The ratio by which the loss weighs each token: the token's own, or that of its
-        completion.
-        """
-        return clamped_exp(replace(inputs, by_completion=self.by_completion).log_ratio_N)
-
-    def denominator(
-        self,
-        *,
-        num_tokens: int,
-        num_completions: int,
-        response_length: int,
-        constant: int | None = None,
-    ) -> float:
-        """The denominator of the sum of losses over the whole global batch.
-
-        Args:
-            num_tokens: label tokens of the global batch.
-            num_completions: completions of the global batch.
-            response_length: tokens that a completion may have at most.
-            constant: tokens per completion to divide by in place of `num_tokens`.
-        """
-        if self.divided_by == "completions":
-            return float(num_completions)
-        if self.divided_by == "response_length":
-            return float(num_completions * response_length)
-        return float(num_tokens if constant is None else num_completions * constant)
 
 
 POLICY_LOSSES: dict[str, PolicyLoss] = {}
 # Makes the decorated function the loss `--loss_fn name`; `facts` are fields of `PolicyLoss`.
-register = registers(POLICY_LOSSES, PolicyLoss)
+register = make_register(POLICY_LOSSES, PolicyLoss)
 
 
 @register(
-    "luspo", "−min(s A, clip(s) A)", "2602.05261", divided_by="completions", by_completion=True
+    "luspo",
+    "−min(s A, clip(s) A)",
+    "2602.05261",
+    divided_by="completions",
+    by_completion=True,
+    flags=(*CLIP_FLAGS, "delta"),
 )
 @register(
     "gspo",
@@ -194,16 +64,24 @@ register = registers(POLICY_LOSSES, PolicyLoss)
     divided_by="completions",
     averaged=True,
     by_completion=True,
+    flags=(*CLIP_FLAGS, "delta"),
 )
-@register("dr_grpo", "−min(r A, clip(r) A)", "2503.20783 section 3.2", divided_by="response_length")
+@register(
+    "dr_grpo",
+    "−min(r A, clip(r) A)",
+    "2503.20783 section 3.2",
+    divided_by="response_length",
+    flags=(*CLIP_FLAGS, "delta"),
+)
 @register(
     "grpo",
     "−min(r A, clip(r) A) / |o|",
     "2402.03300 eq. 3",
     divided_by="completions",
     averaged=True,
+    flags=(*CLIP_FLAGS, "delta"),
 )
-@register("dapo", "−min(r A, clip(r) A)", "2503.14476 eq. 8")
+@register("dapo", "−min(r A, clip(r) A)", "2503.14476 eq. 8", flags=(*CLIP_FLAGS, "delta"))
 def clipped_ratio(
     inputs: PolicyLossInputs, *, clip_lower: float, clip_higher: float, delta: float | None
 ) -> PolicyLossOutputs:
@@ -222,7 +100,12 @@ def clipped_ratio(
     )
 
 
-@register("cispo", "−stop(min(r, 1 + `--clip_higher`)) A log π", "2506.13585 eq. 4")
+@register(
+    "cispo",
+    "−stop(min(r, 1 + `--clip_higher`)) A log π",
+    "2506.13585 eq. 4",
+    flags=(*CLIP_FLAGS, "cispo_clamp_below"),
+)
 def cispo(
     inputs: PolicyLossInputs, *, clip_lower: float, clip_higher: float, cispo_clamp_below: bool
 ) -> PolicyLossOutputs:
@@ -238,7 +121,15 @@ def cispo(
 
 
 @register(
-    "sapo", "−(4/τ) σ(τ (r − 1)) A / |o|", "2511.20347", divided_by="completions", averaged=True
+    "sapo",
+    "−(4/τ) σ(τ (r − 1)) A / |o|",
+    "2511.20347",
+    divided_by="completions",
+    averaged=True,
+    flags=(
+        "sapo_temperature_pos",
+        "sapo_temperature_neg",
+    ),
 )
 def sapo(
     inputs: PolicyLossInputs, *, sapo_temperature_pos: float, sapo_temperature_neg: float
@@ -258,6 +149,7 @@ def sapo(
     divided_by="completions",
     averaged=True,
     by_completion=True,
+    flags=CLIP_FLAGS,
 )
 def gmpo(inputs: PolicyLossInputs, *, clip_lower: float, clip_higher: float) -> PolicyLossOutputs:
     """GMPO clips log r and not r: from -`clip_lower` to `clip_higher`, where the paper has 0.4 for
@@ -291,7 +183,7 @@ def vespo(inputs: PolicyLossInputs) -> PolicyLossOutputs:
     return _nothing_clipped(-phi_N * inputs.advantages_N * inputs.logprobs_N)
 
 
-@register("dppo_tv", "−M r A, by the total variation", "2602.04879")
+@register("dppo_tv", "−M r A, by the total variation", "2602.04879", flags=(*CLIP_FLAGS, "delta"))
 def dppo_tv(
     inputs: PolicyLossInputs, *, clip_lower: float, clip_higher: float, delta: float | None
 ) -> PolicyLossOutputs:
@@ -299,7 +191,9 @@ def dppo_tv(
     return _within_divergence(inputs, moved_N.abs(), clip_lower, clip_higher, delta)
 
 
-@register("dppo_kl", "−M r A, by the divergence of two coins", "2602.04879")
+@register(
+    "dppo_kl", "−M r A, by the divergence of two coins", "2602.04879", flags=(*CLIP_FLAGS, "delta")
+)
 def dppo_kl(
     inputs: PolicyLossInputs, *, clip_lower: float, clip_higher: float, delta: float | None
 ) -> PolicyLossOutputs:
@@ -341,6 +235,8 @@ def _within_divergence(
     "`dapo`'s, but 0 at some tokens",
     "2505.22617 eq. 10 and 11",
     marks=is_drawn_by_covariance,
+    flags=(*CLIP_FLAGS, "delta"),
+    marks_flags=("cov_fraction", "clip_cov_lower", "clip_cov_upper", *CLIP_FLAGS),
 )
 def clip_cov(
     inputs: PolicyLossInputs, *, clip_lower: float, clip_higher: float, delta: float | None
@@ -361,6 +257,8 @@ def clip_cov(
     "−r A, and `--kl_cov_coef` |log r| at some tokens",
     "2505.22617 eq. 12 and 13",
     marks=has_high_covariance,
+    flags=("kl_cov_coef",),
+    marks_flags=("cov_fraction",),
 )
 def kl_cov(inputs: PolicyLossInputs, *, kl_cov_coef: float) -> PolicyLossOutputs:
     """KL-Cov: tokens of the highest covariance pay for every move, see `has_high_covariance`.
@@ -384,7 +282,9 @@ def _nothing_clipped(losses_N: torch.Tensor) -> PolicyLossOutputs:
 
 
 # The name that TRL has for a mean over tokens.
-register("bnpo", "`dapo`'s", "2503.14476 eq. 8; the name is TRL's")(clipped_ratio)
+register("bnpo", "`dapo`'s", "2503.14476 eq. 8; the name is TRL's", flags=(*CLIP_FLAGS, "delta"))(
+    clipped_ratio
+)
 
 # The losses whose denominator --loss_denominator replaces.
 OVER_TOKENS = [name for name, loss in POLICY_LOSSES.items() if loss.divided_by == "tokens"]

@@ -1,9 +1,9 @@
 """Preference losses: log-probs of chosen and rejected replies in, one loss per pair out.
 
 To add one, write a function here under `register`, with its formula and paper: `python
-scripts/losses_page.py` puts it into the tables of docs/losses.md. The flags it reads are the
-keyword-only arguments of the function. Importing this file loads no torch, because `--help` and the
-checks of flags read `PREFERENCE_LOSSES`.
+scripts/losses_page.py` puts it into the tables of docs/losses.md. The flags it reads are
+keyword-only arguments of the function, and named in `flags`. Importing this file loads no torch,
+because `--help` and the checks of flags read `PREFERENCE_LOSSES`.
 
 No loss here divides by a number of pairs. The caller adds up `losses_P` over microbatches and
 ranks and divides by the global number of pairs, so the result does not depend on the split.
@@ -22,9 +22,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from open_instruct.losses.flags_taken import flags_taken, registers, with_flags
 from open_instruct.losses.logprobs import MAX_LOG_RATIO, per_token
 from open_instruct.losses.rank_matching import RankPartners, match_by_rank
+from open_instruct.losses.registry import bind_flags, make_register
 
 if TYPE_CHECKING:
     import torch
@@ -130,6 +130,8 @@ class PreferenceLoss:
 
     function: Callable[..., torch.Tensor]
     """`function(pairs, **flags)` gives the loss of every pair."""
+    flags: tuple[str, ...] = ()
+    """The flags that the function is given, by their names."""
     formula: str
     """The loss of a pair, in the words of docs/losses.md."""
     paper: str
@@ -157,33 +159,38 @@ class PreferenceLoss:
     @property
     def reads(self) -> tuple[str, ...]:
         """The flags that not every loss reads."""
-        return (*flags_taken(self.function), *self.changed_by)
+        return (*self.flags, *self.changed_by)
 
-    def losses(self, inputs: PreferenceLossInputs, flags: Any) -> torch.Tensor:
-        """The loss of every pair; `flags` is the section of flags."""
-        return with_flags(self.function, flags)(self.compared(inputs, flags))
+    def losses(self, inputs: PreferenceLossInputs, section: Any) -> torch.Tensor:
+        """The loss of every pair; `section` has the flags."""
+        function = bind_flags(self.function, self.flags, section)
+        return function(self.compared(inputs, section))
 
-    def compared(self, inputs: PreferenceLossInputs, flags: Any) -> ComparedPairs:
+    def compared(self, inputs: PreferenceLossInputs, section: Any) -> ComparedPairs:
         """The values of the chosen and of the rejected replies that it compares."""
         compared_2P = inputs.policy_logps_2P
         if self.needs_reference:
             assert inputs.reference_logps_2P is not None, (
-                f"{flags.loss_type} needs the reference log-probs"
+                f"{section.loss_type} needs the reference log-probs"
             )
             # Policy and reference are close, so subtracting them before chosen and rejected keeps
             # the most digits.
             compared_2P = compared_2P - inputs.reference_logps_2P
         if self.per_token:
             compared_2P = per_token(compared_2P, inputs.lengths_2P)
-        chosen_P, rejected_P = with_flags(divergence_terms, flags)(compared_2P)
+        chosen_P, rejected_P = divergence_terms(
+            compared_2P,
+            f_divergence_type=section.f_divergence_type,
+            f_alpha_divergence_coef=section.f_alpha_divergence_coef,
+        )
         return ComparedPairs(
-            chosen_P=chosen_P, rejected_P=rejected_P, inputs=inputs, beta=flags.beta
+            chosen_P=chosen_P, rejected_P=rejected_P, inputs=inputs, beta=section.beta
         )
 
 
 PREFERENCE_LOSSES: dict[str, PreferenceLoss] = {}
 # Makes the decorated function the loss `--loss_type name`; `facts` are fields of `PreferenceLoss`.
-register = registers(PREFERENCE_LOSSES, PreferenceLoss)
+register = make_register(PREFERENCE_LOSSES, PreferenceLoss)
 
 
 @register(
@@ -193,8 +200,15 @@ register = registers(PREFERENCE_LOSSES, PreferenceLoss)
     beta=5.0,
     per_token=True,
     changed_by=(DIVERGENCE,),
+    flags=("label_smoothing",),
 )
-@register("dpo", "−log σ(β m)", "2305.18290 eq. 7", changed_by=(SHORTER, DIVERGENCE))
+@register(
+    "dpo",
+    "−log σ(β m)",
+    "2305.18290 eq. 7",
+    changed_by=(SHORTER, DIVERGENCE),
+    flags=("label_smoothing",),
+)
 def logistic_losses(pairs: ComparedPairs, *, label_smoothing: float) -> torch.Tensor:
     """DPO. With label smoothing e it is conservative DPO (Mitchell 2023, "A note on DPO with noisy
     preferences"): `-(1 - e) * log sigmoid(beta * m) - e * log sigmoid(-beta * m)`.
@@ -203,7 +217,16 @@ def logistic_losses(pairs: ComparedPairs, *, label_smoothing: float) -> torch.Te
 
 
 @register(
-    "simpo", "−log σ(β m − γ)", "2405.14734 eq. 6", beta=2.0, per_token=True, needs_reference=False
+    "simpo",
+    "−log σ(β m − γ)",
+    "2405.14734 eq. 6",
+    beta=2.0,
+    per_token=True,
+    needs_reference=False,
+    flags=(
+        "label_smoothing",
+        "gamma_beta_ratio",
+    ),
 )
 def simpo_losses(
     pairs: ComparedPairs, *, label_smoothing: float, gamma_beta_ratio: float
@@ -214,7 +237,15 @@ def simpo_losses(
 
 
 @register(
-    "wpo", "−w log σ(β m)", "2406.11827 section 3", changed_by=(DIVERGENCE,), knows_first_loss=False
+    "wpo",
+    "−w log σ(β m)",
+    "2406.11827 section 3",
+    changed_by=(DIVERGENCE,),
+    knows_first_loss=False,
+    flags=(
+        "label_smoothing",
+        "weight_alignment",
+    ),
 )
 def wpo_losses(
     pairs: ComparedPairs, *, label_smoothing: float, weight_alignment: bool
@@ -259,6 +290,7 @@ def hinge_losses(pairs: ComparedPairs) -> torch.Tensor:
     "(−(1 − ε) log σ(z) + ε log σ(−z)) / (1 − 2ε)",
     "2403.00409 eq. 12",
     changed_by=(SHORTER, DIVERGENCE),
+    flags=("label_smoothing",),
 )
 def robust_losses(pairs: ComparedPairs, *, label_smoothing: float) -> torch.Tensor:
     """DPO's loss without the bias of labels that are flipped with probability e; it may be
@@ -274,6 +306,7 @@ def robust_losses(pairs: ComparedPairs, *, label_smoothing: float) -> torch.Tens
     "σ(z) (log σ(z) − log(1 − ε)) + σ(−z) (log σ(−z) − log ε)",
     "2402.00856 eq. 16",
     changed_by=(SHORTER, DIVERGENCE),
+    flags=("label_smoothing",),
 )
 def exo_losses(pairs: ComparedPairs, *, label_smoothing: float) -> torch.Tensor:
     """EXO on pairs: the divergence of the policy's preference from labels that are right with
@@ -320,6 +353,7 @@ def sppo_losses(pairs: ComparedPairs) -> torch.Tensor:
     "2406.05882 section 3",
     sorts_batch=True,
     changed_by=(SHORTER,),
+    flags=("label_smoothing",),
 )
 def aot_losses(pairs: ComparedPairs, *, label_smoothing: float) -> torch.Tensor:
     """AOT on pairs:
@@ -336,6 +370,7 @@ def aot_losses(pairs: ComparedPairs, *, label_smoothing: float) -> torch.Tensor:
     "2406.05882 section 3",
     sorts_batch=True,
     changed_by=(SHORTER,),
+    flags=("label_smoothing",),
 )
 def aot_unpaired_losses(pairs: ComparedPairs, *, label_smoothing: float) -> torch.Tensor:
     """AOT without pairs: DPO's loss of a chosen reply against the rejected one of the same rank.
@@ -369,6 +404,7 @@ def apo_down_losses(pairs: ComparedPairs) -> torch.Tensor:
     "−(1 − s) log σ(z) + s e^−z, s = σ(z/τ)",
     "2406.08414 eq. 5",
     changed_by=(SHORTER, DIVERGENCE),
+    flags=("discopop_tau",),
 )
 def discopop_losses(pairs: ComparedPairs, *, discopop_tau: float) -> torch.Tensor:
     """DiscoPOP, a mixture of the logistic and the exponential loss."""
@@ -386,7 +422,16 @@ def sft_losses(pairs: ComparedPairs) -> torch.Tensor:
     return -per_token(pairs.inputs.policy_logps_2P[0], pairs.inputs.lengths_2P[0])
 
 
-@register("cpo", "−log σ(z) − α log π(y_c)/|y_c|", "2401.08417 eq. 5", needs_reference=False)
+@register(
+    "cpo",
+    "−log σ(z) − α log π(y_c)/|y_c|",
+    "2401.08417 eq. 5",
+    needs_reference=False,
+    flags=(
+        "label_smoothing",
+        "cpo_alpha",
+    ),
+)
 def cpo_losses(pairs: ComparedPairs, *, label_smoothing: float, cpo_alpha: float) -> torch.Tensor:
     """CPO:
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from open_instruct.config.sections import SFTOptimSection, flag
 from open_instruct.config.training import TrainingConfig, with_held_out
@@ -45,7 +45,9 @@ if TYPE_CHECKING:
 
 @dataclass(kw_only=True)
 class DistillationSection:
-    """Distillation"""
+    """The teacher, and how far the student is from it."""
+
+    title: ClassVar[str] = "Distillation"
 
     teacher_model_name_or_path: str = flag(
         "folder (or hub name) of the frozen model to learn from; any size and family, with the "

@@ -14,7 +14,7 @@ from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from open_instruct.config.sections import OptimSection, PreferenceDataSection, flag, free_flag
 from open_instruct.config.training import TrainingConfig, with_held_out
@@ -53,7 +53,9 @@ DESIRABLE = "desirable"  # the name of their number among a step's counts
 
 @dataclass(kw_only=True)
 class KTOLossSection:
-    """Loss"""
+    """The loss of KTO."""
+
+    title: ClassVar[str] = "Loss"
 
     loss_type: Literal["kto", "apo_zero_unpaired"] = flag(
         (
@@ -78,7 +80,7 @@ class KTOLossSection:
 
 @dataclass(kw_only=True)
 class KTOOptimSection(OptimSection):
-    """Optimisation"""
+    """As of any offline run, with the learning rate of KTO."""
 
     learning_rate: float = flag("peak learning rate", 1e-6, above=0)
 

@@ -30,9 +30,16 @@ from open_instruct.core.records import Batch, Metric, StepBatch, mean_metrics
 from open_instruct.core.user_code import own_function
 from open_instruct.data.prompts import PromptBuilder
 from open_instruct.losses.covariance import TokenColumns, token_keys
-from open_instruct.losses.flags_taken import with_flags
-from open_instruct.losses.mismatch import Correction, correct_mismatch, kl_estimates, rho_values
-from open_instruct.losses.policy import POLICY_LOSSES, PolicyLoss, PolicyLossInputs
+from open_instruct.losses.mismatch import (
+    MISMATCH_FLAGS,
+    Correction,
+    correct_mismatch,
+    kl_estimates,
+    rho_values,
+)
+from open_instruct.losses.policy import POLICY_LOSSES
+from open_instruct.losses.policy_loss import PolicyLoss, PolicyLossInputs
+from open_instruct.losses.registry import bind_flags
 from open_instruct.objectives.objective import (
     BoundLoss,
     Gather,
@@ -80,8 +87,11 @@ def chooses_tokens(loss: PolicyLossSection) -> bool:
 
 
 def _known_marks(loss: PolicyLossSection) -> Callable[..., torch.Tensor] | None:
+    """What marks tokens under a loss of ours, with the flags bound."""
     known = POLICY_LOSSES.get(loss.loss_fn)
-    return None if known is None else known.marks
+    if known is None or known.marks is None:
+        return None
+    return bind_flags(known.marks, known.marks_flags, loss)
 
 
 def measures_entropy(loss: PolicyLossSection) -> bool:
@@ -161,9 +171,8 @@ def _sampled_tokens(
         num_sequences=batch.packed.num_sequences,
     )
     log_rho_N = inputs.old_logprobs_N - stream.take(values.engine_logprobs_N)
-    correction = with_flags(correct_mismatch, loss)(
-        log_rho_N, inputs.sequence_ids_N, inputs.num_sequences
-    )
+    correct = bind_flags(correct_mismatch, MISMATCH_FLAGS, loss)
+    correction = correct(log_rho_N, inputs.sequence_ids_N, inputs.num_sequences)
     return inputs, correction
 
 
@@ -241,7 +250,7 @@ def choose_tokens(
         ]
     marks = _known_marks(loss)
     if marks is not None:
-        marked = _marked_tokens(step, scores, gather, marks=with_flags(marks, loss))
+        marked = _marked_tokens(step, scores, gather, marks=marks)
         values = [
             replace(each, is_marked_M=is_marked_M)
             for each, is_marked_M in zip(values, marked, strict=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from open_instruct.config.sections import OptimSection, flag
 from open_instruct.config.training import TrainingConfig, with_held_out
@@ -43,7 +43,9 @@ HEAD_LABELS = {"wrong": "-", "right": "+"}
 
 @dataclass(kw_only=True)
 class StepSection:
-    """Steps"""
+    """The steps of a solution, and how each is judged."""
+
+    title: ClassVar[str] = "Steps"
 
     step_separator: str = flag(
         r"text behind each step of a row's list, at whose last token the step is judged (\n is a "
@@ -81,7 +83,7 @@ class StepSection:
 
 @dataclass(kw_only=True)
 class PRMOptimSection(OptimSection):
-    """Optimisation"""
+    """As of any offline run, with the learning rate of a process reward model."""
 
     learning_rate: float = flag("peak learning rate", 1e-6, above=0)
 

@@ -47,7 +47,9 @@ SQUARE = "rewards/square"
 
 @dataclass(kw_only=True)
 class RewardLossSection:
-    """Loss"""
+    """The loss of a reward model."""
+
+    title: ClassVar[str] = "Loss"
 
     margin: bool = flag(
         f"subtract the '{MARGIN}' of a row, or 0, from the difference of its rewards", False
@@ -61,7 +63,7 @@ class RewardLossSection:
 
 @dataclass(kw_only=True)
 class RewardOptimSection(OptimSection):
-    """Optimisation"""
+    """As of any offline run, with the learning rate of a reward model."""
 
     learning_rate: float = flag("peak learning rate", 9e-6, above=0)
 

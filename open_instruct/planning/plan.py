@@ -369,25 +369,23 @@ def check_model(
         check_experts(layout, num_experts=shape.num_experts, model=shape.name)
     if config is None or not shape.num_experts:
         return
+    refuse_first(_find_expert_problems(config, is_balanced=shape.is_balanced))
+
+
+def _find_expert_problems(config: LearnerConfig, *, is_balanced: bool) -> Iterator[str]:
+    """What cannot be done with experts; `is_balanced`: a loss balances them."""
     balances = "the loss that output_router_logits = true in config.json adds"
-    is_muon, is_float8 = config.optim.optimizer == "muon", config.model.float8_linears != "off"
-    is_split, is_padded = (
-        config.parallel.context_parallel_degree > 1,
-        not getattr(config.data, "packing", True),
-    )
-    problems = {
-        (
-            "--use_qlora: experts lie in stacks, which are not held in 4 bits; leave it out"
-        ): config.lora.use_qlora,
-        "--optimizer muon: it takes matrices, and experts lie in stacks; use adamw": is_muon,
-        "--float8_linears: experts multiply in --param_dtype alone; use off": is_float8,
-        (f"--no_packing: {balances} would count padding; leave one of them out"): shape.is_balanced
-        and is_padded,
-        (
-            f"--context_parallel_degree: {balances} is of whole rows; leave one of them out"
-        ): shape.is_balanced and is_split,
-    }
-    refuse_first(problems)
+    is_padded = not getattr(config.data, "packing", True)
+    if config.lora.use_qlora:
+        yield "--use_qlora: experts lie in stacks, which are not held in 4 bits; leave it out"
+    if config.optim.optimizer == "muon":
+        yield "--optimizer muon: it takes matrices, and experts lie in stacks; use adamw"
+    if config.model.float8_linears != "off":
+        yield "--float8_linears: experts multiply in --param_dtype alone; use off"
+    if is_balanced and is_padded:
+        yield f"--no_packing: {balances} would count padding; leave one of them out"
+    if is_balanced and config.parallel.context_parallel_degree > 1:
+        yield f"--context_parallel_degree: {balances} is of whole rows; leave one of them out"
 
 
 def _chosen(setting: Setting) -> Plan:

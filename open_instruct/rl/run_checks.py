@@ -68,22 +68,28 @@ def check_engine(config: GRPOConfig, hf_config: PretrainedConfig) -> None:
         )
     if family.delta is None or torch.cuda.is_available() or config.fleet.ray_address is not None:
         return
-    lacking = f"vLLM's layers of {family.name} are for GPUs, and there is none here"
+    refuse_first(_find_cpu_problems(config, hf_config))
+
+
+def _find_cpu_problems(config: GRPOConfig, hf_config: PretrainedConfig) -> Iterator[str]:
+    """What vLLM's layers of the gated delta rule cannot do on a CPU."""
+    family = FAMILIES[hf_config.model_type]
     head_dims = {hf_config.linear_key_head_dim, hf_config.linear_value_head_dim}
     other_dims = " and ".join(sorted(str(dim) for dim in head_dims - {64, 128}))
     takes = f"vLLM's layers of {family.name} take on a CPU"
-    problems = {
-        (
-            f"{lacking}: generate where there are, or learn from rows (sft, dpo, kto, distill)"
-        ): family.delta != "fused",
-        f"{takes} bfloat16 alone: give --vllm_dtype bfloat16": config.engine_dtype != "bfloat16",
-        (
-            f"{takes} no cache of prefixes: give --no_vllm_enable_prefix_caching"
-        ): config.fleet.vllm_enable_prefix_caching,
-        f"{takes} no adapters: give --lora_sync merged": config.sent_adapter is not None,
-        f"{takes} heads of 64 or 128 features, not {other_dims}": other_dims != "",
-    }
-    refuse_first(problems)
+    if family.delta != "fused":
+        yield (
+            f"vLLM's layers of {family.name} are for GPUs, and there is none here: generate where "
+            "there are, or learn from rows (sft, dpo, kto, distill)"
+        )
+    if config.engine_dtype != "bfloat16":
+        yield f"{takes} bfloat16 alone: give --vllm_dtype bfloat16"
+    if config.fleet.vllm_enable_prefix_caching:
+        yield f"{takes} no cache of prefixes: give --no_vllm_enable_prefix_caching"
+    if config.sent_adapter is not None:
+        yield f"{takes} no adapters: give --lora_sync merged"
+    if other_dims:
+        yield f"{takes} heads of 64 or 128 features, not {other_dims}"
 
 
 def try_sandbox(

@@ -30,6 +30,7 @@ from open_instruct.checkpoints.resume import (
 from open_instruct.checkpoints.safe_checkpointer import SafeCheckpointer
 from open_instruct.config.training import LearnerConfig
 from open_instruct.core.errors import RunError
+from open_instruct.core.metrics import metric_entry
 from open_instruct.core.records import StepBatch
 from open_instruct.parallel.peers import doing
 from open_instruct.parallel.process import gathered
@@ -370,15 +371,14 @@ class Loop:
 
 
 def merged(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """The metrics of several updates in one row: means, but the maximum of each `…/max` and peak,
-    and sums of times.
-    """
+    """The metrics of several updates in one row, each put together as the table of metrics says."""
     result = {}
     for name in rows[0] if rows else ():
         values = [row.get(name, 0.0) for row in rows]
-        if name.endswith("/max") or name.startswith("peak_"):
+        reduction = metric_entry(name).over_updates
+        if reduction == "max":
             result[name] = max(values)
-        elif name.startswith("time/"):
+        elif reduction == "sum":
             result[name] = sum(values)
         else:
             result[name] = sum(values) / len(rows)

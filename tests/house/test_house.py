@@ -124,7 +124,7 @@ LIGHT_TO_IMPORT = [
     ),
     *(
         f"losses/{name}.py"
-        for name in ("advantages", "flags_taken", "logprobs", "policy", "preference")
+        for name in ("advantages", "registry", "logprobs", "policy", "policy_loss", "preference")
     ),
 ]
 
@@ -482,7 +482,7 @@ def attributes_read(node: ast.AST) -> frozenset[str]:
     )
 
 
-def flags_taken(trees: Iterable[ast.Module]) -> set[str]:
+def flags_of_losses(trees: Iterable[ast.Module]) -> set[str]:
     """The keyword-only arguments of functions: a loss is called with the flags of these names."""
     functions = [
         node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)
@@ -530,7 +530,7 @@ class TestFlags:
         """By something that the command's script imports, outside config/."""
         files = [path for path in files_behind(command.script) if room_of(path) != "config"]
         read = frozenset().union(*(attributes_read(tree_of(path)) for path in files))
-        read |= flags_taken([tree_of(path) for path in files if room_of(path) == "losses"])
+        read |= flags_of_losses([tree_of(path) for path in files if room_of(path) == "losses"])
         read |= {
             name for made, behind in properties_of_configs() if made in read for name in behind
         }

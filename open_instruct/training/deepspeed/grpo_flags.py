@@ -9,7 +9,7 @@ from open_instruct.config.sections import flag
 
 @dataclass(kw_only=True)
 class ZeroLearnerSection(LearnerParallelSection):
-    """Sharding"""
+    """Sharding of GRPO's learners, by DeepSpeed unless another backend is named."""
 
     backend: str = flag("who holds the shards and steps the optimizer", "deepspeed")
 

@@ -12,8 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from open_instruct.config.rollout_sections import PolicyLossSection
-from open_instruct.losses.flags_taken import with_flags
-from open_instruct.losses.mismatch import Correction, correct_mismatch, kl_estimates, rho_values
+from open_instruct.losses.mismatch import (
+    MISMATCH_FLAGS,
+    Correction,
+    correct_mismatch,
+    kl_estimates,
+    rho_values,
+)
+from open_instruct.losses.registry import bind_flags
 from tests.tiers import num_examples
 
 FAR_APART = [89.0, -89.0, 1e4, -1e4]
@@ -72,7 +78,9 @@ def corrected(
 ) -> Correction:
     learner_N = torch.zeros(len(ratios), dtype=torch.float64, requires_grad=True)
     log_rho_N = learner_N + torch.tensor(ratios, dtype=torch.float64).log()
-    correct = with_flags(correct_mismatch, PolicyLossSection(rho_correction=kind, **settings))
+    correct = bind_flags(
+        correct_mismatch, MISMATCH_FLAGS, PolicyLossSection(rho_correction=kind, **settings)
+    )
     return correct(log_rho_N, torch.tensor(sequence_ids, dtype=torch.long), 3)
 
 
@@ -157,7 +165,7 @@ def test_buckets_of_rho() -> None:
 
 @pytest.mark.parametrize("kind", get_args(get_type_hints(PolicyLossSection)["rho_correction"]))
 def test_rho_of_policies_that_are_far_apart_is_finite(kind: str) -> None:
-    correct = with_flags(correct_mismatch, PolicyLossSection(rho_correction=kind))
+    correct = bind_flags(correct_mismatch, MISMATCH_FLAGS, PolicyLossSection(rho_correction=kind))
     correction = correct(torch.tensor(FAR_APART), torch.arange(4), 4)
     assert all(values_N.isfinite().all() for values_N in rho_values(correction).values())
     assert correction.weights_N.isfinite().all()

@@ -15,12 +15,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 
 from open_instruct.config.rollout_sections import PolicyLossSection
-from open_instruct.losses.policy import (
-    POLICY_LOSSES,
-    PolicyLoss,
-    PolicyLossInputs,
-    PolicyLossOutputs,
-)
+from open_instruct.losses.policy import POLICY_LOSSES
+from open_instruct.losses.policy_loss import PolicyLoss, PolicyLossInputs, PolicyLossOutputs
 from tests.tiers import num_examples
 
 E_LOW, E_HIGH, DELTA = 0.2, 0.28, 1.9
