@@ -25,7 +25,7 @@ from open_instruct.commands.process import check_in_place_of_run, exit_process, 
 from open_instruct.config.grpo import GRPOConfig, validate_grpo
 from open_instruct.config.help import asks_for_check
 from open_instruct.data.prompt_rows import parse_prompt_row
-from open_instruct.data.prompts import PromptBuilder, row_changes
+from open_instruct.data.prompts import PromptBuilder, build_row_settings
 from open_instruct.environments.registry import known_environments
 from open_instruct.rewards.registry import known_verifiers
 from open_instruct.run.earlier_command import refuse_another_command
@@ -92,7 +92,7 @@ def preflight(config: GRPOConfig) -> None:
         parse_prompt_row,
         known_verifiers=verifiers,
         known_environments=environments,
-        **row_changes(config),
+        **build_row_settings(config),
     )
     check_first_rows(
         PromptBuilder, config, "dataset_mixer_list", "dataset_mixer_eval_list", check=check

@@ -19,7 +19,7 @@ from open_instruct.config.training import LearnerConfig
 from open_instruct.core.shard_layout import ShardLayout
 from open_instruct.data.eval_split import Side
 from open_instruct.data.prompt_rows import parse_prompt_row
-from open_instruct.data.prompts import PromptBuilder, Prompts, row_changes
+from open_instruct.data.prompts import PromptBuilder, Prompts, build_row_settings
 from open_instruct.data.token_dataset import TokenDataset
 from open_instruct.data.tokenizer import given_folder
 from open_instruct.models.hf.hf_config import config_fields
@@ -226,7 +226,7 @@ class RunLooks:
         here.
         """
         if isinstance(self.config, GRPOConfig):
-            check = partial(parse_prompt_row, **self.known, **row_changes(self.config))
+            check = partial(parse_prompt_row, **self.known, **build_row_settings(self.config))
             check_first_rows(PromptBuilder, self.config, flag, check=check)
             return
         form = self.objective.rows_of(self.config)
@@ -243,7 +243,7 @@ class RunLooks:
             builder, opened, num_read=MOST_ROWS, seed=config.optim.seed, side=side
         )
         if report.bad and config.data.on_bad_row == "error":
-            raise builder.refusal(report.num_rows)
+            raise builder.bad_rows_error(report.num_rows)
         rows = TokenDataset(
             documents_per_row=builder.documents_per_row, reads_ends=builder.reads_ends, **arrays
         )

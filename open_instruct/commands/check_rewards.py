@@ -12,8 +12,8 @@ from open_instruct.core.errors import InputError
 from open_instruct.core.records import Check, Completion, Prompt
 from open_instruct.core.text import counted
 from open_instruct.data.chat import ChatFormat
+from open_instruct.data.files.array_file import find_cache_folder
 from open_instruct.data.prompts import Prompts
-from open_instruct.data.token_dataset import cache_root
 from open_instruct.environments.adapters import make_environment
 from open_instruct.environments.environment import Factory, begin_run
 from open_instruct.rewards.code import Code, CodeStdio
@@ -50,7 +50,7 @@ class RewardLooks:
 
     def _tried(self) -> Iterator[str]:
         verifiers, flags = self.known_verifiers, self.config.reward
-        judges, answering = self.prompts.named()
+        judges, answering = self.prompts.find_names()
         runs_programs = bool({Code.name, CodeStdio.name} & judges) and not flags.code_api_url
         if runs_programs or "python" in answering:
             notes: list[str] = []
@@ -62,11 +62,11 @@ class RewardLooks:
             yield from notes
         for name in sorted(judges):
             if isinstance(verifiers[name], Judge):
-                verifiers[name].begin_run(cache_root(self.config.data.cache_dir))
+                verifiers[name].begin_run(find_cache_folder(self.config.data.cache_dir))
                 yield f"{name}: {flags.llm_judge_model} answers"
             elif isinstance(verifiers[name], ModelVerifier):
                 yield f"{name}: its folder has such a model, which the run loads"
-        shown = list(self.prompts.spread(MOST_PROMPTS))
+        shown = list(self.prompts.sample_evenly(MOST_PROMPTS))
         with closing(VerifierPool(without_models(flags))) as pool:
             yield from pool.try_functions(shown)
             for prompt, check in first_checks(shown):
@@ -82,7 +82,7 @@ class RewardLooks:
             InputError: one cannot be had, or cannot be opened, or the chat template cannot tell
                 turns apart.
         """
-        _, answering = self.prompts.named()
+        _, answering = self.prompts.find_names()
         for name in sorted(answering):
             begin_run(self.known_environments[name])
         if not answering:
@@ -90,7 +90,7 @@ class RewardLooks:
         check_bridges(self.chat)
         first = {
             prompt.environment: prompt
-            for prompt in reversed(list(self.prompts.spread(MOST_PROMPTS)))
+            for prompt in reversed(list(self.prompts.sample_evenly(MOST_PROMPTS)))
         }
         opened = [
             open_once(name, self.known_environments[name], prompt)

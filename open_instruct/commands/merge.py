@@ -115,7 +115,7 @@ def _settings(base: Path, adapter_folder: Path, head: Head) -> dict[str, Any]:
     where a reply ends.
     """
     from open_instruct.data.chat import ChatFormat
-    from open_instruct.data.chat_templates import ChatTemplate
+    from open_instruct.data.templates.chat_templates import ChatTemplate
     from open_instruct.data.tokenizer import TOKENIZER_NAME, load_tokenizer
     from open_instruct.run.turn_ends import exported_settings
 

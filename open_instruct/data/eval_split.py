@@ -1,6 +1,4 @@
-"""`--eval_split`: which rows of a mixture are held out, decided by the content of each row
-alone.
-"""
+"""Which rows of a mixture `--eval_split` holds out, decided by the content of each row alone."""
 
 import hashlib
 import json
@@ -25,26 +23,29 @@ class Side:
     share: float
     is_held_out: bool
 
-    def has(self, place: float) -> bool:
-        """Whether a row with this `find_place` is on this side."""
+    def includes(self, place: float) -> bool:
+        """Whether a row at this place, see `find_place`, is on this side."""
         return (place < self.share) == self.is_held_out
 
 
-class Divider:
-    """Tells the rows of one side from the others while a data set is read."""
+class SideFilter:
+    """Accepts the rows of one side while a data set is read, and counts the others."""
 
     def __init__(self, side: Side) -> None:
         self.side = side
         self.num_others = 0
-        self._places: list[float] = []  # the least and the greatest of the other rows
+        # Of the other rows.
+        self._min_place = math.inf
+        self._max_place = -math.inf
 
-    def takes(self, content: str) -> bool:
-        """Whether a row with this content is on the side; the others are counted."""
+    def accepts(self, content: str) -> bool:
+        """Whether a row with this content is on the side; otherwise it is counted."""
         place = find_place(content)
-        if self.side.has(place):
+        if self.side.includes(place):
             return True
         self.num_others += 1
-        self._places = [min([place, *self._places]), max([place, *self._places])]
+        self._min_place = min(place, self._min_place)
+        self._max_place = max(place, self._max_place)
         return False
 
     @property
@@ -52,21 +53,20 @@ class Divider:
         """The rows that are held out, where those to train on are read."""
         return 0 if self.side.is_held_out else self.num_others
 
-    def refusal(self) -> InputError:
-        """The error where no row is on the side, with a share that would change that, if there is
-        one.
-        """
-        least, greatest = self._places
+    def empty_side_error(self) -> InputError:
+        """The error where no row is on the side; names a share that would do, if there is one."""
         if self.side.is_held_out:
-            what, share = "holds out none", math.ceil(least * SHOWN_PER_UNIT + 1e-6)
+            problem = "holds out none"
+            share = math.ceil(self._min_place * SHOWN_PER_UNIT + 1e-6)
             remedy = f"give at least {share / SHOWN_PER_UNIT}"
         else:
-            what, share = "leaves none to train on", math.floor(greatest * SHOWN_PER_UNIT)
+            problem = "leaves none to train on"
+            share = math.floor(self._max_place * SHOWN_PER_UNIT)
             remedy = f"give at most {share / SHOWN_PER_UNIT}"
-        if least == greatest or not 0 < share < SHOWN_PER_UNIT:
+        if self._min_place == self._max_place or not 0 < share < SHOWN_PER_UNIT:
             remedy = "give more rows, or name held-out rows of another file"
         return InputError(
-            f"--eval_split {self.side.share}: {what} of {counted(self.num_others, 'row')}; "
+            f"--eval_split {self.side.share}: {problem} of {counted(self.num_others, 'row')}; "
             f"{remedy}",
             kind="out_of_range",
             flag="eval_split",
@@ -85,7 +85,8 @@ def find_place(content: str) -> float:
 
 
 def row_content(row: Mapping[str, Any]) -> str:
-    """The columns of a row as one text, whatever their order; values that JSON has not are written
-    as Python does.
+    """The columns of a row as one text, whatever their order.
+
+    Values that JSON has not are written as Python does.
     """
     return json.dumps(dict(row), sort_keys=True, default=str)

@@ -63,12 +63,12 @@ class PreferenceBuilder(RowBuilder):
 
     unit = "pair"
     columns = ("prompt", "chosen", "rejected")
-    wanted = (
+    row_example = (
         '{"prompt": "text", "chosen": "text", "rejected": "text"}, or lists of messages in place '
         "of the texts"
     )
     documents_per_row = 2
-    titles = ("chosen", "rejected")
+    document_titles = ("chosen", "rejected")
     check = staticmethod(parse_preference_row)
 
     def render(self, row: Mapping[str, Any]) -> RenderedRow:
@@ -81,11 +81,11 @@ class PreferenceBuilder(RowBuilder):
         prompt, chosen, rejected = pieces
         room = self.max_seq_length - len(prompt)
         if chosen[:room] == rejected[:room]:
-            self.filtered["same_tokens"] += 1
+            self.counts.filtered["same_tokens"] += 1
             return None
         return [prompt, chosen[:room], rejected[:room]]
 
-    def remedy(self) -> str:
-        if (self.shortest_prompt or 0) >= self.max_seq_length:
-            return super().remedy()
+    def suggest_remedy(self) -> str:
+        if (self.counts.shortest_prompt or 0) >= self.max_seq_length:
+            return super().suggest_remedy()
         return "raise --max_seq_length, so that the replies reach the place where they differ"

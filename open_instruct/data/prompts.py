@@ -1,6 +1,4 @@
-"""Prompts as engines receive them, tokenised once, with their verifiers, and the order in which
-they are asked.
-"""
+"""Prompts as engines receive them, tokenised once, and the order in which they are sent."""
 
 import hashlib
 import json
@@ -19,16 +17,11 @@ from open_instruct.core.records import Check, Prompt
 from open_instruct.data.chat import ChatFormat
 from open_instruct.data.eval_split import row_content
 from open_instruct.data.files.rows import MalformedRow
-from open_instruct.data.prompt_rows import json_value, parse_prompt_row
+from open_instruct.data.prompt_rows import check_json_value, parse_prompt_row
 from open_instruct.data.report import DataReport
 from open_instruct.data.row_builder import RenderedRow, RowBuilder
-from open_instruct.data.token_dataset import (
-    TokenDataset,
-    check_saved_place,
-    load_token_dataset,
-    rows_fact,
-    seed_fact,
-)
+from open_instruct.data.saved_place import check_saved_place, rows_fact, seed_fact
+from open_instruct.data.token_dataset import TokenDataset, load_token_dataset
 from open_instruct.rewards.registry import judges_named
 from open_instruct.rewards.verifier import Verifier
 
@@ -43,48 +36,39 @@ class Prompts:
     def __len__(self) -> int:
         return len(self.dataset)
 
-    def named(self) -> tuple[set[str], set[str]]:
-        """The names of the verifiers that judge a prompt at least, and of the environments that
-        answer one.
-        """
+    def find_names(self) -> tuple[set[str], set[str]]:
+        """The verifiers that judge some prompt, and the environments that answer one, by name."""
         # Not read as JSON, which takes 20 times as long. Inside a text, the quotes would have
         # backslashes.
         name = rb'("(?:[^"\\]|\\.)+")'
-        spelled = re.compile(
-            rb'"verifier": %b, "ground_truth": |"environment": %b, "row": \{' % (name, name)
-        )
-        found = {
-            pair
-            for row_id in range(len(self))
-            for pair in spelled.findall(self.dataset.details(row_id))
-        }
-        judges, answering = (
-            {json.loads(pair[side]) for pair in found if pair[side]} for side in (0, 1)
-        )
-        return judges, answering
+        verifier = rb'"verifier": %b, "ground_truth": ' % name
+        environment = rb'"environment": %b, "row": \{' % name
+        pattern = re.compile(verifier + b"|" + environment)
+        found: set[tuple[bytes, bytes]] = set()
+        for row_id in range(len(self)):
+            found.update(pattern.findall(self.dataset.details(row_id)))
+        verifiers = {json.loads(verifier) for verifier, _ in found if verifier}
+        environments = {json.loads(environment) for _, environment in found if environment}
+        return verifiers, environments
 
     def count_shared(self, others: "Prompts") -> int:
         """How many of these prompts are, token by token, among `others`, too."""
-        theirs = set(others._digests())
-        return sum(digest in theirs for digest in self._digests())
+        digests = set(others._list_digests())
+        return sum(digest in digests for digest in self._list_digests())
 
-    def spread(self, most: int) -> Iterator[Prompt]:
-        """At most so many of the prompts, spread over all of them, so that there are some of each
-        file.
-        """
-        chosen = np.unique(
-            np.linspace(0, len(self) - 1, num=min(most, len(self))).round().astype(int)
-        )
-        return map(self.__getitem__, chosen.tolist())
+    def sample_evenly(self, max_prompts: int) -> Iterator[Prompt]:
+        """At most so many of the prompts, spread over all of them, so that each file has some."""
+        num_prompts = min(max_prompts, len(self))
+        places = np.linspace(0, len(self) - 1, num=num_prompts).round().astype(int)
+        return map(self.__getitem__, np.unique(places).tolist())
 
-    def _digests(self) -> Iterator[bytes]:
+    def _list_digests(self) -> Iterator[bytes]:
         """A digest of the tokens of each prompt."""
         dataset = self.dataset
         for first_edge in dataset.bounds_N4[:, 0]:
             start, stop = dataset.edges_E[first_edge : first_edge + 2]
-            yield hashlib.blake2b(
-                dataset.token_ids_T[start:stop].tobytes(), digest_size=16
-            ).digest()
+            token_ids = dataset.token_ids_T[start:stop]
+            yield hashlib.blake2b(token_ids.tobytes(), digest_size=16).digest()
 
     def __iter__(self) -> Iterator[Prompt]:
         return map(self.__getitem__, range(len(self)))
@@ -107,30 +91,42 @@ class PromptBuilder(RowBuilder):
     """Builds prompt rows, whose one piece is all text before the reply."""
 
     unit = "prompt"
-    wanted = '{"prompt": "text", "ground_truth": "42", "dataset": "the verifier\'s name"}'
+    row_example = '{"prompt": "text", "ground_truth": "42", "dataset": "the verifier\'s name"}'
     columns = ("prompt", "ground_truth")
-    page = "docs/rewards.md"
+    docs_page = "docs/rewards.md"
 
     def __init__(
-        self, chat: ChatFormat, *, max_prompt_token_length: int, on_bad_row: str, **reading: Any
+        self,
+        chat: ChatFormat,
+        *,
+        max_prompt_token_length: int,
+        on_bad_row: str,
+        **row_settings: Any,
     ) -> None:
-        """`reading` are the arguments of `parse_prompt_row`."""
+        """
+        Args:
+            chat: what makes token ids of conversations.
+            max_prompt_token_length: longer prompts are left out.
+            on_bad_row: "error" or "skip".
+            row_settings: arguments of `parse_prompt_row`.
+        """
         # One more token, for the first of a reply.
         super().__init__(chat, max_seq_length=max_prompt_token_length + 1, on_bad_row=on_bad_row)
-        self.reading = reading
+        self.row_settings = row_settings
 
     def render(self, row: Mapping[str, Any]) -> RenderedRow:
-        messages, checks, answered_by = parse_prompt_row(row, **self.reading)
+        messages, checks, environment = parse_prompt_row(row, **self.row_settings)
         text, _ = self.chat.render(messages, ())
         details: dict[str, Any] = {"text": text, "checks": list(map(asdict, checks))}
-        if answered_by is not None:
+        if environment is not None:
             if any(message.get("functions") for message in messages):
                 raise MalformedRow(
                     "environment",
                     "the row has 'functions', and an environment, which has its own tools",
                 )
-            columns = json_value(answered_by.columns | {"messages": messages}, "the row")
-            details |= {"environment": answered_by.name, "row": columns}
+            columns = environment.columns | {"messages": messages}
+            details["environment"] = environment.name
+            details["row"] = check_json_value(columns, "the row")
         # Two rows of one prompt, with another answer each, are on one side of --eval_split.
         return RenderedRow(
             texts=(text,),
@@ -141,7 +137,7 @@ class PromptBuilder(RowBuilder):
     def cut(self, pieces: list[list[int]]) -> list[list[int]] | None:
         return pieces
 
-    def limit(self) -> str:
+    def describe_limit(self) -> str:
         return f"--max_prompt_token_length {self.max_seq_length - 1}"
 
 
@@ -157,7 +153,7 @@ def load_prompt_dataset(
         InputError: see there; a row that names none of `known_verifiers`, or one that refuses its
             ground truth, is malformed.
     """
-    builder_of = partial(
+    make_builder = partial(
         PromptBuilder,
         known_verifiers=known_verifiers,
         known_environments=frozenset(known_environments),
@@ -167,16 +163,15 @@ def load_prompt_dataset(
         "names_of_verifiers": sorted(known_verifiers),
         "environments": sorted(known_environments),
     }
-    dataset, report = load_token_dataset(builder_of, facts=facts, **arguments)
+    dataset, report = load_token_dataset(make_builder, facts=facts, **arguments)
     return Prompts(dataset), report
 
 
 class PromptStream:
-    """An endless stream of prompts; epoch e is a permutation of all prompts that depends on the
-    seed and e alone.
+    """An endless stream of prompts, in a new order each epoch.
 
-    Every prompt handed out gets a ticket, counted from 0; excluded prompts are skipped and get
-    none.
+    The order of an epoch depends on the seed and the number of the epoch alone. Every prompt that
+    comes out has a ticket, counted from 0; excluded prompts are skipped and have none.
     """
 
     def __init__(self, dataset: Prompts, seed: int) -> None:
@@ -205,7 +200,7 @@ class PromptStream:
             )
         while True:
             epoch, position = divmod(self._num_drawn, len(self.dataset))
-            row_id = int(_order_of_epoch(self.seed, epoch, len(self.dataset))[position])
+            row_id = int(_shuffle_epoch(self.seed, epoch, len(self.dataset))[position])
             self._num_drawn += 1
             if row_id not in self._excluded:
                 break
@@ -229,16 +224,15 @@ class PromptStream:
         }
 
     def check_state(self, state_dict: Mapping[str, Any]) -> None:
-        """:raises InputError: the state is of other prompts, or of another seed."""
-        check_saved_place(
-            state_dict,
-            rows_fact(
-                self.dataset.fingerprint,
-                flag="dataset_mixer_list",
-                limit="--max_prompt_token_length",
-            ),
-            seed_fact(state_dict, self.seed),
+        """Refuse the state of another stream.
+
+        Raises:
+            InputError: the state is of other prompts, or of another seed.
+        """
+        rows = rows_fact(
+            self.dataset.fingerprint, flag="dataset_mixer_list", limit="--max_prompt_token_length"
         )
+        check_saved_place(state_dict, rows, seed_fact(state_dict, self.seed))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue where another stream over the same prompts stood.
@@ -253,22 +247,28 @@ class PromptStream:
 
 
 @lru_cache(maxsize=4)
-def _order_of_epoch(seed: int, epoch: int, num_rows: int) -> np.ndarray:
+def _shuffle_epoch(seed: int, epoch: int, num_rows: int) -> np.ndarray:
     return np.random.default_rng([seed, epoch]).permutation(num_rows)
 
 
-def row_changes(config: GRPOConfig) -> dict[str, Any]:
+def build_row_settings(config: GRPOConfig) -> dict[str, Any]:
     """The arguments of `parse_prompt_row` that flags set for every row.
 
     Raises:
         InputError: the file of the system prompt cannot be read.
     """
-    renamed = [word.split("=") for word in config.reward.remap_verifier]
+    remapped = {}
+    for word in config.reward.remap_verifier:
+        old, new = word.split("=")
+        remapped[old.lower()] = new
+    system_prompt = None
     file = config.data.system_prompt_override_file
-    where = f"--system_prompt_override_file {file}"
+    if file is not None:
+        where = f"--system_prompt_override_file {file}"
+        system_prompt = read_asked(file, where=where).strip()
     return {
         "judges": judges_named(config.reward.verifier),
-        "remapped": {old.lower(): new for old, new in renamed},
+        "remapped": remapped,
         "environment": config.environment.of_all_rows,
-        "system_prompt": None if file is None else read_asked(file, where=where).strip(),
+        "system_prompt": system_prompt,
     }

@@ -23,61 +23,67 @@ WELL_FORMED = ("template", "tokenizer")
 
 
 class BadRowLog:
-    """Counts bad rows by kind, and keeps the first few reasons to show, each with the first row
-    that has it.
-    """
+    """Counts bad rows by kind, and remembers the first few reasons, each with its first row."""
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
         self._missing_keys: set[str] = set()  # of each bad row the key that it lacks, or ""
-        self._first: dict[str, str] = {}
+        self._first_rows: dict[str, str] = {}  # in words, by reason
         self._rows_by_reason: Counter[str] = Counter()
-        self._found: Mapping[str, Any] | None = None
+        self._example: Mapping[str, Any] | None = None  # the first row whose form is wrong
 
-    def reading(self, row: RawRow, read: Callable[[dict[str, Any]], Result]) -> Result | None:
+    def try_read(self, row: RawRow, read: Callable[[dict[str, Any]], Result]) -> Result | None:
         """What `read` makes of the content of a row; None if the row is bad, which is counted."""
         try:
             return read(row.content())
         except MalformedRow as error:
-            self.counts[error.kind] += 1
-            self._missing_keys.add(error.missing_key)
-            is_well_formed = error.kind in WELL_FORMED
-            reason = error.kind if is_well_formed else error.reason
-            if reason in self._first or len(self._first) < NUM_REASONS_SHOWN:
-                self._first.setdefault(reason, f"{row}: {error.reason}")
-                self._rows_by_reason[reason] += 1
-            if self._found is None and row.problem is None and not is_well_formed:
-                self._found = row.value
+            self._add(row, error)
             return None
+
+    def _add(self, row: RawRow, error: MalformedRow) -> None:
+        self.counts[error.kind] += 1
+        self._missing_keys.add(error.missing_key)
+        is_well_formed = error.kind in WELL_FORMED
+        reason = error.kind if is_well_formed else error.reason
+        if reason in self._first_rows or len(self._first_rows) < NUM_REASONS_SHOWN:
+            self._first_rows.setdefault(reason, f"{row}: {error.reason}")
+            self._rows_by_reason[reason] += 1
+        if self._example is None and row.problem is None and not is_well_formed:
+            self._example = row.value
 
     def lines(self) -> list[str]:
         """One line for each reason."""
         lines = []
-        for reason, row in self._first.items():
+        for reason, row in self._first_rows.items():
             num_more = self._rows_by_reason[reason] - 1
             lines.append(f"{row} (and so {counted(num_more, 'row')} more)" if num_more else row)
         return lines
 
-    def error(self, num_rows: int, *, wanted: str, columns: Sequence[str], page: str) -> InputError:
+    def error(
+        self, num_rows: int, *, row_example: str, columns: Sequence[str], docs_page: str
+    ) -> InputError:
         """One error for the user, with all reasons.
 
         Args:
             num_rows: how many rows there are, bad or not.
-            wanted: an example of a good row; `page` of the docs has more.
+            row_example: a good row.
             columns: the keys of a good row, to be guessed among those of the bad row.
+            docs_page: the page with other forms of rows.
         """
-        found = guess = ""
-        if self._found is not None and wanted:
-            found, guess = shortened(self._found), guess_columns(self._found, columns)
-        return InputError(
-            macro_text(REPORT, "refused", self, num_rows, found, guess, wanted, page),
-            kind="bad_row",
-        )
+        found = ""
+        guess = ""
+        if self._example is not None and row_example:
+            found = shortened(self._example)
+            guess = guess_columns(self._example, columns)
+        text = macro_text(REPORT, "refused", self, num_rows, found, guess, row_example, docs_page)
+        return InputError(text, kind="bad_row")
 
     @property
     def missing_key(self) -> str:
         """The key that every bad row lacks, or ""."""
-        return next(iter(self._missing_keys)) if len(self._missing_keys) == 1 else ""
+        if len(self._missing_keys) > 1:
+            return ""
+        return next(iter(self._missing_keys), "")
 
     @property
     def num_shown(self) -> int:
@@ -87,13 +93,10 @@ class BadRowLog:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataReport:
-    """Counts over distinct rows, but for `num_pairs` and `num_tokens`, which count repeated rows
-    again.
+    """What became of the rows of a data set, in counts.
 
-    `unit` names what a kept row becomes, such as "pair"; `num_pairs` counts these units.
-    `num_held_out` counts the rows of the other side, where these are what `--eval_split` leaves to
-    train on. `num_rows` is always the sum of `bad`, `filtered` and `num_kept`. `sources` says, for
-    each data set of the mixture, how many rows are taken (with repeats), and how many it has.
+    Counts are over distinct rows, but for `num_pairs` and `num_tokens`, which count repeated rows
+    again. `num_rows` is always the sum of `bad`, `filtered` and `num_kept`.
 
     Example: of `rows.jsonl 2.0`, 10 rows, one of them malformed and one with a prompt too long::
 
@@ -103,6 +106,7 @@ class DataReport:
     """
 
     sources: list[str]
+    """Of each data set, how many rows are taken (with repeats), and how many it has."""
     num_rows: int
     bad: dict[str, int] = field(default_factory=dict)
     bad_rows: list[str] = field(default_factory=list)
@@ -110,10 +114,13 @@ class DataReport:
     num_truncated: int
     num_kept: int
     num_pairs: int
+    """Rows with their repeats, whatever their `unit` is."""
     num_tokens: int
     num_held_out: int = 0
+    """Rows that `--eval_split` holds out, where these are the rows to train on."""
     warnings: list[str] = field(default_factory=list)
     unit: str = "pair"
+    """What a row becomes, such as "pair"."""
     cache_file: str = ""
     from_cache: bool = False
 

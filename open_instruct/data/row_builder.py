@@ -1,107 +1,100 @@
-"""Raw rows of any form made into flat arrays of tokens: checked, rendered, tokenised, cut and
-counted.
+"""Build a data set of token ids from raw rows: check, render, tokenise, cut and count them.
 
-Legend for array names: N rows of the data set, T tokens.
+A form of rows is a subclass of `RowBuilder`, which renders one row as pieces of text. `sft_rows.py`
+has the shortest example.
+
+Legend for array names: N rows of the data set.
 """
 
-import hashlib
 from abc import ABC, abstractmethod
 from array import array
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, chain, islice
-from typing import Any, ClassVar, NamedTuple
+from itertools import islice
+from typing import Any, ClassVar
 
 import numpy as np
 
 from open_instruct.core.errors import InputError
 from open_instruct.core.text import counted
 from open_instruct.data.chat import ChatFormat
-from open_instruct.data.conversations.messages import REASONING, find_unread_keys
+from open_instruct.data.conversations.messages import find_unread_keys
 from open_instruct.data.conversations.row_keys import TrackedRow
-from open_instruct.data.eval_split import Divider, Side, row_content
+from open_instruct.data.eval_split import Side, SideFilter, row_content
 from open_instruct.data.files.rows import RawRow, RowSource
 from open_instruct.data.mixer import MixerEntry, select_rows
 from open_instruct.data.report import BadRowLog, DataReport
+from open_instruct.data.row_counts import END_OF_THOUGHT, RowCounts, count_thoughts
+from open_instruct.data.row_store import RowStore
 
-_ROWS_AT_ONCE = 512
-_MOST_KEYS = 8  # named in a warning
-END_OF_THOUGHT = "</think>"
-MOST_CUT = 0.1  # of the rows; above this share a warning says that the length limit is too low
+ROWS_PER_CHUNK = 512
+# The share of rows that may be cut; above it a warning says that the length limit is too low.
+MAX_CUT_SHARE = 0.1
+# In place of the number of a stored row: it is not kept, or is on the other side of `--eval_split`.
+NOT_KEPT = -1
+ON_OTHER_SIDE = -2
+
+ReportProgress = Callable[[int, int], None]
+"""Called with the number of rows that are done, and of all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RenderedRow:
-    """A row as pieces of text that are tokenised apart; `RowBuilder` says which of them are
-    learned.
+    """A row as pieces of text that are tokenised apart; `RowBuilder` says which are learned.
 
-    `details` are bytes that are kept beside the tokens; `values` are numbers for the loss of the
-    row; `content` is what `--eval_split` decides by, where that is not all columns that were read.
-
-    Example: `RenderedRow(texts=("User: Hi\nAssistant:", "Hello<eos>"))`.
+    Example: `RenderedRow(texts=("User: Hi\\nAssistant:", "Hello<eos>"))`.
     """
 
     texts: tuple[str, ...]
     details: bytes = b""
+    """Bytes that are stored beside the tokens."""
     values: tuple[float, ...] = ()
+    """Numbers of the row that its loss reads."""
     content: str = ""
+    """What `--eval_split` decides by; by default all columns that were read."""
 
 
-ELSEWHERE = RenderedRow(texts=())
+ROW_OF_OTHER_SIDE = RenderedRow(texts=())
 """In place of a row of the other side of `--eval_split`."""
-NOT_KEPT, ON_OTHER_SIDE = -1, -2  # in place of the number of a kept row
-
-
-class KeptRow(NamedTuple):
-    """A row of the data set, whose tokens lie in `RowBuilder.token_ids`."""
-
-    lengths: tuple[int, ...]  # the number of tokens of each piece
-    details: bytes
 
 
 class RowBuilder(ABC):
     """Collects the distinct rows of all sources, then repeats them by the amounts of the mixture.
 
-    A subclass renders a row. In a row with one document, context and learned pieces alternate. In a
-    row with several documents the first piece is their common prompt, and each further piece is one
-    reply to it.
+    A subclass renders a row, and says by class variables what its rows are. In a row with one
+    document, context and learned pieces alternate. In a row with several documents the first piece
+    is their common prompt, and each further piece is one reply to it.
 
     It may have a static `check(row)`, which raises MalformedRow as far as that needs no tokenizer.
     A subclass that renders such rows says so again: only a class's own `check` is called.
     """
 
-    unit: ClassVar[str]  # the name of a kept row in reports, such as "pair"
-    # For the message that refuses rows: an example of this form, and the page of the docs with
-    # others.
-    wanted: str = ""
-    # The keys of a row, where they can be guessed among other names.
+    unit: ClassVar[str]
+    """The name of a row of the data set in reports, such as "pair"."""
+    row_example: str = ""
+    """A row of this form, for the error that refuses rows."""
+    docs_page: str = "docs/data.md"
+    """The page with other forms, for the same error."""
     columns: ClassVar[tuple[str, ...]] = ()
-    page: str = "docs/data.md"
+    """The keys of a row, where they can be guessed among other names."""
+    optional_keys: ClassVar[Mapping[str, str]] = {}
+    """Keys of a row that only a flag has read, with that flag."""
     documents_per_row: ClassVar[int] = 1
-    titles: ClassVar[tuple[str, ...]] = ("",)  # of the documents of a row, for the preview
-    reads_ends: ClassVar[bool] = False  # see `Document`
-    # Keys of a row that only a flag has read, with that flag.
-    read_with: ClassVar[Mapping[str, str]] = {}
-    ends_per_document: ClassVar[int] = 1  # how many of these plans assume
+    document_titles: ClassVar[tuple[str, ...]] = ("",)
+    """The names of a row's documents in the preview."""
+    reads_ends: ClassVar[bool] = False
+    """Whether the model is read at the ends of replies alone, see `Document`."""
+    ends_per_document: ClassVar[int] = 1
+    """How many such ends a plan assumes."""
 
     def __init__(self, chat: ChatFormat, *, max_seq_length: int, on_bad_row: str) -> None:
         self.chat = chat
         self.max_seq_length = max_seq_length
         self.on_bad_row = on_bad_row
-        self.token_ids = array("i")  # of all kept rows, end to end
-        self.kept: list[KeptRow] = []
-        self.bad = BadRowLog()
-        self.divider: Divider | None = None
-        # By key that nothing reads: the number of rows with a value there.
-        self.unread: Counter[str] = Counter()
-        self.filtered: Counter[str] = Counter()
-        self.num_truncated = 0
-        self.num_without_end = 0
-        self.num_with_two_ends = 0
-        self.num_with_more_thoughts = 0
-        self.num_with_two_starts = 0
-        self.shortest_prompt: int | None = None
+        self.bad_rows = BadRowLog()
+        self.counts = RowCounts()
+        self.side_filter: SideFilter | None = None
+        self.store = RowStore(documents_per_row=self.documents_per_row, reads_ends=self.reads_ends)
 
     @abstractmethod
     def render(self, row: Mapping[str, Any]) -> RenderedRow:
@@ -112,51 +105,56 @@ class RowBuilder(ABC):
         """
 
     def cut(self, pieces: list[list[int]]) -> list[list[int]] | None:
-        """The token ids to keep of a row's pieces; None, counted in `filtered`, if nothing is left
-        to learn.
+        """Cut the token ids of a row's pieces to `max_seq_length`.
 
         A conversation is cut on the right, so that it ends with the last learned token that fits.
+
+        Returns:
+            The pieces that are left; None, counted in `counts.filtered`, if nothing is left to
+            learn.
         """
-        kept: list[list[int]] = []
+        left: list[list[int]] = []
         room = self.max_seq_length
         for prompt, reply in zip(pieces[::2], pieces[1::2], strict=True):
             room -= len(prompt)
             if room <= 0:
                 break
-            kept += [prompt, reply[:room]]
+            left += [prompt, reply[:room]]
             room -= len(reply)
-        return kept
+        return left
 
     @classmethod
-    def rows_in(cls, source: RowSource) -> RowSource:
-        """The rows of a source in this builder's form."""
+    def adapt_source(cls, source: RowSource) -> RowSource:
+        """The source with its rows in this form; a subclass may make several rows of one."""
         return source
 
-    def end_source(self, name: str, first: int) -> None:
-        """Called after the last row of a source of which rows were kept: those from the number
-        `first` on.
-        """
+    def finish_source(self, name: str, first: int) -> None:
+        """Called once all rows of a source are stored: those from the number `first` on."""
         return
 
-    def limit(self) -> str:
+    def describe_limit(self) -> str:
         """The flag that leaves long prompts out, with its value."""
         return f"--max_seq_length {self.max_seq_length}"
 
-    def remedy(self) -> str:
-        """The change of flags that would keep some rows, where none is left at `limit`."""
-        return (
-            f"raise it: the shortest prompt alone has {counted(self.shortest_prompt or 0, 'token')}"
-        )
+    def suggest_remedy(self) -> str:
+        """The change of flags that would keep some rows, where the limit leaves none."""
+        shortest = counted(self.counts.shortest_prompt or 0, "token")
+        return f"raise it: the shortest prompt alone has {shortest}"
 
-    def cut_warning(self) -> str | None:
+    def find_cut_warning(self) -> str | None:
         """A warning about rows that were cut; None if there is nothing to warn of."""
-        if self.num_truncated <= MOST_CUT * len(self.kept):
+        num_truncated = self.counts.num_truncated
+        if num_truncated <= MAX_CUT_SHARE * len(self.store):
             return None
         return (
-            f"{self.num_truncated:,} of {counted(len(self.kept), 'row')} are cut to "
+            f"{num_truncated:,} of {counted(len(self.store), 'row')} are cut to "
             f"--max_seq_length {self.max_seq_length}, and teach replies that break off: raise it, "
             "or leave such rows out"
         )
+
+    def store_row(self, pieces: Sequence[Sequence[int]], details: bytes) -> None:
+        """Put a row behind those that are stored."""
+        self.store.add(pieces, details)
 
     def build(
         self,
@@ -165,267 +163,206 @@ class RowBuilder(ABC):
         *,
         seed: int,
         side: Side | None = None,
-        on_progress: Callable[[int, int], None] | None = None,
+        on_progress: ReportProgress | None = None,
     ) -> tuple[dict[str, np.ndarray], DataReport]:
-        """Read all sources and return the arrays of the data set, with `side` of the rows of that
-        side alone.
+        """Read all sources and return the arrays of the data set, with a report.
 
-        Rows that are held out are taken once, however often the mixture repeats them.
-
-        `on_progress(done, total)` counts rows, unless they are so few that nobody would wait for
-        them.
+        Args:
+            entries: how much to take of each source.
+            sources: of the same length.
+            seed: of the choice of rows.
+            side: of `--eval_split`: only its rows are taken. Rows that are held out are taken once,
+                however often the mixture repeats them.
+            on_progress: not called if the rows are so few that nobody would wait for them.
 
         Raises:
             InputError: a row is malformed and `on_bad_row` is "error", or nothing is left.
         """
         self.chat.turn_end_token_ids()  # which refuses a tokenizer that writes no such token
-        forms = [self.rows_in(source) for source in sources]
-        selected = [
-            select_rows(entry, len(form), seed) for entry, form in zip(entries, forms, strict=True)
+        sources_read = [self.adapt_source(source) for source in sources]
+        selections = [
+            select_rows(entry, len(source), seed)
+            for entry, source in zip(entries, sources_read, strict=True)
         ]
-        distinct = [np.unique(indices) for indices in selected]
         if side is not None:
-            self.divider = Divider(side)
-            selected = distinct if side.is_held_out else selected
-        num_rows = sum(map(len, distinct))
-        if num_rows <= _ROWS_AT_ONCE:
-            on_progress = None
+            self.side_filter = SideFilter(side)
+            if side.is_held_out:
+                selections = [np.unique(selection) for selection in selections]
+        distinct = [np.unique(selection) for selection in selections]
+        progress = _Progress(sum(map(len, distinct)), on_progress)
         order: list[np.ndarray] = []
-        num_taken: list[int] = []
-        num_done = 0
-        for form, indices, rows in zip(forms, selected, distinct, strict=True):
-            places: list[int] = []
-            first = len(self.kept)
-            stream = form.rows(rows.tolist())
-            while chunk := list(islice(stream, _ROWS_AT_ONCE)):
-                places += self._add(chunk)
-                num_done += len(chunk)
-                if on_progress is not None:
-                    on_progress(num_done, num_rows)
-            if len(self.kept) > first and not self._only_counts:
-                self.end_source(form.name, first)
-            taken = np.array(places, dtype=np.int64)[np.searchsorted(rows, indices)]
-            order.append(taken[taken >= 0])
-            num_taken.append(int((taken != ON_OTHER_SIDE).sum()))
+        taken: list[str] = []
+        for source, selection, rows in zip(sources_read, selections, distinct, strict=True):
+            numbers = self._read_source(source, rows, progress)[np.searchsorted(rows, selection)]
+            order.append(numbers[numbers >= 0])
+            num_taken = int((numbers != ON_OTHER_SIDE).sum())
+            taken.append(f"{source.name}: {num_taken:,} taken of {counted(len(source), 'row')}")
         if self._only_counts:
-            raise self.refusal(num_rows)
-        if not self.kept:
-            raise self._nothing_left(num_rows)
-        num_rows -= self.divider.num_others if self.divider is not None else 0
-        arrays = self._arrays(np.concatenate(order))
-        sentences = [
-            f"{form.name}: {num:,} taken of {counted(len(form), 'row')}"
-            for form, num in zip(forms, num_taken, strict=True)
-        ]
-        warnings = self._warnings() + [
-            warning for source in sources for warning in source.warnings()
-        ]
-        return arrays, self._report(arrays, sources=sentences, num_rows=num_rows, warnings=warnings)
+            raise self.bad_rows_error(progress.num_rows)
+        if not len(self.store):
+            raise self._nothing_left_error(progress.num_rows)
+        arrays = self.store.build_arrays(np.concatenate(order))
+        warnings = self._list_warnings()
+        for source in sources:
+            warnings += source.warnings()
+        return arrays, self._report(arrays, progress.num_rows, taken, warnings)
 
     def _report(
-        self,
-        arrays: Mapping[str, np.ndarray],
-        *,
-        sources: list[str],
-        num_rows: int,
-        warnings: list[str],
+        self, arrays: Mapping[str, np.ndarray], num_rows: int, taken: list[str], warnings: list[str]
     ) -> DataReport:
+        num_held_out = 0
+        if self.side_filter is not None:
+            num_rows -= self.side_filter.num_others
+            num_held_out = self.side_filter.num_held_out
         return DataReport(
-            sources=sources,
+            sources=taken,
             num_rows=num_rows,
-            bad=dict(self.bad.counts),
-            bad_rows=self.bad.lines(),
-            filtered=dict(self.filtered),
-            num_truncated=self.num_truncated,
-            num_kept=len(self.kept),
+            bad=dict(self.bad_rows.counts),
+            bad_rows=self.bad_rows.lines(),
+            filtered=dict(self.counts.filtered),
+            num_truncated=self.counts.num_truncated,
+            num_kept=len(self.store),
             num_pairs=len(arrays["num_tokens"]),
             num_tokens=int(arrays["num_tokens"].sum()),
-            num_held_out=self.divider.num_held_out if self.divider is not None else 0,
+            num_held_out=num_held_out,
             warnings=warnings,
             unit=self.unit,
         )
 
     @property
     def _only_counts(self) -> bool:
-        """Whether a bad row has made the build fail, so that further rows are read only to be
-        counted.
-        """
-        return bool(self.bad.counts) and self.on_bad_row == "error"
+        """Whether a bad row has failed the build, so that further rows are only counted."""
+        return bool(self.bad_rows.counts) and self.on_bad_row == "error"
 
-    def _add(self, rows: Sequence[RawRow]) -> list[int]:
-        """Add rows; returns the place of each among the kept rows, below 0 of one that is not
-        kept.
+    def _read_source(
+        self, source: RowSource, rows: np.ndarray, progress: "_Progress"
+    ) -> np.ndarray:
+        """Read rows of a source, and return the number of each among the stored rows, int64.
+
+        It is below 0 for a row that is not stored.
         """
-        rendered = [self.bad.reading(row, self._rendered) for row in rows]
+        first = len(self.store)
+        numbers: list[int] = []
+        stream = source.rows(rows.tolist())
+        while chunk := list(islice(stream, ROWS_PER_CHUNK)):
+            numbers += self._read_chunk(chunk)
+            progress.add(len(chunk))
+        if len(self.store) > first and not self._only_counts:
+            self.finish_source(source.name, first)
+        return np.array(numbers, dtype=np.int64)
+
+    def _read_chunk(self, rows: Sequence[RawRow]) -> list[int]:
+        rendered = [self.bad_rows.try_read(row, self._render_if_on_side) for row in rows]
         if self._only_counts:
             return [NOT_KEPT] * len(rows)
-        texts = [text for item in rendered if item is not None for text in item.texts]
-        ids = iter(self.chat.tokenize(texts) if texts else ())
-        places = []
-        for row, item in zip(rows, rendered, strict=True):
-            if item is ELSEWHERE:
-                places.append(ON_OTHER_SIDE)
-                continue
-            is_kept = item is not None and self._is_kept(
-                row, item, list(islice(ids, len(item.texts)))
-            )
-            places.append(len(self.kept) - 1 if is_kept else NOT_KEPT)
-        return places
+        texts: list[str] = []
+        for rendered_row in rendered:
+            if rendered_row is not None:
+                texts += rendered_row.texts
+        token_ids = iter(self.chat.tokenize(texts) if texts else ())
+        numbers = []
+        for row, rendered_row in zip(rows, rendered, strict=True):
+            number = NOT_KEPT
+            if rendered_row is ROW_OF_OTHER_SIDE:
+                number = ON_OTHER_SIDE
+            elif rendered_row is not None:
+                pieces = list(islice(token_ids, len(rendered_row.texts)))
+                if self._store_if_learned(row, rendered_row, pieces):
+                    number = len(self.store) - 1
+            numbers.append(number)
+        return numbers
 
-    def _rendered(self, value: Mapping[str, Any]) -> RenderedRow:
-        read = TrackedRow(value)
-        rendered = self.render(read)
-        if self.divider is not None and not self.divider.takes(
-            rendered.content or row_content(read.columns_read())
-        ):
-            return ELSEWHERE
-        self.unread.update(
-            {*read.unread_keys(), *find_unread_keys(value, self.chat.reads_reasoning)}
-        )
+    def _render_if_on_side(self, value: Mapping[str, Any]) -> RenderedRow:
+        row = TrackedRow(value)
+        rendered = self.render(row)
+        if self.side_filter is not None:
+            content = rendered.content or row_content(row.columns_read())
+            if not self.side_filter.accepts(content):
+                return ROW_OF_OTHER_SIDE
+        unread_of_messages = find_unread_keys(value, self.chat.reads_reasoning)
+        self.counts.unread.update({*row.unread_keys(), *unread_of_messages})
         return rendered
 
-    def _is_kept(self, row: RawRow, item: RenderedRow, pieces: list[list[int]]) -> bool:
-        """Keep a row, cut to the length limit, unless nothing of it can be learned."""
-        replies = range(1, 1 if self.reads_ends else len(pieces), self._pieces_a_reply)
+    def _store_if_learned(
+        self, row: RawRow, rendered: RenderedRow, pieces: list[list[int]]
+    ) -> bool:
+        """Store a row, cut to the length limit, unless nothing of it can be learned."""
+        last = 1 if self.reads_ends else len(pieces)
+        replies = range(1, last, self.store.learned_stride)
 
-        def check(_: Mapping[str, Any]) -> bool:
+        def check_replies(_: Mapping[str, Any]) -> bool:
             for piece in replies:
-                self.chat.check_reply(item.texts[piece], pieces[piece])
+                self.chat.check_reply(rendered.texts[piece], pieces[piece])
             return True
 
-        if not self.bad.reading(row, check):
+        if not self.bad_rows.try_read(row, check_replies):
             return False
-        num_ends = [self.chat.num_ends(pieces[piece]) for piece in replies]
-        self.num_without_end += num_ends.count(0)
-        self.num_with_two_ends += sum(each > 1 for each in num_ends)
-        bos = self.chat.tokenizer.bos_token_id
-        self.num_with_two_starts += bos is not None and pieces[0][:2] == [bos, bos]
-        num_thoughts = sum(item.texts[piece].count(END_OF_THOUGHT) for piece in replies)
-        if num_thoughts:
-            self.num_with_more_thoughts += num_thoughts > _count_thoughts(row.value)
-        self.shortest_prompt = min(len(pieces[0]), self.shortest_prompt or len(pieces[0]))
-        if len(pieces[0]) >= self.max_seq_length:
-            self.filtered["prompt_too_long"] += 1
+        self._count_marks(row, rendered, pieces, replies)
+        counts = self.counts
+        prompt_length = len(pieces[0])
+        counts.shortest_prompt = min(prompt_length, counts.shortest_prompt or prompt_length)
+        if prompt_length >= self.max_seq_length:
+            counts.filtered["prompt_too_long"] += 1
             return False
-        kept = self.cut(pieces)
-        if kept is None:
+        left = self.cut(pieces)
+        if left is None:
             return False
-        self.num_truncated += sum(map(len, kept)) < sum(map(len, pieces))
-        self.keep(kept, item.details or array("f", item.values).tobytes())
+        counts.num_truncated += sum(map(len, left)) < sum(map(len, pieces))
+        self.store_row(left, rendered.details or array("f", rendered.values).tobytes())
         return True
 
-    def keep(self, pieces: Sequence[Sequence[int]], details: bytes) -> None:
-        """Put a row behind those that are kept."""
-        self.token_ids.extend(chain.from_iterable(pieces))
-        self.kept.append(KeptRow(lengths=tuple(map(len, pieces)), details=details))
+    def _count_marks(
+        self, row: RawRow, rendered: RenderedRow, pieces: list[list[int]], replies: range
+    ) -> None:
+        """Count the ends of replies, the starts of texts and the ends of thoughts."""
+        counts = self.counts
+        num_ends = [self.chat.count_ends(pieces[piece]) for piece in replies]
+        counts.num_without_end += num_ends.count(0)
+        counts.num_with_two_ends += sum(number > 1 for number in num_ends)
+        bos = self.chat.tokenizer.bos_token_id
+        counts.num_with_two_starts += bos is not None and pieces[0][:2] == [bos, bos]
+        num_thoughts = sum(rendered.texts[piece].count(END_OF_THOUGHT) for piece in replies)
+        if num_thoughts:
+            counts.num_with_more_thoughts += num_thoughts > count_thoughts(row.value)
 
-    @property
-    def _pieces_a_reply(self) -> int:
-        """The step between learned pieces: 1 behind a common prompt, 2 where context and replies
-        alternate.
-        """
-        return 1 if self.documents_per_row > 1 else 2
-
-    def _arrays(self, order_N: np.ndarray) -> dict[str, np.ndarray]:
-        """The arrays of a `TokenDataset` of the kept rows in the order `order_N`."""
-        edges = array("q")
-        bounds = array("q")
-        num_tokens = array("q")
-        num_labels = array("q")
-        details = bytearray()
-        keys = bytearray()
-        start = 0
-        for lengths, own in self.kept:
-            token_ids = self.token_ids[start : start + sum(lengths)]
-            keys += hashlib.sha256(
-                array("i", lengths).tobytes() + token_ids.tobytes() + own
-            ).digest()
-            bounds.extend(
-                (len(edges), len(edges) + len(lengths) + 1, len(details), len(details) + len(own))
-            )
-            edges.extend(accumulate(lengths, initial=start))
-            details += own
-            start += len(token_ids)
-            num_tokens.append(len(token_ids) + (self.documents_per_row - 1) * lengths[0])
-            replies = lengths[1 :: self._pieces_a_reply]
-            num_labels.append(len(replies) if self.reads_ends else sum(replies))
-        return {
-            "token_ids_T": np.frombuffer(self.token_ids, dtype=np.int32),
-            "edges_E": np.frombuffer(edges, dtype=np.int64),
-            "details_C": np.frombuffer(bytes(details), dtype=np.uint8),
-            "bounds_N4": np.frombuffer(bounds, dtype=np.int64).reshape(-1, 4)[order_N],
-            "num_tokens": np.frombuffer(num_tokens, dtype=np.int64)[order_N],
-            "num_label_tokens": np.frombuffer(num_labels, dtype=np.int64)[order_N],
-            "keys_N32": np.frombuffer(bytes(keys), dtype=np.uint8).reshape(-1, 32)[order_N],
-        }
-
-    def _warnings(self) -> list[str]:
-        """Warnings about the rows that are kept."""
+    def _list_warnings(self) -> list[str]:
         warnings = list(self.chat.warnings)
-        if self.num_with_two_ends:
-            warnings.append(
-                f"{self.chat.template.name} chat template adds an end token behind that of "
-                f"{counted(self.num_with_two_ends, 'reply')}, and both are learned: leave it out "
-                "of the rows"
-            )
-        if self.num_with_two_starts:
-            warnings.append(
-                f"{self.chat.template.name} chat template and "
-                f"{counted(self.num_with_two_starts, 'row')} each begin with the bos token, and "
-                "it is there twice: leave it out of the rows"
-            )
-        if self.num_with_more_thoughts:
-            warnings.append(
-                f"{self.chat.template.name} chat template writes more {END_OF_THOUGHT} than "
-                f"{counted(self.num_with_more_thoughts, 'row')} has in its replies, and each is "
-                "learned: an empty thought, or a second end of one that the row has"
-            )
-        if self.num_without_end:
-            warnings.append(
-                f"{self.chat.template.name} chat template ends "
-                f"{counted(self.num_without_end, 'reply')} without an end-of-turn token, so the "
-                "model will not learn where a reply stops"
-            )
-        if unread := [key for key, _ in self.unread.most_common() if key not in self.read_with]:
-            keys = ", ".join(map(repr, unread[:_MOST_KEYS]))
-            more = f" and {len(unread) - _MOST_KEYS} more" if len(unread) > _MOST_KEYS else ""
-            warnings.append(
-                f"not read by this run: {keys}{more} of {counted(self.unread[unread[0]], 'row')}"
-            )
-        warnings += [
-            f"{key!r} is read with {flag} only"
-            for key, flag in self.read_with.items()
-            if key in self.unread
-        ]
-        if warning := self.cut_warning():
-            warnings.append(warning)
+        warnings += self.counts.list_warnings(self.chat.template.name, self.optional_keys)
+        cut_warning = self.find_cut_warning()
+        if cut_warning:
+            warnings.append(cut_warning)
         return warnings
 
-    def refusal(self, num_rows: int) -> InputError:
+    def bad_rows_error(self, num_rows: int) -> InputError:
         """The error about the bad rows among `num_rows`."""
-        return self.bad.error(num_rows, wanted=self.wanted, columns=self.columns, page=self.page)
-
-    def _nothing_left(self, num_rows: int) -> InputError:
-        if self.divider is not None and self.divider.num_others == num_rows:
-            return self.divider.refusal()
-        if not self.filtered:
-            return self.refusal(num_rows)
-        counts = ", ".join(
-            f"{kind} {count:,}" for kind, count in (self.filtered + self.bad.counts).items()
+        return self.bad_rows.error(
+            num_rows, row_example=self.row_example, columns=self.columns, docs_page=self.docs_page
         )
+
+    def _nothing_left_error(self, num_rows: int) -> InputError:
+        if self.side_filter is not None and self.side_filter.num_others == num_rows:
+            return self.side_filter.empty_side_error()
+        filtered = self.counts.filtered
+        if not filtered:
+            return self.bad_rows_error(num_rows)
+        kinds = (filtered + self.bad_rows.counts).items()
+        counts = ", ".join(f"{kind} {count:,}" for kind, count in kinds)
         return InputError(
-            f"no {self.unit} of {counted(num_rows, 'row')} is left at {self.limit()} ({counts}); "
-            f"{self.remedy()}.",
+            f"no {self.unit} of {counted(num_rows, 'row')} is left at {self.describe_limit()} "
+            f"({counts}); {self.suggest_remedy()}.",
             kind="bad_row",
         )
 
 
-def _count_thoughts(row: Any) -> int:
-    """The thoughts that a row has: those that end in its texts, and those that stand apart from
-    them.
-    """
-    if isinstance(row, str):
-        return row.count(END_OF_THOUGHT)
-    if isinstance(row, Mapping):
-        return bool(row.get(REASONING)) + sum(map(_count_thoughts, row.values()))
-    return sum(map(_count_thoughts, row)) if isinstance(row, list | tuple) else 0
+class _Progress:
+    """How many rows are done of all."""
+
+    def __init__(self, num_rows: int, report: ReportProgress | None) -> None:
+        self.num_rows = num_rows
+        self._num_done = 0
+        self._report = report if num_rows > ROWS_PER_CHUNK else None
+
+    def add(self, num_rows: int) -> None:
+        self._num_done += num_rows
+        if self._report is not None:
+            self._report(self._num_done, self.num_rows)

@@ -38,7 +38,7 @@ class SFTBuilder(RowBuilder):
     unit = "conversation"
     columns = ("prompt", "completion")
     check = staticmethod(parse_sft_row)
-    wanted = (
+    row_example = (
         '{"messages": [{"role": "user", "content": "text"}, {"role": "assistant", "content": '
         '"text"}]}'
     )

@@ -37,9 +37,9 @@ class StepBuilder(RowBuilder):
     """
 
     unit = "solution"
-    wanted = '{"prompt": "text", "completions": ["a step", "a step"], "labels": [true, false]}'
+    row_example = '{"prompt": "text", "completions": ["a step", "a step"], "labels": [true, false]}'
     columns: ClassVar[tuple[str, ...]] = ("prompt", "completions", "labels")
-    page = "docs/prm.md"
+    docs_page = "docs/prm.md"
     reads_ends = True
     ends_per_document = STEPS_IN_PLANS
 
@@ -169,18 +169,18 @@ class StepBuilder(RowBuilder):
                 break
             fitting += [text, end]
         if not fitting:
-            self.filtered["first_step_too_long"] += 1
+            self.counts.filtered["first_step_too_long"] += 1
             return None
         self.num_steps_cut += (len(pieces) - len(fitting)) // 2
         return fitting
 
-    def keep(self, pieces: Sequence[Sequence[int]], details: bytes) -> None:
-        super().keep(pieces, details[: BYTES_OF_LABEL * (len(pieces) // 2)])
+    def store_row(self, pieces: Sequence[Sequence[int]], details: bytes) -> None:
+        super().store_row(pieces, details[: BYTES_OF_LABEL * (len(pieces) // 2)])
 
-    def remedy(self) -> str:
+    def suggest_remedy(self) -> str:
         return "raise it, so that the first step fits"
 
-    def cut_warning(self) -> str | None:
+    def find_cut_warning(self) -> str | None:
         if not self.num_steps_cut:
             return None
         return (
@@ -200,7 +200,9 @@ class PlaceholderBuilder(StepBuilder):
     def __init__(self, chat: ChatFormat, *, step_end: str, add_bos: bool, **more: Any) -> None:
         super().__init__(chat, step_end=step_end, **more)
         self.bos = (chat.tokenizer.bos_token or "") if add_bos else ""
-        self.wanted = f'{{"input": "a step{step_end} a step{step_end}", "values": [true, false]}}'
+        self.row_example = (
+            f'{{"input": "a step{step_end} a step{step_end}", "values": [true, false]}}'
+        )
         try:
             single_token_id(chat.tokenizer, step_end)
         except InputError as error:

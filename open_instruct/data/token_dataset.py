@@ -1,4 +1,4 @@
-"""Data sets of token ids as flat arrays, built once and then mapped from the cache.
+"""A data set of token ids as flat arrays, built once and then mapped from the cache.
 
 Legend for array names: N rows of the data set, T tokens, E edges between pieces, D documents of a
 row, C bytes.
@@ -7,9 +7,7 @@ row, C bytes.
 import hashlib
 import json
 import logging
-import os
-import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -17,39 +15,35 @@ from typing import Any, Literal
 
 import numpy as np
 
-from open_instruct.core.errors import InputError, RunError
 from open_instruct.core.records import Document, Span
 from open_instruct.data.chat import ChatFormat
 from open_instruct.data.eval_split import Side
+from open_instruct.data.files.array_file import find_cache_folder, read_arrays, write_arrays
+from open_instruct.data.files.rows import RowSource
 from open_instruct.data.mixer import MixerEntry
 from open_instruct.data.report import DataReport
-from open_instruct.data.row_builder import RowBuilder
+from open_instruct.data.row_builder import ReportProgress, RowBuilder
 
 log = logging.getLogger(__name__)
 
 # Part of the cache key: raise it when the code makes other arrays of the same rows, or reports them
 # otherwise.
 CACHE_VERSION = 12
-# All metadata of a file is one JSON text: safetensors writes several entries in no fixed order, and
-# equal arrays should be equal bytes.
-_METADATA = "open_instruct"
-_CHECKSUM = "sha256"
 
 
 @dataclass(eq=False, kw_only=True)
 class TokenDataset:
-    """Tokenised rows in mixture order, as arrays that can be mapped from a file. Repeated rows
-    share their tokens.
+    """Tokenised rows in mixture order, as arrays that can be mapped from a file.
 
-    A row is a run of pieces. In a row with one document, context and learned pieces alternate. In a
-    row with several documents (D) the first piece is their common prompt, and each further piece is
-    one reply to it.
+    Repeated rows share their tokens. A row is a run of pieces. In a row with one document, context
+    and learned pieces alternate. In a row with several documents (D) the first piece is their
+    common prompt, and each further piece is one reply to it.
 
     Attributes:
         token_ids_T: int32; the pieces of every distinct row.
         edges_E: int64; for each distinct row, where its pieces start in `token_ids_T`, and where
             the last one stops.
-        details_C: uint8; the details of each distinct row, kept beside its tokens.
+        details_C: uint8; the details of each distinct row, stored beside its tokens.
         bounds_N4: int64; where row n's edges start and stop in `edges_E`, and its details in
             `details_C`.
         num_tokens: int64 (N,); tokens that the documents of each row have.
@@ -79,32 +73,37 @@ class TokenDataset:
     def __getitem__(self, index: int) -> tuple[Document, ...]:
         """The documents of a row: one, or the prompt with each of its replies."""
         first, stop = self.bounds_N4[range(len(self))[index], :2].tolist()
-        start, *edges = self.edges_E[first:stop].tolist()
-        token_ids = tuple(self.token_ids_T[start : edges[-1]].tolist())
-        edges = [edge - start for edge in edges]
+        row_start, *edges = self.edges_E[first:stop].tolist()
+        token_ids = tuple(self.token_ids_T[row_start : edges[-1]].tolist())
+        edges = [edge - row_start for edge in edges]
         if self.documents_per_row == 1:
-            spans = zip(edges[::2], edges[1::2], strict=False)
-            responses = tuple(Span(start=a, stop=b) for a, b in spans)
-            return (Document(token_ids=token_ids, responses=responses, reads_ends=self.reads_ends),)
+            # The row of a prompt has no reply.
+            responses = zip(edges[::2], edges[1::2], strict=False)
+            return (self._build_document(token_ids, responses),)
         prompt = token_ids[: edges[0]]
-        return tuple(
-            Document(
-                token_ids=prompt + token_ids[reply_start:reply_stop],
-                responses=(Span(start=len(prompt), stop=len(prompt) + reply_stop - reply_start),),
-                reads_ends=self.reads_ends,
-            )
-            for reply_start, reply_stop in pairwise(edges)
-        )
+        documents = []
+        for start, stop in pairwise(edges):
+            reply = token_ids[start:stop]
+            response = (len(prompt), len(prompt) + len(reply))
+            documents.append(self._build_document(prompt + reply, [response]))
+        return tuple(documents)
+
+    def _build_document(
+        self, token_ids: tuple[int, ...], responses: Iterable[tuple[int, int]]
+    ) -> Document:
+        spans = tuple(Span(start=start, stop=stop) for start, stop in responses)
+        return Document(token_ids=token_ids, responses=spans, reads_ends=self.reads_ends)
 
     def num_common_tokens(self, index: int) -> int:
-        """The tokens that all documents of row `index` begin with: their prompt, and what all
-        replies begin with.
+        """The tokens that all documents of row `index` begin with.
+
+        They are the prompt's, and those that all replies begin with.
         """
         first, stop = self.bounds_N4[index, :2].tolist()
         (prompt_start, prompt_stop), *replies = pairwise(self.edges_E[first:stop].tolist())
         shortest = min(stop - start for start, stop in replies)
-        one, *others = (self.token_ids_T[start : start + shortest] for start, _ in replies)
-        is_common = np.all([one == other for other in others], axis=0)
+        first_reply, *others = (self.token_ids_T[start : start + shortest] for start, _ in replies)
+        is_common = np.all([first_reply == other for other in others], axis=0)
         return prompt_stop - prompt_start + int(np.cumprod(is_common).sum())
 
     def label_lengths(self) -> np.ndarray:
@@ -116,9 +115,8 @@ class TokenDataset:
         if self.documents_per_row == 1:
             return self.num_label_tokens[:, None]
         first_N = self.bounds_N4[:, 0]
-        edges = [
-            self.edges_E[first_N + 1 + document] for document in range(self.documents_per_row + 1)
-        ]
+        num_edges = self.documents_per_row + 1
+        edges = [self.edges_E[first_N + 1 + number] for number in range(num_edges)]
         return np.diff(np.stack(edges, axis=1), axis=1)
 
     def values(self, index: int) -> np.ndarray:
@@ -126,7 +124,7 @@ class TokenDataset:
         return np.frombuffer(self.details(index), dtype=np.float32)
 
     def details(self, index: int) -> bytes:
-        """The bytes kept beside the tokens of row `index`."""
+        """The bytes stored beside the tokens of row `index`."""
         start, stop = self.bounds_N4[index, 2:].tolist()
         return self.details_C[start:stop].tobytes()
 
@@ -141,7 +139,7 @@ class TokenDataset:
 
 
 def load_token_dataset(
-    builder_of: Callable[..., RowBuilder],
+    make_builder: Callable[..., RowBuilder],
     *,
     entries: Sequence[MixerEntry],
     chat: ChatFormat,
@@ -151,63 +149,67 @@ def load_token_dataset(
     columns: Sequence[str] = (),
     side: Side | None = None,
     facts: Mapping[str, Any] | None = None,
-    on_progress: Callable[[int, int], None] | None = None,
-    **own: Any,
+    on_progress: ReportProgress | None = None,
+    **builder_arguments: Any,
 ) -> tuple[TokenDataset, DataReport]:
     """The tokenised mixture, from the cache where the same mixture was built before.
 
-    `side` is that of `--eval_split` whose rows are wanted, None without that. `columns` are words
-    such as `messages=conversations`: the key of a row, and the column that has it. `builder_of` is
-    the class that builds the rows; `own` are its arguments, such as `max_seq_length`, as JSON;
-    `facts` are other values that the arrays depend on, as JSON. Ranks are not coordinated here: one
-    rank calls it first, then, past a barrier, the others, which find the file. `on_progress(done,
-    total)` counts distinct rows while they are tokenised.
+    Ranks are not coordinated here: one rank calls it first, then, past a barrier, the others, which
+    find the file.
+
+    Args:
+        make_builder: the class that builds the rows.
+        columns: words such as `messages=conversations`: the key of a row, and the column that has
+            it.
+        side: of `--eval_split`, whose rows are wanted; None without that flag.
+        facts: other values that the arrays depend on, as JSON.
+        builder_arguments: of `make_builder`, such as `max_seq_length`, as JSON.
 
     Raises:
         InputError: see `open_rows`; a row is malformed and `on_bad_row` is "error"; or nothing is
             left.
         RunError: the disk is full.
     """
-    builder = builder_of(chat, on_bad_row=on_bad_row, **own)
+    builder = make_builder(chat, on_bad_row=on_bad_row, **builder_arguments)
     sources = [entry.open(columns) for entry in entries]
     identity = {
         "version": CACHE_VERSION,
         "form": type(builder).__name__,
-        "mixture": [
-            (source.fingerprint, source.name, entry.split, repr(entry.amount))
-            for source, entry in zip(sources, entries, strict=True)
-        ],
+        "mixture": _list_mixture(entries, sources),
         "columns": sorted(columns),
         "chat": chat.fingerprint,
         "on_bad_row": on_bad_row,
         "seed": seed,
-        "own": {**own, **(facts or {})},
+        "own": {**builder_arguments, **(facts or {})},
     }
     if side is not None:
         identity["side"] = asdict(side)
-    digest = hashlib.sha256(
-        json.dumps(identity, sort_keys=True).encode("utf-8", "surrogatepass")
-    ).hexdigest()
-    path = cache_root(cache_dir) / f"{builder.unit}s" / f"{digest[:32]}.safetensors"
-    kept = _kept(path)
-    if kept is None:
-        arrays, report = builder.build(
-            entries, sources, seed=seed, side=side, on_progress=on_progress
-        )
-        write_arrays(path, arrays, {"report": asdict(report)})
-    else:
-        arrays, report = kept
+    text = json.dumps(identity, sort_keys=True)
+    digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
+    folder = find_cache_folder(cache_dir) / f"{builder.unit}s"
+    path = folder / f"{digest[:32]}.safetensors"
+    cached = _read_cached(path)
+    if cached is None:
+        cached = builder.build(entries, sources, seed=seed, side=side, on_progress=on_progress)
+        write_arrays(path, cached[0], {"report": asdict(cached[1])})
+    arrays, report = cached
     dataset = TokenDataset(
         documents_per_row=builder.documents_per_row, reads_ends=builder.reads_ends, **arrays
     )
     return dataset, replace(report, cache_file=str(path))
 
 
-def _kept(path: Path) -> tuple[dict[str, np.ndarray], DataReport] | None:
-    """The arrays in the file `path` and their report;
+def _list_mixture(
+    entries: Sequence[MixerEntry], sources: Sequence[RowSource]
+) -> list[tuple[str, ...]]:
+    return [
+        (source.fingerprint, source.name, entry.split, repr(entry.amount))
+        for source, entry in zip(sources, entries, strict=True)
+    ]
 
-    None if it is not there, damaged or of another version.
-    """
+
+def _read_cached(path: Path) -> tuple[dict[str, np.ndarray], DataReport] | None:
+    """The arrays in a file and their report; None if it is missing, damaged or out of date."""
     try:
         arrays, metadata = read_arrays(path)
         return arrays, replace(DataReport(**metadata["report"]), from_cache=True)
@@ -216,151 +218,3 @@ def _kept(path: Path) -> tuple[dict[str, np.ndarray], DataReport] | None:
     except (KeyError, TypeError, ValueError) as error:
         log.warning("%s: %s; building it again", path, error)
         return None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlaceFact:
-    """Something that a saved place in the data depends on, and how a run that differs in it is
-    refused.
-
-    Example: `PlaceFact(key="seed", value=3, flag="seed", problem="--seed was 1, is 3", remedy="give
-    --seed 1")`.
-    """
-
-    key: str
-    """Its name in the saved place."""
-    value: Any
-    """What it is in this run."""
-    flag: str
-    problem: str
-    remedy: str
-
-
-def rows_fact(
-    fingerprint: str, *, key: str = "data_fingerprint", flag: str, limit: str
-) -> PlaceFact:
-    """The fact that the rows of a mixer list are those of the checkpoint;
-
-    `limit` is the flag that cuts them.
-    """
-    return PlaceFact(
-        key=key,
-        value=fingerprint,
-        flag=flag,
-        problem=(
-            f"the rows of --{flag}, as they are tokenised, are not those that the checkpoint was "
-            "written with"
-        ),
-        remedy=f"give the same rows, template and {limit}",
-    )
-
-
-def seed_fact(saved: Mapping[str, Any], seed: int) -> PlaceFact:
-    """The fact that rows come in the checkpoint's order."""
-    before = saved.get("seed")
-    return PlaceFact(
-        key="seed",
-        value=seed,
-        flag="seed",
-        problem=f"the checkpoint was written with --seed {before}, this run has {seed}",
-        remedy=f"give --seed {before}",
-    )
-
-
-def check_saved_place(saved: Mapping[str, Any], *facts: PlaceFact) -> None:
-    """Refuse a saved place that would mean other rows in this run.
-
-    Args:
-        saved: the place, from the checkpoint; a fact that it lacks, as one of an older version may,
-            is passed over.
-        facts: what the place depends on.
-
-    Raises:
-        InputError: a fact differs; the message is of the first.
-    """
-    for fact in facts:
-        if saved.get(fact.key, fact.value) != fact.value:
-            remedy = (
-                f"{fact.remedy}, or start afresh with another --output_dir or "
-                "--overwrite_output_dir"
-            )
-            raise InputError(
-                f"{fact.problem}: {remedy}", kind="other_run", flag=fact.flag, remedy=remedy
-            )
-
-
-def cache_root(cache_dir: str | Path | None) -> Path:
-    """The folder of all cached data: the one given, else $OPEN_INSTRUCT_CACHE, else
-    ~/.cache/open_instruct.
-    """
-    return Path(
-        cache_dir or os.environ.get("OPEN_INSTRUCT_CACHE") or "~/.cache/open_instruct"
-    ).expanduser()
-
-
-def write_arrays(path: Path, arrays: Mapping[str, np.ndarray], metadata: Mapping[str, Any]) -> None:
-    """Writes beside `path` and renames, so that a reader, or a crash, never meets half a file.
-    `metadata` is of JSON.
-
-    Raises:
-        InputError: the folder cannot be made or written to.
-        RunError: the disk is full.
-    """
-    from safetensors.numpy import save_file
-
-    partial = path.with_name(f".{path.name}.{os.getpid()}-{uuid.uuid4().hex}.partial")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial.touch()
-    except OSError as error:
-        raise InputError(
-            f"--cache_dir: cannot write to {path.parent}: {error}; give another folder.",
-            kind="unreadable_file",
-        ) from error
-    try:
-        content = json.dumps({**metadata, _CHECKSUM: _checksum(arrays)})
-        save_file(dict(arrays), partial, metadata={_METADATA: content})
-        with partial.open("rb") as file:
-            os.fsync(file.fileno())
-        partial.replace(path)
-    except Exception as error:
-        raise RunError(
-            f"writing {path} failed: {error}; free some space, or give another --cache_dir."
-        ) from error
-    finally:
-        partial.unlink(missing_ok=True)
-
-
-def read_arrays(path: Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-    """Arrays and metadata as written; the arrays are read-only views of the mapped file.
-
-    Raises:
-        FileNotFoundError: there is none.
-        ValueError: it is cut short, or its content is not what was written.
-    """
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(path, framework="pt") as file:  # numpy's would read all of it into memory
-            metadata: dict[str, Any] = json.loads(file.metadata()[_METADATA])
-            arrays: dict[str, np.ndarray] = {
-                name: file.get_tensor(name).numpy() for name in file.offset_keys()
-            }
-        for array in arrays.values():
-            array.flags.writeable = False
-        if metadata.pop(_CHECKSUM) != _checksum(arrays):
-            raise ValueError("its checksum does not match")
-    except FileNotFoundError:
-        raise
-    except (SafetensorError, OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path} is damaged: {error}") from error
-    return arrays, metadata
-
-
-def _checksum(arrays: Mapping[str, np.ndarray]) -> str:
-    digest = hashlib.sha256()
-    for name in sorted(arrays):
-        array = np.ascontiguousarray(arrays[name])
-        digest.update(f"{name} {array.dtype.str} {array.shape}".encode())
-        digest.update(array.data if array.size else b"")
-    return digest.hexdigest()

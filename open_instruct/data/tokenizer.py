@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 from open_instruct.core.errors import InputError
 from open_instruct.core.files import near_files
-from open_instruct.data.chat import panics_as_errors, squeezed
 from open_instruct.data.files.foreign_json import check_files, one_line, read_object
+from open_instruct.data.text_compare import squeeze
 from open_instruct.data.tokenizer_ids import WHITE_SPACE, find_other_ids
+from open_instruct.data.tokenizer_panics import refuse_panics
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -50,7 +51,7 @@ def load_tokenizer(
     folder = find_tokenizer_folder(name_or_path, revision=revision, flag=flag)
     fields, settings = read_tokenizer_files(folder)
     try:
-        with panics_as_errors(f"{flag}: the tokenizer of {name_or_path}"):
+        with refuse_panics(f"{flag}: the tokenizer of {name_or_path}"):
             tokenizer = PreTrainedTokenizerFast.from_pretrained(str(folder), local_files_only=True)
             # Settings of an earlier call, which the file may have kept.
             tokenizer.backend_tokenizer.no_truncation()
@@ -81,7 +82,7 @@ def load_tokenizer(
             "byte-level tokenizer without a prefix space.",
             kind="bad_model",
         )
-    if white_space != WHITE_SPACE and squeezed(white_space) == squeezed(WHITE_SPACE):
+    if white_space != WHITE_SPACE and squeeze(white_space) == squeeze(WHITE_SPACE):
         raise InputError(
             f"{flag}: the tokenizer of {name_or_path} does not keep white space ({WHITE_SPACE!r} "
             f"reads {white_space!r}), so it would teach another text; use a byte-level tokenizer.",

@@ -7,7 +7,7 @@ import re
 
 from open_instruct.config.suites.upstream_flags import Entry, fate, read_table, upstream_table
 from open_instruct.core.families import FAMILIES
-from open_instruct.data.chat_templates import built_in_templates
+from open_instruct.data.templates.chat_templates import built_in_templates
 from open_instruct.migrate.launch import Sheet
 
 ZERO = (

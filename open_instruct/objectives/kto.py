@@ -13,7 +13,6 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from open_instruct.config.sections import OptimSection, PreferenceDataSection, flag, free_flag
@@ -133,16 +132,16 @@ class UnpairedBuilder(RowBuilder):
     """
 
     unit = "row"
-    wanted = (
+    row_example = (
         '{"prompt": "text", "completion": "text", "label": true}, or lists of messages in place '
         "of the texts"
     )
     columns = ("prompt", "completion", "label")
-    page = "docs/kto.md"
+    docs_page = "docs/kto.md"
     check = staticmethod(parse_labelled_row)
 
     @classmethod
-    def rows_in(cls, source: RowSource) -> RowSource:
+    def adapt_source(cls, source: RowSource) -> RowSource:
         """The source; if its first readable row is a preference pair, every pair gives two rows."""
         first = next(
             (row.value for row in source.rows(range(len(source))) if row.problem is None), {}
@@ -163,19 +162,17 @@ class MismatchedBuilder(UnpairedBuilder):
     """
 
     documents_per_row = 2
-    titles = ("reply", "a reply of another row, for z0")
+    document_titles = ("reply", "a reply of another row, for z0")
 
-    def end_source(self, name: str, first: int) -> None:
-        rows = self._taken_back(first)
+    def finish_source(self, name: str, first: int) -> None:
+        rows = self.store.pop_rows(first)
         prompts: dict[bytes, int] = {}
         replies: dict[bytes, int] = {}
-        numbers = [
-            (
-                prompts.setdefault(prompt.tobytes(), len(prompts)),
-                replies.setdefault(reply.tobytes(), len(replies)),
-            )
-            for prompt, reply, _ in rows
-        ]
+        numbers = []
+        for (prompt, reply), _ in rows:
+            prompt_number = prompts.setdefault(prompt.tobytes(), len(prompts))
+            reply_number = replies.setdefault(reply.tobytes(), len(replies))
+            numbers.append((prompt_number, reply_number))
         if len(replies) == 1:
             raise InputError(
                 f"{name}: {counted(len(rows), 'row')}, all with the same reply, but z0 of "
@@ -184,7 +181,8 @@ class MismatchedBuilder(UnpairedBuilder):
                 kind="bad_row",
             )
         distinct = [array("i", reply) for reply in replies]
-        for (prompt, reply, details), number in zip(rows, mismatched_replies(numbers), strict=True):
+        chosen = mismatched_replies(numbers)
+        for ((prompt, reply), details), number in zip(rows, chosen, strict=True):
             room = self.max_seq_length - len(prompt)
             others = (
                 distinct[(number + step) % len(distinct)][:room] for step in range(len(distinct))
@@ -192,20 +190,7 @@ class MismatchedBuilder(UnpairedBuilder):
             # Replies that differ only behind the cut are equal here; where none differs, it is the
             # row's own.
             other = next((each for each in others if each != reply), reply)
-            self.keep([prompt, reply, other], details)
-
-    def _taken_back(self, first: int) -> list[tuple[array[int], array[int], bytes]]:
-        """Remove the rows from `first` on, and return the prompt, the reply and the details of
-        each.
-        """
-        start = len(self.token_ids) - sum(sum(row.lengths) for row in self.kept[first:])
-        token_ids = iter(self.token_ids[start:])
-        rows = [
-            (array("i", islice(token_ids, prompt)), array("i", islice(token_ids, reply)), details)
-            for (prompt, reply), details in self.kept[first:]
-        ]
-        del self.token_ids[start:], self.kept[first:]
-        return rows
+            self.store_row([prompt, reply, other], details)
 
 
 def mismatched_replies(rows: Sequence[tuple[int, int]]) -> list[int]:

@@ -104,7 +104,7 @@ class RewardBuilder(PreferenceBuilder):
     """
 
     reads_ends = True
-    read_with: ClassVar[Mapping[str, str]] = {MARGIN: "--margin"}
+    optional_keys: ClassVar[Mapping[str, str]] = {MARGIN: "--margin"}
     check = staticmethod(parse_preference_row)
 
     def __init__(self, chat: ChatFormat, *, margin: bool, **common: Any) -> None:
@@ -115,12 +115,13 @@ class RewardBuilder(PreferenceBuilder):
         rendered = super().render(row)
         return replace(rendered, values=(margin_of(row),)) if self.margin else rendered
 
-    def cut_warning(self) -> str | None:
-        if not self.num_truncated:
+    def find_cut_warning(self) -> str | None:
+        num_truncated = self.counts.num_truncated
+        if not num_truncated:
             return None
         return (
-            f"{counted(self.num_truncated, 'pair')} with a reply that was cut: its reward is read "
-            "where it does not end; raise --max_seq_length, or leave such rows out"
+            f"{counted(num_truncated, 'pair')} with a reply that was cut: its reward is read where "
+            "it does not end; raise --max_seq_length, or leave such rows out"
         )
 
 

@@ -18,8 +18,9 @@ from open_instruct.core.shard_layout import ShardLayout
 from open_instruct.core.text import counted
 from open_instruct.core.user_code import own_function
 from open_instruct.data.chat import ChatFormat
-from open_instruct.data.prompts import Prompts, load_prompt_dataset, row_changes
-from open_instruct.data.token_dataset import TokenDataset, cache_root
+from open_instruct.data.files.array_file import find_cache_folder
+from open_instruct.data.prompts import Prompts, build_row_settings, load_prompt_dataset
+from open_instruct.data.token_dataset import TokenDataset
 from open_instruct.environments.environment import Factory, begin_run
 from open_instruct.environments.registry import known_environments
 from open_instruct.losses.advantages import ADVANTAGES
@@ -191,11 +192,11 @@ def _prepare_judges_and_environments(
     answering: set[str] = set()
     for prompts in datasets:
         if prompts is not None:
-            verifier_names, environment_names = prompts.named()
+            verifier_names, environment_names = prompts.find_names()
             judges |= verifier_names
             answering |= environment_names
     for name in verifiers.keys() & judges:
-        verifiers[name].begin_run(cache_root(config.data.cache_dir))
+        verifiers[name].begin_run(find_cache_folder(config.data.cache_dir))
     for name in sorted(answering):
         begin_run(environments[name])
     if TOOL_SET in answering:
@@ -215,7 +216,7 @@ def _read_prompts(
 ) -> tuple[Prompts, Prompts | None]:
     """Read the prompts, and the held-out prompts if there are any; reports what became of rows."""
     data = config.data
-    changes = row_changes(config)
+    changes = build_row_settings(config)
 
     def read(title: str, flag: str, *, is_held_out: bool = False) -> Prompts:
         with console.counting(title) as on_progress:

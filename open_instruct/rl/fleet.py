@@ -237,7 +237,7 @@ def try_functions(run: RolloutRun, verifiers: VerifierPool) -> None:
     """
     doing("trying the reward functions")
     datasets = [each for each in (run.prompts, run.held_out) if each is not None]
-    prompts = chain.from_iterable(each.spread(MOST_TRIED) for each in datasets)
+    prompts = chain.from_iterable(each.sample_evenly(MOST_TRIED) for each in datasets)
     run.console.report("rewards", verifiers.try_functions(prompts))
 
 

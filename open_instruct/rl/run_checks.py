@@ -17,7 +17,8 @@ from open_instruct.core.shard_layout import ShardLayout
 from open_instruct.core.text import one_of
 from open_instruct.data.chat import ChatFormat
 from open_instruct.data.prompts import Prompts, PromptStream
-from open_instruct.data.token_dataset import TokenDataset, check_saved_place, rows_fact
+from open_instruct.data.saved_place import check_saved_place, rows_fact
+from open_instruct.data.token_dataset import TokenDataset
 from open_instruct.data.tokenizer import load_tokenizer
 from open_instruct.rewards.code import SHARE_OF_TIME, Code, CodeStdio
 from open_instruct.rewards.reward_models import ModelVerifier
@@ -117,7 +118,7 @@ def refuse_unknown_score(config: GRPOConfig, datasets: tuple[Prompts, Prompts | 
     what, _, name = metric.removeprefix(HELD_OUT_PREFIX).partition("/")
     if what != "verifier" or prompts is None:
         return
-    judges, answering = prompts.named()
+    judges, answering = prompts.find_names()
     names = set(judges)
     if config.reward.apply_r1_style_format_reward:
         names.add("format")

@@ -16,11 +16,11 @@ from open_instruct.config.rollout_sections import PromptDataSection
 from open_instruct.config.sections import DataSection
 from open_instruct.config.training import LearnerConfig
 from open_instruct.core.errors import InputError
-from open_instruct.data.chat_templates import check_syntax, template_text
 from open_instruct.data.files.opening import refuse_missing_file
 from open_instruct.data.mixer import entries_of, select_rows
 from open_instruct.data.report import BadRowLog
 from open_instruct.data.row_builder import RowBuilder
+from open_instruct.data.templates.chat_templates import check_syntax, read_template
 from open_instruct.data.tokenizer import check_tokenizer_folder, given_folder
 from open_instruct.models.hf.hf_config import config_fields, weights_file
 
@@ -73,7 +73,7 @@ def check_tokenizer(config: LearnerConfig) -> None:
     if (tokenizer := given_folder(asked, flag="--tokenizer_name_or_path")) is not None:
         check_tokenizer_folder(tokenizer, flag="--tokenizer_name_or_path")
     if (name := config.data.chat_template_name) is not None:
-        check_syntax(f"{name} chat template", template_text(name))
+        check_syntax(f"{name} chat template", read_template(name))
 
 
 def check_sizes(
@@ -128,13 +128,18 @@ def check_first_rows(
         path = Path(entry.name).expanduser()
         if not path.is_file() or path.stat().st_size > MOST_BYTES:
             continue
-        source = form.rows_in(entry.open(config.data.columns))
+        source = form.adapt_source(entry.open(config.data.columns))
         taken = np.unique(select_rows(entry, len(source), config.optim.seed))[:MOST_ROWS].tolist()
         bad = BadRowLog()
         for row in source.rows(taken):
-            bad.reading(row, check)
+            bad.try_read(row, check)
         if bad.counts:
-            raise bad.error(len(taken), wanted=form.wanted, columns=form.columns, page=form.page)
+            raise bad.error(
+                len(taken),
+                row_example=form.row_example,
+                columns=form.columns,
+                docs_page=form.docs_page,
+            )
 
 
 def local_folder(name_or_path: str, *, revision: str | None = None) -> Path:

@@ -25,7 +25,7 @@ from open_instruct.config.sections import DataSection
 from open_instruct.config.training import LearnerConfig
 from open_instruct.core.shard_layout import ShardLayout
 from open_instruct.data.chat import ChatFormat
-from open_instruct.data.chat_templates import choose_chat_template
+from open_instruct.data.templates.chat_templates import choose_chat_template
 from open_instruct.data.tokenizer import load_tokenizer
 from open_instruct.models.build import build_model
 from open_instruct.models.export import check_destination, check_exportable, export_hf

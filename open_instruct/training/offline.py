@@ -18,7 +18,7 @@ from open_instruct.config.training import TrainingConfig
 from open_instruct.core.errors import InputError
 from open_instruct.core.metrics import HELD_OUT_PREFIX, metric_entry
 from open_instruct.core.text import counted, one_of
-from open_instruct.data.token_dataset import cache_root
+from open_instruct.data.files.array_file import find_cache_folder
 from open_instruct.models.lora.adapters import adapters_off
 from open_instruct.objectives.objective import Evaluation, Objective
 from open_instruct.parallel.process import on_main_process
@@ -211,7 +211,7 @@ class _Learning:
             heldout = Heldout(self.heldout_rows, None, self.scorer, self.objective)
         if not self.objective.needs_reference(self.config):
             return reference_logps_ND, heldout
-        folder = cache_root(self.config.data.cache_dir) / "reference_logprobs"
+        folder = find_cache_folder(self.config.data.cache_dir) / "reference_logprobs"
         if self.policy.loss.ld_alpha is not None:
             folder /= f"ld-{self.policy.loss.ld_alpha}"
         cache = open_reference_cache(

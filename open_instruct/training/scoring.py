@@ -34,7 +34,8 @@ from open_instruct.batching.steps import BatchShape, step_batch
 from open_instruct.config.training import TrainingConfig
 from open_instruct.core.records import Batch, StepBatch
 from open_instruct.core.text import counted
-from open_instruct.data.token_dataset import TokenDataset, cache_root, read_arrays, write_arrays
+from open_instruct.data.files.array_file import find_cache_folder, read_arrays, write_arrays
+from open_instruct.data.token_dataset import TokenDataset
 from open_instruct.losses.logprobs import sum_by_reply
 from open_instruct.models.heads.logprob_head import Measure
 from open_instruct.models.hf.hf_config import fingerprint_with
@@ -278,7 +279,7 @@ def compare_with(
         )
         return replace(opened, model=model, head_VD=head_VD), rows, heldout
     folder, laid_out = (
-        cache_root(config.data.cache_dir),
+        find_cache_folder(config.data.cache_dir),
         "packed" if scorer.shape.packing else "padded",
     )
     words = (config.frozen_as, laid_out, opened.teacher.kept_as, str(opened.vocab_size))

@@ -25,7 +25,7 @@ from open_instruct.data.eval_split import Side
 from open_instruct.data.files.foreign_json import shortened
 from open_instruct.data.files.rows import RowSource
 from open_instruct.data.mixer import MixerEntry, entries_of
-from open_instruct.data.prompts import PromptBuilder, row_changes
+from open_instruct.data.prompts import PromptBuilder, build_row_settings
 from open_instruct.data.report import DataReport
 from open_instruct.data.row_builder import RowBuilder
 from open_instruct.data.token_dataset import TokenDataset
@@ -137,12 +137,12 @@ def sample_of(
     )
     return Sample(
         template=chat.template.name,
-        rows=tuple(_shown(dataset, int(row), builder.titles, tokenizer) for row in chosen),
+        rows=tuple(_shown(dataset, int(row), builder.document_titles, tokenizer) for row in chosen),
         lengths=tuple(map(len, documents)),
         learned=tuple(document.num_label_tokens for document in documents),
-        limit_flag=builder.limit(),
+        limit_flag=builder.describe_limit(),
         report=report,
-        refusal=builder.refusal(report.num_rows)
+        refusal=builder.bad_rows_error(report.num_rows)
         if report.bad and config.data.on_bad_row == "error"
         else None,
     )
@@ -223,7 +223,11 @@ def builder_of_run(
     if isinstance(config, GRPOConfig):
         most = config.data.max_prompt_token_length
         return PromptBuilder(
-            chat, max_prompt_token_length=most, on_bad_row="skip", **known, **row_changes(config)
+            chat,
+            max_prompt_token_length=most,
+            on_bad_row="skip",
+            **known,
+            **build_row_settings(config),
         )
     builder_of: Callable[..., RowBuilder] = objective.rows_of(config)  # type: ignore[arg-type]
     own: Any = objective.row_arguments(config)

@@ -12,7 +12,7 @@ from functools import cached_property
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from open_instruct.data.chat import json_text
+from open_instruct.data.text_compare import escape_as_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -125,7 +125,7 @@ class ForeignTexts:
         """The texts as a template writes them in `whole`: as they are, trimmed, or as JSON; else
         None.
         """
-        for write in (str, str.strip, json_text):
+        for write in (str, str.strip, escape_as_json):
             written = [write(text) for text in self.texts]
             pieces = split_at_marks(with_marks)
             pieces[1::2] = [written[int(number)] for number in pieces[1::2]]

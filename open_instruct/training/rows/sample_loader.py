@@ -14,13 +14,8 @@ import torch.distributed as dist
 from open_instruct.batching.steps import BatchShape, step_batch
 from open_instruct.core.batch_values import BatchValues, RowValues
 from open_instruct.core.records import StepBatch
-from open_instruct.data.token_dataset import (
-    PlaceFact,
-    TokenDataset,
-    check_saved_place,
-    rows_fact,
-    seed_fact,
-)
+from open_instruct.data.saved_place import PlaceFact, check_saved_place, rows_fact, seed_fact
+from open_instruct.data.token_dataset import TokenDataset
 
 T = TypeVar("T")
 V = TypeVar("V")

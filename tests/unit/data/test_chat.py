@@ -10,15 +10,16 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from open_instruct.data.chat import ChatFormat, squeezed
-from open_instruct.data.chat_templates import (
+from open_instruct.data.chat import ChatFormat
+from open_instruct.data.conversations.messages import Message
+from open_instruct.data.files.rows import MalformedRow
+from open_instruct.data.templates.chat_templates import (
     ChatTemplate,
     built_in_templates,
     choose_chat_template,
-    template_text,
+    read_template,
 )
-from open_instruct.data.conversations.messages import Message
-from open_instruct.data.files.rows import MalformedRow
+from open_instruct.data.text_compare import squeeze
 from open_instruct.data.tokenizer import load_tokenizer
 from tests.refusals import refused
 from tests.unit.token_data import chat_format, encoded, marked, turns
@@ -203,7 +204,7 @@ def test_spans_of_any_text(
     for document, reply, reply_text in zip(documents, replies, reply_texts, strict=True):
         assert len(document.responses[0]) > 0 and document.responses[0].stop == len(document)
         assert marked(tokenizer, document) == f"{prompt_text}[{reply_text}]"
-        assert squeezed(reply) in squeezed(reply_text)
+        assert squeeze(reply) in squeeze(reply_text)
         # Nothing of the template's side of the boundary is learned.
         assert reply_text.startswith((reply, " " + reply, reply.strip()))
 
@@ -299,7 +300,7 @@ def test_file_of_ones_own(tokenizer: Any, tmp_path: Path) -> None:
 
 def test_bos_token_may_be_written_before_any_template() -> None:
     tokenizer = make_tokenizer(LLAMA3, chat_template=TURNS + ASK)
-    for name, text in ((None, TURNS + ASK), ("tulu", template_text("tulu"))):
+    for name, text in ((None, TURNS + ASK), ("tulu", read_template("tulu"))):
         template = choose_chat_template(tokenizer, name, add_bos=True)
         assert choose_chat_template(tokenizer, name).text == text
         rendered, _ = ChatFormat(tokenizer, template).render(turns("?"), ())

@@ -19,11 +19,11 @@ from open_instruct.core.errors import InputError
 from open_instruct.core.records import Check, Completion, Prompt, RolloutGroup, Verdict
 from open_instruct.data import chat, chat_templates, template_renderer, template_trial
 from open_instruct.data.chat import ChatFormat
-from open_instruct.data.chat_templates import choose_chat_template
 from open_instruct.data.files import unfolding
 from open_instruct.data.files.rows import MalformedRow
 from open_instruct.data.files.tables import column_file
-from open_instruct.data.template_trial import refuse_endless
+from open_instruct.data.templates.chat_templates import choose_chat_template
+from open_instruct.data.templates.template_trial import refuse_endless
 from open_instruct.data.tokenizer import load_tokenizer
 from open_instruct.rl.lone_step import check_trace_fits
 from open_instruct.rl.traces import read_traces, trace_file

@@ -17,15 +17,10 @@ from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from open_instruct.core.errors import InputError
+from open_instruct.data.files.array_file import find_cache_folder, read_arrays, write_arrays
 from open_instruct.data.preference_rows import PreferenceBuilder
 from open_instruct.data.report import DataReport
-from open_instruct.data.token_dataset import (
-    TokenDataset,
-    cache_root,
-    load_token_dataset,
-    read_arrays,
-    write_arrays,
-)
+from open_instruct.data.token_dataset import TokenDataset, load_token_dataset
 from scripts.demo_data.pairs import write_synthetic_preferences
 from tests.refusals import refused
 from tests.unit.token_data import byte_tokenizer, load_rows, marked, pair, turns, write_rows
@@ -450,11 +445,11 @@ def test_unwritable_cache_and_where_it_is(
     (tmp_path / "file").write_text("")
     with refused("unreadable_file", "cache_dir", "cannot write"):
         load(numbered(tmp_path / "rows.jsonl", 2), "1.0", cache_dir=tmp_path / "file")
-    assert cache_root("given") == Path("given")
+    assert find_cache_folder("given") == Path("given")
     monkeypatch.setenv("OPEN_INSTRUCT_CACHE", "/from/environment")
-    assert cache_root(None) == Path("/from/environment")
+    assert find_cache_folder(None) == Path("/from/environment")
     monkeypatch.delenv("OPEN_INSTRUCT_CACHE")
-    assert cache_root(None) == Path.home() / ".cache" / "open_instruct"
+    assert find_cache_folder(None) == Path.home() / ".cache" / "open_instruct"
 
 
 # --- made pairs

@@ -20,8 +20,14 @@ from open_instruct.core.records import Check, Prompt
 from open_instruct.data import token_dataset
 from open_instruct.data.chat import ChatFormat
 from open_instruct.data.files.rows import MalformedRow
-from open_instruct.data.prompt_rows import environment_of, parse_prompt_row
-from open_instruct.data.prompts import Prompts, PromptStream, load_prompt_dataset, row_changes
+from open_instruct.data.prompt_environments import find_environment
+from open_instruct.data.prompt_rows import parse_prompt_row
+from open_instruct.data.prompts import (
+    Prompts,
+    PromptStream,
+    build_row_settings,
+    load_prompt_dataset,
+)
 from open_instruct.data.report import DataReport
 from open_instruct.rewards.answers import Passthrough
 from open_instruct.rewards.registry import judges_named, known_verifiers
@@ -211,7 +217,7 @@ def test_flags_change_rows_of_prompts(tmp_path: Path) -> None:
     file.write_text("  be brief\n")
 
     def changes(*words: str) -> dict[str, Any]:
-        return row_changes(parse_run(GRPOConfig, [*required, *words]))
+        return build_row_settings(parse_run(GRPOConfig, [*required, *words]))
 
     none = {"judges": [], "remapped": {}, "environment": None, "system_prompt": None}
     assert changes() == none
@@ -448,7 +454,7 @@ def test_row_names_what_answers_its_replies(
 
     Arrow fills missing keys with empty values.
     """
-    found = environment_of(keys, default=default, known={"shop", "game"})
+    found = find_environment(keys, default=default, known={"shop", "game"})
     if found is not None:
         name, columns = found
         found = name, {key: value for key, value in columns.items() if key != "tools" or value}
@@ -473,7 +479,7 @@ def test_names_of_verifiers_and_environments_come_from_one_reading_of_rows(
     monkeypatch.setattr(
         prompts.dataset, "details", lambda row_id: read.append(row_id) or details(row_id)
     )
-    assert prompts.named() == ({"gsm8k"}, {"shop"})
+    assert prompts.find_names() == ({"gsm8k"}, {"shop"})
     assert read == [0, 1]
 
 

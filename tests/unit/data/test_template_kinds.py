@@ -10,11 +10,11 @@ from transformers import PreTrainedTokenizerFast
 from open_instruct.commands.tiny_model import BOS, EOS
 from open_instruct.core.errors import InputError
 from open_instruct.data.chat import ChatFormat
-from open_instruct.data.chat_templates import ChatTemplate, check_syntax
 from open_instruct.data.conversations.messages import Message
 from open_instruct.data.files.rows import MalformedRow
 from open_instruct.data.mixer import parse_mixer_list
 from open_instruct.data.sft_rows import SFTBuilder
+from open_instruct.data.templates.chat_templates import ChatTemplate, check_syntax
 from open_instruct.run.turn_ends import exported_generation_config
 from tests.unit.token_data import byte_tokenizer, write_rows
 

@@ -34,7 +34,7 @@ from open_instruct.commands.tiny_model import built_in_corpus, train_tokenizer
 from open_instruct.core.errors import InputError
 from open_instruct.core.families import FAMILIES
 from open_instruct.data.chat import ChatFormat
-from open_instruct.data.chat_templates import ChatTemplate
+from open_instruct.data.templates.chat_templates import ChatTemplate
 from open_instruct.data.tokenizer import load_tokenizer
 from open_instruct.data.tokenizer_class import copy_tokenizer, exported_tokenizer_config
 from open_instruct.data.tokenizer_ids import WHITE_SPACE, find_other_ids

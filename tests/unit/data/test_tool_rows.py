@@ -9,13 +9,13 @@ from transformers import PreTrainedTokenizerFast
 
 from open_instruct.cli import main
 from open_instruct.data.chat import ChatFormat
-from open_instruct.data.chat_templates import ChatTemplate, template_text
 from open_instruct.data.conversations.tool_turns import ToolForm
 from open_instruct.data.files.rows import MalformedRow
 from open_instruct.data.preference_rows import PreferenceBuilder, parse_preference_row
 from open_instruct.data.prompts import PromptBuilder
 from open_instruct.data.row_builder import RowBuilder
 from open_instruct.data.sft_rows import SFTBuilder
+from open_instruct.data.templates.chat_templates import ChatTemplate, read_template
 from open_instruct.objectives.kto import parse_labelled_row
 from open_instruct.rewards.answers import GSM8K
 from tests.unit.data.test_chat import CHATML, LLAMA3, make_tokenizer
@@ -66,7 +66,7 @@ OLMO = """\
 {{- ', ' if not loop.last }}{% endfor %}{{- ')' + ('' if loop.last else '\\n') }}{% endfor %}{{- '</function_calls>' }}
 {%- endif %}{{- eos_token if loop.last and m.role == 'assistant' else '<|im_end|>\\n' }}
 {%- endfor %}{{- '<|im_start|>assistant\\n' if add_generation_prompt }}"""
-TEMPLATES = {"qwen": QWEN, "llama": LLAMA, "olmo 3.1": OLMO, "olmo": template_text("olmo")}
+TEMPLATES = {"qwen": QWEN, "llama": LLAMA, "olmo 3.1": OLMO, "olmo": read_template("olmo")}
 
 SCHEMA = {"name": "add", "description": "Adds.", "parameters": {"type": "object", "properties": {}}}
 TOOL = {"type": "function", "function": SCHEMA}
@@ -226,7 +226,7 @@ def test_form_of_a_template_is_found_in_its_text() -> None:
     }
     for name, (role, reads) in expected.items():
         assert ToolForm.detect(TEMPLATES[name]) == ToolForm(role=role, reads=frozenset(reads))
-    assert ToolForm.detect(template_text("chatml")) == ToolForm(role="tool", reads=frozenset())
+    assert ToolForm.detect(read_template("chatml")) == ToolForm(role="tool", reads=frozenset())
 
 
 # What a template would drop without a word.
@@ -239,16 +239,16 @@ ONLY_NAMED = QWEN.replace("(tool | tojson)", "''")
     ("text", "row", "told"),
     [
         (
-            template_text("chatml"),
+            read_template("chatml"),
             OPENAI,
             "cannot write 'tools': choose another by --chat_template_name",
         ),
         (
-            template_text("tulu"),
+            read_template("tulu"),
             {"messages": [*NATIVE[:2], calling({}), answered(), DONE]},
             "cannot write 'tool_calls'",
         ),
-        (template_text("tulu"), IN_OLMOS_FORM, "cannot write 'functions'"),
+        (read_template("tulu"), IN_OLMOS_FORM, "cannot write 'functions'"),
         (NO_ANSWERS, OPENAI, 'leaves out \'{"sum": "é"}\', of tools or their calls and answers'),
         (
             FIRST_CALL,

@@ -22,8 +22,8 @@ from open_instruct.commands.run_flags import parse_run
 from open_instruct.commands.tiny_model import write_tiny_model
 from open_instruct.core.errors import InputError
 from open_instruct.data.chat import ChatFormat
-from open_instruct.data.chat_templates import choose_chat_template
 from open_instruct.data.files.rows import MalformedRow
+from open_instruct.data.templates.chat_templates import choose_chat_template
 from open_instruct.data.tokenizer import load_tokenizer
 from open_instruct.models.build import build_model
 from open_instruct.models.export import check_exportable, export_hf

@@ -11,7 +11,11 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from open_instruct.data.chat import ChatFormat
-from open_instruct.data.chat_templates import ChatTemplate, built_in_templates, choose_chat_template
+from open_instruct.data.templates.chat_templates import (
+    ChatTemplate,
+    built_in_templates,
+    choose_chat_template,
+)
 from open_instruct.rl.episodes.bridge import Conversation, TurnTemplate
 from open_instruct.rl.episodes.foreign_texts import PlainTokenizer
 from tests.refusals import refused

@@ -1,5 +1,4 @@
-"""A template that comes with a model is tried before it is rendered here, where nothing could stop
-it.
+"""Try a chat template that comes with a model, in a process that can be ended.
 
 Jinja's sandbox keeps a template from files and programs, and not from looping without an end.
 Python can interrupt its main thread alone, and prompts are rendered beside it too. So the first
@@ -21,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from open_instruct.core.errors import InputError
-from open_instruct.data import template_renderer
+from open_instruct.data.templates import template_renderer
 
 TIMEOUT_S = 30.0
 PATIENCE = 10  # times the limit that a process may live: others may use the machine meanwhile
@@ -40,18 +39,17 @@ def refuse_endless(
         template: its name, for the error.
         remedy: what the user may do.
 
-    :raises InputError: that takes more than `TIMEOUT_S` of CPU time, or ends the process.
+    Raises:
+        InputError: that takes more than `TIMEOUT_S` of CPU time, or ends the process.
     """
-    asked = json.dumps(
-        {"text": text, "renderings": renderings, "timeout_s": TIMEOUT_S}, default=str
-    )
-    died_by = _run_renderer(asked)
-    if died_by is None:
+    request = {"text": text, "renderings": renderings, "timeout_s": TIMEOUT_S}
+    end_signal = _run_renderer(json.dumps(request, default=str))
+    if end_signal is None:
         return
-    if died_by is signal.SIGPROF:
+    if end_signal is signal.SIGPROF:
         problem = f"does not end: it ran for {TIMEOUT_S:g} s on a conversation"
     else:
-        problem = f"ends the process that renders it ({died_by.name})"
+        problem = f"ends the process that renders it ({end_signal.name})"
     raise InputError(
         f"{template} chat template {problem}; {remedy}",
         kind="bad_model",
@@ -61,9 +59,8 @@ def refuse_endless(
 
 
 @lru_cache(maxsize=32)  # training, held-out and scored rows often begin with the same forms
-def _run_renderer(asked: str) -> signal.Signals | None:
-    """The signal that ended the process, which is SIGPROF after `TIMEOUT_S`; None where it ended by
-    itself.
+def _run_renderer(request: str) -> signal.Signals | None:
+    """The signal that ended the process, SIGPROF after `TIMEOUT_S`; None where it ended by itself.
 
     What the template raises counts as an end: the caller will meet it. So does a process that has
     hardly computed in `PATIENCE` times the limit, since templates do not wait.
@@ -71,7 +68,7 @@ def _run_renderer(asked: str) -> signal.Signals | None:
     try:
         done = subprocess.run(
             RENDERER,
-            input=asked,
+            input=request,
             capture_output=True,
             text=True,
             timeout=PATIENCE * TIMEOUT_S,

@@ -1,4 +1,4 @@
-"""The program that renders a chat template in a process of its own; `template_trial` starts it.
+"""Program that renders a chat template in a process of its own; `template_trial` starts it.
 
 It reads one JSON object from stdin, and imports nothing but Jinja. What it is given is set up as
 transformers sets a template up; the text that comes out is thrown away. Its own CPU time is
@@ -22,7 +22,7 @@ DAY = datetime(2024, 7, 26)  # any: a date changes no loop
 
 
 class GenerationBlocks(Extension):
-    """`{% generation %} ... {% endgeneration %}`, which writes what stands between the tags."""
+    """The tag `{% generation %} ... {% endgeneration %}`, which writes what stands inside."""
 
     tags: set[str] = {"generation"}  # noqa: RUF012 (as jinja2 declares it)
 
@@ -60,11 +60,11 @@ def render(text: str, renderings: list[dict[str, Any]]) -> None:
 
 
 def main() -> None:
-    asked = json.load(sys.stdin)
+    request = json.load(sys.stdin)
     print(STARTED, flush=True)
-    signal.setitimer(signal.ITIMER_PROF, asked["timeout_s"])
+    signal.setitimer(signal.ITIMER_PROF, request["timeout_s"])
     with suppress(Exception):  # of a template that does not compile
-        render(asked["text"], asked["renderings"])
+        render(request["text"], request["renderings"])
 
 
 if __name__ == "__main__":

@@ -1,8 +1,7 @@
-"""Chat templates: those that have names, those of users' files and the tokenizer's own, chosen and
-checked.
+"""Choose and check a chat template: a built-in one, a user's file, or the tokenizer's own.
 
-A file in templates/ is the template of that name. made.yaml lists the templates that are made from
-the files in templates/shared/, each by settings that are written in front of the file.
+A .jinja file beside this one is the template of that name. shared/made.yaml lists further ones,
+each made of a file in shared/ and of settings that are written in front of it.
 """
 
 from __future__ import annotations
@@ -22,16 +21,15 @@ from open_instruct.config.parser import nearest
 from open_instruct.core.errors import InputError
 from open_instruct.core.files import read_asked
 from open_instruct.data.conversations.messages import Message
-from open_instruct.data.template_trial import refuse_endless
+from open_instruct.data.templates.template_trial import refuse_endless
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-FOLDER = Path(__file__).parent / "templates"
+FOLDER = Path(__file__).parent
 FILE_SUFFIXES = (".jinja", ".jinja2", ".j2")
 MAX_BYTES = 2**20
-# A template that writes one of these needs it as a single token; otherwise a generated turn would
-# never end.
+# A template that writes one of these needs it as a single token, or a generated turn never ends.
 SPECIAL_TOKENS = (
     "<|im_start|>",
     "<|im_end|>",
@@ -40,15 +38,13 @@ SPECIAL_TOKENS = (
     "<|eot_id|>",
 )
 
-
 # A template that writes the date writes this one: what is learned must not depend on the day.
 TEMPLATE_DAY = date(2024, 7, 26)
 QUESTION: tuple[Message, ...] = ({"role": "user", "content": "?"},)
 ANSWERED: tuple[Message, ...] = (*QUESTION, {"role": "assistant", "content": "!"})
 
-# What decides which way a template takes: whether it asks for a reply, whether there are tools, and
-# the roles.
 ConversationForm = tuple[bool, bool, tuple[str, ...]]
+"""What decides which way a template takes: does it ask for a reply, has it tools, which roles."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,12 +53,9 @@ class ChatTemplate:
 
     name: str
     """For messages."""
-
     text: str
-
     is_foreign: bool = False
-    """Whether it is none of ours."""
-
+    """Whether it is none of the built-in ones."""
     forms_tried: frozenset[ConversationForm] = frozenset()
     """The conversations of which it is known that rendering them ends."""
 
@@ -70,83 +63,77 @@ class ChatTemplate:
 def choose_chat_template(
     tokenizer: PreTrainedTokenizerFast, name: str | None, *, add_bos: bool = False
 ) -> ChatTemplate:
-    """The template `name`, built in or a file, or the tokenizer's own where it is None; with
-    `add_bos`, behind a bos token.
+    """The template that a run uses.
+
+    Args:
+        tokenizer: with a template of its own, where there is no `name`.
+        name: of a built-in template or a file; None for the tokenizer's own.
+        add_bos: whether a bos token is put in front.
 
     Raises:
         InputError: no such name or file; no name and no template of its own; the tokenizer lacks a
             token that the template needs; or the template cannot be parsed, or not in any
             reasonable time.
     """
-    if name is not None:
-        template = ChatTemplate(
-            name=name, text=template_text(name), is_foreign=name not in built_in_templates()
-        )
-        _check_tokens(tokenizer, template)
+    if name is None:
+        template = _take_tokenizer_template(tokenizer)
     else:
-        own = tokenizer.chat_template
-        own = own.get("default") if isinstance(own, dict) else own
-        if not own:
-            raise InputError(
-                f"the tokenizer has no chat template: {choose_another()}.", kind="bad_value"
-            )
-        if not isinstance(own, str):
-            raise InputError(
-                f"the tokenizer's own chat template is a {type(own).__name__}, not text: mend "
-                f"tokenizer_config.json, or {choose_another()}.",
-                kind="bad_model",
-            )
-        template = ChatTemplate(name="the tokenizer's own", text=own, is_foreign=True)
+        is_foreign = name not in built_in_templates()
+        template = ChatTemplate(name=name, text=read_template(name), is_foreign=is_foreign)
+        _check_tokens(tokenizer, template)
     if template.is_foreign:
         template = _try_on_plain_conversations(tokenizer, template)
     check_syntax(f"{template.name} chat template", template.text)
-    return _behind_bos(tokenizer, template) if add_bos else template
+    return _put_behind_bos(tokenizer, template) if add_bos else template
+
+
+def _take_tokenizer_template(tokenizer: PreTrainedTokenizerFast) -> ChatTemplate:
+    text = tokenizer.chat_template
+    if isinstance(text, dict):
+        text = text.get("default")
+    if not text:
+        raise InputError(
+            f"the tokenizer has no chat template: {suggest_template()}.", kind="bad_value"
+        )
+    if not isinstance(text, str):
+        raise InputError(
+            f"the tokenizer's own chat template is a {type(text).__name__}, not text: mend "
+            f"tokenizer_config.json, or {suggest_template()}.",
+            kind="bad_model",
+        )
+    return ChatTemplate(name="the tokenizer's own", text=text, is_foreign=True)
 
 
 def _try_on_plain_conversations(
     tokenizer: PreTrainedTokenizerFast, template: ChatTemplate
 ) -> ChatTemplate:
-    """The template, which notes that rendering the plainest conversations ends.
+    """The template, once it is known that rendering the plainest conversations ends.
 
     Jinja computes what is constant in a template while it compiles it, so that may have no end
     either.
     """
-    conversations = ((QUESTION, True), (QUESTION, False), (ANSWERED, False))
-    refuse_endless(
-        template.text,
-        [
-            {
-                **tokenizer.special_tokens_map,
-                **template_variables(None, add_generation_prompt=asks),
-                "messages": turns,
-            }
-            for turns, asks in conversations
-        ],
-        template=template.name,
-        remedy=choose_another(),
-    )
-    forms = (
-        conversation_form(turns, None, add_generation_prompt=asks) for turns, asks in conversations
-    )
+    renderings = []
+    forms = set()
+    for messages, asks in ((QUESTION, True), (QUESTION, False), (ANSWERED, False)):
+        variables = build_variables(None, add_generation_prompt=asks)
+        renderings.append({**tokenizer.special_tokens_map, **variables, "messages": messages})
+        forms.add(find_form(messages, None, add_generation_prompt=asks))
+    refuse_endless(template.text, renderings, template=template.name, remedy=suggest_template())
     return replace(template, forms_tried=frozenset(forms))
 
 
-def conversation_form(
+def find_form(
     messages: Sequence[Mapping[str, Any]],
     tools: Sequence[Any] | None,
     *,
     add_generation_prompt: bool,
 ) -> ConversationForm:
-    return (
-        add_generation_prompt,
-        bool(tools),
-        tuple(str(message.get("role")) for message in messages),
-    )
+    """The form of a conversation, as far as it decides which way a template takes."""
+    roles = tuple(str(message.get("role")) for message in messages)
+    return add_generation_prompt, bool(tools), roles
 
 
-def template_variables(
-    tools: Sequence[Any] | None, *, add_generation_prompt: bool
-) -> dict[str, Any]:
+def build_variables(tools: Sequence[Any] | None, *, add_generation_prompt: bool) -> dict[str, Any]:
     """What a template is rendered with beside the messages, the special tokens and functions."""
     return {
         "tools": tools or None,
@@ -155,7 +142,7 @@ def template_variables(
     }
 
 
-def template_text(name: str) -> str:
+def read_template(name: str) -> str:
     """The text of the built-in template `name`, or of the file that it names.
 
     Raises:
@@ -176,32 +163,39 @@ def template_text(name: str) -> str:
 
 @cache
 def built_in_templates() -> dict[str, str]:
-    """The text of every template that has a name."""
-    made: dict[str, Any] = yaml.safe_load(
-        (FOLDER / "shared" / "made.yaml").read_text(encoding="utf-8")
-    )
-    return {
-        **{file.stem: file.read_text(encoding="utf-8") for file in sorted(FOLDER.glob("*.jinja"))},
-        **{name: _made(**settings) for name, settings in made.items() if not name.startswith(".")},
+    """The text of every built-in template, by name."""
+    templates = {
+        file.stem: file.read_text(encoding="utf-8") for file in sorted(FOLDER.glob("*.jinja"))
     }
+    settings_file = FOLDER / "shared" / "made.yaml"
+    made: dict[str, Any] = yaml.safe_load(settings_file.read_text(encoding="utf-8"))
+    for name, settings in made.items():
+        if not name.startswith("."):
+            templates[name] = _make_template(**settings)
+    return templates
 
 
-def _made(file: str, **settings: Any) -> str:
+def _make_template(file: str, **settings: Any) -> str:
     # JSON and Jinja write these values alike.
-    written = "".join(
-        f"{{%- set {name} = {json.dumps(value)} -%}}\n" for name, value in settings.items()
-    )
-    return written + (FOLDER / "shared" / f"{file}.jinja").read_text(encoding="utf-8")
+    lines = [f"{{%- set {name} = {json.dumps(value)} -%}}\n" for name, value in settings.items()]
+    text = (FOLDER / "shared" / f"{file}.jinja").read_text(encoding="utf-8")
+    return "".join(lines) + text
 
 
-def choose_another() -> str:
+def suggest_template() -> str:
+    """What to do where a template will not do, for messages."""
     return f"choose one by --chat_template_name ({', '.join(built_in_templates())})"
 
 
-def check_syntax(what: str, text: str) -> None:
+def check_syntax(name: str, text: str) -> None:
     """Check a template, unless it may have a tag of transformers' own.
 
-    :raises InputError: it does not compile, or writes at random; names the line.
+    Args:
+        name: what the error calls it.
+        text: of the template.
+
+    Raises:
+        InputError: it does not compile, or writes at random; names the line.
     """
     from jinja2 import Environment, TemplateSyntaxError, nodes
 
@@ -213,15 +207,16 @@ def check_syntax(what: str, text: str) -> None:
         parsed = environment.parse(text)
     except TemplateSyntaxError as error:
         raise InputError(
-            f"{what}, line {error.lineno}: {error.message}", kind="bad_value"
+            f"{name}, line {error.lineno}: {error.message}", kind="bad_value"
         ) from error
     except Exception:
         return  # such as brackets too deep; what fails with real rows is reported with the row
     for node in parsed.find_all((nodes.Filter, nodes.Name)):
-        name = getattr(node, "name", None)
-        if name in ("random", "lipsum"):
+        function = getattr(node, "name", None)
+        if function in ("random", "lipsum"):
             raise InputError(
-                (f"{what}, line {node.lineno}: {name} writes another text each time; leave it out"),
+                f"{name}, line {node.lineno}: {function} writes another text each time; leave it "
+                "out",
                 kind="bad_value",
             )
 
@@ -241,14 +236,13 @@ def _check_tokens(tokenizer: PreTrainedTokenizerFast, template: ChatTemplate) ->
         )
 
 
-def _behind_bos(tokenizer: PreTrainedTokenizerFast, template: ChatTemplate) -> ChatTemplate:
+def _put_behind_bos(tokenizer: PreTrainedTokenizerFast, template: ChatTemplate) -> ChatTemplate:
     if tokenizer.bos_token is None:
         raise InputError(
             "--add_bos: the tokenizer has no bos token; leave the flag out.", kind="conflict"
         )
-    if re.match(r"\s*\{\{-?\s*bos_token", template.text) or template.text.startswith(
-        tokenizer.bos_token
-    ):
+    begins_with_name = re.match(r"\s*\{\{-?\s*bos_token", template.text)
+    if begins_with_name or template.text.startswith(tokenizer.bos_token):
         raise InputError(
             f"--add_bos: {template.name} chat template begins with the bos token itself; leave "
             "the flag out.",

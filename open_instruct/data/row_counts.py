@@ -1,0 +1,92 @@
+"""Counts of what happens to rows while a data set is built, and the warnings that follow."""
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from open_instruct.core.text import counted
+from open_instruct.data.conversations.messages import REASONING
+
+MAX_KEYS_SHOWN = 8  # in a warning
+END_OF_THOUGHT = "</think>"
+
+
+@dataclass(kw_only=True)
+class RowCounts:
+    """What is counted of the rows of a data set that are well-formed."""
+
+    unread: Counter[str] = field(default_factory=Counter)
+    """By key that nothing reads: the number of rows with a value there."""
+    filtered: Counter[str] = field(default_factory=Counter)
+    """Rows of which nothing is left to learn, by reason."""
+    num_truncated: int = 0
+    """Rows that are cut to the length limit."""
+    num_without_end: int = 0
+    """Replies that do not end with an end token."""
+    num_with_two_ends: int = 0
+    """Replies that end with two of them or more."""
+    num_with_more_thoughts: int = 0
+    """Rows in whose text the template writes more ends of thoughts than they have."""
+    num_with_two_starts: int = 0
+    """Rows that begin with two bos tokens."""
+    shortest_prompt: int | None = None
+    """The fewest tokens of any row's first piece."""
+
+    def list_warnings(self, template: str, optional_keys: Mapping[str, str]) -> list[str]:
+        """Warnings about what was counted.
+
+        Args:
+            template: the chat template's name.
+            optional_keys: keys of rows that a flag would have read, with that flag.
+        """
+        warnings = self._list_template_warnings(f"{template} chat template")
+        unread = [key for key, _ in self.unread.most_common() if key not in optional_keys]
+        if unread:
+            shown = ", ".join(map(repr, unread[:MAX_KEYS_SHOWN]))
+            if len(unread) > MAX_KEYS_SHOWN:
+                shown += f" and {len(unread) - MAX_KEYS_SHOWN} more"
+            warnings.append(
+                f"not read by this run: {shown} of {counted(self.unread[unread[0]], 'row')}"
+            )
+        for key, flag in optional_keys.items():
+            if key in self.unread:
+                warnings.append(f"{key!r} is read with {flag} only")
+        return warnings
+
+    def _list_template_warnings(self, template: str) -> list[str]:
+        warnings = []
+        if self.num_with_two_ends:
+            warnings.append(
+                f"{template} adds an end token behind that of "
+                f"{counted(self.num_with_two_ends, 'reply')}, and both are learned: leave it out "
+                "of the rows"
+            )
+        if self.num_with_two_starts:
+            warnings.append(
+                f"{template} and {counted(self.num_with_two_starts, 'row')} each begin with the "
+                "bos token, and it is there twice: leave it out of the rows"
+            )
+        if self.num_with_more_thoughts:
+            warnings.append(
+                f"{template} writes more {END_OF_THOUGHT} than "
+                f"{counted(self.num_with_more_thoughts, 'row')} has in its replies, and each is "
+                "learned: an empty thought, or a second end of one that the row has"
+            )
+        if self.num_without_end:
+            warnings.append(
+                f"{template} ends {counted(self.num_without_end, 'reply')} without an end-of-turn "
+                "token, so the model will not learn where a reply stops"
+            )
+        return warnings
+
+
+def count_thoughts(row: Any) -> int:
+    """The thoughts that a row has, which end in its texts or have a key of their own."""
+    if isinstance(row, str):
+        return row.count(END_OF_THOUGHT)
+    if isinstance(row, Mapping):
+        return bool(row.get(REASONING)) + sum(map(count_thoughts, row.values()))
+    if isinstance(row, list | tuple):
+        return sum(map(count_thoughts, row))
+    return 0
