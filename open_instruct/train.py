@@ -29,7 +29,7 @@ from open_instruct.config.help import asks_for_check, asks_for_help
 from open_instruct.config.training import TrainingConfig
 from open_instruct.core.errors import InputError
 from open_instruct.core.user_code import load_named
-from open_instruct.data.tokenizer import given_folder
+from open_instruct.data.tokenizer import find_local_folder
 from open_instruct.models.hf.head_kinds import check_head
 from open_instruct.models.hf.hf_config import config_fields
 from open_instruct.objectives.objective import Objective
@@ -121,7 +121,7 @@ def preflight(config: TrainingConfig, *, objective: Objective) -> None:
     """
     refuse_another_command(config, objective.name)
     check_paths(config)
-    if (folder := given_folder(config.model.model_name_or_path)) is not None:
+    if (folder := find_local_folder(config.model.model_name_or_path)) is not None:
         check_head(config_fields(folder)["model_type"], objective.head(config))
     form = objective.rows_of(config)
     if (check := vars(form).get("check")) is not None:

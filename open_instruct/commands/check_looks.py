@@ -21,7 +21,7 @@ from open_instruct.data.eval_split import Side
 from open_instruct.data.prompt_rows import parse_prompt_row
 from open_instruct.data.prompts import PromptBuilder, Prompts, build_row_settings
 from open_instruct.data.token_dataset import TokenDataset
-from open_instruct.data.tokenizer import given_folder
+from open_instruct.data.tokenizer import find_local_folder
 from open_instruct.models.hf.hf_config import config_fields
 from open_instruct.objectives.objective import Objective
 from open_instruct.parallel.launch import num_to_start
@@ -165,7 +165,7 @@ class RunLooks:
     def find_model(self) -> str:
         check_models(self.config)
         name = self.config.model.model_name_or_path
-        if given_folder(name) is None:
+        if find_local_folder(name) is None:
             return f"{name} is not here: the run downloads it from the hub"
         shape = shape_of_run(self.config, name)
         check_model(shape, None, self.config)
@@ -178,7 +178,7 @@ class RunLooks:
         model = self.config.model
         self.tokenizer, self.chat = open_chat(self.config)
         self.chat.turn_end_token_ids()
-        if (folder := given_folder(model.model_name_or_path)) is not None:
+        if (folder := find_local_folder(model.model_name_or_path)) is not None:
             fields = config_fields(folder)
             check_sizes(
                 self.tokenizer,
@@ -252,7 +252,7 @@ class RunLooks:
 
     def find_plan(self) -> str:
         config, nodes = self.config, nodes_of_run(self.config)
-        folder = given_folder(config.model.model_name_or_path)
+        folder = find_local_folder(config.model.model_name_or_path)
         if folder is None:
             return "not planned: the model is not here"
         has_gpu = any(Path(driver).exists() for driver in GPU_DRIVERS)

@@ -1,8 +1,8 @@
-"""Mixer lists: which data sets, how much of each to take, and which rows."""
+"""Mixer lists: which data sets to read, how much of each to take, and which rows."""
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import PurePath
 from typing import Any
@@ -21,8 +21,7 @@ MAX_SELECTED_ROWS = 1_000_000_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MixerEntry:
-    """One data set of a mixture. A float `amount` is a fraction of its rows, an int a count of
-    rows.
+    """One data set of a mixture, and how much of it to take.
 
     Example: `--mixer_list rows.jsonl 0.5 other.parquet 300` gives
     `MixerEntry(name="rows.jsonl", amount=0.5, split="train")` and
@@ -31,15 +30,18 @@ class MixerEntry:
 
     name: str
     amount: float | int
+    """A float is a fraction of the rows, an int a count of rows."""
     split: str
     flag: str = "--mixer_list"
+    """The list that names it, for messages."""
 
     def open(self, columns: Sequence[str]) -> RowSource:
         """All rows of the data set, with the columns that `columns` gives other names."""
-        return renamed(open_rows(self.name, self.split, flag=self.flag), columns)
+        source = open_rows(self.name, self.split, flag=self.flag)
+        return rename_columns(source, columns)
 
     def count(self, num_rows: int) -> int:
-        """Rows to take out of `num_rows`, rounded half up; more than `num_rows` when it upsamples.
+        """The rows to take of `num_rows`, rounded half up; more than `num_rows` if it upsamples.
 
         Raises:
             InputError: there is nothing to take, or more than could be meant.
@@ -67,34 +69,40 @@ class MixerEntry:
 def parse_mixer_list(
     words: Sequence[str], splits: Sequence[str] = ("train",), *, flag: str = "--mixer_list"
 ) -> tuple[MixerEntry, ...]:
-    """The entries of a list of alternating names and amounts, with one split for all or one for
-    each.
+    """The entries of a list of names and amounts in turn.
 
     An amount with a dot is a fraction (`1.0` is every row, `2.5` every row twice and half of them a
     third time), one without is a count. `config.validation.mixer_problems` refuses lists of another
     form.
+
+    Args:
+        words: the list.
+        splits: one for all data sets, or one for each.
+        flag: the list's, for messages.
     """
     names = words[::2]
-    splits = list(splits) * len(names) if len(splits) == 1 else splits
+    amounts = words[1::2]
+    if len(splits) == 1:
+        splits = list(splits) * len(names)
     return tuple(
-        MixerEntry(
-            name=name,
-            amount=float(amount) if "." in amount else int(amount),
-            split=split,
-            flag=flag,
-        )
-        for name, amount, split in zip(names, words[1::2], splits, strict=True)
+        MixerEntry(name=name, amount=_parse_amount(amount), split=split, flag=flag)
+        for name, amount, split in zip(names, amounts, splits, strict=True)
     )
 
 
-def entries_of(data: RowsSection, flag: str) -> tuple[MixerEntry, ...]:
+def _parse_amount(word: str) -> float | int:
+    return float(word) if "." in word else int(word)
+
+
+def find_entries(data: RowsSection, flag: str) -> tuple[MixerEntry, ...]:
     """The entries of the mixer list that a run has under `flag`, such as "mixer_list"."""
-    return parse_mixer_list(getattr(data, flag), getattr(data, f"{flag}_splits"), flag=f"--{flag}")
+    words = getattr(data, flag)
+    splits = getattr(data, f"{flag}_splits")
+    return parse_mixer_list(words, splits, flag=f"--{flag}")
 
 
 def select_rows(entry: MixerEntry, num_rows: int, seed: int) -> np.ndarray:
-    """Indices of the rows to take, int64: whole copies in file order, then a random part in file
-    order.
+    """Indices of the rows to take, int64: whole copies, then a random part, each in file order.
 
     The part depends on the seed, the data set's file name and split, and nothing else of the
     mixture, and a smaller amount takes a subset of what a larger one takes. So a change to the
@@ -104,40 +112,45 @@ def select_rows(entry: MixerEntry, num_rows: int, seed: int) -> np.ndarray:
         InputError: see `MixerEntry.count`.
     """
     num_copies, num_more = divmod(entry.count(num_rows), num_rows)
-    digest = hashlib.sha256(f"{seed}\n{entry.split}\n{PurePath(entry.name).name}".encode()).digest()
-    shuffled = np.random.default_rng(int.from_bytes(digest[:16], "little")).permutation(num_rows)
+    seed_text = f"{seed}\n{entry.split}\n{PurePath(entry.name).name}"
+    digest = hashlib.sha256(seed_text.encode()).digest()
+    generator = np.random.default_rng(int.from_bytes(digest[:16], "little"))
+    shuffled = generator.permutation(num_rows)
     copies = np.tile(np.arange(num_rows, dtype=np.int64), num_copies)
     return np.concatenate([copies, np.sort(shuffled[:num_more]).astype(np.int64)])
 
 
-def renamed(source: RowSource, columns: Sequence[str]) -> RowSource:
-    """A source with its columns renamed by the words of `--columns`, `OURS=THEIRS`:
-    `messages=dialogue`.
+def rename_columns(source: RowSource, columns: Sequence[str]) -> RowSource:
+    """A source with its columns renamed, which warns of each column that no row so far had.
 
-    It warns of each column that no row so far had.
+    Args:
+        source: the rows as their file has them.
+        columns: the words of `--columns`, `OURS=THEIRS`: `messages=dialogue`.
     """
     names = dict(word.split("=", 1) for word in columns)
-    unseen = set(names.values())
+    missing = set(names.values())
 
-    def renamed_row(row: RawRow) -> RawRow:
+    def rename(row: RawRow) -> RawRow:
         value: dict[str, Any] = dict(row.value)
-        found = {
-            ours: item
-            for ours, theirs in names.items()
-            if (item := find_value(value, theirs)) is not None
-        }
-        unseen.difference_update(names[ours] for ours in found)
+        found = {}
+        for ours, theirs in names.items():
+            item = find_value(value, theirs)
+            if item is not None:
+                found[ours] = item
+                missing.discard(theirs)
         for theirs in names.values():
-            value.pop(theirs if theirs in row.value else theirs.partition(".")[0], None)
+            column = theirs if theirs in row.value else theirs.partition(".")[0]
+            value.pop(column, None)
         return replace(row, value=value | found)
 
-    def warnings() -> list[str]:
+    def list_warnings() -> list[str]:
         return [
             f"--columns {ours}={theirs}: no row of {source.name} has a column {theirs!r}"
             for ours, theirs in names.items()
-            if theirs in unseen
+            if theirs in missing
         ]
 
-    return replace(
-        source, rows=lambda indices: map(renamed_row, source.rows(indices)), warnings=warnings
-    )
+    def read_rows(indices: Sequence[int]) -> Iterator[RawRow]:
+        return map(rename, source.rows(indices))
+
+    return replace(source, rows=read_rows, warnings=list_warnings)

@@ -1,5 +1,4 @@
-"""Preference rows, `{"chosen": [messages], "rejected": [messages]}`: their form, and the pieces of
-a pair.
+"""Preference rows, `{"chosen": [messages], "rejected": [messages]}`, and the pieces of a pair.
 
 The two conversations are equal up to the last turn, which is the assistant's and differs. Or they
 are two replies alone, to a prompt in the same row.
@@ -17,8 +16,9 @@ from open_instruct.data.row_builder import RenderedRow, RowBuilder
 
 
 def parse_preference_row(row: Mapping[str, Any]) -> tuple[tuple[Message, ...], tuple[Message, ...]]:
-    """Check one row and return its two conversations, the chosen one first; they differ in the last
-    turn alone.
+    """Check one row and return its chosen and its rejected conversation.
+
+    They differ in the last turn alone.
 
     Raises:
         MalformedRow: with the kind and the reason; docs/data.md lists them.
@@ -27,31 +27,25 @@ def parse_preference_row(row: Mapping[str, Any]) -> tuple[tuple[Message, ...], t
     for key, messages in (("chosen", chosen), ("rejected", rejected)):
         check_is_learned(messages[-1], repr(key))
     if chosen[:-1] != rejected[:-1]:
-        raise MalformedRow("prompts_differ", _where_prompts_differ(chosen, rejected))
-    if _stripped(chosen[-1]) == _stripped(rejected[-1]):
+        raise MalformedRow("prompts_differ", _describe_difference(chosen, rejected))
+    if _strip_reply(chosen[-1]) == _strip_reply(rejected[-1]):
         raise MalformedRow("chosen_equals_rejected", "the chosen reply equals the rejected one")
     return chosen, rejected
 
 
-def _stripped(reply: Message) -> tuple[Any, ...]:
-    return (
-        reply.get(REASONING, "").strip(),
-        reply["content"].strip(),
-        *(reply.get(key) for key in CALLS),
-    )
+def _strip_reply(reply: Message) -> tuple[Any, ...]:
+    calls = [reply.get(key) for key in CALLS]
+    return (reply.get(REASONING, "").strip(), reply["content"].strip(), *calls)
 
 
-def _where_prompts_differ(chosen: tuple[Message, ...], rejected: tuple[Message, ...]) -> str:
+def _describe_difference(chosen: tuple[Message, ...], rejected: tuple[Message, ...]) -> str:
     if len(chosen) != len(rejected):
         return (
             f"the prompts differ: 'chosen' has {counted(len(chosen), 'turn')}, 'rejected' has "
             f"{len(rejected)}"
         )
-    turn = next(
-        i
-        for i, (one, other) in enumerate(zip(chosen, rejected, strict=True), start=1)
-        if one != other
-    )
+    turns = enumerate(zip(chosen, rejected, strict=True), start=1)
+    turn = next(number for number, (one, other) in turns if one != other)
     return (
         f"the prompts differ at turn {turn}; every turn but the last must be the same in "
         "'chosen' and 'rejected'"

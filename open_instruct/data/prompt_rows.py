@@ -19,7 +19,7 @@ from open_instruct.core.records import Check
 from open_instruct.data.conversations.messages import Message
 from open_instruct.data.conversations.row_forms import find_prompt
 from open_instruct.data.conversations.row_keys import describe_keys
-from open_instruct.data.files.foreign_json import shortened
+from open_instruct.data.files.foreign_json import shorten_value
 from open_instruct.data.files.rows import MalformedRow, kind_of
 from open_instruct.data.prompt_environments import MAX_NAME, RowEnvironment, find_environment
 from open_instruct.rewards.verifier import Verifier
@@ -125,7 +125,7 @@ def _find_verifier(name: Any, known: Mapping[str, Verifier], remapped: Mapping[s
     if not isinstance(name, str) or not name:
         raise MalformedRow(
             "bad_verifier",
-            f"'dataset' must name verifiers, and has {kind_of(name)}: {shortened(name)}",
+            f"'dataset' must name verifiers, and has {kind_of(name)}: {shorten_value(name)}",
         )
     name = remapped.get(name.lower(), name)
     for spelling in (name, name.lower()):  # published rows write "MATH" beside "gsm8k"
@@ -148,7 +148,7 @@ def _parse_weights(row: Mapping[str, Any], count: int) -> list[float]:
         if not is_number or not 0 <= weight < math.inf:
             raise MalformedRow(
                 "bad_weight",
-                f"{key!r} must be finite numbers of at least 0, not {shortened(weight)}",
+                f"{key!r} must be finite numbers of at least 0, not {shorten_value(weight)}",
             )
     if len(weights) != count:
         raise MalformedRow(

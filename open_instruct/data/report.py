@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from open_instruct.core.errors import InputError
 from open_instruct.core.text import counted, macro_text
 from open_instruct.data.conversations.columns import guess_columns
-from open_instruct.data.files.foreign_json import shortened
+from open_instruct.data.files.foreign_json import shorten_value
 from open_instruct.data.files.rows import MalformedRow, RawRow
 
 Result = TypeVar("Result")
@@ -73,7 +73,7 @@ class BadRowLog:
         found = ""
         guess = ""
         if self._example is not None and row_example:
-            found = shortened(self._example)
+            found = shorten_value(self._example)
             guess = guess_columns(self._example, columns)
         text = macro_text(REPORT, "refused", self, num_rows, found, guess, row_example, docs_page)
         return InputError(text, kind="bad_row")

@@ -1,6 +1,4 @@
-"""Rows of supervised fine-tuning, `{"messages": [...]}`: every reply of the conversation is
-learned.
-"""
+"""Rows of supervised fine-tuning, `{"messages": [...]}`: every reply of a row is learned."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -12,16 +10,16 @@ from open_instruct.data.row_builder import RenderedRow, RowBuilder
 
 
 def parse_sft_row(row: Mapping[str, Any]) -> tuple[Message, ...]:
-    """Check one row and return its conversation, which ends with an assistant's turn; other keys
-    are not read.
+    """Check one row and return its conversation, which ends with an assistant's turn.
+
+    Other keys are not read.
 
     Raises:
         MalformedRow: with the kind and the reason; docs/data.md lists them.
     """
     messages = find_conversation(row)
-    if not any(
-        message["role"] == "assistant" and "is_learned" not in message for message in messages
-    ):
+    replies = [message for message in messages if message["role"] == "assistant"]
+    if all("is_learned" in reply for reply in replies):
         raise MalformedRow(
             "nothing_learned",
             "every reply has weight 0 or train false, so there is nothing to learn",

@@ -1,5 +1,4 @@
-"""Rows of process rewards: solutions whose steps are labelled, each of which the model is read at
-where it ends.
+"""Rows of process rewards: solutions whose steps are labelled, and read where each step ends.
 
 A row is a prompt and a list of steps, behind each of which a separator is written (as TRL's
 stepwise supervision has it), or one text in which a placeholder token ends every step (as
@@ -29,11 +28,9 @@ STEPS_IN_PLANS = 16  # of a solution, where a plan has to assume a number
 
 
 class StepBuilder(RowBuilder):
-    """Builds `{"prompt": text or messages, "completions": [a text for each step], "labels": [a
-    label for each]}`.
+    """Builds rows `{"prompt": text, "completions": [a step, a step], "labels": [true, false]}`.
 
-    `classes` are words for the classes, in their order, and `right` is the number of the class of a
-    right step.
+    The prompt may also be messages.
     """
 
     unit = "solution"
@@ -46,6 +43,14 @@ class StepBuilder(RowBuilder):
     def __init__(
         self, chat: ChatFormat, *, step_end: str, classes: Sequence[str], right: int, **common: Any
     ) -> None:
+        """
+        Args:
+            chat: what makes token ids of texts.
+            step_end: the text behind each step.
+            classes: words for the classes, in their order.
+            right: the number of the class of a right step.
+            common: arguments of `RowBuilder`.
+        """
         super().__init__(chat, **common)
         self.step_end = step_end
         self.classes = classes
@@ -53,21 +58,15 @@ class StepBuilder(RowBuilder):
         self.num_steps_cut = 0
         if not chat.tokenize([step_end])[0]:
             raise InputError(
-                (
-                    f"--step_separator {step_end!r}: the tokenizer makes no token of it; choose "
-                    "another"
-                ),
+                f"--step_separator {step_end!r}: the tokenizer makes no token of it; choose "
+                "another",
                 kind="bad_value",
             )
 
     def render(self, row: Mapping[str, Any]) -> RenderedRow:
         labels = self.find_labels(row, self.find_steps(row))
-        return RenderedRow(
-            texts=self.find_texts(row),
-            values=tuple(
-                self.parse_label(label, number) for number, label in enumerate(labels, start=1)
-            ),
-        )
+        values = [self.parse_label(label, number) for number, label in enumerate(labels, start=1)]
+        return RenderedRow(texts=self.find_texts(row), values=tuple(values))
 
     def find_texts(self, row: Mapping[str, Any]) -> tuple[str, ...]:
         """The text before the first step, then each step and what ends it.
@@ -76,11 +75,15 @@ class StepBuilder(RowBuilder):
             MalformedRow: there are none.
         """
         steps = self.find_steps(row)
-        return (self.find_prompt(row), *(text for step in steps for text in (step, self.step_end)))
+        texts = [self.find_prompt(row)]
+        for step in steps:
+            texts += [step, self.step_end]
+        return tuple(texts)
 
     def find_prompt(self, row: Mapping[str, Any]) -> str:
-        """The text before the first step: messages are rendered, a text stands as it is behind any
-        bos token.
+        """The text before the first step.
+
+        Messages are rendered; a text stays as it is, behind the bos token if there is one.
         """
         if "prompt" not in row:
             raise missing_key_error(row, "prompt")
@@ -103,9 +106,11 @@ class StepBuilder(RowBuilder):
             MalformedRow: there are none, or one is no text or empty.
         """
         if "completions" not in row:
-            hint = "; with --placeholder_token a row is one text, 'input'" if "input" in row else ""
+            hint = ""
+            if "input" in row:
+                hint = "; with --placeholder_token a row is one text, 'input'"
             raise missing_key_error(row, "completions", hint)
-        return _checked_steps(row["completions"], "completions")
+        return _check_steps(row["completions"], "completions")
 
     def find_labels(self, row: Mapping[str, Any], steps: Sequence[str]) -> list[Any]:
         """The label of each step, unchecked.
@@ -118,7 +123,7 @@ class StepBuilder(RowBuilder):
             raise MalformedRow(
                 "no_labels", f"no labels of its steps ('labels'); the row has {describe_keys(row)}"
             )
-        labels = self.as_list(row[key], steps)
+        labels = self.split_labels(row[key], steps)
         if not isinstance(labels, list):
             raise MalformedRow(
                 "no_labels",
@@ -131,7 +136,8 @@ class StepBuilder(RowBuilder):
             raise MalformedRow("label_count", reason)
         return labels
 
-    def as_list(self, labels: Any, steps: Sequence[str]) -> Any:
+    def split_labels(self, labels: Any, steps: Sequence[str]) -> Any:
+        """The labels as a list, if they are written as something else; here they never are."""
         return labels
 
     def parse_label(self, label: Any, number: int) -> float:
@@ -142,22 +148,22 @@ class StepBuilder(RowBuilder):
         """
         if isinstance(label, str) and label.strip() in self.classes:
             return float(self.classes.index(label.strip()))
-        is_number = isinstance(label, bool | int | float) and 0 <= label <= 1
-        if not is_number or len(self.classes) > 2:
-            numbers = "" if len(self.classes) > 2 else "true, false, a number from 0 to 1, "
-            shown = f"{label!r:.40}" if isinstance(label, str | int | float) else kind_of(label)
+        is_share = isinstance(label, bool | int | float) and 0 <= label <= 1
+        has_two_classes = len(self.classes) <= 2
+        if not is_share or not has_two_classes:
+            numbers = "true, false, a number from 0 to 1, " if has_two_classes else ""
+            is_short = isinstance(label, str | int | float)
+            shown = f"{label!r:.40}" if is_short else kind_of(label)
             raise MalformedRow(
                 "bad_label",
-                (
-                    f"the label of step {number} must be {numbers}{one_of(self.classes)}, not "
-                    f"{shown}"
-                ),
+                f"the label of step {number} must be {numbers}{one_of(self.classes)}, not {shown}",
             )
         return float(label) if self.right == 1 else 1.0 - float(label)
 
     def cut(self, pieces: list[list[int]]) -> list[list[int]] | None:
-        """Leave out whole steps at the end, with their labels; the prompt belongs to the first
-        step.
+        """Leave out whole steps at the end, with their labels.
+
+        The prompt belongs to the first step.
         """
         prompt, first, *others = pieces
         pieces = [prompt + first, *others]
@@ -213,11 +219,9 @@ class PlaceholderBuilder(StepBuilder):
 
     def find_steps(self, row: Mapping[str, Any]) -> list[str]:
         if "input" not in row:
-            hint = (
-                "; without --placeholder_token a row has a list of steps"
-                if "completions" in row
-                else ""
-            )
+            hint = ""
+            if "completions" in row:
+                hint = "; without --placeholder_token a row has a list of steps"
             raise missing_key_error(row, "input", hint)
         text = row["input"]
         if not isinstance(text, str):
@@ -225,9 +229,9 @@ class PlaceholderBuilder(StepBuilder):
         *steps, _ = text.split(self.step_end)
         if not steps:
             raise MalformedRow("no_step", f"'input' has no {self.step_end!r}, which ends a step")
-        return _checked_steps(steps, "input")
+        return _check_steps(steps, "input")
 
-    def as_list(self, labels: Any, steps: Sequence[str]) -> Any:
+    def split_labels(self, labels: Any, steps: Sequence[str]) -> Any:
         """The labels, or the words that stand in a text where the placeholders are."""
         if not isinstance(labels, str):
             return labels
@@ -246,8 +250,12 @@ class PlaceholderBuilder(StepBuilder):
         return words
 
 
-def _checked_steps(steps: Any, key: str) -> list[str]:
-    """:raises MalformedRow: the steps under a key are no list of texts that say something."""
+def _check_steps(steps: Any, key: str) -> list[str]:
+    """The steps under a key.
+
+    Raises:
+        MalformedRow: they are no list of texts that say something.
+    """
     if not isinstance(steps, list) or not steps:
         raise MalformedRow(
             "no_step", f"{key!r} must be a list of steps, not {kind_of(steps)} or an empty one"
@@ -262,8 +270,10 @@ def _checked_steps(steps: Any, key: str) -> list[str]:
 
 
 def _check_unicode(text: str, where: str) -> None:
-    """:raises MalformedRow: the text has half of a surrogate pair, which JSON may spell and no
-    tokenizer reads.
+    """Refuse a text that JSON may spell, and no tokenizer reads.
+
+    Raises:
+        MalformedRow: it has half of a surrogate pair.
     """
     try:
         text.encode("utf-8")

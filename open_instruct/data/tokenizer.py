@@ -1,5 +1,4 @@
-"""Tokenizers, opened as their tokenizer.json is written, and checked: the library that reads them
-trusts their files.
+"""Load a tokenizer as its tokenizer.json is written, and check its files.
 
 The ids are those of `tokenizers.Tokenizer.from_file(tokenizer.json)`, whatever class a folder
 names. AutoTokenizer would put the normalizer and the pre-tokenizer of that class, or of the model's
@@ -22,7 +21,8 @@ from open_instruct.data.tokenizer_panics import refuse_panics
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-TOKENIZER_NAME, CONFIG_NAME = "tokenizer.json", "tokenizer_config.json"
+TOKENIZER_NAME = "tokenizer.json"
+CONFIG_NAME = "tokenizer_config.json"
 DOWNLOADED = (
     "tokenizer*.json",
     "special_tokens_map.json",
@@ -92,13 +92,12 @@ def load_tokenizer(
 
 
 def find_tokenizer_folder(name_or_path: str, *, flag: str, revision: str | None = None) -> Path:
-    """The folder of a tokenizer: itself, or the local copy of a hub repository, of which its
-    tokenizer is downloaded.
+    """The folder of a tokenizer: the one named, or the local copy of a hub repository's files.
 
     Raises:
         InputError: there is no such folder or repository, or it has no tokenizer that can be read.
     """
-    folder = given_folder(name_or_path, revision=revision, flag=flag)
+    folder = find_local_folder(name_or_path, revision=revision, flag=flag)
     if folder is None:
         folder = _download(name_or_path, revision, flag)
     check_tokenizer_folder(folder, flag=flag)
@@ -134,11 +133,12 @@ def single_token_id(tokenizer: PreTrainedTokenizerFast, word: str) -> int:
     return token_ids[0]
 
 
-def given_folder(
+def find_local_folder(
     name_or_path: str, *, revision: str | None = None, flag: str | None = None
 ) -> Path | None:
-    """The folder itself; None for the name of a hub repository. A refusal begins with the `flag`,
-    if there is one.
+    """The folder that a name is of; None for the name of a hub repository.
+
+    An error begins with the `flag`, if there is one.
 
     Raises:
         InputError: it is neither, or a revision is asked of a folder.
@@ -153,16 +153,21 @@ def given_folder(
             )
         return path
     if path.is_absolute() or name_or_path.startswith((".", "~")) or name_or_path.count("/") != 1:
-        asked = name_or_path if flag is None else f"{flag}: {name_or_path}"
-        wanted = "give the one that holds its files (config.json, tokenizer.json)"
+        name = name_or_path if flag is None else f"{flag}: {name_or_path}"
         raise InputError(
-            f"{asked}: there is no such folder; {wanted}.{near_files(path)}", kind="missing_file"
+            f"{name}: there is no such folder; give the one that holds its files (config.json, "
+            f"tokenizer.json).{near_files(path)}",
+            kind="missing_file",
         )
     return None
 
 
 def check_tokenizer_folder(path: Path, *, flag: str) -> None:
-    """:raises InputError: the folder has no tokenizer that can be read."""
+    """Refuse a folder that has no tokenizer that can be read.
+
+    Raises:
+        InputError: the path is a file, there is no tokenizer.json, or a file is unreasonable.
+    """
     if path.is_file():
         raise InputError(
             f"{flag}: {path} is a file; give the folder that has the tokenizer's files.",
@@ -178,15 +183,16 @@ def check_tokenizer_folder(path: Path, *, flag: str) -> None:
 
 
 def read_tokenizer_files(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The fields of tokenizer.json, and those of tokenizer_config.json (none where there is no such
-    file).
+    """The fields of tokenizer.json, and of tokenizer_config.json, none where that is missing.
 
     Raises:
         InputError: a file is damaged, or has what makes ids random, impossible, or other than a
             template writes.
     """
     fields = read_object(folder / TOKENIZER_NAME)
-    settings = read_object(folder / CONFIG_NAME) if (folder / CONFIG_NAME).is_file() else {}
+    settings = {}
+    if (folder / CONFIG_NAME).is_file():
+        settings = read_object(folder / CONFIG_NAME)
     _check_range(folder / TOKENIZER_NAME, fields)
     model = fields.get("model")
     if isinstance(model, dict) and model.get("dropout"):
@@ -210,7 +216,7 @@ def _check_range(file: Path, fields: Mapping[str, Any]) -> None:
     match fields.get("model"):
         case {"vocab": dict(vocabulary)}:
             ids += vocabulary.values()
-    ids += [token.get("id") for token in _listed_tokens(fields)]
+    ids += [token.get("id") for token in _list_added_tokens(fields)]
     for token_id in ids:
         if type(token_id) is not int or not 0 <= token_id < MAX_TOKENS:
             raise InputError(
@@ -220,10 +226,12 @@ def _check_range(file: Path, fields: Mapping[str, Any]) -> None:
             )
 
 
-def _listed_tokens(fields: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _list_added_tokens(fields: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The entries of `added_tokens` in a tokenizer.json."""
     added = fields.get("added_tokens")
-    return [token for token in added if isinstance(token, dict)] if isinstance(added, list) else []
+    if not isinstance(added, list):
+        return []
+    return [token for token in added if isinstance(token, dict)]
 
 
 def _check_ids(
@@ -232,32 +240,35 @@ def _check_ids(
     fields: Mapping[str, Any],
     settings: Mapping[str, Any],
 ) -> None:
-    """Check the id of every added token: libraries pass over the one that a file gives, and take
-    the next free one.
+    """Check that every added token is loaded with the id that its file says.
+
+    Libraries pass over such an id, and take the next free one.
 
     Raises:
         InputError: names the token, the file, and both ids.
     """
-    for file_name, content, told_id in _ids_in_files(folder, fields, settings):
+    for file_name, content, token_id in _list_ids_in_files(folder, fields, settings):
         loaded_id = tokenizer.backend_tokenizer.token_to_id(content)
-        if loaded_id != told_id:
+        if loaded_id != token_id:
             loaded = "is no token" if loaded_id is None else f"has the id {loaded_id}"
             raise InputError(
-                f"{folder / file_name} gives the token {content!r} the id {told_id}, and with "
+                f"{folder / file_name} gives the token {content!r} the id {token_id}, and with "
                 f"tokenizer.json it {loaded}: mend the ids, or use the files of the model's origin",
                 kind="bad_model",
             )
 
 
-def _ids_in_files(
+def _list_ids_in_files(
     folder: Path, fields: Mapping[str, Any], settings: Mapping[str, Any]
 ) -> Iterator[tuple[str, str, int]]:
     """Of every added token that a file lists: the file's name, the token, its id there."""
-    for token in _listed_tokens(fields):
+    for token in _list_added_tokens(fields):
         if isinstance(token.get("content"), str):
             yield TOKENIZER_NAME, token["content"], token["id"]
     decoder = settings.get("added_tokens_decoder")
-    for token_id, entry in decoder.items() if isinstance(decoder, dict) else ():
+    if not isinstance(decoder, dict):
+        decoder = {}
+    for token_id, entry in decoder.items():
         content = entry.get("content") if isinstance(entry, dict) else entry
         if isinstance(content, str) and token_id.isdecimal():
             yield CONFIG_NAME, content, int(token_id)
@@ -268,8 +279,8 @@ def _ids_in_files(
 
 def _join_pieces(tokenizer: PreTrainedTokenizerFast, *pieces: str) -> str:
     """The text of the ids of pieces that are tokenised apart and laid end to end."""
-    token_ids = [
-        each for piece in pieces for each in tokenizer(piece, add_special_tokens=False)["input_ids"]
-    ]
+    token_ids: list[int] = []
+    for piece in pieces:
+        token_ids += tokenizer(piece, add_special_tokens=False)["input_ids"]
     text: str = tokenizer.backend_tokenizer.decode(token_ids, skip_special_tokens=False)
     return text

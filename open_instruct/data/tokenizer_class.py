@@ -1,11 +1,10 @@
-"""The tokenizer_config.json with which transformers and vLLM open a tokenizer as its tokenizer.json
-is written.
+"""Write the tokenizer_config.json with which others open a tokenizer as its tokenizer.json says.
 
-Both ask AutoTokenizer, which takes the class that tokenizer_config.json names, or that of the
-model's family; most classes put a normalizer, a pre-tokenizer and a decoder of their own in the
-place of the file's. PreTrainedTokenizerFast does not, in transformers 4 as in 5. Which class
-AutoTokenizer takes, and what it puts in, is seen on the same tokenizer without its vocabulary, in
-milliseconds.
+Transformers and vLLM ask AutoTokenizer, which takes the class that tokenizer_config.json names, or
+that of the model's family; most classes put a normalizer, a pre-tokenizer and a decoder of their
+own in the place of the file's. PreTrainedTokenizerFast does not, in transformers 4 as in 5. Which
+class AutoTokenizer takes, and what it puts in, is seen on the same tokenizer without its
+vocabulary, in milliseconds.
 """
 
 from __future__ import annotations
@@ -24,6 +23,7 @@ from open_instruct.data.tokenizer_ids import (
     PARTS,
     PROSE,
     WHITE_SPACE,
+    find_first_difference,
     without_vocabulary,
 )
 
@@ -33,12 +33,15 @@ if TYPE_CHECKING:
 GENERIC_CLASS = "PreTrainedTokenizerFast"
 
 
-def exported_tokenizer_config(folder: Path, model_fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The tokenizer_config.json beside an export of the tokenizer in `folder`, for a model with
-    these fields.
+def build_tokenizer_config(folder: Path, model_fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The tokenizer_config.json beside an export of a tokenizer.
 
-    The folder's own, without fields that name code; with another class only where its own would
-    give other ids.
+    It is the folder's own, without fields that name code, and with another class only where its
+    class would give other ids.
+
+    Args:
+        folder: of the tokenizer.
+        model_fields: of the model's config.json.
 
     Raises:
         InputError: beside a model of this family no class gives the ids of tokenizer.json.
@@ -46,7 +49,7 @@ def exported_tokenizer_config(folder: Path, model_fields: Mapping[str, Any]) -> 
     fields, settings = read_tokenizer_files(folder)
     plain = {name: value for name, value in settings.items() if name != "auto_map"}
     problem = None
-    for choice in (plain, generic_config(plain)):
+    for choice in (plain, use_generic_class(plain)):
         problem = _find_difference(fields, choice, model_fields)
         if problem is None:
             return choice
@@ -59,22 +62,20 @@ def exported_tokenizer_config(folder: Path, model_fields: Mapping[str, Any]) -> 
     )
 
 
-def generic_config(settings: Mapping[str, Any]) -> dict[str, Any]:
+def use_generic_class(settings: Mapping[str, Any]) -> dict[str, Any]:
     """The same tokenizer_config.json with the class that changes nothing of tokenizer.json."""
     plain = {name: value for name, value in settings.items() if name not in ("auto_map", "backend")}
     return plain | {"tokenizer_class": GENERIC_CLASS}
 
 
 def copy_tokenizer(folder: Path, out: Path) -> None:
-    """Put a tokenizer into the empty folder `out` as AutoTokenizer opens it with the ids of its
-    tokenizer.json.
-    """
+    """Put a tokenizer into the empty folder `out`, where AutoTokenizer opens it with its ids."""
     _, settings = read_tokenizer_files(folder)
     shutil.copyfile(folder / TOKENIZER_NAME, out / TOKENIZER_NAME)
     for name in ("special_tokens_map.json", "added_tokens.json"):
         if (folder / name).is_file():
             shutil.copyfile(folder / name, out / name)
-    (out / CONFIG_NAME).write_text(json.dumps(generic_config(settings)), encoding="utf-8")
+    (out / CONFIG_NAME).write_text(json.dumps(use_generic_class(settings)), encoding="utf-8")
 
 
 def _find_difference(
@@ -89,7 +90,7 @@ def _find_difference(
     except Exception as error:  # of a class that cannot be made of these files
         return f"{type(error).__name__} when they open it"
     ours = Tokenizer.from_str(json.dumps(small))
-    return next(_differences(ours, theirs), None)
+    return next(_list_differences(ours, theirs), None)
 
 
 def _open_by_auto_class(
@@ -97,17 +98,14 @@ def _open_by_auto_class(
 ) -> Tokenizer:
     from transformers import AutoTokenizer
 
-    ours = {
+    read = {
         name: value
         for name, value in settings.items()
         if name not in ("added_tokens_decoder", "chat_template")
     }
+    files = {TOKENIZER_NAME: small, CONFIG_NAME: read, "config.json": model_fields}
     with TemporaryDirectory() as folder:
-        for name, content in {
-            TOKENIZER_NAME: small,
-            CONFIG_NAME: ours,
-            "config.json": model_fields,
-        }.items():
+        for name, content in files.items():
             (Path(folder) / name).write_text(json.dumps(content), encoding="utf-8")
         tokenizer: Any = AutoTokenizer.from_pretrained(
             folder, trust_remote_code=False, local_files_only=True
@@ -116,37 +114,34 @@ def _open_by_auto_class(
     return backend
 
 
-def _differences(ours: Tokenizer, theirs: Tokenizer) -> Iterator[str]:
-    if all(_state(getattr(ours, part)) == _state(getattr(theirs, part)) for part in PARTS):
-        texts = []
-    else:
-        texts = [PROSE, WHITE_SPACE]
-    for text in texts:
-        own, other = _split(ours, text), _split(theirs, text)
-        if own != other:
-            at = next(
-                (i for i, pair in enumerate(zip(own, other, strict=False)) if pair[0] != pair[1]), 0
-            )
-            yield f"the file splits {own[at : at + 3]}, that class {other[at : at + 3]}"
+def _list_differences(ours: Tokenizer, theirs: Tokenizer) -> Iterator[str]:
+    if any(_state(getattr(ours, part)) != _state(getattr(theirs, part)) for part in PARTS):
+        for text in (PROSE, WHITE_SPACE):
+            pieces = _split(ours, text)
+            other = _split(theirs, text)
+            if pieces != other:
+                place = find_first_difference(pieces, other)
+                shown = slice(place, place + 3)
+                yield f"the file splits {pieces[shown]}, that class {other[shown]}"
     if _state(ours.decoder) != _state(theirs.decoder) and _decode(ours) != _decode(theirs):
         yield "it decodes otherwise"
     if _added_tokens(ours.post_processor) != _added_tokens(theirs.post_processor):
         yield "it puts other special tokens around a text"
-    own_model, other_model = (json.loads(each.model.__getstate__()) for each in (ours, theirs))
+    model = json.loads(ours.model.__getstate__())
+    other_model = json.loads(theirs.model.__getstate__())
     for name in MODEL_SETTINGS:
-        if (own_model.get(name) or None) != (other_model.get(name) or None):
-            yield f"{name} = {own_model.get(name)!r} of the file is {other_model.get(name)!r} there"
+        if (model.get(name) or None) != (other_model.get(name) or None):
+            yield f"{name} = {model.get(name)!r} of the file is {other_model.get(name)!r} there"
 
 
 def _state(part: Any) -> Any:
     """A part of a tokenizer as JSON; None for one that does nothing."""
-    state = None if part is None else json.loads(part.__getstate__())
-    is_empty = (
-        isinstance(state, dict)
-        and state.get("type") == "Sequence"
-        and len(state) == 2
-        and not any(value for name, value in state.items() if name != "type")
-    )
+    if part is None:
+        return None
+    state = json.loads(part.__getstate__())
+    if not isinstance(state, dict) or state.get("type") != "Sequence" or len(state) != 2:
+        return state
+    is_empty = not any(value for name, value in state.items() if name != "type")
     return None if is_empty else state
 
 
@@ -154,23 +149,27 @@ def _added_tokens(post_processor: Any) -> list[str]:
     """The special tokens that are put around a text."""
     state = _state(post_processor) or {}
     parts = state["processors"] if state.get("type") == "Sequence" else [state]
-    pieces = [piece for part in parts for piece in part.get("single") or ()]
-    named = [piece["SpecialToken"]["id"] for piece in pieces if "SpecialToken" in piece]
-    return named + [part[key][0] for part in parts for key in ("cls", "sep") if key in part]
+    names: list[str] = []
+    for part in parts:
+        for piece in part.get("single") or ():
+            if "SpecialToken" in piece:
+                names.append(piece["SpecialToken"]["id"])
+    for part in parts:
+        names += [part[key][0] for key in ("cls", "sep") if key in part]
+    return names
 
 
 def _split(tokenizer: Tokenizer, text: str) -> list[str]:
-    """The pieces that a model of tokens is given."""
-    normalizer, pre_tokenizer = tokenizer.normalizer, tokenizer.pre_tokenizer
-    text = text if normalizer is None else normalizer.normalize_str(text)
-    return (
-        [text]
-        if pre_tokenizer is None
-        else [piece for piece, _ in pre_tokenizer.pre_tokenize_str(text)]
-    )
+    """The pieces of a text, as the model of a tokenizer gets them."""
+    if tokenizer.normalizer is not None:
+        text = tokenizer.normalizer.normalize_str(text)
+    if tokenizer.pre_tokenizer is None:
+        return [text]
+    return [piece for piece, _ in tokenizer.pre_tokenizer.pre_tokenize_str(text)]
 
 
 def _decode(tokenizer: Tokenizer) -> str:
-    decoder = tokenizer.decoder
     pieces = _split(tokenizer, PROSE)
-    return "".join(pieces) if decoder is None else decoder.decode(pieces)
+    if tokenizer.decoder is None:
+        return "".join(pieces)
+    return tokenizer.decoder.decode(pieces)

@@ -1,4 +1,4 @@
-"""Whether a loaded tokenizer gives the ids of its tokenizer.json, seen on a few texts.
+"""Check on a few texts that a loaded tokenizer gives the ids of its tokenizer.json.
 
 What is compared with is `tokenizers.Tokenizer.from_file`, without a second copy of its vocabulary:
 that takes a second to read, and a class or a setting that changes ids changes the parts around it,
@@ -44,34 +44,46 @@ TEXTS = (
 
 
 def find_other_ids(loaded: Tokenizer, fields: Mapping[str, Any]) -> str | None:
-    """The first text that `loaded` gives other ids than its tokenizer.json, with both; None where
-    there is none.
+    """The first difference between the ids of a tokenizer and its file, in words; None without one.
 
-    :param fields: those of the tokenizer.json from which it was loaded.
+    Args:
+        loaded: the tokenizer.
+        fields: those of the tokenizer.json from which it was loaded.
     """
-    reference = _as_the_file_says(loaded, fields)
-    for text in (*TEXTS, _text_of_added_tokens(loaded, reference)):
-        ids, right = (
-            each.encode(text, add_special_tokens=False).ids for each in (loaded, reference)
-        )
+    reference = _build_reference(loaded, fields)
+    for text in (*TEXTS, _write_added_tokens(loaded, reference)):
+        ids = loaded.encode(text, add_special_tokens=False).ids
+        right = reference.encode(text, add_special_tokens=False).ids
         if ids != right:
-            at = next(
-                (i for i, pair in enumerate(zip(ids, right, strict=False)) if pair[0] != pair[1]), 0
+            return _describe_difference(ids, right, reference, text)
+        decoded = loaded.decode(right, skip_special_tokens=False)
+        right_text = reference.decode(right, skip_special_tokens=False)
+        if decoded != right_text:
+            return (
+                f"the ids {right[:6]}... read {decoded[:40]!r}, and {right_text[:40]!r} by the file"
             )
-            shown, wanted = (each[max(0, at - 2) : at + 6] for each in (ids, right))
-            return f"{_around(reference, text, at)!r} becomes {shown}, and {wanted} by the file"
-        read, meant = (
-            each.decode(right, skip_special_tokens=False) for each in (loaded, reference)
-        )
-        if read != meant:
-            return f"the ids {right[:6]}... read {read[:40]!r}, and {meant[:40]!r} by the file"
-    return next(_other_settings(loaded, fields), None)
+    return next(_list_other_settings(loaded, fields), None)
+
+
+def find_first_difference(one: Sequence[Any], other: Sequence[Any]) -> int:
+    """The first place where two sequences differ; 0 where one begins with the other."""
+    for place, (item, other_item) in enumerate(zip(one, other, strict=False)):
+        if item != other_item:
+            return place
+    return 0
+
+
+def _describe_difference(
+    ids: Sequence[int], right: Sequence[int], reference: Tokenizer, text: str
+) -> str:
+    place = find_first_difference(ids, right)
+    shown = slice(max(0, place - 2), place + 6)
+    words = _find_text_around(reference, text, place)
+    return f"{words!r} becomes {ids[shown]}, and {right[shown]} by the file"
 
 
 def without_vocabulary(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The tokenizer.json with a model that knows nothing (of Unigram: little); its parts are as
-    they were.
-    """
+    """The tokenizer.json with its parts, and a model that knows nothing (of Unigram: little)."""
     model = dict(fields["model"])
     if isinstance(model.get("vocab"), list):
         model["vocab"] = model["vocab"][: 1 + max(0, model.get("unk_id") or 0)]
@@ -82,56 +94,64 @@ def without_vocabulary(fields: Mapping[str, Any]) -> dict[str, Any]:
     return {**fields, "model": model, "added_tokens": []}
 
 
-def _as_the_file_says(loaded: Tokenizer, fields: Mapping[str, Any]) -> Tokenizer:
+def _build_reference(loaded: Tokenizer, fields: Mapping[str, Any]) -> Tokenizer:
     """The file's parts and added tokens around the vocabulary that is loaded."""
-    from tokenizers import AddedToken, Tokenizer
+    from tokenizers import Tokenizer
 
     parts = Tokenizer.from_str(json.dumps(without_vocabulary(fields)))
     reference = Tokenizer(loaded.model)
     for name in PARTS:
-        if (part := getattr(parts, name)) is not None:
+        part = getattr(parts, name)
+        if part is not None:
             setattr(reference, name, part)
-    for is_special, tokens in groupby(
-        fields.get("added_tokens") or (), key=lambda token: bool(token["special"])
-    ):
+    added = fields.get("added_tokens") or ()
+    for is_special, tokens in groupby(added, key=lambda token: bool(token["special"])):
         add = reference.add_special_tokens if is_special else reference.add_tokens
-        add(
-            [
-                AddedToken(**{name: value for name, value in token.items() if name != "id"})
-                for token in tokens
-            ]
-        )
+        add([_build_added_token(token) for token in tokens])
     return reference
 
 
-def _text_of_added_tokens(loaded: Tokenizer, reference: Tokenizer) -> str:
-    """The first added tokens, and those whose flags are others than the file's, each between words
-    and white space.
+def _build_added_token(fields: Mapping[str, Any]) -> Any:
+    from tokenizers import AddedToken
+
+    return AddedToken(**{name: value for name, value in fields.items() if name != "id"})
+
+
+def _write_added_tokens(loaded: Tokenizer, reference: Tokenizer) -> str:
+    """A text of added tokens, each between words and white space.
+
+    They are the first ones, and those whose flags are others than the file's.
     """
-    own, right = (
-        {
-            token.content: [getattr(token, flag) for flag in FLAGS]
-            for token in each.get_added_tokens_decoder().values()
-        }
-        for each in (loaded, reference)
-    )
-    changed = [content for content, flags in right.items() if own.get(content) != flags]
-    shown = [*right][:MAX_ADDED] + changed[:MAX_ADDED]
+    loaded_flags = _list_token_flags(loaded)
+    right_flags = _list_token_flags(reference)
+    changed = [
+        content for content, flags in right_flags.items() if loaded_flags.get(content) != flags
+    ]
+    shown = [*right_flags][:MAX_ADDED] + changed[:MAX_ADDED]
     return "".join(f"a {content} \nb{content}c" for content in shown)
 
 
-def _around(tokenizer: Tokenizer, text: str, at: int) -> str:
-    """The part of a text around its token number `at`."""
+def _list_token_flags(tokenizer: Tokenizer) -> dict[str, list[bool]]:
+    tokens = tokenizer.get_added_tokens_decoder().values()
+    return {token.content: [getattr(token, flag) for flag in FLAGS] for token in tokens}
+
+
+def _find_text_around(tokenizer: Tokenizer, text: str, number: int) -> str:
+    """The part of a text around its token of this number."""
     offsets: Sequence[tuple[int, int]] = tokenizer.encode(text, add_special_tokens=False).offsets
-    start = offsets[min(max(0, at - 2), len(offsets) - 1)][0] if offsets else 0
+    if not offsets:
+        return text[:40]
+    first = min(max(0, number - 2), len(offsets) - 1)
+    start, _ = offsets[first]
     return text[start : start + 40]
 
 
-def _other_settings(loaded: Tokenizer, fields: Mapping[str, Any]) -> Iterator[str]:
+def _list_other_settings(loaded: Tokenizer, fields: Mapping[str, Any]) -> Iterator[str]:
     model = fields["model"]
     for name in MODEL_SETTINGS[1:]:
         value = getattr(loaded.model, name, model.get(name))
         if (value or None) != (model.get(name) or None):
             yield f"{name} of its model is {value!r}, and {model.get(name)!r} in the file"
-    if (size := loaded.get_vocab_size(with_added_tokens=False)) != len(model["vocab"]):
+    size = loaded.get_vocab_size(with_added_tokens=False)
+    if size != len(model["vocab"]):
         yield f"its model has {size:,} tokens, and {len(model['vocab']):,} in the file"

@@ -17,11 +17,11 @@ from open_instruct.config.sections import DataSection
 from open_instruct.config.training import LearnerConfig
 from open_instruct.core.errors import InputError
 from open_instruct.data.files.opening import refuse_missing_file
-from open_instruct.data.mixer import entries_of, select_rows
+from open_instruct.data.mixer import find_entries, select_rows
 from open_instruct.data.report import BadRowLog
 from open_instruct.data.row_builder import RowBuilder
 from open_instruct.data.templates.chat_templates import check_syntax, read_template
-from open_instruct.data.tokenizer import check_tokenizer_folder, given_folder
+from open_instruct.data.tokenizer import check_tokenizer_folder, find_local_folder
 from open_instruct.models.hf.hf_config import config_fields, weights_file
 
 # Larger files and further rows are checked a little later, by the run itself.
@@ -49,7 +49,7 @@ def check_models(config: LearnerConfig) -> None:
         if (
             flag.endswith("model_name_or_path")
             and value is not None
-            and (folder := given_folder(value)) is not None
+            and (folder := find_local_folder(value)) is not None
         ):
             config_fields(folder)
             weights_file(folder)
@@ -70,7 +70,7 @@ def check_tokenizer(config: LearnerConfig) -> None:
     names has an error.
     """
     asked = config.model.tokenizer_name_or_path or config.model.model_name_or_path
-    if (tokenizer := given_folder(asked, flag="--tokenizer_name_or_path")) is not None:
+    if (tokenizer := find_local_folder(asked, flag="--tokenizer_name_or_path")) is not None:
         check_tokenizer_folder(tokenizer, flag="--tokenizer_name_or_path")
     if (name := config.data.chat_template_name) is not None:
         check_syntax(f"{name} chat template", read_template(name))
@@ -124,7 +124,7 @@ def check_first_rows(
     """
     if config.data.on_bad_row != "error":
         return
-    for entry in chain.from_iterable(entries_of(config.data, flag) for flag in flags):
+    for entry in chain.from_iterable(find_entries(config.data, flag) for flag in flags):
         path = Path(entry.name).expanduser()
         if not path.is_file() or path.stat().st_size > MOST_BYTES:
             continue
@@ -146,7 +146,7 @@ def local_folder(name_or_path: str, *, revision: str | None = None) -> Path:
     """The folder itself, or the local copy of a hub repository in that revision, downloaded if need
     be.
     """
-    if (path := given_folder(name_or_path, revision=revision)) is not None:
+    if (path := find_local_folder(name_or_path, revision=revision)) is not None:
         return path
     from huggingface_hub import snapshot_download
 

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from open_instruct.data.chat import ChatFormat
 from open_instruct.data.files.foreign_json import read_object
-from open_instruct.data.tokenizer_class import exported_tokenizer_config
+from open_instruct.data.tokenizer_class import build_tokenizer_config
 
 NAME = "generation_config.json"
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -36,7 +36,7 @@ def exported_settings(
             end a turn.
     """
     fields = read_object(folder / "config.json")
-    settings = {"tokenizer_config": exported_tokenizer_config(tokenizer_folder, fields)}
+    settings = {"tokenizer_config": build_tokenizer_config(tokenizer_folder, fields)}
     if chat is not None:
         settings["generation_config"] = exported_generation_config(
             folder,

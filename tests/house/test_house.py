@@ -489,7 +489,7 @@ def flags_of_losses(trees: Iterable[ast.Module]) -> set[str]:
 @cache
 def mixer_lists_asked(tree: ast.Module) -> frozenset[tuple[str, str]]:
     """Mixer lists, each with its splits, that a call names: these are read together by
-    `entries_of`.
+    `find_entries`.
     """
     words = {
         argument.value

@@ -1,4 +1,4 @@
-"""Values of Arrow's columns as a file of JSON would have them.
+"""Convert values of Arrow's columns to what a file of JSON would have.
 
 Arrow gives every struct of a column the keys of all rows, and fills those that a row does not have
 with nulls. Tables that the datasets library wrote have objects of many forms as JSON text (the type
@@ -9,13 +9,13 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from open_instruct.data.files.rows import MalformedRow, parsed_json
+from open_instruct.data.files.rows import MalformedRow, parse_json
 
 Convert = Callable[[Any], Any]
 
 
-def row_conversion(schema: Any, *, decodes_json: bool) -> Convert:
-    """What makes a row of a `pyarrow.Schema`, given as a dictionary, what JSON would have.
+def build_row_conversion(schema: Any, *, decodes_json: bool) -> Convert:
+    """A function that makes a row of a `pyarrow.Schema`, as a dictionary, what JSON would have.
 
     Keys of structs that are null are left out: `{"a": None, "city": "Rome"}` becomes `{"city":
     "Rome"}`. Columns of the row, entries of lists and maps, and whatever JSON text says stay, null
@@ -27,41 +27,41 @@ def row_conversion(schema: Any, *, decodes_json: bool) -> Convert:
     Raises (when a row is converted):
         MalformedRow: a map has a key twice, or what should be JSON text is none.
     """
-    columns = {name: _conversion(schema.field(name).type, decodes_json) for name in schema.names}
+    columns = {
+        name: _build_conversion(schema.field(name).type, decodes_json) for name in schema.names
+    }
 
     def convert_row(row: dict[str, Any]) -> dict[str, Any]:
-        return {name: _converted(value, columns.get(name)) for name, value in row.items()}
+        return {name: _convert(value, columns.get(name)) for name, value in row.items()}
 
     return convert_row
 
 
-def _converted(value: Any, convert: Convert | None) -> Any:
+def _convert(value: Any, convert: Convert | None) -> Any:
     return value if value is None or convert is None else convert(value)
 
 
-def _conversion(kind: Any, decodes_json: bool) -> Convert | None:
-    """What converts values of a `pyarrow.DataType` that are not null;
-
-    None where they stay as they are.
-    """
+def _build_conversion(kind: Any, decodes_json: bool) -> Convert | None:
+    """What converts values of a `pyarrow.DataType` but null; None if they stay as they are."""
     from pyarrow import types
 
     if getattr(kind, "extension_name", "") == "arrow.json":
         return _read_json if decodes_json else None
     if types.is_struct(kind):
         fields = [kind.field(index) for index in range(kind.num_fields)]
-        return partial(
-            _convert_struct, {each.name: _conversion(each.type, decodes_json) for each in fields}
-        )
+        conversions = {each.name: _build_conversion(each.type, decodes_json) for each in fields}
+        return partial(_convert_struct, conversions)
     if types.is_map(kind):
-        return partial(_convert_map, _conversion(kind.item_type, decodes_json))
+        return partial(_convert_map, _build_conversion(kind.item_type, decodes_json))
     if types.is_nested(kind) and hasattr(kind, "value_type"):  # the kinds of lists
-        return partial(_convert_list, _conversion(kind.value_type, decodes_json))
+        return partial(_convert_list, _build_conversion(kind.value_type, decodes_json))
     return None
 
 
 def _read_json(value: Any) -> Any:
-    return parsed_json(value.encode("utf-8", "surrogatepass")) if isinstance(value, str) else value
+    if not isinstance(value, str):
+        return value
+    return parse_json(value.encode("utf-8", "surrogatepass"))
 
 
 def _convert_struct(fields: Mapping[str, Convert | None], value: Any) -> Any:
@@ -69,13 +69,13 @@ def _convert_struct(fields: Mapping[str, Convert | None], value: Any) -> Any:
     if not isinstance(value, Mapping):
         return value
     return {
-        name: _converted(item, fields.get(name)) for name, item in value.items() if item is not None
+        name: _convert(item, fields.get(name)) for name, item in value.items() if item is not None
     }
 
 
 def _convert_map(convert: Convert | None, value: Any) -> Any:
     """A map comes as a list of pairs, or as a dictionary."""
-    entries = {key: _converted(item, convert) for key, item in dict(value).items()}
+    entries = {key: _convert(item, convert) for key, item in dict(value).items()}
     if len(entries) < len(value):
         raise MalformedRow("not_readable", "a map has a key twice")
     return entries
@@ -84,4 +84,4 @@ def _convert_map(convert: Convert | None, value: Any) -> Any:
 def _convert_list(convert: Convert | None, value: Any) -> Any:
     if convert is None or not isinstance(value, list):
         return value
-    return [_converted(item, convert) for item in value]
+    return [_convert(item, convert) for item in value]

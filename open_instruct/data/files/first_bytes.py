@@ -1,9 +1,9 @@
-"""What a file is by its first bytes, where its name says otherwise."""
+"""Refuse a file whose first bytes show that it is of another kind than its name says."""
 
 from pathlib import Path
 
 from open_instruct.core.errors import InputError
-from open_instruct.data.files.rows import unpacked
+from open_instruct.data.files.rows import open_unpacked
 
 # By how files of each kind begin: what it is, and what would be read.
 KINDS = {
@@ -20,9 +20,10 @@ KINDS = {
 def refuse_list_of_rows(path: Path, name: str, *, flag: str) -> None:
     """Refuse a file that is called .jsonl and is one JSON list, on one line or on many.
 
-    :raises InputError: it is one.
+    Raises:
+        InputError: it is one.
     """
-    with unpacked(path) as file:
+    with open_unpacked(path) as file:
         lines = (line.strip() for line in file if line.strip())
         first = next(lines, b"")
         if not first.startswith(b"["):
@@ -38,10 +39,11 @@ def refuse_list_of_rows(path: Path, name: str, *, flag: str) -> None:
 def refuse_other_kinds(path: Path, name: str, *, flag: str) -> None:
     """Refuse a file of text that is none.
 
-    :raises InputError: says what it is.
-    :raises OSError: it cannot be read.
+    Raises:
+        InputError: says what it is.
+        OSError: it cannot be read.
     """
-    with unpacked(path) as file:
+    with open_unpacked(path) as file:
         first = file.read(max(map(len, KINDS)))
     for beginning, (kind, remedy) in KINDS.items():
         if first.startswith(beginning):

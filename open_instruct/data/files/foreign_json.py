@@ -1,4 +1,4 @@
-"""JSON from files that others wrote: every error becomes a message that names the file."""
+"""Read JSON files that others wrote; every error becomes a message that names the file."""
 
 import json
 from collections.abc import Mapping
@@ -9,11 +9,14 @@ from typing import Any
 from open_instruct.core.errors import InputError
 from open_instruct.core.files import MAX_BYTES, kind_of_other, read_whole
 from open_instruct.core.text import escaped
-from open_instruct.data.files.rows import MalformedRow, parsed_json
+from open_instruct.data.files.rows import MalformedRow, parse_json
 
 # Ends of the names of files in a model's folder.
 READ_BY_LIBRARIES = (".json", ".jinja", ".model", ".safetensors", "vocab.txt", "merges.txt")
-LONGEST_SHOWN = 40
+# What is shown of a value.
+MAX_TEXT_SHOWN = 40
+MAX_KEYS_SHOWN = 8
+MAX_ITEMS_SHOWN = 2
 
 
 def read_object(file: Path) -> dict[str, Any]:
@@ -23,7 +26,7 @@ def read_object(file: Path) -> dict[str, Any]:
         InputError: the file cannot be read, is no JSON object, or has a key twice in one object.
     """
     try:
-        value = parsed_json(read_whole(file))
+        value = parse_json(read_whole(file))
     except OSError as error:
         raise InputError(
             f"{file} cannot be read: {error.strerror or error}", kind="unreadable_file"
@@ -41,8 +44,10 @@ def read_object(file: Path) -> dict[str, Any]:
 
 
 def check_files(folder: Path) -> None:
-    """:raises InputError: an entry that libraries would read is no regular file, or is unreasonably
-    large.
+    """Refuse a model's folder with files that libraries should not read.
+
+    Raises:
+        InputError: an entry that libraries would read is no regular file, or unreasonably large.
     """
     for path in sorted([*folder.iterdir(), *folder.glob("additional_chat_templates/*")]):
         if not path.name.endswith(READ_BY_LIBRARIES):
@@ -58,31 +63,29 @@ def check_files(folder: Path) -> None:
             )
 
 
-def shortened(value: Any, depth: int = 3) -> str:
+def shorten_value(value: Any, depth: int = 3) -> str:
     """A value as JSON on one line, with only the beginning of long texts, lists and objects."""
     if isinstance(value, Mapping) and depth:
-        items = [
-            f"{json.dumps(str(key))}: {shortened(item, depth - 1)}"
-            for key, item in islice(value.items(), 8)
-        ]
-        return "{" + ", ".join(items + ["…"] * (len(value) > len(items))) + "}"
+        items = []
+        for key, item in islice(value.items(), MAX_KEYS_SHOWN):
+            items.append(f"{json.dumps(str(key))}: {shorten_value(item, depth - 1)}")
+        if len(value) > len(items):
+            items.append("…")
+        return "{" + ", ".join(items) + "}"
     if isinstance(value, list) and depth:
-        items = [shortened(item, depth - 1) for item in value[:2]]
-        return "[" + ", ".join(items + ["…"] * (len(value) > len(items))) + "]"
+        items = [shorten_value(item, depth - 1) for item in value[:MAX_ITEMS_SHOWN]]
+        if len(value) > len(items):
+            items.append("…")
+        return "[" + ", ".join(items) + "]"
     if isinstance(value, Mapping | list):
         return "…"
-    text = (
-        value
-        if isinstance(value, str) and len(value) <= LONGEST_SHOWN
-        else f"{str(value)[:LONGEST_SHOWN]}…"
-    )
-    return escaped(
-        json.dumps(text if isinstance(value, str) else value, default=str, ensure_ascii=False)
-    )
+    if isinstance(value, str) and len(value) > MAX_TEXT_SHOWN:
+        value = f"{value[:MAX_TEXT_SHOWN]}…"
+    return escaped(json.dumps(value, default=str, ensure_ascii=False))
 
 
 def one_line(error: BaseException) -> str:
     """The first lines of a library's error message, joined into one printable line."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    text = "".join(letter if letter.isprintable() else "?" for letter in " ".join(lines[:2]))[:300]
-    return text or type(error).__name__
+    letters = [letter if letter.isprintable() else "?" for letter in " ".join(lines[:2])]
+    return "".join(letters)[:300] or type(error).__name__

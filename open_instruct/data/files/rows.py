@@ -1,4 +1,4 @@
-"""Raw rows with their places in files, what a source of them is, and the sources of JSON.
+"""Raw rows with their places in files, the sources that give them, and the sources of JSON.
 
 A source knows the number and the hash of its rows before any row is parsed, so that the mixer and
 the cache decide first. Tables are read in tables.py.
@@ -44,22 +44,26 @@ class MalformedRow(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RawRow:
-    """One row of a source. `line` counts from 1: the line of a .jsonl file, the row of anything
-    else.
+    """One row of a source, or the problem that it has instead of a value.
 
     Example: `RawRow(file="rows.jsonl", line=3, value={"chosen": [...], "rejected": [...]})`.
     """
 
     file: str
     line: int
+    """Counted from 1: the line of a .jsonl file, the row of anything else."""
     value: dict[str, Any] = field(default_factory=dict)
-    problem: MalformedRow | None = None  # why it has no value, if it has none
+    problem: MalformedRow | None = None
 
     def __str__(self) -> str:
         return f"{self.file}, line {self.line}"
 
     def content(self) -> dict[str, Any]:
-        """:raises MalformedRow: the row could not be read."""
+        """The value.
+
+        Raises:
+            MalformedRow: the row could not be read.
+        """
         if self.problem is not None:
             raise self.problem
         return self.value
@@ -67,10 +71,7 @@ class RawRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowSource:
-    """Rows of one file or one split.
-
-    `rows` gives one item for each of its indices, which must be ascending and distinct, in that
-    order.
+    """The rows of one file or one split, read when they are asked for.
 
     Example: `RowSource(name="rows.jsonl", fingerprint="9f86…", num_rows=2, rows=read)`, where
     `list(read([1]))` is `[RawRow(file="rows.jsonl", line=2, value={…})]`.
@@ -80,60 +81,64 @@ class RowSource:
     fingerprint: str
     num_rows: int
     rows: Callable[[Sequence[int]], Iterator[RawRow]]
-    warnings: Callable[[], list[str]] = list  # about what has been read so far
+    """Gives one row for each of its indices, which must be ascending and distinct."""
+    warnings: Callable[[], list[str]] = list
+    """Gives warnings about what has been read so far."""
 
     def __len__(self) -> int:
         return self.num_rows
 
 
-# Gives the line of each row and what is there.
-Reader = Callable[[], Iterable[tuple[int, Any]]]
-# Makes a row of what is there; it may raise MalformedRow.
-Parser = Callable[[Any], dict[str, Any]]
+ReadItems = Callable[[], Iterable[tuple[int, Any]]]
+"""Gives the line of each row, and what is there."""
+ParseItem = Callable[[Any], dict[str, Any]]
+"""Makes a row of what is there; it may raise MalformedRow."""
 
 
-def file_rows(
-    path: Path, name: str, *, read: Reader, parse: Parser, num_rows: int | None = None
+def open_file_rows(
+    path: Path, name: str, *, read: ReadItems, parse: ParseItem, num_rows: int | None = None
 ) -> RowSource:
     """The rows of one file, read from its start each time, so that memory holds one of them.
 
     Without `num_rows`, all is read once to be counted.
     """
 
-    def rows(indices: Sequence[int]) -> Iterator[RawRow]:
+    def read_rows(indices: Sequence[int]) -> Iterator[RawRow]:
         wanted = set(indices)
-        for index, (line, found) in enumerate(islice(read(), max(wanted, default=-1) + 1)):
+        num_read = max(wanted, default=-1) + 1
+        for index, (line, item) in enumerate(islice(read(), num_read)):
             if index in wanted:
-                try:
-                    yield RawRow(file=name, line=line, value=parse(found))
-                except MalformedRow as error:
-                    # A new one: traceback and cause of the other hold the text of the row, which
-                    # may be long.
-                    yield RawRow(
-                        file=name, line=line, problem=MalformedRow(error.kind, error.reason)
-                    )
+                yield _parse_row(item, parse, file=name, line=line)
 
-    with unpacked(path) as file:
+    with open_unpacked(path) as file:
         fingerprint = hashlib.file_digest(file, "sha256").hexdigest()
-    num_rows = sum(1 for _ in read()) if num_rows is None else num_rows
-    return RowSource(name=name, fingerprint=fingerprint, num_rows=num_rows, rows=rows)
+    if num_rows is None:
+        num_rows = sum(1 for _ in read())
+    return RowSource(name=name, fingerprint=fingerprint, num_rows=num_rows, rows=read_rows)
 
 
-def json_lines(path: Path, name: str) -> RowSource:
-    """The lines of a file that are not blank."""
+def _parse_row(item: Any, parse: ParseItem, *, file: str, line: int) -> RawRow:
+    try:
+        return RawRow(file=file, line=line, value=parse(item))
+    except MalformedRow as error:
+        # A new one: traceback and cause of the other hold the text of the row, which may be long.
+        return RawRow(file=file, line=line, problem=MalformedRow(error.kind, error.reason))
+
+
+def open_json_lines(path: Path, name: str) -> RowSource:
+    """The rows of a .jsonl file, one on each line that is not blank."""
 
     def numbered_lines() -> Iterator[tuple[int, bytes]]:
-        with unpacked(path) as file:
+        with open_unpacked(path) as file:
             for number, line in enumerate(file, start=1):
                 if line.strip():
                     yield number, line.removeprefix(BOM_UTF8)
 
-    return file_rows(path, name, read=numbered_lines, parse=parse_json_object)
+    return open_file_rows(path, name, read=numbered_lines, parse=parse_json_object)
 
 
-def json_list(path: Path, name: str, flag: str) -> RowSource:
-    """The rows of a file that is a list of rows, or an object with one such list; it is read as a
-    whole.
+def open_json_list(path: Path, name: str, flag: str) -> RowSource:
+    """The rows of a .json file: a list, or an object with one list; it is read as a whole.
 
     Raises:
         InputError: it is not JSON, or there is no list of rows, or more than one.
@@ -141,22 +146,22 @@ def json_list(path: Path, name: str, flag: str) -> RowSource:
     value: Any = None
     problem = "holds no list of rows"
     try:
-        value = parsed_json(path.read_bytes().removeprefix(BOM_UTF8))
+        value = parse_json(path.read_bytes().removeprefix(BOM_UTF8))
     except MalformedRow as error:
         problem = f"is {error.reason}"
     if isinstance(value, dict):
         keys = [key for key in WRAPPERS if isinstance(value.get(key), list)]
+        if keys:
+            problem = f"has lists of rows as {' and '.join(map(repr, keys))}"
         value = value[keys[0]] if len(keys) == 1 else None
-        problem = f"has lists of rows as {' and '.join(map(repr, keys))}" if keys else problem
     if not isinstance(value, list):
         raise InputError(
             f"{flag}: {name} {problem}; give a list of rows, [{{...}}, {{...}}], or an object "
             f"that has it as {' or '.join(map(repr, WRAPPERS))}",
             kind="unreadable_file",
         )
-    return file_rows(
-        path, name, read=partial(enumerate, value, start=1), parse=_as_object, num_rows=len(value)
-    )
+    read = partial(enumerate, value, start=1)
+    return open_file_rows(path, name, read=read, parse=_check_object, num_rows=len(value))
 
 
 def is_json_lines(path: Path) -> bool:
@@ -177,10 +182,10 @@ def parse_json_object(line: bytes) -> dict[str, Any]:
         MalformedRow: the line is not UTF-8, not JSON, or no JSON object.
     """
     cut_short = "an object that does not end on its line: .jsonl has one whole object a line"
-    return _as_object(parsed_json(line, cut_short=cut_short))
+    return _check_object(parse_json(line, cut_short=cut_short))
 
 
-def _as_object(value: Any) -> dict[str, Any]:
+def _check_object(value: Any) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise MalformedRow(
             "not_object", f"the row is a JSON {kind_of(value).split()[-1]}, not an object"
@@ -188,43 +193,48 @@ def _as_object(value: Any) -> dict[str, Any]:
     return value
 
 
-def parsed_json(data: bytes, *, cut_short: str = "") -> Any:
-    """What JSON of others says; `cut_short` is a better reason for refusing the beginning of an
-    object.
+def parse_json(data: bytes, *, cut_short: str = "") -> Any:
+    """The value of JSON that others wrote.
+
+    Args:
+        data: in UTF-8.
+        cut_short: a better reason for refusing the beginning of an object.
 
     Raises:
         MalformedRow: it is not UTF-8 or not JSON, or an object has a key twice.
     """
     try:
         text = data.decode("utf-8")
-        return json.loads(text, object_pairs_hook=_unique_keys)
+        return json.loads(text, object_pairs_hook=_refuse_duplicate_keys)
     except UnicodeDecodeError as error:
         raise MalformedRow(
             "not_utf8", f"not UTF-8: byte 0x{data[error.start]:02x} at byte {error.start + 1}"
         ) from error
     except json.JSONDecodeError as error:
-        place = (
-            f"column {error.colno}"
-            if error.lineno == 1
-            else f"line {error.lineno}, column {error.colno}"
-        )
-        is_cut = cut_short and error.pos >= len(text.rstrip()) and text.lstrip().startswith("{")
-        raise MalformedRow(
-            "not_json", cut_short if is_cut else f"not JSON: {error.msg} at {place}"
-        ) from error
+        reason = _describe_json_error(error)
+        is_cut = error.pos >= len(text.rstrip()) and text.lstrip().startswith("{")
+        if cut_short and is_cut:
+            reason = cut_short
+        raise MalformedRow("not_json", reason) from error
     # A key twice; an integer of thousands of digits; brackets too deep.
     except (ValueError, RecursionError) as error:
         raise MalformedRow("not_json", f"not JSON that can be read: {error}") from error
 
 
-def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A hook for `json.loads` that refuses duplicate keys, as readers differ in the value that they
-    take.
-    """
+def _describe_json_error(error: json.JSONDecodeError) -> str:
+    place = f"column {error.colno}"
+    if error.lineno > 1:
+        place = f"line {error.lineno}, {place}"
+    return f"not JSON: {error.msg} at {place}"
+
+
+def _refuse_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A hook for `json.loads`: readers of JSON differ in the value of a key that comes twice."""
     fields = dict(pairs)
     if len(fields) < len(pairs):
-        (twice, _), *_ = Counter(key for key, _ in pairs).most_common(1)
-        raise ValueError(f"the key {twice!r} is there twice in the object {fields!s:.60}")
+        counts = Counter(key for key, _ in pairs)
+        [(key, _)] = counts.most_common(1)
+        raise ValueError(f"the key {key!r} is there twice in the object {fields!s:.60}")
     return fields
 
 
@@ -243,6 +253,8 @@ def kind_of(value: Any) -> str:
     return kinds.get(type(value), type(value).__name__)
 
 
-def unpacked(path: Path) -> BufferedReader | gzip.GzipFile:
+def open_unpacked(path: Path) -> BufferedReader | gzip.GzipFile:
     """The file opened for reading; a .gz is unpacked."""
-    return gzip.open(path) if path.suffix.lower() == ".gz" else path.open("rb")
+    if path.suffix.lower() == ".gz":
+        return gzip.open(path)
+    return path.open("rb")

@@ -22,9 +22,9 @@ from open_instruct.core.records import Document
 from open_instruct.core.text import counted, escaped, pages_in
 from open_instruct.data.chat import ChatFormat
 from open_instruct.data.eval_split import Side
-from open_instruct.data.files.foreign_json import shortened
+from open_instruct.data.files.foreign_json import shorten_value
 from open_instruct.data.files.rows import RowSource
-from open_instruct.data.mixer import MixerEntry, entries_of
+from open_instruct.data.mixer import MixerEntry, find_entries
 from open_instruct.data.prompts import PromptBuilder, build_row_settings
 from open_instruct.data.report import DataReport
 from open_instruct.data.row_builder import RowBuilder
@@ -169,7 +169,7 @@ def open_sources(config: LearnerConfig, flag: str) -> Opened:
     Raises:
         InputError: one of them cannot be read.
     """
-    return [(entry, entry.open(config.data.columns)) for entry in entries_of(config.data, flag)]
+    return [(entry, entry.open(config.data.columns)) for entry in find_entries(config.data, flag)]
 
 
 def build_rows(
@@ -255,7 +255,7 @@ def _note(dataset: TokenDataset, row: int) -> str:
     if details.startswith(b"{"):
         told = json.loads(details)
         notes = [
-            f"judged by {check['verifier']}: {shortened(check['ground_truth'])}"
+            f"judged by {check['verifier']}: {shorten_value(check['ground_truth'])}"
             for check in told["checks"]
         ]
         return "; ".join(

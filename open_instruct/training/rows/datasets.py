@@ -7,7 +7,7 @@ from transformers import PreTrainedTokenizerFast
 from open_instruct.config.training import LearnerConfig, TrainingConfig
 from open_instruct.data.chat import ChatFormat
 from open_instruct.data.eval_split import Side
-from open_instruct.data.mixer import entries_of
+from open_instruct.data.mixer import find_entries
 from open_instruct.data.report import DataReport
 from open_instruct.data.token_dataset import TokenDataset, load_token_dataset
 from open_instruct.objectives.objective import Objective
@@ -73,7 +73,7 @@ def reading(
         else None
     )
     return {
-        "entries": entries_of(data, flag),
+        "entries": find_entries(data, flag),
         "chat": ChatFormat.choose(tokenizer, data.chat_template_name, add_bos=data.add_bos),
         "on_bad_row": data.on_bad_row,
         "seed": config.optim.seed,

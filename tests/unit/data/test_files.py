@@ -20,7 +20,7 @@ from pyarrow import Table, ipc, parquet
 from open_instruct.core.errors import InputError
 from open_instruct.data.files import tables
 from open_instruct.data.files.opening import looks_like_a_file, open_rows
-from open_instruct.data.files.rows import MalformedRow, RawRow, json_list, parse_json_object
+from open_instruct.data.files.rows import MalformedRow, RawRow, open_json_list, parse_json_object
 from tests.refusals import refused
 from tests.unit.mutations import mutated_bytes
 from tests.unit.token_data import write_rows
@@ -263,7 +263,7 @@ def test_any_bytes_of_a_json_file_are_read_or_refused(tmp_path: Path) -> None:
     for seed in range(300):
         write(path, mutated_bytes(whole, random.Random(seed)))
         try:
-            source = json_list(path, "rows.json", "--mixer_list")
+            source = open_json_list(path, "rows.json", "--mixer_list")
             assert all(isinstance(row, RawRow) for row in source.rows(range(len(source))))
         except InputError:
             refused += 1

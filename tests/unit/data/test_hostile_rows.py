@@ -21,7 +21,7 @@ from open_instruct.data import chat, chat_templates, template_renderer, template
 from open_instruct.data.chat import ChatFormat
 from open_instruct.data.files import unfolding
 from open_instruct.data.files.rows import MalformedRow
-from open_instruct.data.files.tables import column_file
+from open_instruct.data.files.tables import open_column_file
 from open_instruct.data.templates.chat_templates import choose_chat_template
 from open_instruct.data.templates.template_trial import refuse_endless
 from open_instruct.data.tokenizer import load_tokenizer
@@ -308,12 +308,12 @@ def test_trace_of_another_vocabulary_is_refused() -> None:
 def test_parquet_file_is_refused_by_its_declared_size(
     columns: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(unfolding, "ALWAYS_BYTES", 2**20)
+    monkeypatch.setattr(unfolding, "ALWAYS_ALLOWED_BYTES", 2**20)
     path = tmp_path / "rows.parquet"
     parquet.write_table(Table.from_pydict(columns), path)
     assert path.stat().st_size < 4000
     with refused("unreadable_file", "mixer_list", "unfolds to 4,000,000"):
-        column_file(path, path.name, "--mixer_list")
+        open_column_file(path, path.name, "--mixer_list")
 
 
 def test_trace_whose_texts_unfold_to_too_much_is_refused(
@@ -322,7 +322,7 @@ def test_trace_whose_texts_unfold_to_too_much_is_refused(
     (row, *_) = trace_rows()
     rows = [row | {"sample_index": index, "prompt": "x" * 100_000} for index in range(50)]
     assert write_trace(tmp_path, rows) and len(read_traces(tmp_path, 1)) == 1
-    monkeypatch.setattr(unfolding, "ALWAYS_BYTES", 2**20)
-    monkeypatch.setattr(unfolding, "MOST_TIMES_ITS_SIZE", 100)
+    monkeypatch.setattr(unfolding, "ALWAYS_ALLOWED_BYTES", 2**20)
+    monkeypatch.setattr(unfolding, "MAX_TIMES_ITS_SIZE", 100)
     with refused("unreadable_file", None, "step1.parquet", "unfolds to"):
         read_traces(tmp_path, 1)

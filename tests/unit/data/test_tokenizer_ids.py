@@ -36,7 +36,7 @@ from open_instruct.core.families import FAMILIES
 from open_instruct.data.chat import ChatFormat
 from open_instruct.data.templates.chat_templates import ChatTemplate
 from open_instruct.data.tokenizer import load_tokenizer
-from open_instruct.data.tokenizer_class import copy_tokenizer, exported_tokenizer_config
+from open_instruct.data.tokenizer_class import build_tokenizer_config, copy_tokenizer
 from open_instruct.data.tokenizer_ids import WHITE_SPACE, find_other_ids
 from open_instruct.generation.vllm_options import engine_environment
 from tests.refusals import refused
@@ -214,7 +214,7 @@ def test_exports_and_engines_have_the_ids_of_the_file(
         folder = write(
             tmp_path / "source", {"tokenizer_class": name}, source=kinds[kind], family=family
         )
-        exported = exported_tokenizer_config(folder, {"model_type": family})
+        exported = build_tokenizer_config(folder, {"model_type": family})
         out = write(tmp_path / "out", exported, source=kinds[kind], family=family)
         for each in (out, engine_folder(folder, tmp_path)):
             reader = AutoTokenizer.from_pretrained(each)
@@ -250,7 +250,7 @@ def test_vllm_reads_exports_with_the_ids_of_the_file(
             source=kinds[kind],
             family=family,
         )
-        exported = exported_tokenizer_config(source, {"model_type": family})
+        exported = build_tokenizer_config(source, {"model_type": family})
         folders.append(
             str(write(tmp_path / f"out{number}", exported, source=kinds[kind], family=family))
         )
@@ -283,7 +283,7 @@ def test_class_of_the_source_stays_where_it_gives_the_same_ids(tmp_path: Path) -
         "tokenizer_class": "Qwen2Tokenizer"
     }
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
-    assert exported_tokenizer_config(tmp_path, {"model_type": "qwen3"}) == settings
+    assert build_tokenizer_config(tmp_path, {"model_type": "qwen3"}) == settings
 
 
 def test_tokenizer_that_readers_replace_is_refused(kinds: dict[str, Path], tmp_path: Path) -> None:
@@ -291,7 +291,7 @@ def test_tokenizer_that_readers_replace_is_refused(kinds: dict[str, Path], tmp_p
     folder = write(tmp_path / "own", {}, source=kinds["byte-level, three digits"], family=family)
     assert load_tokenizer(str(folder))
     with refused("bad_model", None, family):
-        exported_tokenizer_config(folder, {"model_type": family})
+        build_tokenizer_config(folder, {"model_type": family})
 
 
 # --- special tokens, and what a file may say of them
