@@ -60,14 +60,14 @@ def find_environment(
 
 
 def _read_config(
-    config: Any, *, default: str | None, known: Container[str]
+    env_config: Any, *, default: str | None, known: Container[str]
 ) -> tuple[str | None, dict[str, Any]]:
     """The name of the environment in a row's `env_config`, and the settings beside the name."""
     settings: dict[str, Any] = {}
-    if isinstance(config, Mapping) and "env_configs" in config:
-        settings = {key: value for key, value in config.items() if key != "env_configs"}
-        config = config["env_configs"]
-    entries = config if isinstance(config, list) else [config]
+    if isinstance(env_config, Mapping) and "env_configs" in env_config:
+        settings = {key: value for key, value in env_config.items() if key != "env_configs"}
+        env_config = env_config["env_configs"]
+    entries = env_config if isinstance(env_config, list) else [env_config]
     entries = [entry for entry in entries if _has_content(entry)]
     if len(entries) > 1:
         raise MalformedRow(
