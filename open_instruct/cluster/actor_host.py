@@ -17,7 +17,7 @@ from open_instruct.cluster.addresses import address_towards, interface_of
 from open_instruct.cluster.watchdog import ACTOR_NAME
 from open_instruct.core.errors import InputError
 from open_instruct.parallel.listening import LOOPBACK, LOOPBACK_INTERFACE
-from open_instruct.parallel.peers import doing
+from open_instruct.parallel.status import this_process
 
 ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"
 # A node's own settings; torch's allocator has two names for its own.
@@ -87,11 +87,11 @@ class ActorHost:
             raise InputError(f"{where}: {words}; change the flag that this is about") from None
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        doing(f"busy with {method}")
+        this_process.begin(f"busy with {method}")
         try:
             return getattr(self._held, method)(*args, **kwargs)
         finally:
-            doing("waiting for the driver")
+            this_process.begin("waiting for the driver")
 
 
 def allocator_environment(*, on_gpus: bool, hands_over_memory: bool) -> dict[str, str]:

@@ -14,14 +14,15 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 
 from open_instruct.cluster.actor_host import HostFacts
 from open_instruct.core.errors import InputError, RunError
-from open_instruct.parallel import peers
+from open_instruct.parallel import heartbeats
+from open_instruct.parallel.heartbeats import HeartbeatReader, LostRank
 
 if TYPE_CHECKING:
     from ray import ObjectRef
 
 # How long after a first failure another one that explains it may come.
 CAUSE_TIMEOUT_S = 3.0
-# Seconds between readings of the learners' signs while a call runs.
+# Seconds between readings of the learners' heartbeats while a call runs.
 LOOK_S = 5.0
 
 Result = TypeVar("Result")
@@ -50,7 +51,7 @@ class LearnerCall(Generic[Result]):
     what: str
     refs: Sequence[ObjectRef]
     facts: Sequence[HostFacts]
-    signs: peers.Signs
+    heartbeats: HeartbeatReader
 
     def result(self, timeout_s: float) -> list[Result]:
         """The return values of all learners, in rank order.
@@ -108,24 +109,24 @@ class LearnerCall(Generic[Result]):
 
     def _raise_for_frozen(self) -> None:
         """Raise if a learner's process does nothing at all, long before a step may be over."""
-        losses: list[peers.Loss] = []
+        losses: list[LostRank] = []
         with suppress(RuntimeError):  # of the store
-            losses = self.signs.losses(silent_s=peers.SILENT_S)
+            losses = self.heartbeats.find_lost(silent_s=heartbeats.SILENT_S)
         if losses:
             words = "; ".join(
-                f"{self._name(loss.sign.rank)} was lost during {self.what}, while "
-                f"{loss.sign.doing}: {loss.reason}"
+                f"{self._name(loss.heartbeat.rank)} was lost during {self.what}, while "
+                f"{loss.heartbeat.status}: {loss.reason}"
                 for loss in losses
             )
             raise LearnerLost(words)
 
     def _silent(self, pending: Sequence[ObjectRef], timeout_s: float) -> LearnerLost:
         """The error after a time-out: which learners did not answer, and what they were doing."""
-        doing: dict[int, str] = {}
+        statuses: dict[int, str] = {}
         with suppress(RuntimeError):
-            doing = {sign.rank: f", while {sign.doing}" for sign in self.signs.look()}
+            statuses = {each.rank: f", while {each.status}" for each in self.heartbeats.read()}
         ranks = [self.refs.index(ref) for ref in pending]
-        names = "; ".join(self._name(rank) + doing.get(rank, "") for rank in ranks)
+        names = "; ".join(self._name(rank) + statuses.get(rank, "") for rank in ranks)
         return LearnerLost(f"no answer to {self.what} within {timeout_s:g} s from {names}")
 
     def _name(self, rank: int) -> str:
@@ -142,7 +143,7 @@ def _distance_from_cause(error: Exception) -> int:
     # Without a cause: the process itself is gone.
     if cause is None or isinstance(cause, InputError):
         return 0
-    if any(words in str(cause) for words in peers.LOST_PEER_WORDS):
+    if any(words in str(cause) for words in heartbeats.LOST_PEER_WORDS):
         return 2
     return 1
 

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Protocol
 from open_instruct.cluster.actor_host import ActorHost, HostFacts
 from open_instruct.cluster.learner_call import LearnerCall
 from open_instruct.cluster.placement import Placement, Say
+from open_instruct.parallel.heartbeats import HeartbeatReader
 from open_instruct.parallel.listening import listen_at
-from open_instruct.parallel.peers import STORE_OF_LAUNCHER, Signs
+from open_instruct.parallel.status import STORE_OF_LAUNCHER
 
 if TYPE_CHECKING:
     from ray import ObjectRef
@@ -178,7 +179,7 @@ class LearnerGroup(Generic[L]):
         # The store through which the ranks of a process group find each other.
         self._meeting_address = self._placement.whereabouts().meeting_address()
         self._store = listen_at(self._meeting_address)
-        self._signs = Signs(self._store, ranks)
+        self._heartbeats = HeartbeatReader(self._store, ranks)
         self._facts = self._watching(
             "start", [actor.facts.remote() for actor in self._actors]
         ).result(START_TIMEOUT_S)
@@ -217,4 +218,4 @@ class LearnerGroup(Generic[L]):
         return environment
 
     def _watching(self, what: str, refs: list[ObjectRef]) -> LearnerCall[Any]:
-        return LearnerCall(what, refs, self._facts, self._signs)
+        return LearnerCall(what, refs, self._facts, self._heartbeats)

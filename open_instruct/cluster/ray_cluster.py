@@ -21,8 +21,8 @@ from open_instruct.cluster.placement import FleetShape, Placement, Say, place
 from open_instruct.cluster.watchdog import Watchdog
 from open_instruct.config.rollout_sections import FleetSection
 from open_instruct.core.errors import InputError, RunError
-from open_instruct.parallel import peers
 from open_instruct.parallel.listening import LOOPBACK
+from open_instruct.parallel.status import this_process
 from open_instruct.run.cadence import set_handler
 
 if TYPE_CHECKING:
@@ -232,10 +232,12 @@ def _start(fleet: FleetSection, shape: FleetShape, folder: Path) -> OwnRay:
                 kind="remote",
             ) from error
         raise RunError(f"the local Ray did not start: {_first_line(error)}. {AGAIN}") from error
-    own.watch(
-        lambda: peers.on_loss(f"the run's own Ray was killed or crashed while {peers.activity()}")
-    )
+    own.watch(_report_own_loss)
     return own
+
+
+def _report_own_loss() -> None:
+    this_process.report_loss(f"the run's own Ray was killed or crashed while {this_process.status}")
 
 
 def _connect(address: str) -> None:

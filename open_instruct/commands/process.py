@@ -36,10 +36,10 @@ from open_instruct.core.errors import (
     RunError,
 )
 from open_instruct.core.text import escaped
-from open_instruct.parallel import peers
 from open_instruct.parallel.launch import TYPED, num_to_start, start_ranks
 from open_instruct.parallel.layout import find_layout
 from open_instruct.parallel.node_sizes import node_sizes_from_environment
+from open_instruct.parallel.status import this_process
 from open_instruct.parallel.triton_cache import remove_temporary_folders
 from open_instruct.report.closing import describe_best_step, print_results
 from open_instruct.run import run_lock
@@ -221,8 +221,8 @@ def run_to_exit_code(run: Callable[[], int], *, program: str, log_file: Path | N
     # later.
     logging.getLogger().addHandler(logging.NullHandler())
     reporter = _ErrorReporter(program, log_file)
-    peers.on_loss = reporter.end_for_loss
-    peers.watch_launcher()
+    this_process.report_loss = reporter.end_for_loss
+    this_process.watch_launcher()
     with _signals_raise():
         try:
             return run()
@@ -252,14 +252,14 @@ def _signals_raise() -> Iterator[None]:
     # A stop that comes in a finaliser or a callback of C is dropped there with a traceback; it is
     # raised again soon.
     sys.unraisablehook = lambda ignored: (
-        None if ignored.exc_value is peers.stop else say_unraisable(ignored)
+        None if ignored.exc_value is this_process.pending_stop else say_unraisable(ignored)
     )
     try:
         with stop_signals_handled(_raise_stop):
             yield
     finally:
         sys.unraisablehook = say_unraisable
-        peers.stop = None
+        this_process.pending_stop = None
 
 
 def _raise_stop(number: int, frame: FrameType | None) -> NoReturn:
@@ -268,8 +268,10 @@ def _raise_stop(number: int, frame: FrameType | None) -> NoReturn:
         # A second one waits for nothing.
         set_handler(signal.SIGTERM, lambda number, frame: os._exit(EXIT_PREEMPTED))
         set_handler(signal.SIGHUP, signal.SIG_IGN)  # a terminal that closes tells of it twice
-    peers.stop = KeyboardInterrupt() if number == signal.SIGINT else Terminated(number)
-    raise peers.stop
+    this_process.pending_stop = (
+        KeyboardInterrupt() if number == signal.SIGINT else Terminated(number)
+    )
+    raise this_process.pending_stop
 
 
 class _ErrorReporter:
@@ -280,10 +282,12 @@ class _ErrorReporter:
         self.log_file = log_file
 
     def report(self, error: BaseException) -> int:
-        error = peers.stop or error  # a library may have wrapped a stop in an error of its own
+        error = (
+            this_process.pending_stop or error
+        )  # a library may have wrapped a stop in an error of its own
         is_stop = isinstance(error, Terminated | KeyboardInterrupt | SystemExit)
         if not isinstance(error, InputError) and (
-            loss := peers.explanation(error) or (is_stop and peers.loss_now())
+            loss := this_process.explain_error(error) or (is_stop and this_process.find_loss_now())
         ):
             self._report_lost_ranks(error, *loss)
             return EXIT_FAILURE
@@ -295,13 +299,15 @@ class _ErrorReporter:
         if is_full_disk(error):
             _record_traceback(self.log_file, error, to_stderr=False)
             where = f" ({error.filename})" if isinstance(error, OSError) and error.filename else ""
-            full = f"{self.program}: the disk is full{where}, while {peers.activity()}: make room."
+            full = (
+                f"{self.program}: the disk is full{where}, while {this_process.status}: make room."
+            )
             _report_failure(f"{full} {_way_on(self.log_file)}")
             return EXIT_FAILURE
         where = _record_traceback(self.log_file, error)
         summary = " ".join(f"{type(error).__name__}: {error}".split())
         _report_failure(
-            f"{self.program} failed: {summary}{peers.whereabouts(error)}",
+            f"{self.program} failed: {summary}{this_process.describe_ranks(error)}",
             f"The traceback is {where}. {_advice(error)}{_way_on(self.log_file)}",
         )
         return EXIT_FAILURE
@@ -317,7 +323,7 @@ class _ErrorReporter:
 
     def _report_loss(self, words: str) -> None:
         line = f"{self.program}: {words}. {_way_on(self.log_file)}"
-        peers.leave(line)
+        this_process.leave(line)
         _print_to_stderr(line)
         _write_for_launcher(line)
 
@@ -329,7 +335,7 @@ class _ErrorReporter:
         elif is_mine_to_report:
             self._report_loss(words)
         else:
-            peers.leave(words)
+            this_process.leave(words)
             time.sleep(OTHER_RANKS_WAIT_S)
 
     def _report_stop(self, error: BaseException) -> int:
@@ -340,8 +346,8 @@ class _ErrorReporter:
             signal.SIGINT if isinstance(error, KeyboardInterrupt) else signal.Signals(error.args[0])
         )
         name = by.name if by != signal.SIGINT else "interrupted"
-        line = f"{self.program}: {name} while {peers.activity()}. {_way_on(self.log_file)}"
-        peers.leave(line)
+        line = f"{self.program}: {name} while {this_process.status}. {_way_on(self.log_file)}"
+        this_process.leave(line)
         if _rank() == 0:
             _print_to_stderr(line)
         return EXIT_OF_SIGNAL[by]
@@ -376,7 +382,7 @@ def _print_to_stderr(*lines: str) -> None:
 
 def _report_failure(*lines: str, known_to_all: bool = False) -> None:
     rank = _rank()
-    peers.leave(" ".join(lines))
+    this_process.leave(" ".join(lines))
     if rank > 0:
         # If rank 0 has printed the reason, the launcher ends this rank here.
         set_handler(signal.SIGTERM, signal.SIG_DFL)

@@ -18,9 +18,9 @@ from olmo_core.distributed.utils import (
 )
 from olmo_core.utils import seed_all
 
-from open_instruct.parallel import peers
 from open_instruct.parallel.data_parallel import keep_mesh
 from open_instruct.parallel.listening import LOOPBACK_INTERFACE
+from open_instruct.parallel.status import this_process
 from open_instruct.parallel.triton_cache import set_triton_cache
 
 T = TypeVar("T")
@@ -66,7 +66,7 @@ def start_process(*, timeout_s: int, seed: int) -> Process:
     seed_all(seed)
     local_rank = get_local_rank()
     set_triton_cache(local_rank)
-    peers.meet(rank=dist.get_rank(), num_ranks=dist.get_world_size())
+    this_process.start_heartbeats(rank=dist.get_rank(), num_ranks=dist.get_world_size())
     return Process(
         rank=dist.get_rank(),
         local_rank=local_rank,
@@ -112,7 +112,7 @@ def on_main_process(function: Callable[[], T]) -> T:
 
 def stop_process() -> None:
     """Leave the process group, and let a later one in this process build its mesh anew."""
-    peers.leave()
+    this_process.leave()
     if dist.is_initialized():
         dist.destroy_process_group()
     keep_mesh(None)

@@ -26,7 +26,7 @@ from open_instruct.environments.registry import known_environments
 from open_instruct.losses.advantages import ADVANTAGES
 from open_instruct.losses.policy import POLICY_LOSSES
 from open_instruct.parallel.layout import find_layout
-from open_instruct.parallel.peers import doing
+from open_instruct.parallel.status import this_process
 from open_instruct.parallel.wording import describe_layout
 from open_instruct.planning.shown import check_plan
 from open_instruct.rewards.registry import known_verifiers
@@ -90,7 +90,7 @@ def open_rollout_run(config: GRPOConfig) -> Iterator[RolloutRun]:
     own_function(config.rollout.advantage_normalization_type, flag="--advantages", known=ADVANTAGES)
     directory = RunDirectory(path=Path(config.run.output_dir))
     console = Console(speaks=True)
-    doing("starting")
+    this_process.begin("starting")
     with claim_run_folder(directory, config, layout, console, "grpo"):
         log_to(directory.log, rank=0)
         flags = as_flat_dict(config)
@@ -231,7 +231,7 @@ def _read_prompts(
         console.report(title, report.lines())
         return prompts
 
-    doing("reading the prompts")
+    this_process.begin("reading the prompts")
     prompts = read("prompts", "dataset_mixer_list")
     if not data.has_held_out_rows:
         return prompts, None

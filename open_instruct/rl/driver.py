@@ -14,7 +14,7 @@ from open_instruct.cluster.learner_call import LearnerLost
 from open_instruct.cluster.learner_group import LearnerMethod, LearnerProcess, P, R
 from open_instruct.core.errors import InputError, RunError
 from open_instruct.core.records import RolloutGroup
-from open_instruct.parallel.peers import activity
+from open_instruct.parallel.status import this_process
 from open_instruct.rewards.judge import JUDGE_COSTS
 from open_instruct.rl.agreement import AgreementWatch, build_probe, plan_probe
 from open_instruct.rl.checked_run import RolloutRun
@@ -275,7 +275,7 @@ class Driver:
     def _say_signal(self, name: str) -> None:
         after = "this step"
         if self.step >= self.cadence.num_steps:
-            after = f"{activity()}; a second one ends it at once"
+            after = f"{this_process.status}; a second one ends it at once"
         self.console.say(f"{name}: stopping after {after}")
 
     def _check_learners(self) -> None:

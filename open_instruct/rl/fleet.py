@@ -18,7 +18,7 @@ from open_instruct.generation.engine_pool import EnginePool
 from open_instruct.generation.requests import Batching, EngineSettings
 from open_instruct.generation.vllm_options import engine_environment
 from open_instruct.parallel.launch import threads_of_each
-from open_instruct.parallel.peers import doing
+from open_instruct.parallel.status import this_process
 from open_instruct.rewards.pool import VerifierPool
 from open_instruct.rl.checked_run import RolloutRun
 from open_instruct.rl.conductor import Conductor
@@ -187,7 +187,7 @@ def start_fleet(learner_class: type[LearnerProcess], run: RolloutRun) -> Iterato
         )
         stack.callback(verifiers.close)
         try_functions(run, verifiers)
-        doing("starting learners and engines")
+        this_process.begin("starting learners and engines")
         logs_folder = run.directory.path / LOGS_FOLDER
         placement = stack.enter_context(
             start_cluster(config.fleet, shape, say=console.say, logs_folder=logs_folder)
@@ -235,7 +235,7 @@ def try_functions(run: RolloutRun, verifiers: VerifierPool) -> None:
     Raises:
         InputError: one of them raises.
     """
-    doing("trying the reward functions")
+    this_process.begin("trying the reward functions")
     datasets = [each for each in (run.prompts, run.held_out) if each is not None]
     prompts = chain.from_iterable(each.sample_evenly(MOST_TRIED) for each in datasets)
     run.console.report("rewards", verifiers.try_functions(prompts))

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from open_instruct.core.records import RolloutGroup
 from open_instruct.core.text import escaped
-from open_instruct.parallel.peers import doing
+from open_instruct.parallel.status import this_process
 from open_instruct.report.terminal_curve import draw_curve
 from open_instruct.run.console import Console, time_words
 from open_instruct.run.metrics_log import step_words
@@ -71,7 +71,9 @@ class FleetView:
     def phase(self, name: str) -> Iterator[None]:
         """Show `name` as the present phase while the block runs."""
         self._begin_phase(name)
-        doing(f"{name} (step {self._step + 1})" if self._step < self.num_steps else name)
+        this_process.begin(
+            f"{name} (step {self._step + 1})" if self._step < self.num_steps else name
+        )
         yield
         self._begin_phase("between steps")
 

@@ -24,7 +24,6 @@ from open_instruct.config.training import LearnerConfig, TrainingConfig
 from open_instruct.config.validation import changed
 from open_instruct.core.errors import InputError
 from open_instruct.core.shard_layout import ShardLayout
-from open_instruct.parallel import peers
 from open_instruct.parallel.launch import idle_gpus, refuse_other_number
 from open_instruct.parallel.layout import find_layout
 from open_instruct.parallel.process import (
@@ -34,6 +33,7 @@ from open_instruct.parallel.process import (
     start_process,
     stop_process,
 )
+from open_instruct.parallel.status import this_process
 from open_instruct.parallel.wording import describe_layout
 from open_instruct.planning.plan import BATCH
 from open_instruct.planning.shown import StartCheck, check_plan
@@ -64,7 +64,7 @@ def open_run(config: TrainingConfig, command: str) -> Iterator[Run]:
     :raises InputError: if the flags cannot work on these nodes, the folder cannot be written, or it
         holds another run.
     """
-    peers.doing("starting")
+    this_process.begin("starting")
     process = start_process(timeout_s=config.parallel.dist_timeout_s, seed=config.optim.seed)
     layout = find_layout(config.parallel, process.gpus_per_node, config.backend)
     refuse_other_number(
@@ -72,7 +72,7 @@ def open_run(config: TrainingConfig, command: str) -> Iterator[Run]:
     )
     directory = RunDirectory(path=Path(config.run.output_dir))
     console = Console(speaks=process.rank == 0)
-    peers.watch(config.parallel.dist_timeout_s)
+    this_process.watch_ranks(config.parallel.dist_timeout_s)
     with ExitStack() as held:
         on_main_process(
             lambda: held.enter_context(

@@ -40,8 +40,8 @@ from open_instruct.models.load import check_cover, parameter_shapes
 from open_instruct.models.lora.files import check_base, open_adapter
 from open_instruct.models.lora.peft_config import CONFIG_NAME
 from open_instruct.models.transformer import SegmentTransformer
-from open_instruct.parallel.peers import doing
 from open_instruct.parallel.process import on_main_process
+from open_instruct.parallel.status import this_process
 from open_instruct.planning.plan import check_model
 from open_instruct.planning.subject.model import shape_of_fields
 from open_instruct.run.first_look import check_sizes, local_folder
@@ -166,7 +166,7 @@ def open_pretrained(
     :raises InputError: naming the file or tensor that is missing, damaged or does not fit.
     """
     model, lora = config.model, config.adapters
-    doing("reading what is in the start model's folder")
+    this_process.begin("reading what is in the start model's folder")
     folder = tokenizer_folder = local_folder(
         model.model_name_or_path, revision=model.model_revision
     )

@@ -25,7 +25,7 @@ from open_instruct.core.text import counted
 from open_instruct.models.load import parameter_shapes, stream_load
 from open_instruct.models.lora.adapters import adapt, fill_adapter
 from open_instruct.models.transformer import SegmentTransformer
-from open_instruct.parallel.peers import doing
+from open_instruct.parallel.status import this_process
 from open_instruct.run.opened import Run
 from open_instruct.run.pretrained import Pretrained
 from open_instruct.training.model.inputs_on_host import offload_inputs
@@ -180,7 +180,7 @@ def unfilled(
     pretrained: Pretrained, config: LearnerConfig, *, init_device: str
 ) -> SegmentTransformer:
     """The start model without its weights, with the adapters that the flags ask for."""
-    doing("loading the start model")
+    this_process.begin("loading the start model")
     model = pretrained.build(init_device=init_device)
     if config.adapters is not None:
         adapt(model, config.adapters, dtype=getattr(torch, config.model.param_dtype))

@@ -9,7 +9,7 @@ from open_instruct.config.training import LearnerConfig
 from open_instruct.core.records import BestStep
 from open_instruct.models.lora.adapters import weights_of, whole_adapter
 from open_instruct.models.lora.files import write_adapter
-from open_instruct.parallel.peers import doing
+from open_instruct.parallel.status import this_process
 from open_instruct.run.card import card_of
 from open_instruct.run.opened import Run
 from open_instruct.run.pretrained import Pretrained
@@ -34,7 +34,7 @@ def export_policy(
     For a policy with adapters, OUT/hf_model is the model with the adapters merged, and OUT/adapter
     has them alone.
     """
-    doing("exporting the trained model")
+    this_process.begin("exporting the trained model")
     dtype = pretrained.dtype_named(config.run.export_dtype)
     check_weights(policy.model, what="the trained model", folder=run.directory.path, dtype=dtype)
     lora = config.adapters

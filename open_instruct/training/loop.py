@@ -32,9 +32,9 @@ from open_instruct.config.training import LearnerConfig
 from open_instruct.core.errors import RunError
 from open_instruct.core.metrics import metric_entry
 from open_instruct.core.records import StepBatch
-from open_instruct.parallel.peers import doing
 from open_instruct.parallel.process import gathered
 from open_instruct.parallel.processes import host_of_cores
+from open_instruct.parallel.status import this_process
 from open_instruct.run.alarms import WINDOW, slowest, slowest_loader
 from open_instruct.run.cadence import Cadence, noting_signals
 from open_instruct.run.opened import Run
@@ -163,12 +163,12 @@ class Loop:
         self._begin()
         self.trainer.global_step += 1
         self.trainer.global_train_tokens_seen += num_tokens
-        doing(f"training step {self.step}")
+        this_process.begin(f"training step {self.step}")
         self._call("pre_step", {"updates": updates})
         row_before = {} if before is None else before(self.take_updates)
         row = self.take_updates(self.learner, updates)
         self.learner.end_step()
-        doing(f"finishing step {self.step}")
+        this_process.begin(f"finishing step {self.step}")
         self._call("post_train_batch")
         row |= {**row_before, "num_tokens": self.trainer.global_train_tokens_seen}
         row |= {"time/checkpoint": 0.0} | self._clock.read()
@@ -297,7 +297,7 @@ class Loop:
 
     def resume(self, *, warn: Callable[[str], None]) -> bool:
         """Load the newest checkpoint that is whole. Returns whether there was one."""
-        doing("loading the checkpoint")
+        this_process.begin("loading the checkpoint")
         return resume(self.trainer, warn=warn) is not None
 
     def stand_before(self, step: int, *, checkpoint: Path | None) -> None:
@@ -315,7 +315,7 @@ class Loop:
 
         :raises RunError: it is damaged, or has gone; the message says how to go on.
         """
-        doing("loading the best checkpoint")
+        this_process.begin("loading the best checkpoint")
         try:
             load_checkpoint(self.trainer, self.folder / f"step{step}")
         except RunError as error:

@@ -33,7 +33,7 @@ from open_instruct.models.lora.adapters import adapters_off
 from open_instruct.models.shards import local_part, reshard
 from open_instruct.objectives.objective import Teacher
 from open_instruct.parallel.data_parallel import mesh_of, parallel_configs
-from open_instruct.parallel.peers import doing
+from open_instruct.parallel.status import this_process
 from open_instruct.run.opened import Run
 from open_instruct.run.pretrained import Pretrained, open_pretrained
 from open_instruct.run.run_directory import RunDirectory
@@ -192,7 +192,7 @@ def build_teacher(
     Where the teacher is the `student`'s start model and the student only trains adapters, the
     result is `policy` itself; call it within `adapters_off`.
     """
-    doing("loading the teacher")
+    this_process.begin("loading the teacher")
     if config.adapters is not None and teacher.is_same_as(student):
         run.console.say(
             "the teacher is the start model: the policy with its adapters off, so no second one "

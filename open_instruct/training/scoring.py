@@ -42,8 +42,8 @@ from open_instruct.models.hf.hf_config import fingerprint_with
 from open_instruct.models.lora.adapters import adapters_off
 from open_instruct.models.shards import reshard, whole_of
 from open_instruct.objectives.objective import Evaluation, Objective
-from open_instruct.parallel.peers import doing
 from open_instruct.parallel.process import gathered, on_main_process
+from open_instruct.parallel.status import this_process
 from open_instruct.run.opened import Run
 from open_instruct.run.pretrained import Pretrained
 from open_instruct.training.model.float8 import float8_off
@@ -111,7 +111,7 @@ class Scorer:
         """This rank's microbatches of `rows`; every rank has the same number, and ranks go through
         them together.
         """
-        doing(f"scoring rows ({title})")
+        this_process.begin(f"scoring rows ({title})")
         group = self.policy.dp_process_group
         rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
         # Rows of like length share a step, so that padding and waiting are short.

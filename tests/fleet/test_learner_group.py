@@ -17,7 +17,7 @@ from open_instruct.cluster.learner_group import LearnerGroup
 from open_instruct.cluster.placement import FleetShape, place
 from open_instruct.cluster.watchdog import MARK_VARIABLE
 from open_instruct.core.errors import InputError, RunError
-from open_instruct.parallel import peers
+from open_instruct.parallel import heartbeats
 from open_instruct.run.run_directory import RunDirectory
 from tests.fleet.idler import Idler
 from tests.fleet.learners import Recruit
@@ -149,7 +149,7 @@ class TestTwoLearners:
     def test_rank_that_works_for_long_is_left_alone(
         self, group: LearnerGroup[Recruit], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(peers, "SILENT_S", 1.0)
+        monkeypatch.setattr(heartbeats, "SILENT_S", 1.0)
         group.start(Recruit.meet, 1, 12.0).result(60)
 
     def test_killed_rank_is_named_and_the_group_comes_back(
@@ -176,7 +176,7 @@ class TestTwoLearners:
         call = group.start(Recruit.fail, "freeze", 0)
         with pytest.raises(LearnerLost, match=r"no answer to fail within 3 s from learner rank 0 "):
             call.result(3)
-        monkeypatch.setattr(peers, "SILENT_S", 6.0)  # in earnest a minute and a half
+        monkeypatch.setattr(heartbeats, "SILENT_S", 6.0)  # in earnest a minute and a half
         pid = group.pids()[0]
         with pytest.raises(
             LearnerLost,

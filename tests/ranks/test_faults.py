@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 import pytest
 
-from open_instruct.parallel import peers
+from open_instruct.parallel import heartbeats
 from scripts.demo_data.pairs import write_synthetic_preferences
 from tests.ranks import programs
 from tests.ranks.fork_server import REPOSITORY, Forked
@@ -139,9 +139,9 @@ class TestLostRanks:
         assert "gloo" not in said and "Connection closed" not in said
 
     def test_stopped_rank_is_named_within_two_minutes(self, dpo_case: TrainCase) -> None:
-        assert peers.SILENT_S < 120
+        assert heartbeats.SILENT_S < 120
         # For as long as that, but not as long as in earnest.
-        silence = {"open_instruct.parallel.peers:SILENT_S": 8.0}
+        silence = {"open_instruct.parallel.heartbeats:SILENT_S": 8.0}
         out = dpo_case.folder / "stopped_rank"
         command = dpo_case.command(out.name, ranks=2, batch=1, max_train_steps=MANY_STEPS)
         with running(start(command, ranks=2, constants=silence)) as process:

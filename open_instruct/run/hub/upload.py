@@ -5,7 +5,7 @@ from pathlib import Path
 from open_instruct.config.run_sections import RunSection
 from open_instruct.core.errors import InputError, RunError
 from open_instruct.data.files.foreign_json import one_line
-from open_instruct.parallel.peers import doing
+from open_instruct.parallel.status import this_process
 
 
 def open_repository(run: RunSection) -> str:
@@ -58,7 +58,7 @@ def upload(run: RunSection, folder: Path, *, step: str = "") -> str:
     """
     from huggingface_hub import HfApi
 
-    doing("uploading the trained model")
+    this_process.begin("uploading the trained model")
     name = _name_of(run)
     message = f"A trained model: {step}" if step else "A trained model"
     try:

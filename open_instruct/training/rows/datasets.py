@@ -11,8 +11,8 @@ from open_instruct.data.mixer import find_entries
 from open_instruct.data.report import DataReport
 from open_instruct.data.token_dataset import TokenDataset, load_token_dataset
 from open_instruct.objectives.objective import Objective
-from open_instruct.parallel.peers import doing
 from open_instruct.parallel.process import on_main_process
+from open_instruct.parallel.status import this_process
 from open_instruct.run.console import Console
 
 
@@ -44,7 +44,7 @@ def load_datasets(
         console.report(title, on_main_process(lambda: read(console.speaks)[1].lines()))
         return read(False)[0]
 
-    doing("reading the rows")
+    this_process.begin("reading the rows")
     training = load_one("training data", "mixer_list")
     if not data.has_held_out_rows:
         return training, None

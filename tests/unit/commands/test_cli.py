@@ -30,8 +30,8 @@ from open_instruct.core.errors import (
     RunError,
 )
 from open_instruct.objectives.dpo import DPOConfig, validate_dpo
-from open_instruct.parallel import peers
 from open_instruct.parallel.launch import TYPED
+from open_instruct.parallel.status import this_process
 from open_instruct.run.cadence import noting_signals
 
 REPOSITORY = Path(__file__).resolve().parents[3]
@@ -466,7 +466,7 @@ class TestEntry:
         before = signal.getsignal(signal.SIGTERM)
 
         def main(config: DPOConfig) -> int:
-            peers.doing("reading the rows")
+            this_process.begin("reading the rows")
             os.kill(os.getpid(), signal.SIGTERM)
             raise AssertionError("it came back")
 
@@ -547,10 +547,10 @@ def test_stop_that_a_library_catches_is_none_the_less_one(
     """
 
     def main() -> int:
-        peers.doing("starting")
+        this_process.begin("starting")
         with contextlib.suppress(BaseException):
             os.kill(os.getpid(), number)
-        peers.doing("reading the rows")
+        this_process.begin("reading the rows")
         return 0
 
     assert run_to_exit_code(main, program="dpo.py") == code
@@ -568,10 +568,10 @@ def test_stop_that_comes_where_nothing_can_be_raised_leaves_no_traceback(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     def main() -> int:
-        peers.doing("starting")
+        this_process.begin("starting")
         del_at_once = StopsWhenDeleted()
         del del_at_once
-        peers.doing("reading the rows")
+        this_process.begin("reading the rows")
         return 0
 
     assert run_to_exit_code(main, program="dpo.py") == EXIT_PREEMPTED

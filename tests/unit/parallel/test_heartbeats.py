@@ -1,4 +1,4 @@
-"""Who is lost among the ranks, as their signs tell, and who says it."""
+"""Who is lost among the ranks, as their heartbeats tell, and who says it."""
 
 import json
 import os
@@ -11,9 +11,10 @@ from dataclasses import asdict, replace
 import pytest
 from torch.distributed import HashStore
 
-from open_instruct.parallel import peers
-from open_instruct.parallel.peers import Loss, Peers, Sign, Signs, doing
+from open_instruct.parallel import heartbeats
+from open_instruct.parallel.heartbeats import Heartbeat, HeartbeatMonitor, HeartbeatReader, LostRank
 from open_instruct.parallel.processes import machine
+from open_instruct.parallel.status import this_process
 from tests.unit.fake_engine import TIMEOUT_S, eventually
 
 
@@ -30,7 +31,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(peers, "time", clock)
+    monkeypatch.setattr(heartbeats, "time", clock)
     return clock
 
 
@@ -47,26 +48,37 @@ class Ranks:
 
     def __init__(self, child_pid: int) -> None:
         self.store = HashStore()
-        there = {"host": "a", "machine": machine(), "beat": 0, "doing": "training step 5"}
-        self.signs = [
-            Sign(rank=0, pid=os.getpid(), **there),
-            Sign(rank=1, pid=child_pid, **there),
-            Sign(rank=2, pid=7, **there | {"host": "b", "machine": "b"}),
+        there = {"host": "a", "machine": machine(), "beat": 0, "status": "training step 5"}
+        self.heartbeats = [
+            Heartbeat(rank=0, pid=os.getpid(), **there),
+            Heartbeat(rank=1, pid=child_pid, **there),
+            Heartbeat(rank=2, pid=7, **there | {"host": "b", "machine": "b"}),
         ]
-        for sign in self.signs:
-            self.give(sign)
-        self.reader = Signs(self.store, range(3))
+        for heartbeat in self.heartbeats:
+            self.give(heartbeat)
+        self.reader = HeartbeatReader(self.store, range(3))
 
-    def give(self, sign: Sign) -> None:
-        self.store.set(peers._key(sign.rank), json.dumps(asdict(sign)))
-        self.signs[sign.rank] = sign
+    def give(self, heartbeat: Heartbeat) -> None:
+        self.store.set(heartbeats._key(heartbeat.rank), json.dumps(asdict(heartbeat)))
+        self.heartbeats[heartbeat.rank] = heartbeat
 
     def beat(self, *ranks: int) -> None:
         for rank in ranks:
-            self.give(replace(self.signs[rank], beat=self.signs[rank].beat + 1))
+            self.give(replace(self.heartbeats[rank], beat=self.heartbeats[rank].beat + 1))
 
-    def losses(self, silent_s: float = 90.0) -> list[Loss]:
-        return self.reader.losses(silent_s=silent_s)
+    def losses(self, silent_s: float = 90.0) -> list[LostRank]:
+        return self.reader.find_lost(silent_s=silent_s)
+
+
+def monitor(store: HashStore, *, rank: int, num_ranks: int) -> HeartbeatMonitor:
+    return HeartbeatMonitor(
+        store,
+        rank=rank,
+        num_ranks=num_ranks,
+        read_status=lambda: this_process.status,
+        report_loss=this_process.report_loss,
+        has_lost_store=lambda: False,
+    )
 
 
 @pytest.fixture
@@ -114,7 +126,7 @@ def test_stopped_rank_is_lost_after_a_while(
     ranks.beat(2)
     (loss,) = ranks.losses()
     assert (
-        loss.sign.rank == 1
+        loss.heartbeat.rank == 1
         and "its process is stopped (SIGSTOP, or a debugger), for 100 s" in str(loss)
     )
 
@@ -131,8 +143,8 @@ def test_machine_that_is_silent_is_lost_after_a_while(ranks: Ranks, clock: Clock
 def test_peer_that_left_in_order_is_not_lost(
     ranks: Ranks, clock: Clock, child: subprocess.Popen[bytes]
 ) -> None:
-    ranks.give(replace(ranks.signs[1], last_words="dpo.py: SIGTERM"))
-    ranks.give(replace(ranks.signs[2], last_words=""))
+    ranks.give(replace(ranks.heartbeats[1], last_words="dpo.py: SIGTERM"))
+    ranks.give(replace(ranks.heartbeats[2], last_words=""))
     child.kill()
     child.wait()
     clock.now_s += 1000
@@ -140,89 +152,97 @@ def test_peer_that_left_in_order_is_not_lost(
 
 
 def test_peers_are_silent_before_all_have_met() -> None:
-    assert Signs(HashStore(), range(2)).look() == []
+    assert HeartbeatReader(HashStore(), range(2)).read() == []
 
 
 class TestExplanations:
     @pytest.fixture
-    def me(self, ranks: Ranks) -> Iterator[Peers]:
-        me = Peers(ranks.store, rank=0, num_ranks=3)
+    def me(self, ranks: Ranks) -> Iterator[HeartbeatMonitor]:
+        me = monitor(ranks.store, rank=0, num_ranks=3)
         yield me
         me.leave("")
 
     def test_lowest_rank_that_lives_speaks(
-        self, ranks: Ranks, me: Peers, clock: Clock, child: subprocess.Popen[bytes]
+        self, ranks: Ranks, me: HeartbeatMonitor, clock: Clock, child: subprocess.Popen[bytes]
     ) -> None:
         child.kill()
         child.wait()
-        words, is_mine = me.explanation(wait_s=10)
+        words, is_mine = me.explain_loss(wait_s=10)
         assert "rank 1" in words and is_mine
-        other = Peers(ranks.store, rank=2, num_ranks=3)
-        assert other.explanation(wait_s=10) == (words, False)
+        other = monitor(ranks.store, rank=2, num_ranks=3)
+        assert other.explain_loss(wait_s=10) == (words, False)
         other.leave("")
 
     def test_rank_that_told_why_it_ends_is_quoted(
-        self, ranks: Ranks, me: Peers, clock: Clock
+        self, ranks: Ranks, me: HeartbeatMonitor, clock: Clock
     ) -> None:
-        ranks.give(replace(ranks.signs[1], last_words="dpo.py: row 7 is damaged"))
-        assert me.explanation(wait_s=10) == ("[rank 1] dpo.py: row 7 is damaged", True)
+        ranks.give(replace(ranks.heartbeats[1], last_words="dpo.py: row 7 is damaged"))
+        assert me.explain_loss(wait_s=10) == ("[rank 1] dpo.py: row 7 is damaged", True)
 
     def test_timeout_names_what_each_peer_does_when_all_live(
-        self, ranks: Ranks, me: Peers, clock: Clock
+        self, ranks: Ranks, me: HeartbeatMonitor, clock: Clock
     ) -> None:
-        doing("training step 5")
-        me._give()
-        ranks.give(replace(ranks.signs[1], doing="training step 4"))
-        assert me.explanation(wait_s=0) is None
-        told = me.whereabouts().split("; ")
+        this_process.begin("training step 5")
+        me._write()
+        ranks.give(replace(ranks.heartbeats[1], status="training step 4"))
+        assert me.explain_loss(wait_s=0) is None
+        told = me.describe_statuses().split("; ")
         assert told[0].endswith(": training step 4") and told[0].startswith("rank 1 (host a")
         assert told[1].startswith("rank 0 ") and told[1].endswith(" and 1 more: training step 5")
 
     def test_only_words_about_peers_are_explained(
-        self, me: Peers, monkeypatch: pytest.MonkeyPatch
+        self, me: HeartbeatMonitor, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(peers, "_peers", me)
-        assert peers.explanation(KeyError("x")) is None
-        assert peers.explanation(ConnectionResetError(104, "Connection reset by peer")) is None
-        assert peers.whereabouts(KeyError("x")) == ""
-        assert "training step 5" in peers.whereabouts(
+        monkeypatch.setattr(this_process, "_monitor", me)
+        assert this_process.explain_error(KeyError("x")) is None
+        assert (
+            this_process.explain_error(ConnectionResetError(104, "Connection reset by peer"))
+            is None
+        )
+        assert this_process.describe_ranks(KeyError("x")) == ""
+        assert "training step 5" in this_process.describe_ranks(
             RuntimeError("Timed out waiting 1800000ms for recv operation")
         )
 
 
-class TestWhatIsDone:
-    """A sign tells at once what its rank does: a rank that is killed between two beats is named
+class TestStatus:
+    """A heartbeat tells at once what its rank does: a rank that is killed between two beats is named
     with its last step.
     """
 
     @pytest.fixture
-    def me(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[Peers]:
-        monkeypatch.setattr(peers, "BEAT_S", 3600.0)
-        me = Peers(HashStore(), rank=0, num_ranks=1)
-        monkeypatch.setattr(peers, "_peers", me)
+    def me(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[HeartbeatMonitor]:
+        monkeypatch.setattr(heartbeats, "BEAT_S", 3600.0)
+        me = monitor(HashStore(), rank=0, num_ranks=1)
+        monkeypatch.setattr(this_process, "_monitor", me)
         yield me
         me.leave("")
         me._thread.join(TIMEOUT_S)
         assert not me._thread.is_alive()
 
-    def test_is_told_before_the_next_beat(self, me: Peers) -> None:
+    def test_is_told_before_the_next_beat(self, me: HeartbeatMonitor) -> None:
         for step in (4, 5):
-            doing(f"training step {step}")
+            this_process.begin(f"training step {step}")
             eventually(
-                lambda: [sign.doing for sign in me._signs.look()] == [f"training step {step}"]  # noqa: B023
+                lambda: [each.status for each in me._all_ranks.read()] == [f"training step {step}"]  # noqa: B023
             )
         assert me._num_beats == 0
 
     def test_does_not_keep_a_rank_that_does_much_from_its_beat(
-        self, me: Peers, monkeypatch: pytest.MonkeyPatch
+        self, me: HeartbeatMonitor, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(peers, "BEAT_S", 0.01)
-        other = Peers(HashStore(), rank=0, num_ranks=1)
-        monkeypatch.setattr(peers, "_peers", other)
-        eventually(lambda: doing("training") or other._num_beats > 2)
+        monkeypatch.setattr(heartbeats, "BEAT_S", 0.01)
+        other = monitor(HashStore(), rank=0, num_ranks=1)
+        monkeypatch.setattr(this_process, "_monitor", other)
+
+        def has_beaten() -> bool:
+            this_process.begin("training")
+            return other._num_beats > 2
+
+        eventually(has_beaten)
         other.leave("")
 
 
 def test_single_process_has_no_peers() -> None:
-    peers.meet(rank=0, num_ranks=1)
-    assert peers.explanation(RuntimeError("Connection closed by peer")) is None
+    this_process.start_heartbeats(rank=0, num_ranks=1)
+    assert this_process.explain_error(RuntimeError("Connection closed by peer")) is None
