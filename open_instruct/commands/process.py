@@ -268,10 +268,9 @@ def _raise_stop(number: int, frame: FrameType | None) -> NoReturn:
         # A second one waits for nothing.
         set_handler(signal.SIGTERM, lambda number, frame: os._exit(EXIT_PREEMPTED))
         set_handler(signal.SIGHUP, signal.SIG_IGN)  # a terminal that closes tells of it twice
-    this_process.pending_stop = (
-        KeyboardInterrupt() if number == signal.SIGINT else Terminated(number)
-    )
-    raise this_process.pending_stop
+    stop = KeyboardInterrupt() if number == signal.SIGINT else Terminated(number)
+    this_process.pending_stop = stop
+    raise stop
 
 
 class _ErrorReporter:
@@ -282,9 +281,8 @@ class _ErrorReporter:
         self.log_file = log_file
 
     def report(self, error: BaseException) -> int:
-        error = (
-            this_process.pending_stop or error
-        )  # a library may have wrapped a stop in an error of its own
+        # A library may have wrapped a stop in an error of its own.
+        error = this_process.pending_stop or error
         is_stop = isinstance(error, Terminated | KeyboardInterrupt | SystemExit)
         if not isinstance(error, InputError) and (
             loss := this_process.explain_error(error) or (is_stop and this_process.find_loss_now())

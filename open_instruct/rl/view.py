@@ -71,9 +71,10 @@ class FleetView:
     def phase(self, name: str) -> Iterator[None]:
         """Show `name` as the present phase while the block runs."""
         self._begin_phase(name)
-        this_process.begin(
-            f"{name} (step {self._step + 1})" if self._step < self.num_steps else name
-        )
+        stage = name
+        if self._step < self.num_steps:
+            stage = f"{name} (step {self._step + 1})"
+        this_process.begin(stage)
         yield
         self._begin_phase("between steps")
 
