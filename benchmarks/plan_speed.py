@@ -19,15 +19,15 @@ PLAN_BOUND_S, RANKING_BOUND_S, MEMORY_BOUND_GIB = 10.0, 30.0, 4.0
 
 IMPORTS = """
 import sys
-from open_instruct.planning.plan import plan_of
+from open_instruct.planning.plan import make_plan
 from open_instruct.planning.advice import Advice
 from open_instruct.commands.plan import parse_request
 setting = parse_request(sys.argv[1:]).setting
 """
 PROGRAMS = {
     "one plan": IMPORTS
-    + "plan = plan_of(setting); print('1 layout,', f'{plan.time.step_s:.2f} s a step')",
-    "all layouts ranked": IMPORTS + "print(len(Advice(plan_of(setting)).ranked), 'layouts')",
+    + "plan = make_plan(setting); print('1 layout,', f'{plan.time.step_s:.2f} s a step')",
+    "all layouts ranked": IMPORTS + "print(len(Advice(make_plan(setting)).ranked), 'layouts')",
 }
 BOUNDS_S = {"one plan": PLAN_BOUND_S, "all layouts ranked": RANKING_BOUND_S}
 

@@ -165,10 +165,10 @@ def estimated(name: str, flags: list[str]) -> tuple[str, Estimate, Estimate]:
     """
     from benchmarks.speed_runs.blocks import compiled_block
     from benchmarks.speed_runs.steps import CASES
-    from open_instruct.planning.plan import plan_of
+    from open_instruct.planning.plan import make_plan
 
     case = replace(CASES[name], flags=" ".join([CASES[name].flags, *flags]))
-    plan = plan_of(case.setting())
+    plan = make_plan(case.setting())
     memory, shape, workload = plan.setting.config.memory, plan.setting.shape, plan.workload
     mode = memory.activation_checkpointing
     modules = list(memory.activation_checkpointing_modules) if mode == "selected_modules" else []

@@ -29,8 +29,9 @@ from open_instruct.commands.plan import parse_request
 from open_instruct.commands.run_flags import parse_run
 from open_instruct.objectives.registry import OBJECTIVES, objective_named
 from open_instruct.parallel.process import stop_process
-from open_instruct.planning.memory.phases import CUDA, memory_by_phase
-from open_instruct.planning.plan import plan_of
+from open_instruct.planning.memory.parts import CUDA
+from open_instruct.planning.memory.phases import memory_by_phase
+from open_instruct.planning.plan import make_plan
 from open_instruct.train import train
 
 
@@ -92,7 +93,7 @@ def planned_bytes(objective_name: str, words: list[str], *, num_tokens: int, on_
     given = ["--gpus_per_node", os.environ.get("WORLD_SIZE", "1")]
     if (gpu := known_gpu()) is not None:
         given += ["--gpu", gpu]
-    plan = plan_of(
+    plan = make_plan(
         replace(parse_request([objective_name, *words, *given]).setting, on_cuda=on_cuda)
     )
     num_labels = min(num_tokens, plan.workload.label_tokens_per_microbatch)
@@ -100,7 +101,7 @@ def planned_bytes(objective_name: str, words: list[str], *, num_tokens: int, on_
         plan.workload, tokens_per_microbatch=num_tokens, label_tokens_per_microbatch=num_labels
     )
     setting = plan.setting
-    phases = memory_by_phase(setting.backend.moments(setting.shape, plan.layout, met))
+    phases = memory_by_phase(setting.backend.memory_model(setting.shape, plan.layout, met))
     return max(phase.total_bytes - dict(phase.parts).get(CUDA, 0) for phase in phases)
 
 

@@ -15,7 +15,8 @@ from open_instruct.models.build import build_model
 from open_instruct.models.lora.adapters import adapt
 from open_instruct.parallel.data_parallel import parallel_configs
 from open_instruct.parallel.layout import resolve_layout
-from open_instruct.planning.memory.phases import Moments, memory_by_phase
+from open_instruct.planning.memory.memory_model import MemoryModel
+from open_instruct.planning.memory.phases import memory_by_phase
 from open_instruct.planning.subject.model import shape_of_fields
 from open_instruct.planning.subject.workload import Workload, adapted
 from open_instruct.training.model.kernels import build_activation_checkpointing
@@ -122,7 +123,7 @@ def case_of(text: str) -> Case:
     return Case(**fields | {"pairs": tuple(map(tuple, fields["pairs"]))})
 
 
-def planned(case: Case) -> Moments:
+def planned(case: Case) -> MemoryModel:
     """The memory of a run, as the planner has it."""
     shape = shape_of_fields(case.hf_config.to_dict(), name=case.name, where=case.name)
     workload = Workload(
@@ -138,7 +139,7 @@ def planned(case: Case) -> Moments:
         checkpointing_modules=("blocks.*.feed_forward",),
         on_cuda=False,
     )
-    return Moments(adapted(shape, case.lora), case.layout, workload)
+    return MemoryModel(adapted(shape, case.lora), case.layout, workload)
 
 
 def predicted(case: Case) -> dict[str, int]:

@@ -14,7 +14,8 @@ from harness.rounds import paired_median
 from open_instruct.batching.prefixes import FullRows
 from open_instruct.commands.tiny_model import SIZES, tiny_config
 from open_instruct.parallel.layout import resolve_layout
-from open_instruct.planning.memory.phases import SENT, Moments
+from open_instruct.planning.memory.memory_model import MemoryModel
+from open_instruct.planning.memory.parts import SENT
 from open_instruct.planning.step_time import COMPARED_GB_S
 from open_instruct.planning.subject.model import model_shape
 from open_instruct.planning.subject.workload import Workload
@@ -79,4 +80,4 @@ def planned_bytes(sync: Sync) -> int:
         sync_bucket_bytes=sync.bucket_bytes,
         sync_choice=("delta", ""),
     )
-    return Moments(shape, resolve_layout([NUM_LEARNERS]), workload).copies()[SENT]
+    return MemoryModel(shape, resolve_layout([NUM_LEARNERS]), workload).host_copies()[SENT]

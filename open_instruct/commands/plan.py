@@ -21,7 +21,8 @@ from open_instruct.core.files import write_asked
 from open_instruct.parallel.node_sizes import read_node_sizes
 from open_instruct.planning import shown
 from open_instruct.planning.advice import Advice
-from open_instruct.planning.plan import Setting, plan_of
+from open_instruct.planning.plan import make_plan
+from open_instruct.planning.setting import Setting
 from open_instruct.planning.subject.devices import CPU, Device, device_named, has_gpu_here
 from open_instruct.planning.subject.workload import RunConfig, objective_of, shape_of_run
 from open_instruct.report.plan_page import html_page, print_plan
@@ -117,7 +118,7 @@ def main(argv: Sequence[str]) -> int:
         InputError: a flag, the model or the GPU will not do, or the page cannot be written.
     """
     request = parse_request(argv)
-    plan = plan_of(request.setting)
+    plan = make_plan(request.setting)
     advice = Advice(plan)
     for warning in request.warnings:
         print(f"open-instruct plan: warning: {warning}", file=sys.stderr)

@@ -15,7 +15,8 @@ from open_instruct.config.grpo import GRPOConfig
 from open_instruct.core.errors import InputError
 from open_instruct.parallel.node_sizes import MAX_GPUS
 from open_instruct.parallel.wording import nodes_text
-from open_instruct.planning.plan import Plan, Setting, Way, plan_of, smaller_microbatches
+from open_instruct.planning.plan import Plan, make_plan, smaller_microbatches
+from open_instruct.planning.setting import FlagChange, Setting
 from open_instruct.planning.subject.workload import MIB
 
 # A faster layout is named only if it is faster by more than the error of a plan.
@@ -23,7 +24,7 @@ WORTH_A_CHANGE = 1.02
 MAX_TIMES_THE_NODES = 64
 REDUCED_LAST = {"gradient_reduction": "last"}
 ADAPTERS = {"use_lora": True, "lora_r": 16}
-NO_CHANGE = Way(kind=0, strength=0, values={})
+NO_CHANGE = FlagChange(kind=0, strength=0, values={})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,7 +121,9 @@ class Advice:
         setting = self.plan.setting
         if setting.config.memory.activation_checkpointing == "none":
             return None
-        auto = fitting(setting, {"activation_checkpointing": "auto"} | _freed(setting))
+        auto = fitting(
+            setting, {"activation_checkpointing": "auto"} | _default_checkpointing(setting)
+        )
         return (
             auto
             if auto and auto.plan.time.compute_s * WORTH_A_CHANGE < self.plan.time.compute_s
@@ -137,7 +140,7 @@ class Advice:
 def changed(setting: Setting, values: dict[str, Any]) -> Change | None:
     """The run with other flags, planned; None where the run would refuse them."""
     with suppress(InputError):
-        return Change(values=values, plan=plan_of(setting.with_flags(values)))
+        return Change(values=values, plan=make_plan(setting.with_flags(values)))
     return None
 
 
@@ -202,7 +205,7 @@ def _combinations(setting: Setting) -> Iterator[dict[str, Any]]:
         yield {name: value for name, value in _flags_of(chosen).items() if now.get(name) != value}
 
 
-def _size_of_change(chosen: Sequence[Way]) -> tuple[int, list[int], int]:
+def _size_of_change(chosen: Sequence[FlagChange]) -> tuple[int, list[int], int]:
     """The sort key of a change, smallest first: the number of flags, then their kinds, then their
     strengths.
     """
@@ -210,11 +213,11 @@ def _size_of_change(chosen: Sequence[Way]) -> tuple[int, list[int], int]:
     return len(changes), sorted(way.kind for way in changes), sum(way.strength for way in changes)
 
 
-def _flags_of(ways: Sequence[Way]) -> dict[str, Any]:
+def _flags_of(ways: Sequence[FlagChange]) -> dict[str, Any]:
     return {name: value for way in ways for name, value in way.values.items()}
 
 
-def _layouts_that_can_fit(setting: Setting) -> list[Way]:
+def _layouts_that_can_fit(setting: Setting) -> list[FlagChange]:
     """The given layout and others, without those that do not fit even with everything else at its
     smallest.
     """
@@ -223,18 +226,22 @@ def _layouts_that_can_fit(setting: Setting) -> list[Way]:
     return [layout for layout in layouts if fitting(setting, _flags_of([*strongest, layout]))]
 
 
-def _checkpointing(setting: Setting) -> list[Way]:
+def _checkpointing(setting: Setting) -> list[FlagChange]:
     """Recompute whole blocks (kind 1), then also keep their inputs on the host (kind 3)."""
     kinds = {"full": 1, "offload": 3} if setting.on_cuda else {"full": 1}
     now = kinds.get(setting.config.memory.activation_checkpointing, 0)
     return [
-        Way(kind=kind, strength=1, values={"activation_checkpointing": mode} | _freed(setting))
+        FlagChange(
+            kind=kind,
+            strength=1,
+            values={"activation_checkpointing": mode} | _default_checkpointing(setting),
+        )
         for mode, kind in kinds.items()
         if kind > now
     ]
 
 
-def _freed(setting: Setting) -> dict[str, Any]:
+def _default_checkpointing(setting: Setting) -> dict[str, Any]:
     """Flags that another --activation_checkpointing would refuse, at their defaults."""
     flags = flags_of(type(setting.config))
     defaults = {
@@ -248,12 +255,12 @@ def _freed(setting: Setting) -> dict[str, Any]:
     }
 
 
-def _microbatches(setting: Setting) -> list[Way]:
+def _microbatches(setting: Setting) -> list[FlagChange]:
     """Smaller microbatches and more of them (kind 2); shorter packs for GRPO."""
     return _ever_stronger(2, [*smaller_microbatches(setting.config)])
 
 
-def _engine_shares(setting: Setting) -> list[Way]:
+def _engine_shares(setting: Setting) -> list[FlagChange]:
     """Less of the GPU for an engine that shares it (kind 6), as long as the cache holds a sequence
     of full length.
     """
@@ -275,16 +282,18 @@ def _engine_shares(setting: Setting) -> list[Way]:
     )
 
 
-def _reductions(setting: Setting) -> list[Way]:
+def _reductions(setting: Setting) -> list[FlagChange]:
     """Gradients that are reduced after every microbatch: the mildest change of all."""
     is_last = setting.config.parallel.gradient_reduction == "last"
-    return [Way(kind=0, strength=0, values={"gradient_reduction": "every"})] if is_last else []
+    return (
+        [FlagChange(kind=0, strength=0, values={"gradient_reduction": "every"})] if is_last else []
+    )
 
 
-def _ever_stronger(kind: int, all_values: Sequence[dict[str, Any]]) -> list[Way]:
-    """A `Way` for each of the values, in their order."""
+def _ever_stronger(kind: int, all_values: Sequence[dict[str, Any]]) -> list[FlagChange]:
+    """A `FlagChange` for each of the values, in their order."""
     return [
-        Way(kind=kind, strength=index, values=values)
+        FlagChange(kind=kind, strength=index, values=values)
         for index, values in enumerate(all_values, start=1)
     ]
 

@@ -16,7 +16,8 @@ from open_instruct.core.text import counted, macro_text
 from open_instruct.parallel.wording import nodes_text
 from open_instruct.planning.advice import Advice, Change
 from open_instruct.planning.memory.phases import Phase
-from open_instruct.planning.plan import BATCH, Plan, Setting, plan_of
+from open_instruct.planning.plan import BATCH, Plan, make_plan
+from open_instruct.planning.setting import Setting
 from open_instruct.planning.subject import units
 from open_instruct.planning.subject.devices import device_named
 from open_instruct.planning.subject.workload import RunConfig, shape_of_run
@@ -203,7 +204,7 @@ def check_plan(
             # Without GPUs a run that other nodes may join is not planned.
             has_engines_in_node=not on_cuda,
         )
-        plan = plan_of(setting)
+        plan = make_plan(setting)
         line, *problem = said("start", plan)
         sentences = [*problem, *said("advice", Advice(plan))] if problem else []
         checked = StartCheck(

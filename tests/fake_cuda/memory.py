@@ -127,7 +127,7 @@ class TracedCase(Case):
         """Bytes of each phase, by the plan of the same flags."""
         from open_instruct.commands.plan import parse_request
         from open_instruct.planning.memory import activations
-        from open_instruct.planning.plan import plan_of
+        from open_instruct.planning.plan import make_plan
 
         config = folder / "config.json"
         config.write_text(json.dumps(self.fields))
@@ -142,7 +142,7 @@ class TracedCase(Case):
         # Without what attention's kernel needs, the worst moment of a backward pass may be another
         # one.
         with patch.object(activations, "attention_scratch", lambda **_: 0):
-            phases = plan_of(parse_request([self.objective, *words]).setting).phases
+            phases = make_plan(parse_request([self.objective, *words]).setting).phases
         return {
             phase.name: sum(size for part, size in phase.parts if part not in NO_TENSORS)
             for phase in phases

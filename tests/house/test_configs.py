@@ -17,7 +17,7 @@ from open_instruct.core.errors import InputError
 from open_instruct.core.shard_layout import ShardLayout
 from open_instruct.objectives.registry import OBJECTIVES, objective_named
 from open_instruct.parallel import layout
-from open_instruct.planning.plan import plan_of
+from open_instruct.planning.plan import make_plan
 from open_instruct.planning.subject.model import model_shape
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -178,7 +178,7 @@ def test_plan_fits_with_room(path: Path) -> None:
     memory_gib = header(path)["device_memory_gib"]
     gpu = "h100" if memory_gib == "80" else f"memory_gib={memory_gib}"
     words = [path.parent.name, str(path), "--gpus_per_node", *map(str, nodes(path)), "--gpu", gpu]
-    assert plan_of(parse_request(words).setting).has_room
+    assert make_plan(parse_request(words).setting).has_room
 
 
 def test_only_the_file_that_says_so_straddles_nodes() -> None:

@@ -144,8 +144,6 @@ TOO_LONG_YET = {
     "notebook.py",
     "objectives/kto.py",
     "parallel/layout.py",
-    "planning/memory/phases.py",
-    "planning/plan.py",
     "planning/subject/model.py",
     "planning/subject/workload.py",
     "planning/traffic.py",

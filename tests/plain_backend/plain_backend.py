@@ -46,7 +46,7 @@ class Plain:
         return "plain PyTorch"
 
     def planned(self, config: LearnerConfig) -> Any:
-        from open_instruct.planning.plan import Backend
+        from open_instruct.planning.setting import Backend
 
         return Backend()
 

@@ -13,13 +13,13 @@ import pytest
 from open_instruct.commands.run_flags import parse_run
 from open_instruct.objectives.registry import objective_named
 from open_instruct.parallel.layout import find_layout
-from open_instruct.planning.memory.phases import BUFFERS
+from open_instruct.planning.memory.parts import BUFFERS
 from open_instruct.planning.memory.state import sync_buckets
 from open_instruct.planning.subject.workload import shape_of_run, workload_of
 from open_instruct.planning.traffic import groups_of
 from open_instruct.training.deepspeed import planned_memory, planned_traffic
 from open_instruct.training.deepspeed.planned import DeepSpeed
-from open_instruct.training.deepspeed.planned_memory import ZeroMoments
+from open_instruct.training.deepspeed.planned_memory import ZeroMemoryModel
 from open_instruct.training.deepspeed.planned_traffic import exchanges_of
 from open_instruct.training.deepspeed.settings import zpg_of
 from tests.ranks.jobs.deepspeed_runs import OF_LARGE_MODELS
@@ -159,7 +159,7 @@ class Measured:
         flags |= {"mixer_list": "rows.jsonl 1.0", "max_seq_length": NUM_TOKENS} | case.flags
         return [word for flag, value in flags.items() for word in (f"--{flag}", *words_of(value))]
 
-    def planned(self, name: str) -> ZeroMoments:
+    def planned(self, name: str) -> ZeroMemoryModel:
         """Of a run whose engines are sent the weights."""
         case, config = CASES[name], parse_run(objective_named("dpo").config_class, self.words(name))
         shape = shape_of_run(config, str(self.models[case.model]))
@@ -172,7 +172,7 @@ class Measured:
             on_cuda=False,
             num_engines=1,
         )
-        return DeepSpeed(config).moments(shape, layout, workload)
+        return DeepSpeed(config).memory_model(shape, layout, workload)
 
 
 @pytest.fixture(scope="module")
@@ -201,7 +201,7 @@ def test_plan_counts_the_bytes_that_are_there_before_the_step(
     much less.
     """
     planned = measured.planned(name)
-    expected = sum(planned.state_bytes()) + planned.held(0)[BUFFERS]
+    expected = sum(planned.state_bytes()) + planned.resident_parts(0)[BUFFERS]
     expected += planned.passes.bucket_bytes if planned.stage == 1 else 0
     if zpg_of(planned.flags) > 1:
         expected += planned.c * sum(planned.sizes.values()) // zpg_of(planned.flags)

@@ -11,12 +11,12 @@ from open_instruct.config.sections import ParallelSection
 from open_instruct.config.training import LearnerConfig
 from open_instruct.core.shard_layout import ShardLayout
 from open_instruct.parallel.layout import divisors
-from open_instruct.planning.memory.phases import Moments
-from open_instruct.planning.plan import Backend, Setting, Way
+from open_instruct.planning.memory.memory_model import MemoryModel
+from open_instruct.planning.setting import Backend, FlagChange, Setting
 from open_instruct.planning.subject.model import ModelShape
 from open_instruct.planning.subject.workload import Workload
 from open_instruct.planning.traffic import Exchange
-from open_instruct.training.deepspeed.planned_memory import ZeroMoments
+from open_instruct.training.deepspeed.planned_memory import ZeroMemoryModel
 from open_instruct.training.deepspeed.planned_traffic import exchanges_of
 from open_instruct.training.deepspeed.settings import zpg_of
 
@@ -28,11 +28,13 @@ class DeepSpeed(Backend):
         self.parallel = config.parallel
         self.sharing = describe_sharing(config.parallel)
 
-    def moments(self, shape: ModelShape, layout: ShardLayout, workload: Workload) -> ZeroMoments:
-        return ZeroMoments(self.parallel, shape, layout, workload)
+    def memory_model(
+        self, shape: ModelShape, layout: ShardLayout, workload: Workload
+    ) -> ZeroMemoryModel:
+        return ZeroMemoryModel(self.parallel, shape, layout, workload)
 
-    def exchanges(self, run: Moments) -> Iterator[Exchange]:
-        return exchanges_of(cast(ZeroMoments, run))
+    def exchanges(self, run: MemoryModel) -> Iterator[Exchange]:
+        return exchanges_of(cast(ZeroMemoryModel, run))
 
     def cells(self, layout: ShardLayout) -> dict[str, object]:
         on_host = "-"
@@ -60,7 +62,7 @@ class DeepSpeed(Backend):
                 }
                 yield {"deepspeed_stage": stage, "deepspeed_zpg": zpg} | offload
 
-    def ways_to_need_less(self, setting: Setting) -> Iterator[Way]:
+    def ways_to_need_less(self, setting: Setting) -> Iterator[FlagChange]:
         """Later stages (kind 0), the optimizer in host memory (4), the weights too (5), then a
         tensor degree (6).
         """
@@ -78,7 +80,7 @@ class DeepSpeed(Backend):
             (6, 3, {"tensor_parallel_degree": n}) for n in degrees if n > now.tensor_parallel_degree
         ]
         for kind, stage, flags in remedies:
-            yield Way(kind=kind, strength=stage, values={"deepspeed_stage": stage} | flags)
+            yield FlagChange(kind=kind, strength=stage, values={"deepspeed_stage": stage} | flags)
 
 
 def describe_sharing(flags: ParallelSection) -> str:

@@ -15,15 +15,18 @@ from itertools import accumulate, pairwise
 
 from open_instruct.config.sections import ParallelSection
 from open_instruct.core.shard_layout import ShardLayout
-from open_instruct.planning.memory.forward_backward import (
+from open_instruct.planning.memory.forward_backward import Passes
+from open_instruct.planning.memory.memory_model import MemoryModel
+from open_instruct.planning.memory.parts import (
+    BUFFERS,
     GATHERED,
     GRADIENTS,
+    OPTIMIZER,
+    PARAMETERS,
     REDUCED,
     TEMPORARIES,
     Moment,
-    Passes,
 )
-from open_instruct.planning.memory.phases import BUFFERS, OPTIMIZER, PARAMETERS, Moments
 from open_instruct.planning.memory.state import (
     ADAMW_MOMENTS,
     GRADIENT_BYTES,
@@ -41,7 +44,7 @@ MOST_AT_ONCE = 1_000_000_000
 SMALL = 100_000  # what stays whole at stage 3 (`stage3_param_persistence_threshold`)
 
 
-class ZeroMoments(Moments):
+class ZeroMemoryModel(MemoryModel):
     """The memory of a policy that DeepSpeed partitions, moment by moment."""
 
     def __init__(
@@ -67,7 +70,7 @@ class ZeroMoments(Moments):
         # Stage 3 and `BF16_Optimizer` have buffers for them in float32; all others are freed in the
         # step.
         in_buffer = self.device[GRADIENTS] if self.stage == 3 else 0
-        self.kept_gradients = GRADIENT_BYTES * self.num_trained if self.is_flat else in_buffer
+        self.idle_gradient_bytes = GRADIENT_BYTES * self.num_trained if self.is_flat else in_buffer
         super().__init__(shape, layout, workload)
 
     def _state(self, *, on_cuda: bool) -> tuple[Counter[str], Counter[str]]:
@@ -126,7 +129,7 @@ class ZeroMoments(Moments):
             return max(BUCKET, self.touched)
         return 0
 
-    def step(self) -> Iterator[Moment]:
+    def optimizer_step(self) -> Iterator[Moment]:
         """The moment of the step: below stage 2 gradients are reduced first, then copied in part.
 
         Stage 2 has that part in one piece, if not in float32; there the norm of each parameter, in
@@ -138,7 +141,7 @@ class ZeroMoments(Moments):
         if copied and self.stage == 2 and self.c < MASTER_BYTES:
             copied = 2 * MASTER_BYTES * min(own, self.largest)  # `get_norm_dtype`
         made = 0 if self.workload.on_cuda else 2 * (own if self.stage else self.largest)
-        yield self.held(self.gradients) | {
+        yield self.resident_parts(self.gradients) | {
             REDUCED: GRADIENT_BYTES * self._count_reduced(),
             TEMPORARIES: copied + MASTER_BYTES * made,
         }
@@ -149,16 +152,16 @@ class ZeroMoments(Moments):
     def shard_size(self, parameter: ParameterShape) -> int:
         return -(-self.sizes[parameter.name] // self.num_ranks)
 
-    def beside(self, shape: ModelShape, workload: Workload) -> Moments:
-        return ZeroMoments(self.flags, shape, self.layout, workload)
+    def build_other(self, shape: ModelShape, workload: Workload) -> MemoryModel:
+        return ZeroMemoryModel(self.flags, shape, self.layout, workload)
 
-    def state_on_host(self) -> dict[str, int]:
+    def host_state(self) -> dict[str, int]:
         return self.host
 
-    def merged_values(self) -> int:
+    def count_merged_values(self) -> int:
         return self.num_trained + 2 * max(self.sizes[each.name] for each in self.shape.in_blocks)
 
-    def passes_over(self, workload: Workload) -> Passes:
+    def build_passes(self, workload: Workload) -> Passes:
         return ZeroPasses(self, workload)
 
 
@@ -167,7 +170,7 @@ class ZeroPasses(Passes):
 
     splits_rows = False
 
-    def __init__(self, run: ZeroMoments, workload: Workload) -> None:
+    def __init__(self, run: ZeroMemoryModel, workload: Workload) -> None:
         self.run = run
         super().__init__(run.shape, run.layout, workload)
         self.is_sharded = False

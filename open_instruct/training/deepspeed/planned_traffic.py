@@ -22,11 +22,11 @@ from open_instruct.planning.traffic import (
     exchange_in,
     scoring_pass,
 )
-from open_instruct.training.deepspeed.planned_memory import MOST_AT_ONCE, ZeroMoments, values_of
+from open_instruct.training.deepspeed.planned_memory import MOST_AT_ONCE, ZeroMemoryModel, values_of
 from open_instruct.training.deepspeed.settings import zpg_of
 
 
-def exchanges_of(run: ZeroMoments) -> Iterator[Exchange]:
+def exchanges_of(run: ZeroMemoryModel) -> Iterator[Exchange]:
     """The exchanges of one rank in one step, but for the norm, which is a few bytes."""
     work, stage = run.workload, run.stage
     num_backward = work.num_updates * work.num_microbatches
@@ -54,7 +54,7 @@ def exchanges_of(run: ZeroMoments) -> Iterator[Exchange]:
         yield _sum(run, "adapters, to be added", "all_reduce", GRADIENT_BYTES * halves)
 
 
-def _gathers(run: ZeroMoments, num_forward: int, num_backward: int) -> Iterator[Exchange]:
+def _gathers(run: ZeroMemoryModel, num_forward: int, num_backward: int) -> Iterator[Exchange]:
     """Stage 3's gathers, 3 P (section 7.2): every pass gathers all weights; backward reuses those
     that forward kept.
 
@@ -79,12 +79,14 @@ def _gathers(run: ZeroMoments, num_forward: int, num_backward: int) -> Iterator[
         )
 
 
-def _sum(run: ZeroMoments, what: str, how: Collective, num_bytes: int, within: int = 0) -> Exchange:
+def _sum(
+    run: ZeroMemoryModel, what: str, how: Collective, num_bytes: int, within: int = 0
+) -> Exchange:
     return exchange_in(run.layout, "world", what, how, num_bytes, 1, within)
 
 
 def _of_activations(
-    run: ZeroMoments, num_passes: int, num_values: int, *, trains: bool
+    run: ZeroMemoryModel, num_passes: int, num_values: int, *, trains: bool
 ) -> Iterator[Exchange]:
     """AutoTP's exchanges: all-reduces of each pair's output and, backwards, of its input's
     gradient.

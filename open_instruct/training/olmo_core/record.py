@@ -13,7 +13,7 @@ from open_instruct.core.shard_layout import ShardLayout
 from open_instruct.parallel.layout import layout_of_degrees
 
 if TYPE_CHECKING:
-    from open_instruct.planning.plan import Backend as Planned
+    from open_instruct.planning.setting import Backend as Planned
     from open_instruct.training.olmo_core.fsdp2 import FSDP2Backend
 
 FLAGS_OF_OTHERS = ("deepspeed_stage", "deepspeed_zpg")
@@ -71,7 +71,7 @@ class OlmoCore:
         return f"{copies}{split}{experts}"
 
     def planned(self, config: LearnerConfig) -> Planned:
-        from open_instruct.planning.plan import Backend
+        from open_instruct.planning.setting import Backend
 
         return Backend()
 

@@ -24,8 +24,9 @@ from open_instruct.commands import plan as request
 from open_instruct.commands.plan import PlanRequest, parse_request
 from open_instruct.core.errors import EXIT_INPUT, InputError
 from open_instruct.planning.advice import Advice, change_to_fit
-from open_instruct.planning.memory.phases import Moments, memory_by_phase
-from open_instruct.planning.plan import Plan, plan_of
+from open_instruct.planning.memory.memory_model import MemoryModel
+from open_instruct.planning.memory.phases import memory_by_phase
+from open_instruct.planning.plan import Plan, make_plan
 from open_instruct.planning.shown import LETTERS, PARTS, said, traffic_rows
 from open_instruct.planning.step_time import flops_per_step
 from open_instruct.planning.subject import units
@@ -65,7 +66,7 @@ def requested(*words: str) -> PlanRequest:
 
 
 def planned(*words: str) -> Plan:
-    return plan_of(requested(*words).setting)
+    return make_plan(requested(*words).setting)
 
 
 def page(plan: Plan, *, console: Console | None = None, encoding: str = "utf-8") -> str:
@@ -255,7 +256,7 @@ class TestPlan:
         plan = planned(*DPO_7B, *FULL)
         assert (plan.layout.shard_degree, plan.layout.num_replicas) == (8, 2)
         assert plan.phases == memory_by_phase(
-            Moments(plan.setting.shape, plan.layout, plan.workload)
+            MemoryModel(plan.setting.shape, plan.layout, plan.workload)
         )
         assert plan.peak.total_bytes == max(phase.total_bytes for phase in plan.phases)
         assert plan.headroom_bytes == plan.setting.device.memory_bytes - plan.peak.total_bytes
@@ -284,7 +285,7 @@ class TestPlan:
         words = ["--fsdp_shard_degree", "4", *FULL, "--num_nodes", "4", "--gpus_per_node", "8"]
         asked = requested("dpo", *OLMO_7B, *words).setting
         assert changed.gpus_per_node == asked.gpus_per_node
-        assert plan_of(changed).phases == plan_of(asked).phases
+        assert make_plan(changed).phases == make_plan(asked).phases
         with refused("out_of_range", "per_device_train_batch_size", "0"):
             setting.with_flags({"per_device_train_batch_size": 0})
 
@@ -709,7 +710,7 @@ class TestCPU:
         if is_cpu:
             whole = device_named("cpu").memory_bytes
             assert asked.setting.device.memory_bytes == pytest.approx(whole / 2, rel=1e-6)
-            text = page(plan_of(asked.setting))
+            text = page(make_plan(asked.setting))
             assert "The layouts of 2 processes" in text
             assert "H100" not in text and "CUDA and libraries" not in text
 
@@ -732,7 +733,7 @@ def test_gpu_without_bfloat16_is_said_to_have_none(dtype: str, is_warned: bool) 
     words = ["sft", *OLMO_7B, "--gpus_per_node", "8", "--gpu", "v100", "--param_dtype", dtype]
     asked = requested(*words)
     assert any("--param_dtype float32" in warning for warning in asked.warnings) == is_warned
-    assert "no bfloat16" in " ".join(page(plan_of(asked.setting)).split())
+    assert "no bfloat16" in " ".join(page(make_plan(asked.setting)).split())
 
 
 def test_help(capsys: pytest.CaptureFixture[str]) -> None:

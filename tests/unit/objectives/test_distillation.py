@@ -27,7 +27,7 @@ from open_instruct.models.heads.logprob_head import LogprobHead, Measure
 from open_instruct.objectives.distill import DISTILL, DistillConfig, bind, evaluate, teacher_of
 from open_instruct.objectives.objective import LossOutputs, TokenLogprobs
 from open_instruct.parallel.layout import find_layout
-from open_instruct.planning.plan import Plan, plan_of
+from open_instruct.planning.plan import Plan, make_plan
 from open_instruct.planning.subject.model import model_shape
 from open_instruct.planning.subject.workload import Scoring
 from open_instruct.run.pretrained import open_pretrained
@@ -390,7 +390,7 @@ LARGE = [
 
 
 def planned(*words: str) -> Plan:
-    return plan_of(parse_request(["distill", *LARGE, "--gpus_per_node", "8", *words]).setting)
+    return make_plan(parse_request(["distill", *LARGE, "--gpus_per_node", "8", *words]).setting)
 
 
 def test_plan_counts_the_teacher() -> None:

@@ -40,7 +40,7 @@ from open_instruct.objectives.kto import (
     parse_labelled_row,
     unpaired_losses,
 )
-from open_instruct.planning.plan import plan_of
+from open_instruct.planning.plan import make_plan
 from open_instruct.training.policy import Policy
 from tests.refusals import refused
 from tests.unit.objective_runs import all_gradients, load_rows, train_module
@@ -613,7 +613,7 @@ def test_plan_counts_learned_documents_and_a_pass_over_the_others() -> None:
     rows = ["--per_device_train_batch_size", "2", "--gradient_accumulation_steps", "3"]
     losses = ("kto", "apo_zero_unpaired")
     with_z0, without = (
-        plan_of(parse_request([*RUN, *rows, "--loss_type", name]).setting) for name in losses
+        make_plan(parse_request([*RUN, *rows, "--loss_type", name]).setting) for name in losses
     )
     for plan in (with_z0, without):
         workload = plan.workload
@@ -636,7 +636,7 @@ def test_plan_counts_learned_documents_and_a_pass_over_the_others() -> None:
 
 def test_prompts_of_kto_may_be_planned_as_shared() -> None:
     shared = [*RUN, "--shared_prompt_tokens", "1025", "--activation_checkpointing", "full"]
-    workload = plan_of(parse_request(shared).setting).workload
+    workload = make_plan(parse_request(shared).setting).workload
     assert (workload.tokens_per_microbatch, workload.reference_pass_tokens) == (
         8 * 2048,
         8 * (2 * 2048 - 1024),

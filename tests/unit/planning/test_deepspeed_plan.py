@@ -14,7 +14,7 @@ from open_instruct.commands.run_flags import parse_run
 from open_instruct.commands.tiny_model import write_tiny_model
 from open_instruct.objectives.registry import objective_named
 from open_instruct.planning.advice import Advice
-from open_instruct.planning.plan import Plan, plan_of
+from open_instruct.planning.plan import Plan, make_plan
 from open_instruct.planning.shown import as_record, check_plan, said, traffic_rows
 from open_instruct.report.plan_page import html_page, print_plan
 from open_instruct.training.deepspeed.planned_memory import BUCKET, MOST_AT_ONCE, SMALL
@@ -32,7 +32,7 @@ def planned_with(stage: int, *words: str, gpus: str = "8") -> Plan:
         "--gpus_per_node",
         *gpus.split(),
     ]
-    return plan_of(parse_request(["dpo", *SEVEN_B, *SMALL_ROWS, *of_zero, *words]).setting)
+    return make_plan(parse_request(["dpo", *SEVEN_B, *SMALL_ROWS, *of_zero, *words]).setting)
 
 
 def to_fit(plan: Plan) -> str:
@@ -52,7 +52,7 @@ def test_each_stage_needs_less_than_the_one_before() -> None:
 def test_engine_on_the_learners_gpu_is_planned_for() -> None:
     words = ["grpo", "--model_name_or_path", "Qwen/Qwen3-0.6B", "--vllm_kv_cache_mib", "1024"]
     one, two = (
-        plan_of(
+        make_plan(
             parse_request(
                 [*words, "--backend", "deepspeed", "--num_learners_per_node", "1", *more]
             ).setting
@@ -106,7 +106,7 @@ def test_ranks_that_split_matrices_share_with_those_that_have_the_same_part() ->
     assert held["optimizer states"] == pytest.approx(8 * own, rel=1e-3)
     assert held["parameters"] == pytest.approx((4 + 4 * 2) * own, rel=1e-3)
     # Between matrices every rank has all tokens, and within them a part of the features.
-    of_block = [sum(each.moments.passes.profiles[0].backward_peak) for each in (whole, split)]
+    of_block = [sum(each.memory.passes.profiles[0].backward_peak) for each in (whole, split)]
     assert 0.5 < of_block[1] / of_block[0] < 0.9
     assert (
         "2 neighbours split matrices, and all with the same part share"
@@ -144,7 +144,7 @@ def test_advice_names_the_next_stage_that_fits() -> None:
 def test_advice_turns_to_host_memory_where_no_stage_fits() -> None:
     assert to_fit(planned_with(3, "--gpu", "memory_gib=22")) == "--adam_offload true"
     host = dict(planned_with(3, "--adam_offload").host.parts)
-    own = planned_with(3).moments.num_trained_values
+    own = planned_with(3).memory.num_trained_values
     # AdamW's, and gradients that add up and that it reads.
     assert host["parameters"] == 4 * own and host["gradients"] == 8 * own
     assert host["optimizer states"] == pytest.approx(8 * own, abs=64)

@@ -16,7 +16,9 @@ from open_instruct.commands.tiny_model import SIZES, tiny_config
 from open_instruct.config.sections import MemorySection
 from open_instruct.models.build import build_model
 from open_instruct.parallel.layout import resolve_layout
-from open_instruct.planning.memory.phases import INPUTS, Moments, memory_by_phase
+from open_instruct.planning.memory.memory_model import MemoryModel
+from open_instruct.planning.memory.parts import INPUTS
+from open_instruct.planning.memory.phases import memory_by_phase
 from open_instruct.planning.subject.model import shape_of_fields
 from open_instruct.planning.subject.workload import Workload
 from open_instruct.training.model import kernels
@@ -116,7 +118,7 @@ def test_inputs_on_host_are_as_planned(offloaded: Any, inputs: InputsOnHost) -> 
     assert len(inputs._kept) == SIZE["num_hidden_layers"] and len(on_device) == 1
     kinds: dict[str, dict[str, int]] = {}
     for mode in ("full", "offload"):
-        phases = memory_by_phase(Moments(shape, layout, replace(workload, checkpointing=mode)))  # type: ignore[arg-type]
+        phases = memory_by_phase(MemoryModel(shape, layout, replace(workload, checkpointing=mode)))  # type: ignore[arg-type]
         kinds[mode] = {phase.name: phase.total_bytes for phase in phases}
     stream_bytes = on_device[0].nbytes
     assert (
@@ -124,13 +126,15 @@ def test_inputs_on_host_are_as_planned(offloaded: Any, inputs: InputsOnHost) -> 
         == (SIZE["num_hidden_layers"] - 1) * stream_bytes
     )
     loss.backward()
-    on_host = Moments(shape, layout, workload).on_host()[INPUTS]
+    on_host = MemoryModel(shape, layout, workload).host_parts()[INPUTS]
     assert (
         on_host
         == sum(buffer.nbytes for buffer in inputs._free)
         >= SIZE["num_hidden_layers"] * stream_bytes
     )
-    assert not any(Moments(shape, layout, replace(workload, on_cuda=False)).on_host().values())
+    assert not any(
+        MemoryModel(shape, layout, replace(workload, on_cuda=False)).host_parts().values()
+    )
 
 
 def test_blocks_are_recomputed_with_a_message_without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:

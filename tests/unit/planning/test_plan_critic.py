@@ -7,8 +7,9 @@ from dataclasses import replace
 import pytest
 
 from open_instruct.commands.plan import parse_request
-from open_instruct.planning.memory.phases import CRITIC, CUDA, POLICY, SCRATCH, memory_by_phase
-from open_instruct.planning.plan import Plan, plan_of
+from open_instruct.planning.memory.parts import CRITIC, CUDA, POLICY, SCRATCH
+from open_instruct.planning.memory.phases import memory_by_phase
+from open_instruct.planning.plan import Plan, make_plan
 from open_instruct.planning.subject.model import model_shape
 from open_instruct.planning.traffic import traffic_per_step
 
@@ -22,7 +23,7 @@ STAGE = " --backend deepspeed --deepspeed_stage "
 
 
 def planned(words: str) -> Plan:
-    return plan_of(parse_request(words.split()).setting)
+    return make_plan(parse_request(words.split()).setting)
 
 
 def parts(plan: Plan, phase: str) -> dict[str, int]:
@@ -60,7 +61,7 @@ def test_critic_needs_what_a_model_that_scores_does(backend: str) -> None:
     assert shape.parameters[-1].shape == (1, 4096)
     phases = {
         each.name: each
-        for each in memory_by_phase(plan.setting.backend.moments(shape, plan.layout, work))
+        for each in memory_by_phase(plan.setting.backend.memory_model(shape, plan.layout, work))
     }
     of_learning = ("scoring pass", "forward", "backward", "optimizer step")
     worst = max((phases[name] for name in of_learning), key=lambda phase: phase.total_bytes)

@@ -13,7 +13,7 @@ from open_instruct.core.text import one_of
 from open_instruct.data.row_builder import RowBuilder
 from open_instruct.objectives.objective import BoundLoss, Objective
 from open_instruct.objectives.registry import OBJECTIVES
-from open_instruct.planning.plan import Plan, plan_of
+from open_instruct.planning.plan import Plan, make_plan
 
 RUN = ["--model_name_or_path", "allenai/OLMo-2-1124-7B", "--gpus_per_node", "8"]
 RUN += ["--activation_checkpointing", "full", "--per_device_train_batch_size", "2"]
@@ -49,7 +49,7 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def planned(*words: str) -> Plan:
-    return plan_of(parse_request(words).setting)
+    return make_plan(parse_request(words).setting)
 
 
 def test_new_objective_is_planned_with_documents_prompts_and_reference() -> None:

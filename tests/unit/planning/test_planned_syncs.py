@@ -11,9 +11,10 @@ from open_instruct.commands.plan import parse_request
 from open_instruct.commands.run_flags import parse_run
 from open_instruct.config.grpo import GRPOConfig
 from open_instruct.models.shards import at
-from open_instruct.planning.memory.phases import SENT, Moments, pinned
+from open_instruct.planning.memory.memory_model import MemoryModel, pinned
+from open_instruct.planning.memory.parts import SENT
 from open_instruct.planning.memory.state import sync_buckets
-from open_instruct.planning.plan import Plan, plan_of
+from open_instruct.planning.plan import Plan, make_plan
 from open_instruct.planning.shown import said
 from open_instruct.planning.step_time import SHARES
 from open_instruct.weight_sync.changes import SentParts
@@ -27,7 +28,7 @@ DELTA = ["--weight_sync", "delta"]
 
 
 def planned(*words: str) -> Plan:
-    return plan_of(parse_request(["grpo", *GRPO, *words]).setting)
+    return make_plan(parse_request(["grpo", *GRPO, *words]).setting)
 
 
 @pytest.mark.parametrize(
@@ -70,7 +71,7 @@ def test_plan_knows_what_auto_takes(words: list[str], takes: str) -> None:
 def test_bytes_and_memory_are_those_of_the_learners() -> None:
     """Of changes at random, in a bucket that has one part of each of two ranks."""
     plan = planned(*NODES, "--fsdp_shard_degree", "2")
-    own, whole = max(sync_buckets(plan.moments.shape, plan.layout, plan.workload))
+    own, whole = max(sync_buckets(plan.memory.shape, plan.layout, plan.workload))
     num_values = own // 2
     boxes = {rank: (slice(rank * num_values, (rank + 1) * num_values),) for rank in range(2)}
     manifest = WeightManifest(
@@ -89,7 +90,7 @@ def test_bytes_and_memory_are_those_of_the_learners() -> None:
         assert told() / own == pytest.approx(cost.num_bytes / plan.syncs[0].num_bytes, rel=0.01)
     held = sum(bits.nbytes for bits in learner._sent.values())
     kept = sum(
-        pinned(size) for size, _ in sync_buckets(plan.moments.shape, plan.layout, plan.workload)
+        pinned(size) for size, _ in sync_buckets(plan.memory.shape, plan.layout, plan.workload)
     )
     assert held == own and dict(plan.host.parts)[SENT] == kept + 4 * own
 
@@ -128,7 +129,9 @@ def test_sent_copy_is_in_planned_memory_without_a_gpu() -> None:
 
     def held(takes: str) -> int:
         workload = replace(plan.workload, on_cuda=False, sync_choice=(takes, ""))
-        return sum(Moments(plan.setting.shape, plan.layout, workload).held(0).values())
+        return sum(
+            MemoryModel(plan.setting.shape, plan.layout, workload).resident_parts(0).values()
+        )
 
-    own = [size for size, _ in sync_buckets(plan.moments.shape, plan.layout, plan.workload)]
+    own = [size for size, _ in sync_buckets(plan.memory.shape, plan.layout, plan.workload)]
     assert held("delta") - held("dense") == sum(own) + 4 * max(own) < dict(plan.host.parts)[SENT]

@@ -29,12 +29,8 @@ from open_instruct.models.lora.adapters import adapt
 from open_instruct.parallel.layout import resolve_layout
 from open_instruct.planning.memory import activations, head
 from open_instruct.planning.memory.activations import profile_piece
-from open_instruct.planning.memory.phases import (
-    NUM_SYNC_SLOTS,
-    READ_CHUNK_BYTES,
-    Moments,
-    memory_by_phase,
-)
+from open_instruct.planning.memory.memory_model import NUM_SYNC_SLOTS, MemoryModel
+from open_instruct.planning.memory.phases import READ_CHUNK_BYTES, memory_by_phase
 from open_instruct.planning.memory.state import local_size
 from open_instruct.planning.subject.model import ModelShape, model_shape, shape_of_fields
 from open_instruct.planning.subject.workload import Scoring, Workload, adapted
@@ -121,7 +117,8 @@ def phases_of(
 ) -> dict[str, dict[str, int]]:
     """The parts of each phase."""
     return {
-        phase.name: dict(phase.parts) for phase in memory_by_phase(Moments(shape, layout, workload))
+        phase.name: dict(phase.parts)
+        for phase in memory_by_phase(MemoryModel(shape, layout, workload))
     }
 
 
@@ -471,7 +468,9 @@ def test_step_needs_what_it_really_does(name: Any, monkeypatch: pytest.MonkeyPat
     optimizer.step()
     with Live() as live:
         optimizer.step()
-    moments = Moments(shape_of(hf_config), resolve_layout([1]), replace(WORKLOAD, optimizer=name))
+    moments = MemoryModel(
+        shape_of(hf_config), resolve_layout([1]), replace(WORKLOAD, optimizer=name)
+    )
     assert live.peak == moments.step_temporaries()
 
 
@@ -562,10 +561,10 @@ def test_copy_that_checkpoints_are_written_from_is_where_they_are_written(
     reference = Scoring(shape=shape, stands_as="reference policy", moves=True)
     workload = replace(WORKLOAD, scorings=(reference,)) if moves else WORKLOAD
     on_gpu = replace(workload, copies_checkpoints=True)
-    assert any(Moments(shape, layout, on_gpu).on_host().values())
+    assert any(MemoryModel(shape, layout, on_gpu).host_parts().values())
     assert phases_of(shape, layout, on_gpu) == phases_of(shape, layout, workload)
-    on_cpu = Moments(shape, layout, replace(on_gpu, on_cuda=False))
-    assert not any(on_cpu.on_host().values())
+    on_cpu = MemoryModel(shape, layout, replace(on_gpu, on_cuda=False))
+    assert not any(on_cpu.host_parts().values())
     num_bytes = on_cpu.checkpoint_copy()
     assert num_bytes == pytest.approx(bytes_a_parameter * shape.num_params, rel=1e-3)
     without = phases_of(shape, layout, replace(workload, on_cuda=False))
@@ -580,7 +579,7 @@ def test_each_tensor_of_that_copy_takes_a_power_of_two_of_pinned_memory() -> Non
 
     def copied(**changes: Any) -> int:
         workload = replace(WORKLOAD, copies_checkpoints=True, **changes)
-        (num_bytes,) = filter(None, Moments(shape, layout, workload).on_host().values())
+        (num_bytes,) = filter(None, MemoryModel(shape, layout, workload).host_parts().values())
         return num_bytes
 
     sizes = [local_size(parameter, layout).own * 4 for parameter in shape.parameters]
@@ -602,9 +601,11 @@ def test_each_tensor_of_that_copy_takes_a_power_of_two_of_pinned_memory() -> Non
 
 def test_moments_of_the_host_are_in_its_account() -> None:
     shape, workload = model_shape("Qwen/Qwen3-0.6B"), replace(WORKLOAD, has_moments_on_host=True)
-    moments = Moments(shape, LAYOUT, WORKLOAD).optimizer
+    moments = MemoryModel(shape, LAYOUT, WORKLOAD).optimizer
     assert (
-        Moments(shape, LAYOUT, workload).on_host()["optimizer states"] == moments > shape.num_params
+        MemoryModel(shape, LAYOUT, workload).host_parts()["optimizer states"]
+        == moments
+        > shape.num_params
     )
     of_step = phases_of(shape, LAYOUT, workload)["optimizer step"]
     assert "optimizer states" not in of_step and of_step["temporaries"] > 0
@@ -612,7 +613,10 @@ def test_moments_of_the_host_are_in_its_account() -> None:
 
 def test_weights_of_the_host_are_in_its_account() -> None:
     shape, workload = model_shape("Qwen/Qwen3-0.6B"), replace(WORKLOAD, has_weights_on_host=True)
-    here, there = Moments(shape, LAYOUT, WORKLOAD), Moments(shape, LAYOUT, workload).on_host()
+    here, there = (
+        MemoryModel(shape, LAYOUT, WORKLOAD),
+        MemoryModel(shape, LAYOUT, workload).host_parts(),
+    )
     assert there["optimizer states"] == here.optimizer
     # Each tensor is pinned by itself, in a power of two.
     for kind, held in (("parameters", here.parameters), ("gradients", here.gradients)):
@@ -626,8 +630,8 @@ def test_weights_of_the_host_are_in_its_account() -> None:
             > here.parameters + here.optimizer
         )
     in_4_bits = adapted(shape, LoRASection(use_lora=True, use_qlora=True))
-    held = Moments(in_4_bits, LAYOUT, WORKLOAD).parameters
-    assert held <= Moments(in_4_bits, LAYOUT, workload).on_host()["parameters"] < 2 * held
+    held = MemoryModel(in_4_bits, LAYOUT, WORKLOAD).parameters
+    assert held <= MemoryModel(in_4_bits, LAYOUT, workload).host_parts()["parameters"] < 2 * held
 
 
 def test_whole_gradients_are_there_while_microbatches_add_up() -> None:

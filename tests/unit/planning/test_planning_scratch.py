@@ -10,14 +10,14 @@ from open_instruct.commands.plan import parse_request
 from open_instruct.parallel.layout import resolve_layout
 from open_instruct.planning.memory import activations, block
 from open_instruct.planning.memory.autograd_sizes import Gradient, Tape, Tensor
-from open_instruct.planning.memory.phases import CUDA, SCRATCH
+from open_instruct.planning.memory.parts import CUDA, SCRATCH
 from open_instruct.planning.memory.scratch import (
     MIB,
     attention_scratch,
     communicator_bytes,
     library_bytes,
 )
-from open_instruct.planning.plan import plan_of
+from open_instruct.planning.plan import make_plan
 
 HALF_A_GIB = 2**29
 RING, SHARP = 24 * 12 * MIB, 16 * 2 * MIB
@@ -89,7 +89,7 @@ def parts_of(*, on_cuda: bool) -> dict[str, dict[str, int]]:
         "--activation_checkpointing full"
     )
     activations.forget_profiles()
-    plan = plan_of(replace(parse_request(words.split()).setting, on_cuda=on_cuda))
+    plan = make_plan(replace(parse_request(words.split()).setting, on_cuda=on_cuda))
     return {phase.name: dict(phase.parts) for phase in plan.phases}
 
 

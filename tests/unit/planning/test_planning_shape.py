@@ -12,7 +12,7 @@ from open_instruct.config.grpo import GRPOConfig
 from open_instruct.config.rollout_sections import CPU_KV_CACHE_MIB
 from open_instruct.objectives.dpo import DPOConfig
 from open_instruct.parallel.layout import resolve_layout
-from open_instruct.planning.plan import Setting
+from open_instruct.planning.setting import Setting
 from open_instruct.planning.subject.devices import device_named
 from open_instruct.planning.subject.model import model_shape, public_models
 from open_instruct.planning.subject.workload import Scoring, workload_of

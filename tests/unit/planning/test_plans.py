@@ -16,7 +16,7 @@ import yaml
 
 from open_instruct.commands.plan import parse_request
 from open_instruct.planning.advice import Advice, Change
-from open_instruct.planning.plan import Plan, plan_of
+from open_instruct.planning.plan import Plan, make_plan
 
 FILE = Path(__file__).with_name("plans.yaml")
 ADVICE = ("to_fit", "with_adapters", "faster", "recomputes_less", "exchanges_less")
@@ -24,7 +24,7 @@ PLANS: list[dict[str, Any]] = yaml.load(FILE.read_text(encoding="utf-8"), Loader
 
 
 def planned(words: Iterable[str]) -> Plan:
-    return plan_of(parse_request([*words]).setting)
+    return make_plan(parse_request([*words]).setting)
 
 
 def advised(plan: Plan) -> dict[str, Change]:

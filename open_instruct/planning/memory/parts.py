@@ -1,0 +1,27 @@
+"""The names of the parts of a GPU's memory, and what a moment is: bytes by these names."""
+
+from collections.abc import Mapping
+
+PARAMETERS = "parameters"
+GRADIENTS = "gradients"
+OPTIMIZER = "optimizer states"
+GATHERED = "gathered weights"
+REDUCED = "gradients on their way"
+ACTIVATIONS = "activations"
+HEAD = "head and logits"
+TEMPORARIES = "temporaries"
+BUFFERS = "buffers"
+SCRATCH = "scratch of kernels"
+ENGINE = "vLLM engine"
+CUDA = "CUDA and libraries"
+
+# The one of two models that is at rest.
+POLICY = "policy"
+CRITIC = "critic"
+
+# In the host's memory.
+INPUTS = "inputs of blocks"
+CHECKPOINT = "a copy to write checkpoints from"
+SENT = "weights as engines have them, to find what has changed"
+
+Moment = Mapping[str, int]
