@@ -400,8 +400,8 @@ def test_text_that_many_rows_have_is_unpacked_for_few_at_a_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     path, num_bytes, num_rows = tmp_path / f"rows.{kind}", 2**20, 200
-    monkeypatch.setattr(tables, "_BYTES_AT_ONCE", 2**23)
-    monkeypatch.setattr(tables, "_LONGEST_ROW", 2**19)
+    monkeypatch.setattr(tables, "_BYTES_PER_BATCH", 2**23)
+    monkeypatch.setattr(tables, "_MAX_ROW_BYTES", 2**19)
     one_text_of_many_rows(path, num_rows=num_rows, num_bytes=num_bytes)
     assert path.stat().st_size < 2 * num_bytes
     before, most = pyarrow.total_allocated_bytes(), 0

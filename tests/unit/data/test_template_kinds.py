@@ -132,9 +132,9 @@ def test_ends_and_thoughts_that_a_template_doubles_are_counted(
     builder = SFTBuilder(own(tokenizer, template), max_seq_length=200, on_bad_row="error")
     _, report = builder.build([entry], [entry.open({})], seed=1)
     assert (
-        builder.num_with_two_ends,
-        builder.num_with_more_thoughts,
-        builder.num_without_end,
+        builder.counts.num_with_two_ends,
+        builder.counts.num_with_more_thoughts,
+        builder.counts.num_without_end,
     ) == counts
     assert len(report.warnings) == sum(counts)
 
