@@ -67,6 +67,10 @@ COMMANDS = {
     "chat": ("talk to what a run has trained, or to any model", "commands.chat:main"),
     "serve": ("serve what a run has trained as OpenAI's API does, by vLLM", "commands.serve:main"),
     "tiny-model": ("write a small random checkpoint, to try things on", "commands.tiny_model:main"),
+    "get-model": (
+        "download a small real model, to talk to and to train",
+        "commands.get_model:main",
+    ),
 }
 RUN = "{commands} [FILE.yaml] --model_name_or_path STR"
 # For `--help` of commands with flags of their own: where these are, how it begins, and a usage line
@@ -83,6 +87,7 @@ FLAGS = {
     "score": ("commands.score:ScoreFlags", "score MODEL FILE", ""),
     "chat": ("commands.chat:ChatFlags", "chat RUN|MODEL", ""),
     "tiny-model": ("commands.tiny_model:TinyModelFlags", "tiny-model DIR", ""),
+    "get-model": ("commands.get_model:GetModelFlags", "get-model NAME DIR", ""),
 }
 
 

@@ -24,6 +24,7 @@ LEFT_OUT = {
     r"^(pip|python3) ": "downloads, and what is run with them",
     r"^(hf|lm_eval) |openai/gsm8k|DAPO-Math-17k": "needs the hub",
     r"^curl |^open-instruct serve": "a server: tests/fleet/test_serving.py",
+    r"get-model|chat smollm": "downloads: tests/unit/commands/test_get_model.py",
     r"--watch": "serves until it is ended: tests/unit/report/test_live_page.py",
     r"^sbatch|launch_multi_node\.sh": "nodes: tests/house/test_scripts.py, with stubs of torchrun and Slurm",
     r"grpo_fast\.py": "settings for 24 GPUs: tests/fleet/test_grpo.py runs it on two learners under stage 3",

