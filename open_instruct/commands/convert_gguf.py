@@ -29,9 +29,12 @@ def main(request: dict[str, Any]) -> None:
     transformers.utils.logging.disable_progress_bar()
     gguf, out = Path(request["gguf"]), Path(request["out"])
     out.mkdir()
-    source = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
+    source: dict[str, Any] = {
+        "pretrained_model_name_or_path": str(gguf.parent),
+        "gguf_file": gguf.name,
+    }
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(**source)
+    tokenizer: Any = transformers.AutoTokenizer.from_pretrained(**source)
 
     tied = {"lm_head.weight"} if model.config.tie_word_embeddings else set()
     tensors = {
@@ -83,7 +86,7 @@ def ask(folder: Path, question: str) -> str:
     import transformers
 
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    tokenizer: Any = transformers.AutoTokenizer.from_pretrained(folder)
     messages = [{"role": "user", "content": question}]
     prompt = tokenizer.apply_chat_template(
         messages, add_generation_prompt=True, return_tensors="pt", return_dict=True

@@ -22,7 +22,7 @@ import yaml
 from open_instruct.config.parser import nearest, parse
 from open_instruct.config.sections import flag
 from open_instruct.core.errors import InputError, RunError
-from open_instruct.data.token_dataset import cache_root
+from open_instruct.data.files.array_file import find_cache_folder
 
 TABLE = files("open_instruct.commands") / "get_model_files" / "models.yaml"
 USAGE = "open-instruct get-model NAME DIR"
@@ -66,7 +66,7 @@ def main(words: Sequence[str]) -> int:
     if folder.exists():
         raise InputError(f"{folder} is there already: name a new folder", kind="other_run")
 
-    converted = cache_root(flags.cache_dir) / "models" / f"{names[0]}-{model['sha256'][:12]}"
+    converted = find_cache_folder(flags.cache_dir) / "models" / f"{names[0]}-{model['sha256'][:12]}"
     if not converted.is_dir():
         _convert(model, table["reader"], converted)
     partial = folder.with_name(f".{folder.name}.partial")
