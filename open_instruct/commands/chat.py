@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from open_instruct.commands.talking_models import TalkingModel, find_model, find_start_model
+from open_instruct.commands.talking.models import TalkingModel, find_model, find_start_model
 from open_instruct.config.parser import parse
 from open_instruct.config.sections import Dtype, flag
 from open_instruct.config.validation import limit_problems, refuse
@@ -146,7 +146,7 @@ def open_speaker(model: TalkingModel, flags: ChatFlags, *, is_alone: bool) -> Sp
     tokenizer = load_tokenizer(str(model.tokenizer_folder))
     chat = ChatFormat.choose(tokenizer, flags.chat_template_name)
     # torch is loaded once everything else is known to be good.
-    from open_instruct.commands.transformers_replies import TransformersEngine
+    from open_instruct.commands.talking.transformers_replies import TransformersEngine
     from open_instruct.generation.vllm_replies import VLLMEngine, has_vllm_for_gpu
 
     takes_vllm = flags.engine == "vllm"

@@ -24,7 +24,7 @@ from open_instruct.config.sections import flag
 from open_instruct.core.errors import InputError, RunError
 from open_instruct.data.files.array_file import find_cache_folder
 
-TABLE = files("open_instruct.commands") / "get_model_files" / "models.yaml"
+TABLE = files("open_instruct.commands") / "real_models" / "models.yaml"
 USAGE = "open-instruct get-model NAME DIR"
 
 
@@ -107,7 +107,12 @@ def _convert(model: dict[str, Any], reader: dict[str, str], converted: Path) -> 
     request = {"gguf": str(gguf), "out": str(out)} | {
         name: model[name] for name in ("splits_digits", "question")
     }
-    program = [sys.executable, "-m", "open_instruct.commands.convert_gguf", json.dumps(request)]
+    program = [
+        sys.executable,
+        "-m",
+        "open_instruct.commands.real_models.convert_gguf",
+        json.dumps(request),
+    ]
     root = str(Path(__file__).resolve().parents[2])
     paths = [str(work / "library"), root, *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}

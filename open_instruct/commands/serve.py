@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from open_instruct.commands.talking_models import ADAPTER_CONFIG, TalkingModel, find_model
+from open_instruct.commands.talking.models import ADAPTER_CONFIG, TalkingModel, find_model
 from open_instruct.core.errors import InputError
 from open_instruct.data.files.foreign_json import read_object
 

@@ -407,7 +407,7 @@ def engine(folder: Path) -> Any:
 def talking(folder: Path) -> Any:
     """How a trained model is talked to, served and scored with on a GPU."""
     from open_instruct.commands import serve
-    from open_instruct.commands.talking_models import TalkingModel
+    from open_instruct.commands.talking.models import TalkingModel
     from open_instruct.commands.tiny_model import write_tiny_model
     from open_instruct.generation.vllm_replies import VLLMEngine, has_vllm_for_gpu
     from open_instruct.run.opened_by_transformers import open_model

@@ -16,7 +16,7 @@ from open_instruct.cli import main
 from open_instruct.commands import chat as chat_command
 from open_instruct.commands.run_flags import parse_run
 from open_instruct.commands.serve import CPU_CACHE_BYTES, server_words, words_on_a_cpu
-from open_instruct.commands.talking_models import find_model, find_start_model
+from open_instruct.commands.talking.models import find_model, find_start_model
 from open_instruct.commands.tiny_model import write_tiny_model
 from open_instruct.config.resolved import write_config
 from open_instruct.core.errors import InputError

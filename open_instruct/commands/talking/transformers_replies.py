@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from open_instruct.commands.talking_models import TalkingModel
+from open_instruct.commands.talking.models import TalkingModel
 from open_instruct.core.errors import InputError
 from open_instruct.generation.replies import Sampling
 from open_instruct.run.opened_by_transformers import open_model

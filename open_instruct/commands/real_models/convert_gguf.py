@@ -1,7 +1,7 @@
 """Write a model in a GGUF file as a Hugging Face folder, and ask it one question.
 
-A program of its own, which `get_model.py` starts: transformers looks for the package that reads
-GGUF once, when it is imported, and here that package lies in a folder of the cache.
+A program of its own, which `commands/get_model.py` starts: transformers looks once, when it is
+imported, for the package that reads GGUF, and here that package lies in a folder of the cache.
 """
 
 import json
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
+    from transformers import PretrainedConfig, PreTrainedTokenizerFast
 
 MAX_ANSWER_TOKENS = 24
 
@@ -49,9 +49,9 @@ def main(request: dict[str, Any]) -> None:
     print(json.dumps({"answer": ask(out, request["question"])}))
 
 
-def write_config(config: Any, architecture: str, out: Path) -> None:
+def write_config(hf_config: "PretrainedConfig", architecture: str, out: Path) -> None:
     """config.json of the weights as they are now: in bfloat16, no longer quantised."""
-    fields = config.to_dict() | {"architectures": [architecture], "dtype": "bfloat16"}
+    fields = hf_config.to_dict() | {"architectures": [architecture], "dtype": "bfloat16"}
     for name in ("quantization_config", "_name_or_path", "_model_name_or_path"):
         fields.pop(name, None)
     (out / "config.json").write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")

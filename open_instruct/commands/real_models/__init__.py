@@ -1,0 +1,1 @@
+"""Small real models of package indexes: which there are, and how one becomes a folder."""
