@@ -11,7 +11,7 @@ from open_instruct.config.rollout_sections import PolicyLossSection
 from open_instruct.config.sections import PreferenceLossSection
 from open_instruct.objectives import dpo, policy_gradient
 from open_instruct.objectives.objective import BoundLoss
-from open_instruct.objectives.sft import cross_entropy
+from open_instruct.objectives.sft import CrossEntropy
 from open_instruct.parallel.triton_cache import set_triton_cache
 from open_instruct.training.backend import Metrics
 from open_instruct.training.olmo_core.fsdp2 import FSDP2Backend
@@ -56,7 +56,7 @@ class SFTTrainModule(ObjectiveTrainModule):
     """Supervised tuning; every argument is `FSDP2Backend`'s."""
 
     def __init__(self, **olmo_core: Any) -> None:
-        super().__init__(loss=BoundLoss(function=cross_entropy), **olmo_core)
+        super().__init__(loss=CrossEntropy(), **olmo_core)
 
 
 class DPOTrainModule(ObjectiveTrainModule):

@@ -67,8 +67,8 @@ def _run_own(words: list[str]) -> int:
     objective = load_named(word, origin=f"{OBJECTIVE_FLAG} {word}", what="NAME")
     if not isinstance(objective, Objective):
         raise InputError(
-            f"{OBJECTIVE_FLAG} {word} is no objective; make it an "
-            "open_instruct.objectives.objective.Objective",
+            f"{OBJECTIVE_FLAG} {word} is no objective; make it an instance of a subclass of "
+            "open_instruct.objectives.objective.Objective, as in NAME = MyObjective()",
             kind="own_code",
         )
     return run_objective(objective, words[:at] + words[at + 2 :], own=words[at : at + 2])
@@ -122,8 +122,8 @@ def preflight(config: TrainingConfig, *, objective: Objective) -> None:
     refuse_another_command(config, objective.name)
     check_paths(config)
     if (folder := find_local_folder(config.model.model_name_or_path)) is not None:
-        check_head(config_fields(folder)["model_type"], objective.head(config))
-    form = objective.rows_of(config)
+        check_head(config_fields(folder)["model_type"], objective.choose_head(config))
+    form = objective.choose_rows(config)
     if (check := vars(form).get("check")) is not None:
         check_first_rows(form, config, "mixer_list", "eval_mixer_list", check=check)
 

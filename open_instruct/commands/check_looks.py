@@ -229,7 +229,7 @@ class RunLooks:
             check = partial(parse_prompt_row, **self.known, **build_row_settings(self.config))
             check_first_rows(PromptBuilder, self.config, flag, check=check)
             return
-        form = self.objective.rows_of(self.config)
+        form = self.objective.choose_rows(self.config)
         if (own_check := vars(form).get("check")) is not None:
             check_first_rows(form, self.config, flag, check=own_check)
 

@@ -69,7 +69,7 @@ def main(words: Sequence[str]) -> int:
     pretrained = open_pretrained(
         replace(config, lora=LoRASection()),  # the adapter that training began with is not needed
         Path(flags.output_dir),
-        head=objective.head(config),
+        head=objective.choose_head(config),
     )
     dtype = pretrained.dtype_named(flags.export_dtype or config.run.export_dtype)
     model = pretrained.build(init_device="meta")
@@ -84,7 +84,7 @@ def main(words: Sequence[str]) -> int:
         card=partial(
             card_of, RunDirectory(path=run), trained_by=objective.name, until=step_of(folder)
         ),
-        more_config=objective.exported(config, pretrained.tokenizer, pretrained.hf_config),
+        more_config=objective.export_fields(config, pretrained.tokenizer, pretrained.hf_config),
     )
     print(f"{folder} is in {Path(flags.output_dir).absolute()} ({num_bytes / 1e6:,.1f} MB)")
     return 0

@@ -240,7 +240,7 @@ def _check_shared_prompt(config: RunConfig, num_tokens: int) -> None:
         longest, flag = config.data.max_prompt_token_length, "--max_prompt_token_length"
     else:
         objective = objective_of(config)
-        has_several = objective.rows_of(config).documents_per_row > 1
+        has_several = objective.choose_rows(config).documents_per_row > 1
         shares = has_several and config.data.packing and objective.prefix_sharing(config) != "off"
         longest, flag = config.data.max_seq_length - 1, "--max_seq_length less a token of reply"
     if not shares:

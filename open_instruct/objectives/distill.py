@@ -15,7 +15,7 @@ Legend: N labelled tokens or rows of a data set, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
@@ -117,7 +117,7 @@ def _problems(config: DistillConfig) -> Iterator[str]:
         yield "--teacher_model_name_or_path is empty: name the folder of the model to learn from"
 
 
-def teacher_of(config: DistillConfig) -> Teacher:
+def describe_teacher(config: DistillConfig) -> Teacher:
     """The teacher that the flags name, with the comparison of the student's distribution with
     it.
     """
@@ -150,71 +150,86 @@ def teacher_of(config: DistillConfig) -> Teacher:
 
 def bind(section: DistillationSection) -> BoundLoss:
     """The mixed loss that the flags name."""
-    ce_weight, kl_weight = weights_of(section)
+    ce_weight, kl_weight = find_weights(section)
+    return DistillationLoss(ce_weight=ce_weight, kl_weight=kl_weight)
 
-    def function(scores: TokenLogprobs, batch: Batch, counts: Mapping[str, int]) -> LossOutputs:
-        ce_N = -scores.logprobs_N
-        kl_N = compared(scores)
-        loss_N = ce_weight * ce_N + kl_weight * kl_N
-        return LossOutputs(
-            loss=loss_N.sum() / counts["labels"],
-            metrics=mean_metrics(
-                {"loss": loss_N.detach(), "ce": ce_N.detach(), "kl": kl_N.detach()}
-            ),
-        )
 
-    return BoundLoss(
-        function=function,
-        values_class=TeacherValues,
-        summed=lambda scores, batch: (scores.logprobs_N, compared(scores)),
-        never_negative=("ce", "kl"),
-        remedy="what was kept of the teacher is no distribution. Remove the folder "
-        "'teacher_distributions' in "
-        "--cache_dir and start again",
+@dataclass(frozen=True, kw_only=True)
+class DistillationLoss(BoundLoss):
+    """The weighted sum of the cross-entropy and of the divergence from the teacher."""
+
+    values_class = TeacherValues
+    never_negative = ("ce", "kl")
+    remedy = (
+        "what was kept of the teacher is no distribution. Remove the folder "
+        "'teacher_distributions' in --cache_dir and start again"
     )
 
+    ce_weight: float
+    kl_weight: float
 
-def compared(scores: TokenLogprobs) -> torch.Tensor:
+    def compute(
+        self, scores: TokenLogprobs, batch: Batch, counts: Mapping[str, int]
+    ) -> LossOutputs:
+        ce_N = -scores.logprobs_N
+        kl_N = _divergences(scores)
+        loss_N = self.ce_weight * ce_N + self.kl_weight * kl_N
+        values_N = {"loss": loss_N.detach(), "ce": ce_N.detach(), "kl": kl_N.detach()}
+        return LossOutputs(loss=loss_N.sum() / counts["labels"], metrics=mean_metrics(values_N))
+
+    def sum_columns(self, scores: TokenLogprobs, batch: Batch) -> Sequence[torch.Tensor]:
+        return (scores.logprobs_N, _divergences(scores))
+
+
+def _divergences(scores: TokenLogprobs) -> torch.Tensor:
     assert scores.measured_N is not None, "there is no teacher"
     return scores.measured_N
 
 
-def weights_of(section: DistillationSection) -> tuple[float, float]:
+def find_weights(section: DistillationSection) -> tuple[float, float]:
     """The weights of the cross-entropy and of the divergence."""
     return 1.0 - section.kd_coef, section.kd_coef * section.kd_temperature**2
 
 
-def evaluate(
-    dataset: TokenDataset,
-    sums_N2: np.ndarray,
-    reference_ND: np.ndarray | None,
-    config: DistillConfig,
-) -> Evaluation:
-    """The means of the loss and its parts over held-out conversations."""
-    num_label_tokens = int(dataset.num_label_tokens.sum())
-    log_prob, kl = (sums_N2.sum(axis=0, dtype="float64") / num_label_tokens).tolist()
-    ce_weight, kl_weight = weights_of(config.distillation)
-    loss = kl_weight * kl - ce_weight * log_prob
-    return Evaluation(
-        row={
-            "eval/loss": loss,
-            "eval/ce": -log_prob,
-            "eval/kl": kl,
-            "eval/num_label_tokens": num_label_tokens,
-            "eval/num_conversations": len(dataset),
-        },
-        sentence=f"held-out loss {{when}}: {loss:.4f} (cross-entropy {-log_prob:.4f}, divergence "
-        f"{kl:.4f}) over "
-        f"{counted(len(dataset), 'conversation')}",
-    )
+class DistillationObjective(Objective):
+    """Distillation of a larger model into a smaller one."""
+
+    name = "distill"
+    config_class = DistillConfig
+    rows = SFTBuilder
+
+    def validate(self, config: DistillConfig) -> list[str]:
+        return validated(config, _problems(config))
+
+    def bind(self, config: DistillConfig) -> BoundLoss:
+        return bind(config.distillation)
+
+    def teacher(self, config: DistillConfig) -> Teacher:
+        return describe_teacher(config)
+
+    def evaluate(
+        self,
+        dataset: TokenDataset,
+        sums_N2: np.ndarray,
+        reference_ND: np.ndarray | None,
+        config: DistillConfig,
+    ) -> Evaluation:
+        """The means of the loss and its parts over held-out conversations."""
+        num_label_tokens = int(dataset.num_label_tokens.sum())
+        log_prob, kl = (sums_N2.sum(axis=0, dtype="float64") / num_label_tokens).tolist()
+        ce_weight, kl_weight = find_weights(config.distillation)
+        loss = kl_weight * kl - ce_weight * log_prob
+        return Evaluation(
+            row={
+                "eval/loss": loss,
+                "eval/ce": -log_prob,
+                "eval/kl": kl,
+                "eval/num_label_tokens": num_label_tokens,
+                "eval/num_conversations": len(dataset),
+            },
+            sentence=f"held-out loss {{when}}: {loss:.4f} (cross-entropy {-log_prob:.4f}, "
+            f"divergence {kl:.4f}) over {counted(len(dataset), 'conversation')}",
+        )
 
 
-DISTILL = Objective(
-    name="distill",
-    config_class=DistillConfig,
-    validate=lambda config: validated(config, _problems(config)),
-    rows=SFTBuilder,
-    bind=lambda config: bind(config.distillation),
-    teacher=teacher_of,
-    evaluate=evaluate,
-)
+DISTILL = DistillationObjective()

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from open_instruct.config.flags import spelled
-from open_instruct.config.sections import PreferenceDataSection, PreferenceLossSection
+from open_instruct.config.sections import (
+    PreferenceDataSection,
+    PreferenceLossSection,
+    PrefixSharing,
+)
 from open_instruct.config.training import TrainingConfig, with_held_out
 from open_instruct.config.validation import idle_problems, limit_problems, refuse, validated
 from open_instruct.core.batch_values import PreferenceValues
@@ -120,24 +123,45 @@ def needs_reference(loss: PreferenceLossSection) -> bool:
 def bind(loss: PreferenceLossSection) -> BoundLoss:
     """The loss that the flags name; raises InputError for flags that cannot work."""
     refuse([*limit_problems(loss), *idle_problems(loss), *loss_problems(loss)])
-    known = [PREFERENCE_LOSSES[name] for name in loss.names]
-    starts_alike = all(each.needs_reference and each.knows_first_loss for each in known)
-    sorts_batch = any(each.sorts_batch for each in known)
+    sorts_batch = any(PREFERENCE_LOSSES[name].sorts_batch for name in loss.names)
+    return PreferenceLoss(
+        section=loss,
+        with_collisions=loss.weight_alignment,
+        ld_alpha=loss.ld_alpha,
+        scores_before_step=sorts_batch,
+    )
 
-    def function(scores: TokenLogprobs, batch: Batch, counts: Mapping[str, int]) -> LossOutputs:
-        outputs = preference_loss(loss, preference_inputs(scores, batch, ld_alpha=loss.ld_alpha))
+
+@dataclass(frozen=True, kw_only=True)
+class PreferenceLoss(BoundLoss):
+    """DPO or one of its relatives, or the weighted sum of several."""
+
+    values_class = PreferenceValues
+
+    section: PreferenceLossSection
+
+    def compute(
+        self, scores: TokenLogprobs, batch: Batch, counts: Mapping[str, int]
+    ) -> LossOutputs:
+        inputs = preference_inputs(scores, batch, ld_alpha=self.ld_alpha)
+        outputs = preference_loss(self.section, inputs)
         return LossOutputs(
             loss=outputs.losses_P.sum() / counts["rows"], metrics=preference_metrics(outputs)
         )
 
-    return BoundLoss(
-        function=function,
-        values_class=PreferenceValues,
-        prepare=partial(add_partners, ld_alpha=loss.ld_alpha) if sorts_batch else None,
-        with_collisions=loss.weight_alignment,
-        ld_alpha=loss.ld_alpha,
-        first_loss=(lambda counts: first_loss(loss)) if starts_alike else None,
-    )
+    def prepare(
+        self, step: StepBatch, scores: Sequence[TokenLogprobs], gather: Gather
+    ) -> StepBatch:
+        """Find the partners of each pair, for a loss that sorts the global batch."""
+        if not self.scores_before_step:
+            return step
+        return add_partners(step, scores, gather, ld_alpha=self.ld_alpha)
+
+    def first_loss(self, counts: Mapping[str, int]) -> float | None:
+        losses = [PREFERENCE_LOSSES[name] for name in self.section.names]
+        if not all(each.needs_reference and each.knows_first_loss for each in losses):
+            return None
+        return first_loss(self.section)
 
 
 def preference_inputs(
@@ -265,13 +289,10 @@ def preference_metrics(outputs: PreferenceLossOutputs) -> dict[str, Metric]:
     """Means over the pairs of a microbatch, weighted by their number."""
     chosen_P, rejected_P = outputs.rewards_2P
     chosen_logps_P, rejected_logps_P = outputs.logps_2P
-    values_P = {
-        "loss": outputs.losses_P.detach(),
-        **(
-            {f"loss/{name}": part_P for name, part_P in outputs.parts.items()}
-            if len(outputs.parts) > 1
-            else {}
-        ),
+    values_P = {"loss": outputs.losses_P.detach()}
+    if len(outputs.parts) > 1:
+        values_P |= {f"loss/{name}": part_P for name, part_P in outputs.parts.items()}
+    values_P |= {
         "rewards/chosen": chosen_P,
         "rewards/rejected": rejected_P,
         "rewards/margin": chosen_P - rejected_P,
@@ -282,55 +303,70 @@ def preference_metrics(outputs: PreferenceLossOutputs) -> dict[str, Metric]:
     return mean_metrics(values_P)
 
 
-def evaluate(
-    dataset: TokenDataset, logps_N2: np.ndarray, reference_N2: np.ndarray | None, config: DPOConfig
-) -> Evaluation:
-    """Preference accuracy, and the loss and rewards on held-out pairs.
+class DPOObjective(Objective):
+    """Preference tuning with DPO or one of its relatives."""
 
-    `eval/preference_accuracy` is the share of pairs whose chosen reply has the higher log-prob
-    (averaged over the reply where the loss averages too). It needs no reference, so it can be
-    compared before and after training; `eval/rewards/accuracy` compares rewards, which are relative
-    to the reference.
-    """
-    import torch
+    name = "dpo"
+    config_class = DPOConfig
+    rows = PreferenceBuilder
 
-    inputs = PreferenceLossInputs(
-        policy_logps_2P=torch.tensor(logps_N2.T),
-        lengths_2P=torch.tensor(dataset.label_lengths().T, dtype=torch.float32),
-        reference_logps_2P=None if reference_N2 is None else torch.tensor(reference_N2.T),
-    )
-    # Held-out scores lack the collision log-probs that weight alignment needs.
-    outputs = preference_loss(replace(config.loss, weight_alignment=False), inputs)
-    margins_N = outputs.rewards_2P[0] - outputs.rewards_2P[1]
-    accuracy = float((outputs.logps_2P[0] > outputs.logps_2P[1]).float().mean())
-    return Evaluation(
-        row={
-            "eval/preference_accuracy": accuracy,
-            "eval/rewards/accuracy": float(outputs.is_right_P.mean()),
-            "eval/rewards/margin": float(margins_N.mean()),
-            "eval/loss": float(outputs.losses_P.mean()),
-            "eval/num_pairs": len(dataset),
-        },
-        sentence=(
-            f"held-out preference accuracy {{when}}: {accuracy:.3f} of "
-            f"{counted(len(dataset), 'pair')}"
-        ),
-    )
+    def validate(self, config: DPOConfig) -> list[str]:
+        return validate_dpo(config)
+
+    def bind(self, config: DPOConfig) -> BoundLoss:
+        return bind(config.loss)
+
+    def needs_reference(self, config: DPOConfig) -> bool:
+        return needs_reference(config.loss)
+
+    def reference_moves(self, config: DPOConfig) -> Mapping[str, Any]:
+        """TR-DPO, arXiv 2404.09656."""
+        return {"update_freq": config.loss.ref_policy_update_freq, "alpha": config.loss.alpha}
+
+    def only_scores(self, config: DPOConfig) -> bool:
+        return config.loss.cache_logprobs_only
+
+    def prefix_sharing(self, config: DPOConfig) -> PrefixSharing:
+        return config.data.prefix_sharing
+
+    def evaluate(
+        self,
+        dataset: TokenDataset,
+        logps_N2: np.ndarray,
+        reference_N2: np.ndarray | None,
+        config: DPOConfig,
+    ) -> Evaluation:
+        """Preference accuracy, and the loss and rewards on held-out pairs.
+
+        `eval/preference_accuracy` is the share of pairs whose chosen reply has the higher log-prob
+        (averaged over the reply where the loss averages too). It needs no reference, so it can be
+        compared before and after training; `eval/rewards/accuracy` compares rewards, which are
+        relative to the reference.
+        """
+        import torch
+
+        inputs = PreferenceLossInputs(
+            policy_logps_2P=torch.tensor(logps_N2.T),
+            lengths_2P=torch.tensor(dataset.label_lengths().T, dtype=torch.float32),
+            reference_logps_2P=None if reference_N2 is None else torch.tensor(reference_N2.T),
+        )
+        # Held-out scores lack the collision log-probs that weight alignment needs.
+        outputs = preference_loss(replace(config.loss, weight_alignment=False), inputs)
+        margins_N = outputs.rewards_2P[0] - outputs.rewards_2P[1]
+        accuracy = float((outputs.logps_2P[0] > outputs.logps_2P[1]).float().mean())
+        return Evaluation(
+            row={
+                "eval/preference_accuracy": accuracy,
+                "eval/rewards/accuracy": float(outputs.is_right_P.mean()),
+                "eval/rewards/margin": float(margins_N.mean()),
+                "eval/loss": float(outputs.losses_P.mean()),
+                "eval/num_pairs": len(dataset),
+            },
+            sentence=(
+                f"held-out preference accuracy {{when}}: {accuracy:.3f} of "
+                f"{counted(len(dataset), 'pair')}"
+            ),
+        )
 
 
-DPO = Objective(
-    name="dpo",
-    config_class=DPOConfig,
-    validate=validate_dpo,
-    rows=PreferenceBuilder,
-    bind=lambda config: bind(config.loss),
-    needs_reference=lambda config: needs_reference(config.loss),
-    # TR-DPO, arXiv 2404.09656.
-    reference_moves=lambda config: {
-        "update_freq": config.loss.ref_policy_update_freq,
-        "alpha": config.loss.alpha,
-    },
-    only_scores=lambda config: config.loss.cache_logprobs_only,
-    prefix_sharing=lambda config: config.data.prefix_sharing,
-    evaluate=evaluate,
-)
+DPO = DPOObjective()

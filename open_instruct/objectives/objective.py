@@ -10,14 +10,14 @@ Legend: N labelled tokens of a microbatch or rows of a data set, D documents of 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from open_instruct.config.sections import PrefixSharing
-from open_instruct.config.training import TrainingConfig
 from open_instruct.config.validation import validated
-from open_instruct.core.batch_values import BatchValues, RLValues, RowValues
+from open_instruct.core.batch_values import BatchValues, RowValues
 from open_instruct.core.records import Batch, Metric, StepBatch
 from open_instruct.data.row_builder import RowBuilder
 from open_instruct.data.tokenizer import single_token_id
@@ -68,77 +68,103 @@ class LossOutputs:
 Gather = Callable[["torch.Tensor"], "torch.Tensor"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BoundLoss:
-    """The loss of a run: an objective's loss, bound to its flags.
+@dataclass(frozen=True, kw_only=True)
+class BoundLoss(ABC):
+    """The loss of a run: an objective's loss, bound to its flags. A subclass computes it.
 
-    `function(scores, batch, counts)` is given the values of `batch`, a record of the class
-    `values_class` that the loader makes, on the device of the scores. `temperature` divides the
-    logits, except at the labels of `RLValues.ce`;
-    `with_entropy` and `with_collisions` ask for these fields of `TokenLogprobs`. `ld_alpha` sets
-    how frozen log-probs are summed over the replies of a pair, see `sum_by_reply`. `first_loss` is
-    the loss of a policy that equals its reference, where that is a number or a count of the first
-    step. `never_negative` are metrics that only rounding makes negative. `remedy` explains a
-    violation of these; by default it is that of a loss with frozen scores.
+    It is not a function of plain tensors: those are in losses/, and a subclass calls them. It holds
+    no state: every method is a function of its arguments and of the fields.
 
-    `prepare(step, scores, gather)` is set where the loss of a row depends on other rows of the
-    global batch, or on the policy before the update. Before the first backward pass it receives the
-    policy's log-probs of every microbatch, without gradient, and returns the step to learn from,
-    perhaps with more `values` or fewer documents. `looks_at(step)` is the part of the step that is
-    scored for `prepare`; None means all. Every rank calls both, also a rank without rows.
+    Class attributes:
+        values_class: the record that the loader makes of what comes with the rows, for `compute`.
+        never_negative: metrics that only rounding makes negative.
+        remedy: explains a violation of that, or of the first loss.
 
-    `words`, each a token of the vocabulary, are those whose logits the loss reads, see
-    `TokenLogprobs.class_logits_NC`. Their ids are known once there is a tokenizer, see `with_ids`.
-
-    `derive` computes the metrics of a step that are no means, such as a standard deviation, from
-    those reduced over all ranks. `summed(scores, batch)` are the values of each label that are
-    summed over held-out rows in place of its log-prob; `Objective.evaluate` receives one column for
-    each.
+    Args:
+        temperature: divides the logits.
+        with_entropy: asks for `TokenLogprobs.entropy_N`.
+        with_collisions: asks for `TokenLogprobs.collision_logprobs_N`.
+        words: tokens of the vocabulary whose logits the loss reads, see
+            `TokenLogprobs.class_logits_NC`.
+        word_ids: their ids, known once there is a tokenizer, see `with_ids`.
+        ld_alpha: how frozen log-probs are summed over the replies of a pair, see `sum_by_reply`.
+        scores_before_step: whether `prepare` reads scores; that is a forward pass more.
+        checks_first_loss: whether the first step is compared with `first_loss`.
     """
 
-    function: Callable[[TokenLogprobs, Batch, Mapping[str, int]], LossOutputs]
-    prepare: Callable[[StepBatch, Sequence[TokenLogprobs], Gather], StepBatch] | None = None
-    looks_at: Callable[[StepBatch], StepBatch] | None = None
-    values_class: type[BatchValues] = RowValues
-    temperature: float = 1.0
-    with_entropy: bool = False
-    with_collisions: bool = False
-    ld_alpha: float | None = None
-    first_loss: float | Callable[[Mapping[str, int]], float] | None = None
-    never_negative: tuple[str, ...] = ()
-    remedy: str = (
+    values_class: ClassVar[type[BatchValues]] = RowValues
+    never_negative: ClassVar[tuple[str, ...]] = ()
+    remedy: ClassVar[str] = (
         "the reference log-probs do not belong to these weights and rows. Remove the folder "
         "'reference_logprobs' in --cache_dir and start again"
     )
+
+    temperature: float = 1.0
+    with_entropy: bool = False
+    with_collisions: bool = False
     words: tuple[str, ...] = ()
     word_ids: tuple[int, ...] = ()
-    derive: Callable[[dict[str, float]], dict[str, float]] | None = None
-    summed: Callable[[TokenLogprobs, Batch], Sequence[torch.Tensor]] = lambda scores, batch: (
-        scores.logprobs_N,
-    )
+    ld_alpha: float | None = None
+    scores_before_step: bool = False
+    checks_first_loss: bool = True
 
-    def with_ids(self, tokenizer: PreTrainedTokenizerFast) -> BoundLoss:
+    @abstractmethod
+    def compute(
+        self, scores: TokenLogprobs, batch: Batch, counts: Mapping[str, int]
+    ) -> LossOutputs:
+        """The microbatch's share of the loss of the global batch.
+
+        The values of `batch` are on the device of the scores. `counts` are those of the step, over
+        all ranks.
+        """
+
+    def select_scored(self, step: StepBatch) -> StepBatch:
+        """The part of the step that is scored for `prepare`: all of it."""
+        return step
+
+    def prepare(
+        self, step: StepBatch, scores: Sequence[TokenLogprobs], gather: Gather
+    ) -> StepBatch:
+        """The step to learn from: as it is.
+
+        A loss overrides it where that of a row depends on other rows of the global batch, or on the
+        policy before the update. Every rank calls it before the first backward pass, also a rank
+        without rows. `scores` are the policy's of each microbatch of `select_scored`, without
+        gradient; none without `scores_before_step`.
+        """
+        return step
+
+    def find_temperatures(self, batch: Batch) -> float | torch.Tensor:
+        """The temperature of the labels of a microbatch; a tensor (N,) on the CPU where it differs
+        among them.
+        """
+        return self.temperature
+
+    def first_loss(self, counts: Mapping[str, int]) -> float | None:
+        """The loss of a policy that equals its reference; None where that is no known number."""
+        return None
+
+    def sum_columns(self, scores: TokenLogprobs, batch: Batch) -> Sequence[torch.Tensor]:
+        """The values of each label, (N,) each, that are summed over held-out rows: the log-prob.
+
+        `Objective.evaluate` receives one column for each.
+        """
+        return (scores.logprobs_N,)
+
+    def derive_metrics(self, metrics: dict[str, float]) -> dict[str, float]:
+        """The metrics of a step, from those reduced over all ranks; here some may be added that are
+        no means, such as a standard deviation.
+        """
+        return metrics
+
+    def with_ids(self, tokenizer: PreTrainedTokenizerFast) -> Self:
         """The loss with the ids of its words.
 
         Raises:
             InputError: a word is not a single token.
         """
-        return replace(
-            self, word_ids=tuple(single_token_id(tokenizer, word) for word in self.words)
-        )
-
-    def temperature_of(self, batch: Batch) -> float | torch.Tensor:
-        """The temperature of the labels of a microbatch on the CPU; a tensor (N,) where it differs
-        among them.
-        """
-        values = batch.values
-        if not isinstance(values, RLValues) or values.ce is None or self.temperature == 1.0:
-            return self.temperature
-        import torch
-
-        temperatures_N = torch.full((len(batch.packed.sequence_ids_N),), self.temperature)
-        ones_M = torch.ones_like(values.ce.take(temperatures_N))
-        return temperatures_N.masked_fill(values.ce.scatter(ones_M, len(temperatures_N)) > 0, 1.0)
+        word_ids = tuple(single_token_id(tokenizer, word) for word in self.words)
+        return replace(self, word_ids=word_ids)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,66 +197,116 @@ class Evaluation:
     exported: Mapping[str, Any] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Objective:
-    """One thing that can be learned from the rows of a data set.
+class Objective(ABC):
+    """One thing that can be learned from the rows of a data set. A subclass overrides what differs.
 
-    Attributes:
+    It is not a loss: `bind` gives that. Every method is a function of the flags of a run, and is
+    asked before anything is loaded.
+
+    Class attributes:
         name: the command and the entry script, as in `open-instruct NAME`.
         config_class: its flags, in sections; see config/.
-        validate: checks everything that the flags alone can tell, and returns warnings.
         rows: the class that checks and builds rows.
-        rows_under: the same as a function of the flags, where it depends on them.
         documents_learned: the number of documents of a row that a step learns from, where that is
             not all; the others are scored before the step.
-        check_rows: refuses training rows that cannot work with so many rows in a step, and returns
-            warnings.
-        needs_reference: whether these flags need frozen log-probs of the start model for each
-            document.
-        reference_moves: how the reference follows the policy, in the words of
-            `learner.reference.Reference`; without an `update_freq` it stays.
-        only_scores: whether these flags ask for the reference scores alone, without training.
-        teacher: the frozen model that the policy is compared with under these flags; None where
-            there is none.
-        bind: the loss under the flags of a run.
-        prefix_sharing: whether, under these flags, the documents of a row share what they begin
-            with.
-        fills_packs: whether, under these flags, a step counts packs of rows, filled before
-            training, in place of rows.
-        evaluate: from summed log-probs of all held-out documents (float32, (N, D); with a teacher
-            (N, 2D): behind them the sums of the comparison) and the reference's, the held-out
-            scores; None where there are none.
-        head: the kind of head under these flags; it is drawn at random where the start model has
-            another kind.
-        row_arguments: under these flags, the arguments of `rows` beyond those of every
-            `RowBuilder`.
-        exported: the fields that the exported config.json adds to the start model's, under these
-            flags and with this tokenizer. Called before training, so that it refuses early.
     """
 
-    name: str
-    config_class: type
-    validate: Callable[[Any], list[str]] = validated
-    rows: type[RowBuilder]
-    rows_under: Callable[[Any], type[RowBuilder]] | None = None
-    documents_learned: int | None = None
-    check_rows: Callable[[TokenDataset, int, Any], list[str]] = (
-        lambda dataset, num_rows_per_step, config: []
-    )
-    bind: Callable[[Any], BoundLoss]
-    needs_reference: Callable[[Any], bool] = lambda config: False
-    reference_moves: Callable[[Any], Mapping[str, Any]] = lambda config: {}
-    only_scores: Callable[[Any], bool] = lambda config: False
-    teacher: Callable[[Any], Teacher | None] = lambda config: None
-    prefix_sharing: Callable[[Any], PrefixSharing] = lambda config: "off"
-    fills_packs: Callable[[Any], bool] = lambda config: False
-    evaluate: Callable[[TokenDataset, np.ndarray, np.ndarray | None, Any], Evaluation] | None = None
-    head: Callable[[Any], Head] = lambda config: "vocabulary"
-    row_arguments: Callable[[Any], Mapping[str, Any]] = lambda config: {}
-    exported: Callable[[Any, PreTrainedTokenizerFast, PretrainedConfig], Mapping[str, Any]] = (
-        lambda config, tokenizer, hf_config: {}
-    )
+    name: ClassVar[str]
+    config_class: ClassVar[type]
+    rows: ClassVar[type[RowBuilder]]
+    documents_learned: ClassVar[int | None] = None
 
-    def rows_of(self, config: TrainingConfig) -> type[RowBuilder]:
+    def __init__(self) -> None:
+        for attribute in ("name", "config_class", "rows"):
+            if not hasattr(self, attribute):
+                raise TypeError(f"{type(self).__name__} has no {attribute!r}")
+
+    @abstractmethod
+    def bind(self, config: Any) -> BoundLoss:
+        """The loss under these flags."""
+
+    def validate(self, config: Any) -> list[str]:
+        """Check everything that the flags alone can tell, and return warnings.
+
+        Raises:
+            InputError: listing every problem, each with its remedy.
+        """
+        return validated(config)
+
+    def choose_rows(self, config: Any) -> type[RowBuilder]:
         """The class of the rows under these flags."""
-        return self.rows if self.rows_under is None else self.rows_under(config)
+        return self.rows
+
+    def row_arguments(self, config: Any) -> Mapping[str, Any]:
+        """The arguments of the class of rows beyond those of every `RowBuilder`."""
+        return {}
+
+    def check_rows(self, dataset: TokenDataset, num_rows_per_step: int, config: Any) -> list[str]:
+        """Warnings about training rows, with so many of them in a step.
+
+        Raises:
+            InputError: these rows cannot work.
+        """
+        return []
+
+    def needs_reference(self, config: Any) -> bool:
+        """Whether frozen log-probs of the start model are needed for each document."""
+        return False
+
+    def reference_moves(self, config: Any) -> Mapping[str, Any]:
+        """How the reference follows the policy, in the words of `training.reference.Reference`;
+        without an `update_freq` it stays.
+        """
+        return {}
+
+    def only_scores(self, config: Any) -> bool:
+        """Whether the flags ask for the reference scores alone, without training."""
+        return False
+
+    def teacher(self, config: Any) -> Teacher | None:
+        """The frozen model that the policy is compared with; None where there is none."""
+        return None
+
+    def prefix_sharing(self, config: Any) -> PrefixSharing:
+        """Whether the documents of a row share what they begin with."""
+        return "off"
+
+    def fills_packs(self, config: Any) -> bool:
+        """Whether a step counts packs of rows, filled before training, in place of rows."""
+        return False
+
+    def choose_head(self, config: Any) -> Head:
+        """The kind of head; it is drawn at random where the start model has another kind."""
+        return "vocabulary"
+
+    def export_fields(
+        self, config: Any, tokenizer: PreTrainedTokenizerFast, hf_config: PretrainedConfig
+    ) -> Mapping[str, Any]:
+        """The fields that the exported config.json adds to the start model's.
+
+        Called before training, so that it refuses early.
+        """
+        return {}
+
+    def evaluate(
+        self,
+        dataset: TokenDataset,
+        logps_ND: np.ndarray,
+        reference_ND: np.ndarray | None,
+        config: Any,
+    ) -> Evaluation:
+        """The held-out scores, from sums of all held-out documents, float32.
+
+        Args:
+            dataset: the held-out rows.
+            logps_ND: summed log-probs (N, D); with several `BoundLoss.sum_columns` (N, columns *
+                D), those of each column side by side.
+            reference_ND: the reference's; None where there is none.
+            config: the flags of the run.
+        """
+        raise NotImplementedError(f"{type(self).__name__} scores no held-out rows")
+
+    @property
+    def scores_heldout_rows(self) -> bool:
+        """Whether the objective has an `evaluate`."""
+        return type(self).evaluate is not Objective.evaluate

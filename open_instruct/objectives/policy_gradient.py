@@ -19,8 +19,7 @@ Legend: N labelled tokens of a microbatch, M those of one stream.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from open_instruct.config.grpo import GRPOConfig, validate_grpo
@@ -68,14 +67,13 @@ def bind(loss: PolicyLossSection, *, temperature: float, response_length: int) -
         policy_loss = POLICY_LOSSES[loss.loss_fn]
     else:
         policy_loss = PolicyLoss(function=lambda inputs: own(inputs, loss))
-    return BoundLoss(
-        function=partial(
-            policy_gradient, loss=loss, policy_loss=policy_loss, response_length=response_length
-        ),
-        prepare=partial(choose_tokens, loss=loss) if chooses_tokens(loss) else None,
-        values_class=RLValues,
+    return PolicyGradientLoss(
+        section=loss,
+        policy_loss=policy_loss,
+        response_length=response_length,
         temperature=temperature,
         with_entropy=measures_entropy(loss),
+        scores_before_step=chooses_tokens(loss),
     )
 
 
@@ -98,62 +96,93 @@ def measures_entropy(loss: PolicyLossSection) -> bool:
     return loss.record_entropy or loss.top_entropy_quantile < 1
 
 
-def policy_gradient(
-    scores: TokenLogprobs,
-    batch: Batch,
-    counts: Mapping[str, int],
-    *,
-    loss: PolicyLossSection,
-    policy_loss: PolicyLoss,
-    response_length: int,
-) -> LossOutputs:
-    """The microbatch's share of the sum of the three losses."""
-    constant = None if loss.loss_denominator == "token" else int(loss.loss_denominator)
+@dataclass(frozen=True, kw_only=True)
+class PolicyGradientLoss(BoundLoss):
+    """The sum of the three losses, each over its own tokens.
 
-    def denominator_of(stream: str) -> float:
-        denominator = policy_loss.denominator(
+    Args:
+        section: the flags.
+        policy_loss: the formula that `--loss_fn` names.
+        response_length: tokens that a completion may have at most.
+    """
+
+    values_class = RLValues
+
+    section: PolicyLossSection
+    policy_loss: PolicyLoss
+    response_length: int
+
+    def compute(
+        self, scores: TokenLogprobs, batch: Batch, counts: Mapping[str, int]
+    ) -> LossOutputs:
+        loss = self.section
+        values = RLValues.read(batch.values)
+        inputs, correction = _sampled_tokens(values.rl, scores, batch, loss)
+        outputs = self.policy_loss.outputs(replace(inputs, marked_N=values.is_marked_M), loss)
+        losses_M = values.rl.weigh(correction.weights_N * outputs.losses_N)
+        if values.is_learned_M is not None:
+            losses_M = losses_M * values.is_learned_M
+        policy_part = losses_M.sum() / self._find_denominator("rl", counts)
+        total = loss.rl_coef * policy_part
+        token_metrics = {"clip_fraction": outputs.is_clipped_N}
+        if scores.entropy_N is not None:
+            token_metrics["entropy"] = values.rl.take(scores.entropy_N)
+        if values.reference_logprobs_N is not None:
+            kl_sum, kl_M = _reference_distance(scores, batch, loss, self.policy_loss)
+            token_metrics["kl"] = kl_M
+            total = total + loss.beta * kl_sum / self._find_denominator("kl", counts)
+        if values.teacher_logprobs_N is not None:
+            kl_sum, kl_M = _teacher_distance(scores, batch, loss, self.policy_loss)
+            token_metrics["teacher_kl"] = kl_M
+            total = total + loss.teacher_kl_coef * kl_sum / self._find_denominator("kl", counts)
+        metrics: dict[str, Metric] = {}
+        if counts["ce_labels"] > 0:
+            ce_part = _cross_entropy_sum(scores, batch) / counts["ce_labels"]
+            total = total + loss.ce_coef * ce_part
+            metrics["ce"] = Metric(value=ce_part.detach(), reduction="sum")
+        metrics["loss"] = Metric(value=total.detach(), reduction="sum")
+        metrics["policy_loss"] = Metric(value=policy_part.detach(), reduction="sum")
+        if counts["rl_rows"] > 0:
+            engine_logprobs_M = values.rl.take(values.engine_logprobs_N)
+            differences_M = (inputs.old_logprobs_N - engine_logprobs_M).abs()
+            token_metrics["logprob_diff/mean"] = differences_M
+            metrics |= mean_metrics(token_metrics | rho_values(correction))
+            metrics["logprob_diff/max"] = _largest(differences_M)
+            metrics["rho/max"] = _largest(correction.rho_N)
+        return LossOutputs(loss=total, metrics=metrics)
+
+    def _find_denominator(self, stream: str, counts: Mapping[str, int]) -> float:
+        """What the sum over a stream's tokens is divided by, at least 1."""
+        constant = None
+        if self.section.loss_denominator != "token":
+            constant = int(self.section.loss_denominator)
+        denominator = self.policy_loss.denominator(
             num_tokens=counts[f"{stream}_labels"],
             num_completions=counts[f"{stream}_rows"],
-            response_length=response_length,
+            response_length=self.response_length,
             constant=constant,
         )
         return max(denominator, 1.0)
 
-    values = RLValues.read(batch.values)
-    rl = values.rl
-    inputs, correction = _sampled_tokens(rl, scores, batch, loss)
-    outputs = policy_loss.outputs(replace(inputs, marked_N=values.is_marked_M), loss)
-    losses_M = rl.weigh(correction.weights_N * outputs.losses_N)
-    if values.is_learned_M is not None:
-        losses_M = losses_M * values.is_learned_M
-    policy_part = losses_M.sum() / denominator_of("rl")
-    total = loss.rl_coef * policy_part
-    token_metrics = {"clip_fraction": outputs.is_clipped_N}
-    if scores.entropy_N is not None:
-        token_metrics["entropy"] = rl.take(scores.entropy_N)
-    if values.reference_logprobs_N is not None:
-        kl_sum, token_metrics["kl"] = _reference_distance(scores, batch, loss, policy_loss)
-        total = total + loss.beta * kl_sum / denominator_of("kl")
-    if values.teacher_logprobs_N is not None:
-        kl_sum, token_metrics["teacher_kl"] = _teacher_distance(scores, batch, loss, policy_loss)
-        total = total + loss.teacher_kl_coef * kl_sum / denominator_of("kl")
-    metrics: dict[str, Metric] = {}
-    if counts["ce_labels"] > 0:
-        ce_part = _cross_entropy_sum(scores, batch) / counts["ce_labels"]
-        total = total + loss.ce_coef * ce_part
-        metrics["ce"] = Metric(value=ce_part.detach(), reduction="sum")
-    metrics["loss"] = Metric(value=total.detach(), reduction="sum")
-    metrics["policy_loss"] = Metric(value=policy_part.detach(), reduction="sum")
-    if counts["rl_rows"] > 0:
-        differences_M = (inputs.old_logprobs_N - rl.take(values.engine_logprobs_N)).abs()
-        metrics |= mean_metrics(
-            token_metrics | {"logprob_diff/mean": differences_M} | rho_values(correction)
-        )
-        metrics |= {
-            "logprob_diff/max": _largest(differences_M),
-            "rho/max": _largest(correction.rho_N),
-        }
-    return LossOutputs(loss=total, metrics=metrics)
+    def prepare(
+        self, step: StepBatch, scores: Sequence[TokenLogprobs], gather: Gather
+    ) -> StepBatch:
+        """Choose tokens over the whole update, where the flags ask for it."""
+        if not self.scores_before_step:
+            return step
+        return choose_tokens(step, scores, gather, loss=self.section)
+
+    def find_temperatures(self, batch: Batch) -> float | torch.Tensor:
+        """1 for the tokens of `ce`, which nobody sampled."""
+        ce = RLValues.read(batch.values).ce
+        if ce is None or self.temperature == 1.0:
+            return self.temperature
+        import torch
+
+        num_labels = len(batch.packed.sequence_ids_N)
+        temperatures_N = torch.full((num_labels,), self.temperature)
+        ones_M = torch.ones_like(ce.take(temperatures_N))
+        return temperatures_N.masked_fill(ce.scatter(ones_M, num_labels) > 0, 1.0)
 
 
 def _sampled_tokens(
@@ -321,16 +350,25 @@ def _largest(values_N: torch.Tensor) -> Metric:
     return Metric(value=values_N.max() if values_N.numel() else 0.0, reduction="max")
 
 
-# GRPO learns from its own engines' completions, so its entry is grpo_olmo_core_actor.py and not
-# train.py.
-GRPO = Objective(
-    name="grpo",
-    config_class=GRPOConfig,
-    validate=validate_grpo,
-    rows=PromptBuilder,
-    bind=lambda config: bind(
-        config.loss,
-        temperature=config.rollout.temperature,
-        response_length=config.data.response_length,
-    ),
-)
+class GRPOObjective(Objective):
+    """Policy gradients on completions of the run's own engines.
+
+    So its entry is grpo_olmo_core_actor.py and not train.py.
+    """
+
+    name = "grpo"
+    config_class = GRPOConfig
+    rows = PromptBuilder
+
+    def validate(self, config: GRPOConfig) -> list[str]:
+        return validate_grpo(config)
+
+    def bind(self, config: GRPOConfig) -> BoundLoss:
+        return bind(
+            config.loss,
+            temperature=config.rollout.temperature,
+            response_length=config.data.response_length,
+        )
+
+
+GRPO = GRPOObjective()

@@ -8,7 +8,7 @@ Legend: N steps of a microbatch, C classes, R rows of a data set.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -135,18 +135,6 @@ def _problems(config: PRMConfig) -> Iterator[str]:
         )
 
 
-def row_arguments(config: PRMConfig) -> dict[str, Any]:
-    steps = config.steps
-    classes = {"classes": steps.classes, "right": steps.right}
-    if steps.placeholder_token is None:
-        return {"step_end": steps.separator, **classes}
-    return {"step_end": steps.placeholder_token, "add_bos": config.data.add_bos, **classes}
-
-
-def rows_under(config: PRMConfig) -> type[RowBuilder]:
-    return StepBuilder if config.steps.placeholder_token is None else PlaceholderBuilder
-
-
 def class_shares(labels_N: torch.Tensor, num_classes: int) -> torch.Tensor:
     """What a label gives to each class, (N, C): all to the class of its number, or parts to the two
     it lies between.
@@ -177,68 +165,23 @@ def judge_steps(scores: TokenLogprobs, batch: Batch) -> tuple[torch.Tensor, torc
     return step_losses(logits_NC, shares_NC), are_right_N.float()
 
 
-def bind(steps: StepSection) -> BoundLoss:
-    def function(scores: TokenLogprobs, batch: Batch, counts: Mapping[str, int]) -> LossOutputs:
+@dataclass(frozen=True, kw_only=True)
+class StepLoss(BoundLoss):
+    """The cross-entropy of the classes of steps, a mean over the steps of the global batch."""
+
+    values_class = StepLabelValues
+
+    def compute(
+        self, scores: TokenLogprobs, batch: Batch, counts: Mapping[str, int]
+    ) -> LossOutputs:
         losses_N, are_right_N = judge_steps(scores, batch)
         return LossOutputs(
             loss=losses_N.sum() / counts["labels"],
             metrics=mean_metrics({"loss": losses_N.detach(), "accuracy": are_right_N}),
         )
 
-    return BoundLoss(
-        function=function,
-        values_class=StepLabelValues,
-        words=tuple(steps.reward_tokens),
-        summed=judge_steps,
-    )
-
-
-def evaluate(
-    dataset: TokenDataset, sums_R2: np.ndarray, reference_R1: np.ndarray | None, config: PRMConfig
-) -> Evaluation:
-    """The means of loss and accuracy over the steps of held-out solutions."""
-    num_steps = int(dataset.num_label_tokens.sum())
-    loss, accuracy = (sums_R2.sum(axis=0, dtype="float64") / num_steps).tolist()
-    return Evaluation(
-        row={
-            "eval/loss": loss,
-            "eval/accuracy": accuracy,
-            "eval/num_steps": num_steps,
-            "eval/num_solutions": len(dataset),
-        },
-        sentence=(
-            f"held-out accuracy {{when}}: {accuracy:.3f} of {counted(num_steps, 'step')}, loss "
-            f"{loss:.4f}"
-        ),
-    )
-
-
-def head(config: PRMConfig) -> Head:
-    return "vocabulary" if config.steps.reward_tokens else "classes"
-
-
-def exported(
-    config: PRMConfig, tokenizer: PreTrainedTokenizerFast, hf_config: PretrainedConfig
-) -> dict[str, Any]:
-    """The fields that say how a text begins, where a step ends, and which classes are told apart
-    there.
-
-    Raises:
-        InputError: transformers has no class of this family with the new head, or a reward token is
-            no single token.
-    """
-    steps = config.steps
-    fields: dict[str, Any] = {
-        "prm_step_separator": steps.separator,
-        "prm_placeholder_token": steps.placeholder_token,
-        # Of texts alone: elsewhere the chat template has it.
-        "prm_add_bos": (config.data.add_bos and steps.placeholder_token is not None) or None,
-        "prm_reward_tokens": list(steps.reward_tokens) or None,
-    }
-    if steps.reward_tokens:
-        bind(steps).with_ids(tokenizer)
-        return fields
-    return fields_of_class(hf_config) | fields
+    def sum_columns(self, scores: TokenLogprobs, batch: Batch) -> Sequence[torch.Tensor]:
+        return judge_steps(scores, batch)
 
 
 def fields_of_class(hf_config: PretrainedConfig) -> dict[str, Any]:
@@ -260,15 +203,76 @@ def fields_of_class(hf_config: PretrainedConfig) -> dict[str, Any]:
     }
 
 
-PRM = Objective(
-    name="prm",
-    config_class=PRMConfig,
-    validate=lambda config: validated(config, _problems(config)),
-    rows=StepBuilder,
-    rows_under=rows_under,
-    row_arguments=row_arguments,
-    bind=lambda config: bind(config.steps),
-    evaluate=evaluate,
-    head=head,
-    exported=exported,
-)
+class StepObjective(Objective):
+    """A model that scores the steps of solutions."""
+
+    name = "prm"
+    config_class = PRMConfig
+    rows = StepBuilder
+
+    def validate(self, config: PRMConfig) -> list[str]:
+        return validated(config, _problems(config))
+
+    def bind(self, config: PRMConfig) -> BoundLoss:
+        return StepLoss(words=tuple(config.steps.reward_tokens))
+
+    def choose_rows(self, config: PRMConfig) -> type[RowBuilder]:
+        return StepBuilder if config.steps.placeholder_token is None else PlaceholderBuilder
+
+    def row_arguments(self, config: PRMConfig) -> dict[str, Any]:
+        steps = config.steps
+        classes = {"classes": steps.classes, "right": steps.right}
+        if steps.placeholder_token is None:
+            return {"step_end": steps.separator, **classes}
+        return {"step_end": steps.placeholder_token, "add_bos": config.data.add_bos, **classes}
+
+    def choose_head(self, config: PRMConfig) -> Head:
+        return "vocabulary" if config.steps.reward_tokens else "classes"
+
+    def export_fields(
+        self, config: PRMConfig, tokenizer: PreTrainedTokenizerFast, hf_config: PretrainedConfig
+    ) -> dict[str, Any]:
+        """The fields that say how a text begins, where a step ends, and which classes it has.
+
+        Raises:
+            InputError: transformers has no class of this family with the new head, or a reward
+                token is no single token.
+        """
+        steps = config.steps
+        fields: dict[str, Any] = {
+            "prm_step_separator": steps.separator,
+            "prm_placeholder_token": steps.placeholder_token,
+            # Of texts alone: elsewhere the chat template has it.
+            "prm_add_bos": (config.data.add_bos and steps.placeholder_token is not None) or None,
+            "prm_reward_tokens": list(steps.reward_tokens) or None,
+        }
+        if steps.reward_tokens:
+            self.bind(config).with_ids(tokenizer)
+            return fields
+        return fields_of_class(hf_config) | fields
+
+    def evaluate(
+        self,
+        dataset: TokenDataset,
+        sums_N2: np.ndarray,
+        reference_ND: np.ndarray | None,
+        config: PRMConfig,
+    ) -> Evaluation:
+        """The means of loss and accuracy over the steps of held-out solutions."""
+        num_steps = int(dataset.num_label_tokens.sum())
+        loss, accuracy = (sums_N2.sum(axis=0, dtype="float64") / num_steps).tolist()
+        return Evaluation(
+            row={
+                "eval/loss": loss,
+                "eval/accuracy": accuracy,
+                "eval/num_steps": num_steps,
+                "eval/num_solutions": len(dataset),
+            },
+            sentence=(
+                f"held-out accuracy {{when}}: {accuracy:.3f} of {counted(num_steps, 'step')}, loss "
+                f"{loss:.4f}"
+            ),
+        )
+
+
+PRM = StepObjective()

@@ -9,7 +9,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from open_instruct.config.sections import OptimSection, PreferenceDataSection, flag
+from open_instruct.config.sections import (
+    OptimSection,
+    PreferenceDataSection,
+    PrefixSharing,
+    flag,
+)
 from open_instruct.config.training import TrainingConfig, with_held_out
 from open_instruct.config.validation import validated
 from open_instruct.core.batch_values import MarginValues
@@ -21,7 +26,7 @@ from open_instruct.data.files.rows import MalformedRow, kind_of
 from open_instruct.data.preference_rows import PreferenceBuilder, parse_preference_row
 from open_instruct.data.row_builder import RenderedRow
 from open_instruct.losses.logprobs import sum_by_sequence
-from open_instruct.models.hf.head_kinds import find_class, no_class_problem
+from open_instruct.models.hf.head_kinds import Head, find_class, no_class_problem
 from open_instruct.objectives.objective import (
     BoundLoss,
     Evaluation,
@@ -160,19 +165,34 @@ def pair_losses(
 
 
 def bind(loss: RewardLossSection) -> BoundLoss:
-    def function(scores: TokenLogprobs, batch: Batch, counts: Mapping[str, int]) -> LossOutputs:
+    """The loss that the flags name."""
+    return RewardLoss(center=loss.center_rewards_coefficient)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardLoss(BoundLoss):
+    """`pair_losses`; `center` is the weight of the squared sum of a pair's rewards."""
+
+    values_class = MarginValues
+
+    center: float
+
+    def compute(
+        self, scores: TokenLogprobs, batch: Batch, counts: Mapping[str, int]
+    ) -> LossOutputs:
         # Each document has one label, so the sum is its reward.
         rewards_S, _ = sum_by_sequence(
             scores.logprobs_N, scores.sequence_ids_N, batch.packed.num_sequences
         )
         rewards_2P = rewards_S.view(2, -1)
         margins_P = MarginValues.read(batch.values).margins_P
-        losses_P = pair_losses(rewards_2P, margins_P, loss.center_rewards_coefficient)
+        losses_P = pair_losses(rewards_2P, margins_P, self.center)
         return LossOutputs(
             loss=losses_P.sum() / counts["rows"], metrics=reward_metrics(losses_P, rewards_2P)
         )
 
-    return BoundLoss(function=function, values_class=MarginValues, derive=with_std)
+    def derive_metrics(self, metrics: dict[str, float]) -> dict[str, float]:
+        return with_std(metrics)
 
 
 def reward_metrics(losses_P: torch.Tensor, rewards_2P: torch.Tensor) -> dict[str, Metric]:
@@ -199,77 +219,6 @@ def with_std(metrics: dict[str, float]) -> dict[str, float]:
     return metrics | {"rewards/std": max(variance, 0.0) ** 0.5}
 
 
-def evaluate(
-    dataset: TokenDataset,
-    rewards_N2: np.ndarray,
-    reference_N2: np.ndarray | None,
-    config: RewardModelConfig,
-) -> Evaluation:
-    """Accuracy, loss, and how the held-out rewards are spread; config.json keeps their mean and
-    deviation.
-    """
-    import numpy as np
-    import torch
-
-    margins_N = None
-    if config.loss.margin:
-        margins_N = torch.tensor([float(dataset.values(row)[0]) for row in range(len(dataset))])
-    rewards_2N = torch.from_numpy(rewards_N2).T
-    losses_N = pair_losses(rewards_2N, margins_N, config.loss.center_rewards_coefficient)
-    differences_N = rewards_2N[0] - rewards_2N[1]
-    accuracy = float((differences_N > 0).float().mean())
-    mean = float(rewards_N2.mean(dtype="float64"))
-    std = float(rewards_N2.std(dtype="float64"))
-    counts, edges = np.histogram(rewards_N2.astype("float64"), bins=NUM_BINS)
-    return Evaluation(
-        row={
-            "eval/loss": float(losses_N.mean()),
-            "eval/rewards/accuracy": accuracy,
-            "eval/rewards/margin": float(differences_N.mean()),
-            "eval/rewards/mean": mean,
-            "eval/rewards/std": std,
-            "eval/rewards/histogram": counts.tolist(),
-            "eval/rewards/histogram_edges": edges.tolist(),
-            "eval/num_pairs": len(dataset),
-        },
-        sentence=f"held-out accuracy {{when}}: {accuracy:.3f} of {counted(len(dataset), 'pair')}, "
-        f"rewards {mean:.3f} +- {std:.3f}",
-        exported={"score_mean": mean, "score_std": max(std, SMALLEST_STD)},
-    )
-
-
-def exported(
-    config: RewardModelConfig, tokenizer: PreTrainedTokenizerFast, hf_config: PretrainedConfig
-) -> dict[str, Any]:
-    """The fields that turn config.json into that of transformers' sequence classification class.
-
-    Raises:
-        InputError: a reply may end in the pad token, by which transformers finds the end of a row.
-    """
-    fields = fields_of_class(hf_config)
-    if not fields:
-        raise InputError(no_class_problem(hf_config.model_type, "score"), kind="unsupported_model")
-    pad, data = tokenizer.pad_token_id, config.data
-    chat = ChatFormat.choose(tokenizer, data.chat_template_name, add_bos=data.add_bos)
-    try:
-        _, (reply,) = chat.render(
-            [{"role": "user", "content": "?"}], [{"role": "assistant", "content": "!"}]
-        )
-    except MalformedRow as error:
-        raise InputError(
-            f"{error.reason}: how it ends a reply cannot be told", kind="bad_model"
-        ) from error
-    if not isinstance(pad, int) or pad == chat.tokenize([reply])[0][-1]:
-        raise InputError(
-            "the tokenizer "
-            f"{'has no pad token' if pad is None else 'pads with the token that ends a reply'}, "
-            "and transformers finds the end of a conversation, where its reward is read, by that "
-            "token: give another special token as 'pad_token' in tokenizer_config.json",
-            kind="bad_model",
-        )
-    return {**fields, "pad_token_id": pad}
-
-
 def fields_of_class(hf_config: PretrainedConfig) -> dict[str, Any]:
     """The fields of config.json for transformers' class with a score; none where it has none of
     this family.
@@ -282,15 +231,103 @@ def fields_of_class(hf_config: PretrainedConfig) -> dict[str, Any]:
     return {"architectures": [class_name], **labels, "score_mean": None, "score_std": None}
 
 
-REWARD_MODEL = Objective(
-    name="reward_model",
-    config_class=RewardModelConfig,
-    validate=lambda config: validated(config, _problems(config)),
-    rows=RewardBuilder,
-    bind=lambda config: bind(config.loss),
-    prefix_sharing=lambda config: config.data.prefix_sharing,
-    evaluate=evaluate,
-    head=lambda config: "score",
-    row_arguments=lambda config: {"margin": config.loss.margin},
-    exported=exported,
-)
+class RewardObjective(Objective):
+    """A model that scores replies, learned from preference pairs."""
+
+    name = "reward_model"
+    config_class = RewardModelConfig
+    rows = RewardBuilder
+
+    def validate(self, config: RewardModelConfig) -> list[str]:
+        return validated(config, _problems(config))
+
+    def bind(self, config: RewardModelConfig) -> BoundLoss:
+        return bind(config.loss)
+
+    def prefix_sharing(self, config: RewardModelConfig) -> PrefixSharing:
+        return config.data.prefix_sharing
+
+    def choose_head(self, config: RewardModelConfig) -> Head:
+        return "score"
+
+    def row_arguments(self, config: RewardModelConfig) -> dict[str, Any]:
+        return {"margin": config.loss.margin}
+
+    def export_fields(
+        self,
+        config: RewardModelConfig,
+        tokenizer: PreTrainedTokenizerFast,
+        hf_config: PretrainedConfig,
+    ) -> dict[str, Any]:
+        """The fields that make config.json that of transformers' sequence classification class.
+
+        Raises:
+            InputError: a reply may end in the pad token, by which transformers finds the end of a
+                row.
+        """
+        fields = fields_of_class(hf_config)
+        if not fields:
+            raise InputError(
+                no_class_problem(hf_config.model_type, "score"), kind="unsupported_model"
+            )
+        pad, data = tokenizer.pad_token_id, config.data
+        chat = ChatFormat.choose(tokenizer, data.chat_template_name, add_bos=data.add_bos)
+        try:
+            _, (reply,) = chat.render(
+                [{"role": "user", "content": "?"}], [{"role": "assistant", "content": "!"}]
+            )
+        except MalformedRow as error:
+            raise InputError(
+                f"{error.reason}: how it ends a reply cannot be told", kind="bad_model"
+            ) from error
+        if not isinstance(pad, int) or pad == chat.tokenize([reply])[0][-1]:
+            fault = "has no pad token" if pad is None else "pads with the token that ends a reply"
+            raise InputError(
+                f"the tokenizer {fault}, and transformers finds the end of a conversation, where "
+                "its reward is read, by that token: give another special token as 'pad_token' in "
+                "tokenizer_config.json",
+                kind="bad_model",
+            )
+        return {**fields, "pad_token_id": pad}
+
+    def evaluate(
+        self,
+        dataset: TokenDataset,
+        rewards_N2: np.ndarray,
+        reference_N2: np.ndarray | None,
+        config: RewardModelConfig,
+    ) -> Evaluation:
+        """Accuracy, loss, and how the held-out rewards are spread; config.json keeps their mean and
+        deviation.
+        """
+        import numpy as np
+        import torch
+
+        margins_N = None
+        if config.loss.margin:
+            margins_N = torch.tensor([float(dataset.values(row)[0]) for row in range(len(dataset))])
+        rewards_2N = torch.from_numpy(rewards_N2).T
+        losses_N = pair_losses(rewards_2N, margins_N, config.loss.center_rewards_coefficient)
+        differences_N = rewards_2N[0] - rewards_2N[1]
+        accuracy = float((differences_N > 0).float().mean())
+        mean = float(rewards_N2.mean(dtype="float64"))
+        std = float(rewards_N2.std(dtype="float64"))
+        counts, edges = np.histogram(rewards_N2.astype("float64"), bins=NUM_BINS)
+        return Evaluation(
+            row={
+                "eval/loss": float(losses_N.mean()),
+                "eval/rewards/accuracy": accuracy,
+                "eval/rewards/margin": float(differences_N.mean()),
+                "eval/rewards/mean": mean,
+                "eval/rewards/std": std,
+                "eval/rewards/histogram": counts.tolist(),
+                "eval/rewards/histogram_edges": edges.tolist(),
+                "eval/num_pairs": len(dataset),
+            },
+            sentence=f"held-out accuracy {{when}}: {accuracy:.3f} of "
+            f"{counted(len(dataset), 'pair')}, rewards {mean:.3f} +- {std:.3f}",
+            exported={"score_mean": mean, "score_std": max(std, SMALLEST_STD)},
+        )
+
+
+REWARD_MODEL = RewardObjective()

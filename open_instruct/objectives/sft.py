@@ -40,35 +40,53 @@ class SFTConfig(TrainingConfig):
     optim: SFTOptimSection
 
 
-def cross_entropy(scores: TokenLogprobs, batch: Batch, counts: Mapping[str, int]) -> LossOutputs:
+@dataclass(frozen=True, kw_only=True)
+class CrossEntropy(BoundLoss):
     """`-sum(log p) / labels` of the global batch."""
-    return LossOutputs(
-        loss=-scores.logprobs_N.sum() / counts["labels"],
-        metrics=mean_metrics({"loss": -scores.logprobs_N.detach()}),
-    )
+
+    values_class = BatchValues
+
+    def compute(
+        self, scores: TokenLogprobs, batch: Batch, counts: Mapping[str, int]
+    ) -> LossOutputs:
+        return LossOutputs(
+            loss=-scores.logprobs_N.sum() / counts["labels"],
+            metrics=mean_metrics({"loss": -scores.logprobs_N.detach()}),
+        )
 
 
-def evaluate(
-    dataset: TokenDataset, logps_ND: np.ndarray, reference_ND: np.ndarray | None, config: SFTConfig
-) -> Evaluation:
-    """The mean loss over the reply tokens of held-out conversations."""
-    num_label_tokens = int(dataset.num_label_tokens.sum())
-    loss = -float(logps_ND.sum(dtype="float64")) / num_label_tokens
-    return Evaluation(
-        row={
-            "eval/loss": loss,
-            "eval/num_label_tokens": num_label_tokens,
-            "eval/num_conversations": len(dataset),
-        },
-        sentence=f"held-out loss {{when}}: {loss:.4f} over {counted(len(dataset), 'conversation')}",
-    )
+class SFTObjective(Objective):
+    """Supervised fine-tuning on conversations."""
+
+    name = "sft"
+    config_class = SFTConfig
+    rows = SFTBuilder
+
+    def bind(self, config: SFTConfig) -> BoundLoss:
+        return CrossEntropy()
+
+    def fills_packs(self, config: SFTConfig) -> bool:
+        return config.data.packing_strategy == "bfd"
+
+    def evaluate(
+        self,
+        dataset: TokenDataset,
+        logps_ND: np.ndarray,
+        reference_ND: np.ndarray | None,
+        config: SFTConfig,
+    ) -> Evaluation:
+        """The mean loss over the reply tokens of held-out conversations."""
+        num_label_tokens = int(dataset.num_label_tokens.sum())
+        loss = -float(logps_ND.sum(dtype="float64")) / num_label_tokens
+        return Evaluation(
+            row={
+                "eval/loss": loss,
+                "eval/num_label_tokens": num_label_tokens,
+                "eval/num_conversations": len(dataset),
+            },
+            sentence=f"held-out loss {{when}}: {loss:.4f} over "
+            f"{counted(len(dataset), 'conversation')}",
+        )
 
 
-SFT = Objective(
-    name="sft",
-    config_class=SFTConfig,
-    rows=SFTBuilder,
-    bind=lambda config: BoundLoss(function=cross_entropy, values_class=BatchValues),
-    fills_packs=lambda config: config.data.packing_strategy == "bfd",
-    evaluate=evaluate,
-)
+SFT = SFTObjective()

@@ -9,8 +9,7 @@ that were sampled on this rank, A on all.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import NamedTuple
 
@@ -20,7 +19,6 @@ from open_instruct.batching.documents import on_device
 from open_instruct.checkpoints.resume import check_weights
 from open_instruct.config.grpo import GRPOConfig
 from open_instruct.config.lora import LoRASection
-from open_instruct.config.rollout_sections import CriticSection
 from open_instruct.core.batch_values import RLValues
 from open_instruct.core.records import Batch, Metric, StepBatch, mean_metrics
 from open_instruct.losses.values import gae, value_losses, whitened
@@ -66,8 +64,7 @@ class Critic:
             num_steps=config.num_steps,
         )
         self.pretrained = pretrained
-        loss = BoundLoss(function=partial(value_loss, flags=self.flags), values_class=RLValues)
-        self.policy = Policy(backend, loss)
+        self.policy = Policy(backend, ValueLoss(clip=self.flags.value_clip))
         self.policy.rate_flag = "--critic_learning_rate"
 
     @torch.no_grad()
@@ -158,25 +155,32 @@ SHOWN_METRICS = (
 )
 
 
-def value_loss(
-    scores: TokenLogprobs, batch: Batch, counts: Mapping[str, int], *, flags: CriticSection
-) -> LossOutputs:
-    """The microbatch's share of the mean over the sampled tokens of an update."""
-    values = RLValues.read(batch.values)
-    assert values.old_values_N is not None and values.returns_N is not None
-    values_M = values.rl.take(scores.logprobs_N)
-    old_M = values.rl.take(values.old_values_N)
-    returns_M = values.rl.take(values.returns_N)
-    losses_M, is_clipped_M = value_losses(values_M, old_M, returns_M, flags.value_clip)
-    loss = losses_M.sum() / max(counts["rl_labels"], 1)
-    metrics = {"loss": Metric(value=loss.detach(), reduction="sum")}
-    if values.explained_variance is not None:  # the same on all ranks
-        metrics[EXPLAINED] = Metric(value=values.explained_variance, reduction="max")
-    if counts["rl_rows"] > 0:
-        metrics |= mean_metrics(
-            {"value": values_M.detach(), "return": returns_M, "clip_fraction": is_clipped_M}
-        )
-    return LossOutputs(loss=loss, metrics=metrics)
+@dataclass(frozen=True, kw_only=True)
+class ValueLoss(BoundLoss):
+    """The critic's loss, a mean over the sampled tokens of an update, clipped as `value_losses`."""
+
+    values_class = RLValues
+
+    clip: float | None
+
+    def compute(
+        self, scores: TokenLogprobs, batch: Batch, counts: Mapping[str, int]
+    ) -> LossOutputs:
+        values = RLValues.read(batch.values)
+        assert values.old_values_N is not None and values.returns_N is not None
+        values_M = values.rl.take(scores.logprobs_N)
+        old_M = values.rl.take(values.old_values_N)
+        returns_M = values.rl.take(values.returns_N)
+        losses_M, is_clipped_M = value_losses(values_M, old_M, returns_M, self.clip)
+        loss = losses_M.sum() / max(counts["rl_labels"], 1)
+        metrics = {"loss": Metric(value=loss.detach(), reduction="sum")}
+        if values.explained_variance is not None:  # the same on all ranks
+            metrics[EXPLAINED] = Metric(value=values.explained_variance, reduction="max")
+        if counts["rl_rows"] > 0:
+            metrics |= mean_metrics(
+                {"value": values_M.detach(), "return": returns_M, "clip_fraction": is_clipped_M}
+            )
+        return LossOutputs(loss=loss, metrics=metrics)
 
 
 def explained_variance(values_A2: torch.Tensor) -> torch.Tensor:

@@ -50,7 +50,7 @@ def train(
 
     `callbacks` are OLMo-core's, by name. Returns the exit code.
     """
-    if config.data.has_held_out_rows and objective.evaluate is None:
+    if config.data.has_held_out_rows and not objective.scores_heldout_rows:
         flag = "--eval_mixer_list" if config.data.eval_mixer_list else "--eval_split"
         raise InputError(
             f"{flag}: {objective.name} has no `evaluate`; write one, or leave the flag out",
@@ -58,9 +58,11 @@ def train(
         )
     with open_run(config, objective.name) as run:
         pretrained = open_pretrained(
-            config, run.directory.hf_model, layout=run.layout, head=objective.head(config)
+            config, run.directory.hf_model, layout=run.layout, head=objective.choose_head(config)
         )
-        more_config = dict(objective.exported(config, pretrained.tokenizer, pretrained.hf_config))
+        more_config = dict(
+            objective.export_fields(config, pretrained.tokenizer, pretrained.hf_config)
+        )
         if config.data.cache_dataset_only:
             load_datasets(objective, config, pretrained.tokenizer, run.console)
             return 0
@@ -106,9 +108,9 @@ def take_first_loss(config: TrainingConfig, *, objective: Objective) -> float:
     """
     with open_run(config, objective.name) as run:
         pretrained = open_pretrained(
-            config, run.directory.hf_model, layout=run.layout, head=objective.head(config)
+            config, run.directory.hf_model, layout=run.layout, head=objective.choose_head(config)
         )
-        objective.exported(config, pretrained.tokenizer, pretrained.hf_config)
+        objective.export_fields(config, pretrained.tokenizer, pretrained.hf_config)
         learning = _Learning(config, objective, pretrained, run)
         reference_logps_ND, _ = learning.score_frozen()
         policy = learning.policy
@@ -133,7 +135,9 @@ class _Learning:
         self.run = run
         loss = objective.bind(config).with_ids(pretrained.tokenizer)
         if pretrained.adapter is not None:
-            loss = replace(loss, first_loss=None)  # the reference is the model without the adapter
+            loss = replace(
+                loss, checks_first_loss=False
+            )  # the reference is the model without the adapter
         self.start_model = start_model_of(pretrained, run)
         if (teacher := objective.teacher(config)) is not None:
             opened = Comparison.of(teacher, pretrained, config=config, layout=run.layout)
@@ -141,7 +145,7 @@ class _Learning:
             objective, config, pretrained.tokenizer, run.console
         )
         self.shape = BatchShape(
-            documents_per_sample=objective.rows_of(config).documents_per_row,
+            documents_per_sample=objective.choose_rows(config).documents_per_row,
             max_samples_per_microbatch=config.optim.per_device_train_batch_size,
             max_microbatches=config.optim.gradient_accumulation_steps,
             max_seq_length=config.data.max_seq_length,

@@ -102,7 +102,7 @@ class Policy:
     def microbatch_loss(self, batch: Batch, counts: Mapping[str, int]) -> LossOutputs:
         """The microbatch's share of the loss of the global batch, with gradient."""
         scores = self.scores(batch, with_collisions=self.loss.with_collisions)
-        return self.loss.function(
+        return self.loss.compute(
             scores, replace(batch, values=on_device(batch.values, self.device)), counts
         )
 
@@ -176,7 +176,7 @@ class Policy:
             model,
             batch.packed,
             device=self.device,
-            temperature=self.loss.temperature_of(batch),
+            temperature=self.loss.find_temperatures(batch),
             with_entropy=self.loss.with_entropy,
             with_collisions=with_collisions,
             measure=None
@@ -195,12 +195,11 @@ class Policy:
             and step.microbatches[0].values.reference_logprobs_N is None
         ):
             (step,) = self.with_frozen_logprobs([step], num_epochs=1)
-        if self.loss.prepare is None:
-            return step
-        self.backend.set_mode("eval")
-        looked_at = step if self.loss.looks_at is None else self.loss.looks_at(step)
-        scores = [self.scores(batch) for batch in looked_at.microbatches]
-        if scores:
+        scores: list[TokenLogprobs] = []
+        if self.loss.scores_before_step:
+            self.backend.set_mode("eval")
+            microbatches = self.loss.select_scored(step).microbatches
+            scores = [self.scores(batch) for batch in microbatches]
             reshard(self.model)
         return self.loss.prepare(step, scores, partial(gather_rows, group=self.dp_process_group))
 
@@ -256,7 +255,7 @@ class Policy:
             self._grad_norm = reduced.pop(GRAD_NORM)
             self._check_gradient(self._grad_norm)
         self._loss = reduced["loss"]
-        return reduced if self.loss.derive is None else self.loss.derive(reduced)
+        return self.loss.derive_metrics(reduced)
 
     def _count_routing(self, step: StepBatch) -> StepRouting | None:
         """The tokens of each expert in the step, where the balance loss is the step's: a pass more
@@ -336,9 +335,10 @@ class Policy:
         )
 
     def _check(self, loss: float, counts: Mapping[str, int]) -> None:
-        first_loss = self.loss.first_loss
-        expected = first_loss(counts) if callable(first_loss) else first_loss
-        if self.trainer.global_step != 1 or expected is None:
+        if self.trainer.global_step != 1 or not self.loss.checks_first_loss:
+            return
+        expected = self.loss.first_loss(counts)
+        if expected is None:
             return
         # Policy and reference have the same weights before the first update, so the expected loss
         # is the cheapest proof that packing, labels and the frozen scores agree. Those are never in

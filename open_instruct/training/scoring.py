@@ -86,7 +86,7 @@ class Scorer:
             with float8_off(model):
                 scores = self.policy.scores(batch)
             values = on_device(batch.values, device)
-            summed = self.policy.loss.summed(scores, replace(batch, values=values))
+            summed = self.policy.loss.sum_columns(scores, replace(batch, values=values))
             columns = columns or [
                 torch.zeros(len(rows), num_documents, device=device) for _ in summed
             ]
@@ -364,7 +364,7 @@ class Heldout:
         if step > 0 or logps_ND is None:
             title = f"held-out {self.objective.rows.unit}s at step {step}"
             logps_ND = self.scorer.score(self.dataset, range(len(self.dataset)), title=title)
-        assert self.objective.evaluate is not None, "or there are no held-out rows"
+        assert self.objective.scores_heldout_rows, "or there are no held-out rows"
         return self.objective.evaluate(
             self.dataset, logps_ND, self.reference_ND, self.scorer.config
         )

@@ -434,11 +434,11 @@ def _offline(case: Case, config: Any, run: Any) -> tuple[Any, TakeSteps]:
         build_backend = _build_zero
 
     objective = objective_named(case.objective)
-    form = objective.rows_of(config)
+    form = objective.choose_rows(config)
     bound = objective.bind(config)
     # What is read from the device is 1: no policy's first loss.
-    loss = replace(bound, first_loss=None, word_ids=tuple(range(len(bound.words))))
-    pretrained = _pretrained(case, objective.head(config))
+    loss = replace(bound, checks_first_loss=False, word_ids=tuple(range(len(bound.words))))
+    pretrained = _pretrained(case, objective.choose_head(config))
     policy = Policy(build_backend(pretrained, run=run, config=config, num_steps=NUM_STEPS), loss)
     if moves := objective.reference_moves(config).get("update_freq"):
         policy.backend.reference = policy.backend.moving_reference(

@@ -142,7 +142,6 @@ TOO_LONG_YET = {
     "migrate/translation.py",
     "models/export.py",
     "notebook.py",
-    "objectives/kto.py",
     "parallel/layout.py",
     "planning/subject/model.py",
     "planning/subject/workload.py",

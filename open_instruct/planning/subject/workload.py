@@ -263,7 +263,7 @@ def shape_of_run(config: RunConfig, model: str) -> ModelShape:
         InputError: also where a trained model of the family could not be opened with that head.
     """
     shape = adapted(model_shape(model), config.adapters)
-    head = objective_of(config).head(config)
+    head = objective_of(config).choose_head(config)
     check_head(shape.family, head)
     return shape if head == "vocabulary" else with_scores(shape, HEAD_SIZES[head])
 
@@ -287,7 +287,7 @@ def adapted(shape: ModelShape, lora: LoRASection | None) -> ModelShape:
 def _row_workload(
     config: TrainingConfig, objective: Objective, shape: ModelShape, prefix_tokens: int
 ) -> Workload:
-    documents_per_row = objective.rows_of(config).documents_per_row
+    documents_per_row = objective.choose_rows(config).documents_per_row
     num_learned = objective.documents_learned or documents_per_row
     num_rows = config.optim.per_device_train_batch_size
     length = config.data.max_seq_length
@@ -298,7 +298,7 @@ def _row_workload(
         documents_per_row * length - saved_tokens(prefix_tokens, documents_per_row)
     )
     has_teacher = objective.teacher(config) is not None
-    rows = objective.rows_of(config)
+    rows = objective.choose_rows(config)
     num_ends = num_rows * documents_per_row * rows.ends_per_document
     return Workload(
         algorithm=objective.name,
@@ -320,11 +320,7 @@ def _row_scorings(
     config: TrainingConfig, objective: Objective, shape: ModelShape
 ) -> Iterator[Scoring]:
     loss, teacher = objective.bind(config), objective.teacher(config)
-    has_documents_not_learned = (
-        0 < (objective.documents_learned or 0) < objective.rows_of(config).documents_per_row
-    )
-    # A loss with a preparation scores all documents of a step, or only those that are not learned.
-    if loss.prepare is not None and (loss.looks_at is None or has_documents_not_learned):
+    if loss.scores_before_step:
         yield Scoring(shape=shape, num_values=1 + loss.with_entropy)
     if _reference_moves(config, objective):
         yield Scoring(shape=shape, stands_as=REFERENCE, moves=True)

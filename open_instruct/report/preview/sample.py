@@ -111,7 +111,7 @@ def sample_of(
     folder = Path(config.model.model_name_or_path).expanduser()
     if (folder / "config.json").is_file():
         fields = config_fields(folder)  # which refuses a model that the run would refuse
-        check_head(fields["model_type"], objective.head(config))
+        check_head(fields["model_type"], objective.choose_head(config))
     tokenizer, chat = open_chat(config)
     builder = builder_of_run(config, objective, chat, known)
     share, seed = config.data.eval_split, config.optim.seed
@@ -229,7 +229,7 @@ def builder_of_run(
             **known,
             **build_row_settings(config),
         )
-    builder_of: Callable[..., RowBuilder] = objective.rows_of(config)  # type: ignore[arg-type]
+    builder_of: Callable[..., RowBuilder] = objective.choose_rows(config)
     own: Any = objective.row_arguments(config)
     return builder_of(chat, max_seq_length=config.data.max_seq_length, on_bad_row="skip", **own)
 

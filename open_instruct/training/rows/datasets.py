@@ -38,7 +38,7 @@ def load_datasets(
         def read(speaks: bool) -> tuple[TokenDataset, DataReport]:
             with Console(speaks=speaks).counting(title) as on_progress:
                 return load_token_dataset(
-                    objective.rows_of(config), on_progress=on_progress, **given
+                    objective.choose_rows(config), on_progress=on_progress, **given
                 )
 
         console.report(title, on_main_process(lambda: read(console.speaks)[1].lines()))

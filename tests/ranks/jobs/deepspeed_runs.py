@@ -206,10 +206,9 @@ class Breaker(Callback):
         del batch
         if self.trainer.global_step == 2:
             self.policy = policy_of(self.trainer)
-            self.before, sound = weights_of(self.policy), self.policy.loss
-            self.policy.loss = replace(
-                sound, function=lambda *inputs: _broken(sound.function(*inputs))
-            )
+            self.before = weights_of(self.policy)
+            sound = self.policy.microbatch_loss
+            self.policy.microbatch_loss = lambda *inputs: _broken(sound(*inputs))
 
     def is_unharmed(self) -> bool:
         return torch.equal(weights_of(self.policy), self.before)

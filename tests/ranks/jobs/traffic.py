@@ -24,7 +24,7 @@ from open_instruct.core.records import Batch, Document, RolloutSample, Span, Ste
 from open_instruct.models.heads.logprob_head import LogprobHead
 from open_instruct.models.hf.names import TensorNames
 from open_instruct.models.lora.adapters import weights_of
-from open_instruct.objectives.objective import BoundLoss, Objective
+from open_instruct.objectives.objective import Objective
 from open_instruct.objectives.registry import objective_named
 from open_instruct.parallel.layout import find_layout
 from open_instruct.parallel.process import Process, stop_process
@@ -82,12 +82,14 @@ def _steps(
 ) -> dict[str, Rows]:
     pretrained = open_pretrained(config, run.directory.hf_model)
     backend = build_backend(pretrained, run=run, config=config, num_steps=2)
-    policy = Policy(backend, _counted_alone(objective.bind(config)))
+    policy = Policy(backend, objective.bind(config))
     if logits_per_chunk is not None:
         assert isinstance(policy.model.lm_head, LogprobHead)
         policy.model.lm_head.max_logits_bytes = (
             logits_per_chunk * 4 * pretrained.hf_config.vocab_size
         )
+    # No plan counts the numbers that `BoundLoss.prepare` brings together of all ranks.
+    policy_module.gather_rows = lambda rows, **_: rows
     policy._check = lambda loss, counts: None  # the reference log-probs are made up
     if (moves := objective.reference_moves(config)).get("update_freq"):
         backend.reference = Reference(
@@ -105,7 +107,7 @@ def _steps(
     loop = Loop(policy, place, run=run, config=config, **settings)
     microbatch = _row(
         num_tokens,
-        objective.rows_of(config).documents_per_row,
+        objective.choose_rows(config).documents_per_row,
         has_reference=objective.needs_reference(config),
         values_class=policy.loss.values_class,
     )
@@ -128,28 +130,12 @@ def _steps(
     return counted
 
 
-def _counted_alone(loss: BoundLoss) -> BoundLoss:
-    """The same without the numbers that `prepare` brings together of all ranks, which no plan
-    counts.
-    """
-    prepare = loss.prepare
-    return (
-        loss
-        if prepare is None
-        else replace(loss, prepare=lambda step, scores, _: prepare(step, scores, _own_rows))
-    )
-
-
-def _own_rows(rows: torch.Tensor) -> torch.Tensor:
-    return rows
-
-
 def _grpo(
     flags: list[str], *, num_tokens: int, num_completions: int, sync_bucket_bytes: int
 ) -> dict[str, Any]:
     learner = grpo_steps.Learner(flags, num_steps=2)
-    learner.policy.loss = _counted_alone(learner.policy.loss)
     critic_module.gather_rows = lambda rows, **_: rows
+    policy_module.gather_rows = lambda rows, **_: rows
     samples = [
         RolloutSample(
             document=_document(num_tokens),

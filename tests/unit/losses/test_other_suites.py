@@ -114,13 +114,13 @@ def test_policy_loss_is_that_of_another_suite(case: dict[str, Any]) -> None:
     batch = replace(batch, values=values)
     scores = TokenLogprobs(logprobs_N=logprobs_N, sequence_ids_N=batch.packed.sequence_ids_N)
     bound = bind(section, temperature=1.0, response_length=7)
-    assert (bound.prepare is None) is (POLICY_LOSSES[case["name"]].marks is None)
-    if bound.prepare is not None:
+    assert bound.scores_before_step is (POLICY_LOSSES[case["name"]].marks is not None)
+    if bound.scores_before_step:
         step = bound.prepare(
             StepBatch(microbatches=(batch,), counts={}), [scores], lambda values: values
         )
         (batch,) = step.microbatches
-    loss = bound.function(scores, batch, counts_of(samples)).loss
+    loss = bound.compute(scores, batch, counts_of(samples)).loss
     (gradient_N,) = torch.autograd.grad(loss, logprobs_N)
     gradient = torch.zeros_like(rows["mask"])
     gradient[is_token] = gradient_N

@@ -24,7 +24,13 @@ from open_instruct.core.records import Batch, Document, PackedBatch, Span, StepB
 from open_instruct.losses.distillation import divergence, keep_top_k, top_k_divergence
 from open_instruct.models.build import build_model
 from open_instruct.models.heads.logprob_head import LogprobHead, Measure
-from open_instruct.objectives.distill import DISTILL, DistillConfig, bind, evaluate, teacher_of
+from open_instruct.objectives.distill import (
+    DISTILL,
+    DistillationLoss,
+    DistillConfig,
+    bind,
+    describe_teacher,
+)
 from open_instruct.objectives.objective import LossOutputs, TokenLogprobs
 from open_instruct.parallel.layout import find_layout
 from open_instruct.planning.plan import Plan, make_plan
@@ -189,7 +195,7 @@ def flags(*words: str) -> DistillConfig:
 def comparison_of(config: DistillConfig, *, vocab_size: int = VOCAB_SIZE) -> Comparison:
     """With a teacher of another family, its rows of the head beyond `vocab_size` being padding."""
     model = deepcopy(random_model("qwen3")).requires_grad_(False)  # other tests share it
-    opened = Comparison(teacher=teacher_of(config), pretrained=None, vocab_size=vocab_size)  # type: ignore[arg-type]
+    opened = Comparison(teacher=describe_teacher(config), pretrained=None, vocab_size=vocab_size)  # type: ignore[arg-type]
     if config.distillation.teacher_top_k is not None:
         return opened
     return replace(opened, model=model, head_VD=model.lm_head.w_out.weight.detach())
@@ -236,7 +242,7 @@ def test_chunks_and_rows_change_nothing(
     assert scores.measured_N is not None and len(scores.measured_N) == 9
     torch.testing.assert_close(scores.measured_N, expected_N, rtol=1e-4, atol=1e-5)
     counts = {"labels": 12}
-    outputs = bind(config.distillation).function(scores, batch, counts)
+    outputs = bind(config.distillation).compute(scores, batch, counts)
     outputs.loss.backward()
     coef, temperature = 0.5, config.distillation.kd_temperature
     plain = random_model("olmo2")
@@ -349,7 +355,7 @@ def opened(folders: Path, *words: str) -> Comparison:
     config.model.model_name_or_path = str(folders / "student")
     student = open_pretrained(config, folders / "out")
     return Comparison.of(
-        teacher_of(config),
+        describe_teacher(config),
         student,
         config=config,
         layout=find_layout(config.parallel, (1,), config.backend),
@@ -451,7 +457,7 @@ def test_held_out_numbers_are_means_over_tokens() -> None:
             return 2
 
     config = flags("--kd_coef", "0.25", "--kd_temperature", "2")
-    told = evaluate(Two(), np.array([[-6.0, 1.0], [-10.0, 3.0]]), None, config)  # type: ignore[arg-type]
+    told = DISTILL.evaluate(Two(), np.array([[-6.0, 1.0], [-10.0, 3.0]]), None, config)  # type: ignore[arg-type]
     assert told.row["eval/ce"] == 2.0 and told.row["eval/kl"] == 0.5
     assert told.row["eval/loss"] == pytest.approx(0.75 * 2.0 + 0.25 * 4 * 0.5)
     assert "held-out loss at step 0: 2.0000" in told.sentence.format(when="at step 0")
@@ -459,14 +465,15 @@ def test_held_out_numbers_are_means_over_tokens() -> None:
 
 @pytest.mark.parametrize(("kl", "is_refused"), [(-0.01, True), (-1e-6, False)])
 def test_divergence_below_zero_ends_the_run(tmp_path: Path, kl: float, is_refused: bool) -> None:
-    settings = bind(flags().distillation)
-
-    def function(scores: TokenLogprobs, batch: Batch, counts: Mapping[str, int]) -> LossOutputs:
-        measured_N = torch.full_like(scores.logprobs_N, kl)
-        return settings.function(replace(scores, measured_N=measured_N), batch, counts)
+    class Measured(DistillationLoss):
+        def compute(
+            self, scores: TokenLogprobs, batch: Batch, counts: Mapping[str, int]
+        ) -> LossOutputs:
+            measured_N = torch.full_like(scores.logprobs_N, kl)
+            return super().compute(replace(scores, measured_N=measured_N), batch, counts)
 
     model = with_random_weights(build_model(hf_config("olmo2"), init_device="cpu"))
-    module, _ = train_module(replace(settings, function=function), model, tmp_path)
+    module, _ = train_module(Measured(ce_weight=0.5, kl_weight=0.5), model, tmp_path)
     with_random_weights(module.model)
     batch = Batch(packed=pack_documents(DOCUMENTS), row_ids=(0, 1))
     step = StepBatch(microbatches=(batch,), counts={"rows": 2, "labels": 9, "tokens": 17})

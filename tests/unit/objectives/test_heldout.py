@@ -1,7 +1,6 @@
 """When held-out rows are scored, and what of that goes where."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +10,7 @@ import pytest
 
 from open_instruct.commands.run_flags import parse_run
 from open_instruct.core.errors import InputError
-from open_instruct.objectives.objective import Evaluation
+from open_instruct.objectives.objective import Evaluation, Objective
 from open_instruct.objectives.sft import SFT, SFTConfig
 from open_instruct.run.run_directory import RunDirectory
 from open_instruct.train import train
@@ -42,7 +41,9 @@ def heldout_of(
     )
     rows: Any = [None]
     scorer: Any = SimpleNamespace(score=score, run=run, config=None)
-    objective: Any = SimpleNamespace(evaluate=evaluate, rows=SimpleNamespace(unit="pair"))
+    objective: Any = SimpleNamespace(
+        evaluate=evaluate, rows=SimpleNamespace(unit="pair"), scores_heldout_rows=True
+    )
     return Heldout(rows, reference_ND, scorer, objective)
 
 
@@ -61,11 +62,18 @@ def test_step_is_scored_once_and_its_numbers_are_metrics(tmp_path: Path, scored:
 def test_rows_that_an_objective_says_nothing_of_are_refused() -> None:
     words = ["--model_name_or_path", "m", "--mixer_list", "r", "1.0", "--output_dir", "o"]
     config = parse_run(SFTConfig, [*words, "--eval_mixer_list", "e", "1.0"])
+
+    class Unscored(Objective):
+        name = "sft"
+        config_class = SFTConfig
+        rows = SFT.rows
+        bind = SFT.bind
+
     with pytest.raises(
         InputError,
         match="--eval_mixer_list: sft has no `evaluate`; write one, or leave the flag out",
     ):
-        train(config, objective=replace(SFT, evaluate=None))
+        train(config, objective=Unscored())
 
 
 def test_before_the_first_step_a_reference_is_the_policy(tmp_path: Path, scored: list[str]) -> None:

@@ -25,19 +25,19 @@ from open_instruct.core.records import Document
 from open_instruct.data.files.rows import MalformedRow
 from open_instruct.data.report import DataReport
 from open_instruct.data.token_dataset import TokenDataset
+from open_instruct.data.unpaired_rows import (
+    MismatchedBuilder,
+    UnpairedBuilder,
+    choose_other_replies,
+    parse_labelled_row,
+)
 from open_instruct.losses.logprobs import sum_by_sequence
 from open_instruct.models.build import build_model
 from open_instruct.objectives.kto import (
     KTO,
     KTOConfig,
     KTOLossSection,
-    MismatchedBuilder,
-    UnpairedBuilder,
     bind,
-    check_rows,
-    evaluate,
-    mismatched_replies,
-    parse_labelled_row,
     unpaired_losses,
 )
 from open_instruct.planning.plan import make_plan
@@ -175,7 +175,7 @@ class TestRows:
         dataset, _ = load(rows, "1.0", form=UnpairedBuilder)
         assert [len(row) for row in dataset] == [1] and dataset.values(0).tolist() == [1.0]
         for loss_type, form in (("kto", MismatchedBuilder), ("apo_zero_unpaired", UnpairedBuilder)):
-            assert KTO.rows_of(config_of(loss_type=loss_type)) is form
+            assert KTO.choose_rows(config_of(loss_type=loss_type)) is form
 
     def test_kto_refuses_rows_with_one_distinct_reply(self, load: Load, tmp_path: Path) -> None:
         rows = write_rows(
@@ -268,7 +268,7 @@ def test_mismatched_replies_are_those_of_the_definition() -> None:
             next(prompt for prompt, reply in rows if reply == number)
             for number in range(len(order))
         ]
-        for (prompt, own), chosen in zip(rows, mismatched_replies(rows), strict=True):
+        for (prompt, own), chosen in zip(rows, choose_other_replies(rows), strict=True):
             in_turn = [(own + step) % len(order) for step in range(1, len(order))]
             assert (
                 chosen
@@ -276,7 +276,7 @@ def test_mismatched_replies_are_those_of_the_definition() -> None:
                 != own
             )
     # A single prompt has no others.
-    assert mismatched_replies([(0, 0), (0, 1), (0, 2)]) == [1, 2, 0]
+    assert choose_other_replies([(0, 0), (0, 1), (0, 2)]) == [1, 2, 0]
 
 
 def by_the_paper(
@@ -488,7 +488,7 @@ class TestStep:
         self, policy: torch.nn.Module, load: Load, tmp_path: Path, loss_type: str
     ) -> None:
         flags = {"loss_type": loss_type, "desirable_weight": 2, "undesirable_weight": 3}
-        form = KTO.rows_of(config_of(**flags))
+        form = KTO.choose_rows(config_of(**flags))
         dataset, _ = load(write_rows(tmp_path / "rows.jsonl", *ROWS), "1.0", form=form)
         reference_ND = logps_of(policy, dataset)
         run: dict[str, Any] = {"step": 1, "flags": flags, "microbatches": 2}
@@ -544,12 +544,14 @@ def test_held_out_rows_are_scored_without_nan(
 ) -> None:
     config = config_of(loss_type=loss_type)
     rows = [row for row in ROWS if row["label"] in labels]
-    dataset, _ = load(write_rows(tmp_path / "rows.jsonl", *rows), "1.0", form=KTO.rows_of(config))
+    dataset, _ = load(
+        write_rows(tmp_path / "rows.jsonl", *rows), "1.0", form=KTO.choose_rows(config)
+    )
     draw = np.random.default_rng(0)
     logps_ND, reference_ND = draw.normal(-20, 3, (2, len(rows), dataset.documents_per_row)).astype(
         np.float32
     )
-    row = evaluate(dataset, logps_ND, reference_ND, config).row
+    row = KTO.evaluate(dataset, logps_ND, reference_ND, config).row
     assert all(map(math.isfinite, row.values()))
     ratios_ND = (logps_ND - reference_ND).astype(float)
     z0 = max(0.0, ratios_ND[:, 1].mean()) if loss_type == "kto" else 0.0
@@ -562,7 +564,7 @@ def test_held_out_rows_are_scored_without_nan(
         False in labels
     )
     assert row["eval/num_rows"] == len(rows)
-    before = evaluate(dataset, reference_ND, reference_ND, config).row
+    before = KTO.evaluate(dataset, reference_ND, reference_ND, config).row
     assert before["eval/loss"] == pytest.approx(0.5) and before["eval/rewards/chosen"] == 0
 
 
@@ -570,13 +572,13 @@ class TestChecks:
     def test_global_batch_of_one_row_is_refused(self, load: Load, tmp_path: Path) -> None:
         dataset, _ = load(write_rows(tmp_path / "rows.jsonl", *ROWS), "1.0")
         with refused("conflict", "loss_type", "z0", "--per_device_train_batch_size"):
-            check_rows(dataset, 1, config_of())
-        check_rows(dataset, 2, config_of())
-        check_rows(dataset, 1, config_of(loss_type="apo_zero_unpaired"))
+            KTO.check_rows(dataset, 1, config_of())
+        KTO.check_rows(dataset, 2, config_of())
+        KTO.check_rows(dataset, 1, config_of(loss_type="apo_zero_unpaired"))
 
     def test_weights_that_leave_the_papers_range(self, load: Load, tmp_path: Path) -> None:
         dataset, _ = load(write_rows(tmp_path / "rows.jsonl", *ROWS), "1.0")
-        (warning,) = check_rows(dataset, 8, config_of())
+        (warning,) = KTO.check_rows(dataset, 8, config_of())
         assert (
             "5 desirable rows of weight 1 count 1.67 times as much as 3 undesirable ones of "
             "weight 1"
@@ -585,12 +587,12 @@ class TestChecks:
             "--desirable_weight 0.6 to 0.8 would do, or --undesirable_weight 1.25 to 1.67"
             in warning
         )
-        assert check_rows(dataset, 8, config_of(desirable_weight=0.6)) == []
-        assert len(check_rows(dataset, 8, config_of(desirable_weight=0.59))) == 1
+        assert KTO.check_rows(dataset, 8, config_of(desirable_weight=0.6)) == []
+        assert len(KTO.check_rows(dataset, 8, config_of(desirable_weight=0.59))) == 1
 
     def test_single_class(self, load: Load, tmp_path: Path) -> None:
         rows = write_rows(tmp_path / "rows.jsonl", labelled("p", "one", 0), labelled("q", "two", 0))
-        (warning,) = check_rows(load(rows, "1.0")[0], 8, config_of())
+        (warning,) = KTO.check_rows(load(rows, "1.0")[0], 8, config_of())
         assert warning.startswith("all 2 rows are undesirable")
 
     def test_flags(self) -> None:

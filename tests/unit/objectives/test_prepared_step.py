@@ -1,7 +1,7 @@
 """A loss that must know all rows of a step before it learns from the first: `BoundLoss.prepare`."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -32,24 +32,25 @@ class MeanValues(RowValues):
     mean: torch.Tensor
 
 
-class Centered:
+@dataclass(frozen=True, kw_only=True)
+class Centered(BoundLoss):
     """The log-probs of a step minus their mean over all of its tokens, squared; and what was seen
     on the way.
     """
 
-    def __init__(self) -> None:
-        self.prepared: list[torch.Tensor] = []
-        self.seen: list[torch.Tensor] = []
+    scores_before_step: bool = True
+    prepared: list[torch.Tensor] = field(default_factory=list)
+    seen: list[torch.Tensor] = field(default_factory=list)
 
     def prepare(
         self, step: StepBatch, scores: Sequence[TokenLogprobs], gather: Gather
     ) -> StepBatch:
-        self.prepared += [score.logprobs_N for score in scores]
+        self.prepared.extend(score.logprobs_N for score in scores)
         mean = gather(torch.cat(self.prepared)).mean()
         batches = (replace(batch, values=MeanValues(mean=mean)) for batch in step.microbatches)
         return replace(step, microbatches=tuple(batches))
 
-    def function(
+    def compute(
         self, scores: TokenLogprobs, batch: Batch, counts: Mapping[str, int]
     ) -> LossOutputs:
         self.seen.append(scores.logprobs_N)
@@ -65,9 +66,7 @@ def step_of(microbatches: int, folder: Path) -> tuple[Centered, float, torch.Ten
     torch.manual_seed(0)
     loss = Centered()
     model = build_model(tiny_config("olmo2", SIZE, vocab_size=64, tie=False), init_device="cpu")
-    module, recorder = train_module(
-        BoundLoss(function=loss.function, prepare=loss.prepare), model, folder
-    )
+    module, recorder = train_module(loss, model, folder)
     with torch.no_grad():
         for index, parameter in enumerate(module.model.parameters()):
             parameter.copy_(torch.sin(torch.arange(parameter.numel()) + index).view_as(parameter))

@@ -32,7 +32,7 @@ from open_instruct.data.token_dataset import TokenDataset
 from open_instruct.models.hf.head_kinds import HEAD_SIZES, find_class
 from open_instruct.models.hf.hf_config import load_hf_config
 from open_instruct.objectives.objective import TokenLogprobs
-from open_instruct.objectives.prm import PRM, class_shares, exported, step_losses
+from open_instruct.objectives.prm import PRM, class_shares, step_losses
 from open_instruct.rewards.pool import VerifierPool
 from open_instruct.rewards.registry import judges_named, known_verifiers
 from open_instruct.rewards.reward_models import ProcessRewardModel
@@ -141,7 +141,7 @@ def test_loss_is_a_mean_over_all_steps_however_they_are_cut(cut: list[int]) -> N
         )
         values = StepLabelValues(labels_N=labels[part])
         batch = Batch(packed=SimpleNamespace(), row_ids=(), values=values)  # type: ignore[arg-type]
-        outputs = loss.function(scores, batch, {"labels": 7})
+        outputs = loss.compute(scores, batch, {"labels": 7})
         total += float(outputs.loss)
         accuracy += float(outputs.metrics["accuracy"].value) * num / 7
     shares = class_shares(labels, 2)
@@ -199,13 +199,16 @@ def test_family_without_a_class_of_the_head_is_refused_with_the_words_as_the_way
     config.model.model_name_or_path = str(model)
     hf_config = load_hf_config(str(model))
     with pytest.raises(InputError, match="--reward_tokens") as caught:
-        exported(config, AutoTokenizer.from_pretrained(model), hf_config)
+        PRM.export_fields(config, AutoTokenizer.from_pretrained(model), hf_config)
     assert caught.value.kind == "unsupported_model"
     with pytest.raises(InputError, match="--reward_tokens"):
-        open_pretrained(config, tmp_path / "out", head=PRM.head(config))
+        open_pretrained(config, tmp_path / "out", head=PRM.choose_head(config))
     words = config_of(PRM, "--reward_tokens", "+", "-")
     words.model.model_name_or_path = str(model)
-    assert open_pretrained(words, tmp_path / "out", head=PRM.head(words)).names.head == "vocabulary"
+    assert (
+        open_pretrained(words, tmp_path / "out", head=PRM.choose_head(words)).names.head
+        == "vocabulary"
+    )
 
 
 @pytest.mark.slow
@@ -382,7 +385,7 @@ def copy_as(folder: Path, to: Path, *words: str) -> Path:
     to.mkdir()
     for file in folder.iterdir():
         (to / file.name).write_bytes(file.read_bytes())
-    fields = exported(
+    fields = PRM.export_fields(
         config_of(PRM, *words), AutoTokenizer.from_pretrained(folder), load_hf_config(str(folder))
     )
     config = json.loads((to / "config.json").read_text()) | dict(fields)

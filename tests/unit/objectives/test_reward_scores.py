@@ -31,7 +31,6 @@ from open_instruct.objectives.reward_model import (
     RewardLossSection,
     RewardModelConfig,
     bind,
-    exported,
     pair_losses,
     with_std,
 )
@@ -119,7 +118,7 @@ def test_loss_of_a_batch_does_not_depend_on_its_cut(cut: list[int], mean: float)
             row_ids=tuple(range(size)),
             values=MarginValues(margins_P=margins_P[part]),
         )
-        outputs = loss.function(scores, batch, {"rows": 5})
+        outputs = loss.compute(scores, batch, {"rows": 5})
         total += float(outputs.loss)
         measured.append(outputs.metrics)
         start += size
@@ -237,19 +236,19 @@ def test_reward_model_that_transformers_lacks_is_refused_before_training(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pretrained, tokenizer = opened(folder), AutoTokenizer.from_pretrained(folder)
-    assert exported(flags(), tokenizer, pretrained.hf_config)["architectures"] == [
-        "LlamaForSequenceClassification"
-    ]
+    assert REWARD_MODEL.export_fields(flags(), tokenizer, pretrained.hf_config)[
+        "architectures"
+    ] == ["LlamaForSequenceClassification"]
     tokenizer.pad_token = tokenizer.eos_token
     with refused("bad_model", None, "pads with"):
-        exported(flags(), tokenizer, pretrained.hf_config)
+        REWARD_MODEL.export_fields(flags(), tokenizer, pretrained.hf_config)
     tokenizer.pad_token = None
     with refused("bad_model", None, "pad token"):
-        exported(flags(), tokenizer, pretrained.hf_config)
+        REWARD_MODEL.export_fields(flags(), tokenizer, pretrained.hf_config)
     known = "transformers.models.auto.modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES"
     monkeypatch.setattr(known, {})
     with refused("unsupported_model", None, "transformers"):
-        exported(flags(), tokenizer, pretrained.hf_config)
+        REWARD_MODEL.export_fields(flags(), tokenizer, pretrained.hf_config)
 
 
 def loaded(

@@ -119,7 +119,7 @@ def loss_and_gradient(
     batch = dataclasses.replace(batch, values=dataclasses.replace(batch.values, **frozen))
     scores = scores_of(samples, batch)
     bound = bind(loss, temperature=1.0, response_length=20)
-    outputs = bound.function(scores, batch, counts_of(samples))
+    outputs = bound.compute(scores, batch, counts_of(samples))
     (gradient_N,) = torch.autograd.grad(outputs.loss, scores.logprobs_N)
     return outputs, gradient_N
 
@@ -234,10 +234,10 @@ def test_conversations_have_a_temperature_of_their_own() -> None:
     plain, other, written = completions(3, count=3)
     given = [plain, with_tool(other), as_conversation(written)]
     bound = bind(PolicyLossSection(), temperature=0.7, response_length=9)
-    assert bound.temperature_of(rollout_batch(given[:1])) == 0.7
+    assert bound.find_temperatures(rollout_batch(given[:1])) == 0.7
     lengths = [len(sample.engine_logprobs) for sample in (plain, other, written)]
     expected = [0.7] * lengths[0] + [1.0] * 2 + [0.7] * lengths[1] + [1.0] * lengths[2]
-    temperatures = torch.as_tensor(bound.temperature_of(rollout_batch(given)))
+    temperatures = torch.as_tensor(bound.find_temperatures(rollout_batch(given)))
     assert temperatures.tolist() == pytest.approx(expected)
 
 
@@ -252,7 +252,7 @@ def choices_by_cut(
     microbatch.
     """
     bound: BoundLoss = bind(loss, temperature=1.0, response_length=20)
-    assert bound.prepare is not None
+    assert bound.scores_before_step
     parts = [samples[start : start + cut] for start in range(0, len(samples), cut)]
     batches = [rollout_batch(part) for part in parts]
     step = StepBatch(microbatches=(*batches, rollout_batch([])), counts=counts_of(samples))
@@ -313,7 +313,7 @@ def test_draw_of_tokens_leaves_clipped_ones_aside_and_is_another_in_another_upda
     }
     samples = completions(11, count=12)
     bound = bind(PolicyLossSection(**flags), temperature=1.0, response_length=20)
-    assert bound.prepare is not None
+    assert bound.scores_before_step
     batch = rollout_batch(samples)
     # Every ratio is e^0.5, which the clip range takes the gradient from where the advantage is
     # positive.
@@ -353,12 +353,12 @@ def test_tokens_of_low_entropy_are_not_learned_but_count() -> None:
     samples, loss = completions(8), PolicyLossSection(top_entropy_quantile=0.25)
     _, plain_N = loss_and_gradient(samples, PolicyLossSection())
     batch, bound = rollout_batch(samples), bind(loss, temperature=1.0, response_length=20)
-    assert bound.with_entropy and bound.prepare is not None
+    assert bound.with_entropy and bound.scores_before_step
     scores = scores_of(samples, batch)
     step = bound.prepare(
         StepBatch(microbatches=(batch,), counts={}), [scores], lambda values: values
     )
-    outputs = bound.function(scores, step.microbatches[0], counts_of(samples))
+    outputs = bound.compute(scores, step.microbatches[0], counts_of(samples))
     (gradient_N,) = torch.autograd.grad(outputs.loss, scores.logprobs_N)
     is_learned_M = RLValues.read(step.microbatches[0].values).is_learned_M
     assert is_learned_M is not None and torch.equal(gradient_N, plain_N * is_learned_M)
@@ -415,7 +415,7 @@ def test_conversations_are_learned_where_no_completion_is() -> None:
     for samples, batch in zip(
         step.minibatches[0].microbatches, minibatch.microbatches, strict=True
     ):
-        outputs = bound.function(scores_of(samples, batch), batch, minibatch.counts)
+        outputs = bound.compute(scores_of(samples, batch), batch, minibatch.counts)
         assert outputs.metrics.keys() == {"ce", "loss", "policy_loss"}
         assert float(outputs.metrics["policy_loss"].value) == 0
 

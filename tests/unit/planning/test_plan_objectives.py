@@ -1,17 +1,18 @@
 """An objective that the planner has never heard of is planned from its record alone."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 
 from open_instruct.cli import main
 from open_instruct.commands.plan import parse_request
-from open_instruct.config.sections import OptimSection, flag
+from open_instruct.config.sections import OptimSection, PrefixSharing, flag
 from open_instruct.config.training import TrainingConfig
 from open_instruct.core.errors import EXIT_INPUT
 from open_instruct.core.text import one_of
 from open_instruct.data.row_builder import RowBuilder
-from open_instruct.objectives.objective import BoundLoss, Objective
+from open_instruct.objectives.objective import BoundLoss, LossOutputs, Objective
 from open_instruct.objectives.registry import OBJECTIVES
 from open_instruct.planning.plan import Plan, make_plan
 
@@ -33,14 +34,27 @@ class Triples(RowBuilder):
     documents_per_row = 3
 
 
-MADE_UP = Objective(
-    name="made_up",
-    config_class=MadeUpConfig,
-    rows=Triples,
-    bind=lambda config: BoundLoss(function=None),  # type: ignore[arg-type]
-    needs_reference=lambda config: config.optim.strength > 0,
-    prefix_sharing=lambda config: "auto",
-)
+class MadeUpLoss(BoundLoss):
+    def compute(self, *arguments: Any) -> LossOutputs:
+        raise AssertionError("a plan computes no loss")
+
+
+class MadeUp(Objective):
+    name = "made_up"
+    config_class = MadeUpConfig
+    rows = Triples
+
+    def bind(self, config: MadeUpConfig) -> BoundLoss:
+        return MadeUpLoss()
+
+    def needs_reference(self, config: MadeUpConfig) -> bool:
+        return config.optim.strength > 0
+
+    def prefix_sharing(self, config: MadeUpConfig) -> PrefixSharing:
+        return "auto"
+
+
+MADE_UP = MadeUp()
 
 
 @pytest.fixture(autouse=True)

@@ -20,7 +20,7 @@ from open_instruct.core.records import Batch, Document, Episode, RolloutSample, 
 from open_instruct.objectives.objective import TokenLogprobs
 from open_instruct.rl.samples import add_answer_loss
 from open_instruct.training.backend import critics
-from open_instruct.training.critic import Critic, select_critic_part, value_loss
+from open_instruct.training.critic import Critic, ValueLoss, select_critic_part
 
 GAMMA, LAMBDA = 0.9, 0.8
 EPISODE = RolloutSample(
@@ -144,7 +144,7 @@ def test_step_without_completions_leaves_the_critic_alone() -> None:
     (filled,) = critic.with_advantages([update_of([WRITTEN], [])])
     assert select_critic_part(filled).counts["rows"] == 0
     for batch in filled.microbatches:
-        outputs = value_loss(valued(batch), batch, filled.counts, flags=critic.flags)
+        outputs = ValueLoss(clip=0.2).compute(valued(batch), batch, filled.counts)
         assert outputs.loss == 0 and outputs.metrics.keys() == {"loss"}
 
 

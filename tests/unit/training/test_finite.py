@@ -78,13 +78,14 @@ class Summed(Policy):
         return LossOutputs(loss=loss, metrics={"loss": Metric(value=counts["loss"])})
 
 
-def unused(*arguments: Any) -> LossOutputs:
-    raise AssertionError
+class Unused(BoundLoss):
+    def compute(self, *arguments: Any) -> LossOutputs:
+        raise AssertionError
 
 
 def module_of(optimizer: Any, folder: Path, kind: type[Summed] = Summed) -> ObjectiveTrainModule:
     module = ObjectiveTrainModule(
-        loss=BoundLoss(function=unused),
+        loss=Unused(),
         model=build_model(tiny_config("olmo2", SIZE, vocab_size=64, tie=False), init_device="cpu"),
         optim=build_optimizer_config(
             OptimSection(optimizer=optimizer, learning_rate=0.1), device=CPU, names=()

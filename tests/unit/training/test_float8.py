@@ -73,7 +73,9 @@ def test_model_is_unchanged_without_float8(family: str) -> None:
 def test_first_loss_may_be_further_from_that_of_the_reference_without_float8() -> None:
     def first_loss_is(loss: float, *, fp8_enabled: bool) -> None:
         policy: Any = SimpleNamespace(
-            loss=SimpleNamespace(first_loss=0.69, remedy="look"),
+            loss=SimpleNamespace(
+                first_loss=lambda counts: 0.69, checks_first_loss=True, remedy="look"
+            ),
             trainer=SimpleNamespace(global_step=1),
             backend=SimpleNamespace(compute_dtype=torch.bfloat16),
             computing_model=SimpleNamespace(fp8_enabled=fp8_enabled),
