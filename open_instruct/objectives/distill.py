@@ -191,7 +191,7 @@ def find_weights(section: DistillationSection) -> tuple[float, float]:
     return 1.0 - section.kd_coef, section.kd_coef * section.kd_temperature**2
 
 
-class DistillationObjective(Objective):
+class DistillationObjective(Objective[DistillConfig]):
     """Distillation of a larger model into a smaller one."""
 
     name = "distill"

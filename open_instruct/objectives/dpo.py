@@ -303,7 +303,7 @@ def preference_metrics(outputs: PreferenceLossOutputs) -> dict[str, Metric]:
     return mean_metrics(values_P)
 
 
-class DPOObjective(Objective):
+class DPOObjective(Objective[DPOConfig]):
     """Preference tuning with DPO or one of its relatives."""
 
     name = "dpo"

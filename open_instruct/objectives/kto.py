@@ -26,8 +26,8 @@ from open_instruct.core.batch_values import UnpairedValues
 from open_instruct.core.errors import InputError
 from open_instruct.core.records import Batch, Metric, StepBatch, mean_metrics
 from open_instruct.core.text import counted
-from open_instruct.data.unpaired_rows import MismatchedBuilder, UnpairedBuilder
 from open_instruct.losses.logprobs import ROUNDING, sum_by_sequence
+from open_instruct.objectives.kto_rows import MismatchedBuilder, UnpairedBuilder
 from open_instruct.objectives.objective import (
     BoundLoss,
     Evaluation,
@@ -269,7 +269,7 @@ def kto_outputs(
     return LossOutputs(loss=losses_R.sum() / counts["rows"], metrics=metrics)
 
 
-class KTOObjective(Objective):
+class KTOObjective(Objective[KTOConfig]):
     """Kahneman-Tversky optimisation."""
 
     name = "kto"

@@ -13,9 +13,10 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeVar
 
 from open_instruct.config.sections import PrefixSharing
+from open_instruct.config.training import LearnerConfig, TrainingConfig
 from open_instruct.config.validation import validated
 from open_instruct.core.batch_values import BatchValues, RowValues
 from open_instruct.core.records import Batch, Metric, StepBatch
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerFast
 
     from open_instruct.data.token_dataset import TokenDataset
+
+Config = TypeVar("Config", bound=LearnerConfig)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,7 +200,7 @@ class Evaluation:
     exported: Mapping[str, Any] = field(default_factory=dict)
 
 
-class Objective(ABC):
+class Objective(ABC, Generic[Config]):
     """One thing that can be learned from the rows of a data set. A subclass overrides what differs.
 
     It is not a loss: `bind` gives that. Every method is a function of the flags of a run, and is
@@ -222,26 +225,29 @@ class Objective(ABC):
                 raise TypeError(f"{type(self).__name__} has no {attribute!r}")
 
     @abstractmethod
-    def bind(self, config: Any) -> BoundLoss:
+    def bind(self, config: Config) -> BoundLoss:
         """The loss under these flags."""
 
-    def validate(self, config: Any) -> list[str]:
+    def validate(self, config: Config) -> list[str]:
         """Check everything that the flags alone can tell, and return warnings.
 
         Raises:
             InputError: listing every problem, each with its remedy.
         """
+        assert isinstance(config, TrainingConfig), f"write a {type(self).__name__}.validate"
         return validated(config)
 
-    def choose_rows(self, config: Any) -> type[RowBuilder]:
+    def choose_rows(self, config: Config) -> type[RowBuilder]:
         """The class of the rows under these flags."""
         return self.rows
 
-    def row_arguments(self, config: Any) -> Mapping[str, Any]:
+    def row_arguments(self, config: Config) -> Mapping[str, Any]:
         """The arguments of the class of rows beyond those of every `RowBuilder`."""
         return {}
 
-    def check_rows(self, dataset: TokenDataset, num_rows_per_step: int, config: Any) -> list[str]:
+    def check_rows(
+        self, dataset: TokenDataset, num_rows_per_step: int, config: Config
+    ) -> list[str]:
         """Warnings about training rows, with so many of them in a step.
 
         Raises:
@@ -249,38 +255,38 @@ class Objective(ABC):
         """
         return []
 
-    def needs_reference(self, config: Any) -> bool:
+    def needs_reference(self, config: Config) -> bool:
         """Whether frozen log-probs of the start model are needed for each document."""
         return False
 
-    def reference_moves(self, config: Any) -> Mapping[str, Any]:
+    def reference_moves(self, config: Config) -> Mapping[str, Any]:
         """How the reference follows the policy, in the words of `training.reference.Reference`;
         without an `update_freq` it stays.
         """
         return {}
 
-    def only_scores(self, config: Any) -> bool:
+    def only_scores(self, config: Config) -> bool:
         """Whether the flags ask for the reference scores alone, without training."""
         return False
 
-    def teacher(self, config: Any) -> Teacher | None:
+    def teacher(self, config: Config) -> Teacher | None:
         """The frozen model that the policy is compared with; None where there is none."""
         return None
 
-    def prefix_sharing(self, config: Any) -> PrefixSharing:
+    def prefix_sharing(self, config: Config) -> PrefixSharing:
         """Whether the documents of a row share what they begin with."""
         return "off"
 
-    def fills_packs(self, config: Any) -> bool:
+    def fills_packs(self, config: Config) -> bool:
         """Whether a step counts packs of rows, filled before training, in place of rows."""
         return False
 
-    def choose_head(self, config: Any) -> Head:
+    def choose_head(self, config: Config) -> Head:
         """The kind of head; it is drawn at random where the start model has another kind."""
         return "vocabulary"
 
     def export_fields(
-        self, config: Any, tokenizer: PreTrainedTokenizerFast, hf_config: PretrainedConfig
+        self, config: Config, tokenizer: PreTrainedTokenizerFast, hf_config: PretrainedConfig
     ) -> Mapping[str, Any]:
         """The fields that the exported config.json adds to the start model's.
 
@@ -293,7 +299,7 @@ class Objective(ABC):
         dataset: TokenDataset,
         logps_ND: np.ndarray,
         reference_ND: np.ndarray | None,
-        config: Any,
+        config: Config,
     ) -> Evaluation:
         """The held-out scores, from sums of all held-out documents, float32.
 

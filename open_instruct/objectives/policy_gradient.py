@@ -350,7 +350,7 @@ def _largest(values_N: torch.Tensor) -> Metric:
     return Metric(value=values_N.max() if values_N.numel() else 0.0, reduction="max")
 
 
-class GRPOObjective(Objective):
+class GRPOObjective(Objective[GRPOConfig]):
     """Policy gradients on completions of the run's own engines.
 
     So its entry is grpo_olmo_core_actor.py and not train.py.

@@ -203,7 +203,7 @@ def fields_of_class(hf_config: PretrainedConfig) -> dict[str, Any]:
     }
 
 
-class StepObjective(Objective):
+class StepObjective(Objective[PRMConfig]):
     """A model that scores the steps of solutions."""
 
     name = "prm"

@@ -231,7 +231,7 @@ def fields_of_class(hf_config: PretrainedConfig) -> dict[str, Any]:
     return {"architectures": [class_name], **labels, "score_mean": None, "score_std": None}
 
 
-class RewardObjective(Objective):
+class RewardObjective(Objective[RewardModelConfig]):
     """A model that scores replies, learned from preference pairs."""
 
     name = "reward_model"

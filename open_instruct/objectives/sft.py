@@ -55,7 +55,7 @@ class CrossEntropy(BoundLoss):
         )
 
 
-class SFTObjective(Objective):
+class SFTObjective(Objective[SFTConfig]):
     """Supervised fine-tuning on conversations."""
 
     name = "sft"

@@ -12,7 +12,7 @@ from open_instruct.data.eval_split import Side, find_place, row_content
 from open_instruct.data.prompts import PromptBuilder
 from open_instruct.data.sft_rows import SFTBuilder
 from open_instruct.data.token_dataset import TokenDataset, load_token_dataset
-from open_instruct.data.unpaired_rows import UnpairedBuilder
+from open_instruct.objectives.kto_rows import UnpairedBuilder
 from tests.refusals import refused
 from tests.unit.token_data import byte_tokenizer, load_rows, turns, write_rows
 

@@ -25,7 +25,7 @@ from open_instruct.data.prompts import load_prompt_dataset
 from open_instruct.data.report import DataReport
 from open_instruct.data.sft_rows import SFTBuilder, parse_sft_row
 from open_instruct.data.token_dataset import TokenDataset, load_token_dataset
-from open_instruct.data.unpaired_rows import UnpairedBuilder, parse_labelled_row
+from open_instruct.objectives.kto_rows import UnpairedBuilder, parse_labelled_row
 from open_instruct.rewards.registry import known_verifiers
 from tests.unit.token_data import byte_tokenizer, load_rows, turns, write_rows
 

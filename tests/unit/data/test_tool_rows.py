@@ -16,7 +16,7 @@ from open_instruct.data.prompts import PromptBuilder
 from open_instruct.data.row_builder import RowBuilder
 from open_instruct.data.sft_rows import SFTBuilder
 from open_instruct.data.templates.chat_templates import ChatTemplate, read_template
-from open_instruct.data.unpaired_rows import parse_labelled_row
+from open_instruct.objectives.kto_rows import parse_labelled_row
 from open_instruct.rewards.answers import GSM8K
 from tests.unit.data.test_chat import CHATML, LLAMA3, make_tokenizer
 from tests.unit.token_data import write_rows

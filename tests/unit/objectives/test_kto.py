@@ -25,12 +25,6 @@ from open_instruct.core.records import Document
 from open_instruct.data.files.rows import MalformedRow
 from open_instruct.data.report import DataReport
 from open_instruct.data.token_dataset import TokenDataset
-from open_instruct.data.unpaired_rows import (
-    MismatchedBuilder,
-    UnpairedBuilder,
-    choose_other_replies,
-    parse_labelled_row,
-)
 from open_instruct.losses.logprobs import sum_by_sequence
 from open_instruct.models.build import build_model
 from open_instruct.objectives.kto import (
@@ -39,6 +33,12 @@ from open_instruct.objectives.kto import (
     KTOLossSection,
     bind,
     unpaired_losses,
+)
+from open_instruct.objectives.kto_rows import (
+    MismatchedBuilder,
+    UnpairedBuilder,
+    choose_other_replies,
+    parse_labelled_row,
 )
 from open_instruct.planning.plan import make_plan
 from open_instruct.training.policy import Policy
