@@ -1,6 +1,4 @@
-"""`open-instruct check`: everything that a run could be refused for, said at once, before anything
-is started.
-"""
+"""`open-instruct check`: finds everything that a run would be refused for, and starts nothing."""
 
 import sys
 from collections.abc import Sequence
@@ -8,7 +6,7 @@ from dataclasses import dataclass, make_dataclass
 from pathlib import Path
 from typing import Any
 
-from open_instruct.commands.check_report import FLAGS, Report
+from open_instruct.commands.checks.report import FLAGS, Report
 from open_instruct.commands.run_flags import parse_run
 from open_instruct.config.parser import flags_given, nearest
 from open_instruct.config.sections import flag
@@ -70,7 +68,7 @@ def check_run(
         run_class.__name__, [("check", CheckFlags)], bases=(run_class,), kw_only=True
     )
     unneeded: list[str] = []
-    # Without flags there is nothing to look at.
+    # Without flags there is nothing to check.
     config: Any = parse_run(checked_class, words, unneeded=unneeded)
     for each in unneeded:
         print(f"warning: not needed here, and left out: {each}", file=sys.stderr)
@@ -83,8 +81,8 @@ def check_run(
         )
 
     report = Report()
-    report.look_at(FLAGS, validate)
-    from open_instruct.commands.check_looks import look_at_run
+    report.check(FLAGS, validate)
+    from open_instruct.commands.checks.run_checks import check_parts
 
-    look_at_run(config, objective, report, with_model=config.check.with_model)
+    check_parts(config, objective, report, with_model=config.check.with_model)
     return report.conclude(str(Path(config.run.output_dir)))

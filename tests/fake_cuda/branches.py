@@ -438,12 +438,12 @@ def check(folder: Path) -> Any:
     """The memory that a look before a run holds its plan against: a GPU's, and a CPU's share."""
     import psutil
 
-    from open_instruct.commands.check_looks import memory_of_process
+    from open_instruct.commands.checks.run_checks import find_process_memory
 
     share = psutil.virtual_memory().total // 4
     return [
-        memory_of_process(4, has_gpu=True) >> 30,
-        memory_of_process(4, has_gpu=False) == share,
+        find_process_memory(4, has_gpu=True) >> 30,
+        find_process_memory(4, has_gpu=False) == share,
     ]
 
 

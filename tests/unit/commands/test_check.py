@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch  # noqa: F401  so that transformers finds it, whichever test comes first
 
-from open_instruct.commands import check_looks
 from open_instruct.commands.check import main
+from open_instruct.commands.checks import run_checks
 from open_instruct.commands.run_flags import parse_run
 from open_instruct.commands.tiny_model import write_tiny_model
 from open_instruct.config.resolved import write_config
@@ -132,7 +132,7 @@ def test_memory_is_that_of_a_gpu_where_there_is_a_driver_of_one(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     driver = __file__ if has_driver else f"{__file__}.none"
-    monkeypatch.setattr(check_looks, "GPU_DRIVERS", (driver,))
+    monkeypatch.setattr(run_checks, "GPU_DRIVERS", (driver,))
     assert main(words_for("dpo", model)) == 0
     said = capsys.readouterr().out
     assert ("per GPU" in said, "per process" in said) == (has_driver, not has_driver)

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from open_instruct import __version__, cli
-from open_instruct.commands import process
+from open_instruct.commands import failures
+from open_instruct.commands.failures import LAUNCHER_ERROR_FILE
 from open_instruct.commands.process import (
-    LAUNCHER_ERROR_FILE,
     command_as_typed,
     run_entry,
     run_to_exit_code,
@@ -49,7 +49,7 @@ def outside_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
 def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The seconds that would have been slept."""
     slept: list[float] = []
-    monkeypatch.setattr(process.time, "sleep", slept.append)
+    monkeypatch.setattr(failures.time, "sleep", slept.append)
     return slept
 
 
@@ -365,7 +365,7 @@ class TestEntry:
         monkeypatch.setenv("RANK", "3")
         monkeypatch.setenv(LAUNCHER_ERROR_FILE, str(tmp_path / "error.json"))
         assert outcome("--beta x") == (EXIT_INPUT, "")
-        assert waits == [process.OTHER_RANKS_WAIT_S]
+        assert waits == [failures.OTHER_RANKS_WAIT_S]
         assert not (tmp_path / "error.json").exists()
 
     def test_launcher_is_left_the_message(
@@ -491,7 +491,7 @@ class TestEntry:
             EXIT_INPUT,
             "[rank 3] dpo: model-3.safetensors is truncated\n",
         )
-        assert waits == [process.OTHER_RANKS_WAIT_S]
+        assert waits == [failures.OTHER_RANKS_WAIT_S]
 
     def test_commands_without_a_run_promise_no_checkpoint(
         self, capsys: pytest.CaptureFixture[str]

@@ -1,6 +1,4 @@
-"""The first loss of a run, of the real model on one process, as `open-instruct check --with_model`
-takes it.
-"""
+"""The first loss of a run, taken on one process by `open-instruct check --with_model`."""
 
 import io
 import logging
@@ -34,11 +32,11 @@ def take_first_loss(
     """Load the model, and take the loss of a first microbatch; returns a sentence.
 
     Raises:
-        InputError: the run would be refused where it opens the model, or ends with an error there.
+        InputError: the run would be refused, or fail, where it opens the model.
     """
     # Warnings of libraries belong in the log of a run; a look has none.
     logging.captureWarnings(True)
-    with _folder_to_throw_away(config) as config, redirect_stdout(io.StringIO()):
+    with _temporary_folder(config) as config, redirect_stdout(io.StringIO()):
         try:
             if isinstance(config, GRPOConfig):
                 return _rollout_loss(config, Prompts(rows), chat)
@@ -51,23 +49,20 @@ def take_first_loss(
 
 
 @contextmanager
-def _folder_to_throw_away(config: ConfigT) -> Iterator[ConfigT]:
+def _temporary_folder(config: ConfigT) -> Iterator[ConfigT]:
     with tempfile.TemporaryDirectory(prefix="check_") as folder:
         yield replace(config, run=replace(config.run, output_dir=folder))
 
 
 def _with_one_microbatch(config: TrainingConfig) -> TrainingConfig:
-    """The config of a run whose rows are those of one microbatch, so that frozen models score no
-    more.
-    """
+    """The config of a run on the rows of one microbatch, as frozen models score all rows."""
     num_rows = str(max(2, config.optim.per_device_train_batch_size))
-    words = config.data.mixer_list
-    some = [word for name in words[::2] for word in (name, num_rows)]
-    return replace(
-        config,
-        data=replace(config.data, mixer_list=some, eval_mixer_list=[], eval_split=None),
-        optim=replace(config.optim, gradient_accumulation_steps=1),
-    )
+    mixer_list: list[str] = []
+    for name in config.data.mixer_list[::2]:
+        mixer_list += [name, num_rows]
+    data = replace(config.data, mixer_list=mixer_list, eval_mixer_list=[], eval_split=None)
+    optim = replace(config.optim, gradient_accumulation_steps=1)
+    return replace(config, data=data, optim=optim)
 
 
 def _rollout_loss(config: GRPOConfig, prompts: Prompts, chat: ChatFormat) -> str:
@@ -77,7 +72,7 @@ def _rollout_loss(config: GRPOConfig, prompts: Prompts, chat: ChatFormat) -> str
     try:
         row = take_lone_step(
             config,
-            [made_up_group(prompts[0], chat)],
+            [make_group(prompts[0], chat)],
             step=1,
             model=config.model.model_name_or_path,
             checkpoint=None,
@@ -88,7 +83,7 @@ def _rollout_loss(config: GRPOConfig, prompts: Prompts, chat: ChatFormat) -> str
     return f"{row['loss']:.4f}, of two made-up answers to the first prompt, one of them right"
 
 
-def made_up_group(prompt: Prompt, chat: ChatFormat) -> RolloutGroup:
+def make_group(prompt: Prompt, chat: ChatFormat) -> RolloutGroup:
     """Two made-up answers to a prompt; the first is rewarded."""
     end = min(chat.turn_end_token_ids())
     answers = [(*ids, end) for ids in chat.tokenize(list(ANSWERS))]

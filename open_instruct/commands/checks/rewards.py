@@ -1,4 +1,4 @@
-"""What judges and answers in a GRPO run is asked once, as `open-instruct check` does it."""
+"""The checks of a GRPO run's verifiers and environments: each is used once."""
 
 import asyncio
 import traceback
@@ -26,12 +26,13 @@ from open_instruct.rewards.trial import ANSWERS
 from open_instruct.rewards.verifier import Verifier
 from open_instruct.rl.episodes.bridge import check_bridges
 
-MOST_PROMPTS = 64  # that are looked through for what judges and answers them
+MOST_PROMPTS = 64  # that are searched for verifiers and environments
+TRIED_ELSEWHERE = (RewardFunction, Judge, ModelVerifier)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RewardLooks:
-    """The looks at what a run's prompts name; the rows must have been read."""
+class RewardChecks:
+    """The checks of what a run's prompts name, once its rows have been read."""
 
     config: GRPOConfig
     prompts: Prompts
@@ -46,13 +47,13 @@ class RewardLooks:
             InputError: a reward function raises, a judge does not answer, or programs cannot be
                 kept behind walls.
         """
-        return "\n".join(self._tried()) or "no verifier judges these prompts"
+        return "\n".join(self._try_verifiers()) or "no verifier judges these prompts"
 
-    def _tried(self) -> Iterator[str]:
+    def _try_verifiers(self) -> Iterator[str]:
         verifiers, flags = self.known_verifiers, self.config.reward
-        judges, answering = self.prompts.find_names()
+        judges, environments = self.prompts.find_names()
         runs_programs = bool({Code.name, CodeStdio.name} & judges) and not flags.code_api_url
-        if runs_programs or "python" in answering:
+        if runs_programs or "python" in environments:
             notes: list[str] = []
             try_walls(
                 flags.code_sandbox,
@@ -66,13 +67,11 @@ class RewardLooks:
                 yield f"{name}: {flags.llm_judge_model} answers"
             elif isinstance(verifiers[name], ModelVerifier):
                 yield f"{name}: its folder has such a model, which the run loads"
-        shown = list(self.prompts.sample_evenly(MOST_PROMPTS))
-        with closing(VerifierPool(without_models(flags))) as pool:
-            yield from pool.try_functions(shown)
-            for prompt, check in first_checks(shown):
-                if not isinstance(
-                    verifiers[check.verifier], RewardFunction | Judge | ModelVerifier
-                ):
+        prompts = list(self.prompts.sample_evenly(MOST_PROMPTS))
+        with closing(VerifierPool(drop_models(flags))) as pool:
+            yield from pool.try_functions(prompts)
+            for prompt, check in find_first_checks(prompts):
+                if not isinstance(verifiers[check.verifier], TRIED_ELSEWHERE):
                     yield judge_once(pool, prompt, check)
 
     def open_environments(self) -> str:
@@ -82,33 +81,28 @@ class RewardLooks:
             InputError: one cannot be had, or cannot be opened, or the chat template cannot tell
                 turns apart.
         """
-        _, answering = self.prompts.find_names()
-        for name in sorted(answering):
+        _, names = self.prompts.find_names()
+        for name in sorted(names):
             begin_run(self.known_environments[name])
-        if not answering:
+        if not names:
             return "none answers these prompts"
         check_bridges(self.chat)
-        first = {
-            prompt.environment: prompt
-            for prompt in reversed(list(self.prompts.sample_evenly(MOST_PROMPTS)))
-        }
-        opened = [
-            open_once(name, self.known_environments[name], prompt)
-            for name, prompt in first.items()
-            if name
-        ]
-        return "\n".join(opened)
+        prompts = list(self.prompts.sample_evenly(MOST_PROMPTS))
+        first_prompts = {prompt.environment: prompt for prompt in reversed(prompts)}
+        lines: list[str] = []
+        for name, prompt in first_prompts.items():
+            if name:
+                lines.append(open_once(name, self.known_environments[name], prompt))
+        return "\n".join(lines)
 
 
-def without_models(flags: RewardSection) -> RewardSection:
-    """The flags of one process of verifiers, without those that are models and take long to
-    load.
-    """
+def drop_models(flags: RewardSection) -> RewardSection:
+    """The flags of one process of verifiers, without models, which take long to load."""
     words = [word for word in flags.verifier if word.partition(":")[0] not in MODEL_VERIFIERS]
     return replace(flags, verifier=words, num_verifier_processes=1)
 
 
-def first_checks(prompts: list[Prompt]) -> Iterator[tuple[Prompt, Check]]:
+def find_first_checks(prompts: list[Prompt]) -> Iterator[tuple[Prompt, Check]]:
     """Of each verifier, the first prompt that it judges."""
     seen: set[str] = set()
     for prompt in prompts:
@@ -119,20 +113,16 @@ def first_checks(prompts: list[Prompt]) -> Iterator[tuple[Prompt, Check]]:
 
 
 def judge_once(pool: VerifierPool, prompt: Prompt, check: Check) -> str:
-    """What a verifier makes of two made-up answers: their scores, or a warning, as such answers
-    score 0 in a run.
-    """
-    outcomes = pool.scores(check, prompt.text, [made_up(text) for text in ANSWERS])
+    """The scores of two made-up answers, or a warning that such answers score 0 in a run."""
+    outcomes = pool.scores(check, prompt.text, [make_completion(text) for text in ANSWERS])
     problems = [outcome.problem for outcome in outcomes if outcome.problem is not None]
     if problems:
         return f"warning: on a made-up answer {problems[0]}; such answers score 0"
-    return (
-        f"{check.verifier}: two made-up answers score "
-        f"{' and '.join(f'{each.score:g}' for each in outcomes)}"
-    )
+    scores = " and ".join(f"{outcome.score:g}" for outcome in outcomes)
+    return f"{check.verifier}: two made-up answers score {scores}"
 
 
-def made_up(text: str) -> Completion:
+def make_completion(text: str) -> Completion:
     return Completion(
         text=text, token_ids=(0,), logprobs=(0.0,), versions=(0,), finish_reason="stop", seed=0
     )
@@ -145,7 +135,7 @@ def open_once(name: str, factory: Factory, prompt: Prompt) -> str:
         InputError: it raises; names the line, and the columns of the row.
     """
 
-    async def opened() -> int:
+    async def count_tools() -> int:
         environment = make_environment(factory, prompt.row)
         try:
             opening = await environment.start()
@@ -154,7 +144,7 @@ def open_once(name: str, factory: Factory, prompt: Prompt) -> str:
         return len(opening.tools)
 
     try:
-        num_tools = asyncio.run(opened())
+        num_tools = asyncio.run(count_tools())
     except Exception as error:  # foreign code, which may raise anything
         frame = traceback.extract_tb(error.__traceback__)[-1]
         raise InputError(

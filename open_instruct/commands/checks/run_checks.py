@@ -1,16 +1,19 @@
-"""What `open-instruct check` looks at, in its order. Every look is the run's own function, and
-loads no torch unless there is a checkpoint, a GPU or --with_model.
+"""What `open-instruct check` checks, in its order, by functions of the run itself.
+
+No check loads torch unless there is a checkpoint, a GPU or --with_model.
 """
+
+from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from open_instruct.commands.check_report import Report, check_all
+from open_instruct.commands.checks.report import Report, check_all
 from open_instruct.commands.preview import find_judges, hide_torch_from_transformers
 from open_instruct.config.grpo import GRPOConfig
 from open_instruct.config.rollout_sections import LearnerParallelSection
@@ -43,63 +46,59 @@ from open_instruct.run.hub.upload import refuse_without_login
 from open_instruct.run.run_directory import RunDirectory
 from open_instruct.run.run_lock import refuse_folder_in_use
 
+if TYPE_CHECKING:
+    from open_instruct.commands.checks.rewards import RewardChecks
+
 MOST_ROWS = 1000  # of each data set, that are tokenised
 GPU_DRIVERS = ("/proc/driver/nvidia/version", "/dev/kfd")
 
 
-def look_at_run(
+def check_parts(
     config: RunConfig, objective: Objective, report: Report, *, with_model: bool
 ) -> None:
-    """Look at everything that the flags name; the model's weights are read `with_model` alone."""
-    looks = RunLooks(config=config, objective=objective)
-    look = report.look_at
-    look("output folder", looks.find_folder)
+    """Check everything that the flags name; weights are read `with_model` alone."""
+    run = RunChecks(config=config, objective=objective)
+    report.check("output folder", run.check_folder)
     if config.logging.report_to:
-        look("trackers", looks.find_trackers)
+        report.check("trackers", run.check_tracker_access)
     if config.run.push_to_hub:
-        look("hub", looks.find_login)
-    look("layout", looks.find_layout)
-    look("model", looks.find_model)
+        report.check("hub", run.check_login)
+    report.check("layout", run.check_layout)
+    report.check("model", run.check_start_model)
     if isinstance(config, GRPOConfig):  # users' own code, which may need torch
-        look("verifiers", partial(looks.load_verifiers, config))
+        report.check("verifiers", partial(run.load_verifiers, config))
     if not with_model:
         hide_torch_from_transformers()
-    names = config.model
-    has_files = names.tokenizer_name_or_path or Path(names.model_name_or_path).expanduser().exists()
-    look("tokenizer", looks.find_tokenizer, needs=[] if has_files else ["model"])
-    look("rows", looks.find_rows, needs=["verifiers"])
+    needs = [] if has_tokenizer(config) else ["model"]
+    report.check("tokenizer", run.check_chat_format, needs=needs)
+    report.check("rows", run.check_rows, needs=["verifiers"])
     if config.data.has_held_out_rows:
-        look("held-out rows", partial(looks.find_rows, is_held_out=True), needs=["verifiers"])
+        check_held_out_rows = partial(run.check_rows, is_held_out=True)
+        report.check("held-out rows", check_held_out_rows, needs=["verifiers"])
     if isinstance(config, GRPOConfig):
-        from open_instruct.commands.check_rewards import RewardLooks
-
         needs = ["rows", "tokenizer"]
-
-        def rewards() -> RewardLooks:
-            return RewardLooks(
-                config=config, prompts=Prompts(looks.dataset), chat=looks.chat, **looks.known
-            )
-
-        look("rewards", lambda: rewards().try_verifiers(), needs=needs)
-        look("environments", lambda: rewards().open_environments(), needs=needs)
-    look("memory", looks.find_plan, needs=["flags", "model", "layout"])
-    if with_model:
-        from open_instruct.commands.check_loss import take_first_loss
-
-        needs = ["flags", "model", "tokenizer", "rows", "memory"]
-        look(
-            "first loss",
-            lambda: take_first_loss(config, objective, rows=looks.dataset, chat=looks.chat),
-            needs=needs,
+        report.check("rewards", lambda: run.open_rewards(config).try_verifiers(), needs=needs)
+        report.check(
+            "environments", lambda: run.open_rewards(config).open_environments(), needs=needs
         )
+    report.check("memory", run.check_memory, needs=["flags", "model", "layout"])
+    if with_model:
+        needs = ["flags", "model", "tokenizer", "rows", "memory"]
+        report.check("first loss", run.take_first_loss, needs=needs)
+
+
+def has_tokenizer(config: RunConfig) -> bool:
+    """Whether a flag names the tokenizer, or its files are on this machine beside the model's."""
+    if config.model.tokenizer_name_or_path:
+        return True
+    return Path(config.model.model_name_or_path).expanduser().exists()
 
 
 @dataclass(kw_only=True)
-class RunLooks:
-    """A run's things, each looked at by a method that says what it has found, or raises an
-    InputError.
+class RunChecks:
+    """The checks of a run: each method returns what it found, or raises an InputError.
 
-    `chat` and `rows` are there once the tokenizer, and the rows, were looked at.
+    `chat` and `rows` are there once the tokenizer, and the rows, were checked.
     """
 
     config: RunConfig
@@ -111,14 +110,14 @@ class RunLooks:
 
     @property
     def dataset(self) -> TokenDataset:
-        assert self.rows is not None, "what needs rows is looked at behind them"
+        assert self.rows is not None, "what needs rows is checked after them"
         return self.rows
 
     @property
     def layout(self) -> ShardLayout:
-        return find_layout(self.config.parallel, nodes_of_run(self.config), self.config.backend)
+        return find_layout(self.config.parallel, find_node_sizes(self.config), self.config.backend)
 
-    def find_folder(self) -> str:
+    def check_folder(self) -> str:
         directory = RunDirectory(path=Path(self.config.run.output_dir))
         directory.refuse_unusable()
         refuse_folder_in_use(directory.path)
@@ -129,9 +128,9 @@ class RunLooks:
             return f"{directory.path} holds no checkpoint and no model: the run starts there"
         if self.config.run.overwrite_output_dir:
             return f"warning: {directory.path} holds a run, which --overwrite_output_dir removes"
-        return self._find_checkpoint(directory)
+        return self._check_checkpoint(directory)
 
-    def _find_checkpoint(self, directory: RunDirectory) -> str:
+    def _check_checkpoint(self, directory: RunDirectory) -> str:
         from open_instruct.checkpoints.step_folder import latest_step, refuse_another_format
         from open_instruct.run.console import Console
         from open_instruct.run.opened import refuse_another_run
@@ -146,15 +145,15 @@ class RunLooks:
         refuse_another_run(self.config, directory, self.layout, step, Console(speaks=False))
         return f"{directory.path} holds this run: it goes on after step {step}"
 
-    def find_trackers(self) -> str:
+    def check_tracker_access(self) -> str:
         check_trackers(self.config.logging.report_to, os.environ)
         return f"{', '.join(self.config.logging.report_to)}: installed, and logged in"
 
-    def find_login(self) -> str:
+    def check_login(self) -> str:
         refuse_without_login()
         return "logged in; the run makes the repository when it starts"
 
-    def find_layout(self) -> str:
+    def check_layout(self) -> str:
         layout = self.layout
         backend = self.config.backend
         backend.refuse_unfit()
@@ -162,7 +161,7 @@ class RunLooks:
         found = describe_layout(layout, self.config.parallel, backend, who=who)
         return "\n".join([found, *(f"warning: {each}" for each in layout.warnings)])
 
-    def find_model(self) -> str:
+    def check_start_model(self) -> str:
         check_models(self.config)
         name = self.config.model.model_name_or_path
         if find_local_folder(name) is None:
@@ -171,14 +170,15 @@ class RunLooks:
         check_model(shape, None, self.config)
         return f"{shape.name}: {shape.family}, {shape.num_params:,} parameters"
 
-    def find_tokenizer(self) -> str:
+    def check_chat_format(self) -> str:
         from open_instruct.report.preview.sample import open_chat
 
         check_tokenizer(self.config)
         model = self.config.model
         self.tokenizer, self.chat = open_chat(self.config)
         self.chat.turn_end_token_ids()
-        if (folder := find_local_folder(model.model_name_or_path)) is not None:
+        folder = find_local_folder(model.model_name_or_path)
+        if folder is not None:
             fields = config_fields(folder)
             check_sizes(
                 self.tokenizer,
@@ -200,40 +200,42 @@ class RunLooks:
         own_function(
             config.rollout.advantage_normalization_type, flag="--advantages", known=ADVANTAGES
         )
-        words = config.reward.verifier
-        return (
-            f"{', '.join(words)} judges rows that name none" if words else "each row names its own"
-        )
+        if not config.reward.verifier:
+            return "each row names its own"
+        return f"{', '.join(config.reward.verifier)} judges rows that name none"
 
-    def find_rows(self, *, is_held_out: bool = False) -> str:
-        data = self.config.data
+    def open_rewards(self, config: GRPOConfig) -> RewardChecks:
+        from open_instruct.commands.checks.rewards import RewardChecks
+
+        prompts = Prompts(self.dataset)
+        return RewardChecks(config=config, prompts=prompts, chat=self.chat, **self.known)
+
+    def check_rows(self, *, is_held_out: bool = False) -> str:
+        share = self.config.data.eval_split
         is_rollout = isinstance(self.config, GRPOConfig)
         flag = "dataset_mixer_list" if is_rollout else "mixer_list"
-        if is_held_out and data.eval_split is None:
+        if is_held_out and share is None:
             flag = "dataset_mixer_eval_list" if is_rollout else "eval_mixer_list"
-        check_all(partial(check_row_files, self.config, flag), partial(self._look_at_keys, flag))
+        check_all(partial(check_row_files, self.config, flag), partial(self._check_keys, flag))
         if self.chat is None:
             return "their keys are right; not tokenised, as the tokenizer will not do"
-        side = (
-            None
-            if data.eval_split is None
-            else Side(share=data.eval_split, is_held_out=is_held_out)
-        )
-        return "\n".join(self._build(flag, side))
+        side = None
+        if share is not None:
+            side = Side(share=share, is_held_out=is_held_out)
+        return "\n".join(self._build_rows(flag, side))
 
-    def _look_at_keys(self, flag: str) -> None:
-        """The look that the run takes before it loads torch, at more rows than are tokenised
-        here.
-        """
+    def _check_keys(self, flag: str) -> None:
+        """Check keys as the run does before it loads torch, of more rows than are tokenised."""
         if isinstance(self.config, GRPOConfig):
             check = partial(parse_prompt_row, **self.known, **build_row_settings(self.config))
             check_first_rows(PromptBuilder, self.config, flag, check=check)
             return
         form = self.objective.choose_rows(self.config)
-        if (own_check := vars(form).get("check")) is not None:
-            check_first_rows(form, self.config, flag, check=own_check)
+        check_row = vars(form).get("check")
+        if check_row is not None:
+            check_first_rows(form, self.config, flag, check=check_row)
 
-    def _build(self, flag: str, side: Side | None) -> list[str]:
+    def _build_rows(self, flag: str, side: Side | None) -> list[str]:
         from open_instruct.report.preview.sample import build_rows, builder_of_run, open_sources
 
         config = self.config
@@ -250,39 +252,46 @@ class RunLooks:
         self.rows = self.rows or rows  # those to train on, which come first
         return report.lines()
 
-    def find_plan(self) -> str:
-        config, nodes = self.config, nodes_of_run(self.config)
+    def check_memory(self) -> str:
+        config, nodes = self.config, find_node_sizes(self.config)
         folder = find_local_folder(config.model.model_name_or_path)
         if folder is None:
             return "not planned: the model is not here"
         has_gpu = any(Path(driver).exists() for driver in GPU_DRIVERS)
-        if isinstance(config, GRPOConfig) and config.fleet.ray_address is not None and not has_gpu:
+        is_elsewhere = isinstance(config, GRPOConfig) and config.fleet.ray_address is not None
+        if is_elsewhere and not has_gpu:
             return (
                 "not planned: learners are on other machines (--ray_address), and there is no "
                 "GPU here"
             )
         check_model(shape_of_run(config, str(folder)), self.layout, config)
-        check = check_plan(
+        planned = check_plan(
             config,
             nodes,
             model_folder=str(folder),
-            memory_bytes=memory_of_process(sum(nodes), has_gpu=has_gpu),
+            memory_bytes=find_process_memory(sum(nodes), has_gpu=has_gpu),
             on_cuda=has_gpu,
         )
-        line = check.line.removeprefix("memory: ")
-        return "\n".join([line, *([f"warning: {check.warning}"] if check.warning else [])])
+        line = planned.line.removeprefix("memory: ")
+        return f"{line}\nwarning: {planned.warning}" if planned.warning else line
+
+    def take_first_loss(self) -> str:
+        from open_instruct.commands.checks.first_loss import take_first_loss
+
+        return take_first_loss(self.config, self.objective, rows=self.dataset, chat=self.chat)
 
 
-def nodes_of_run(config: LearnerConfig) -> tuple[int, ...]:
+def find_node_sizes(config: LearnerConfig) -> tuple[int, ...]:
     """The processes that would train on each node."""
     if isinstance(config.parallel, LearnerParallelSection):
         return tuple(config.parallel.num_learners_per_node)
-    asked = getattr(config.parallel, "num_processes", None)
-    num_ranks = num_to_start(asked, os.environ)
-    return (num_ranks,) if num_ranks else node_sizes_from_environment(os.environ) or (1,)
+    num_ranks = num_to_start(getattr(config.parallel, "num_processes", None), os.environ)
+    if num_ranks:
+        return (num_ranks,)
+    return node_sizes_from_environment(os.environ) or (1,)
 
 
-def memory_of_process(num_sharing: int, *, has_gpu: bool) -> int:
+def find_process_memory(num_sharing: int, *, has_gpu: bool) -> int:
     """Bytes for each of the processes that share this machine, or of a GPU."""
     if not has_gpu:
         return psutil.virtual_memory().total // num_sharing

@@ -1,6 +1,4 @@
-"""What `open-instruct check` says: a line for each thing that it looks at, and all refusals at the
-end.
-"""
+"""The output of `open-instruct check`: a line for each check, and all refusals at the end."""
 
 from collections.abc import Callable, Sequence
 from textwrap import indent
@@ -14,19 +12,14 @@ NOTHING_WRITTEN = "Nothing was started, and nothing written to"
 
 
 class Report:
-    """A line for each thing that is looked at, as it is looked at; and all refusals, to be said
-    together.
-    """
+    """Prints a line for each check as it is made, and collects the refusals."""
 
     def __init__(self) -> None:
         self.refusals: list[Problem] = []
         self._failed: set[str] = set()
 
-    def look_at(self, title: str, find: Callable[[], str], *, needs: Sequence[str] = ()) -> None:
-        """Print what `find` finds, or that it refuses.
-
-        Nothing is looked at where one of `needs` was refused.
-        """
+    def check(self, title: str, find: Callable[[], str], *, needs: Sequence[str] = ()) -> None:
+        """Print what `find` finds, or that it refuses; skip it where one of `needs` was refused."""
         missing = [need for need in needs if need in self._failed]
         if missing:
             self._failed.add(title)
@@ -42,8 +35,7 @@ class Report:
         except Exception:
             if FLAGS not in self._failed:
                 raise
-            # Values that cannot be may lead anywhere: what is behind them is looked at once they
-            # are mended.
+            # Wrong values may lead anywhere: what depends on them is checked once they are right.
             self._failed.add(title)
             found = "not looked at, as the flags will not do"
         self._print(title, found)
@@ -55,7 +47,7 @@ class Report:
             print(indent(line, " " * TITLE_WIDTH), flush=True)
 
     def conclude(self, folder: str) -> int:
-        """The last words, and the exit code.
+        """Print that there are no problems; returns the exit code.
 
         Raises:
             InputError: lists all refusals.

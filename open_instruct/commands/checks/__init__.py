@@ -1,0 +1,1 @@
+"""The parts of `open-instruct check`: what it looks at, and what it reports."""
