@@ -1,6 +1,5 @@
 """`open-instruct preview`: rows as the model will see them."""
 
-import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,10 +7,9 @@ from typing import Any
 
 from rich.console import Console
 
+from open_instruct.commands.checks.reading_rows import find_judges, hide_torch_from_transformers
 from open_instruct.commands.run_flags import parse_named_run
-from open_instruct.config.grpo import GRPOConfig
 from open_instruct.config.sections import flag
-from open_instruct.config.training import LearnerConfig
 from open_instruct.core.files import write_asked
 from open_instruct.objectives.objective import Objective
 
@@ -83,37 +81,3 @@ def parse_request(words: Sequence[str]) -> tuple[Any, Objective, list[str]]:
         words, assumed=ASSUMED, example=example, preview=PreviewFlags
     )
     return config, objective, [*objective.validate(config), *unneeded]
-
-
-def find_judges(config: LearnerConfig) -> dict[str, Any]:
-    """The verifiers and environments that rows may name, as arguments of a `PromptBuilder`."""
-    if not isinstance(config, GRPOConfig):
-        return {}
-    from open_instruct.environments.registry import known_environments
-    from open_instruct.rewards.registry import known_verifiers
-
-    return {
-        "known_verifiers": known_verifiers(config.reward),
-        "known_environments": known_environments(config.environment),
-    }
-
-
-def hide_torch_from_transformers() -> None:
-    """Have transformers, if it is not loaded yet, take torch for not installed.
-
-    Tokenizers need no torch, but transformers loads one that is there: half of the seconds until
-    rows are seen. It looks for torch once. Only then is torch hidden, not while rows are read: the
-    datasets library takes what stands under the name in sys.modules for a loaded torch, and imports
-    it.
-    """
-    modules: dict[str, Any] = sys.modules
-    if modules.keys() & {"torch", "transformers"}:
-        return
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
-    modules["torch"] = None
-    try:
-        from transformers.utils import is_torch_available
-
-        is_torch_available()  # it remembers the answer
-    finally:
-        del modules["torch"]

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
+from open_instruct.commands.checks.reading_rows import find_judges, hide_torch_from_transformers
 from open_instruct.commands.checks.report import Report, check_all
-from open_instruct.commands.preview import find_judges, hide_torch_from_transformers
 from open_instruct.config.grpo import GRPOConfig
 from open_instruct.config.rollout_sections import LearnerParallelSection
 from open_instruct.config.tracker_access import check_trackers

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from open_instruct.commands.preview import find_judges
+from open_instruct.commands.checks.reading_rows import find_judges
 from open_instruct.commands.run_flags import parse_run
 from open_instruct.core.errors import EXIT_INPUT, InputError
 from open_instruct.data.token_dataset import load_token_dataset
