@@ -32,8 +32,9 @@ from harness.rounds import in_turns, paired_median
 
 from open_instruct.commands.run_flags import parse_run
 from open_instruct.commands.tiny_model import write_tiny_model
+from open_instruct.config.fleet_sections import FleetSection
 from open_instruct.config.grpo import GRPOConfig
-from open_instruct.config.rollout_sections import EnvironmentSection, FleetSection
+from open_instruct.config.rollout_sections import EnvironmentSection
 from open_instruct.core.records import Completion, Prompt
 from open_instruct.data.chat import ChatFormat
 from open_instruct.data.tokenizer import load_tokenizer

@@ -13,7 +13,7 @@ from contextlib import closing
 
 from harness.program import end, parser_of, print_ratio
 
-from open_instruct.config.rollout_sections import RewardSection
+from open_instruct.config.policy_sections import RewardSection
 from open_instruct.rewards.code import Code
 from open_instruct.rewards.sandbox.sandbox import SANDBOX
 from open_instruct.rewards.sandbox.trial import try_walls

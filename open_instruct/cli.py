@@ -9,8 +9,8 @@ from typing import NoReturn
 from open_instruct import __version__
 from open_instruct.commands.process import exit_process, run_to_exit_code
 from open_instruct.config.help import asks_for_help, print_help
+from open_instruct.config.name_hints import suggest_nearest
 from open_instruct.config.packaged import packaged_name, packaged_settings
-from open_instruct.config.parser import nearest
 from open_instruct.core.errors import EXIT_INPUT, InputError
 from open_instruct.objectives.registry import OBJECTIVES, objective_named, objective_names
 
@@ -105,7 +105,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{PROGRAM} {__version__}")
         return 0
     if name not in COMMANDS:
-        print(f"{PROGRAM}: '{name}' is not a command{nearest(name, COMMANDS)}", file=sys.stderr)
+        hint = suggest_nearest(name, COMMANDS)
+        print(f"{PROGRAM}: '{name}' is not a command{hint}", file=sys.stderr)
         print(
             f"The commands are {', '.join(COMMANDS)}; `{PROGRAM} --help` says what they do.",
             file=sys.stderr,
@@ -166,7 +167,7 @@ def configs_command(words: Sequence[str]) -> int:
         raise InputError(
             (
                 f"'{' '.join(words)}' is not one of the "
-                f"files{nearest(name, configs)}\n{CONFIGS_USAGE}"
+                f"files{suggest_nearest(name, configs)}\n{CONFIGS_USAGE}"
             ),
             kind="bad_value",
         )

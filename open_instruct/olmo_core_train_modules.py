@@ -7,8 +7,8 @@ from typing import Any
 
 from olmo_core.distributed.utils import get_local_rank
 
-from open_instruct.config.rollout_sections import PolicyLossSection
-from open_instruct.config.sections import PreferenceLossSection
+from open_instruct.config.policy_sections import PolicyLossSection
+from open_instruct.config.preference_sections import PreferenceLossSection
 from open_instruct.objectives import dpo, policy_gradient
 from open_instruct.objectives.objective import BoundLoss
 from open_instruct.objectives.sft import CrossEntropy

@@ -15,7 +15,7 @@ from pathlib import Path
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from open_instruct.config.sections import PreferenceLossSection
+from open_instruct.config.preference_sections import PreferenceLossSection
 from open_instruct.losses.advantages import ADVANTAGES
 from open_instruct.losses.policy import POLICY_LOSSES
 from open_instruct.losses.preference import PREFERENCE_LOSSES

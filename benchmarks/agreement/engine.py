@@ -6,7 +6,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from open_instruct.config.rollout_sections import FleetSection
+from open_instruct.config.fleet_sections import FleetSection
 from open_instruct.core.records import Completion
 from open_instruct.generation.requests import Batching, EngineSettings, GenerationRequest
 

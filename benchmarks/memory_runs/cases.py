@@ -9,7 +9,8 @@ import torch
 from open_instruct.batching.prefixes import FullRows
 from open_instruct.commands.tiny_model import tiny_config
 from open_instruct.config.lora import LoRASection
-from open_instruct.config.sections import MemorySection, OptimSection
+from open_instruct.config.sections import OptimSection
+from open_instruct.config.sharding_sections import MemorySection
 from open_instruct.core.shard_layout import ShardLayout
 from open_instruct.models.build import build_model
 from open_instruct.models.lora.adapters import adapt

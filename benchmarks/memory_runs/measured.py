@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from benchmarks.memory_runs.cases import NUM_STEPS, Case, build, case_of, optimizer_of
 from open_instruct.batching.documents import pack_documents
-from open_instruct.config.sections import PreferenceLossSection
+from open_instruct.config.preference_sections import PreferenceLossSection
 from open_instruct.core.batch_values import PreferenceValues
 from open_instruct.core.records import Batch, Document, Span, StepBatch
 from open_instruct.models.shards import local_part

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from open_instruct.cluster.addresses import Host, Whereabouts
-from open_instruct.config.rollout_sections import FleetSection, LearnerParallelSection
+from open_instruct.config.fleet_sections import FleetSection, LearnerParallelSection
 from open_instruct.core.errors import InputError, RunError
 from open_instruct.core.text import counted
 from open_instruct.parallel.wording import nodes_text

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from open_instruct.cluster.own_ray import OwnRay
 from open_instruct.cluster.placement import FleetShape, Placement, Say, place
 from open_instruct.cluster.watchdog import Watchdog
-from open_instruct.config.rollout_sections import FleetSection
+from open_instruct.config.fleet_sections import FleetSection
 from open_instruct.core.errors import InputError, RunError
 from open_instruct.parallel.listening import LOOPBACK
 from open_instruct.parallel.status import this_process

@@ -8,7 +8,8 @@ from typing import Any
 
 from open_instruct.commands.checks.report import FLAGS, Report
 from open_instruct.commands.run_flags import parse_run
-from open_instruct.config.parser import flags_given, nearest
+from open_instruct.config.name_hints import suggest_nearest
+from open_instruct.config.parser import flags_given
 from open_instruct.config.sections import flag
 from open_instruct.core.errors import InputError
 from open_instruct.core.text import counted, one_of
@@ -46,7 +47,7 @@ def main(argv: Sequence[str]) -> int:
     name = argv[0] if argv else ""
     names = objective_names()
     if name not in names:
-        given = f"'{name}' is not a run{nearest(name, names)}; " if name else ""
+        given = f"'{name}' is not a run{suggest_nearest(name, names)}; " if name else ""
         example = "open-instruct check dpo --mixer_list ..."
         raise InputError(f"{given}the first word is {one_of(names)}: {example}", kind="stray_word")
     return check_run(objective_named(name), argv[1:])

@@ -19,7 +19,8 @@ from typing import Any
 
 import yaml
 
-from open_instruct.config.parser import nearest, parse
+from open_instruct.config.name_hints import suggest_nearest
+from open_instruct.config.parser import parse
 from open_instruct.config.sections import flag
 from open_instruct.core.errors import InputError, RunError
 from open_instruct.data.files.array_file import find_cache_folder
@@ -79,7 +80,7 @@ def main(words: Sequence[str]) -> int:
 
 def _find_model(names: Sequence[str], models: dict[str, Any]) -> dict[str, Any]:
     if names[0] not in models:
-        near = nearest(names[0], models)
+        near = suggest_nearest(names[0], models)
         raise InputError(
             f"'{names[0]}' is not a model of {', '.join(models)}{near}: {USAGE}", kind="bad_value"
         )

@@ -9,7 +9,8 @@ from rich.console import Console
 
 from open_instruct.commands.run_flags import find_backend
 from open_instruct.config.parser import parse
-from open_instruct.config.sections import DegreesSection, ParallelSection, flag
+from open_instruct.config.sections import flag
+from open_instruct.config.sharding_sections import DegreesSection, ParallelSection
 from open_instruct.config.validation import limit_problems, parallel_problems, refuse
 from open_instruct.parallel.layout import find_layout
 from open_instruct.parallel.node_sizes import read_node_sizes

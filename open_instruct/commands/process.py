@@ -27,9 +27,9 @@ from open_instruct.commands.failures import (
     report_failure,
 )
 from open_instruct.commands.run_flags import parse_run
+from open_instruct.config.fleet_sections import LearnerParallelSection
 from open_instruct.config.help import CHECK, asks_for_help, print_help
-from open_instruct.config.rollout_sections import LearnerParallelSection
-from open_instruct.config.sections import ParallelSection, RanksSection
+from open_instruct.config.sharding_sections import ParallelSection, RanksSection
 from open_instruct.config.tracker_access import check_trackers
 from open_instruct.config.training import BackendRecord, LearnerConfig
 from open_instruct.core.errors import EXIT_FAILURE, EXIT_INPUT, EXIT_PREEMPTED, InputError

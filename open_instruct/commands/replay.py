@@ -18,8 +18,8 @@ from open_instruct.commands.run_flags import join_backend, parse_run
 from open_instruct.config.flags import flags_of, spelled
 from open_instruct.config.grpo import GRPOConfig, validate_grpo
 from open_instruct.config.parser import flags_given
+from open_instruct.config.policy_sections import CriticSection
 from open_instruct.config.resolved import as_flat_dict
-from open_instruct.config.rollout_sections import CriticSection
 from open_instruct.config.sections import flag
 from open_instruct.config.validation import limit_problems, refuse
 from open_instruct.core.errors import InputError

@@ -9,7 +9,8 @@ from functools import cache
 from importlib.metadata import entry_points
 from typing import Any
 
-from open_instruct.config.parser import nearest, parse
+from open_instruct.config.name_hints import suggest_nearest
+from open_instruct.config.parser import parse
 from open_instruct.config.training import BackendRecord, ConfigT
 from open_instruct.core.errors import InputError
 from open_instruct.core.text import one_of
@@ -31,7 +32,7 @@ def find_backend(name: str) -> BackendRecord:
         )
     if name not in known:
         raise InputError(
-            f"--backend {name}: takes {' or '.join(sorted(known))}{nearest(name, known)}",
+            f"--backend {name}: takes {' or '.join(sorted(known))}{suggest_nearest(name, known)}",
             kind="bad_value",
         )
     record: BackendRecord = known[name].load()
@@ -81,7 +82,7 @@ def parse_named_run(
     name = words[0] if words else ""
     names = objective_names()
     if name not in names:
-        given = f"'{name}' is not a run{nearest(name, names)}; " if name else ""
+        given = f"'{name}' is not a run{suggest_nearest(name, names)}; " if name else ""
         raise InputError(
             f"{given}the first word is {one_of(names)}: {example} ...", kind="stray_word"
         )

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
-from open_instruct.config import rollout_sections
+from open_instruct.config import fleet_sections, policy_sections, rollout_sections
 from open_instruct.config.flags import spelled
 from open_instruct.config.lora import RANKS_OF_ENGINES, LoRASection
 from open_instruct.config.run_sections import RolloutRunSection
@@ -41,13 +41,13 @@ class GRPOConfig(LearnerConfig):
     data: rollout_sections.PromptDataSection
     rollout: rollout_sections.RolloutSection
     environment: rollout_sections.EnvironmentSection
-    reward: rollout_sections.RewardSection
-    loss: rollout_sections.PolicyLossSection
-    parallel: rollout_sections.LearnerParallelSection
-    fleet: rollout_sections.FleetSection
+    reward: policy_sections.RewardSection
+    loss: policy_sections.PolicyLossSection
+    parallel: fleet_sections.LearnerParallelSection
+    fleet: fleet_sections.FleetSection
     evaluation: rollout_sections.EvaluationSection
     run: RolloutRunSection
-    critic: rollout_sections.CriticSection = field(default_factory=rollout_sections.CriticSection)
+    critic: policy_sections.CriticSection = field(default_factory=policy_sections.CriticSection)
 
     @property
     def quality_metrics(self) -> tuple[str, ...]:
@@ -168,7 +168,7 @@ def _rollout_problems(config: GRPOConfig) -> Iterator[str]:
 
 
 @problems_of_kind("bad_value")
-def _reward_problems(reward: rollout_sections.RewardSection) -> Iterator[str]:
+def _reward_problems(reward: policy_sections.RewardSection) -> Iterator[str]:
     for word in reward.verifier:
         module, colon, name = word.rpartition(":")
         if not name or (colon and not module) or word.endswith(".py"):

@@ -4,17 +4,16 @@ Both spell values in the same words. Everything that is wrong is collected and r
 error.
 """
 
-import difflib
 from collections.abc import Iterable, Iterator, KeysView, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import Any, TypeVar
 
 import yaml
 
 from open_instruct.config.flags import Flag, flags_of, sections_of, spelled
+from open_instruct.config.name_hints import describe_name_here, find_flag_here, suggest_nearest
 from open_instruct.config.packaged import packaged_settings, settings_file
-from open_instruct.config.suites.upstream_flags import Fate, read_table, taken
+from open_instruct.config.suites.upstream_flags import Fate, taken
 from open_instruct.config.yaml_depth import check_depth
 from open_instruct.core.errors import InputError, Kind, Problem
 from open_instruct.core.files import read_asked
@@ -259,15 +258,15 @@ class _Reader:
         if not is_in_file:
             names |= {f"no_{flag.name}" for flag in self.flags.values() if flag.kind is bool}
         prefix = "" if is_in_file else "--"
-        nearest_flag = nearest(given.name, sorted(names), prefix=prefix)
-        hint = called_here(given.name, names, prefix) or f"is not a flag{nearest_flag}"
+        nearest_flag = suggest_nearest(given.name, sorted(names), prefix=prefix)
+        hint = describe_name_here(given.name, names, prefix) or f"is not a flag{nearest_flag}"
         if given.is_section:
             hint = (
                 "is a section, and settings are flat here: write each of its flags on a line of "
                 "its own"
             )
             self.has_sections = True
-        elif ours := flag_here(given.name, names):
+        elif ours := find_flag_here(given.name, names):
             self.renamed.add(ours)
         self._add(given, hint, kind="unknown_flag")
 
@@ -319,7 +318,7 @@ def groups_of(words: Sequence[str], problems: list[Problem]) -> list[tuple[str, 
             text = f"'{word}': a YAML file can only be the first word, and there can be only one"
             problems.append(Problem(text, kind="stray_word"))
         else:
-            hint = nearest(word, packaged_settings())
+            hint = suggest_nearest(word, packaged_settings())
             text = f"'{word}': expected a flag (--name), or a YAML file as the first word{hint}"
             problems.append(Problem(text, kind="stray_word"))
     return groups
@@ -369,57 +368,3 @@ def words_of(node: Any) -> list[str]:
 def _name_of(spelling: str) -> str:
     """Our name of a flag, from the user's spelling."""
     return spelling.replace("-", "_")
-
-
-def nearest(name: str, known: Iterable[str], *, prefix: str = "") -> str:
-    """`; did you mean X?` with the known name closest to `name`, or an empty string."""
-    known = list(known)
-    close = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.6)
-    if not close and len(name) > 2:
-        close = [other for other in known if name.lower() in other][:1]
-    return f"; did you mean {prefix}{close[0]}?" if close else ""
-
-
-def called_here(name: str, known: Iterable[str], prefix: str) -> str | None:
-    """The end of `--name …`: the flag among `known` that does what the other suite's `name` does;
-    None without a hint.
-
-    Example: of `num_generations`, `is called --num_samples_per_prompt_rollout here`.
-    """
-    hint = _hint_about(name)
-    if hint is None or isinstance(hint, str):
-        return hint
-    if isinstance(hint, dict):
-        return next(
-            (sentence for flag, sentence in hint.items() if flag in known), hint.get("else")
-        )
-    ours = flag_here(name, known)
-    return None if ours is None else f"is called {prefix}{ours} here"
-
-
-def flag_here(name: str, known: Iterable[str]) -> str | None:
-    """The flag among `known` that only has another name in the other suite;
-
-    None if there is none.
-    """
-    hint = _hint_about(name)
-    return next((flag for flag in hint if flag in known), None) if isinstance(hint, list) else None
-
-
-def _hint_about(name: str) -> str | list[str] | dict[str, str] | None:
-    """What the table has of a name, or of the last parts of a dotted one."""
-    table = names_of_other_suites()
-    return (
-        table.get(name)
-        or table.get(".".join(name.split(".")[-2:]))
-        or table.get(name.split(".")[-1])
-    )
-
-
-@cache
-def names_of_other_suites() -> dict[str, str | list[str] | dict[str, str]]:
-    """By the other suite's name: flags of ours, a sentence, or a sentence for each flag that a
-    command may have.
-    """
-    table = read_table("other_suites.yaml")
-    return {name: hint for names, hint in table.items() for name in names.split(", ")}

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, is_dataclass
 from typing import Any, Protocol, TypeVar
 
-from open_instruct.config import sections
+from open_instruct.config import sections, sharding_sections
 from open_instruct.config.lora import LoRASection
 from open_instruct.config.rollout_sections import PromptDataSection
 from open_instruct.config.run_sections import LoggingSection, RunSection
@@ -38,14 +38,14 @@ class BackendRecord(Protocol):
         """
 
     def layout(
-        self, parallel: sections.ParallelSection, gpus_per_node: Sequence[int]
+        self, parallel: sharding_sections.ParallelSection, gpus_per_node: Sequence[int]
     ) -> ShardLayout:
         """Which ranks share parameters, and which hold copies.
 
         :raises InputError: the flags cannot work on these nodes.
         """
 
-    def sharing(self, parallel: sections.ParallelSection, layout: ShardLayout) -> str:
+    def sharing(self, parallel: sharding_sections.ParallelSection, layout: ShardLayout) -> str:
         """The layout in a few words, for people: `2 copies of the model, each split over 4`."""
 
     def planned(self, config: LearnerConfig) -> Any:
@@ -69,8 +69,8 @@ class LearnerConfig:
     model: sections.ModelSection
     data: sections.DataSection | PromptDataSection
     optim: sections.OptimizerSection
-    parallel: sections.ParallelSection
-    memory: sections.MemorySection
+    parallel: sharding_sections.ParallelSection
+    memory: sharding_sections.MemorySection
     run: RunSection
     logging: LoggingSection
     lora: LoRASection = field(default_factory=LoRASection)
@@ -118,7 +118,7 @@ class TrainingConfig(LearnerConfig):
 
     data: sections.DataSection
     optim: sections.OptimSection
-    parallel: sections.RanksSection
+    parallel: sharding_sections.RanksSection
 
 
 def with_held_out(*names: str) -> tuple[str, ...]:

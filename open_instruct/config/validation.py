@@ -10,8 +10,9 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from open_instruct.config.flags import flags_of, flags_of_section, is_met, spelled
-from open_instruct.config.parser import nearest
-from open_instruct.config.sections import MemorySection, ParallelSection, PreferenceDataSection
+from open_instruct.config.name_hints import suggest_nearest
+from open_instruct.config.sections import PreferenceDataSection
+from open_instruct.config.sharding_sections import MemorySection, ParallelSection
 from open_instruct.config.training import LearnerConfig, TrainingConfig
 from open_instruct.core.errors import InputError, Problem, problems_of_kind
 from open_instruct.core.metrics import HELD_OUT_PREFIX, metric_entry
@@ -134,7 +135,7 @@ def keep_best_problems(config: LearnerConfig) -> Iterator[str]:
         why = "is no metric of this run"
         if metric_entry(metric).meaning and metric_entry(metric).better is None:
             why = "does not say how good the model is"
-        yield f"{given} {why}: give {one_of(known)}{nearest(metric, names)}"
+        yield f"{given} {why}: give {one_of(known)}{suggest_nearest(metric, names)}"
 
 
 @problems_of_kind("conflict")

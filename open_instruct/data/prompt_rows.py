@@ -14,7 +14,7 @@ from collections.abc import Container, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from open_instruct.config.parser import nearest
+from open_instruct.config.name_hints import suggest_nearest
 from open_instruct.core.records import Check
 from open_instruct.data.conversations.messages import Message
 from open_instruct.data.conversations.row_forms import find_prompt
@@ -132,9 +132,10 @@ def _find_verifier(name: Any, known: Mapping[str, Verifier], remapped: Mapping[s
         if spelling in known:
             return spelling
     shown = name[:MAX_NAME]
+    hint = suggest_nearest(shown, known) or ";"
     raise MalformedRow(
         "unknown_verifier",
-        f"'dataset': there is no verifier {shown!r}{nearest(shown, known) or ';'} Known are "
+        f"'dataset': there is no verifier {shown!r}{hint} Known are "
         f"{', '.join(sorted(known))}; add your own by --verifier FILE.py:Class",
     )
 

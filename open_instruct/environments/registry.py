@@ -5,7 +5,7 @@ import json
 from collections.abc import Callable, Mapping
 from functools import partial
 
-from open_instruct.config.parser import nearest
+from open_instruct.config.name_hints import suggest_nearest
 from open_instruct.config.rollout_sections import TOOL_SET, EnvironmentSection
 from open_instruct.core.errors import InputError
 from open_instruct.core.user_code import load_named
@@ -51,8 +51,9 @@ def find_factory(word: str, *, origin: str) -> Factory:
         return AT[prefix](where, origin=origin)
     if ":" not in word:
         known = BUILT_IN | SERVERS
+        hint = suggest_nearest(word, known) or ";"
         raise InputError(
-            f"{origin}: there is no environment of that name{nearest(word, known) or ';'} known "
+            f"{origin}: there is no environment of that name{hint} known "
             f"are {', '.join(sorted(known))}, mcp:SERVER, openenv:URL, verifiers:NAME, and "
             "FILE.py:factory or module:factory of your own",
             kind="bad_value",

@@ -19,7 +19,7 @@ from functools import partial
 from statistics import median
 from typing import Any, TypeVar
 
-from open_instruct.config.rollout_sections import FleetSection
+from open_instruct.config.fleet_sections import FleetSection
 from open_instruct.core.errors import RunError
 from open_instruct.core.records import Completion
 from open_instruct.generation.engine import Engine, EngineMethod, Outcomes, P, R

@@ -6,8 +6,8 @@ import hashlib
 from dataclasses import dataclass
 from typing import Literal
 
+from open_instruct.config.fleet_sections import FleetSection
 from open_instruct.config.lora import LoRASection
-from open_instruct.config.rollout_sections import FleetSection
 from open_instruct.core.errors import InputError
 
 Dtype = Literal["bfloat16", "float32"]

@@ -11,7 +11,8 @@ from pathlib import Path
 
 from open_instruct.config.flags import spelled
 from open_instruct.config.help import asks_for_help
-from open_instruct.config.parser import YAML_SUFFIXES, nearest
+from open_instruct.config.name_hints import suggest_nearest
+from open_instruct.config.parser import YAML_SUFFIXES
 from open_instruct.core.errors import EXIT_INPUT, InputError
 from open_instruct.core.text import one_of, pages_in
 from open_instruct.migrate.launch import ALL_TRAINERS
@@ -126,7 +127,7 @@ def _find_suite(word: str) -> str:
     names = {name.replace("-", ""): name for name in (*READERS, OPEN_INSTRUCT)}
     if suite not in names:
         raise InputError(
-            f"--from takes {one_of(names.values())}, not '{word}'{nearest(suite, names)}",
+            f"--from takes {one_of(names.values())}, not '{word}'{suggest_nearest(suite, names)}",
             kind="bad_value",
             flag="from",
         )

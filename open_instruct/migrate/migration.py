@@ -11,7 +11,7 @@ from typing import Any
 
 from open_instruct.config.flags import Flag, flags_of, spelled
 from open_instruct.config.help import asks_for_help
-from open_instruct.config.parser import called_here
+from open_instruct.config.name_hints import describe_name_here
 from open_instruct.config.suites.upstream_flags import (
     EVERY,
     Entry,
@@ -196,7 +196,7 @@ def _translate(command: str, name: str, flags: Mapping[str, Flag], sheet: Sheet)
     known = Entry(ours=name) if known is None and name in flags else known
     if known is None:
         sheet.refused[name] = (
-            called_here(name, flags, "--") or "is a flag neither of upstream's nor here"
+            describe_name_here(name, flags, "--") or "is a flag neither of upstream's nor here"
         )
         return
     becomes = fate(known, words)

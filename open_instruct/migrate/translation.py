@@ -6,7 +6,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from open_instruct.config.flags import Flag, flags_of
-from open_instruct.config.parser import nearest
+from open_instruct.config.name_hints import suggest_nearest
 from open_instruct.migrate.launch import Sheet
 from open_instruct.migrate.launch_values import LaunchValues
 from open_instruct.migrate.our_flags import default_here, drop_idle, find_problems, read_values
@@ -168,7 +168,7 @@ class _Translator:
         if rule is not None and rule.when and not self.values.meets(rule.when):
             self._leave_unread(name, rule, words)
         elif rule is None:
-            hint = nearest(name, self.table.rules)
+            hint = suggest_nearest(name, self.table.rules)
             self._refuse(name, f"is no setting of {self.table.suite} that is known here{hint}")
         elif is_refused(rule, words):
             self._refuse(name, rule.refused or "")

@@ -11,11 +11,8 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from open_instruct.config.flags import spelled
-from open_instruct.config.sections import (
-    PreferenceDataSection,
-    PreferenceLossSection,
-    PrefixSharing,
-)
+from open_instruct.config.preference_sections import PreferenceLossSection
+from open_instruct.config.sections import PreferenceDataSection, PrefixSharing
 from open_instruct.config.training import TrainingConfig, with_held_out
 from open_instruct.config.validation import idle_problems, limit_problems, refuse, validated
 from open_instruct.core.batch_values import PreferenceValues

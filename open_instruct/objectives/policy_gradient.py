@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from open_instruct.config.grpo import GRPOConfig, validate_grpo
-from open_instruct.config.rollout_sections import PolicyLossSection
+from open_instruct.config.policy_sections import PolicyLossSection
 from open_instruct.core.batch_values import RLValues, Stream
 from open_instruct.core.records import Batch, Metric, StepBatch, mean_metrics
 from open_instruct.core.user_code import own_function

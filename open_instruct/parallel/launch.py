@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from open_instruct.config.sections import RanksSection
+from open_instruct.config.sharding_sections import RanksSection
 from open_instruct.core.errors import (
     EXIT_FAILURE,
     EXIT_INPUT,

@@ -4,24 +4,19 @@ No torch and no process group: the launcher, the planner and every rank call the
 the same numbers and agree. docs/sharding.md explains the vocabulary.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import fields, replace
 from math import gcd, prod
 
-from open_instruct.config.sections import DegreesSection, ParallelSection
+from open_instruct.config.sharding_sections import DegreesSection, ParallelSection
 from open_instruct.config.training import BackendRecord
 from open_instruct.core.errors import InputError
 from open_instruct.core.shard_layout import ShardLayout
 from open_instruct.core.text import counted, one_of
-from open_instruct.parallel.wording import group_name, nodes_text, ranks_text
+from open_instruct.parallel.layout_warnings import find_warnings
+from open_instruct.parallel.wording import CONTEXT, TENSOR
 
 MAX_LEARNERS = 100_000
-MAX_GROUPS_SHOWN = 3
-TENSOR, CONTEXT, SHARD = (
-    "--tensor_parallel_degree",
-    "--context_parallel_degree",
-    "--fsdp_shard_degree",
-)
 
 
 def resolve_layout(
@@ -58,22 +53,8 @@ def resolve_layout(
         InputError: names the flag and lists the values that would work.
     """
     nodes = tuple(gpus_per_node)
-    if not nodes:
-        raise InputError(
-            "--gpus_per_node is empty: give the GPUs of each node, such as 8 8", kind="layout"
-        )
-    if sum(nodes) > MAX_LEARNERS:
-        raise InputError(
-            f"{sum(nodes):,} GPUs that train; at most {MAX_LEARNERS:,} can be laid out",
-            kind="layout",
-        )
+    _check_nodes(nodes, single_device=single_device)
     if single_device:
-        if sum(nodes) != 1:
-            raise InputError(
-                f"--single_gpu_mode trains on one GPU, not on {sum(nodes)}; start one process, or "
-                "leave --single_gpu_mode out to shard the model over all of them",
-                kind="layout",
-            )
         return ShardLayout(gpus_per_node=nodes, shard_degree=1, num_replicas=1, single_device=True)
 
     _check_model_parallel(nodes, tensor_parallel_degree, context_parallel_degree)
@@ -95,6 +76,24 @@ def resolve_layout(
         layout, fsdp_shard_degree=fsdp_shard_degree, fsdp_num_replicas=fsdp_num_replicas
     )
     return replace(layout, warnings=tuple(warnings))
+
+
+def _check_nodes(nodes: tuple[int, ...], *, single_device: bool) -> None:
+    if not nodes:
+        raise InputError(
+            "--gpus_per_node is empty: give the GPUs of each node, such as 8 8", kind="layout"
+        )
+    if sum(nodes) > MAX_LEARNERS:
+        raise InputError(
+            f"{sum(nodes):,} GPUs that train; at most {MAX_LEARNERS:,} can be laid out",
+            kind="layout",
+        )
+    if single_device and sum(nodes) != 1:
+        raise InputError(
+            f"--single_gpu_mode trains on one GPU, not on {sum(nodes)}; start one process, or "
+            "leave --single_gpu_mode out to shard the model over all of them",
+            kind="layout",
+        )
 
 
 def find_layout(
@@ -313,111 +312,4 @@ def _within_and_across(degrees: Sequence[int], nodes: tuple[int, ...]) -> str:
     across = [degree for degree in degrees if degree not in within]
     return one_of(within) + (
         f" (within a node), or {one_of(across)} (across nodes)" if across else ""
-    )
-
-
-# Warnings about costly layouts: groups whose traffic leaves the node, and whole copies of the model
-# on each rank. Each names the groups and ends with flags that would avoid it, or says that none
-# can.
-
-
-def find_warnings(
-    layout: ShardLayout, *, fsdp_shard_degree: int | None, fsdp_num_replicas: int | None
-) -> Iterator[str]:
-    """All warnings about `layout`, given the flags that the user set."""
-    instead = "" if fsdp_num_replicas is None else " in place of --fsdp_num_replicas"
-    yield from _across_nodes(layout, instead)
-    # No warning if the user asked for a shard degree of 1.
-    if fsdp_shard_degree != 1 and layout.shard_group_size == 1 < layout.num_replicas:
-        yield _not_sharded(layout, instead)
-
-
-def _across_nodes(layout: ShardLayout, instead: str) -> Iterator[str]:
-    """A warning for each kind of group that straddles nodes."""
-    # At shard degree 1 a shard group is a context group, which has its own warning.
-    shard_groups = layout.shard_groups if layout.shard_degree > 1 else ()
-    kinds = (
-        (TENSOR, "Tensor", layout.tensor_groups, "layer would exchange its activations"),
-        (CONTEXT, "Context", layout.context_groups, "attention layer would exchange its tokens"),
-        (
-            SHARD,
-            "Shard",
-            shard_groups,
-            "forward and backward pass would gather parameters and scatter gradients",
-        ),
-    )
-    for flag, kind, groups, traffic in kinds:
-        if straddling := layout.straddling(groups):
-            ways = _ways_within_nodes(layout, flag, instead) or ["no change of one degree"]
-            yield (
-                f"{kind} groups straddle nodes: {_show(layout, straddling)}. Every {traffic} over "
-                f"the network between nodes. The groups would stay within a node with {ways[0]}."
-            )
-
-
-def _not_sharded(layout: ShardLayout, instead: str) -> str:
-    num_copies, tensor = layout.num_replicas, layout.tensor_parallel_degree
-    ways = _ways_within_nodes(layout, SHARD, instead)[:1]
-    across = [
-        degree
-        for degree in range(2, num_copies + 1)
-        if num_copies % degree == 0 and gcd(*layout.gpus_per_node) % (degree * tensor)
-    ]
-    if across:
-        ways.append(f"{SHARD} {one_of(across)} (groups across nodes){instead}")
-    return (
-        f"The model is not sharded: {nodes_text(layout.gpus_per_node)} hold {num_copies} copies "
-        f"of the training state, each on {counted(tensor, 'GPU')}. If that does not fit: "
-        f"{', or '.join(ways)}."
-    )
-
-
-def _ways_within_nodes(layout: ShardLayout, flag: str, instead: str) -> list[str]:
-    """Flags with the degrees that keep the groups of `flag` within a node; its own comes first.
-
-    Groups tile the ranks from 0 on, so they stay within nodes exactly when their size divides every
-    node.
-    """
-    tensor, context = layout.tensor_parallel_degree, layout.context_parallel_degree
-    common = gcd(*layout.gpus_per_node)
-
-    def fitting(beside: int, *, times: int = 1) -> list[int]:
-        """Degrees whose product with `beside` fits in a node, at least `times` times."""
-        blocks = {degree: degree * beside for degree in range(1, common + 1)}
-        return [
-            degree
-            for degree, block in blocks.items()
-            if common % block == 0 and common >= times * block
-        ]
-
-    beside_context = [
-        degree for degree in fitting(1) if layout.world_size % (degree * context) == 0
-    ]
-    room = " (leaves room to shard within a node)"
-    ways = {
-        TENSOR: [(TENSOR, beside_context, "")],
-        CONTEXT: [(CONTEXT, fitting(tensor), ""), (TENSOR, fitting(context), "")],
-        SHARD: [
-            (SHARD, fitting(tensor * context)[1:], instead),
-            (TENSOR, fitting(context, times=2), room),
-            (CONTEXT, fitting(tensor, times=2), room),
-        ],
-    }
-    return [
-        f"{changed} {one_of(degrees)}{note}" for changed, degrees, note in ways[flag] if degrees
-    ]
-
-
-def _show(layout: ShardLayout, groups: Sequence[tuple[int, ...]]) -> str:
-    """The first groups with their nodes: "A: ranks 0-2 (nodes 0 to 1), and 4 more groups"."""
-    letters = {group: f"{group_name(index)}: " for index, group in enumerate(layout.shard_groups)}
-    shown = [letters.get(group, "") + _across(layout, group) for group in groups[:MAX_GROUPS_SHOWN]]
-    more = len(groups) - MAX_GROUPS_SHOWN
-    return ", ".join(shown) + (f", and {counted(more, 'more group')}" if more > 0 else "")
-
-
-def _across(layout: ShardLayout, group: tuple[int, ...]) -> str:
-    return (
-        f"ranks {ranks_text(group)} (nodes {layout.node_of(group[0])} to "
-        f"{layout.node_of(group[-1])})"
     )

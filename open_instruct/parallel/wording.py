@@ -1,12 +1,16 @@
-"""The spelling of ranks, groups and nodes in warnings, errors and pictures."""
+"""The spelling of degrees, ranks, groups and nodes in warnings, errors and pictures."""
 
 from collections.abc import Sequence
 from string import ascii_uppercase
 
-from open_instruct.config.sections import ParallelSection
+from open_instruct.config.sharding_sections import ParallelSection
 from open_instruct.config.training import BackendRecord
 from open_instruct.core.shard_layout import ShardLayout
 from open_instruct.core.text import counted
+
+TENSOR = "--tensor_parallel_degree"
+CONTEXT = "--context_parallel_degree"
+SHARD = "--fsdp_shard_degree"
 
 
 def degrees_of(layout: ShardLayout) -> list[str]:

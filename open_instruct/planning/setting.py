@@ -10,7 +10,7 @@ from typing import Any
 
 from open_instruct.config.flags import flags_of
 from open_instruct.config.grpo import GRPOConfig
-from open_instruct.config.sections import ParallelSection
+from open_instruct.config.sharding_sections import ParallelSection
 from open_instruct.core.shard_layout import ShardLayout
 from open_instruct.parallel.layout import divisors, find_layout
 from open_instruct.parallel.resolve import resolve

@@ -8,7 +8,7 @@ stands between the last of these tags is judged.
 import re
 from typing import Any, ClassVar, Literal
 
-from open_instruct.config.rollout_sections import RewardSection
+from open_instruct.config.policy_sections import RewardSection
 from open_instruct.core.text import json_or_text
 from open_instruct.rewards.math_finder import find_answer, find_answers, find_readings
 from open_instruct.rewards.mathematics.answers import are_equal

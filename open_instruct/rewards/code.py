@@ -19,7 +19,7 @@ from contextlib import closing
 from decimal import Decimal, InvalidOperation
 from typing import Any, ClassVar
 
-from open_instruct.config.rollout_sections import RewardSection
+from open_instruct.config.policy_sections import RewardSection
 from open_instruct.core.text import json_or_text
 from open_instruct.rewards.sandbox.sandbox import MAX_OUTPUT_BYTES, SANDBOX
 from open_instruct.rewards.verifier import Verifier

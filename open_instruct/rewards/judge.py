@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 
 import yaml
 
-from open_instruct.config.rollout_sections import RewardSection
+from open_instruct.config.policy_sections import RewardSection
 from open_instruct.core.errors import InputError
 from open_instruct.core.files import read_asked
 from open_instruct.rewards import event_loop

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from open_instruct.config.rollout_sections import RewardSection
+from open_instruct.config.policy_sections import RewardSection
 from open_instruct.core.records import Check, Completion, Prompt, Verdict
 from open_instruct.core.text import counted
 from open_instruct.parallel.launch import threads_of_each

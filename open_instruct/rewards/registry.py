@@ -4,8 +4,8 @@ import inspect
 from collections.abc import Sequence
 from importlib.metadata import entry_points
 
-from open_instruct.config.parser import nearest
-from open_instruct.config.rollout_sections import RewardSection
+from open_instruct.config.name_hints import suggest_nearest
+from open_instruct.config.policy_sections import RewardSection
 from open_instruct.core.errors import InputError
 from open_instruct.core.user_code import load_named
 from open_instruct.rewards import answers
@@ -48,7 +48,7 @@ def known_verifiers(flags: RewardSection) -> dict[str, Verifier]:
     if unknown := [word for word in flags.verifier if ":" not in word and word not in verifiers]:
         raise InputError(
             f"--verifier {unknown[0]}: there is no verifier of that "
-            f"name{nearest(unknown[0], verifiers) or ';'} known are "
+            f"name{suggest_nearest(unknown[0], verifiers) or ';'} known are "
             f"{', '.join(sorted(verifiers))}, and FILE.py:NAME or module:NAME of your own",
             kind="bad_value",
         )

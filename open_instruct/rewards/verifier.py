@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from open_instruct.config.rollout_sections import RewardSection
+from open_instruct.config.policy_sections import RewardSection
 from open_instruct.rewards.secret_key import without_key
 
 MAX_SAID_CHARACTERS = 500

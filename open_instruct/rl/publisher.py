@@ -14,7 +14,7 @@ from typing import Any
 
 from open_instruct.cluster.learner_call import LearnerCall, LearnerLost
 from open_instruct.cluster.learner_group import LearnerGroup, LearnerProcess
-from open_instruct.config.rollout_sections import FleetSection
+from open_instruct.config.fleet_sections import FleetSection
 from open_instruct.core.errors import RunError
 from open_instruct.generation.engine import Engine
 from open_instruct.generation.engine_pool import EnginePool

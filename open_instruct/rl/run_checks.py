@@ -9,7 +9,7 @@ from transformers import PretrainedConfig
 
 from open_instruct.checkpoints.saved_place import read_saved_place
 from open_instruct.config.grpo import GRPOConfig
-from open_instruct.config.rollout_sections import RewardSection
+from open_instruct.config.policy_sections import RewardSection
 from open_instruct.core.errors import InputError, refuse_first
 from open_instruct.core.families import FAMILIES
 from open_instruct.core.metrics import HELD_OUT_PREFIX

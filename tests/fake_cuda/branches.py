@@ -375,7 +375,7 @@ def engine(folder: Path) -> Any:
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
 
-    from open_instruct.config.rollout_sections import FleetSection
+    from open_instruct.config.fleet_sections import FleetSection
     from open_instruct.generation.requests import Batching, EngineSettings
     from open_instruct.generation.vllm_core import VLLMCore
     from open_instruct.generation.vllm_options import engine_environment

@@ -24,8 +24,8 @@ from unittest.mock import MagicMock, patch
 
 import torch
 
+from open_instruct.config.fleet_sections import FleetSection
 from open_instruct.config.lora import LoRASection
-from open_instruct.config.rollout_sections import FleetSection
 from open_instruct.core.errors import RunError
 from open_instruct.core.records import Completion
 from open_instruct.generation.requests import Batching, EngineSettings

@@ -17,7 +17,7 @@ import pytest
 from open_instruct.cluster import ray_cluster
 from open_instruct.cluster.placement import FleetShape
 from open_instruct.cluster.ray_cluster import start_cluster
-from open_instruct.config.rollout_sections import FleetSection
+from open_instruct.config.fleet_sections import FleetSection
 from open_instruct.core.errors import InputError, RunError
 from tests.fleet.grpo_case import finished
 from tests.ranks import programs
@@ -59,7 +59,7 @@ watchdog.finish()
 DRIVER = """
 import json, os, sys
 os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
-from open_instruct.config.rollout_sections import FleetSection
+from open_instruct.config.fleet_sections import FleetSection
 from open_instruct.core.errors import RunError
 from open_instruct.cluster.ray_cluster import start_cluster
 from open_instruct.cluster.learner_group import LearnerGroup
@@ -237,7 +237,7 @@ def refuse(address: str, message: str) -> None:
 TWO_RUNS = """
 import contextlib, importlib.util, json, os, stat, time
 from pathlib import Path
-from open_instruct.config.rollout_sections import FleetSection
+from open_instruct.config.fleet_sections import FleetSection
 from open_instruct.cluster.ray_cluster import start_cluster
 from open_instruct.cluster.placement import FleetShape
 
@@ -366,7 +366,7 @@ class TestWhoMayTalkToRay:
 
 JOINING = """
 import json, sys
-from open_instruct.config.rollout_sections import FleetSection
+from open_instruct.config.fleet_sections import FleetSection
 from open_instruct.core.errors import InputError
 from open_instruct.cluster.ray_cluster import start_cluster
 from open_instruct.cluster.placement import FleetShape

@@ -188,7 +188,7 @@ class TestTwoLearners:
 DRIVER = """
 import os, sys, time
 from pathlib import Path
-from open_instruct.config.rollout_sections import FleetSection
+from open_instruct.config.fleet_sections import FleetSection
 from open_instruct.cluster.ray_cluster import start_cluster
 from open_instruct.cluster.learner_group import LearnerGroup
 from open_instruct.run.run_directory import RunDirectory

@@ -17,7 +17,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from open_instruct.commands.tiny_model import write_tiny_model
-from open_instruct.config.rollout_sections import RewardSection
+from open_instruct.config.policy_sections import RewardSection
 from open_instruct.core.errors import InputError
 from open_instruct.core.records import Check
 from open_instruct.rewards.judge import JUDGE_COSTS

@@ -74,7 +74,7 @@ def main(address: str, learners_per_node: tuple[int, ...]) -> None:
     from open_instruct.cluster.learner_group import LearnerGroup
     from open_instruct.cluster.placement import FleetShape
     from open_instruct.cluster.ray_cluster import start_cluster
-    from open_instruct.config.rollout_sections import FleetSection
+    from open_instruct.config.fleet_sections import FleetSection
 
     shape = FleetShape(
         learners_per_node=learners_per_node,

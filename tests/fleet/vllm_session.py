@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import Mock, patch
 
-from open_instruct.config.rollout_sections import FleetSection
+from open_instruct.config.fleet_sections import FleetSection
 from open_instruct.core.records import Completion
 from open_instruct.generation import vllm_core
 from open_instruct.generation.engine import Engine

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
-from open_instruct.config.sections import ParallelSection
+from open_instruct.config.sharding_sections import ParallelSection
 from open_instruct.config.training import LearnerConfig
 from open_instruct.core.errors import InputError
 from open_instruct.core.shard_layout import ShardLayout

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from open_instruct.config.sections import PreferenceLossSection
+from open_instruct.config.preference_sections import PreferenceLossSection
 from open_instruct.losses.preference import PREFERENCE_LOSSES
 from open_instruct.objectives.dpo import EXO_SMOOTHING, bind
 from tests.ranks.train_case import TrainCase, free_ports

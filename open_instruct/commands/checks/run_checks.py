@@ -15,8 +15,8 @@ import psutil
 
 from open_instruct.commands.checks.reading_rows import find_judges, hide_torch_from_transformers
 from open_instruct.commands.checks.report import Report, check_all
+from open_instruct.config.fleet_sections import LearnerParallelSection
 from open_instruct.config.grpo import GRPOConfig
-from open_instruct.config.rollout_sections import LearnerParallelSection
 from open_instruct.config.tracker_access import check_trackers
 from open_instruct.config.training import LearnerConfig
 from open_instruct.core.shard_layout import ShardLayout

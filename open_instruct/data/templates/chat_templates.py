@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from open_instruct.config.parser import nearest
+from open_instruct.config.name_hints import suggest_nearest
 from open_instruct.core.errors import InputError
 from open_instruct.core.files import read_asked
 from open_instruct.data.conversations.messages import Message
@@ -154,7 +154,7 @@ def read_template(name: str) -> str:
         return read_asked(name, where=f"--chat_template_name {name}", most=MAX_BYTES)
     raise InputError(
         f"--chat_template_name {name!r} is not a "
-        f"template{nearest(name, built_in_templates()) or '.'} Use one of "
+        f"template{suggest_nearest(name, built_in_templates()) or '.'} Use one of "
         f"{', '.join(built_in_templates())}; a file of your own (FILE{FILE_SUFFIXES[0]}); or "
         "leave the flag out for the tokenizer's own.",
         kind="bad_value",

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import psutil
 
-from open_instruct.config.parser import nearest
+from open_instruct.config.name_hints import suggest_nearest
 from open_instruct.core.errors import InputError
 
 MEMORY = "memory_gib="
@@ -168,7 +168,7 @@ def device_named(name: str, *, num_sharing: int = 1) -> Device:
     known = [*DEVICES, CPU]
     other = f"of any other, give its memory, above 0 and at most {MOST_GIB:,.0f} GiB: {MEMORY}40"
     raise InputError(
-        f"--gpu {name}: known are {', '.join(known)}; {other}{nearest(name, known)}",
+        f"--gpu {name}: known are {', '.join(known)}; {other}{suggest_nearest(name, known)}",
         kind="bad_value",
     )
 

@@ -8,9 +8,9 @@ from math import ceil
 from typing import Any, Literal
 
 from open_instruct.batching.prefixes import FullRows, saved_tokens
+from open_instruct.config.fleet_sections import FleetSection
 from open_instruct.config.grpo import GRPOConfig
 from open_instruct.config.lora import MODULES_OF_TARGETS, LoRASection
-from open_instruct.config.rollout_sections import FleetSection
 from open_instruct.config.training import TrainingConfig
 from open_instruct.core.errors import InputError
 from open_instruct.core.shard_layout import ShardLayout

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
+from open_instruct.config.fleet_sections import LearnerParallelSection
 from open_instruct.config.grpo import GRPOConfig
-from open_instruct.config.rollout_sections import LearnerParallelSection
 from open_instruct.config.sections import flag
 
 

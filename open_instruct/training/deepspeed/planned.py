@@ -7,7 +7,7 @@ settings that a plan compares and proposes.
 from collections.abc import Iterator
 from typing import Any, cast
 
-from open_instruct.config.sections import ParallelSection
+from open_instruct.config.sharding_sections import ParallelSection
 from open_instruct.config.training import LearnerConfig
 from open_instruct.core.shard_layout import ShardLayout
 from open_instruct.parallel.layout import divisors

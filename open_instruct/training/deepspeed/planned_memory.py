@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterator
 from itertools import accumulate, pairwise
 
-from open_instruct.config.sections import ParallelSection
+from open_instruct.config.sharding_sections import ParallelSection
 from open_instruct.core.shard_layout import ShardLayout
 from open_instruct.planning.memory.forward_backward import Passes
 from open_instruct.planning.memory.memory_model import MemoryModel

@@ -8,8 +8,8 @@ from math import gcd
 from typing import TYPE_CHECKING, Any
 
 from open_instruct.config.flags import flags_of
-from open_instruct.config.rollout_sections import LearnerParallelSection
-from open_instruct.config.sections import ParallelSection
+from open_instruct.config.fleet_sections import LearnerParallelSection
+from open_instruct.config.sharding_sections import ParallelSection
 from open_instruct.config.training import LearnerConfig
 from open_instruct.config.validation import changed
 from open_instruct.core.errors import problems_of_kind

@@ -7,7 +7,7 @@ from typing import Any
 
 from packaging.specifiers import SpecifierSet
 
-from open_instruct.config.sections import ParallelSection
+from open_instruct.config.sharding_sections import ParallelSection
 from open_instruct.config.training import LearnerConfig
 from open_instruct.core.errors import InputError
 

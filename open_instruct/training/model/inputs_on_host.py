@@ -14,7 +14,7 @@ from olmo_core.nn.transformer import Transformer
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 
-from open_instruct.config.sections import MemorySection
+from open_instruct.config.sharding_sections import MemorySection
 from open_instruct.models.shards import local_part
 
 

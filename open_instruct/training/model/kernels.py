@@ -21,7 +21,7 @@ from olmo_core.train.train_module import TransformerActivationCheckpointingConfi
 from torch.nn import attention as torch_attention
 
 from open_instruct.config.resolved import as_flat_dict
-from open_instruct.config.sections import MemorySection
+from open_instruct.config.sharding_sections import MemorySection
 from open_instruct.config.training import LearnerConfig
 from open_instruct.core.errors import InputError
 from open_instruct.core.shard_layout import ShardLayout

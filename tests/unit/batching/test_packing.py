@@ -13,7 +13,7 @@ from olmo_core.data.utils import InstancePacker
 from open_instruct.batching.balance import best_fit
 from open_instruct.batching.documents import PADDING, kept_positions, pack_documents
 from open_instruct.batching.steps import BatchShape, collate, plan_step
-from open_instruct.config.sections import PreferenceLossSection
+from open_instruct.config.preference_sections import PreferenceLossSection
 from open_instruct.core.batch_values import PreferenceValues, RowValues, StepLabelValues
 from open_instruct.core.records import IGNORE_INDEX, Batch, Document, PackedBatch, Span
 from open_instruct.losses.logprobs import sum_by_sequence

@@ -19,8 +19,8 @@ from open_instruct.commands.replay import (
 from open_instruct.commands.run_flags import parse_run
 from open_instruct.config.flags import flags_of
 from open_instruct.config.grpo import GRPOConfig
+from open_instruct.config.policy_sections import CriticSection
 from open_instruct.config.resolved import as_flat_dict, write_config
-from open_instruct.config.rollout_sections import CriticSection
 from open_instruct.core.errors import InputError
 from open_instruct.objectives.sft import SFTConfig
 from open_instruct.parallel.resolve import on_one_process

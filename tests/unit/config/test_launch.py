@@ -4,7 +4,7 @@ import pytest
 
 from open_instruct.commands import process
 from open_instruct.commands.run_flags import find_backend, parse_run
-from open_instruct.config.sections import RanksSection
+from open_instruct.config.sharding_sections import RanksSection
 from open_instruct.objectives.dpo import DPOConfig, validate_dpo
 from open_instruct.parallel import launch
 from open_instruct.parallel.launch import idle_gpus, num_to_start, refuse_other_number

@@ -3,8 +3,9 @@
 import sys
 from pathlib import Path
 
-from open_instruct.config.rollout_sections import PolicyLossSection, RolloutSection
-from open_instruct.config.sections import PreferenceLossSection
+from open_instruct.config.policy_sections import PolicyLossSection
+from open_instruct.config.preference_sections import PreferenceLossSection
+from open_instruct.config.rollout_sections import RolloutSection
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "scripts"))
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from open_instruct.commands.tiny_model import built_in_corpus, train_tokenizer
-from open_instruct.config.rollout_sections import RewardSection
+from open_instruct.config.policy_sections import RewardSection
 from open_instruct.core.errors import InputError
 from open_instruct.data.chat import ChatFormat
 from open_instruct.data.prompt_rows import parse_prompt_row

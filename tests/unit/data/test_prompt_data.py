@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from open_instruct.commands.run_flags import parse_run
 from open_instruct.config.grpo import GRPOConfig, validate_grpo
-from open_instruct.config.rollout_sections import RewardSection
+from open_instruct.config.policy_sections import RewardSection
 from open_instruct.core.errors import InputError, RunError
 from open_instruct.core.records import Check, Prompt
 from open_instruct.data import token_dataset

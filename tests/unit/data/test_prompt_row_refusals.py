@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from open_instruct.config.rollout_sections import RewardSection
+from open_instruct.config.policy_sections import RewardSection
 from open_instruct.data.files.rows import MAX_REASON, MalformedRow
 from open_instruct.data.prompt_rows import parse_prompt_row
 from open_instruct.rewards.registry import known_verifiers

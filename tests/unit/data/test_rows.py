@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
-from open_instruct.config.rollout_sections import RewardSection
+from open_instruct.config.policy_sections import RewardSection
 from open_instruct.core.errors import InputError
 from open_instruct.data.conversations.columns import guess_columns
 from open_instruct.data.conversations.row_forms import find_conversation, find_prompt

@@ -10,8 +10,8 @@ from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
 
 from open_instruct.cluster.actor_host import ActorHost
+from open_instruct.config.fleet_sections import FleetSection
 from open_instruct.config.lora import LoRASection
-from open_instruct.config.rollout_sections import FleetSection
 from open_instruct.core.errors import InputError, RunError
 from open_instruct.generation import nf4_loader
 from open_instruct.generation.nf4_loader import load_options

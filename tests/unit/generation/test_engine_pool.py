@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from open_instruct.config.rollout_sections import FleetSection
+from open_instruct.config.fleet_sections import FleetSection
 from open_instruct.core.errors import RunError
 from open_instruct.core.records import Completion
 from open_instruct.generation import engine_pool

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from open_instruct.config.rollout_sections import PolicyLossSection
+from open_instruct.config.policy_sections import PolicyLossSection
 from open_instruct.losses.mismatch import (
     MISMATCH_FLAGS,
     Correction,

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from open_instruct.batching.rollouts import counts_of, rollout_batch
-from open_instruct.config.rollout_sections import PolicyLossSection
-from open_instruct.config.sections import PreferenceLossSection
+from open_instruct.config.policy_sections import PolicyLossSection
+from open_instruct.config.preference_sections import PreferenceLossSection
 from open_instruct.core.batch_values import RLValues
 from open_instruct.core.records import Document, RolloutSample, Span, StepBatch
 from open_instruct.losses.policy import POLICY_LOSSES

@@ -14,7 +14,7 @@ from hypothesis import given as drawn
 from hypothesis import settings
 from hypothesis import strategies as st
 
-from open_instruct.config.rollout_sections import PolicyLossSection
+from open_instruct.config.policy_sections import PolicyLossSection
 from open_instruct.losses.policy import POLICY_LOSSES
 from open_instruct.losses.policy_loss import PolicyLoss, PolicyLossInputs, PolicyLossOutputs
 from tests.tiers import num_examples

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from open_instruct.config.sections import PreferenceLossSection
+from open_instruct.config.preference_sections import PreferenceLossSection
 from open_instruct.core.errors import InputError
 from open_instruct.losses.preference import PREFERENCE_LOSSES, PreferenceLossInputs
 from open_instruct.objectives import dpo

@@ -8,7 +8,7 @@ import pytest
 
 from open_instruct.commands.run_flags import parse_run
 from open_instruct.config.flags import flags_of
-from open_instruct.config.parser import names_of_other_suites
+from open_instruct.config.name_hints import names_of_other_suites
 from open_instruct.config.suites.upstream_flags import taken
 from open_instruct.core.errors import InputError
 from open_instruct.objectives.registry import OBJECTIVES, objective_named

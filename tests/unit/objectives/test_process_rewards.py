@@ -21,7 +21,7 @@ from open_instruct.batching.steps import BatchShape, step_batch
 from open_instruct.cli import main
 from open_instruct.commands.score import main as score_command
 from open_instruct.commands.tiny_model import write_tiny_model
-from open_instruct.config.rollout_sections import RewardSection
+from open_instruct.config.policy_sections import RewardSection
 from open_instruct.core.batch_values import StepLabelValues
 from open_instruct.core.errors import InputError
 from open_instruct.core.families import FAMILIES

@@ -17,7 +17,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from open_instruct.batching.documents import pack_documents
 from open_instruct.cli import main
 from open_instruct.commands.tiny_model import write_tiny_model
-from open_instruct.config.rollout_sections import RewardSection
+from open_instruct.config.policy_sections import RewardSection
 from open_instruct.core.batch_values import MarginValues
 from open_instruct.core.records import Batch, Check, Document, Span
 from open_instruct.data.chat import ChatFormat

@@ -21,7 +21,7 @@ from open_instruct.batching.rollouts import (
     rollout_minibatches,
 )
 from open_instruct.commands.tiny_model import write_tiny_model
-from open_instruct.config.rollout_sections import PolicyLossSection
+from open_instruct.config.policy_sections import PolicyLossSection
 from open_instruct.core.batch_values import RLValues
 from open_instruct.core.errors import InputError
 from open_instruct.core.records import Batch, Document, RolloutSample, Span, StepBatch

@@ -19,8 +19,8 @@ from rich.console import Console
 from open_instruct import cli
 from open_instruct.commands.layout import main
 from open_instruct.commands.run_flags import find_backend
-from open_instruct.config.rollout_sections import LearnerParallelSection
-from open_instruct.config.sections import ParallelSection, RanksSection
+from open_instruct.config.fleet_sections import LearnerParallelSection
+from open_instruct.config.sharding_sections import ParallelSection, RanksSection
 from open_instruct.core.errors import InputError
 from open_instruct.core.shard_layout import ShardLayout
 from open_instruct.core.text import counted, one_of

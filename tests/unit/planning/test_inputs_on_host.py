@@ -13,7 +13,7 @@ from olmo_core.nn.transformer import TransformerActivationCheckpointingMode as M
 
 from open_instruct.batching.prefixes import FullRows
 from open_instruct.commands.tiny_model import SIZES, tiny_config
-from open_instruct.config.sections import MemorySection
+from open_instruct.config.sharding_sections import MemorySection
 from open_instruct.models.build import build_model
 from open_instruct.parallel.layout import resolve_layout
 from open_instruct.planning.memory.memory_model import MemoryModel

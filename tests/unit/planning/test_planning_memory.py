@@ -15,7 +15,8 @@ from benchmarks.memory_runs.tracked import track
 from open_instruct.batching.prefixes import FullRows
 from open_instruct.commands.tiny_model import tiny_config
 from open_instruct.config.lora import LoRASection
-from open_instruct.config.sections import MemorySection, OptimSection
+from open_instruct.config.sections import OptimSection
+from open_instruct.config.sharding_sections import MemorySection
 from open_instruct.core.families import FAMILIES
 from open_instruct.core.shard_layout import ShardLayout
 from open_instruct.models.attention.segments import Segments

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from open_instruct.commands.run_flags import parse_run
+from open_instruct.config.fleet_sections import CPU_KV_CACHE_MIB
 from open_instruct.config.grpo import GRPOConfig
-from open_instruct.config.rollout_sections import CPU_KV_CACHE_MIB
 from open_instruct.objectives.dpo import DPOConfig
 from open_instruct.parallel.layout import resolve_layout
 from open_instruct.planning.setting import Setting

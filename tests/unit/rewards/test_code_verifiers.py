@@ -19,7 +19,7 @@ import yaml
 from open_instruct.commands.run_flags import parse_run
 from open_instruct.commands.tiny_model import write_tiny_model
 from open_instruct.config.grpo import GRPOConfig
-from open_instruct.config.rollout_sections import RewardSection
+from open_instruct.config.policy_sections import RewardSection
 from open_instruct.core.errors import RunError
 from open_instruct.core.records import Check
 from open_instruct.parallel.processes import has_ended

@@ -2,7 +2,7 @@
 
 import pytest
 
-from open_instruct.config.rollout_sections import RewardSection
+from open_instruct.config.policy_sections import RewardSection
 from open_instruct.core.records import Completion, Prompt, RolloutGroup
 from open_instruct.rewards.pool import overlong_penalty, verdict_of
 from open_instruct.rl.samples import verdict_metrics

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from open_instruct.config.rollout_sections import RewardSection
+from open_instruct.config.policy_sections import RewardSection
 from open_instruct.core.errors import InputError
 from open_instruct.core.records import Check, Prompt
 from open_instruct.rewards.function import RewardFunction

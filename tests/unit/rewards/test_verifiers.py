@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from open_instruct.commands.tiny_model import write_tiny_model
-from open_instruct.config.rollout_sections import RewardSection
+from open_instruct.config.policy_sections import RewardSection
 from open_instruct.core.errors import InputError
 from open_instruct.core.records import Check, Prompt
 from open_instruct.parallel.processes import has_ended
@@ -342,7 +342,7 @@ class TestPool:
         """
         code = f"""
 import os, signal, threading, time
-from open_instruct.config.rollout_sections import RewardSection
+from open_instruct.config.policy_sections import RewardSection
 from open_instruct.core.records import Check
 from open_instruct.rewards.sandbox import sandbox
 from open_instruct.rewards.pool import VerifierPool, verdicts

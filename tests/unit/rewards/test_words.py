@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from open_instruct.config.rollout_sections import RewardSection
+from open_instruct.config.policy_sections import RewardSection
 from open_instruct.rewards.registry import known_verifiers
 from open_instruct.rewards.words import between_answer_tags, have_same_words, last_number, words_of
 

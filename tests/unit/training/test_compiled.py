@@ -21,7 +21,7 @@ from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from open_instruct.batching.documents import pack_documents
-from open_instruct.config.sections import MemorySection
+from open_instruct.config.sharding_sections import MemorySection
 from open_instruct.core.records import PackedBatch
 from open_instruct.models import compiled
 from open_instruct.models.build import build_model

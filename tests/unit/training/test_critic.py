@@ -13,7 +13,7 @@ from open_instruct.batching.rollouts import (
     rollout_batch,
     rollout_minibatches,
 )
-from open_instruct.config.rollout_sections import CriticSection
+from open_instruct.config.policy_sections import CriticSection
 from open_instruct.core.batch_values import RLValues
 from open_instruct.core.errors import InputError
 from open_instruct.core.records import Batch, Document, Episode, RolloutSample, Span, StepBatch

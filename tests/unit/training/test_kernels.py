@@ -11,7 +11,7 @@ from torch.nn import attention as torch_attention
 from torch.nn.attention import _registry
 
 from open_instruct.commands.run_flags import parse_run
-from open_instruct.config.sections import MemorySection
+from open_instruct.config.sharding_sections import MemorySection
 from open_instruct.models.build import build_model
 from open_instruct.objectives.dpo import DPOConfig
 from open_instruct.parallel.layout import resolve_layout

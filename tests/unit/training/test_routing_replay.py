@@ -15,8 +15,8 @@ from olmo_core.nn.transformer import TransformerActivationCheckpointingMode
 from open_instruct.batching.documents import pack_documents
 from open_instruct.batching.rollouts import plan_steps_of_ranks, rollout_batch, rollout_minibatches
 from open_instruct.commands.run_flags import parse_run
+from open_instruct.config.fleet_sections import FleetSection
 from open_instruct.config.grpo import GRPOConfig
-from open_instruct.config.rollout_sections import FleetSection
 from open_instruct.core.batch_values import LogprobsField, RLValues
 from open_instruct.core.records import (
     Batch,

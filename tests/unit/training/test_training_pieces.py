@@ -16,7 +16,8 @@ from olmo_core.nn.transformer import Transformer
 
 from open_instruct.batching.steps import BatchShape, collate, step_batch
 from open_instruct.commands.tiny_model import SIZES, tiny_config
-from open_instruct.config.sections import MemorySection, OptimSection
+from open_instruct.config.sections import OptimSection
+from open_instruct.config.sharding_sections import MemorySection
 from open_instruct.core.batch_values import RowValues
 from open_instruct.core.errors import InputError
 from open_instruct.core.records import Metric

@@ -1,0 +1,61 @@
+"""Hints about a name that is no flag: the nearest one, or what another suite's is called here."""
+
+import difflib
+from collections.abc import Iterable
+from functools import cache
+
+from open_instruct.config.suites.upstream_flags import read_table
+
+
+def suggest_nearest(name: str, known: Iterable[str], *, prefix: str = "") -> str:
+    """`; did you mean X?` with the known name closest to `name`, or an empty string."""
+    known = list(known)
+    close = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.6)
+    if not close and len(name) > 2:
+        close = [other for other in known if name.lower() in other][:1]
+    return f"; did you mean {prefix}{close[0]}?" if close else ""
+
+
+def describe_name_here(name: str, known: Iterable[str], prefix: str) -> str | None:
+    """The end of `--name …`: the flag among `known` that does what the other suite's `name` does;
+    None without a hint.
+
+    Example: of `num_generations`, `is called --num_samples_per_prompt_rollout here`.
+    """
+    hint = _hint_about(name)
+    if hint is None or isinstance(hint, str):
+        return hint
+    if isinstance(hint, dict):
+        return next(
+            (sentence for flag, sentence in hint.items() if flag in known), hint.get("else")
+        )
+    ours = find_flag_here(name, known)
+    return None if ours is None else f"is called {prefix}{ours} here"
+
+
+def find_flag_here(name: str, known: Iterable[str]) -> str | None:
+    """The flag among `known` that only has another name in the other suite;
+
+    None if there is none.
+    """
+    hint = _hint_about(name)
+    return next((flag for flag in hint if flag in known), None) if isinstance(hint, list) else None
+
+
+def _hint_about(name: str) -> str | list[str] | dict[str, str] | None:
+    """What the table has of a name, or of the last parts of a dotted one."""
+    table = names_of_other_suites()
+    return (
+        table.get(name)
+        or table.get(".".join(name.split(".")[-2:]))
+        or table.get(name.split(".")[-1])
+    )
+
+
+@cache
+def names_of_other_suites() -> dict[str, str | list[str] | dict[str, str]]:
+    """By the other suite's name: flags of ours, a sentence, or a sentence for each flag that a
+    command may have.
+    """
+    table = read_table("other_suites.yaml")
+    return {name: hint for names, hint in table.items() for name in names.split(", ")}
