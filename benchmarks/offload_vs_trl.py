@@ -40,7 +40,7 @@ from harness.trl_environment import DEFAULT_VENV, trl_python
 
 from open_instruct.commands.tiny_model import write_tiny_model
 from open_instruct.core.families import FAMILIES
-from open_instruct.planning.subject.model import public_models
+from open_instruct.planning.subject.read_shape import public_models
 from scripts.demo_data.pairs import write_synthetic_preferences
 
 GIB = 2**30

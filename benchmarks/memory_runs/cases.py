@@ -18,8 +18,9 @@ from open_instruct.parallel.data_parallel import parallel_configs
 from open_instruct.parallel.layout import resolve_layout
 from open_instruct.planning.memory.memory_model import MemoryModel
 from open_instruct.planning.memory.phases import memory_by_phase
-from open_instruct.planning.subject.model import shape_of_fields
-from open_instruct.planning.subject.workload import Workload, adapted
+from open_instruct.planning.subject.build_workload import with_adapters
+from open_instruct.planning.subject.read_shape import shape_from_fields
+from open_instruct.planning.subject.workload import Workload
 from open_instruct.training.model.kernels import build_activation_checkpointing
 from open_instruct.training.optim.optimizers import build_optimizer_config
 
@@ -126,7 +127,7 @@ def case_of(text: str) -> Case:
 
 def planned(case: Case) -> MemoryModel:
     """The memory of a run, as the planner has it."""
-    shape = shape_of_fields(case.hf_config.to_dict(), name=case.name, where=case.name)
+    shape = shape_from_fields(case.hf_config.to_dict(), name=case.name, where=case.name)
     workload = Workload(
         algorithm="dpo",
         tokens_per_microbatch=sum(case.lengths),
@@ -140,7 +141,7 @@ def planned(case: Case) -> MemoryModel:
         checkpointing_modules=("blocks.*.feed_forward",),
         on_cuda=False,
     )
-    return MemoryModel(adapted(shape, case.lora), case.layout, workload)
+    return MemoryModel(with_adapters(shape, case.lora), case.layout, workload)
 
 
 def predicted(case: Case) -> dict[str, int]:

@@ -13,7 +13,7 @@ from typing import Any
 
 sys.path[0] = str(Path(__file__).resolve().parents[2])
 
-from open_instruct.planning.subject.model import public_models
+from open_instruct.planning.subject.read_shape import public_models
 from tests.fake_cuda.cases import leave_weights_alone
 from tests.fake_cuda.device import load_hooks, pretend_cuda
 from tests.fake_cuda.memory import TracedCase, traced

@@ -67,7 +67,7 @@ class SpeedCase(TracedCase):
 
     @cached_property
     def public_fields(self) -> dict[str, Any]:
-        from open_instruct.planning.subject.model import public_models
+        from open_instruct.planning.subject.read_shape import public_models
 
         return dict(public_models()[self.family])
 

@@ -17,7 +17,7 @@ from open_instruct.parallel.layout import resolve_layout
 from open_instruct.planning.memory.memory_model import MemoryModel
 from open_instruct.planning.memory.parts import SENT
 from open_instruct.planning.step_time import COMPARED_GB_S
-from open_instruct.planning.subject.model import model_shape
+from open_instruct.planning.subject.read_shape import model_shape
 from open_instruct.planning.subject.workload import Workload
 from sync_runs.measure import NUM_LEARNERS, Sync
 

@@ -23,8 +23,8 @@ from open_instruct.planning import shown
 from open_instruct.planning.advice import Advice
 from open_instruct.planning.plan import make_plan
 from open_instruct.planning.setting import Setting
+from open_instruct.planning.subject.build_workload import RunConfig, build_shape, find_objective
 from open_instruct.planning.subject.devices import CPU, Device, device_named, has_gpu_here
-from open_instruct.planning.subject.workload import RunConfig, objective_of, shape_of_run
 from open_instruct.report.plan_page import html_page, print_plan
 
 
@@ -154,7 +154,7 @@ def parse_request(words: Sequence[str]) -> PlanRequest:
     _check_shared_prompt(config, asked.shared_prompt_tokens)
     setting = Setting(
         config=config,
-        shape=shape_of_run(config, config.model.model_name_or_path),
+        shape=build_shape(config, config.model.model_name_or_path),
         gpus_per_node=nodes,
         device=device,
         mfu=asked.mfu,
@@ -239,7 +239,7 @@ def _check_shared_prompt(config: RunConfig, num_tokens: int) -> None:
         shares = config.loss.prefix_sharing != "off"
         longest, flag = config.data.max_prompt_token_length, "--max_prompt_token_length"
     else:
-        objective = objective_of(config)
+        objective = find_objective(config)
         has_several = objective.choose_rows(config).documents_per_row > 1
         shares = has_several and config.data.packing and objective.prefix_sharing(config) != "off"
         longest, flag = config.data.max_seq_length - 1, "--max_seq_length less a token of reply"

@@ -14,22 +14,17 @@ from open_instruct.config.training import LearnerConfig
 from open_instruct.core.errors import InputError, refuse_first
 from open_instruct.core.shard_layout import ShardLayout
 from open_instruct.parallel.layout import check_experts, check_heads, divisors
+from open_instruct.planning.exchanges import Exchange
 from open_instruct.planning.memory.block import BLOCK_MODULES
 from open_instruct.planning.memory.memory_model import MemoryModel
 from open_instruct.planning.memory.phases import Phase, find_worst, memory_by_phase
 from open_instruct.planning.memory.state import sync_buckets
 from open_instruct.planning.setting import Setting
 from open_instruct.planning.step_time import ON_THE_PATH, StepTime, SyncCost, step_time, sync_costs
+from open_instruct.planning.subject.build_workload import RunConfig
 from open_instruct.planning.subject.model import ModelShape
-from open_instruct.planning.subject.workload import (
-    RunConfig,
-    Workload,
-    is_wrapped,
-)
-from open_instruct.planning.traffic import (
-    Exchange,
-    traffic_of_weight_sync,
-)
+from open_instruct.planning.subject.workload import Workload, is_wrapped
+from open_instruct.planning.traffic import traffic_of_weight_sync
 
 # The share of a GPU that advice leaves free, and the share that --activation_checkpointing auto
 # leaves free.

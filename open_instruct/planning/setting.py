@@ -14,17 +14,18 @@ from open_instruct.config.sharding_sections import ParallelSection
 from open_instruct.core.shard_layout import ShardLayout
 from open_instruct.parallel.layout import divisors, find_layout
 from open_instruct.parallel.resolve import resolve
+from open_instruct.planning.exchanges import Exchange
 from open_instruct.planning.memory.memory_model import MemoryModel
+from open_instruct.planning.subject.build_workload import (
+    RunConfig,
+    build_workload,
+    find_objective,
+    with_adapters,
+)
 from open_instruct.planning.subject.devices import Device
 from open_instruct.planning.subject.model import ModelShape
-from open_instruct.planning.subject.workload import (
-    RunConfig,
-    Workload,
-    adapted,
-    objective_of,
-    workload_of,
-)
-from open_instruct.planning.traffic import Exchange, traffic_of_merging, traffic_per_step
+from open_instruct.planning.subject.workload import Workload
+from open_instruct.planning.traffic import traffic_of_merging, traffic_per_step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +82,7 @@ class Setting:
     def workload(self) -> Workload:
         """The work of one rank in a step."""
         config = self.config
-        workload = workload_of(
+        workload = build_workload(
             config, self.shape, self.layout, prompt_tokens=self.shared_prompt_tokens
         )
         shares_node = self.has_engines_in_node or workload.shares_device
@@ -123,11 +124,11 @@ class Setting:
             section = replace(getattr(config, section_name), **{name: value})
             config = replace(config, **{section_name: section})
         config = resolve(config, config.backend)
-        objective_of(config).validate(config)
+        find_objective(config).validate(config)
         return replace(
             self,
             config=config,
-            shape=adapted(self.shape, config.adapters),
+            shape=with_adapters(self.shape, config.adapters),
             gpus_per_node=nodes,
             has_engines_in_node=self.has_engines_in_node and len(nodes) == 1,
         )

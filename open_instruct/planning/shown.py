@@ -15,13 +15,13 @@ from open_instruct.core.errors import InputError
 from open_instruct.core.text import counted, macro_text
 from open_instruct.parallel.wording import nodes_text
 from open_instruct.planning.advice import Advice, Change
+from open_instruct.planning.exchanges import Exchange
 from open_instruct.planning.memory.phases import Phase
 from open_instruct.planning.plan import BATCH, Plan, make_plan
 from open_instruct.planning.setting import Setting
 from open_instruct.planning.subject import units
+from open_instruct.planning.subject.build_workload import RunConfig, build_shape
 from open_instruct.planning.subject.devices import device_named
-from open_instruct.planning.subject.workload import RunConfig, shape_of_run
-from open_instruct.planning.traffic import Exchange
 
 log = logging.getLogger(__name__)
 
@@ -197,7 +197,7 @@ def check_plan(
     try:
         setting = Setting(
             config=config,
-            shape=shape_of_run(config, model_folder),
+            shape=build_shape(config, model_folder),
             gpus_per_node=tuple(gpus_per_node),
             device=device_named(f"memory_gib={memory_bytes / units.GIB}"),
             on_cuda=on_cuda,

@@ -11,12 +11,13 @@ from dataclasses import dataclass, replace
 from open_instruct.core.shard_layout import ShardLayout
 from open_instruct.core.weight_buckets import PLACE_BYTES, ROW_BYTES
 from open_instruct.models.hf.names import is_stack
+from open_instruct.planning.activation_traffic import num_head_positions
+from open_instruct.planning.exchanges import Exchange
 from open_instruct.planning.memory.head import logit_chunks, num_kept_chunks
 from open_instruct.planning.memory.state import sync_buckets
 from open_instruct.planning.subject.devices import Device
 from open_instruct.planning.subject.model import ModelShape, ParameterShape
 from open_instruct.planning.subject.workload import Workload
-from open_instruct.planning.traffic import Exchange, num_head_positions
 
 GIGA, TERA = 10**9, 10**12
 

@@ -37,7 +37,7 @@ from open_instruct.parallel.status import this_process
 from open_instruct.parallel.wording import describe_layout
 from open_instruct.planning.plan import BATCH
 from open_instruct.planning.shown import StartCheck, check_plan
-from open_instruct.planning.subject.workload import RunConfig
+from open_instruct.planning.subject.build_workload import RunConfig
 from open_instruct.run.console import Console
 from open_instruct.run.run_directory import RunDirectory, log_to
 from open_instruct.run.run_lock import locked

@@ -43,7 +43,7 @@ from open_instruct.models.transformer import SegmentTransformer
 from open_instruct.parallel.process import on_main_process
 from open_instruct.parallel.status import this_process
 from open_instruct.planning.plan import check_model
-from open_instruct.planning.subject.model import shape_of_fields
+from open_instruct.planning.subject.read_shape import shape_from_fields
 from open_instruct.run.first_look import check_sizes, local_folder
 from open_instruct.run.turn_ends import exported_settings
 
@@ -175,7 +175,7 @@ def open_pretrained(
             model.tokenizer_name_or_path, revision=model.revision_of_tokenizer
         )
     hf_config = load_hf_config(str(folder))
-    shape = shape_of_fields(
+    shape = shape_from_fields(
         hf_config.to_dict(), name=f"the model in {folder}", where=str(folder / "config.json")
     )
     check_model(shape, layout, config if is_trained else None)

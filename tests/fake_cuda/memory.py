@@ -60,7 +60,7 @@ class TracedCase(Case):
 
     @property
     def fields(self) -> dict[str, Any]:
-        from open_instruct.planning.subject.model import public_models
+        from open_instruct.planning.subject.read_shape import public_models
 
         return public_models()[self.family] | {"num_hidden_layers": NUM_LAYERS}
 

@@ -18,7 +18,7 @@ from open_instruct.core.shard_layout import ShardLayout
 from open_instruct.objectives.registry import OBJECTIVES, objective_named
 from open_instruct.parallel import layout
 from open_instruct.planning.plan import make_plan
-from open_instruct.planning.subject.model import model_shape
+from open_instruct.planning.subject.read_shape import model_shape
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 MAGNITUDES = {"M": 1e6, "B": 1e9}

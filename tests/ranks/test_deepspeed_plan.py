@@ -13,10 +13,10 @@ import pytest
 from open_instruct.commands.run_flags import parse_run
 from open_instruct.objectives.registry import objective_named
 from open_instruct.parallel.layout import find_layout
+from open_instruct.planning.exchanges import axis_groups
 from open_instruct.planning.memory.parts import BUFFERS
 from open_instruct.planning.memory.state import sync_buckets
-from open_instruct.planning.subject.workload import shape_of_run, workload_of
-from open_instruct.planning.traffic import groups_of
+from open_instruct.planning.subject.build_workload import build_shape, build_workload
 from open_instruct.training.deepspeed import planned_memory, planned_traffic
 from open_instruct.training.deepspeed.planned import DeepSpeed
 from open_instruct.training.deepspeed.planned_memory import ZeroMemoryModel
@@ -162,10 +162,10 @@ class Measured:
     def planned(self, name: str) -> ZeroMemoryModel:
         """Of a run whose engines are sent the weights."""
         case, config = CASES[name], parse_run(objective_named("dpo").config_class, self.words(name))
-        shape = shape_of_run(config, str(self.models[case.model]))
+        shape = build_shape(config, str(self.models[case.model]))
         layout = find_layout(config.parallel, [case.num_ranks], config.backend)
         workload = replace(
-            workload_of(config, shape, layout),
+            build_workload(config, shape, layout),
             tokens_per_microbatch=NUM_TOKENS,
             label_tokens_per_microbatch=NUM_TOKENS // 2,
             num_microbatches=NUM_MICROBATCHES,
@@ -224,7 +224,7 @@ def test_sums_of_what_is_exchanged(measured: Measured, name: str) -> None:
         sums: Counter[tuple[str, tuple[int, ...]]] = Counter()
         for exchange in exchanges_of(planned):
             (group,) = (
-                group for group in groups_of(planned.layout, exchange.axis) if rank in group
+                group for group in axis_groups(planned.layout, exchange.axis) if rank in group
             )
             first = group.index(rank) // exchange.group_size * exchange.group_size
             sums[exchange.collective, group[first : first + exchange.group_size]] += (

@@ -17,12 +17,12 @@ from open_instruct.commands.run_flags import parse_run
 from open_instruct.core.shard_layout import ShardLayout
 from open_instruct.objectives.registry import objective_named
 from open_instruct.parallel.layout import find_layout
+from open_instruct.planning.exchanges import Exchange, axis_groups
 from open_instruct.planning.memory import activations
 from open_instruct.planning.memory.state import sync_buckets
-from open_instruct.planning.subject.workload import Scoring, shape_of_run, workload_of
+from open_instruct.planning.subject.build_workload import build_shape, build_workload
+from open_instruct.planning.subject.workload import Scoring
 from open_instruct.planning.traffic import (
-    Exchange,
-    groups_of,
     scoring_pass,
     traffic_of_merging,
     traffic_of_weight_sync,
@@ -325,11 +325,11 @@ class Counted:
         case = CASES[name]
         config = parse_run(objective_named(case.algorithm).config_class, self.words(name))
         shape, layout = (
-            shape_of_run(config, str(self.models[case.model])),
+            build_shape(config, str(self.models[case.model])),
             find_layout(config.parallel, nodes_of(case), config.backend),
         )
         workload = replace(
-            workload_of(config, shape, layout),
+            build_workload(config, shape, layout),
             tokens_per_microbatch=NUM_TOKENS,
             num_microbatches=case.num_microbatches,
             on_cuda=case.is_pretended,
@@ -410,7 +410,7 @@ def as_issued(
     """Calls by (collective, bytes, global ranks of the group)."""
     calls: Counter[tuple[str, int, tuple[int, ...]]] = Counter()
     for exchange in exchanges:
-        (group,) = (group for group in groups_of(layout, exchange.axis) if rank in group)
+        (group,) = (group for group in axis_groups(layout, exchange.axis) if rank in group)
         # Those of all ranks are among the ranks of one copy of the model.
         is_of_copy = exchange.axis == "all"
         assert exchange.group_size == (

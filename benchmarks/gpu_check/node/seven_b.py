@@ -13,7 +13,7 @@ from gpu_check.devices import device_of
 from gpu_check.findings import Findings
 from gpu_check.rows import write_rows
 from open_instruct.commands.tiny_model import SPECIAL_TOKENS, built_in_corpus, train_tokenizer
-from open_instruct.planning.subject.model import public_models
+from open_instruct.planning.subject.read_shape import public_models
 
 MODEL = "allenai/OLMo-2-1124-7B"
 TINY = {

@@ -18,7 +18,7 @@ from open_instruct.data.token_dataset import TokenDataset
 from open_instruct.objectives.objective import Objective
 from open_instruct.parallel.process import start_process, stop_process
 from open_instruct.parallel.resolve import on_one_process
-from open_instruct.planning.subject.workload import RunConfig
+from open_instruct.planning.subject.build_workload import RunConfig
 from open_instruct.rewards.trial import ANSWERS
 from open_instruct.rl.lone_step import take_lone_step
 from open_instruct.rl.run_checks import check_engine

@@ -33,7 +33,7 @@ from open_instruct.parallel.node_sizes import node_sizes_from_environment
 from open_instruct.parallel.wording import describe_layout
 from open_instruct.planning.plan import check_model
 from open_instruct.planning.shown import check_plan
-from open_instruct.planning.subject.workload import RunConfig, shape_of_run
+from open_instruct.planning.subject.build_workload import RunConfig, build_shape
 from open_instruct.run.earlier_command import refuse_another_command
 from open_instruct.run.first_look import (
     check_first_rows,
@@ -166,7 +166,7 @@ class RunChecks:
         name = self.config.model.model_name_or_path
         if find_local_folder(name) is None:
             return f"{name} is not here: the run downloads it from the hub"
-        shape = shape_of_run(self.config, name)
+        shape = build_shape(self.config, name)
         check_model(shape, None, self.config)
         return f"{shape.name}: {shape.family}, {shape.num_params:,} parameters"
 
@@ -264,7 +264,7 @@ class RunChecks:
                 "not planned: learners are on other machines (--ray_address), and there is no "
                 "GPU here"
             )
-        check_model(shape_of_run(config, str(folder)), self.layout, config)
+        check_model(build_shape(config, str(folder)), self.layout, config)
         planned = check_plan(
             config,
             nodes,

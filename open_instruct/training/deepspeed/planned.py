@@ -11,11 +11,11 @@ from open_instruct.config.sharding_sections import ParallelSection
 from open_instruct.config.training import LearnerConfig
 from open_instruct.core.shard_layout import ShardLayout
 from open_instruct.parallel.layout import divisors
+from open_instruct.planning.exchanges import Exchange
 from open_instruct.planning.memory.memory_model import MemoryModel
 from open_instruct.planning.setting import Backend, FlagChange, Setting
 from open_instruct.planning.subject.model import ModelShape
 from open_instruct.planning.subject.workload import Workload
-from open_instruct.planning.traffic import Exchange
 from open_instruct.training.deepspeed.planned_memory import ZeroMemoryModel
 from open_instruct.training.deepspeed.planned_traffic import exchanges_of
 from open_instruct.training.deepspeed.settings import zpg_of

@@ -12,16 +12,10 @@ from collections import Counter
 from collections.abc import Iterator
 
 from open_instruct.models.hf.names import is_of_adapter
+from open_instruct.planning.activation_traffic import Calls, context_calls, repeat_calls
+from open_instruct.planning.exchanges import Collective, Exchange, build_exchange
 from open_instruct.planning.memory.state import GRADIENT_BYTES
-from open_instruct.planning.traffic import (
-    Calls,
-    Collective,
-    Exchange,
-    along,
-    context_calls,
-    exchange_in,
-    scoring_pass,
-)
+from open_instruct.planning.traffic import scoring_pass
 from open_instruct.training.deepspeed.planned_memory import MOST_AT_ONCE, ZeroMemoryModel, values_of
 from open_instruct.training.deepspeed.settings import zpg_of
 
@@ -82,7 +76,7 @@ def _gathers(run: ZeroMemoryModel, num_forward: int, num_backward: int) -> Itera
 def _sum(
     run: ZeroMemoryModel, what: str, how: Collective, num_bytes: int, within: int = 0
 ) -> Exchange:
-    return exchange_in(run.layout, "world", what, how, num_bytes, 1, within)
+    return build_exchange(run.layout, "world", what, how, num_bytes, 1, within)
 
 
 def _of_activations(
@@ -106,7 +100,7 @@ def _of_activations(
             ("activations of split matrices", "all_reduce", num_labels * shape.d_model, int(trains))
         )
         calls.append(("logits", "all_gather", num_labels * shape.vocab_size, 1 + trains))
-    yield from along("tensor", calls, layout, num_passes)
-    yield from along(
+    yield from repeat_calls("tensor", calls, layout, num_passes)
+    yield from repeat_calls(
         "context", context_calls(shape, layout, work, num_values, trains=trains), layout, num_passes
     )

@@ -26,7 +26,7 @@ from open_instruct.models.hf.hf_config import (
 )
 from open_instruct.models.hf.names import TensorNames
 from open_instruct.models.load import parameter_shapes
-from open_instruct.planning.subject.model import model_shape, public_models
+from open_instruct.planning.subject.read_shape import model_shape, public_models
 from open_instruct.run.pretrained import Pretrained
 from open_instruct.run.untrained_rows import find_untrained_rows
 from tests.unit.small_models import hf_config

@@ -29,7 +29,8 @@ from open_instruct.models.delta_rule.walk import walk_on_device
 from open_instruct.models.hf.names import TensorNames, as_in_files, clean_name
 from open_instruct.models.lora.adapters import adapt
 from open_instruct.models.lora.files import file_name_of
-from open_instruct.planning.subject.model import Adapters, shape_of_fields
+from open_instruct.planning.subject.model import Adapters
+from open_instruct.planning.subject.read_shape import shape_from_fields
 from open_instruct.rl import run_checks
 from tests.refusals import refused
 from tests.unit.small_models import CPU, hf_config, new_model
@@ -275,7 +276,7 @@ def test_adapters_stand_beside_the_matrices_that_a_layer_has(family: str) -> Non
     adapt(model, lora, dtype=torch.float32)
     shapes = {clean_name(name): tuple(each.shape) for name, each in model.named_parameters()}
     shape = replace(
-        shape_of_fields(config.to_dict(), name="tiny", where="config.json"),
+        shape_from_fields(config.to_dict(), name="tiny", where="config.json"),
         adapters=Adapters(
             rank=2, modules=tuple(MODULES_OF_TARGETS[target] for target in lora.targets)
         ),

@@ -33,7 +33,7 @@ from open_instruct.models.hf.hf_config import INDEX_NAME, SINGLE_NAME, load_hf_c
 from open_instruct.models.hf.names import TensorNames
 from open_instruct.models.load import parameter_shapes, stream_load
 from open_instruct.objectives.dpo import DPOConfig
-from open_instruct.planning.subject.model import model_shape
+from open_instruct.planning.subject.read_shape import model_shape
 from open_instruct.run.first_look import check_paths
 from open_instruct.run.pretrained import open_pretrained
 from tests.refusals import refused

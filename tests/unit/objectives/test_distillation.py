@@ -34,7 +34,7 @@ from open_instruct.objectives.distill import (
 from open_instruct.objectives.objective import LossOutputs, TokenLogprobs
 from open_instruct.parallel.layout import find_layout
 from open_instruct.planning.plan import Plan, make_plan
-from open_instruct.planning.subject.model import model_shape
+from open_instruct.planning.subject.read_shape import model_shape
 from open_instruct.planning.subject.workload import Scoring
 from open_instruct.run.pretrained import open_pretrained
 from open_instruct.training.model.forward import beside_labels, hidden_at_labels, token_logprobs

@@ -19,7 +19,7 @@ from open_instruct.parallel.layout import resolve_layout
 from open_instruct.planning.memory.memory_model import MemoryModel
 from open_instruct.planning.memory.parts import INPUTS
 from open_instruct.planning.memory.phases import memory_by_phase
-from open_instruct.planning.subject.model import shape_of_fields
+from open_instruct.planning.subject.read_shape import shape_from_fields
 from open_instruct.planning.subject.workload import Workload
 from open_instruct.training.model import kernels
 from open_instruct.training.model.inputs_on_host import InputsOnHost
@@ -102,7 +102,7 @@ def test_pass_that_was_given_up_changes_nothing(offloaded: Any) -> None:
 
 def test_inputs_on_host_are_as_planned(offloaded: Any, inputs: InputsOnHost) -> None:
     num_tokens = 40
-    shape = shape_of_fields(HF_CONFIG.to_dict(), name="tiny", where="config.json")
+    shape = shape_from_fields(HF_CONFIG.to_dict(), name="tiny", where="config.json")
     layout = resolve_layout([1], single_device=True)
     workload = Workload(
         algorithm="sft",

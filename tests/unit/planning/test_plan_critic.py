@@ -10,7 +10,7 @@ from open_instruct.commands.plan import parse_request
 from open_instruct.planning.memory.parts import CRITIC, CUDA, POLICY, SCRATCH
 from open_instruct.planning.memory.phases import memory_by_phase
 from open_instruct.planning.plan import Plan, make_plan
-from open_instruct.planning.subject.model import model_shape
+from open_instruct.planning.subject.read_shape import model_shape
 from open_instruct.planning.traffic import traffic_per_step
 
 RUN = (

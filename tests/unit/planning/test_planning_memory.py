@@ -33,8 +33,10 @@ from open_instruct.planning.memory.activations import profile_piece
 from open_instruct.planning.memory.memory_model import NUM_SYNC_SLOTS, MemoryModel
 from open_instruct.planning.memory.phases import READ_CHUNK_BYTES, memory_by_phase
 from open_instruct.planning.memory.state import local_size
-from open_instruct.planning.subject.model import ModelShape, model_shape, shape_of_fields
-from open_instruct.planning.subject.workload import Scoring, Workload, adapted
+from open_instruct.planning.subject.build_workload import with_adapters
+from open_instruct.planning.subject.model import ModelShape
+from open_instruct.planning.subject.read_shape import model_shape, shape_from_fields
+from open_instruct.planning.subject.workload import Scoring, Workload
 from open_instruct.training.model.kernels import build_activation_checkpointing
 from open_instruct.training.olmo_core.fsdp2 import hand_gradients_over
 from open_instruct.training.optim import eight_bit
@@ -110,7 +112,7 @@ class Live(TorchDispatchMode):
 
 
 def shape_of(hf_config: Any) -> ModelShape:
-    return shape_of_fields(hf_config.to_dict(), name="tiny", where="config.json")
+    return shape_from_fields(hf_config.to_dict(), name="tiny", where="config.json")
 
 
 def phases_of(
@@ -298,7 +300,7 @@ def compare_block(
         checkpointing="selected_modules",
         checkpointing_modules=recomputed,
     )
-    shape = adapted(shape_of(hf_config), lora)
+    shape = with_adapters(shape_of(hf_config), lora)
     profile = profile_piece(shape.layers[layer].kind, shape, layout, workload, splits_rows=True)
     assert profile.kept_bytes == pytest.approx(kept, rel=rel[0])
     assert sum(profile.forward_peak) == pytest.approx(forward_peak, rel=rel[1])
@@ -375,7 +377,7 @@ def test_passes_of_a_whole_model(
         param_dtype=dtype,
         on_cuda=False,
     )
-    phases = phases_of(adapted(shape_of(hf_config), lora), ALONE, workload)
+    phases = phases_of(with_adapters(shape_of(hf_config), lora), ALONE, workload)
     activations.forget_profiles()
     assert phases["forward"]["buffers"] == real.pop("tables of RoPE")
     there_before = ("parameters", "optimizer states", "buffers")
@@ -517,7 +519,7 @@ def test_phases_are_those_of_the_run() -> None:
 
 
 def test_adapter_that_travels_alone_is_scaled_and_fits_into_one_bucket() -> None:
-    shape = adapted(model_shape("Qwen/Qwen3-8B"), LoRASection(use_lora=True, lora_r=16))
+    shape = with_adapters(model_shape("Qwen/Qwen3-8B"), LoRASection(use_lora=True, lora_r=16))
     merged, alone = (
         phases_of(shape, LAYOUT, replace(GRPO, sends_adapter=is_alone))
         for is_alone in (False, True)
@@ -630,7 +632,7 @@ def test_weights_of_the_host_are_in_its_account() -> None:
             sum(before[phase].values()) - sum(after[phase].values())
             > here.parameters + here.optimizer
         )
-    in_4_bits = adapted(shape, LoRASection(use_lora=True, use_qlora=True))
+    in_4_bits = with_adapters(shape, LoRASection(use_lora=True, use_qlora=True))
     held = MemoryModel(in_4_bits, LAYOUT, WORKLOAD).parameters
     assert held <= MemoryModel(in_4_bits, LAYOUT, workload).host_parts()["parameters"] < 2 * held
 

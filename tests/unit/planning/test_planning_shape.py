@@ -13,9 +13,10 @@ from open_instruct.config.grpo import GRPOConfig
 from open_instruct.objectives.dpo import DPOConfig
 from open_instruct.parallel.layout import resolve_layout
 from open_instruct.planning.setting import Setting
+from open_instruct.planning.subject.build_workload import build_workload
 from open_instruct.planning.subject.devices import device_named
-from open_instruct.planning.subject.model import model_shape, public_models
-from open_instruct.planning.subject.workload import Scoring, workload_of
+from open_instruct.planning.subject.read_shape import model_shape, public_models
+from open_instruct.planning.subject.workload import Scoring
 from tests.refusals import refused
 
 # Parameters as the model cards of the releases count them.
@@ -211,7 +212,7 @@ def test_workload_of_dpo() -> None:
         "--gradient_accumulation_steps",
         "4",
     ]
-    workload = workload_of(parse_run(DPOConfig, [*DPO, *flags]), SHAPE, resolve_layout([8]))
+    workload = build_workload(parse_run(DPOConfig, [*DPO, *flags]), SHAPE, resolve_layout([8]))
     assert (workload.tokens_per_microbatch, workload.label_tokens_per_microbatch) == (4096, 4096)
     assert (workload.num_microbatches, workload.reference_pass_tokens, workload.scorings) == (
         4,
@@ -219,13 +220,13 @@ def test_workload_of_dpo() -> None:
         (),
     )
     assert workload.checkpointing_modules == () and workload.export_bytes_per_param == 2
-    simpo = workload_of(
+    simpo = build_workload(
         parse_run(DPOConfig, [*DPO, "--loss_type", "simpo"]), SHAPE, resolve_layout([8])
     )
     assert simpo.reference_pass_tokens == 0
     # A reference that follows is there throughout.
     flags = ["--loss_type", "dpo", "wpo", "--weight_alignment", "--ref_policy_update_freq", "2"]
-    moving = workload_of(parse_run(DPOConfig, [*DPO, *flags]), SHAPE, resolve_layout([8]))
+    moving = build_workload(parse_run(DPOConfig, [*DPO, *flags]), SHAPE, resolve_layout([8]))
     assert moving.scorings == (Scoring(shape=SHAPE, stands_as="reference policy", moves=True),)
     assert (moving.reference_pass_tokens, moving.num_values) == (0, 2)
 
@@ -250,7 +251,7 @@ def test_workload_of_grpo() -> None:
         "0.1",
     ]
     flags += ["--vllm_num_engines", "4", "--vllm_tensor_parallel_size", "2"]
-    workload = workload_of(parse_run(GRPOConfig, [*GRPO, *flags]), SHAPE, resolve_layout([8]))
+    workload = build_workload(parse_run(GRPOConfig, [*GRPO, *flags]), SHAPE, resolve_layout([8]))
     # 256 completions in two mini-batches over 8 ranks are 16 each, 4 of 1,024 tokens in a
     # microbatch of 4,096.
     assert (workload.num_microbatches, workload.num_updates) == (4, 6)
@@ -279,7 +280,7 @@ def test_workload_of_streams() -> None:
     ]
     flags += ["--top_entropy_quantile", "0.2"]
     flags += ["--sft_mixer_list", "chats.jsonl", "1.0", "--sft_rows_per_step", "200"]
-    workload = workload_of(parse_run(GRPOConfig, [*GRPO, *flags]), SHAPE, resolve_layout([8]))
+    workload = build_workload(parse_run(GRPOConfig, [*GRPO, *flags]), SHAPE, resolve_layout([8]))
     frozen, chosen = (
         Scoring(shape=SHAPE, num_rounds=2),
         Scoring(shape=SHAPE, num_rounds=6, num_values=2),
@@ -289,7 +290,7 @@ def test_workload_of_streams() -> None:
     # Of 64 completions a rank has 4 in a mini-batch, of 200 conversations 13; 8 of 512 tokens are
     # in a microbatch.
     assert workload.num_microbatches == 1 + 2
-    with_critic = workload_of(
+    with_critic = build_workload(
         parse_run(GRPOConfig, [*GRPO, *flags, "--advantages", "gae"]), SHAPE, resolve_layout([8])
     )
     assert (with_critic.num_microbatches, with_critic.of_critic.num_microbatches) == (1 + 2, 1)

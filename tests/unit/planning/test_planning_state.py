@@ -30,7 +30,8 @@ from open_instruct.models.lora.adapters import adapt
 from open_instruct.parallel.data_parallel import parallel_configs
 from open_instruct.parallel.layout import resolve_layout
 from open_instruct.planning.memory.state import state_bytes
-from open_instruct.planning.subject.model import Adapters, ModelShape, shape_of_fields
+from open_instruct.planning.subject.model import Adapters, ModelShape
+from open_instruct.planning.subject.read_shape import shape_from_fields
 from open_instruct.planning.subject.workload import Scoring, Workload
 from open_instruct.training.olmo_core.fsdp2 import hand_gradients_over
 from open_instruct.training.optim.optimizers import build_optimizer_config
@@ -100,7 +101,7 @@ def config_of(family: str, is_tied: bool, size: dict[str, int] = UNEVEN) -> Any:
 
 def shape_of(hf_config: Any, adapters: Adapters | None = None) -> ModelShape:
     return replace(
-        shape_of_fields(hf_config.to_dict(), name="tiny", where="config.json"), adapters=adapters
+        shape_from_fields(hf_config.to_dict(), name="tiny", where="config.json"), adapters=adapters
     )
 
 

@@ -7,18 +7,13 @@ import pytest
 from open_instruct.batching.prefixes import FullRows
 from open_instruct.core.shard_layout import ShardLayout
 from open_instruct.parallel.layout import resolve_layout
+from open_instruct.planning.exchanges import build_exchange, group_span, ring_bytes
 from open_instruct.planning.step_time import StepTime, attended_pairs, flops_per_step, gb_per_second
 from open_instruct.planning.step_time import step_time as step_time_of
 from open_instruct.planning.subject.devices import DEVICES, Device, device_named, find_gpu
 from open_instruct.planning.subject.model import Adapters, LayerShape, ModelShape
 from open_instruct.planning.subject.workload import Scoring, Workload
-from open_instruct.planning.traffic import (
-    exchange_in,
-    ring_bytes,
-    span_of,
-    traffic_of_weight_sync,
-    traffic_per_step,
-)
+from open_instruct.planning.traffic import traffic_of_weight_sync, traffic_per_step
 from tests.refusals import refused
 
 # 2 layers of width 4: 3 x 4 x 8 numbers in the feed-forward, 4 x 4 x 4 in attention, 160 in all;
@@ -83,20 +78,20 @@ def test_ring() -> None:
 def test_groups_on_nodes() -> None:
     """Two nodes of 8, tensor degree 2: (size, whether they cross nodes, fewest ranks on a node)."""
     within = resolve_layout([8, 8], tensor_parallel_degree=2)
-    assert span_of(within, "tensor") == (2, False, 1)
-    assert span_of(within, "shard") == (4, False, 1)
-    assert span_of(within, "replica") == (2, True, 1)
-    assert span_of(within, "world") == (8, True, 4)
+    assert group_span(within, "tensor") == (2, False, 1)
+    assert group_span(within, "shard") == (4, False, 1)
+    assert group_span(within, "replica") == (2, True, 1)
+    assert group_span(within, "world") == (8, True, 4)
     across = resolve_layout([8, 8], tensor_parallel_degree=2, fsdp_shard_degree=8)
-    assert span_of(across, "shard") == (8, True, 4)
+    assert group_span(across, "shard") == (8, True, 4)
     # A group of 6 over nodes of 2 and 4.
-    assert span_of(resolve_layout([2, 4], fsdp_shard_degree=6), "shard") == (6, True, 2)
+    assert group_span(resolve_layout([2, 4], fsdp_shard_degree=6), "shard") == (6, True, 2)
 
 
 def test_group_on_two_nodes_uses_the_port_of_each_of_its_gpus() -> None:
     def speed(layout_flags: dict[str, int], axis: str) -> float:
         layout = resolve_layout([16, 16], **layout_flags)
-        return gb_per_second(exchange_in(layout, axis, "", "all_gather", 32, 1), SLOW)  # type: ignore[arg-type]
+        return gb_per_second(build_exchange(layout, axis, "", "all_gather", 32, 1), SLOW)  # type: ignore[arg-type]
 
     assert speed({}, "shard") == 100
     assert speed({}, "replica") == 10

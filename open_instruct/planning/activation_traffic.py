@@ -1,0 +1,156 @@
+"""The collectives over activations, of tensor, context and expert parallelism.
+
+Those of tensor parallelism are `apply_tp`'s of OLMo-core's blocks, attention, feed-forward and
+head, which keep hidden states split along the tokens between the layers (sequence parallelism,
+Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2).
+
+T tokens of a microbatch on one context rank.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+
+from open_instruct.core.shard_layout import ShardLayout
+from open_instruct.planning.exchanges import Axis, Collective, Exchange, build_exchange, group_span
+from open_instruct.planning.memory.head import logit_chunks
+from open_instruct.planning.memory.piece import FLOAT32
+from open_instruct.planning.subject.model import ModelShape
+from open_instruct.planning.subject.workload import Workload
+
+# What, by which collective, bytes of a call, calls in one pass over a microbatch.
+Calls = tuple[str, Collective, int, int]
+
+
+WHOLE = "activations, whole for a matrix"
+SUMMED = "activations, summed and split again"
+SWAPPED = "features and logits, split otherwise"
+
+
+def activation_exchanges(
+    shape: ModelShape,
+    layout: ShardLayout,
+    workload: Workload,
+    num_passes: int,
+    num_values: int,
+    *,
+    trains: bool,
+) -> Iterator[Exchange]:
+    """Exchanges of so many passes over a microbatch: forward alone, or forward and backward.
+
+    `num_values` of each label are brought together: its log-prob, its entropy. With 0 the head is
+    not run.
+    """
+    by_axis: dict[Axis, Iterable[Calls]] = {
+        "tensor": tensor_calls(shape, layout, workload, num_values, trains=trains),
+        "context": context_calls(shape, layout, workload, num_values, trains=trains),
+        "expert": expert_calls(shape, workload, trains=trains),
+    }
+    for axis, calls in by_axis.items():
+        yield from repeat_calls(axis, calls, layout, num_passes)
+
+
+def repeat_calls(
+    axis: Axis, calls: Iterable[Calls], layout: ShardLayout, num_passes: int
+) -> Iterator[Exchange]:
+    """The calls of so many passes in the groups of an axis, if those have more than one rank."""
+    if group_span(layout, axis)[0] == 1:
+        return
+    for what, collective, num_bytes, num_calls in calls:
+        if num_calls:
+            yield build_exchange(layout, axis, what, collective, num_bytes, num_passes * num_calls)
+
+
+def num_head_positions(layout: ShardLayout, workload: Workload) -> int:
+    """Positions at which this rank computes logits: its labels; a part of all of several ranks."""
+    if layout.tensor_parallel_degree > 1:
+        return workload.tokens_per_microbatch // layout.model_parallel_degree
+    return workload.label_tokens_per_microbatch // layout.context_parallel_degree
+
+
+def tensor_calls(
+    shape: ModelShape, layout: ShardLayout, workload: Workload, num_values: int, *, trains: bool
+) -> Iterator[Calls]:
+    """Korthikanti et al.'s sequence parallelism, see above."""
+    degree = layout.tensor_parallel_degree
+    layers = shape.num_layers
+    item_bytes = workload.compute_bytes
+    num_tokens = workload.tokens_per_microbatch // layout.context_parallel_degree
+    hidden = num_tokens * shape.d_model * item_bytes
+    backward = 1 if trains else 0
+    # Embeddings that are frozen: no gradient goes below the first adapters.
+    to_embeddings = backward if shape.adapters is None else 0
+    attention_again, feed_forward_again, blocks_again = (
+        backward * workload.recomputes(module) for module in ("attention", "feed_forward", "")
+    )
+
+    # Each sublayer gathers its input, and scatters the sum of what its ranks put out; backwards the
+    # other way round. Recomputation stops at the last tensor that is needed: that is before a
+    # sublayer's scatter, unless a norm of the block comes after it.
+    scatters_again = blocks_again * (layers + len(shape.windows) * shape.traits.norm_after)
+    gathers_of_layer = 2 * (1 + backward) + attention_again + feed_forward_again
+    sums_backward = (2 * layers - 1) * backward + to_embeddings
+    # Embeddings put out a sum as well.
+    yield WHOLE, "all_gather", hidden, layers * gathers_of_layer + to_embeddings
+    yield SUMMED, "reduce_scatter", hidden, 1 + 2 * layers + scatters_again + sums_backward
+
+    if shape.traits.qk_norm != "none":
+        # Queries and keys, split by heads, are split by tokens for their norms, then by heads
+        # again.
+        num_swaps = 2 * len(shape.windows) * (1 + backward + attention_again)
+        for width in (shape.q_width, shape.kv_width):
+            yield SWAPPED, *_swap(num_tokens * width * item_bytes, degree, workload), num_swaps
+
+    chunks = logit_chunks(shape, num_head_positions(layout, workload)) if num_values else ()
+    again = backward if len(chunks) > 1 else 0
+    vocabulary = -(-shape.vocab_size // degree) * degree
+    for positions in chunks:
+        position_bytes = positions * degree * item_bytes
+        yield WHOLE, "all_gather", position_bytes * shape.d_model, 1 + again
+        yield SUMMED, "reduce_scatter", position_bytes * shape.d_model, backward
+        yield SWAPPED, *_swap(position_bytes * vocabulary, degree, workload), 1 + again + backward
+    yield "log-probs", "all_gather", num_tokens * FLOAT32, num_values
+
+
+def _swap(whole_bytes: int, degree: int, workload: Workload) -> tuple[Collective, int]:
+    """A tensor that is split along one dim, then another; DTensor gathers it without CUDA."""
+    if workload.on_cuda:
+        return "all_to_all", whole_bytes // degree
+    return "all_gather", whole_bytes
+
+
+def context_calls(
+    shape: ModelShape, layout: ShardLayout, workload: Workload, num_values: int, *, trains: bool
+) -> Iterator[Calls]:
+    """Ulysses: around attention, tokens are swapped for heads (Jacobs et al. 2023,
+    arXiv:2309.14509, section 3.2).
+
+    At the end of a forward pass every rank gets the losses of the whole row, and the entropies if
+    they are recorded.
+    """
+    num_tokens = workload.tokens_per_microbatch // layout.context_parallel_degree
+    # Queries, keys and values, and what attention puts out; so also what is remembered, with two
+    # numbers for each head.
+    widths = Counter([shape.q_width + 2 * shape.kv_width, shape.q_width] * len(shape.windows))
+    for layer in shape.layers:
+        if delta := layer.delta:
+            widths.update([sum(delta.widths) + 2 * delta.num_value_heads, delta.widths[-1]])
+    num_passes = 2 + workload.recomputes("attention") if trains else 1
+    for width, num_calls in widths.items():
+        # Heads are split between tensor ranks already.
+        num_bytes = num_tokens * width * workload.compute_bytes // layout.tensor_parallel_degree
+        yield "tokens and heads in attention", "all_to_all", num_bytes, num_passes * num_calls
+    yield "losses of a row", "all_gather", FLOAT32 * workload.tokens_per_microbatch, num_values
+
+
+def expert_calls(shape: ModelShape, workload: Workload, *, trains: bool) -> Iterator[Calls]:
+    """Tokens to the ranks of their experts, and back (`models/experts/routed.py`), where each
+    expert gets as many.
+
+    How many go to each is told first, in 32 bits.
+    """
+    again = int(trains and workload.recomputes("feed_forward"))
+    num_layers = sum(layer.num_experts > 0 for layer in shape.layers)
+    num_pairs = workload.tokens_per_microbatch * shape.experts_per_token
+    num_bytes = num_pairs * shape.d_model * workload.compute_bytes
+    yield "tokens at their experts", "all_to_all", num_bytes, num_layers * 2 * (1 + trains + again)
+    yield "numbers of tokens", "all_to_all", 4 * shape.num_experts, num_layers * (1 + again)

@@ -1,0 +1,125 @@
+"""The calls of one collective in a step, among the groups of one axis of the layout."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal
+
+from open_instruct.core.shard_layout import ShardLayout
+
+Collective = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast"]
+
+
+Axis = Literal["shard", "replica", "tensor", "context", "expert", "sync", "world", "all"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exchange:
+    """Calls of one collective with the same bytes, as one rank issues them in a step: the first
+    rank of the layout.
+
+    Where sizes do not divide, the first rank has the most.
+
+    `bytes_per_call` is, of an all-gather, what comes out of it; of every other collective, what
+    goes in: so of a reduce-scatter the whole gradient, of an all-reduce its tensor. `wire_bytes` is
+    what all calls together send from each rank in a ring (of a broadcast, whose parts have many
+    senders: what each receiver takes). A group of one rank issues its calls and sends nothing.
+
+    Example: the gradients of 32 blocks of 809 MB in float32, in groups of 8::
+
+        Exchange(what="gradients of a block, after it", collective="reduce_scatter", axis="shard",
+                 num_calls=32,
+                 bytes_per_call=809_533_440, group_size=8, wire_bytes=22_666_936_320,
+                 crosses_nodes=False)
+    """
+
+    what: str
+    collective: Collective
+    axis: Axis
+    num_calls: int
+    bytes_per_call: int
+    group_size: int
+    wire_bytes: int
+    crosses_nodes: bool
+    # Of a group that crosses nodes: of its ranks, on the node where it has fewest.
+    ranks_on_a_node: int = 1
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of all calls together."""
+        return self.num_calls * self.bytes_per_call
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes that this rank sends, over all calls."""
+        return self.num_bytes if self.collective == "broadcast" else self.wire_bytes
+
+    @property
+    def reach(self) -> str:
+        """Among how many GPUs, and whether they leave the node."""
+        return f"{self.group_size} {'across nodes' if self.crosses_nodes else 'in a node'}"
+
+
+def ring_bytes(collective: Collective, num_bytes: int, group_size: int) -> int:
+    """Bytes that each rank sends in a ring collective of `num_bytes` among `group_size` ranks: the
+    lower bound.
+
+    A ring passes every part but one on from each rank; an all-reduce does so twice, to add up and
+    to hand out (Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce algorithms for clusters of
+    workstations").
+    """
+    return (2 if collective == "all_reduce" else 1) * num_bytes * (group_size - 1) // group_size
+
+
+def build_exchange(
+    layout: ShardLayout,
+    axis: Axis,
+    what: str,
+    collective: Collective,
+    num_bytes: int,
+    num_calls: int,
+    within: int = 0,
+) -> Exchange:
+    """Calls of `num_bytes` each in the groups of one axis of the layout, or `within` so many
+    neighbours of each.
+    """
+    group_size, crosses_nodes, ranks_on_a_node = group_span(layout, axis, within)
+    return Exchange(
+        what=what,
+        collective=collective,
+        axis=axis,
+        num_calls=num_calls,
+        bytes_per_call=num_bytes,
+        group_size=group_size,
+        wire_bytes=num_calls * ring_bytes(collective, num_bytes, group_size),
+        crosses_nodes=crosses_nodes,
+        ranks_on_a_node=ranks_on_a_node,
+    )
+
+
+@lru_cache(maxsize=1024)
+def group_span(layout: ShardLayout, axis: Axis, within: int = 0) -> tuple[int, bool, int]:
+    """Size of an axis's groups, whether any crosses nodes, and the fewest ranks that such a group
+    has on a node.
+    """
+    groups = axis_groups(layout, axis)
+    if within:
+        groups = [
+            group[at : at + within] for group in groups for at in range(0, len(group), within)
+        ]
+    straddling = layout.straddling(groups)
+    rank_nodes = layout.rank_nodes
+    ranks_by_node = [Counter(rank_nodes[rank] for rank in group) for group in straddling]
+    fewest = min((min(counts.values()) for counts in ranks_by_node), default=1)
+    return len(groups[0]), bool(straddling), fewest
+
+
+def axis_groups(layout: ShardLayout, axis: Axis) -> Sequence[tuple[int, ...]]:
+    """The global ranks of every group of an axis."""
+    # Those that have the same part of a matrix that ranks split.
+    strides = {"world": layout.tensor_parallel_degree, "all": 1}
+    if (stride := strides.get(axis)) is not None:
+        return [tuple(range(first, layout.world_size, stride)) for first in range(stride)]
+    groups: Sequence[tuple[int, ...]] = getattr(layout, f"{axis}_groups")
+    return groups

@@ -1,0 +1,158 @@
+"""Reads the shape of a model from its config.json alone, without torch and without weights.
+
+Public models have theirs in public_models.json, by their names on the Hugging Face hub, so that a
+plan downloads nothing: of the config.json that each was released with, what decides its shape. All
+are taken to be stored in 16 bits, as the tuned ones are; for another dtype, or another shape, give
+the folder or its config.json.
+"""
+
+import contextlib
+import difflib
+import json
+import re
+from collections.abc import Iterator
+from functools import cache, partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from open_instruct.core.errors import InputError
+from open_instruct.core.families import LINEAR, SLIDING, Family, family_of
+from open_instruct.data.files.foreign_json import read_object
+from open_instruct.models.delta_rule.shape import delta_shape
+from open_instruct.models.hf.config_values import PART_TURNED, check_multiple, check_number, size_of
+from open_instruct.models.hf.supported import check_supported
+from open_instruct.planning.subject.model import LayerShape, ModelShape
+
+BYTES_OF_DTYPE = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+# Words of a name that say how a model was trained or when, not how large it is.
+_VARIANT = re.compile(
+    r"-(?:meta|base|pt|hf|sft|dpo|rlvr\d?|instruct|think|chat|rl|zero|math|code|if|general|mix|\d{4})(?=-)"
+)
+
+
+def shape_from_fields(fields: dict[str, Any], *, name: str, where: str) -> ModelShape:
+    """The shape that the fields of a Hugging Face config.json describe; `where` stands in errors.
+
+    Raises:
+        InputError: a field is missing or impossible, or the family is not supported.
+    """
+    check_supported(fields, where)
+    family = family_of(fields.get("model_type"), where)
+    count = partial(size_of, fields, where)
+    num_heads = count("num_attention_heads")
+    d_model = count("hidden_size")
+    num_kv_heads = count("num_key_value_heads", num_heads)
+    check_multiple(where, num_attention_heads=num_heads, num_key_value_heads=num_kv_heads)
+    head_dim = count("head_dim", family.default_head_dim or d_model // num_heads)
+    dtype = str(fields.get("dtype") or fields.get("torch_dtype") or "float32").removeprefix(
+        "torch."
+    )
+    return ModelShape(
+        name=name,
+        family=fields["model_type"],
+        d_model=d_model,
+        layers=tuple(_layers(fields, family, where)),
+        is_balanced=bool(fields.get("output_router_logits")),
+        experts_per_token=1 if family.expert_size is None else count("num_experts_per_tok"),
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        turned_dim=int(head_dim * _turned_share(fields, family, where)),
+        vocab_size=count("vocab_size"),
+        is_tied=bool(fields.get("tie_word_embeddings", False)),
+        checkpoint_bytes_per_param=BYTES_OF_DTYPE.get(dtype, 4),
+    )
+
+
+def _layers(fields: dict[str, Any], family: Family, where: str) -> Iterator[LayerShape]:
+    count = partial(size_of, fields, where)
+    window = (
+        count("sliding_window")
+        if family.has_windows and fields.get("sliding_window") is not None
+        else None
+    )
+    delta = delta_shape(fields, where, is_fused=family.delta == "fused") if family.delta else None
+    count("decoder_sparse_step", 1)
+    if not isinstance(dense := fields.get("mlp_only_layers") or [], list):
+        raise InputError(
+            f"{where}: mlp_only_layers = {dense!r}; a list of the numbers of layers is needed",
+            kind="bad_model",
+        )
+    layer_types = fields.get("layer_types")
+    if layer_types is None and family.delta is not None:
+        layer_types = []  # refused, as transformers has rules of its own for what is not said
+    for layer, layer_type in enumerate(
+        family.layer_types(layer_types, count("num_hidden_layers"), where)
+    ):
+        expert_size = (
+            family.expert_size if family.is_sparse(SimpleNamespace(**fields), layer) else None
+        )
+        yield LayerShape(
+            d_ff=count(expert_size or "intermediate_size"),
+            num_experts=count("num_experts", fields.get("num_local_experts")) if expert_size else 0,
+            window=window if layer_type == SLIDING else None,
+            delta=delta if layer_type == LINEAR else None,
+        )
+
+
+def _turned_share(fields: dict[str, Any], family: Family, where: str) -> float:
+    """The share of a head that RoPE turns."""
+    rope = {
+        "rope_theta": fields.get("rope_theta", 1),
+        PART_TURNED: fields.get(PART_TURNED, family.turned_share),
+    }
+    if isinstance(given := fields.get("rope_parameters"), dict):
+        rope |= given
+    if family.may_not_turn and rope["rope_theta"] is None:
+        return 0.0
+    return (
+        1.0 if family.turned_share is None else check_number(PART_TURNED, rope[PART_TURNED], where)
+    )
+
+
+def model_shape(name_or_path: str) -> ModelShape:
+    """The shape of a model.
+
+    Args:
+        name_or_path: a folder with config.json, a config.json, or the name of a public model, with
+            or without its organisation, or of a tuned variant; a name on the hub that is not among
+            them is not fetched.
+
+    Raises:
+        InputError: there is no such model; a field is missing, or the family is not supported.
+    """
+    # A name that no file can have, or of a user that is not there.
+    with contextlib.suppress(OSError, RuntimeError):
+        path = Path(name_or_path).expanduser()
+        if path.exists():
+            file = path / "config.json" if path.is_dir() else path
+            name = str(file.parent if file.name == "config.json" else file)
+            return shape_from_fields(read_object(file), name=name, where=str(file))
+    for public, fields in public_models().items():
+        if _size_of(public) == _size_of(name_or_path):
+            return shape_from_fields(fields, name=public, where=public)
+    known = {name.rpartition("/")[2].lower(): name for name in public_models()}
+    near = (
+        difflib.get_close_matches(name_or_path.rpartition("/")[2].lower(), known, n=3, cutoff=0.5)
+        or [*known][:1]
+    )
+    raise InputError(
+        f"{name_or_path}: no such folder or config.json, and no model whose shape is built in; "
+        "give a folder, a config.json, or a name such as "
+        f"{', '.join(known[name] for name in near)}",
+        kind="bad_model",
+    )
+
+
+def _size_of(name: str) -> str:
+    """`-olmo-3-7b-` of "allenai/Olmo-3-7B-Think-SFT" and of "Olmo-3-1025-7B"."""
+    return _VARIANT.sub("", f"-{name.rpartition('/')[2].lower()}-")
+
+
+@cache
+def public_models() -> Any:
+    """The fields of each by its name."""
+    return json.loads(Path(__file__).with_name("public_models.json").read_text("utf-8"))
