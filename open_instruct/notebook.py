@@ -1,5 +1,4 @@
-"""A whole run from a notebook or a script: rows in memory, metrics through a callback, a model on
-disk.
+"""A whole run from a notebook or a script: `fit` trains on rows in memory.
 
 The same walks as the commands': on one device, or with the learners and engines of GRPO;
 docs/notebook.md shows them.
@@ -83,38 +82,50 @@ def fit(
             what would.
         RunError: the run failed, or a signal stopped it.
     """
+    if prompts is not None:
+        rows = prompts
     try:
-        given, texts = _named(
-            objective, rows if prompts is None else prompts, reward, Path(output_dir)
-        )
-        if twice := sorted(given.keys() & flags.keys()):
-            raise InputError(
-                f"{', '.join(twice)}: rows and reward say that; leave it out",
-                kind="conflict",
-                flag=twice[0],
-            )
-        with _keeping(texts):
-            config: Any = parse_run(
-                objective.config_class, _words(given | {"output_dir": output_dir} | flags)
-            )
-            code = _run(config, objective, callbacks)
-        if code != 0:
-            raise RunError(
-                "the run was stopped; give the same again to go on from the last checkpoint in "
-                f"{output_dir}"
-            )
-        if config.run.push_to_hub:
-            print(upload(config.run, exported_by(config)))
-    except InputError as error:  # which speaks of flags
-        raise InputError(
-            _without_dashes(error), problems=map(_without_dashes, error.problems)
-        ) from error
+        config = _train(objective, rows, reward, callbacks, output_dir, flags)
+    except InputError as error:  # which names flags
+        problems = map(_without_dashes, error.problems)
+        raise InputError(_without_dashes(error), problems=problems) from error
     directory = RunDirectory(path=Path(output_dir))
     return Fitted(
         model=exported_by(config),
         metrics=_columns(list(rows_of(directory.metrics))),
         held_out=_columns(list(rows_of(directory.evaluations))),
     )
+
+
+def _train(
+    objective: Objective,
+    rows: Any,
+    reward: Any,
+    callbacks: Mapping[str, Callback] | None,
+    output_dir: str | Path,
+    flags: dict[str, Any],
+) -> Any:
+    """Train on rows and a reward with the other flags; returns the run's config."""
+    row_flags, texts = _find_row_flags(objective, rows, reward, Path(output_dir))
+    repeated = sorted(row_flags.keys() & flags.keys())
+    if repeated:
+        raise InputError(
+            f"{', '.join(repeated)}: rows and reward say that; leave it out",
+            kind="conflict",
+            flag=repeated[0],
+        )
+    words = _words(row_flags | {"output_dir": output_dir} | flags)
+    with _files_written(texts):
+        config: Any = parse_run(objective.config_class, words)
+        code = _run(config, objective, callbacks)
+    if code != 0:
+        raise RunError(
+            "the run was stopped; give the same again to go on from the last checkpoint in "
+            f"{output_dir}"
+        )
+    if config.run.push_to_hub:
+        print(upload(config.run, exported_by(config)))
+    return config
 
 
 def _run(
@@ -159,12 +170,10 @@ def _words(flags: Mapping[str, Any]) -> list[str]:
     return words
 
 
-def _named(
+def _find_row_flags(
     objective: Objective, rows: Any, reward: Any, folder: Path
 ) -> tuple[dict[str, Any], dict[Path, str]]:
-    """The flags that name rows and reward; and of those that are no file yet, the text of one in
-    the run's folder.
-    """
+    """The flags for rows and reward, and the text of each file that the run's folder needs."""
     rows_flag = "dataset_mixer_list" if objective is GRPO else "mixer_list"
     flags: dict[str, Any] = {rows_flag: [rows, 1.0]}
     texts: dict[Path, str] = {}
@@ -187,8 +196,8 @@ def _named(
 
 
 @contextmanager
-def _keeping(texts: Mapping[Path, str]) -> Iterator[None]:
-    """Files with these texts; those that are new are taken away again where the run is refused."""
+def _files_written(texts: Mapping[Path, str]) -> Iterator[None]:
+    """Write files with these texts, and remove the new ones where the run is refused."""
     new = [file for file in texts if not file.exists()]
     for file in texts.keys() - new:
         if file.read_text(encoding="utf-8") != texts[file]:
@@ -205,7 +214,9 @@ def _keeping(texts: Mapping[Path, str]) -> Iterator[None]:
     try:
         yield
     except InputError:
-        for file in [file for file in new if not RunDirectory(path=file.parent).metrics.exists()]:
+        for file in new:
+            if RunDirectory(path=file.parent).metrics.exists():
+                continue
             file.unlink(missing_ok=True)
             # Of a reward that has been looked at.
             shutil.rmtree(file.parent / "__pycache__", ignore_errors=True)
@@ -215,5 +226,7 @@ def _keeping(texts: Mapping[Path, str]) -> Iterator[None]:
 
 
 def _columns(rows: list[dict[str, Any]]) -> dict[str, list[float | None]]:
-    names = {name: None for row in rows for name, value in row.items() if is_number(value)}
+    names: dict[str, None] = {}
+    for row in rows:
+        names |= {name: None for name, value in row.items() if is_number(value)}
     return {name: [row.get(name) for row in rows] for name in names}

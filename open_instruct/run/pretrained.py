@@ -1,6 +1,4 @@
-"""The checkpoint a run starts from: opened, checked whole, and later streamed into a sharded
-model.
-"""
+"""The checkpoint that a run starts from: opened and checked before any weight is read."""
 
 from __future__ import annotations
 
@@ -20,8 +18,9 @@ from open_instruct.checkpoints.step_folder import (
     find_checkpoints,
     refuse_another_start_model,
 )
+from open_instruct.config.lora import LoRASection
 from open_instruct.config.rollout_sections import PromptDataSection
-from open_instruct.config.sections import DataSection
+from open_instruct.config.sections import DataSection, ModelSection
 from open_instruct.config.training import LearnerConfig
 from open_instruct.core.shard_layout import ShardLayout
 from open_instruct.data.chat import ChatFormat
@@ -76,9 +75,7 @@ class Pretrained:
         return build_model(self.hf_config, init_device=init_device, head=self.names.head)
 
     def check_sizes(self, data: DataSection | PromptDataSection) -> None:
-        """:raises InputError: the tokenizer has more tokens, or the rows have more positions, than
-        the model.
-        """
+        """:raises InputError: the tokenizer or the rows are too large for the model."""
         check_sizes(
             self.tokenizer,
             data,
@@ -89,10 +86,7 @@ class Pretrained:
         )
 
     def export(self, model: nn.Module, out_folder: str | Path, **settings: Any) -> int:
-        """Write `model` with this checkpoint's configuration, names, tokenizer and chat template.
-        Collective.
-
-        Returns the bytes of all its tensors.
+        """Write `model` with the settings of this checkpoint; returns its bytes. Collective.
 
         :param settings: the other arguments of `export_hf`.
         """
@@ -129,11 +123,10 @@ class Pretrained:
     def warnings(self) -> list[str]:
         """Warnings about the start model."""
         unknown = ", ".join(ascii(name)[:60] for name in unknown_fields(self.hf_config)[:10])
-        warnings = (
-            [f"{self.folder / 'config.json'} has fields that nothing reads: {unknown}"]
-            if unknown
-            else []
-        )
+        warnings: list[str] = []
+        if unknown:
+            file = self.folder / "config.json"
+            warnings.append(f"{file} has fields that nothing reads: {unknown}")
         if (self.folder / CONFIG_NAME).is_file():
             warnings.append(
                 f"{self.folder} holds {CONFIG_NAME} beside the model: with peft installed "
@@ -155,25 +148,17 @@ def open_pretrained(
     head: Head = "vocabulary",
     is_trained: bool = True,
 ) -> Pretrained:
-    """Open the checkpoint and its tokenizer, and check that every tensor is there in the right
-    shape.
+    """Open the start model, its tokenizer and its adapter, and check names and shapes.
 
     Also check that the trained model can be written to `export_folder`, and that the ranks of
     `layout` can share its attention heads. A model that scores may start from one without a scoring
-    head; the head is then drawn from the run's seed. The adapter that the flags name is opened too.
-    The chat template is read now, since its file may have changed when the model is exported.
+    head; the head is then drawn from the run's seed. The chat template is read now, since its file
+    may have changed when the model is exported.
 
     :raises InputError: naming the file or tensor that is missing, damaged or does not fit.
     """
-    model, lora = config.model, config.adapters
     this_process.begin("reading what is in the start model's folder")
-    folder = tokenizer_folder = local_folder(
-        model.model_name_or_path, revision=model.model_revision
-    )
-    if model.tokenizer_name_or_path:
-        tokenizer_folder = local_folder(
-            model.tokenizer_name_or_path, revision=model.revision_of_tokenizer
-        )
+    folder, tokenizer_folder = _find_folders(config.model)
     hf_config = load_hf_config(str(folder))
     shape = shape_from_fields(
         hf_config.to_dict(), name=f"the model in {folder}", where=str(folder / "config.json")
@@ -185,61 +170,92 @@ def open_pretrained(
         files = CheckpointFiles.open(folder)
     else:
         files = open_head_files(folder, hf_config, head, seed=config.optim.seed)
-    chat = None
-    if is_trained and head == "vocabulary":
-        chat = ChatFormat.choose(
-            tokenizer, config.data.chat_template_name, add_bos=config.data.add_bos
-        )
-    opened = Pretrained(
+    pretrained = Pretrained(
         folder=folder,
         tokenizer_folder=tokenizer_folder,
         hf_config=hf_config,
         files=files,
         names=names,
         tokenizer=tokenizer,
-        chat_template=_other_template(tokenizer, config.data),
-        **(exported_settings(folder, tokenizer_folder, tokenizer, chat) if is_trained else {}),
+        chat_template=_find_other_template(tokenizer, config.data),
     )
-    opened.check_sizes(config.data)
-    bare = opened.build(init_device="meta")
-    shapes = parameter_shapes(bare)
-    join_equal_parts(files, {hf_name: shapes[name] for name, hf_name in names if name in shapes})
-    check_cover(names, files, shapes)
-    check_exportable(names, shapes)
+    if is_trained:
+        pretrained = _with_exported_settings(pretrained, config.data)
+    pretrained.check_sizes(config.data)
+    model = pretrained.build(init_device="meta")
+    _check_tensors(pretrained, model)
     check_destination(folder, export_folder)
+    return _with_adapter(pretrained, model, config.adapters)
+
+
+def _find_folders(section: ModelSection) -> tuple[Path, Path]:
+    """The folders of the start model and of its tokenizer, downloaded if need be."""
+    folder = local_folder(section.model_name_or_path, revision=section.model_revision)
+    if not section.tokenizer_name_or_path:
+        return folder, folder
+    revision = section.revision_of_tokenizer
+    return folder, local_folder(section.tokenizer_name_or_path, revision=revision)
+
+
+def _with_exported_settings(
+    pretrained: Pretrained, data: DataSection | PromptDataSection
+) -> Pretrained:
+    """The checkpoint with the settings that are exported beside the trained model."""
+    tokenizer = pretrained.tokenizer
+    chat = None
+    if pretrained.names.head == "vocabulary":
+        chat = ChatFormat.choose(tokenizer, data.chat_template_name, add_bos=data.add_bos)
+    settings = exported_settings(pretrained.folder, pretrained.tokenizer_folder, tokenizer, chat)
+    return replace(pretrained, **settings)
+
+
+def _check_tensors(pretrained: Pretrained, model: nn.Module) -> None:
+    """Check that the files have every tensor of the model in its shape, and that it can be written.
+
+    :raises InputError: naming the tensor that is missing, damaged or does not fit.
+    """
+    names = pretrained.names
+    shapes = parameter_shapes(model)
+    hf_shapes = {hf_name: shapes[name] for name, hf_name in names if name in shapes}
+    join_equal_parts(pretrained.files, hf_shapes)
+    check_cover(names, pretrained.files, shapes)
+    check_exportable(names, shapes)
+
+
+def _with_adapter(
+    pretrained: Pretrained, model: SegmentTransformer, lora: LoRASection | None
+) -> Pretrained:
+    """The checkpoint with the adapter that the flags name, if they name one."""
     if lora is None or lora.adapter_name_or_path is None:
-        return opened
-    adapter_folder = local_folder(lora.adapter_name_or_path)
-    return replace(
-        opened,
-        adapter=open_adapter(adapter_folder, bare, names, lora),
-        adapter_folder=adapter_folder,
-    )
+        return pretrained
+    folder = local_folder(lora.adapter_name_or_path)
+    adapter = open_adapter(folder, model, pretrained.names, lora)
+    return replace(pretrained, adapter=adapter, adapter_folder=folder)
 
 
-def start_model_of(pretrained: Pretrained, run: Run) -> str:
+def fingerprint_start_model(pretrained: Pretrained, run: Run) -> str:
     """Fingerprint of the start model, which the checkpoints of the run must have too. Collective.
 
     :raises InputError: the run began with another start model, its files were changed in place, or
         the adapter that it goes on from is of another one.
     """
-    own = pretrained.fingerprint
+    fingerprint = pretrained.fingerprint
 
     def compare() -> None:
         adapter = pretrained.adapter_folder
-        if adapter and (
-            warning := check_base(adapter, pretrained.folder, pretrained.files.fingerprint)
-        ):
-            run.console.warn(warning)
+        if adapter is not None:
+            warning = check_base(adapter, pretrained.folder, pretrained.files.fingerprint)
+            if warning:
+                run.console.warn(warning)
         for folder in find_checkpoints(run.directory.path):
             with suppress(Damaged):  # `resume` warns of it
-                refuse_another_start_model(folder, own)
+                refuse_another_start_model(folder, fingerprint)
 
     on_main_process(compare)
-    return own
+    return fingerprint
 
 
-def _other_template(
+def _find_other_template(
     tokenizer: PreTrainedTokenizerFast, data: DataSection | PromptDataSection
 ) -> str | None:
     """The chat template to export in place of the tokenizer's own; None keeps that."""

@@ -14,7 +14,7 @@ from open_instruct.core.records import Batch
 from open_instruct.objectives.policy_gradient import GRPO
 from open_instruct.run.cadence import cadence_of
 from open_instruct.run.opened import Run
-from open_instruct.run.pretrained import Pretrained, start_model_of
+from open_instruct.run.pretrained import Pretrained, fingerprint_start_model
 from open_instruct.training.critic import Critic
 from open_instruct.training.loop import Before, Loop
 from open_instruct.training.policy import Policy
@@ -71,7 +71,7 @@ class GRPOLearner:
             self,
             run=run,
             config=config,
-            start_model=start_model_of(pretrained, run),
+            start_model=fingerprint_start_model(pretrained, run),
             cadence=cadence_of(config),
         )
 

@@ -68,7 +68,7 @@ class Loop:
         place: the run's place in its data, saved and loaded with every checkpoint.
         run: the run that this process has joined.
         config: the flags of the run.
-        start_model: fingerprint of the start model, see `start_model_of`.
+        start_model: fingerprint of the start model, see `fingerprint_start_model`.
         cadence: of the whole run; the schedule stretches over its steps.
         callbacks: OLMo-core's, by name, beside those of the flags.
     """

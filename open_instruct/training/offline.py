@@ -25,7 +25,7 @@ from open_instruct.parallel.process import on_main_process
 from open_instruct.run.cadence import Cadence, stopped_by
 from open_instruct.run.metrics_log import logging_steps
 from open_instruct.run.opened import Run, open_run, planned_run
-from open_instruct.run.pretrained import Pretrained, open_pretrained, start_model_of
+from open_instruct.run.pretrained import Pretrained, fingerprint_start_model, open_pretrained
 from open_instruct.run.untrained_rows import find_untrained_rows, learned_token_ids
 from open_instruct.training.best_step_watch import BestStepWatch, find_idle_watch
 from open_instruct.training.export import export_policy
@@ -138,7 +138,7 @@ class _Learning:
             loss = replace(
                 loss, checks_first_loss=False
             )  # the reference is the model without the adapter
-        self.start_model = start_model_of(pretrained, run)
+        self.start_model = fingerprint_start_model(pretrained, run)
         if (teacher := objective.teacher(config)) is not None:
             opened = Comparison.of(teacher, pretrained, config=config, layout=run.layout)
         self.rows, self.heldout_rows = load_datasets(

@@ -625,7 +625,7 @@ def leave_weights_alone() -> None:
     from open_instruct.training import backend, grpo, reference
 
     backend.stream_load = reference.stream_load = _read_nothing
-    grpo.start_model_of = lambda *arguments: ""
+    grpo.fingerprint_start_model = lambda *arguments: ""
 
 
 def _read_nothing(*arguments: Any) -> Any:
