@@ -48,7 +48,8 @@ def pack_documents(
     2), num_sequences 2, num_tokens 6.
     """
     assert packing or groups is None, "only packed documents share what they begin with"
-    rows = [_Row()] if packing or not documents else [_Row() for _ in documents]
+    num_rows = 1 if packing else max(1, len(documents))
+    rows = [_Row() for _ in range(num_rows)]
     for group in groups or [(index,) for index in range(len(documents))]:
         for index, prefix_length in branches_of(documents, group):
             rows[0 if packing else index].add_document(documents[index], index, prefix_length)
@@ -59,20 +60,16 @@ def pack_documents(
         if length < width:
             row.add([PADDING] * (width - length))
     prefix_lengths = rows[0].prefix_lengths
+    label_positions: list[int] = []
+    sequence_ids: list[int] = []
+    for number, row in enumerate(rows):
+        label_positions += [number * width + position for position in row.label_positions]
+        sequence_ids += row.sequence_ids
     batch = PackedBatch(
         input_ids_BT=torch.tensor([row.input_ids for row in rows]),
         labels_BT=torch.tensor([row.labels for row in rows]),
-        label_positions_N=torch.tensor(
-            [
-                number * width + position
-                for number, row in enumerate(rows)
-                for position in row.label_positions
-            ],
-            dtype=torch.long,
-        ),
-        sequence_ids_N=torch.tensor(
-            [index for row in rows for index in row.sequence_ids], dtype=torch.long
-        ),
+        label_positions_N=torch.tensor(label_positions, dtype=torch.long),
+        sequence_ids_N=torch.tensor(sequence_ids, dtype=torch.long),
         document_lengths=tuple(rows[0].lengths) if packing else None,
         prefix_lengths=tuple(prefix_lengths) if any(prefix_lengths) else None,
         num_sequences=len(documents),
@@ -127,9 +124,7 @@ def _move(batch: Any, device: torch.device) -> Any:
 
 
 class _Row:
-    """A row that is being laid out: what stands at each of its positions, and the segments they
-    belong to.
-    """
+    """A row that is being laid out: what stands at each position, and in which segment."""
 
     def __init__(self) -> None:
         self.input_ids: list[int] = []
@@ -141,23 +136,23 @@ class _Row:
         self.path: list[int] = []  # where the tokens of the last document lie
 
     def add_document(self, document: Document, index: int, prefix_length: int = 0) -> None:
-        """The document's tokens after its shared prefix, and all its labels, those within the
-        prefix too.
-        """
+        """Add the document's tokens after its shared prefix, and all its labels."""
         start_of_own = len(self.input_ids)
         self.add(document.token_ids[prefix_length:], prefix_length)
         self.path = [*self.path[:prefix_length], *range(start_of_own, len(self.input_ids))]
         assert document.responses, "a document without a response"
         end = 1  # no position predicts a token at 0, so no response starts there
         for response in document.responses:
-            start, stop = response.start, response.stop
-            assert end <= start < stop <= len(document), (
+            stop = response.stop
+            assert end <= response.start < stop <= len(document), (
                 f"responses {document.responses} in {len(document)} tokens"
             )
             if document.reads_ends:  # nothing is predicted here, so any token will do as the label
-                first, labels = stop - 1, document.token_ids[stop - 1 : stop]
+                first = stop - 1
+                labels = document.token_ids[first:stop]
             else:
-                first, labels = start - 1, document.token_ids[start:stop]
+                first = response.start - 1
+                labels = document.token_ids[response.start : stop]
             positions = self.path[first : first + len(labels)]
             for position, label in zip(positions, labels, strict=True):
                 assert self.labels[position] in (IGNORE_INDEX, label), (
@@ -169,7 +164,7 @@ class _Row:
             end = stop
 
     def add(self, token_ids: Sequence[int], prefix_length: int = 0) -> None:
-        """Tokens without labels, such as padding."""
+        """Add tokens without labels, such as padding."""
         self.input_ids += token_ids
         self.labels += [IGNORE_INDEX] * len(token_ids)
         self.lengths.append(len(token_ids))

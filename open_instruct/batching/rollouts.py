@@ -12,7 +12,7 @@ Legend: N labelled tokens of a microbatch.
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import accumulate, pairwise, repeat, zip_longest
+from itertools import accumulate, chain, pairwise, repeat, zip_longest
 from operator import itemgetter
 from typing import NamedTuple
 
@@ -36,8 +36,7 @@ from open_instruct.core.records import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankMiniBatch:
-    """One data-parallel rank's part of a mini-batch, with the counts over all ranks; see
-    `counts_of`.
+    """One data-parallel rank's part of a mini-batch, with the counts over all ranks.
 
     Every rank has equally many `microbatches`; some may be empty. Those of completions come first,
     as many as `rl_microbatches` among the counts, on every rank.
@@ -62,9 +61,7 @@ class RankStep:
 
 
 class Chunk(NamedTuple):
-    """Completions that stay together, as indices, and the number of tokens that they take in a
-    packed row.
-    """
+    """Completions that stay together, as indices, and the tokens that they take in a packed row."""
 
     samples: tuple[int, ...]
     num_tokens: int
@@ -79,10 +76,9 @@ def plan_rollouts(
     num_mini_batches: int,
     prefix_sharing: PrefixSharing = "off",
 ) -> tuple[tuple[Microbatches, ...], ...]:
-    """`[rank][mini_batch][microbatch]`: the indices of its samples, ascending. A pure function of
-    its arguments.
+    """`[rank][mini_batch][microbatch]`: the indices of its samples, ascending.
 
-    The samples are the `chosen` ones of the documents, or all of them.
+    A pure function of its arguments. The samples are the `chosen` ones of the documents, or all.
 
     - Mini-batches are runs of samples in the given order; their numbers of samples differ by at
       most one. They do not depend on the ranks, so neither does the update. With fewer samples than
@@ -123,10 +119,10 @@ def plan_rollouts(
 def _ways_to_chunk(
     documents: Sequence[Document], samples: Sequence[int], capacity: int, sharing: PrefixSharing
 ) -> Iterator[list[Chunk]]:
-    """The ways to cut groups: whole, halves, quarters, down to single samples; only the last if
-    nothing is shared.
+    """The ways to cut groups: whole, halves, quarters, down to single samples.
 
-    They are cut in the order of their trees, so that those which share most stay together.
+    If nothing is shared, it is the last alone. Groups are cut in the order of their trees, so that
+    those which share most stay together.
     """
     runs = [] if sharing == "off" else runs_of_one_prompt([documents[i] for i in samples])
     groups = [branches_of(documents, [samples[i] for i in run]) for run in runs]
@@ -146,10 +142,10 @@ def _ways_to_chunk(
 def _chunks_that_fit(
     documents: Sequence[Document], branches: Sequence[Branch], capacity: int, sharing: PrefixSharing
 ) -> list[Chunk]:
-    """The samples as one chunk, or as single ones where sharing does not pay; halved until each
-    fits a microbatch.
+    """The samples as one chunk, halved until each fits a microbatch.
 
-    The first of the `branches` has nothing before it here.
+    Where sharing does not pay, they are single ones. The first of the `branches` has nothing before
+    it here.
     """
     samples = tuple(branch.document for branch in branches)
     num_tokens = sum(len(documents[i]) for i in samples)
@@ -160,9 +156,8 @@ def _chunks_that_fit(
         return [Chunk(samples, num_tokens - num_saved)]
     half = len(branches) // 2
     return [
-        chunk
-        for part in (branches[:half], branches[half:])
-        for chunk in _chunks_that_fit(documents, part, capacity, sharing)
+        *_chunks_that_fit(documents, branches[:half], capacity, sharing),
+        *_chunks_that_fit(documents, branches[half:], capacity, sharing),
     ]
 
 
@@ -176,18 +171,19 @@ def _plan_chunks(
         num_ranks=num_ranks,
         cut=partial(best_fit, num_tokens_of_sample=num_tokens, capacity=capacity),
     )
-    busiest = max(
-        sum(num_tokens[i] for microbatch in microbatches for i in microbatch)
-        for microbatches in plan
-    )
-    samples = tuple(
-        tuple(
-            tuple(sorted(sample for i in microbatch for sample in chunks[i].samples))
-            for microbatch in microbatches
+    tokens_of_ranks = []
+    plan_of_samples = []
+    for microbatches in plan:
+        tokens_of_ranks.append(sum(num_tokens[i] for i in chain(*microbatches)))
+        plan_of_samples.append(
+            tuple(_list_samples(chunks, microbatch) for microbatch in microbatches)
         )
-        for microbatches in plan
-    )
-    return busiest, samples
+    return max(tokens_of_ranks), tuple(plan_of_samples)
+
+
+def _list_samples(chunks: Sequence[Chunk], microbatch: Sequence[int]) -> tuple[int, ...]:
+    """The samples of a microbatch of chunks, ascending."""
+    return tuple(sorted(chain.from_iterable(chunks[i].samples for i in microbatch)))
 
 
 def plan_steps_of_ranks(
@@ -202,56 +198,66 @@ def plan_steps_of_ranks(
 
     Samples without a policy loss are spread over the same mini-batches, behind the completions.
     """
-    sampled = [i for i, sample in enumerate(samples) if any(sample.weights_of("rl"))]
-    given = [i for i, sample in enumerate(samples) if not any(sample.weights_of("rl"))]
-    plan_of = partial(
+    has_rl = [any(sample.weights_of("rl")) for sample in samples]
+    completions = [i for i in range(len(samples)) if has_rl[i]]
+    conversations = [i for i in range(len(samples)) if not has_rl[i]]
+    plan_part = partial(
         plan_rollouts,
         [sample.document for sample in samples],
         num_ranks=num_ranks,
         max_tokens_per_microbatch=max_tokens_per_microbatch,
         prefix_sharing=prefix_sharing,
     )
-    plan = of_completions = plan_of(sampled, num_mini_batches=num_mini_batches)
-    if given:
-        plan = tuple(
-            tuple(first + second for first, second in zip_longest(*planned, fillvalue=()))
-            for planned in zip(plan, plan_of(given, num_mini_batches=len(plan[0])), strict=True)
+    plan = completion_plan = plan_part(completions, num_mini_batches=num_mini_batches)
+    if conversations:
+        plan = _append_microbatches(plan, plan_part(conversations, num_mini_batches=len(plan[0])))
+    counts = []
+    for ranks, rl_microbatches in zip(zip(*plan, strict=True), completion_plan[0], strict=True):
+        everywhere = [samples[i] for microbatches in ranks for i in chain(*microbatches)]
+        counts.append(counts_of(everywhere) | {"rl_microbatches": len(rl_microbatches)})
+    num_routes = max(map(_count_routes, samples), default=0)
+    steps = []
+    for minibatch_plans in plan:
+        minibatches = []
+        for microbatches, minibatch_counts in zip(minibatch_plans, counts, strict=True):
+            parts = tuple(tuple(samples[i] for i in microbatch) for microbatch in microbatches)
+            minibatches.append(RankMiniBatch(microbatches=parts, counts=minibatch_counts))
+        steps.append(
+            RankStep(
+                minibatches=tuple(minibatches),
+                prefix_sharing=prefix_sharing,
+                num_routes=num_routes,
+            )
         )
-    samples_of_minibatch = [
-        [
-            samples[i]
-            for microbatches in minibatch
-            for microbatch in microbatches
-            for i in microbatch
-        ]
-        for minibatch in zip(*plan, strict=True)
-    ]
-    told = [
-        len(sample.routes) // 2 // (len(sample.document) - 1) for sample in samples if sample.routes
-    ]
-    return tuple(
-        RankStep(
-            minibatches=tuple(
-                RankMiniBatch(
-                    microbatches=tuple(
-                        tuple(samples[i] for i in microbatch) for microbatch in microbatches
-                    ),
-                    counts=counts_of(everywhere) | {"rl_microbatches": len(first)},
-                )
-                for microbatches, everywhere, first in zip(
-                    planned, samples_of_minibatch, of_completions[0], strict=True
-                )
-            ),
-            prefix_sharing=prefix_sharing,
-            num_routes=max(told, default=0),
-        )
-        for planned in plan
-    )
+    return tuple(steps)
+
+
+def _append_microbatches(
+    plan: tuple[tuple[Microbatches, ...], ...], more: tuple[tuple[Microbatches, ...], ...]
+) -> tuple[tuple[Microbatches, ...], ...]:
+    """`[rank][mini_batch]`: the microbatches of `plan` and behind them those of `more`.
+
+    `more` may have fewer or more mini-batches.
+    """
+    appended = []
+    for ours, theirs in zip(plan, more, strict=True):
+        pairs = zip_longest(ours, theirs, fillvalue=())
+        appended.append(tuple(first + second for first, second in pairs))
+    return tuple(appended)
+
+
+def _count_routes(sample: RolloutSample) -> int:
+    """The experts of each token of the sample, over all layers; 0 where they are not known."""
+    if not sample.routes:
+        return 0
+    num_bytes = len(sample.routes) // (len(sample.document) - 1)
+    return num_bytes // np.dtype(np.int16).itemsize
 
 
 def counts_of(samples: Sequence[RolloutSample]) -> dict[str, int]:
-    """The denominators of losses: `rows` (samples), `labels` and `tokens`; for each stream
-    `STREAM_rows` and `STREAM_labels`, which count those with a weight other than 0.
+    """The denominators of losses: `rows` (samples), `labels`, `tokens`, and those of each stream.
+
+    `STREAM_rows` and `STREAM_labels` count those with a weight other than 0 in the stream.
     """
     counts = {
         "rows": len(samples),
@@ -274,11 +280,10 @@ def rollout_batch(
     prefix_sharing: PrefixSharing = "off",
     num_routes: int = 0,
 ) -> Batch:
-    """The tensors of one microbatch: its samples in one packed row; without samples one unlabelled
-    document.
+    """The tensors of one microbatch: its samples in one packed row.
 
-    Its values are `RLValues`. Streams list their tokens where a sample has other than the usual
-    weights.
+    Without samples it is one unlabelled document. Its values are `RLValues`, whose streams list
+    their tokens where a sample has other than the usual weights.
     """
     documents = [sample.document for sample in samples]
     packed = pack_documents(
@@ -293,14 +298,15 @@ def rollout_batch(
     num_values = sum(len(sample.engine_logprobs) for sample in samples)
     num_labels = len(packed.sequence_ids_N)
     assert num_values == num_labels, f"{num_values} log-probs for {num_labels} labels"
-    packed = replace(packed, routes_TR=_routes(samples, packed, num_routes) if num_routes else None)
+    if num_routes:
+        packed = replace(packed, routes_TR=_routes(samples, packed, num_routes))
+    engine_logprobs: list[float] = []
+    advantages: list[float] = []
+    for sample in samples:
+        engine_logprobs += sample.engine_logprobs
+        advantages += [sample.advantage] * len(sample.engine_logprobs)
     values = RLValues(
-        engine_logprobs_N=torch.tensor(
-            [value for sample in samples for value in sample.engine_logprobs]
-        ),
-        advantages_N=torch.tensor(
-            [sample.advantage for sample in samples for _ in sample.engine_logprobs]
-        ),
+        engine_logprobs_N=torch.tensor(engine_logprobs), advantages_N=torch.tensor(advantages)
     )
     if any(sample.weights for sample in samples):
         values = replace(
@@ -319,14 +325,15 @@ def _routes(samples: Sequence[RolloutSample], packed: PackedBatch, num_routes: i
     for sample, start, prefix_length in zip(
         samples, starts, packed.prefix_lengths or repeat(0), strict=False
     ):
-        own = np.frombuffer(sample.routes, dtype=np.int16).reshape(-1, num_routes)[prefix_length:]
-        routes_TR[start : start + len(own)] = own
+        routes = np.frombuffer(sample.routes, dtype=np.int16).reshape(-1, num_routes)
+        added = routes[prefix_length:]
+        routes_TR[start : start + len(added)] = added
     return torch.from_numpy(routes_TR)
 
 
 def _stream(name: str, samples: Sequence[RolloutSample]) -> Stream:
     """The tokens that have a weight in the stream `name`."""
-    weights_N = torch.tensor([weight for sample in samples for weight in sample.weights_of(name)])
+    weights_N = torch.tensor([*chain.from_iterable(each.weights_of(name) for each in samples)])
     tokens_M = weights_N.nonzero().squeeze(1)
     return Stream(tokens_M=tokens_M, weights_M=weights_N[tokens_M])
 

@@ -6,8 +6,7 @@ document), or a pack of several rows.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
-from itertools import chain, islice
+from itertools import chain
 
 import numpy as np
 import torch
@@ -105,22 +104,21 @@ def step_batch(
     reference_logps_ND: np.ndarray | None = None,
     values_class: type[BatchValues] = RowValues,
 ) -> StepBatch:
-    """Divide `samples` (a global batch; each lists its rows) into microbatches and build those of
-    `rank` by `collate`.
+    """Divide `samples`, a global batch, into microbatches and `collate` those of `rank`.
 
-    Every rank computes the same plan from the rows alone, so nothing is exchanged. The counts are
-    of all ranks: `rows`, `labels` (tokens that are learned) and `tokens`.
+    Each sample lists its rows. Every rank computes the same plan from the rows alone, so nothing is
+    exchanged. The counts are of all ranks: `rows`, `labels` (tokens that are learned), `tokens`.
     """
     rows = list(chain.from_iterable(samples))
-    num_tokens = dataset.num_tokens[rows].tolist()
-    in_row = iter(map(partial(num_packed_tokens, dataset, sharing=shape.prefix_sharing), rows))
-    plan = plan_step(
-        [sum(islice(in_row, len(sample))) for sample in samples], shape, num_ranks=num_ranks
-    )
+    packed_tokens = []
+    for sample in samples:
+        of_rows = [num_packed_tokens(dataset, row, shape.prefix_sharing) for row in sample]
+        packed_tokens.append(sum(of_rows))
+    plan = plan_step(packed_tokens, shape, num_ranks=num_ranks)
     has_numbers = len(dataset.details_C) > 0
     microbatches = []
     for microbatch in plan[rank]:
-        row_ids = [row for sample in microbatch for row in samples[sample]]
+        row_ids = [*chain.from_iterable(samples[sample] for sample in microbatch)]
         row_numbers = [dataset.values(row) for row in row_ids] if has_numbers else None
         microbatches.append(
             collate(
@@ -137,7 +135,7 @@ def step_batch(
         counts={
             "rows": len(rows),
             "labels": int(dataset.num_label_tokens[rows].sum()),
-            "tokens": sum(num_tokens),
+            "tokens": int(dataset.num_tokens[rows].sum()),
         },
     )
 
@@ -160,7 +158,7 @@ def collate(
     `reference_logps_ND` (float32, those of all N rows of the data set), and of the numbers that
     came with each row.
     """
-    documents = [document for column in zip(*rows, strict=True) for document in column]
+    documents = [*chain.from_iterable(zip(*rows, strict=True))]
     groups = None
     if shape.prefix_sharing != "off":
         together = [tuple(range(row, len(documents), len(rows))) for row in range(len(rows))]
@@ -187,9 +185,12 @@ def num_packed_tokens(dataset: TokenDataset, row: int, sharing: PrefixSharing) -
     Example: two conversations of 60 tokens with a prompt of 40 take 120 tokens, or 81 sharing their
     prompt.
     """
-    num_tokens, num_documents = int(dataset.num_tokens[row]), dataset.documents_per_row
+    num_tokens = int(dataset.num_tokens[row])
+    num_documents = dataset.documents_per_row
     if sharing == "off" or num_documents == 1:
         return num_tokens
     prefix_length = prefix_of(dataset.num_common_tokens(row), int(dataset.prompt_lengths[row]))
     num_saved = saved_tokens(prefix_length, num_documents)
-    return num_tokens - num_saved if pays(num_saved, num_tokens, sharing) else num_tokens
+    if not pays(num_saved, num_tokens, sharing):
+        return num_tokens
+    return num_tokens - num_saved

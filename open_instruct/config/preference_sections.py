@@ -4,7 +4,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from open_instruct.config.sections import flag, free_flag
-from open_instruct.losses.preference import F_DIVERGENCES, PREFERENCE_LOSSES
+from open_instruct.losses.preference import PREFERENCE_LOSSES
+from open_instruct.losses.preference_loss import F_DIVERGENCES
 
 
 def loss_types_reading(flag: str) -> str:

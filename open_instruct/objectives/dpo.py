@@ -21,7 +21,8 @@ from open_instruct.core.records import Batch, Metric, StepBatch, mean_metrics
 from open_instruct.core.text import counted
 from open_instruct.data.preference_rows import PreferenceBuilder
 from open_instruct.losses.logprobs import ROUNDING, per_token, sum_by_reply
-from open_instruct.losses.preference import CHANGING_FLAGS, PREFERENCE_LOSSES, PreferenceLossInputs
+from open_instruct.losses.preference import PREFERENCE_LOSSES
+from open_instruct.losses.preference_loss import CHANGING_FLAGS, PreferenceLossInputs
 from open_instruct.losses.rank_matching import RankPartners, match_by_rank
 from open_instruct.objectives.objective import (
     BoundLoss,
@@ -121,7 +122,7 @@ def bind(loss: PreferenceLossSection) -> BoundLoss:
     """The loss that the flags name; raises InputError for flags that cannot work."""
     refuse([*limit_problems(loss), *idle_problems(loss), *loss_problems(loss)])
     sorts_batch = any(PREFERENCE_LOSSES[name].sorts_batch for name in loss.names)
-    return PreferenceLoss(
+    return DPOLoss(
         section=loss,
         with_collisions=loss.weight_alignment,
         ld_alpha=loss.ld_alpha,
@@ -130,7 +131,7 @@ def bind(loss: PreferenceLossSection) -> BoundLoss:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PreferenceLoss(BoundLoss):
+class DPOLoss(BoundLoss):
     """DPO or one of its relatives, or the weighted sum of several."""
 
     values_class = PreferenceValues

@@ -17,7 +17,7 @@ from open_instruct.config.preference_sections import PreferenceLossSection
 from open_instruct.core.batch_values import PreferenceValues, RowValues, StepLabelValues
 from open_instruct.core.records import IGNORE_INDEX, Batch, Document, PackedBatch, Span
 from open_instruct.losses.logprobs import sum_by_sequence
-from open_instruct.losses.preference import PreferenceLossInputs
+from open_instruct.losses.preference_loss import PreferenceLossInputs
 from open_instruct.objectives.dpo import preference_loss
 from tests.tiers import num_examples
 from tests.unit.token_data import shape_of

@@ -17,7 +17,7 @@ from open_instruct.config.preference_sections import PreferenceLossSection
 from open_instruct.core.batch_values import RLValues
 from open_instruct.core.records import Document, RolloutSample, Span, StepBatch
 from open_instruct.losses.policy import POLICY_LOSSES
-from open_instruct.losses.preference import PreferenceLossInputs
+from open_instruct.losses.preference_loss import PreferenceLossInputs
 from open_instruct.objectives.dpo import preference_loss
 from open_instruct.objectives.objective import TokenLogprobs
 from open_instruct.objectives.policy_gradient import bind

@@ -18,7 +18,8 @@ from mpmath import mpf
 
 from open_instruct.config.preference_sections import PreferenceLossSection
 from open_instruct.losses.logprobs import sum_by_reply
-from open_instruct.losses.preference import PREFERENCE_LOSSES, PreferenceLossInputs
+from open_instruct.losses.preference import PREFERENCE_LOSSES
+from open_instruct.losses.preference_loss import PreferenceLossInputs
 from open_instruct.losses.rank_matching import RankPartners, match_by_rank
 from open_instruct.objectives.dpo import preference_loss
 

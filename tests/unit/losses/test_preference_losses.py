@@ -12,7 +12,8 @@ import torch
 
 from open_instruct.config.preference_sections import PreferenceLossSection
 from open_instruct.core.errors import InputError
-from open_instruct.losses.preference import PREFERENCE_LOSSES, PreferenceLossInputs
+from open_instruct.losses.preference import PREFERENCE_LOSSES
+from open_instruct.losses.preference_loss import PreferenceLossInputs
 from open_instruct.objectives import dpo
 
 CHOSEN, REJECTED = [-3.0, -10.0], [-8.0, -2.0]
