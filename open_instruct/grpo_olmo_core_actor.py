@@ -84,7 +84,7 @@ def check(words: Sequence[str], *, config_class: type[GRPOConfig]) -> int:
 # Users' own code is loaded before torch, so that a misspelt name is refused at once.
 def preflight(config: GRPOConfig) -> None:
     """:raises InputError: what the flags name, or the first of the prompts, will not do."""
-    refuse_another_command(config, "grpo")
+    refuse_another_command(config.run, "grpo")
     verifiers = known_verifiers(config.reward)
     check_paths(config)
     environments = known_environments(config.environment)

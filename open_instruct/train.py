@@ -119,7 +119,7 @@ def preflight(config: TrainingConfig, *, objective: Objective) -> None:
     """:raises InputError: what the flags name, or the first of the rows, will not do, as far as
     shows without torch.
     """
-    refuse_another_command(config, objective.name)
+    refuse_another_command(config.run, objective.name)
     check_paths(config)
     if (folder := find_local_folder(config.model.model_name_or_path)) is not None:
         check_head(config_fields(folder)["model_type"], objective.choose_head(config))

@@ -112,13 +112,10 @@ class Flag:
     def accepted(self) -> str:
         """The values it takes, for error messages."""
         if self.choices:
-            what = "any of " if self.kind is list and not self.or_one else "one of "
-            what += ", ".join(self.choices)
-            what += (
-                ", or a function of your own as FILE.py:function or module:function"
-                if self.takes_own
-                else ""
-            )
+            takes_several = self.kind is list and not self.or_one
+            what = f"{'any' if takes_several else 'one'} of {', '.join(self.choices)}"
+            if self.takes_own:
+                what += ", or a function of your own as FILE.py:function or module:function"
         else:
             what = KINDS[self.kind, self.item_kind][1]
         return f"{what}, or none" if self.optional else what
@@ -199,9 +196,9 @@ class Flag:
         number = _finite_number(float, word) if int in (self.kind, self.item_kind) else None
         if number is None or number != int(number):
             return ""
-        return (
-            f" (write {int(number)})" if abs(number) <= LARGEST_INT else f" (at most {LARGEST_INT})"
-        )
+        if abs(number) > LARGEST_INT:
+            return f" (at most {LARGEST_INT})"
+        return f" (write {int(number)})"
 
 
 def is_met(condition: str, values: Mapping[str, Any]) -> bool:
@@ -328,7 +325,8 @@ def flags_of_section(section_class: type, section: str = "") -> dict[str, Flag]:
 
 @cache
 def _read_section(section_class: type, section: str) -> dict[str, Flag]:
-    hints, read_with = get_type_hints(section_class), getattr(section_class, "all_read_with", "")
+    hints = get_type_hints(section_class)
+    read_with = getattr(section_class, "all_read_with", "")
     flags = [
         _flag_of(field, hints[field.name], section, read_with) for field in fields(section_class)
     ]
@@ -346,7 +344,9 @@ def _flag_of(field: Field[Any], hint: Any, section: str, all_read_with: str) -> 
     if callable(facts["read_with"]):
         facts["read_with"] = facts["read_with"](field.name)
     facts["choices"] = tuple(facts["choices"])
-    default = field.default if field.default_factory is MISSING else field.default_factory()
+    default = field.default
+    if field.default_factory is not MISSING:
+        default = field.default_factory()
     # A default of None lets the section compute the value itself.
     facts["optional"] |= default is None
     required = default is MISSING

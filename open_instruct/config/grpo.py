@@ -75,9 +75,9 @@ class GRPOConfig(LearnerConfig):
     @property
     def engine_dtype(self) -> Literal["bfloat16", "float32"]:
         """The dtype in which engines compute and weights travel."""
-        return (
-            self.model.param_dtype if self.fleet.vllm_dtype == "policy" else self.fleet.vllm_dtype
-        )
+        if self.fleet.vllm_dtype == "policy":
+            return self.model.param_dtype
+        return self.fleet.vllm_dtype
 
     def choose_sync(self, *, same_host: bool) -> tuple[str, str]:
         """What `--weight_sync` stands for, dense or delta, and why.
@@ -123,7 +123,8 @@ def validate_grpo(config: GRPOConfig) -> list[str]:
 
 @problems_of_kind("conflict")
 def _rollout_problems(config: GRPOConfig) -> Iterator[str]:
-    rollout, group_size = config.rollout, config.rollout.num_samples_per_prompt_rollout
+    rollout = config.rollout
+    group_size = rollout.num_samples_per_prompt_rollout
     if bool(config.data.sft_mixer_list) != bool(config.data.sft_rows_per_step):
         yield (
             "--sft_mixer_list says which conversations, --sft_rows_per_step how many a step: "
@@ -195,7 +196,8 @@ def _reward_problems(reward: policy_sections.RewardSection) -> Iterator[str]:
 
 @problems_of_kind("conflict")
 def _length_problems(config: GRPOConfig) -> Iterator[str]:
-    buffer, response_length = config.reward.overlong_penalty, config.data.response_length
+    buffer = config.reward.overlong_penalty
+    response_length = config.data.response_length
     if buffer is None:
         return
     if buffer > response_length:
@@ -234,7 +236,8 @@ def _loss_problems(config: GRPOConfig) -> Iterator[str]:
                 f"out, or use {' or '.join(OVER_TOKENS)}"
             )
     for kind in ("clamp", "mask"):
-        lower, upper = getattr(loss, f"rho_{kind}_lower"), getattr(loss, f"rho_{kind}_upper")
+        lower = getattr(loss, f"rho_{kind}_lower")
+        upper = getattr(loss, f"rho_{kind}_upper")
         if upper is not None and lower > upper:
             yield (
                 f"--rho_{kind}_lower {spelled(lower)} is above --rho_{kind}_upper "
@@ -273,8 +276,10 @@ def _critic_problems(config: GRPOConfig) -> Iterator[str]:
     """What cannot go with a critic: one row of a matrix as its head, and an advantage for each
     token.
     """
-    loss, degree = config.loss, config.parallel.tensor_parallel_degree
-    num_steps, num_alone = config.num_steps, config.critic.critic_warmup_steps
+    loss = config.loss
+    degree = config.parallel.tensor_parallel_degree
+    num_steps = config.num_steps
+    num_alone = config.critic.critic_warmup_steps
     has_one_ratio = loss.loss_fn in POLICY_LOSSES and POLICY_LOSSES[loss.loss_fn].by_completion
     if degree > 1:
         yield (
@@ -296,7 +301,8 @@ def _critic_problems(config: GRPOConfig) -> Iterator[str]:
 
 @problems_of_kind("conflict")
 def _fleet_problems(config: GRPOConfig) -> Iterator[str]:
-    fleet, parallel = config.fleet, config.parallel
+    fleet = config.fleet
+    parallel = config.parallel
     if fleet.ray_address is not None and fleet.ray_dashboard_host is not None:
         yield (
             f"--ray_dashboard_host {fleet.ray_dashboard_host}: a cluster at --ray_address has its "
@@ -315,7 +321,8 @@ def _fleet_problems(config: GRPOConfig) -> Iterator[str]:
         )
         for given in many:
             yield f"--single_gpu_mode has one device for learner and engine: leave {given} out"
-    tokens, seqs = fleet.vllm_max_num_batched_tokens, fleet.vllm_max_num_seqs
+    tokens = fleet.vllm_max_num_batched_tokens
+    seqs = fleet.vllm_max_num_seqs
     if tokens is not None and seqs is not None and tokens < seqs:
         yield (
             f"--vllm_max_num_batched_tokens {tokens} is less than --vllm_max_num_seqs {seqs}, "
@@ -365,7 +372,8 @@ def _evaluation_problems(config: GRPOConfig) -> Iterator[str]:
 
 def _warnings(config: GRPOConfig) -> Iterator[str]:
     yield from learner_warnings(config)
-    loss, rollout = config.loss, config.rollout
+    loss = config.loss
+    rollout = config.rollout
     if loss.loss_fn == "cispo" and not loss.cispo_clamp_below:
         for given in changed(config, "clip_lower"):
             yield (

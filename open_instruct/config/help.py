@@ -180,8 +180,6 @@ def _wrapped(width: int, text: str, indent: int = 0, later_indent: int = 0) -> s
 def _default_of(flag: Flag) -> str:
     if flag.required:
         return "  [required]"
-    return (
-        ""
-        if flag.default is None and "default" in flag.help
-        else f"  [default: {spelled(flag.default)}]"
-    )
+    if flag.default is None and "default" in flag.help:
+        return ""
+    return f"  [default: {spelled(flag.default)}]"

@@ -34,12 +34,11 @@ def describe_name_here(name: str, known: Iterable[str], prefix: str) -> str | No
 
 
 def find_flag_here(name: str, known: Iterable[str]) -> str | None:
-    """The flag among `known` that only has another name in the other suite;
-
-    None if there is none.
-    """
+    """The flag among `known` that only has another name in the other suite, or None."""
     hint = _hint_about(name)
-    return next((flag for flag in hint if flag in known), None) if isinstance(hint, list) else None
+    if not isinstance(hint, list):
+        return None
+    return next((flag for flag in hint if flag in known), None)
 
 
 def _hint_about(name: str) -> str | list[str] | dict[str, str] | None:
@@ -58,4 +57,7 @@ def names_of_other_suites() -> dict[str, str | list[str] | dict[str, str]]:
     command may have.
     """
     table = read_table("other_suites.yaml")
-    return {name: hint for names, hint in table.items() for name in names.split(", ")}
+    hints: dict[str, str | list[str] | dict[str, str]] = {}
+    for names, hint in table.items():
+        hints |= dict.fromkeys(names.split(", "), hint)
+    return hints

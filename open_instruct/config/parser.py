@@ -6,6 +6,7 @@ error.
 
 from collections.abc import Iterable, Iterator, KeysView, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any, TypeVar
 
 import yaml
@@ -354,14 +355,15 @@ def nodes_of(path: str) -> list[tuple[Any, Any]]:
 
 
 def words_of(node: Any) -> list[str]:
-    """A YAML value as words of a command line; a mapping gives keys and values in turn, and what is
-    nested NESTED.
+    """A YAML value as words of a command line.
+
+    A mapping gives keys and values in turn, and what is nested NESTED.
     """
     if isinstance(node, yaml.ScalarNode):
         return ["none" if node.tag == YAML_NULL else node.value]
     items = node.value
     if isinstance(node, yaml.MappingNode):
-        items = [item for pair in node.value for item in pair]
+        items = list(chain.from_iterable(node.value))
     return [item.value if isinstance(item, yaml.ScalarNode) else NESTED for item in items]
 
 

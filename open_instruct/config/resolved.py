@@ -98,11 +98,8 @@ def _git_state(repository: Path) -> str:
     except (OSError, subprocess.SubprocessError):
         return "unknown"
     commit = status.split()[2].replace("(initial)", "unknown")  # "# branch.oid COMMIT"
-    return (
-        commit
-        if all(line[0] == "#" for line in status.splitlines())
-        else f"{commit} with uncommitted changes"
-    )
+    has_changes = any(line[0] != "#" for line in status.splitlines())
+    return f"{commit} with uncommitted changes" if has_changes else commit
 
 
 def resume_conflicts(
@@ -145,10 +142,9 @@ def resume_conflicts(
 
 
 def changed_lengths(saved: Mapping[str, Any], config: object) -> dict[str, str]:
-    """A sentence for each changed flag of the run's length, where the length sets the learning
-    rate.
-    """
-    now, flags = as_flat_dict(config), flags_of(type(config))
+    """A sentence for each changed flag of the length, where that sets the learning rate."""
+    now = as_flat_dict(config)
+    flags = flags_of(type(config))
     if _is_flat(saved) and _is_flat(now):
         return {}
     is_overruled = (
@@ -166,11 +162,11 @@ def _is_longer(before: int | None, after: int | None, ended_after: int | None) -
     """Whether a run that had ended is asked for more steps; after one of whole epochs, as many
     steps count as more.
     """
-    return (
-        ended_after is not None
-        and after is not None
-        and after > (ended_after - 1 if before is None else before)
-    )
+    if ended_after is None or after is None:
+        return False
+    if before is None:
+        return after >= ended_after
+    return after > before
 
 
 def refuse_conflicts(saved: Mapping[str, Any], config: object, **run: Any) -> None:
@@ -190,9 +186,7 @@ def refuse_conflicts(saved: Mapping[str, Any], config: object, **run: Any) -> No
 
 
 def _is_flat(values: Mapping[str, Any]) -> bool:
-    """Whether the learning rate is the same at every step, so that the number of steps does not set
-    it.
-    """
+    """Whether the learning rate is the same at every step, however many there are."""
     return values.get("lr_scheduler_type") == "constant" and values.get("warmup_ratio") == 0
 
 
@@ -203,25 +197,19 @@ def _batch_conflict(
     after, becomes = _global_batch(now, world)
     if before != after:
         accumulation, remainder = divmod(before, now["per_device_train_batch_size"] * world)
-        way_out = (
-            f"; --gradient_accumulation_steps {accumulation} keeps it"
-            if accumulation and not remainder
-            else ""
-        )
+        way_out = ""
+        if accumulation and not remainder:
+            way_out = f"; --gradient_accumulation_steps {accumulation} keeps it"
         yield f"the global batch was {was}, is {becomes}{way_out}"
 
 
 def _global_batch(values: Mapping[str, Any], world: int) -> tuple[int, str]:
     """The number of rows in a global batch, and the same in words."""
-    per_device, accumulation = (
-        values["per_device_train_batch_size"],
-        values["gradient_accumulation_steps"],
-    )
-    rows = per_device * accumulation * world
-    return rows, (
-        f"{counted(rows, 'row')} ({per_device} x {accumulation} x "
-        f"{counted(world, 'data-parallel rank')})"
-    )
+    per_device = values["per_device_train_batch_size"]
+    accumulation = values["gradient_accumulation_steps"]
+    num_rows = per_device * accumulation * world
+    ranks = counted(world, "data-parallel rank")
+    return num_rows, f"{counted(num_rows, 'row')} ({per_device} x {accumulation} x {ranks})"
 
 
 def _comparable(value: Any) -> Any:

@@ -11,7 +11,7 @@ from typing import Any
 
 from open_instruct.config.flags import flags_of, flags_of_section, is_met, spelled
 from open_instruct.config.name_hints import suggest_nearest
-from open_instruct.config.sections import PreferenceDataSection
+from open_instruct.config.sections import PreferenceDataSection, RowsSection
 from open_instruct.config.sharding_sections import MemorySection, ParallelSection
 from open_instruct.config.training import LearnerConfig, TrainingConfig
 from open_instruct.core.errors import InputError, Problem, problems_of_kind
@@ -73,9 +73,9 @@ def limit_problems(*sections: Any) -> Iterator[str]:
                 yield f"--{name} {spelled(value)}: {problem}"
 
 
-def _mixers(config: LearnerConfig) -> Iterator[tuple[str, list[str], list[str]]]:
+def _find_mixers(data: RowsSection) -> Iterator[tuple[str, list[str], list[str]]]:
     """The mixer lists of a run: their flag, their words and their splits."""
-    flags = vars(config.data)
+    flags = vars(data)
     for name, words in flags.items():
         if f"{name}_splits" in flags:
             yield name, words, flags[f"{name}_splits"]
@@ -93,11 +93,9 @@ def mixer_problems(flag: str, words: Sequence[str], splits: Sequence[str]) -> It
             )
     if len(names) != len(amounts):
         name, _, amount = names[-1].rpartition(":")
-        pair = (
-            f"{name} {amount}"
-            if name and amount.replace(".", "", 1).isdecimal()
-            else f"{names[-1]} 1.0"
-        )
+        pair = f"{names[-1]} 1.0"
+        if name and amount.replace(".", "", 1).isdecimal():
+            pair = f"{name} {amount}"
         yield f"--{flag}: '{names[-1]}' has no amount; write `--{flag} {pair}`"
     if len(splits) not in (1, len(names)):
         sets = counted(len(names), "data set")
@@ -274,7 +272,7 @@ def learner_problems(config: LearnerConfig) -> Iterator[str]:
     """Problems of any config that trains, GRPO's too."""
     yield from limit_problems(*config.all_sections)
     yield from idle_problems(*config.all_sections)
-    for flag, words, splits in _mixers(config):
+    for flag, words, splits in _find_mixers(config.data):
         if not words and flags_of(type(config))[flag].required:
             empty = f"--{flag} is empty: give 'NAME AMOUNT', such as 'rows.jsonl 1.0'"
             yield Problem(empty, kind="bad_value")
@@ -315,7 +313,7 @@ def learner_problems(config: LearnerConfig) -> Iterator[str]:
 
 
 def learner_warnings(config: LearnerConfig) -> Iterator[str]:
-    for flag, words, _ in _mixers(config):
+    for flag, words, _ in _find_mixers(config.data):
         for name, amount in zip(words[::2], words[1::2], strict=False):
             if amount == "1":
                 yield f"--{flag} {name} 1 takes a single row; write 1.0 for all of them"

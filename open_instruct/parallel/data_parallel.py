@@ -33,7 +33,8 @@ def parallel_configs(
         prefetch_factor: blocks whose gathering is launched, in the forward pass, before the one at
             work.
     """
-    tensor, context = layout.tensor_parallel_degree, layout.context_parallel_degree
+    tensor = layout.tensor_parallel_degree
+    context = layout.context_parallel_degree
     hsdp = transformer.TransformerDataParallelConfig(
         name=DataParallelType.hsdp,
         wrapping_strategy=transformer.TransformerDataParallelWrappingStrategy.blocks,
@@ -43,13 +44,14 @@ def parallel_configs(
         reduce_dtype=DType.float32,
         prefetch_factor=prefetch_factor,
     )
-    return {
-        "dp": None if layout.single_device else hsdp,
-        "tp": transformer.TransformerTensorParallelConfig(degree=tensor) if tensor > 1 else None,
-        "cp": transformer.TransformerContextParallelConfig.ulysses(context)
-        if context > 1
-        else None,
-    }
+    configs: dict[str, Any] = {"dp": hsdp, "tp": None, "cp": None}
+    if layout.single_device:
+        configs["dp"] = None
+    if tensor > 1:
+        configs["tp"] = transformer.TransformerTensorParallelConfig(degree=tensor)
+    if context > 1:
+        configs["cp"] = transformer.TransformerContextParallelConfig.ulysses(context)
+    return configs
 
 
 def mesh_of(layout: ShardLayout, device: torch.device) -> DeviceMesh | None:

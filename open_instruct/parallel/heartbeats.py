@@ -165,7 +165,9 @@ class HeartbeatMonitor:
         self._has_lost_store = has_lost_store
         self._all_ranks = HeartbeatReader(store, range(num_ranks))
         # If all ranks read all heartbeats, the store would be overloaded.
-        self._watched_ranks = self._all_ranks if rank == 0 else HeartbeatReader(store, [0])
+        self._watched_ranks = self._all_ranks
+        if rank != 0:
+            self._watched_ranks = HeartbeatReader(store, [0])
         self._limit_s: float | None = None
         self._num_beats = 0
         self._has_news = threading.Event()

@@ -89,18 +89,15 @@ def start_ranks(
             with _as_its_ranks_see_it(typed, num_ranks):
                 failures = agent.run().failures.values()
         except SignalException as stopped:
-            has_failed = any(Path(folder).rglob("error.json"))
-            return EXIT_FAILURE if has_failed else EXIT_OF_SIGNAL.get(
-                stopped.sigval, EXIT_FAILURE
-            ), ""
+            if any(Path(folder).rglob("error.json")):
+                return EXIT_FAILURE, ""
+            return EXIT_OF_SIGNAL.get(stopped.sigval, EXIT_FAILURE), ""
         if not failures:
             return 0, ""
         first = min(failures, key=lambda failure: failure.timestamp)
-        code = (
-            first.exitcode
-            if first.exitcode in (EXIT_INPUT, *EXIT_OF_SIGNAL.values())
-            else EXIT_FAILURE
-        )
+        code = EXIT_FAILURE
+        if first.exitcode in (EXIT_INPUT, *EXIT_OF_SIGNAL.values()):
+            code = first.exitcode
         if first.exitcode >= 0 or any(Path(folder).rglob("error.json")):
             return code, ""
         name = signal.Signals(-first.exitcode).name

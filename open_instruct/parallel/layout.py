@@ -128,16 +128,13 @@ def _refuse_one_rank_for_many(parallel: ParallelSection, gpus_per_node: Sequence
     ):
         return
     given = " and ".join(f"--{name} {degree}" for name, degree in degrees.items())
-    # Ranks that share a copy of the model are those that split its experts.
-    needed = prod(degrees.values()) // (
-        parallel.expert_parallel_degree if parallel.fsdp_shard_degree else 1
-    )
+    needed = prod(degrees.values())
+    if parallel.fsdp_shard_degree:
+        # Ranks that share a copy of the model are those that split its experts.
+        needed //= parallel.expert_parallel_degree
+    remedy = parallel.more_ranks.format(needed)
     raise InputError(
-        (
-            f"{given}: that takes {needed} processes, and there is one; "
-            f"{parallel.more_ranks.format(needed)}"
-        ),
-        kind="layout",
+        f"{given}: that takes {needed} processes, and there is one; {remedy}", kind="layout"
     )
 
 
@@ -238,10 +235,9 @@ def _check_product(tensor: int, context: int, *, what: str, number: int) -> None
 
 
 def check_divides(flag: str, degree: int, nodes: tuple[int, ...]) -> None:
-    """:raises InputError: `degree` does not divide the number of learners; the message lists
-    degrees that do.
-    """
-    if (world_size := sum(nodes)) % degree:
+    """:raises InputError: `degree` does not divide the number of learners; lists those that do."""
+    world_size = sum(nodes)
+    if world_size % degree:
         ways = _within_and_across(divisors(world_size), nodes)
         raise InputError(
             f"{flag} {degree} does not divide {_learners(world_size)}; use {ways}", kind="layout"
@@ -262,7 +258,9 @@ def _resolve_degrees(
         # Groups tile the ranks from 0 on, so none straddles exactly when the ranks of one
         # replica divide every node.
         common = gcd(*nodes)
-        shard_degree = common // model_parallel if common % model_parallel == 0 else 1
+        shard_degree = 1
+        if common % model_parallel == 0:
+            shard_degree = common // model_parallel
         return shard_degree, dp_world // shard_degree
 
     whole = _dp_world_text(sum(nodes), tensor, context)
@@ -276,16 +274,20 @@ def _resolve_degrees(
                 kind="layout",
             )
         return shard_degree, num_replicas
-    flag = "--fsdp_num_replicas" if shard_degree is None else "--fsdp_shard_degree"
-    degree = num_replicas if shard_degree is None else shard_degree
-    assert degree is not None
+    if shard_degree is not None:
+        _check_divides_dp_world("--fsdp_shard_degree", shard_degree, dp_world, whole)
+        return shard_degree, dp_world // shard_degree
+    assert num_replicas is not None
+    _check_divides_dp_world("--fsdp_num_replicas", num_replicas, dp_world, whole)
+    return dp_world // num_replicas, num_replicas
+
+
+def _check_divides_dp_world(flag: str, degree: int, dp_world: int, whole: str) -> None:
     if dp_world % degree:
         raise InputError(
             f"{flag} {degree} does not divide {whole}; use {one_of(divisors(dp_world))}",
             kind="layout",
         )
-    other = dp_world // degree
-    return (other, degree) if shard_degree is None else (degree, other)
 
 
 def _learners(world_size: int) -> str:
@@ -295,21 +297,19 @@ def _learners(world_size: int) -> str:
 def _dp_world_text(world_size: int, tensor: int, context: int) -> str:
     if tensor * context == 1:
         return _learners(world_size)
-    divided = " / ".join(
-        [_learners(world_size)]
-        + [
-            f"{name} degree {degree}"
-            for name, degree in (("tensor", tensor), ("context", context))
-            if degree > 1
-        ]
-    )
-    return f"{counted(world_size // (tensor * context), 'data-parallel rank')} ({divided})"
+    factors = [_learners(world_size)]
+    if tensor > 1:
+        factors.append(f"tensor degree {tensor}")
+    if context > 1:
+        factors.append(f"context degree {context}")
+    dp_world = counted(world_size // (tensor * context), "data-parallel rank")
+    return f"{dp_world} ({' / '.join(factors)})"
 
 
 def _within_and_across(degrees: Sequence[int], nodes: tuple[int, ...]) -> str:
     """The degrees that work, in words; those that keep groups within a node come first."""
     within = [degree for degree in degrees if gcd(*nodes) % degree == 0]
     across = [degree for degree in degrees if degree not in within]
-    return one_of(within) + (
-        f" (within a node), or {one_of(across)} (across nodes)" if across else ""
-    )
+    if not across:
+        return one_of(within)
+    return f"{one_of(within)} (within a node), or {one_of(across)} (across nodes)"

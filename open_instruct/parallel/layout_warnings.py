@@ -55,7 +55,8 @@ def _across_nodes(layout: ShardLayout, instead: str) -> Iterator[str]:
 
 
 def _not_sharded(layout: ShardLayout, instead: str) -> str:
-    num_copies, tensor = layout.num_replicas, layout.tensor_parallel_degree
+    num_copies = layout.num_replicas
+    tensor = layout.tensor_parallel_degree
     ways = _ways_within_nodes(layout, SHARD, instead)[:1]
     across = [
         degree
@@ -77,7 +78,8 @@ def _ways_within_nodes(layout: ShardLayout, flag: str, instead: str) -> list[str
     Groups tile the ranks from 0 on, so they stay within nodes exactly when their size divides every
     node.
     """
-    tensor, context = layout.tensor_parallel_degree, layout.context_parallel_degree
+    tensor = layout.tensor_parallel_degree
+    context = layout.context_parallel_degree
     common = gcd(*layout.gpus_per_node)
 
     def fitting(beside: int, *, times: int = 1) -> list[int]:
@@ -111,8 +113,10 @@ def _show(layout: ShardLayout, groups: Sequence[tuple[int, ...]]) -> str:
     """The first groups with their nodes: "A: ranks 0-2 (nodes 0 to 1), and 4 more groups"."""
     letters = {group: f"{group_name(index)}: " for index, group in enumerate(layout.shard_groups)}
     shown = [letters.get(group, "") + _across(layout, group) for group in groups[:MAX_GROUPS_SHOWN]]
-    more = len(groups) - MAX_GROUPS_SHOWN
-    return ", ".join(shown) + (f", and {counted(more, 'more group')}" if more > 0 else "")
+    num_more = len(groups) - MAX_GROUPS_SHOWN
+    if num_more > 0:
+        shown.append(f"and {counted(num_more, 'more group')}")
+    return ", ".join(shown)
 
 
 def _across(layout: ShardLayout, group: tuple[int, ...]) -> str:

@@ -32,15 +32,17 @@ def node_sizes_from_environment(environ: Mapping[str, str]) -> tuple[int, ...] |
         given = " and ".join(
             f"{name}={count}" for name, count in counts.items() if count is not None
         )
-        missing = (
-            "WORLD_SIZE" if world_size is None else "LOCAL_WORLD_SIZE, the processes of this node,"
-        )
+        missing = "LOCAL_WORLD_SIZE, the processes of this node,"
+        if world_size is None:
+            missing = "WORLD_SIZE"
         raise InputError(
             f"{given}, and {missing} is not set; start with torchrun, which sets both",
             kind="machine",
         )
     num_nodes = num_nodes or world_size // local_size
-    return (local_size,) * num_nodes if num_nodes * local_size == world_size else None
+    if num_nodes * local_size != world_size:
+        return None
+    return (local_size,) * num_nodes
 
 
 def read_node_sizes(words: Sequence[str]) -> list[int]:
@@ -78,4 +80,6 @@ def _count(text: str, what: str) -> int:
 
 def _read_count(environ: Mapping[str, str], name: str) -> int | None:
     text = environ.get(name, "").strip()
-    return _count(text, f"the environment variable {name}={text!r}") if text else None
+    if not text:
+        return None
+    return _count(text, f"the environment variable {name}={text!r}")

@@ -12,7 +12,8 @@ from open_instruct.core.text import counted
 from open_instruct.parallel.wording import degrees_of, group_name, nodes_text, ranks_text
 
 WIDTH = 80
-MAX_NODES_SHOWN, NODES_SHOWN_FIRST = 8, 4
+MAX_NODES_SHOWN = 8
+NODES_SHOWN_FIRST = 4
 
 # Colours of shard groups in turn; green, yellow and red are left for traffic.
 GROUP_STYLES = ("cyan", "magenta", "blue", "bright_cyan", "bright_magenta", "bright_blue")
@@ -22,10 +23,8 @@ def draw_layout(layout: ShardLayout) -> Text:
     """The picture, styled for a terminal; `.plain` is the same without colours, in ASCII alone."""
     lines = [*_summary(layout), Text(), *_nodes(layout), Text(), *_traffic(layout)]
     for warning in layout.warnings:
-        lines += [
-            Text(),
-            Text(wrapped(f"warning: {warning}", later_indent="         "), style="yellow"),
-        ]
+        paragraph = wrapped(f"warning: {warning}", later_indent="         ")
+        lines += [Text(), Text(paragraph, style="yellow")]
     return Text("\n").join(lines)
 
 
@@ -37,12 +36,13 @@ def _summary(layout: ShardLayout) -> Iterator[Text]:
         )
         return
     split = layout.shard_group_size * layout.tensor_parallel_degree
-    each = "each " if layout.num_replicas > 1 else ""
-    whole = f"{each}split over {split} GPUs" if split > 1 else f"{each}whole on one GPU"
-    yield Text(
-        wrapped(f"{nodes}: {counted(layout.num_replicas, 'replica')} of the model, {whole}"),
-        style="bold",
-    )
+    share = "whole on one GPU"
+    if split > 1:
+        share = f"split over {split} GPUs"
+    if layout.num_replicas > 1:
+        share = f"each {share}"
+    replicas = counted(layout.num_replicas, "replica")
+    yield Text(wrapped(f"{nodes}: {replicas} of the model, {share}"), style="bold")
     if split > layout.shard_degree:
         yield Text(f"{split} GPUs = {' x '.join(degrees_of(layout))}")
     flags = f"--fsdp_shard_degree {layout.shard_degree} --fsdp_num_replicas {layout.num_replicas}"
@@ -53,11 +53,12 @@ def _nodes(layout: ShardLayout) -> Iterator[Text]:
     """Each node's ranks and the letters of their shard groups, with the middle of a long list left
     out.
     """
-    letters = {
-        rank: _letter(index) for index, group in enumerate(layout.shard_groups) for rank in group
-    }
+    letters: dict[int, Text] = {}
+    for index, group in enumerate(layout.shard_groups):
+        letters |= dict.fromkeys(group, _letter(index))
     last = len(layout.nodes) - 1
-    node_width, ranks_width = len(str(last)), 2 * len(str(layout.world_size)) + 2
+    node_width = len(str(last))
+    ranks_width = 2 * len(str(layout.world_size)) + 2
     for node, ranks in enumerate(layout.nodes):
         if last < MAX_NODES_SHOWN or node < NODES_SHOWN_FIRST or node == last:
             title = f"node {node:<{node_width}}  ranks {ranks_text(ranks):<{ranks_width}} "
@@ -82,15 +83,16 @@ def _traffic(layout: ShardLayout) -> Iterator[Text]:
     for name, traffic, groups in kinds:
         if len(groups[0]) == 1:
             continue
-        reach, style = "within a node", "green"
-        if num_crossing := len(layout.straddling(groups)):
-            reach = (
-                "across nodes"
-                if num_crossing == len(groups)
-                else f"{num_crossing} of {len(groups)} cross nodes"
-            )
-            # Replica groups are expected to cross nodes; other groups become slower by it.
-            style = "yellow" if name == "replica groups" else "bold red"
+        num_crossing = len(layout.straddling(groups))
+        # Replica groups are expected to cross nodes; other groups become slower by it.
+        style = "yellow" if name == "replica groups" else "bold red"
+        if num_crossing == 0:
+            reach = "within a node"
+            style = "green"
+        elif num_crossing == len(groups):
+            reach = "across nodes"
+        else:
+            reach = f"{num_crossing} of {len(groups)} cross nodes"
         yield Text.assemble((f"{name:<16}", "bold"), f"{traffic:<42}", (reach, style))
         members = [Text(ranks_text(group)) for group in groups]
         if name == "shard groups":
@@ -110,7 +112,8 @@ def _letter(group: int) -> Text:
 
 def _listed(title: str, names: Iterable[Text], *, between: str) -> Text:
     """The title and as many of `names` as fit in a line."""
-    line, more = Text(title), f"{between}..."
+    line = Text(title)
+    more = f"{between}..."
     for index, name in enumerate(names):
         if len(line) + len(between) + len(name) > WIDTH - len(more):
             return line.append(more)

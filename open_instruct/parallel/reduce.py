@@ -23,21 +23,19 @@ def over_microbatches(measured: Iterable[Mapping[str, Metric]]) -> dict[str, Met
     for metrics in measured:
         for name, metric in metrics.items():
             by_name.setdefault(name, []).append(metric)
-    return {
-        name: _mean(metrics) if metrics[0].reduction == "mean" else reduce(_of_both, metrics)
-        for name, metrics in by_name.items()
-    }
+    return {name: _combine(metrics) for name, metrics in by_name.items()}
 
 
-def _mean(metrics: Sequence[Metric]) -> Metric:
+def _combine(metrics: Sequence[Metric]) -> Metric:
+    if metrics[0].reduction != "mean":
+        return reduce(_combine_two, metrics)
     weight = sum(each.weight for each in metrics)
-    return Metric(
-        value=sum(each.value * each.weight for each in metrics) / weight if weight else 0.0,
-        weight=weight,
-    )
+    if not weight:
+        return Metric(value=0.0, weight=weight)
+    return Metric(value=sum(each.value * each.weight for each in metrics) / weight, weight=weight)
 
 
-def _of_both(one: Metric, other: Metric) -> Metric:
+def _combine_two(one: Metric, other: Metric) -> Metric:
     combine = torch.add if one.reduction == "sum" else torch.maximum
     return replace(one, value=combine(torch.as_tensor(one.value), torch.as_tensor(other.value)))
 
@@ -53,8 +51,11 @@ def reduce_metrics(
     """
     if not metrics:
         return {}
-    world_size = dist.get_world_size(group) if dist.is_initialized() else 1
-    rank = dist.get_rank(group) if dist.is_initialized() else 0
+    world_size = 1
+    rank = 0
+    if dist.is_initialized():
+        world_size = dist.get_world_size(group)
+        rank = dist.get_rank(group)
     names = sorted(metrics)
     slots = [
         _slots(metrics[name], rank=rank, world_size=world_size, device=device) for name in names

@@ -14,9 +14,7 @@ SHARD = "--fsdp_shard_degree"
 
 
 def degrees_of(layout: ShardLayout) -> list[str]:
-    """The degrees that split the training state, "shard degree 8", "tensor degree 2", without
-    degrees of 1.
-    """
+    """The degrees above 1 that split the training state: "shard degree 8", "tensor degree 2"."""
     degrees = {
         "shard": layout.shard_degree,
         "context": layout.context_parallel_degree,
@@ -32,10 +30,9 @@ def group_name(index: int) -> str:
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
-    """Ascending ranks in few characters: "0-7" when they are neighbours, else "0 8" or "0 2 ...
-    30".
-    """
-    first, last = ranks[0], ranks[-1]
+    """Ascending ranks in few characters: "0-7" of neighbours, else "0 8" or "0 2 ... 30"."""
+    first = ranks[0]
+    last = ranks[-1]
     if len(ranks) > 1 and last - first == len(ranks) - 1:
         return f"{first}-{last}"
     if len(ranks) > 4:

@@ -7,18 +7,18 @@ from pathlib import Path
 import yaml
 
 from open_instruct.config.parser import COMMAND, nodes_of
-from open_instruct.config.training import LearnerConfig
+from open_instruct.config.run_sections import RunSection
 from open_instruct.core.errors import InputError
 from open_instruct.run.run_directory import RunDirectory
 
 
-def refuse_another_command(config: LearnerConfig, command: str) -> None:
+def refuse_another_command(run: RunSection, command: str) -> None:
     """Refuse a folder in which a run of another command has left checkpoints or a model.
 
     :raises InputError: names both commands.
     """
-    directory = RunDirectory(path=Path(config.run.output_dir))
-    if config.run.overwrite_output_dir or not directory.has_results():
+    directory = RunDirectory(path=Path(run.output_dir))
+    if run.overwrite_output_dir or not directory.has_results():
         return
     earlier = read_command(directory.config)
     if earlier is not None and earlier != command:

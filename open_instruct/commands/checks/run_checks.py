@@ -121,7 +121,7 @@ class RunChecks:
         directory = RunDirectory(path=Path(self.config.run.output_dir))
         directory.refuse_unusable()
         refuse_folder_in_use(directory.path)
-        refuse_another_command(self.config, self.objective.name)
+        refuse_another_command(self.config.run, self.objective.name)
         if not directory.path.exists():
             return f"{directory.path} is new"
         if not directory.has_results():

@@ -128,15 +128,15 @@ def test_folder_of_another_run_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("result", ["step2", "hf_model", "adapter"])
 def test_folder_of_another_command_is_refused_by_one_sentence(tmp_path: Path, result: str) -> None:
     config = config_of(tmp_path)
-    refuse_another_command(config, "sft")  # an empty folder
+    refuse_another_command(config.run, "sft")  # an empty folder
     start(config)
-    refuse_another_command(config, "sft")  # a run that has left nothing yet
+    refuse_another_command(config.run, "sft")  # a run that has left nothing yet
     (tmp_path / result).mkdir()
-    refuse_another_command(config, "dpo")
+    refuse_another_command(config.run, "dpo")
     with refused("other_run", "output_dir", "dpo", "sft") as caught:
-        refuse_another_command(config, "sft")
+        refuse_another_command(config.run, "sft")
     assert "\n" not in str(caught.value)
-    refuse_another_command(config_of(tmp_path, "--overwrite_output_dir"), "sft")
+    refuse_another_command(config_of(tmp_path, "--overwrite_output_dir").run, "sft")
 
 
 OTHERS: dict[str, Any] = {
