@@ -1,6 +1,4 @@
-"""`open-instruct chat`: talk to what was trained, and to another model beside it, in a terminal or
-through a pipe.
-"""
+"""`open-instruct chat`: talk to a trained model, and to another beside it."""
 
 from __future__ import annotations
 
@@ -241,9 +239,7 @@ def answer(speaker: Speaker, *, shows_name: bool) -> None:
 
 @contextmanager
 def _interrupts_end(engine: ReplyEngine) -> Iterator[None]:
-    """Ctrl-C ends the reply, and not the program, while a person talks; from a pipe it ends the
-    program.
-    """
+    """Ctrl-C ends the reply while a person talks; from a pipe it ends the program."""
     before = (
         set_handler(signal.SIGINT, lambda number, frame: engine.stop())
         if sys.stdin.isatty()

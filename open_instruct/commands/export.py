@@ -1,6 +1,4 @@
-"""`open-instruct export`: a model in Hugging Face format from a checkpoint of a run, without the
-run.
-"""
+"""`open-instruct export`: writes a Hugging Face model from a checkpoint, without the run."""
 
 from __future__ import annotations
 
@@ -45,9 +43,7 @@ class ExportFlags:
 
 
 def main(words: Sequence[str]) -> int:
-    """:raises InputError: the folder holds no run, or no such checkpoint, or the model it began
-    with has gone.
-    """
+    """:raises InputError: the run, the checkpoint or the model that it began with is not there."""
     if not words or words[0].startswith("-"):
         raise InputError(
             "the first word is the folder of a run: open-instruct export RUN --output_dir DIR",
@@ -93,9 +89,7 @@ def main(words: Sequence[str]) -> int:
 def _trained_weights(
     folder: Path, model: Transformer, pretrained: Pretrained, lora: LoRASection | None
 ) -> Mapping[str, Held]:
-    """The weights in a checkpoint; of adapters, those of the start model with the adapters
-    added.
-    """
+    """The weights in a checkpoint; with adapters, the start model's with these added."""
     from open_instruct.checkpoints.saved_weights import SavedWeights
     from open_instruct.checkpoints.step_folder import refuse_another_start_model
     from open_instruct.models.hf.head_kinds import LM_HEAD, LM_HEAD_BIAS

@@ -90,8 +90,7 @@ class ReplayConfig(GRPOConfig):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replay:
-    """A run, the settings it was taken with, what is asked of it, and the settings that differ from
-    the run's.
+    """A run, the settings to take it again with, and which of them differ from the run's.
 
     Example: `replay runs/first --step 12 --loss_fn gspo` has `changes` {"loss_fn": ("dapo",
     "gspo")}.
@@ -105,8 +104,7 @@ class Replay:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepWeights:
-    """The weights that a step is taken again with: a model folder, and a checkpoint over it where
-    there is one.
+    """The weights of a step: those of a model folder, or of a checkpoint beside it.
 
     `are_the_steps_own` says whether the step began with these weights; `description` is a sentence
     about them.
@@ -268,9 +266,7 @@ def take_again(
     weights: StepWeights,
     process: Process,
 ) -> dict[str, float]:
-    """The metrics of `step` under `config`, by the learner's own walk; what it writes is
-    removed.
-    """
+    """The metrics of `step` under `config`, by the learner's own code; its files are removed."""
     from open_instruct.rl.lone_step import take_lone_step
 
     row = take_lone_step(
@@ -285,9 +281,7 @@ def take_again(
 
 
 def as_decided(config: GRPOConfig, directory: RunDirectory) -> GRPOConfig:
-    """The config with the choice that the run's plan made for --activation_checkpointing auto, if
-    it had a plan.
-    """
+    """The config with the activation checkpointing that the run's plan chose for `auto`."""
     from open_instruct.run.opened import apply_plan
 
     return apply_plan(config, read_object(directory.plan) if directory.plan.exists() else {})
@@ -355,9 +349,7 @@ def differences(recorded: Mapping[str, float], recomputed: Mapping[str, float]) 
 
 
 def table(columns: Mapping[str, Mapping[str, float] | None]) -> str:
-    """The metrics that were recomputed, one a line, in a column for each of `columns` that has
-    numbers.
-    """
+    """The recomputed metrics, one a line, with a column for each of `columns` that has numbers."""
     rows = {title: row for title, row in columns.items() if row is not None}
     recomputed = dict.fromkeys(
         chain.from_iterable(row for title, row in rows.items() if title != "recorded")

@@ -1,6 +1,4 @@
-"""`open-instruct report`: the page of a run, or of several beside each other, written to a file or
-served.
-"""
+"""`open-instruct report`: writes or serves the page of one run or of several."""
 
 import time
 from collections.abc import Iterator, Sequence

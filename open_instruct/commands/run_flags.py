@@ -66,8 +66,7 @@ def parse_run(
 def parse_named_run(
     words: Sequence[str], *, assumed: Mapping[str, Any], example: str, **more: type
 ) -> tuple[Any, Objective, list[str]]:
-    """The run that words describe, such as those after `open-instruct plan`: the name of its
-    command, then its flags.
+    """Parse a run from the name of its command and its flags, as `open-instruct plan` has them.
 
     Returns its config, with `more` sections, its objective, and warnings of flags that it does not
     need.

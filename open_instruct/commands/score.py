@@ -1,6 +1,4 @@
-"""`open-instruct score`: the rows of a file, each with what a reward model, or a process reward
-model, says of it.
-"""
+"""`open-instruct score`: scores the rows of a file with a reward or process reward model."""
 
 from __future__ import annotations
 

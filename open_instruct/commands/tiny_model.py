@@ -1,5 +1,4 @@
-"""Small random checkpoints in Hugging Face format, with a real tokenizer: for tests, demos and
-newcomers.
+"""Writes small random checkpoints with a real tokenizer, for tests, demos and newcomers.
 
 `open-instruct tiny-model DIR` writes one.
 """
@@ -55,8 +54,7 @@ def write_tiny_model(
     tie: bool = False,
     dtype: str = "float32",
 ) -> Path:
-    """Write a random model and a tokenizer trained on `corpus`; the same arguments give the same
-    weights.
+    """Write a random model, the same for the same arguments, and a tokenizer trained on `corpus`.
 
     Args:
         out_dir: a new or empty folder.
@@ -163,9 +161,7 @@ def tiny_config(
 
 
 def _write_weights(folder: Path, config: PretrainedConfig, *, seed: int, dtype: str) -> None:
-    """Write weights as transformers' save_pretrained would, without its slow and noisy import of
-    DeepSpeed.
-    """
+    """Write weights as save_pretrained would, without its slow and noisy import of DeepSpeed."""
     import torch
     from safetensors.torch import save_file
     from transformers import AutoModelForCausalLM
@@ -190,9 +186,7 @@ def _write_weights(folder: Path, config: PretrainedConfig, *, seed: int, dtype: 
 
 
 def built_in_corpus() -> Iterator[str]:
-    """The texts that tokenizers are trained on: prose, small talk, code and sums, always in the
-    same order.
-    """
+    """The texts that tokenizers are trained on, always in the same order."""
     yield from (FILES / "prose.txt").read_text(encoding="utf-8").split("\n\n")
     for a in range(2, 40):
         for b in range(3, 40, 4):
@@ -277,8 +271,7 @@ class TinyModelFlags:
 
 
 def main(args: Sequence[str]) -> int:
-    """Write the checkpoint that `args` describe; returns the exit code. Torch is loaded only to
-    write it.
+    """Write the checkpoint that `args` describe, for which torch is loaded; returns the exit code.
 
     Raises:
         InputError: a flag is wrong, or the folder is not empty.

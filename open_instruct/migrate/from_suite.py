@@ -1,6 +1,4 @@
-"""`open-instruct migrate-args --from SUITE ...`: the files and flags that another suite's users
-have, in our flags.
-"""
+"""`open-instruct migrate-args --from SUITE`: another suite's files and flags in our flags."""
 
 import json
 import shlex
@@ -73,8 +71,7 @@ def migrate_from(request: Request) -> int:
 
 
 def read_request(words: Sequence[str]) -> Request:
-    """The words behind `migrate-args`: options of ours, then the suite's words, or all of these
-    behind `--`.
+    """The words behind `migrate-args`: our options, then the suite's words.
 
     :raises InputError: the suite is not one that is known, or a number is none.
     """

@@ -1,6 +1,4 @@
-"""A launch of open-instruct: which trainer it starts, the flags that it gives, and what becomes of
-them.
-"""
+"""A launch of open-instruct: its trainer, its flags, and what becomes of them."""
 
 import re
 from collections.abc import Sequence
@@ -89,8 +87,7 @@ class Sheet:
 
 
 def read_launch(command: str, words: Sequence[str]) -> Sheet:
-    """Read the words behind `migrate-args COMMAND`: flags, a YAML file of them, or a whole line
-    that starts a trainer.
+    """Read the words behind `migrate-args COMMAND`: flags, a YAML file, or a whole command line.
 
     Of the launchers before upstream's script nothing is read: they say where a run stands, and not
     what it learns.
@@ -145,9 +142,7 @@ def read_launch(command: str, words: Sequence[str]) -> Sheet:
 
 
 def script_of(word: str) -> str:
-    """The trainer that a script is, such as `dpo` of `open_instruct/dpo.py`; nothing of any other
-    word.
-    """
+    """The trainer that a script is: `dpo` of `open_instruct/dpo.py`; "" of any other word."""
     match = SCRIPT.fullmatch(word)
     if match:
         return match[1]

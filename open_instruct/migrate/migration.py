@@ -1,6 +1,4 @@
-"""`open-instruct migrate-args`: from a launch of open-instruct to the same run in our flags, with
-all that differs.
-"""
+"""`open-instruct migrate-args`: a launch of open-instruct in our flags, with all that differs."""
 
 import json
 import shlex
@@ -118,9 +116,7 @@ def _names_a_suite(words: Sequence[str]) -> bool:
 
 
 def _is_of_steps(request: Request) -> bool:
-    """Whether a launch trains a process reward model, whose tables are those of `migrate-args
-    prm`.
-    """
+    """Whether a launch trains a process reward model, which has tables of its own."""
     scripts = {script_of(word) for word in request.launch}
     return request.suite in ("trl", "openrlhf") and (
         request.trainer == "prm" or bool(scripts & {"trl_prm", "train_prm"})

@@ -1,6 +1,4 @@
-"""What our parser makes of the flags that a sheet sets: their values, those that nothing reads, and
-what is refused.
-"""
+"""What our parser makes of a sheet's flags: values, flags that nothing reads, refusals."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -1,6 +1,4 @@
-"""Rules for upstream flags that only mean something together: each reads some flags of a sheet and
-settles them.
-"""
+"""Rules for upstream flags that only mean something together: each settles some of a sheet."""
 
 import json
 import re

@@ -1,3 +1,1 @@
-"""Pages and drawings that people look at: a run, several runs beside each other, a plan, a curve in
-the terminal.
-"""
+"""Pages and drawings for people: of a run, of several runs, of a plan, in the terminal."""

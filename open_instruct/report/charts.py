@@ -1,6 +1,4 @@
-"""Numbers of a run as a page draws them: curves of few enough points, histograms of its first and
-its last third.
-"""
+"""The charts of a run's page: curves of its metrics, and histograms of its rows."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,8 +20,7 @@ OF_RATIOS = re.compile(r"rho/hist_(([\d.]+)_to_([\d.]+|inf))")
 
 
 def series_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Rows of metrics as columns: `step`, `columns` and `constants` by name, and
-    `steps_in_a_point`.
+    """Rows of metrics as columns: `step`, `columns`, `constants` and `steps_in_a_point`.
 
     Each point is the mean of `steps_in_a_point` steps. Columns are in the order of the table of
     metrics. Where a row has no number the value is None; a column without any number is left out. A
@@ -65,8 +62,7 @@ def rounded(value: float) -> float:
 
 
 def histograms_of(run: RunFiles, table: pyarrow.Table | None) -> list[dict[str, Any]]:
-    """Each histogram has a `title`, the `labels` of its bars, and the share of each bar `early` and
-    `late`.
+    """Histograms with a `title`, the `labels` of bars, and their shares `early` and `late`.
 
     In a run of few steps `early` is None, and `late` has all steps.
     """
@@ -104,9 +100,7 @@ def _histogram(title: str, values: numpy.ndarray, steps: numpy.ndarray) -> Itera
 
 
 def _bins(values: numpy.ndarray) -> tuple[numpy.ndarray, list[str]]:
-    """Edges and labels of the bars: one for each value if there are few, otherwise bars of equal
-    width.
-    """
+    """Edges and labels of the bars: one a value if these are few, else bars of equal width."""
     distinct = numpy.unique(values)
     if len(distinct) <= NUM_BINS:
         edges = numpy.concatenate([distinct, [distinct[-1] + 1]]).astype(float)

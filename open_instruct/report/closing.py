@@ -22,9 +22,7 @@ NUM_HELD_OUT = 3  # the first ones in the table of metrics, which say most about
 
 
 def print_results(config: LearnerConfig, *, took_s: float) -> None:
-    """Print the end of a run in a frame on a terminal, and in plain lines elsewhere; nothing
-    without a model.
-    """
+    """Print the end of a run, in a frame on a terminal; nothing where it left no model."""
     directory = RunDirectory(path=Path(config.run.output_dir))
     model = exported_by(config)
     rows = list(rows_of(directory.metrics))

@@ -1,6 +1,4 @@
-"""Where a metric began and where it ended: the numbers that closing lines, headlines and findings
-have in common.
-"""
+"""The values with which a metric began and ended, as every page and line gives them."""
 
 from collections.abc import Sequence
 from math import fsum

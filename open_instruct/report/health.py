@@ -1,5 +1,4 @@
-"""Diagnoses of a run from its metrics, as sentences with a remedy: nothing learned, nothing right,
-all cut.
+"""Diagnoses of a run from its metrics, each a sentence with a remedy.
 
 The sentences are in `findings.json`, and so are the rules that compare one metric with one limit.
 """

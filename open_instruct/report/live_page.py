@@ -1,5 +1,4 @@
-"""`open-instruct report RUN --watch`: the page of runs that go on, for the browser of whoever runs
-the command.
+"""`open-instruct report RUN --watch`: serves the page of runs that go on, on this machine.
 
 Listens on the loopback address alone. Its address holds a secret word, as other people may have
 accounts on the same machine, and a request that names another host is refused: a page from
@@ -38,9 +37,7 @@ HEADERS = {
 
 
 class RenderPage(Protocol):
-    """Makes the page of some runs; a live one has a `version`, and is looked at again after
-    `refresh_s`.
-    """
+    """Makes the page of some runs; a live one has a `version`, and reloads after `refresh_s`."""
 
     def __call__(self, folders: Sequence[Path], *, version: str, refresh_s: float) -> str: ...
 

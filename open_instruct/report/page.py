@@ -32,8 +32,7 @@ SCRIPTS = ("marks.js", "curves.js", "rollouts.js", "live.js", "start.js")
 def report_page(
     folders: Sequence[Path], *, max_rollouts: int, version: str = "", refresh_s: float = 0.0
 ) -> str:
-    """The text of the page about the runs in `folders`; a served one has a `version` and follows
-    its server's.
+    """The page about the runs in `folders`; a served one has a `version`, and follows the server's.
 
     Nothing in it but our script can run: the page's policy names the digest of that script alone.
 
@@ -128,9 +127,7 @@ def _describe_means(run: RunFiles) -> str:
 
 
 def _seconds(run: RunFiles) -> float:
-    """The time of all steps: the sum of their times or, if they have none, of their tokens over
-    their speeds.
-    """
+    """The seconds of all steps, from their times, or from their tokens and speeds."""
     if durations := run.numbers("time/step"):
         return fsum(durations)
     totals, speeds = run.numbers("num_tokens"), run.numbers("tokens_per_second")

@@ -67,9 +67,7 @@ def _render(pages: "Environment", name: str, plan: Plan, advice: Advice, **limit
 
 
 def _shorten(pages: "Environment", plan: Plan, advice: Advice) -> str:
-    """The most that fits into `MAX_LINES`: fewer layouts, then none, then the fullest phase
-    alone.
-    """
+    """Shorten to `MAX_LINES`: fewer layouts, then none, then the fullest phase alone."""
     choices = [(most_layouts, True) for most_layouts in range(MAX_LAYOUTS_SHOWN, -1, -1)]
     text = ""
     for most_layouts, shows_phases in [*choices, (0, False)]:

@@ -167,8 +167,7 @@ def _settings_in(path: Path) -> tuple[dict[str, Any], tuple[str, ...]]:
 
 
 def read_rollouts(folder: Path, *, most: int) -> tuple[pyarrow.Table | None, list[str]]:
-    """The completions in a run's folder, by column, or None where there are none; and what was left
-    out.
+    """The completions in a run's folder by column, or None; and a sentence on what was left out.
 
     If there are more than `most`, they are those of every second (third, ...) step.
     """

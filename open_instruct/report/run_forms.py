@@ -32,9 +32,7 @@ class PlannedPhase:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedMemory:
-    """The content of `plan.json`: the memory of a device, and what each phase was planned to need
-    of it.
-    """
+    """The content of `plan.json`: a device's memory, and the need of each phase."""
 
     memory_bytes: NumBytes
     peak_phase: str
@@ -74,9 +72,7 @@ def parse_layout(content: bytes) -> ShardLayout:
 
 
 def read_form(path: Path, parse: Callable[[bytes], T]) -> tuple[T | None, str]:
-    """What is in a file, or None, and the sentence that the file is left out; "" where there is
-    none.
-    """
+    """What is in a file, or None, and the sentence that it is left out; "" without a file."""
     if not path.exists():
         return None, ""
     try:

@@ -40,9 +40,7 @@ def _with_flags(text: str) -> Markup:
 def nodes_drawn(
     gpus_per_node: Sequence[int], shard_groups: Sequence[Sequence[int]]
 ) -> Iterator[dict[str, Any]]:
-    """Yields each drawn node with its `title` and, for its first `ranks`, number and letters of the
-    shard group.
-    """
+    """Yields each node with its `title`, and numbers and shard groups of its first `ranks`."""
     groups = {rank: index for index, group in enumerate(shard_groups) for rank in group}
     nodes = list(enumerate(pairwise(accumulate(gpus_per_node, initial=0))))
     if len(nodes) > MAX_NODES_DRAWN:

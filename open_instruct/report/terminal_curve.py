@@ -1,6 +1,4 @@
-"""A curve drawn in the terminal, in blocks: each column is a value, each line eight of its
-levels.
-"""
+"""A curve drawn with blocks in the terminal: a column a value, a line eight levels."""
 
 import math
 from collections.abc import Iterator, Sequence

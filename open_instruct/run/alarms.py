@@ -36,8 +36,7 @@ GROWING = {"loss": "the loss", "grad_norm": "the norm of the gradient"}
 def slowest(
     what: str, token_s: Sequence[float | None], hosts: Sequence[str | None] | None = None
 ) -> dict[str, float]:
-    """Metrics of the slowest of several processes, by index, from each one's seconds per token
-    (None if not known).
+    """Metrics of the slowest process by index, from the seconds per token of each, or None.
 
     They are empty if fewer than two are known. `hosts` names the host whose cores a process
     computes on (None: it has a device of its own); the fastest process stands for its host, as
@@ -60,9 +59,7 @@ def slowest(
 
 
 def slowest_loader(shares: Sequence[float]) -> dict[str, float]:
-    """Metrics of the learner that waits for its rows for the greatest share of its time; empty for
-    a single learner.
-    """
+    """Metrics of the learner that waits longest for its rows; empty for a single learner."""
     if len(shares) < 2:
         return {}
     slow, others = _greatest(dict(enumerate(shares)))

@@ -1,5 +1,4 @@
-"""The steps of a run after which it saves a checkpoint, evaluates, or compares processes; and where
-a signal ends it.
+"""The steps after which a run saves, evaluates or compares processes; and stop signals.
 
 A first SIGTERM, SIGHUP or Ctrl-C ends a run after the step that it falls in, with a checkpoint.
 """

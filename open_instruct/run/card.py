@@ -60,9 +60,7 @@ def card_of(
 
 
 def find_pipeline(trained_by: str, flags: Mapping[str, Any]) -> str:
-    """The hub's word for what the model does; one that is read by words of its vocabulary is a
-    language model still.
-    """
+    """The hub's word for what the model does."""
     return (
         "text-generation"
         if flags.get("reward_tokens")

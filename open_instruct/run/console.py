@@ -59,9 +59,7 @@ class Console:
         self._print(f"{WARNING}{text}", "yellow")
 
     def _print(self, text: str, style: str | None) -> None:
-        """Print a line, wrapped at words on a terminal; a word that is too long, such as a path, is
-        not cut.
-        """
+        """Print a line, wrapped at words on a terminal; a long word, such as a path, is not cut."""
         if self.is_live:
             wrapper = TextWrapper(self.rich.width, break_long_words=False, break_on_hyphens=False)
             text = "\n".join(map(wrapper.fill, text.split("\n")))
@@ -141,9 +139,7 @@ class Console:
 
 
 class BarAboveWords(Progress):
-    """Has the numbers of each loop below its bar, where they go on in another line between
-    words.
-    """
+    """Shows the numbers of a loop below its bar, wrapped between words."""
 
     def get_renderables(self) -> Iterator[RenderableType]:
         yield self.make_tasks_table(self.tasks)

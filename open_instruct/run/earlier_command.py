@@ -1,6 +1,4 @@
-"""A folder holds the run of one command; another command is refused before torch is loaded, and
-nothing is written.
-"""
+"""Refuses a folder that holds another command's run, before torch is loaded."""
 
 from pathlib import Path
 

@@ -42,9 +42,7 @@ def check_paths(config: LearnerConfig) -> None:
 
 
 def check_models(config: LearnerConfig) -> None:
-    """:raises InputError: a folder that a flag names has no config.json, or no weights, that could
-    be read.
-    """
+    """:raises InputError: a model folder has no config.json, or no weights, that can be read."""
     for flag, value in as_flat_dict(config).items():
         if (
             flag.endswith("model_name_or_path")
@@ -56,9 +54,7 @@ def check_models(config: LearnerConfig) -> None:
 
 
 def check_row_files(config: LearnerConfig, *flags: str) -> None:
-    """:raises InputError: one of the mixer lists `flags` (default: all) names a file that is not
-    there.
-    """
+    """:raises InputError: a mixer list in `flags` (default: all) names a missing file."""
     for flag, value in as_flat_dict(config).items():
         if flag.endswith(("mixer_list", "mixer_eval_list")) and (not flags or flag in flags):
             for name in value[::2]:
@@ -66,9 +62,7 @@ def check_row_files(config: LearnerConfig, *flags: str) -> None:
 
 
 def check_tokenizer(config: LearnerConfig) -> None:
-    """:raises InputError: the tokenizer's folder has no tokenizer, or the template that a flag
-    names has an error.
-    """
+    """:raises InputError: the tokenizer is missing, or the named template has an error."""
     asked = config.model.tokenizer_name_or_path or config.model.model_name_or_path
     if (tokenizer := find_local_folder(asked, flag="--tokenizer_name_or_path")) is not None:
         check_tokenizer_folder(tokenizer, flag="--tokenizer_name_or_path")
@@ -143,9 +137,7 @@ def check_first_rows(
 
 
 def local_folder(name_or_path: str, *, revision: str | None = None) -> Path:
-    """The folder itself, or the local copy of a hub repository in that revision, downloaded if need
-    be.
-    """
+    """The folder itself, or the local copy of a hub repository, downloaded if need be."""
     if (path := find_local_folder(name_or_path, revision=revision)) is not None:
         return path
     from huggingface_hub import snapshot_download

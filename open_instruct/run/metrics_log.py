@@ -1,6 +1,4 @@
-"""One row of metrics a step: to `metrics.jsonl`, in one line for people, and to the trackers of
-`--report_to`.
-"""
+"""A row of metrics a step: in `metrics.jsonl`, in the terminal and to trackers."""
 
 import json
 import logging
@@ -23,8 +21,7 @@ log = logging.getLogger(__name__)
 
 
 class MetricsLog:
-    """Append-only rows of JSON, one a step, which go to the trackers too. One process of a run
-    writes them.
+    """A file of JSON rows, one a step, which go to trackers too. One process writes it.
 
     :param warn: called with each warning that follows from a row's numbers.
     """
@@ -56,8 +53,7 @@ class MetricsLog:
         return list(rows_of(self.path))
 
     def write(self, row: Mapping[str, Any]) -> None:
-        """Add a row. A number that JSON cannot say, the norm of a gradient that was left out, is
-        null.
+        """Add a row; a number that JSON lacks, such as NaN, is null.
 
         :param row: with the number of the step as `step`.
         """
@@ -96,8 +92,7 @@ def step_words(row: Mapping[str, float]) -> str:
 def logging_steps(
     run: Run, config: LearnerConfig, *, first_step: int, num_steps: int
 ) -> Iterator[Callable[[int, Mapping[str, float]], None]]:
-    """Yields a function to call with the number and the metrics of every step: rank 0 writes and
-    shows them.
+    """Yields a function for the number and metrics of every step; rank 0 writes and shows them.
 
     Rows after `first_step` that an earlier start left are dropped, as they are written again.
     """

@@ -1,6 +1,4 @@
-"""Every training run first opens its process group, its layout, its run directory and its console,
-and is planned.
-"""
+"""The opening of a training run: process group, layout, folder, console and plan."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -58,8 +56,7 @@ class Run:
 
 @contextmanager
 def open_run(config: TrainingConfig, command: str) -> Iterator[Run]:
-    """Start the process group, decide the layout, and make the run directory ready; leave the group
-    at the end.
+    """Start the process group, decide the layout, claim the folder; leave the group at the end.
 
     :raises InputError: if the flags cannot work on these nodes, the folder cannot be written, or it
         holds another run.
@@ -93,8 +90,7 @@ def open_run(config: TrainingConfig, command: str) -> Iterator[Run]:
 
 
 def join_run(config: LearnerConfig) -> Run:
-    """Join the ranks of a run whose folder another process holds; this process prints nothing, and
-    writes to its log.
+    """Join the ranks of a run whose folder another process holds; prints nothing, logs as it does.
 
     :raises InputError: if the flags cannot work on these nodes.
     """
@@ -113,8 +109,7 @@ def claim_run_folder(
     console: Console,
     command: str,
 ) -> Iterator[None]:
-    """Make the folder of the run, leave its layout and its flags there, and keep other runs out
-    while the block runs.
+    """Make the run's folder, write its layout and flags, and keep other runs out.
 
     One process does this for all.
 
@@ -182,9 +177,7 @@ def say_plan(check: StartCheck, console: Console, directory: RunDirectory) -> di
 
 
 def apply_plan(config: ConfigT, plan: Mapping[str, Any]) -> ConfigT:
-    """The flags with the saved plan's choice for --activation_checkpointing auto; unchanged without
-    a plan.
-    """
+    """The flags with the saved plan's choice for --activation_checkpointing auto, if any."""
     if config.memory.activation_checkpointing != "auto":
         return config
     chosen = {"activation_checkpointing": "none"} | {
@@ -206,9 +199,7 @@ def memory_of(device: torch.device, *, num_sharing: int) -> int:
 def refuse_another_run(
     config: LearnerConfig, directory: RunDirectory, layout: ShardLayout, step: int, console: Console
 ) -> None:
-    """Refuse to continue a folder's checkpoints in another run, but for a longer one after the
-    first has ended.
-    """
+    """Refuse to continue checkpoints in another run, but for a longer one after the first ended."""
     if not directory.config.exists():
         raise InputError(
             f"{directory.path} holds checkpoints, and no config.yaml with the flags of the run "

@@ -111,9 +111,7 @@ class RunDirectory:
                 )
 
     def has_live_lease(self) -> bool:
-        """Whether a process holds the folder and has renewed its lease of late, by the clock of
-        this machine.
-        """
+        """Whether a process holds the folder and renewed its lease lately, by our own clock."""
         try:
             return time.time() - (self.path / "run.lease").stat().st_mtime < LEASE_SILENCE_S
         except OSError:
@@ -235,9 +233,7 @@ def is_number(value: Any) -> bool:
 
 
 def rows_of(path: Path) -> Iterator[dict[str, Any]]:
-    """The rows of a file that has one JSON object with its `step` a line; damaged and half lines
-    are passed over.
-    """
+    """The rows of a JSONL file whose objects have a `step`; damaged and half lines are skipped."""
     if not path.exists():
         return
     for line in path.read_bytes().split(b"\n"):
@@ -251,9 +247,7 @@ def rows_of(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def log_to(path: Path, *, rank: int) -> None:
-    """Send the log of rank 0, and warnings of every rank, to `path`; the terminal is the console's
-    alone.
-    """
+    """Send the log of rank 0, and warnings of every rank, to `path` and not to the terminal."""
     # With a full disk, logging would print a traceback for every line and bury the run's own
     # message.
     logging.raiseExceptions = False

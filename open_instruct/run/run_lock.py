@@ -1,5 +1,4 @@
-"""One run a folder: a lock that dies with its process, and a lease for file systems whose locks end
-at the host.
+"""One run a folder: a lock that dies with its process, and a lease for shared file systems.
 
 `run.lock` is locked and never read: closing any descriptor of a file gives up the process's POSIX
 locks on it. POSIX, because a forked child keeps BSD's alive after `kill -9`. `run.lease` names the
@@ -137,9 +136,7 @@ def _take(lease: SoftFileLease, descriptor: int, folder: Path, say: Callable[[st
 
 
 def _is_renewed(path: Path) -> bool:
-    """Whether a lease is renewed within `WATCH_S`, by no clock but its own; one that goes away is
-    not.
-    """
+    """Whether a lease is renewed within `WATCH_S`, by its own clock; a removed one is not."""
     renewals: set[int] = set()
     end_s = time.monotonic() + WATCH_S
     with suppress(FileNotFoundError):

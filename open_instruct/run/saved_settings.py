@@ -1,6 +1,4 @@
-"""The settings of a run that has ended, from its config.yaml, which this version or another one
-wrote.
-"""
+"""The settings of a run that has ended, from its config.yaml of this or another version."""
 
 import sys
 from collections.abc import Mapping
@@ -24,8 +22,7 @@ MAX_NAMED = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedSettings:
-    """The flags of a run, its objective, and what its file has otherwise than this version would
-    write it.
+    """A run's flags, its objective, and where its file differs from what is written now.
 
     Example: of a run whose config.yaml has a flag that is gone, `notes` is
     `("runs/first/config.yaml is of another version: passed over `old_flag: 1`",)`.

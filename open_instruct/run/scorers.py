@@ -49,9 +49,7 @@ class TokenizedRow:
 
 @dataclass(frozen=True, kw_only=True)
 class Scorer(ABC):
-    """A model on one device; a kind of model says how it reads a row, and what its head says of a
-    hidden state.
-    """
+    """A model on one device that scores rows; a subclass reads its kind of row and head."""
 
     model: Any
     chat: ChatFormat
@@ -142,9 +140,7 @@ class RewardScorer(Scorer):
 
 @dataclass(frozen=True, kw_only=True)
 class StepScorer(Scorer):
-    """A process reward model, with the fields of its config.json and the builders that read its
-    rows.
-    """
+    """A process reward model, with its config.json's fields and the builders of its rows."""
 
     fields: Mapping[str, Any]
     lists: StepBuilder
@@ -153,9 +149,7 @@ class StepScorer(Scorer):
     word_ids: Sequence[int]
 
     def tokenize(self, row: RawRow) -> TokenizedRow:
-        """Texts, steps and what ends them are tokenised apart; the row is read where a step
-        ends.
-        """
+        """Tokenise texts, steps and step ends apart; a row is scored where a step ends."""
         try:
             pieces = self.chat.tokenize(self._pieces(row.content()))
         except MalformedRow as error:

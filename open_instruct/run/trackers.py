@@ -1,6 +1,4 @@
-"""The trackers of `--report_to`: each gets the rows of `metrics.jsonl`, and goes on with its run
-when ours resumes.
-"""
+"""The trackers of `--report_to`, which get each row of metrics and resume with the run."""
 
 import logging
 import os
@@ -17,9 +15,7 @@ log = logging.getLogger(__name__)
 
 
 class Tracker(Protocol):
-    """Takes metrics beside the file: a run of wandb or trackio, or an object with the same
-    methods.
-    """
+    """Takes metrics: a run of wandb or trackio, or an object with the same methods."""
 
     def log(self, row: dict[str, Any], step: int) -> None: ...
 
@@ -43,8 +39,7 @@ class TensorBoard:
 
 
 class MlflowRun:
-    """A run of MLflow, at `MLFLOW_TRACKING_URI` or where MLflow keeps runs by itself; OUT/mlflow_id
-    has its id.
+    """A run of MLflow, at `MLFLOW_TRACKING_URI` or its default; OUT/mlflow_id has its id.
 
     A server that fails in the midst of a run ends the tracking, and not the run.
     """
@@ -126,8 +121,7 @@ class SwanLabRun:
 def build_trackers(
     logging: LoggingSection, *, folder: Path, config: Mapping[str, Any]
 ) -> list[Tracker]:
-    """The trackers named in `--report_to`, which `check_trackers` has accepted. Call on rank 0
-    only.
+    """The trackers of `--report_to`, once `check_trackers` has accepted them. On rank 0 only.
 
     Raises:
         InputError: a tracker cannot begin its run.
@@ -157,9 +151,7 @@ def _begin_wandb(folder: Path, logging: LoggingSection, config: Mapping[str, Any
 
 
 def _begin_trackio(folder: Path, logging: LoggingSection, config: Mapping[str, Any]) -> Tracker:
-    """On this machine; a resumed run continues the trackio run whose name is in
-    OUT/trackio_name.
-    """
+    """Begin, or resume, the trackio run named in OUT/trackio_name, on this machine."""
     import trackio
 
     name = _saved_word(folder / "trackio_name")

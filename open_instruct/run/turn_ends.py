@@ -1,5 +1,4 @@
-"""The settings beside an exported model, by which readers have its token ids, and end a reply where
-it does.
+"""The settings beside an exported model that keep its token ids and its ends of replies.
 
 generate(), pipelines and vLLM end a reply at the ids that generation_config.json names.
 """
@@ -56,8 +55,7 @@ def exported_generation_config(
     *,
     is_own_tokenizer: bool,
 ) -> dict[str, Any]:
-    """The start model's fields, with the ids at which a turn of the trained model ends among those
-    of `eos_token_id`.
+    """The start model's fields, with the trained model's turn ends in `eos_token_id`.
 
     Args:
         source: the start model's folder; where it has no such file, the ids are those of its

@@ -1,5 +1,4 @@
-"""Tokens that are learned with rows which no training has touched: LoRA freezes embeddings and head
-as they are.
+"""Finds learned tokens whose rows in embeddings or head are untrained, which LoRA freezes.
 
 The special tokens that a base model leaves unused have rows of zeros, or all the same row.
 """
@@ -28,8 +27,7 @@ def learned_token_ids(rows: TokenDataset) -> set[int]:
 
 
 def find_untrained_rows(pretrained: Pretrained, token_ids: Iterable[int]) -> str | None:
-    """A warning of the tokens among `token_ids` with an untrained row in embeddings or head; None
-    if there is none.
+    """A warning of `token_ids` with an untrained row in embeddings or head; None if all are.
 
     Reads these rows alone, and those of special tokens.
     """

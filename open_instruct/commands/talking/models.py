@@ -1,6 +1,4 @@
-"""Which model a word means that names a run, a folder or a repository of the hub: the models that
-one can talk to.
-"""
+"""Finds the model that a word means: of a run, a folder or a repository of the hub."""
 
 from dataclasses import dataclass
 from pathlib import Path

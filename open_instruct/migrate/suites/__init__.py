@@ -1,3 +1,1 @@
-"""Launches of other suites as their users have them, and tables of what each setting is called
-here.
-"""
+"""Launches of other suites, and tables of what each setting is called here."""

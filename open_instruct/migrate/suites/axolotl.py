@@ -1,6 +1,4 @@
-"""axolotl's launches: nested YAML behind `axolotl train FILE.yaml --flag value`, or `-m
-axolotl.cli.train`.
-"""
+"""axolotl's launches: nested YAML behind `axolotl train FILE.yaml --flag value`."""
 
 from pathlib import Path
 

@@ -1,6 +1,4 @@
-"""LLaMA-Factory's launches: flat YAML behind `llamafactory-cli train FILE.yaml name=value`, or
-flags.
-"""
+"""LLaMA-Factory's launches: flat YAML behind `llamafactory-cli train FILE.yaml name=value`."""
 
 import json
 import os

@@ -1,6 +1,4 @@
-"""OpenRLHF's launches: flags behind `openrlhf.cli.train_dpo` and the like, or a shell script of
-that.
-"""
+"""OpenRLHF's launches: flags behind `openrlhf.cli.train_dpo`, or a shell script of that."""
 
 import re
 
@@ -28,8 +26,7 @@ OF_TRAINERS = {
 
 
 def read_settings(words: list[str]) -> Settings:
-    """Read the words of a launch; those before the program are of launchers, such as deepspeed and
-    ray.
+    """Read the words of a launch, without those of launchers such as deepspeed and ray.
 
     :raises InputError: they are no launch of OpenRLHF, or a file cannot be read.
     """

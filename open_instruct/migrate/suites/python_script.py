@@ -59,9 +59,7 @@ def read_calls(path: str) -> list[Call]:
 
 
 def _assignments(tree: ast.Module) -> Iterator[tuple[str, ast.expr]]:
-    """The expression of each name that is assigned once; one that is assigned twice has no one
-    value.
-    """
+    """The expression of each name that is assigned exactly once."""
     found: dict[str, list[ast.expr]] = {}
     for node in ast.walk(tree):
         if (
@@ -153,9 +151,7 @@ def _called(node: ast.Call) -> str:
 
 
 def _value(node: ast.expr, names: Mapping[str, ast.expr], depth: int) -> Any:
-    """The value of an expression of constants, of names that are assigned one, and of arithmetic on
-    numbers.
-    """
+    """The value of an expression of constants, assigned names, and arithmetic on numbers."""
     if depth > MAX_DEPTH:
         raise _Unknown
     if isinstance(node, ast.Constant):

@@ -1,6 +1,4 @@
-"""What a launch of another suite sets: the one form in which every reader of this folder hands it
-on.
-"""
+"""The settings of another suite's launch, in one form for every reader of this folder."""
 
 import json
 import re
@@ -67,8 +65,7 @@ def read_flags(words: Sequence[str]) -> dict[str, list[str]]:
 def split_at_program(
     words: Sequence[str], program: re.Pattern[str]
 ) -> tuple[list[str], str, list[str]]:
-    """The launcher's words, what the first group of `program` matched, and the words behind the
-    program.
+    """The launcher's words, the first group that `program` matched, and the words behind it.
 
     Where no word is the program, all words are behind it.
     """
@@ -88,9 +85,7 @@ def count_gpus(launcher: Sequence[str]) -> int | None:
 
 
 def name_configurations(values: dict[str, list[str]], name: str, configuration: str) -> None:
-    """Put the configurations of data sets behind their names, `name:configuration`, as they are
-    written here.
-    """
+    """Put the configurations of data sets behind their names, as `name:configuration`."""
     if name not in values or configuration not in values:
         return
     pairs = zip(values[name], values.pop(configuration), strict=False)
@@ -98,8 +93,7 @@ def name_configurations(values: dict[str, list[str]], name: str, configuration: 
 
 
 def read_yaml(path: str) -> dict[str, list[str]]:
-    """The settings of a YAML file, whose sections are put before their keys: `lora: {rank: 8}` is
-    `lora.rank`.
+    """The settings of a YAML file, flat: `lora: {rank: 8}` is `lora.rank`.
 
     :raises InputError: the file cannot be read, or is no mapping.
     """
@@ -122,9 +116,7 @@ def _key(node: Any, path: str) -> str:
 
 
 def plain_value(node: Any, path: str) -> Any:
-    """A YAML value as dicts, lists and the words that stand there, so that 5e-7 is not read as a
-    text.
-    """
+    """A YAML value as dicts, lists and the words as written, so that 5e-7 is no text."""
     if isinstance(node, yaml.ScalarNode):
         return "none" if node.tag == YAML_NULL else node.value
     if isinstance(node, yaml.SequenceNode):

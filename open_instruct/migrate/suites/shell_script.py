@@ -1,6 +1,4 @@
-"""The command of a shell script that starts a trainer, with its variables filled in; nothing is
-executed.
-"""
+"""The command of a shell script, with its variables filled in; nothing is executed."""
 
 import ast
 import operator
@@ -29,9 +27,7 @@ COMMENT = re.compile(r"(?:^|(?<=\s))#[^\n'\"]*$", re.MULTILINE)
 
 
 def expand_script(words: list[str], starts_trainer: Callable[[list[str]], bool]) -> list[str]:
-    """The words of a launch; of a shell script, those of its command, and behind them what follows
-    the script.
-    """
+    """The words of a launch; of a shell script, those of its command and what follows."""
     if not words[0].endswith(SHELL_SUFFIXES):
         return words
     return [*read_command(words[0], starts_trainer), *words[1:]]

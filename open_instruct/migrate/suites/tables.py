@@ -1,5 +1,4 @@
-"""What each setting of another suite is called here, read from the YAML file of that suite in this
-folder.
+"""What each setting of another suite is called here, from the YAML files of this folder.
 
 A file has the suite's `name`, the files whose sections it goes on from (`like`), its `trainers` (of
 each our command and the sections that hold for it, the most special first), the `older_names` of
@@ -125,9 +124,7 @@ def find_suite_name(suite: str) -> str:
 
 @cache
 def find_table(suite: str, trainer: str) -> Table:
-    """The rules of the suite's `trainer`; where several sections have a setting, the first of them
-    holds.
-    """
+    """The rules of the suite's `trainer`; of several sections, the first with a setting holds."""
     facts = _read(suite)
     trainer_facts = facts["trainers"][trainer]
     sections = [

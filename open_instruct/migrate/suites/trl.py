@@ -94,9 +94,7 @@ def _split(words: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def _read_script(path: str) -> tuple[str, dict[str, list[str]], dict[str, str]]:
-    """The trainer, the settings and those that cannot be read of a Python script, which is not
-    executed.
-    """
+    """The trainer, the settings and the unreadable ones of a Python script, which is not run."""
     values: dict[str, list[str]] = {}
     unreadable: dict[str, str] = {}
     trainers: list[str] = []

@@ -99,9 +99,7 @@ def _read_overrides(words: list[str]) -> dict[str, list[str]]:
 
 
 def _read_value(text: str) -> list[str]:
-    """The words of a value as Hydra writes it: a list in brackets, with quotes or without, or one
-    word.
-    """
+    """The words of a value as Hydra writes it: a list in brackets, or one word."""
     text = text.strip().strip("'\"") if not text.strip().startswith(("[", "{")) else text.strip()
     if text.startswith("[") and text.endswith("]"):
         return [part.strip().strip("'\"") for part in text[1:-1].split(",") if part.strip()]

@@ -100,8 +100,7 @@ def sample_of(
     num_read: int,
     num_shown: int,
 ) -> Sample:
-    """Read and build rows under the flags of a run; `known` are the verifiers and environments that
-    prompts may name.
+    """Read and build rows under a run's flags; `known` are verifiers and environments by name.
 
     Raises:
         InputError: a file, the tokenizer or the template will not do, or no row can be used.
@@ -181,8 +180,7 @@ def build_rows(
     side: Side | None = None,
     of_part_too: bool = False,
 ) -> tuple[dict[str, np.ndarray], DataReport]:
-    """Build the first `num_read` rows of each data set at most: the arrays of a `TokenDataset`, and
-    the report.
+    """Build the first `num_read` rows of each data set: arrays of a `TokenDataset`, and a report.
 
     Args:
         side: of `--eval_split`; whether it has any rows shows only where all of them are read, so
@@ -217,9 +215,7 @@ def build_rows(
 def builder_of_run(
     config: LearnerConfig, objective: Objective, chat: ChatFormat, known: dict[str, Any]
 ) -> RowBuilder:
-    """The run's builder, which counts bad rows whatever --on_bad_row is, so that good ones can be
-    shown.
-    """
+    """The run's builder, which counts bad rows whatever --on_bad_row is, to show good ones."""
     if isinstance(config, GRPOConfig):
         most = config.data.max_prompt_token_length
         return PromptBuilder(
@@ -316,9 +312,7 @@ def html_page(sample: Sample, *, title: str) -> str:
 
 
 def _text_of(document: ShownDocument, *, is_plain: bool) -> Text:
-    """The text of a document, with visible line ends and without control characters; what is
-    learned is set apart.
-    """
+    """The text of a document, without control characters; what is learned is set apart."""
     text = Text()
     for is_learned, tokens in groupby(document.tokens, key=attrgetter("is_learned")):
         shown = escaped("".join(token.text for token in tokens), "\n\t").replace("\n", "⏎\n")
@@ -350,9 +344,7 @@ def _summary(lengths: Sequence[int]) -> str:
 
 
 def bars_of(lengths: Sequence[int]) -> dict[int, int]:
-    """The number of documents by the least length of a bar; bars have one width, from the shortest
-    to the longest.
-    """
+    """The number of documents in each of a few bars of equal width, by the bar's least length."""
     low = min(lengths)
     width = max(1, -(-(max(lengths) - low + 1) // MOST_BARS))
     counts = np.bincount((np.asarray(lengths) - low) // width)
