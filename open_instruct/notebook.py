@@ -24,7 +24,7 @@ from open_instruct.core.errors import InputError, Problem, RunError
 from open_instruct.core.files import replace_text
 from open_instruct.objectives.objective import Objective
 from open_instruct.objectives.policy_gradient import GRPO
-from open_instruct.rewards.function import file_with
+from open_instruct.rewards.function import write_function_file
 from open_instruct.run.hub.upload import open_repository, upload
 from open_instruct.run.run_directory import RunDirectory, exported_by, is_number, rows_of
 from open_instruct.train import preflight, train
@@ -188,7 +188,7 @@ def _find_row_flags(
     if reward is not None and objective is not GRPO:
         raise InputError("reward: GRPO alone has one; leave it out", kind="conflict", flag="reward")
     if callable(reward):
-        texts[folder / REWARD] = file_with(reward)
+        texts[folder / REWARD] = write_function_file(reward)
         flags["verifier"] = [f"{folder / REWARD}:{reward.__name__}"]
     elif reward is not None:
         flags["verifier"] = [reward]

@@ -22,7 +22,7 @@ from open_instruct.data.report import DataReport
 from open_instruct.data.row_builder import RenderedRow, RowBuilder
 from open_instruct.data.saved_place import check_saved_place, rows_fact, seed_fact
 from open_instruct.data.token_dataset import TokenDataset, load_token_dataset
-from open_instruct.rewards.registry import judges_named
+from open_instruct.rewards.registry import list_judges
 from open_instruct.rewards.verifier import Verifier
 
 
@@ -267,7 +267,7 @@ def build_row_settings(config: GRPOConfig) -> dict[str, Any]:
         where = f"--system_prompt_override_file {file}"
         system_prompt = read_asked(file, where=where).strip()
     return {
-        "judges": judges_named(config.reward.verifier),
+        "judges": list_judges(config.reward.verifier),
         "remapped": remapped,
         "environment": config.environment.of_all_rows,
         "system_prompt": system_prompt,

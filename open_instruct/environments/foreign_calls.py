@@ -15,7 +15,7 @@ from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from typing import Any
 
-from open_instruct.rewards.event_loop import lasting_loop
+from open_instruct.rewards.event_loop import start_loop
 
 FOREIGN_LOOP = "environments"
 MAX_ERROR_CHARACTERS = 2000
@@ -33,7 +33,7 @@ class EnvironmentFault(Exception):
 
 def foreign_loop() -> asyncio.AbstractEventLoop:
     """The event loop in which all coroutines of environments run."""
-    return lasting_loop(FOREIGN_LOOP)
+    return start_loop(FOREIGN_LOOP)
 
 
 async def call_foreign(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:

@@ -22,7 +22,7 @@ from open_instruct.environments.environment import (
     Source,
     Turn,
 )
-from open_instruct.rewards.event_loop import lasting_loop
+from open_instruct.rewards.event_loop import start_loop
 
 T = TypeVar("T")
 
@@ -68,7 +68,7 @@ class Taskset(Source):
         finally:  # each of its environments takes Ctrl-C for itself
             for number, handler in handlers.items():
                 signal.signal(number, handler)
-        self._loop = lasting_loop(self._loop_name)
+        self._loop = start_loop(self._loop_name)
         for each in getattr(self._taskset, "envs", [self._taskset]):
             if not isinstance(each, verifiers.MultiTurnEnv) or each.message_type != "chat":
                 raise InputError(

@@ -1,7 +1,6 @@
-"""Verifiers that compare answers: texts and numbers, fast and in the caller's process, and
-expressions of mathematics.
+"""Verifiers that compare answers: numbers, texts, lengths, and expressions of mathematics.
 
-These are the same however they are written. Where a completion has `<answer>…</answer>`, what
+Expressions are the same however they are written. Where a completion has `<answer>…</answer>`, what
 stands between the last of these tags is judged.
 """
 
@@ -15,12 +14,12 @@ from open_instruct.rewards.mathematics.answers import are_equal
 from open_instruct.rewards.mathematics.text import clean
 from open_instruct.rewards.verifier import Verifier
 from open_instruct.rewards.words import (
-    between_answer_tags,
     check_truths,
-    f1_of_words,
-    is_one_of,
-    last_number,
-    words_of,
+    compute_f1,
+    find_last_number,
+    find_tagged_answer,
+    matches_any,
+    split_words,
 )
 
 _FINISHED = re.compile(r"<finish>(.*?)</finish>", flags=re.IGNORECASE | re.DOTALL)
@@ -39,22 +38,21 @@ class GSM8K(Verifier):
     isolated: ClassVar[bool] = False
 
     def check_ground_truth(self, ground_truth: Any) -> None:
-        if last_number(str(ground_truth)) is None:
+        if find_last_number(str(ground_truth)) is None:
             raise ValueError("it has no number, so no answer equals it")
 
     def score(self, completion: str, ground_truth: Any) -> float:
-        expected = last_number(str(ground_truth))
-        return float(
-            expected is not None and last_number(between_answer_tags(completion)) == expected
-        )
+        expected = find_last_number(str(ground_truth))
+        if expected is None:
+            return 0.0
+        return float(find_last_number(find_tagged_answer(completion)) == expected)
 
 
 class StringMatcher(Verifier):
-    """1 if the answer is the ground truth, or one of a list of them, but for case, articles,
-    punctuation and spaces.
+    """1 if the answer is the ground truth, or one of a list of them.
 
-    The answer is what follows the last "Answer:" on its line; without one, the whole completion.
-    Signs and points of numbers count.
+    Case, articles, punctuation and spaces do not count. The answer is what follows the last
+    "Answer:" on its line; without one, the whole completion. Signs and points of numbers count.
     """
 
     name: ClassVar[str] = "string_matcher"
@@ -64,29 +62,26 @@ class StringMatcher(Verifier):
         check_truths(ground_truth)
 
     def score(self, completion: str, ground_truth: Any) -> float:
-        return float(is_one_of(answer_of(completion), ground_truth))
+        return float(matches_any(find_stated_answer(completion), ground_truth))
 
 
 class Flan(StringMatcher):
-    """The same of what follows the last "The answer is: "; without it, of the whole completion."""
+    """As `StringMatcher`, of what follows the last "The answer is: ", if that is there."""
 
     name: ClassVar[str] = "flan"
 
     def score(self, completion: str, ground_truth: Any) -> float:
-        return float(
-            is_one_of(
-                between_answer_tags(completion).rpartition("The answer is: ")[2], ground_truth
-            )
-        )
+        _, _, answer = find_tagged_answer(completion).rpartition("The answer is: ")
+        return float(matches_any(answer, ground_truth))
 
 
 class Puzzle(StringMatcher):
-    """The same of the whole completion, or of what stands between `<answer>` and `</answer>`."""
+    """As `StringMatcher`, of the whole completion, or of what `<answer>…</answer>` has."""
 
     name: ClassVar[str] = "puzzle"
 
     def score(self, completion: str, ground_truth: Any) -> float:
-        return float(is_one_of(between_answer_tags(completion), ground_truth))
+        return float(matches_any(find_tagged_answer(completion), ground_truth))
 
 
 class StringF1(Verifier):
@@ -102,51 +97,45 @@ class StringF1(Verifier):
         check_truths(ground_truth)
 
     def score(self, completion: str, ground_truth: Any) -> float:
-        given = words_of(answer_of(completion))
-        accepted = ground_truth if isinstance(ground_truth, list) else [ground_truth]
-        return max((f1_of_words(given, words_of(str(truth))) for truth in accepted), default=0.0)
+        truths = ground_truth if isinstance(ground_truth, list) else [ground_truth]
+        return find_best_f1(find_stated_answer(completion), truths)
 
 
 class ReSearch(StringMatcher):
-    """The same of what stands in the first `<finish>…</finish>`; a list may be written as JSON."""
+    """As `StringMatcher`, of the first `<finish>…</finish>`; a list may be written as JSON."""
 
     name: ClassVar[str] = "re_search"
 
     def check_ground_truth(self, ground_truth: Any) -> None:
-        check_truths(listed(ground_truth))
+        check_truths(read_truths(ground_truth))
 
     def score(self, completion: str, ground_truth: Any) -> float:
         found = _FINISHED.search(completion)
-        return float(
-            found is not None
-            and bool(found[1].strip())
-            and is_one_of(found[1], listed(ground_truth))
-        )
+        if found is None or not found[1].strip():
+            return 0.0
+        return float(matches_any(found[1], read_truths(ground_truth)))
 
 
 class ReSearchF1(ReSearch):
-    """F1 of the words in the last `<finish>…</finish>`, 0.1 where none is right (Chen et al., arXiv
-    2503.19470).
+    """F1 of the words in the last `<finish>…</finish>`, 0.1 where none is right.
+
+    As Chen et al. have it (arXiv 2503.19470).
     """
 
     name: ClassVar[str] = "re_search_f1"
 
     def score(self, completion: str, ground_truth: Any) -> float:
-        answer = completion.rpartition("<finish>")[2].partition("</finish>")[0]
+        _, _, answer = completion.rpartition("<finish>")
+        answer, _, _ = answer.partition("</finish>")
         if not answer or answer == completion:
             return 0.0
-        return (
-            max(
-                f1_of_words(words_of(answer), words_of(str(truth)))
-                for truth in listed(ground_truth)
-            )
-            or 0.1
-        )
+        return find_best_f1(answer, read_truths(ground_truth)) or 0.1
 
 
 class MaxLength(Verifier):
-    """1 for as many tokens as the ground truth says, and less for each off, 0 at
-    --max_length_verifier_max_length.
+    """1 for as many tokens as the ground truth says, and less for each more or fewer.
+
+    It is 0 where --max_length_verifier_max_length or more are too many, or missing.
     """
 
     name: ClassVar[str] = "max_length"
@@ -155,32 +144,29 @@ class MaxLength(Verifier):
     reads: ClassVar[Literal["text", "token_ids"]] = "token_ids"
 
     def configure(self, flags: RewardSection) -> None:
-        self._most_off = flags.max_length_verifier_max_length
+        self._max_difference = flags.max_length_verifier_max_length
 
     def check_ground_truth(self, ground_truth: Any) -> None:
         float(ground_truth)
 
     def score(self, completion: Any, ground_truth: Any) -> float:
-        return max(0.0, 1 - abs(len(completion) - float(ground_truth)) / self._most_off)
+        difference = abs(len(completion) - float(ground_truth))
+        return max(0.0, 1 - difference / self._max_difference)
 
 
 class UpToMaxLength(MaxLength):
-    """The same, but 1 for fewer tokens too."""
+    """As `MaxLength`, but 1 for fewer tokens too."""
 
     name: ClassVar[str] = "up_to_max_length"
 
     def score(self, completion: Any, ground_truth: Any) -> float:
-        return (
-            1.0
-            if len(completion) < float(ground_truth)
-            else super().score(completion, ground_truth)
-        )
+        if len(completion) < float(ground_truth):
+            return 1.0
+        return super().score(completion, ground_truth)
 
 
 class Passthrough(Verifier):
-    """0 for every completion: for rows whose reward comes from elsewhere, such as the format
-    alone.
-    """
+    """0 for every completion: for rows whose reward is that of the format alone, for one."""
 
     name: ClassVar[str] = "passthrough"
     isolated: ClassVar[bool] = False
@@ -190,9 +176,7 @@ class Passthrough(Verifier):
 
 
 class R1Format(Verifier):
-    """1 for `<think>…</think><answer>…</answer>`: what `--apply_r1_style_format_reward` asks
-    for.
-    """
+    """1 for `<think>…</think><answer>…</answer>`, as `--apply_r1_style_format_reward` wants it."""
 
     name: ClassVar[str] = "r1_format"
     sees_thinking: ClassVar[bool] = True
@@ -202,22 +186,22 @@ class R1Format(Verifier):
 
 
 class Math(Verifier):
-    """1 if the answer and the ground truth are the same expression, tuple, interval, set, matrix,
-    relation or text.
+    """1 if the answer and the ground truth are the same in mathematics.
 
-    Where a completion says its answer is in math_finder.py; what counts as the same in
+    They may be expressions, tuples, intervals, sets, matrices, relations or texts. Where a
+    completion says its answer is in math_finder.py; what counts as the same in
     mathematics/answers.py.
     """
 
     name: ClassVar[str] = "math"
 
     def check_ground_truth(self, ground_truth: Any) -> None:
-        if not clean(_truth_of(ground_truth)):
+        if not clean(_find_truth(ground_truth)):
             raise ValueError("it is empty, so no answer equals it")
 
     def score(self, completion: str, ground_truth: Any) -> float:
         answers = find_answers(completion)
-        expected = _truth_of(ground_truth)
+        expected = _find_truth(ground_truth)
         if not answers or not answers[-1].strip():
             return 0.0
         is_right = any(are_equal(reading, expected) for reading in find_readings(completion))
@@ -226,15 +210,16 @@ class Math(Verifier):
         return float(is_right)
 
 
-def _truth_of(ground_truth: Any) -> str:
+def _find_truth(ground_truth: Any) -> str:
     """The answer that a ground truth says, which may be a whole solution."""
     text = str(ground_truth)
-    return (find_answer(text) or "") if "\\boxed" in text else text
+    if "\\boxed" in text:
+        return find_answer(text) or ""
+    return text
 
 
 class StrictMath(Math):
-    """The same, of an answer written as "Final Answer: The final answer is … . I hope it is
-    correct."
+    """As `Math`, of what "Final Answer: The final answer is … . I hope it is correct." says.
 
     Without that sentence the answer is the whole completion.
     """
@@ -242,35 +227,40 @@ class StrictMath(Math):
     name: ClassVar[str] = "strict_math"
 
     def score(self, completion: str, ground_truth: Any) -> float:
-        completion = between_answer_tags(completion)
-        said = _FINAL.search(completion + "I hope it is correct.")
-        return float(are_equal(said[1] if said else completion, str(ground_truth)))
+        completion = find_tagged_answer(completion)
+        final = _FINAL.search(completion + "I hope it is correct.")
+        answer = final[1] if final else completion
+        return float(are_equal(answer, str(ground_truth)))
 
 
 def has_r1_format(text: str) -> bool:
-    """Whether a completion is `<think>…</think><answer>…</answer>`; the first tag may be part of
-    the prompt.
+    """Whether a completion is `<think>…</think><answer>…</answer>`.
+
+    The first tag may be part of the prompt.
     """
     thought, _, answer = text.strip().removeprefix("<think>").partition("</think>")
-    answer = answer.lstrip()
-    return (
-        "<think>" not in thought and answer.startswith("<answer>") and answer.endswith("</answer>")
-    )
+    if "<think>" in thought:
+        return False
+    return answer.lstrip().startswith("<answer>") and answer.endswith("</answer>")
 
 
-def listed(ground_truth: Any) -> list[Any]:
+def read_truths(ground_truth: Any) -> list[Any]:
     """A ground truth as a list, which may be written as JSON."""
     truths = json_or_text(ground_truth)
     return truths if isinstance(truths, list) else [truths]
 
 
-def answer_of(completion: str) -> str:
-    """The rest of the line behind the last "Answer:" (in any case), or all that is judged of the
-    completion.
-    """
-    completion = between_answer_tags(completion)
+def find_stated_answer(completion: str) -> str:
+    """The rest of the line behind the last "Answer:", in any case; else the whole answer."""
+    completion = find_tagged_answer(completion)
     answers = re.findall(r"answer:[ \t]*([^\n]*)", completion, flags=re.IGNORECASE)
     return answers[-1] if answers else completion
+
+
+def find_best_f1(answer: str, truths: list[Any]) -> float:
+    """The best F1 of an answer's words over a list of ground truths."""
+    words = split_words(answer)
+    return max((compute_f1(words, split_words(str(truth))) for truth in truths), default=0.0)
 
 
 MATCHERS = (StringMatcher, Flan, Puzzle, ReSearch, ReSearchF1, StringF1)

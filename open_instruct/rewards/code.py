@@ -1,9 +1,9 @@
-"""Verifiers that run a completion's program against tests: in a sandbox, or on a server such as
-open-instruct's.
+"""Verifiers that run a completion's program against tests, in a sandbox or on a server.
 
-A score is the share of the tests that pass; 0 where that is below
---code_pass_rate_reward_threshold. Tests run one after the other, each in a process of its own, for
-at most --code_max_execution_time. Those that the time of a verdict does not reach have failed.
+The server speaks open-instruct's form. A score is the share of the tests that pass; 0 where that is
+below --code_pass_rate_reward_threshold. Tests run one after the other, each in a process of its
+own, for at most --code_max_execution_time. Those that the time of a verdict does not reach have
+failed.
 """
 
 import ast
@@ -23,7 +23,7 @@ from open_instruct.config.policy_sections import RewardSection
 from open_instruct.core.text import json_or_text
 from open_instruct.rewards.sandbox.sandbox import MAX_OUTPUT_BYTES, SANDBOX
 from open_instruct.rewards.verifier import Verifier
-from open_instruct.rewards.words import between_answer_tags
+from open_instruct.rewards.words import find_tagged_answer
 
 # Of --verifier_timeout_s, so that the verdict on a program that is late in every test still comes.
 SHARE_OF_TIME = 0.9
@@ -43,7 +43,7 @@ _NUMBER = re.compile(r"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?", re.ASCII)
 
 
 class Code(Verifier):
-    """A program is what statements such as `assert add(1, 2) == 3` call."""
+    """A program defines what statements such as `assert add(1, 2) == 3` call."""
 
     name: ClassVar[str] = "code"
     test: ClassVar[str] = '"assert add(1, 2) == 3"'
@@ -59,37 +59,35 @@ class Code(Verifier):
             raise ValueError(f"is no list of tests such as {self.test}, and no JSON of one")
 
     def score(self, completion: str, ground_truth: Any) -> float:
-        program, tests, flags = program_of(completion), json_or_text(ground_truth), self._flags
-        passed = self._ask(program, tests) if flags.code_api_url else self._run(program, tests)
-        rate = sum(passed) / len(tests)
-        return rate if rate >= flags.code_pass_rate_reward_threshold else 0.0
+        program = find_program(completion)
+        tests = json_or_text(ground_truth)
+        run_tests = self._ask_server if self._flags.code_api_url else self._run_tests
+        rate = sum(run_tests(program, tests)) / len(tests)
+        return rate if rate >= self._flags.code_pass_rate_reward_threshold else 0.0
 
-    def _run(self, program: str, tests: list[Any]) -> Iterator[bool]:
-        """Whether each test passes, as long as there is time for a verdict, and the score can be
-        more than 0.
-        """
+    def _run_tests(self, program: str, tests: list[Any]) -> Iterator[bool]:
+        """Whether each test passes, as long as there is time, and the score can be above 0."""
         deadline_s = time.monotonic() + self._time_s
-        num_good = len(tests)
+        min_rate = self._flags.code_pass_rate_reward_threshold
+        num_good = len(tests)  # if all further ones pass
         for test in tests:
             left_s = deadline_s - time.monotonic()
-            counts = (
-                left_s > 0 and num_good / len(tests) >= self._flags.code_pass_rate_reward_threshold
-            )
-            passes = counts and self.passes(
-                program, test, min(left_s, self._flags.code_max_execution_time)
-            )
+            passes = False
+            if left_s > 0 and num_good / len(tests) >= min_rate:
+                timeout_s = min(left_s, self._flags.code_max_execution_time)
+                passes = self.passes(program, test, timeout_s)
             num_good -= not passes
             yield passes
 
-    def _ask(self, program: str, tests: list[Any]) -> Iterator[bool]:
-        asked = {
+    def _ask_server(self, program: str, tests: list[Any]) -> Iterator[bool]:
+        content = {
             "program": program,
             "tests": tests,
             "max_execution_time": self._flags.code_max_execution_time,
         }
         headers = {"Content-Type": "application/json"}
         url = str(self._flags.code_api_url).replace("/test_program", self.endpoint)
-        request = urllib.request.Request(url, data=json.dumps(asked).encode(), headers=headers)
+        request = urllib.request.Request(url, data=json.dumps(content).encode(), headers=headers)
         with urllib.request.urlopen(request, timeout=self._time_s) as answer:
             return (result == 1 for result in json.load(answer)["results"])
 
@@ -97,31 +95,32 @@ class Code(Verifier):
         return isinstance(test, str)
 
     def passes(self, program: str, test: Any, timeout_s: float) -> bool:
-        """Whether a program passes a test in this time; false also where it dies, or prints without
-        an end.
+        """Whether a program passes a test in this time.
 
-        Of `assert CALL == LITERAL` the program sees only the call: its value comes out, and is
-        compared here.
+        It does not if it dies, or prints without an end. Of `assert CALL == LITERAL` the program
+        sees only the call: its value comes out, and is compared here.
         """
-        call, expected = asked_value(test)
-        with closing(
-            SANDBOX.interpreter(cpu_s=math.ceil(timeout_s) + 1, name="solution")
-        ) as interpreter:
+        call, expected = split_assertion(test)
+        cpu_s = math.ceil(timeout_s) + 1
+        with closing(SANDBOX.interpreter(cpu_s=cpu_s, name="solution")) as interpreter:
             deadline_s = time.monotonic() + timeout_s
             if interpreter.run(program, timeout_s=timeout_s).status != "done":
                 return False
-            ran = interpreter.run(call, timeout_s=deadline_s - time.monotonic(), is_plain=True)
+            result = interpreter.run(call, timeout_s=deadline_s - time.monotonic(), is_plain=True)
+        if result.status != "done":
+            return False
+        if not expected:
+            return True
         try:
-            return ran.status == "done" and (
-                not expected or read_literal(ran.value) == read_literal(expected)
-            )
+            return bool(read_literal(result.value) == read_literal(expected))
         except NO_LITERAL:
             return False
 
 
 class CodeStdio(Code):
-    """A program reads a test's input and prints its output, but for spaces around lines and how
-    numbers are written.
+    """A program reads a test's input and prints its output.
+
+    Spaces around lines do not count, nor how numbers are written.
     """
 
     name: ClassVar[str] = "code_stdio"
@@ -129,36 +128,40 @@ class CodeStdio(Code):
     endpoint: ClassVar[str] = "/test_program_stdio"
 
     def is_test(self, test: Any) -> bool:
-        return (
-            isinstance(test, dict)
-            and isinstance(test.get("output"), str)
-            and isinstance(test.get("input"), str | list)
-        )
+        if not isinstance(test, dict) or not isinstance(test.get("output"), str):
+            return False
+        return isinstance(test.get("input"), str | list)
 
     def passes(self, program: str, test: Any, timeout_s: float) -> bool:
-        given, expected = test["input"], test["output"]
-        stdin = given if isinstance(given, str) else "\n".join(map(str, given))
-        most = MAX_OUTPUT_BYTES + 4 * len(expected)
-        with closing(
-            SANDBOX.interpreter(cpu_s=math.ceil(timeout_s) + 1, stdin=stdin)
-        ) as interpreter:
-            ran = interpreter.run(program, timeout_s=timeout_s, max_bytes=most)
-        lines, expected_lines = ran.output.strip().split("\n"), expected.strip().split("\n")
-        are_as_many = ran.status in ("done", "exit") and len(lines) == len(expected_lines)
-        return are_as_many and all(map(_is_same_line, lines, expected_lines))
+        stdin = test["input"]
+        if not isinstance(stdin, str):
+            stdin = "\n".join(map(str, stdin))
+        expected = test["output"]
+        max_bytes = MAX_OUTPUT_BYTES + 4 * len(expected)
+        cpu_s = math.ceil(timeout_s) + 1
+        with closing(SANDBOX.interpreter(cpu_s=cpu_s, stdin=stdin)) as interpreter:
+            result = interpreter.run(program, timeout_s=timeout_s, max_bytes=max_bytes)
+        lines = result.output.strip().split("\n")
+        expected_lines = expected.strip().split("\n")
+        if result.status not in ("done", "exit") or len(lines) != len(expected_lines):
+            return False
+        return all(map(_is_same_line, lines, expected_lines))
 
 
-def program_of(completion: str) -> str:
+def find_program(completion: str) -> str:
     """The last block of Python between fences, else the last of any language, else all of it.
 
-    Example: ``program_of("So:\\n```python\\nx = 1\\n```") == "x = 1\\n"``.
+    Example: ``find_program("So:\\n```python\\nx = 1\\n```") == "x = 1\\n"``.
     """
-    blocks = list(_blocks(completion))
-    of_python = [block for block in blocks if block[0] in PYTHON]
-    return (of_python or blocks or [("", between_answer_tags(completion))])[-1][1]
+    blocks = list(_find_blocks(completion))
+    if not blocks:
+        return find_tagged_answer(completion)
+    python_blocks = [block for block in blocks if block[0] in PYTHON]
+    _, program = (python_blocks or blocks)[-1]
+    return program
 
 
-def _blocks(text: str) -> Iterator[tuple[str, str]]:
+def _find_blocks(text: str) -> Iterator[tuple[str, str]]:
     """The language and the lines of each block between fences of ``` or ~~~, in order.
 
     A block ends at the first fence of its kind where it is whole Python, since docstrings have
@@ -168,16 +171,18 @@ def _blocks(text: str) -> Iterator[tuple[str, str]]:
     while opening := _FENCE.search(text, start):
         language = opening[2].lower()
         behind = text[opening.end() :]
-        closings = list(
-            re.finditer(rf"^[ \t]*{opening[1].strip()}[`~]*[ \t]*$", behind, re.MULTILINE)
-        )
+        fence = rf"^[ \t]*{opening[1].strip()}[`~]*[ \t]*$"
+        closings = list(re.finditer(fence, behind, re.MULTILINE))
         bodies = [textwrap.dedent(behind[: closing.start()]) for closing in closings[:MAX_FENCES]]
-        whole = (at for at, body in enumerate(bodies) if _is_python(body))
-        at = next(whole, 0) if language in (*PYTHON, "") else 0
-        yield language, bodies[at] if bodies else textwrap.dedent(behind)
         if not closings:
+            yield language, textwrap.dedent(behind)
             return
-        start = opening.end() + closings[at].end()
+        number = 0
+        if language in (*PYTHON, ""):
+            whole = (number for number, body in enumerate(bodies) if _is_python(body))
+            number = next(whole, 0)
+        yield language, bodies[number]
+        start = opening.end() + closings[number].end()
 
 
 def _is_python(program: str) -> bool:
@@ -188,11 +193,12 @@ def _is_python(program: str) -> bool:
     return True
 
 
-def asked_value(test: str) -> tuple[str, str]:
-    """The call and the literal of a test `assert CALL == LITERAL`, whichever comes first; else the
-    whole test, and "".
+def split_assertion(test: str) -> tuple[str, str]:
+    """The call and the literal of a test `assert CALL == LITERAL`; else the whole test, and "".
 
-    Example: `asked_value("assert add(1, 2) == 3") == ("add(1, 2)", "3")`.
+    The literal may come first.
+
+    Example: `split_assertion("assert add(1, 2) == 3") == ("add(1, 2)", "3")`.
     """
     try:
         match ast.parse(test).body:
@@ -207,7 +213,7 @@ def asked_value(test: str) -> tuple[str, str]:
 
 def _is_literal(node: ast.expr) -> bool:
     try:
-        value_of_literal(node)
+        evaluate_literal(node)
     except NO_LITERAL:
         return False
     return True
@@ -229,10 +235,10 @@ def read_literal(text: str) -> Any:
     Raises:
         ValueError, SyntaxError, TypeError, MemoryError, RecursionError: there is none.
     """
-    return value_of_literal(ast.parse(text.strip(), mode="eval").body)
+    return evaluate_literal(ast.parse(text.strip(), mode="eval").body)
 
 
-def value_of_literal(expression: ast.expr) -> Any:
+def evaluate_literal(expression: ast.expr) -> Any:
     """As `read_literal`, of an expression."""
     for node in ast.walk(expression):
         members: list[Any] = []

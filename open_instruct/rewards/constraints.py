@@ -1,5 +1,4 @@
-"""Constraints on how a text is written, that a program can check (IFEval: Zhou et al., arXiv
-2311.07911).
+"""Checks of constraints on how a text is written (IFEval: Zhou et al., arXiv 2311.07911).
 
 Each check takes a text without spaces at its ends, and says whether it follows the constraint.
 Where the programs of IFEval and of RLVR-IFeval count differently for the same instruction (letters
@@ -39,29 +38,33 @@ RELATIONS: dict[str, Callable[[int, int], bool]] = {
 }
 
 
-def _num_phrases(text: str, phrase: str) -> int:
+def _count_phrases(text: str, phrase: str) -> int:
     """How often `phrase` stands in `text` as whole words, in any case."""
     return len(re.findall(rf"(?<!\w){re.escape(phrase)}(?!\w)", text, flags=re.IGNORECASE))
 
 
-def _parts(pieces: Sequence[str]) -> list[str]:
+def _strip_pieces(pieces: Sequence[str]) -> list[str]:
     """`pieces` without spaces at their ends, and without a first and a last one that are empty."""
     stripped = [piece.strip() for piece in pieces]
-    return stripped[not stripped[0] : len(stripped) - (not stripped[-1])]
+    first = 0 if stripped[0] else 1
+    stop = len(stripped) if stripped[-1] else len(stripped) - 1
+    return stripped[first:stop]
 
 
-def num_sentences(text: str) -> int:
-    """Sentences end with . ! or ? before a space or the end; "Dr. Smith" and "J. R. R. Tolkien" are
-    not two.
+def count_sentences(text: str) -> int:
+    """The number of sentences, which end with . ! or ? before a space or the end.
 
-    Example: `num_sentences("Dr. No left. Why? Who knows") == 3`.
+    "Dr. Smith" and "J. R. R. Tolkien" are not two.
+
+    Example: `count_sentences("Dr. No left. Why? Who knows") == 3`.
     """
     pieces = [piece for piece in _SENTENCE_END.split(text) if _WORD.search(piece)]
-    return sum(1 for piece in pieces[:-1] if not _ABBREVIATION.search(piece[-20:])) + bool(pieces)
+    if not pieces:
+        return 0
+    return 1 + sum(1 for piece in pieces[:-1] if not _ABBREVIATION.search(piece[-20:]))
 
 
-# --- keywords
-# -------------------------------------------------------------------------------------------
+# --- keywords ---
 
 
 def has_keywords(text: str, *, words: Sequence[str]) -> bool:
@@ -76,19 +79,18 @@ def keyword_frequency(text: str, *, word: str, count: int, relation: str) -> boo
 
 def word_frequency(text: str, *, word: str, count: int) -> bool:
     """As RLVR-IFeval counts: exactly `count` whole words, in any case."""
-    return _num_phrases(text, word) == count
+    return _count_phrases(text, word) == count
 
 
 def avoids_words(text: str, *, words: Sequence[str]) -> bool:
-    return not any(_num_phrases(text, word) for word in words)
+    return not any(_count_phrases(text, word) for word in words)
 
 
 def letter_frequency(text: str, *, letter: str, count: int, relation: str = "exactly") -> bool:
     return RELATIONS[relation](text.lower().count(letter.lower()), count)
 
 
-# --- language and case
-# ----------------------------------------------------------------------------------
+# --- language and case ---
 
 
 def is_in_language(text: str, *, language: str) -> bool:
@@ -114,8 +116,7 @@ def capital_word_frequency(text: str, *, count: int, relation: str) -> bool:
     return RELATIONS[relation](sum(word.isupper() for word in _JOINED_WORD.findall(text)), count)
 
 
-# --- length
-# ---------------------------------------------------------------------------------------------
+# --- length ---
 
 
 def number_of_words(text: str, *, count: int, relation: str) -> bool:
@@ -123,32 +124,28 @@ def number_of_words(text: str, *, count: int, relation: str) -> bool:
 
 
 def number_of_sentences(text: str, *, count: int, relation: str) -> bool:
-    return RELATIONS[relation](num_sentences(text), count)
+    return RELATIONS[relation](count_sentences(text), count)
 
 
 def number_of_paragraphs(text: str, *, count: int) -> bool:
-    """Paragraphs between dividers, *** or * * *; one may stand before the first and after the
-    last.
-    """
-    paragraphs = _parts(_DIVIDER.split(text))
+    """Exactly `count` paragraphs between dividers, *** or * * *, which may be at the ends, too."""
+    paragraphs = _strip_pieces(_DIVIDER.split(text))
     return len(paragraphs) == count and all(paragraphs)
 
 
 def nth_paragraph_first_word(text: str, *, count: int, paragraph: int, word: str) -> bool:
-    """`count` paragraphs between blank lines, of which the one numbered `paragraph`, from 1, begins
-    with `word`.
+    """Exactly `count` paragraphs between blank lines, of which number `paragraph` has `word` first.
+
+    They are counted from 1.
     """
     paragraphs = [piece.strip() for piece in re.split(r"\n\s*\n", text) if piece.strip()]
     if len(paragraphs) != count or paragraph > count:
         return False
-    return (
-        re.match(rf"\W*?{re.escape(word)}(?!\w)", paragraphs[paragraph - 1], flags=re.IGNORECASE)
-        is not None
-    )
+    pattern = rf"\W*?{re.escape(word)}(?!\w)"
+    return re.match(pattern, paragraphs[paragraph - 1], flags=re.IGNORECASE) is not None
 
 
-# --- content and form
-# -----------------------------------------------------------------------------------
+# --- content and form ---
 
 
 def number_of_placeholders(text: str, *, count: int) -> bool:
@@ -157,32 +154,26 @@ def number_of_placeholders(text: str, *, count: int) -> bool:
 
 
 def has_postscript(text: str, *, marker: str) -> bool:
-    """`marker` in any case, with or without spaces after its full stops, and something behind
-    it.
-    """
+    """`marker` in any case, with or without spaces after its full stops, and text behind it."""
     pattern = re.escape(marker).replace(r"\.", r"\.\s?")
     match = re.search(rf"(?<![\w.]){pattern}", text, flags=re.IGNORECASE)
     return match is not None and _WORD.search(text, match.end()) is not None
 
 
 def number_of_bullets(text: str, *, count: int) -> bool:
-    """Exactly `count` lines that begin with one * or one -; bold text and dividers are no
-    bullets.
-    """
+    """Exactly `count` lines that begin with one * or one -, not with bold text or a divider."""
     return len(_BULLET.findall(_DIVIDER_LINE.sub("", text))) == count
 
 
 def has_choice(text: str, *, options: Sequence[str] = IFEVAL_OPTIONS) -> bool:
     """One of `options` stands in the text, in any case."""
-    return any(_num_phrases(text, option) for option in options)
+    return any(_count_phrases(text, option) for option in options)
 
 
 def number_of_highlights(text: str, *, count: int) -> bool:
     """At least `count` stretches *like this* or **like this**, each within a line."""
-    return (
-        sum(bool((double or single).strip()) for double, single in _HIGHLIGHT.findall(text))
-        >= count
-    )
+    texts = [double or single for double, single in _HIGHLIGHT.findall(text)]
+    return sum(bool(each.strip()) for each in texts) >= count
 
 
 def number_of_sections(text: str, *, marker: str, count: int) -> bool:
@@ -205,10 +196,8 @@ def has_title(text: str) -> bool:
 
 
 def has_two_responses(text: str) -> bool:
-    """Two different ones with ****** between them, which may also stand before the first and after
-    the last.
-    """
-    responses = _parts(text.split("******"))
+    """Two different ones with ****** between them, which may stand at the ends, too."""
+    responses = _strip_pieces(text.split("******"))
     return len(responses) == 2 and all(responses) and responses[0] != responses[1]
 
 
@@ -218,9 +207,8 @@ def repeats_prompt(text: str, *, prompt: str) -> bool:
 
 def ends_with(text: str, *, phrase: str) -> bool:
     """In any case; a closing quotation mark may follow."""
-    return text.lower().endswith(phrase.strip().lower()) or text.lower().rstrip('" ').endswith(
-        phrase.strip().lower()
-    )
+    end = phrase.strip().lower()
+    return text.lower().endswith(end) or text.lower().rstrip('" ').endswith(end)
 
 
 def is_quoted(text: str) -> bool:

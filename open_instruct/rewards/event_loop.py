@@ -11,31 +11,34 @@ from typing import Any
 _STARTING = threading.Lock()
 
 
-def run(coroutine: Coroutine[Any, Any, Any]) -> Any:
+def run_coroutine(coroutine: Coroutine[Any, Any, Any]) -> Any:
     """The result of a coroutine.
 
     All run in one loop, so that clients of servers keep their connections.
     """
     with _STARTING:
-        loop = lasting_loop("verifiers")
+        loop = start_loop("verifiers")
     return asyncio.run_coroutine_threadsafe(coroutine, loop).result()
 
 
-def awaited(given: Any) -> list[Any]:
-    """The entries of a list, where the list or its entries may be awaitable.
+def await_entries(entries: Any) -> list[Any]:
+    """The entries of a list, once the list and each of its entries have been awaited.
 
     Entries are awaited all at once; where one raises, its error is the entry.
     """
-    if inspect.iscoroutine(given):
-        given = run(given)
-    entries = list(given)
-    return run(_together(entries)) if any(map(inspect.isawaitable, entries)) else entries
+    if inspect.iscoroutine(entries):
+        entries = run_coroutine(entries)
+    entries = list(entries)
+    if any(map(inspect.isawaitable, entries)):
+        return list(run_coroutine(_gather(entries)))
+    return entries
 
 
 @cache
-def lasting_loop(name: str) -> asyncio.AbstractEventLoop:
-    """The loop of that name, in a thread of its own: whatever its coroutines raise, it runs on for
-    all others.
+def start_loop(name: str) -> asyncio.AbstractEventLoop:
+    """The loop of that name, in a thread of its own; started once.
+
+    Whatever its coroutines raise, it runs on for all others.
     """
     loop = asyncio.new_event_loop()
 
@@ -49,8 +52,9 @@ def lasting_loop(name: str) -> asyncio.AbstractEventLoop:
     return loop
 
 
-async def _together(entries: list[Any]) -> list[Any]:
-    async def finished(entry: Any) -> Any:
-        return await entry if inspect.isawaitable(entry) else entry
+async def _gather(entries: list[Any]) -> list[Any]:
+    return await asyncio.gather(*map(_await_entry, entries), return_exceptions=True)
 
-    return await asyncio.gather(*map(finished, entries), return_exceptions=True)
+
+async def _await_entry(entry: Any) -> Any:
+    return await entry if inspect.isawaitable(entry) else entry

@@ -1,4 +1,4 @@
-"""Which numbers may be rewards: those with which float32 still computes."""
+"""Check that a number may be a reward: that float32 still computes with it."""
 
 import math
 
@@ -8,7 +8,7 @@ MAX_REWARD = 1e15
 
 
 def describe_unusable(value: float) -> str:
-    """A number that cannot be a reward, and why; empty for one that can.
+    """A number that cannot be a reward, and why; "" for one that can.
 
     Example: `describe_unusable(float("nan")) == "nan, which is not finite"`.
     """
@@ -34,6 +34,7 @@ def read_reward(value: object, name: str) -> float:
         reward = math.inf
     except (TypeError, ValueError):
         raise ValueError(f"the reward {name} is a {type(value).__name__}, and no number") from None
-    if problem := describe_unusable(reward):
+    problem = describe_unusable(reward)
+    if problem:
         raise ValueError(f"the reward {name} is {problem}")
     return reward

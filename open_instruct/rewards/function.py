@@ -1,6 +1,6 @@
-"""A reward as a plain function:
+"""Rewards as plain functions, as TRL has them: `def reward(completions, **columns)`.
 
-`def reward(completions, **columns) -> list[float]`, as TRL has them.
+Such a function returns a list of floats, one for each completion.
 """
 
 import builtins
@@ -13,21 +13,21 @@ from typing import Any, ClassVar
 
 from open_instruct.core.errors import InputError
 from open_instruct.core.user_code import taken
-from open_instruct.rewards.event_loop import awaited
+from open_instruct.rewards.event_loop import await_entries
 from open_instruct.rewards.verifier import Verifier
 
-ABOVE = (
+FILE_HEAD = (
     '"""The reward of this run, as it was given to fit()."""\n\nfrom __future__ import '
     "annotations\n\n\n"
 )
 
 
 class RewardFunction(Verifier):
-    """Calls the function once for all completions of a prompt. The rewards may be any numbers.
+    """A verifier that calls a function once for all completions of a prompt.
 
-    Its arguments are lists with an entry for each completion: `completions`, `prompts`, and columns
-    of the row by name. Completions and prompts are texts, or for a function in TRL's style lists of
-    messages; see trial.py.
+    The rewards may be any numbers. The function's arguments are lists with an entry for each
+    completion: `completions`, `prompts`, and columns of the row by name. Completions and prompts
+    are texts, or for a function in TRL's style lists of messages; see trial.py.
     """
 
     sees_thinking: ClassVar[bool] = True
@@ -49,68 +49,67 @@ class RewardFunction(Verifier):
     ) -> list[float]:
         """`ground_truth` is the row."""
         del are_truncated
-        rewards = self.function(**self.arguments(prompt, completions, ground_truth))
+        rewards = self.function(**self.build_arguments(prompt, completions, ground_truth))
         if rewards is None:
             raise TypeError("it returns None: return a list with one reward for each completion")
-        return awaited(rewards)
+        return await_entries(rewards)
 
-    def arguments(
+    def build_arguments(
         self, prompt: Any, completions: Sequence[Any], row: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """What the function is called with: of completions, prompts and the row's columns those
-        that it takes.
-        """
-        repeated = {
-            name: [value] * len(completions) for name, value in {**row, "prompts": prompt}.items()
-        }
+        """The completions, the prompts and the row's columns, of these the ones it takes."""
+        columns = {**row, "prompts": prompt}
+        repeated = {name: [value] * len(completions) for name, value in columns.items()}
         return taken(self.function, repeated | {"completions": list(completions)})
 
 
-def file_with(function: Callable[..., Any]) -> str:
-    """The text of a file that has this function and nothing else, for the processes in which
-    verifiers run.
+def write_function_file(function: Callable[..., Any]) -> str:
+    """The text of a file that has this function and nothing else.
+
+    The processes in which verifiers run load the function from it.
 
     Raises:
         InputError: its source cannot be read, or the function uses a name from outside of it.
     """
     name = getattr(function, "__name__", repr(function))
-    way_out = f"write it to a file, and pass reward='mine.py:{name}'"
+    remedy = f"write it to a file, and pass reward='mine.py:{name}'"
     try:
-        text = ABOVE + textwrap.dedent(inspect.getsource(function.__code__))
-        file = compile(text, "reward.py", "exec")
+        text = FILE_HEAD + textwrap.dedent(inspect.getsource(function.__code__))
+        code = compile(text, "reward.py", "exec")
     except (AttributeError, OSError, SyntaxError) as error:
-        raise InputError(
-            f"reward: {name} has no source of its own ({error}); {way_out}",
-            kind="own_code",
-            flag="reward",
-        ) from error
-    if name not in file.co_names:
-        raise InputError(
-            f"reward: {name} is not what its source defines; {way_out}",
-            kind="own_code",
-            flag="reward",
-        )
-    own = function.__globals__
-    if missing := sorted(
-        each for each in _names_read(file) if each in own or not hasattr(builtins, each)
-    ):
-        raise InputError(
-            f"reward: {name} uses {', '.join(missing)}, which the function alone does not have: "
-            f"import or define that inside it; or {way_out}",
-            kind="own_code",
-            flag="reward",
+        raise _source_error(f"{name} has no source of its own ({error}); {remedy}") from error
+    if name not in code.co_names:
+        raise _source_error(f"{name} is not what its source defines; {remedy}")
+    missing = []
+    for used in sorted(_find_undefined_names(code)):
+        if used in function.__globals__ or not hasattr(builtins, used):
+            missing.append(used)
+    if missing:
+        raise _source_error(
+            f"{name} uses {', '.join(missing)}, which the function alone does not have: import or "
+            f"define that inside it; or {remedy}"
         )
     return text
 
 
-def _names_read(file: CodeType) -> set[str]:
-    """The global names that the code of a file reads, at any depth, and does not define; builtins
-    are among them.
+def _source_error(problem: str) -> InputError:
+    return InputError(f"reward: {problem}", kind="own_code", flag="reward")
+
+
+def _find_undefined_names(code: CodeType) -> set[str]:
+    """The global names that the code of a file reads, at any depth, and does not define.
+
+    Builtins are among them.
     """
-    codes = [file]
-    for code in codes:
-        codes += [each for each in code.co_consts if isinstance(each, CodeType)]
-    done = [(each.opname, each.argval) for code in codes for each in dis.get_instructions(code)]
-    defined = {name for what, name in done if what == "STORE_NAME"}
-    read = {name for what, name in done if what in ("LOAD_NAME", "LOAD_GLOBAL")}
+    codes = [code]
+    for part in codes:  # which grows meanwhile
+        codes += [constant for constant in part.co_consts if isinstance(constant, CodeType)]
+    defined = set()
+    read = set()
+    for part in codes:
+        for instruction in dis.get_instructions(part):
+            if instruction.opname == "STORE_NAME":
+                defined.add(instruction.argval)
+            elif instruction.opname in ("LOAD_NAME", "LOAD_GLOBAL"):
+                read.add(instruction.argval)
     return {name for name in read - defined if not name.startswith("__")}

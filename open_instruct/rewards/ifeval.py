@@ -1,4 +1,4 @@
-"""The verifier of instruction constraints, for rows of IFEval and of RLVR-IFeval.
+"""The verifier of constraints on how a text is written, for rows of IFEval and of RLVR-IFeval.
 
 The ground truth is an object, or its text, in one of two forms::
 
@@ -9,7 +9,7 @@ The ground truth is an object, or its text, in one of two forms::
 Of the first, open-instruct's present rows have a list of one, written as Python does, with
 `instruction_id` in place of `instruction_id_list`.
 
-Arguments that are null count as not given, since published rows carry all arguments of all
+Arguments that are null count as missing, since published rows carry all arguments of all
 constraints. The file constraints.json says which check of constraints.py each name stands for, and
 how the check calls the row's arguments.
 """
@@ -25,7 +25,7 @@ from typing import Any, ClassVar
 from open_instruct.core.text import json_or_text
 from open_instruct.rewards import constraints
 from open_instruct.rewards.verifier import Verifier
-from open_instruct.rewards.words import between_answer_tags
+from open_instruct.rewards.words import find_tagged_answer
 
 # The constraints of "ifeval" and of "rlvr_ifeval" by name. Each is its `check`, by name, and
 # `arguments`: the check's name for each argument of the row. Example: "keywords:existence" is
@@ -43,32 +43,30 @@ class IFEval(Verifier):
     name: ClassVar[str] = "ifeval"
 
     def check_ground_truth(self, ground_truth: Any) -> None:
-        parse(ground_truth)
+        parse_constraints(ground_truth)
 
     def score(self, completion: str, ground_truth: Any) -> float:
-        text = between_answer_tags(completion).strip()
-        rules = parse(ground_truth)
-        return (
-            sum(check(text, **arguments) for check, arguments in rules) / len(rules)
-            if text
-            else 0.0
-        )
+        text = find_tagged_answer(completion).strip()
+        rules = parse_constraints(ground_truth)
+        if not text:
+            return 0.0
+        return sum(check(text, **arguments) for check, arguments in rules) / len(rules)
 
 
 class IFEvalOld(IFEval):
-    """The same, by the name that open-instruct has for rows of RLVR-IFeval."""
+    """As `IFEval`, by the name that open-instruct has for rows of RLVR-IFeval."""
 
     name: ClassVar[str] = "ifeval_old"
 
 
-def parse(ground_truth: Any) -> list[tuple[Callable[..., bool], dict[str, Any]]]:
+def parse_constraints(ground_truth: Any) -> list[tuple[Callable[..., bool], dict[str, Any]]]:
     """The checks that a ground truth asks for, each with its arguments.
 
     Raises:
         ValueError: it is of neither form, or a constraint or an argument is not known, missing or
             of the wrong kind.
     """
-    ground_truth = _as_object(ground_truth)
+    ground_truth = _unwrap_object(ground_truth)
     if not isinstance(ground_truth, dict) or not ground_truth.keys() & {"func_name", *_IDS}:
         raise ValueError(
             "it must be an object or its JSON, with 'func_name' and arguments, or "
@@ -76,36 +74,33 @@ def parse(ground_truth: Any) -> list[tuple[Callable[..., bool], dict[str, Any]]]
         )
     if "func_name" in ground_truth:
         arguments = {name: value for name, value in ground_truth.items() if name != "func_name"}
-        return [_parse_one(SUITES["rlvr_ifeval"], ground_truth["func_name"], arguments)]
+        return [_parse_constraint(SUITES["rlvr_ifeval"], ground_truth["func_name"], arguments)]
     ids = next(ground_truth[key] for key in _IDS if key in ground_truth)
-    kwargs = ground_truth.get("kwargs")
-    if (
-        not isinstance(ids, list)
-        or not ids
-        or not isinstance(kwargs, list)
-        or len(ids) != len(kwargs)
-    ):
+    kwargs: Any = ground_truth.get("kwargs")
+    are_paired = isinstance(ids, list) and isinstance(kwargs, list) and len(ids) == len(kwargs)
+    if not are_paired or not ids:
         raise ValueError(
             "'instruction_id_list' and 'kwargs' must be lists with one entry a constraint, and "
             "not empty"
         )
     return [
-        _parse_one(SUITES["ifeval"], name, arguments)
+        _parse_constraint(SUITES["ifeval"], name, arguments)
         for name, arguments in zip(ids, kwargs, strict=True)
     ]
 
 
-def _as_object(ground_truth: Any) -> Any:
+def _unwrap_object(ground_truth: Any) -> Any:
     """The object in a text, of JSON or of Python, or in a list of one; anything else as it is."""
     value = json_or_text(ground_truth)
     if isinstance(value, str):
         with suppress(ValueError, SyntaxError, RecursionError, MemoryError):
             value = ast.literal_eval(value)
-    is_wrapped = isinstance(value, list) and len(value) == 1 and isinstance(value[0], dict | str)
-    return _as_object(value[0]) if is_wrapped else value
+    if isinstance(value, list) and len(value) == 1 and isinstance(value[0], dict | str):
+        return _unwrap_object(value[0])
+    return value
 
 
-def _parse_one(
+def _parse_constraint(
     rules: Mapping[str, Any], name: Any, arguments: Any
 ) -> tuple[Callable[..., bool], dict[str, Any]]:
     if not isinstance(name, str) or name not in rules:
@@ -114,54 +109,58 @@ def _parse_one(
     names = rules[name]["arguments"]
     if not isinstance(arguments, dict | None):
         raise ValueError(f"the arguments of {name!r} must be an object, not {arguments!r}")
-    given = {key: value for key, value in (arguments or {}).items() if value is not None}
-    if given.keys() != names.keys():
-        wanted, got = (", ".join(map(repr, keys)) or "none" for keys in (names, given))
-        raise ValueError(f"the arguments of {name!r} are {wanted}, and it has {got}")
+    values = {key: value for key, value in (arguments or {}).items() if value is not None}
+    if values.keys() != names.keys():
+        raise ValueError(
+            f"the arguments of {name!r} are {_list_keys(names)}, and it has {_list_keys(values)}"
+        )
     if check is constraints.is_in_language and importlib.util.find_spec("langdetect") is None:
         raise ValueError(
             f"{name!r} needs langdetect; install it (pip install langdetect), or leave such rows "
             "out"
         )
     return check, {
-        names[key]: _value(f"{key!r} of {name!r}", names[key], value)
-        for key, value in given.items()
+        names[key]: _check_argument(f"{key!r} of {name!r}", names[key], value)
+        for key, value in values.items()
     }
 
 
-def _value(where: str, kind: str, value: Any) -> Any:
+def _list_keys(arguments: Mapping[str, Any]) -> str:
+    return ", ".join(map(repr, arguments)) or "none"
+
+
+def _check_argument(where: str, kind: str, value: Any) -> Any:
     """`value` as the check takes it.
 
-    Which values are valid depends on `kind`, the check's name for the argument.
+    Args:
+        where: the argument and its constraint, for messages.
+        kind: the check's name for the argument, by which values are valid or not.
+        value: of the row.
+
+    Raises:
+        ValueError: the value is not valid.
     """
     match kind:
         case "count" | "paragraph":
             least = 1 if kind == "paragraph" else 0
-            if (
-                isinstance(value, bool)
-                or not isinstance(value, int | float)
-                or value % 1 != 0
-                or value < least
-            ):
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            if not is_number or value % 1 != 0 or value < least:
                 raise ValueError(
                     f"{where} must be a whole number of at least {least}, not {value!r}"
                 )
             return int(value)
         case "relation":
             if value not in constraints.RELATIONS:
-                raise ValueError(
-                    f"{where} must be one of {', '.join(map(repr, constraints.RELATIONS))}, not "
-                    f"{value!r}"
-                )
+                relations = ", ".join(map(repr, constraints.RELATIONS))
+                raise ValueError(f"{where} must be one of {relations}, not {value!r}")
             return value
         case "words" | "options":
             if kind == "options" and isinstance(value, str):
-                value = _options(value)
-            if (
-                not isinstance(value, list)
-                or not value
-                or not all(isinstance(word, str) and word for word in value)
-            ):
+                value = _split_options(value)
+            are_words = isinstance(value, list) and all(
+                isinstance(word, str) and word for word in value
+            )
+            if not are_words or not value:
                 raise ValueError(f"{where} must be a list of texts, not {value!r}")
             return value
     if not isinstance(value, str) or not value.strip():
@@ -171,10 +170,8 @@ def _value(where: str, kind: str, value: Any) -> Any:
     return value.strip()
 
 
-def _options(text: str) -> list[str]:
-    """The options in "yes/no/maybe", "a), b), c)" or "I know or I don't know", the forms of
-    RLVR-IFeval.
-    """
+def _split_options(text: str) -> list[str]:
+    """The options of RLVR-IFeval: "yes/no/maybe", "a), b), c)" or "I know or I don't know"."""
     for separator in ("/", ", ", " or "):
         if separator in text:
             return [option.strip() for option in text.split(separator)]

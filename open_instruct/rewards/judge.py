@@ -1,7 +1,6 @@
-"""Verifiers that have a model judge: one for each prompt of ours, one for a prompt of the user's,
-one for rubrics.
+"""Verifiers that ask a model on a server to judge, by a prompt of ours or the user's, or rubrics.
 
-The model is behind a server that speaks OpenAI's form. What it has said is kept in a file.
+The server speaks OpenAI's form. Verdicts are cached in a file.
 """
 
 import asyncio
@@ -24,9 +23,9 @@ from open_instruct.config.policy_sections import RewardSection
 from open_instruct.core.errors import InputError
 from open_instruct.core.files import read_asked
 from open_instruct.rewards import event_loop
-from open_instruct.rewards.secret_key import JUDGE_KEY, without_key
-from open_instruct.rewards.verifier import Verifier, said, without_thinking
-from open_instruct.rewards.words import between_answer_tags
+from open_instruct.rewards.secret_key import JUDGE_KEY, hide_key
+from open_instruct.rewards.verifier import Verifier, describe_error, remove_thinking
+from open_instruct.rewards.words import find_tagged_answer
 
 CUT = "\n[The rest is left out.]"
 HOW_TO_ANSWER = "Answer with one of these, and nothing else:"
@@ -51,15 +50,15 @@ CACHE_FILE = "judge_verdicts.sqlite"
 TRIAL = ("Is 7 more than 5?", {"Yes": 1.0, "No": 0.0})
 MAX_SHOWN_CHARACTERS = 300
 # Fewer than a token of English has, so that what is cut to a number of tokens fits.
-CHARACTERS_A_TOKEN = 3
+CHARACTERS_PER_TOKEN = 3
 COSTS = ("requests", "prompt_tokens", "completion_tokens", "cache_hits", "seconds")
-# What all judges of this process have cost so far, as metrics; empty where none was asked.
+# What all judges of this process have cost so far, as metrics; empty if none was asked.
 JUDGE_COSTS: dict[str, float] = {}
 _SERVERS: dict[str, "JudgeServer"] = {}
 
 
 class Judge(Verifier):
-    """The score of a model's verdict on a completion.
+    """Scores a completion by a model's verdict.
 
     Completions of a prompt are judged all at once.
     """
@@ -73,8 +72,8 @@ class Judge(Verifier):
         return "{label}" in self._prompt
 
     def configure(self, flags: RewardSection) -> None:
-        self._server = server_of(flags)
-        self._most_tokens = flags.llm_judge_max_context_length - flags.llm_judge_max_tokens
+        self._server = share_server(flags)
+        self._max_tokens = flags.llm_judge_max_context_length - flags.llm_judge_max_tokens
         word = flags.llm_judge_prompt or "general-quality"
         name = word if self.name == Judge.name else self.name
         self._prompt, self._verdicts = JUDGE_PROMPTS.get(name, JUDGE_PROMPTS["general-quality"])
@@ -93,31 +92,25 @@ class Judge(Verifier):
     async def judge(
         self, prompt: str, completion: str, ground_truth: Any, *, is_truncated: bool
     ) -> float:
-        label = (
-            ground_truth
-            if isinstance(ground_truth, str)
-            else json.dumps(ground_truth, ensure_ascii=False)
-        )
-        answer = between_answer_tags(completion).strip()
-        given = {"input": prompt, "output": answer, "label": label}
-        given = {name: _MARKS.sub(r"[\1\2]", text) for name, text in given.items()}
-        room = (
-            CHARACTERS_A_TOKEN * self._most_tokens
-            - len(self._prompt)
-            - len(given["input"])
-            - len(given["label"])
-        )
-        if len(given["output"]) > room:
-            given["output"] = given["output"][: max(room, 0)] + CUT
-        question = _PLACES.sub(lambda place: given[place[1]], self._prompt)
-        return await self._server.score(
-            "\n".join([question, HOW_TO_ANSWER, *self._verdicts]), self._verdicts
-        )
+        label = ground_truth
+        if not isinstance(ground_truth, str):
+            label = json.dumps(ground_truth, ensure_ascii=False)
+        answer = find_tagged_answer(completion).strip()
+        texts = {"input": prompt, "output": answer, "label": label}
+        texts = {name: _MARKS.sub(r"[\1\2]", text) for name, text in texts.items()}
+        room = CHARACTERS_PER_TOKEN * self._max_tokens
+        room -= len(self._prompt) + len(texts["input"]) + len(texts["label"])
+        if len(texts["output"]) > room:
+            texts["output"] = texts["output"][: max(room, 0)] + CUT
+        question = _PLACES.sub(lambda place: texts[place[1]], self._prompt)
+        lines = [question, HOW_TO_ANSWER, *self._verdicts]
+        return await self._server.score("\n".join(lines), self._verdicts)
 
 
 class Rubric(Judge):
-    """The mean score of a row's criteria, each judged by itself, weighted by their weights, which
-    may be below 0.
+    """Scores a completion by the weighted mean over a row's criteria, each judged by itself.
+
+    Weights may be below 0.
     """
 
     name: ClassVar[str] = "rubric"
@@ -130,11 +123,12 @@ class Rubric(Judge):
         self, prompt: str, completion: str, ground_truth: Any, *, is_truncated: bool
     ) -> float:
         question, weights = parse_rubrics(ground_truth)
-        ask = super().judge
-        asked = [
-            ask(question or prompt, completion, each, is_truncated=is_truncated) for each in weights
+        judge = super().judge
+        judgements = [
+            judge(question or prompt, completion, criterion, is_truncated=is_truncated)
+            for criterion in weights
         ]
-        scores = await asyncio.gather(*asked)
+        scores = await asyncio.gather(*judgements)
         total = sum(weight * score for weight, score in zip(weights.values(), scores, strict=True))
         return total / sum(map(abs, weights.values()))
 
@@ -162,7 +156,7 @@ def parse_rubrics(ground_truth: Any) -> tuple[str, dict[str, float]]:
     return str(truth.get("query") or truth.get("Question") or ""), weights
 
 
-def server_of(flags: RewardSection) -> "JudgeServer":
+def share_server(flags: RewardSection) -> "JudgeServer":
     """The one server of all judges with these flags, which share its limits."""
     return _SERVERS.setdefault(json.dumps(asdict(flags)), JudgeServer(flags))
 
@@ -189,17 +183,18 @@ def _client_with_deadline(timeout_s: float) -> Any:
 
 
 class JudgeServer:
-    """Asks for verdicts, each once: equal questions share one, also those of other runs with the
-    same cache.
+    """Asks a model for verdicts, each once.
+
+    Equal questions share a verdict, also those of other runs with the same cache.
     """
 
     def __init__(self, flags: RewardSection) -> None:
         self._flags = flags
         self._slots = asyncio.Semaphore(flags.llm_judge_concurrency)
-        self._asking: dict[bytes, asyncio.Task[str]] = {}
+        self._open_questions: dict[bytes, asyncio.Task[str]] = {}
         self._cache: Any = None
-        self._forces = True  # vLLM, for one, can be held to the verdicts
-        self._next_s = 0.0
+        self._forces_verdict = True  # vLLM, for one, can be made to write one
+        self._next_turn_s = 0.0
 
     def begin(self, cache: Path) -> None:
         """Ask a first question, and open the cache in a folder; once.
@@ -225,33 +220,28 @@ class JudgeServer:
             http_client=_client_with_deadline(flags.llm_judge_timeout),
         )
         JUDGE_COSTS.update({f"judge/{name}": 0.0 for name in COSTS} | JUDGE_COSTS)
-        for self._forces in (True, False):
+        self._try_server()
+        self._cache = _open_cache(cache / CACHE_FILE)
+
+    def _try_server(self) -> None:
+        """Ask a first question, which shows whether the server can force a verdict."""
+        import openai
+
+        for self._forces_verdict in (True, False):
             try:
-                event_loop.run(self._answer(*TRIAL))
-                break
+                event_loop.run_coroutine(self._request_answer(*TRIAL))
+                return
             # Or an answer of another form.
             except (openai.OpenAIError, AttributeError, TypeError, IndexError) as error:
                 # It does not know the field.
-                if self._forces and getattr(error, "status_code", 0) in (400, 422):
+                if self._forces_verdict and getattr(error, "status_code", 0) in (400, 422):
                     continue
                 raise InputError(
-                    f"--llm_judge_model {flags.llm_judge_model} at {self._client.base_url} cannot "
-                    f"judge: {said(error)} (start a server there that has it, or give another "
-                    f"--llm_judge_url, and its key as {JUDGE_KEY})",
+                    f"--llm_judge_model {self._flags.llm_judge_model} at {self._client.base_url} "
+                    f"cannot judge: {describe_error(error)} (start a server there that has it, or "
+                    f"give another --llm_judge_url, and its key as {JUDGE_KEY})",
                     kind="remote",
                 ) from None
-        path = cache / CACHE_FILE
-        try:
-            self._cache = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
-            self._cache.execute("PRAGMA journal_mode=WAL")
-            self._cache.execute(
-                "CREATE TABLE IF NOT EXISTS verdicts (question BLOB PRIMARY KEY, verdict TEXT)"
-            )
-        except sqlite3.Error as error:
-            raise InputError(
-                f"--cache_dir: {path}: {error}; remove that, or give another folder",
-                kind="unreadable_file",
-            ) from error
 
     async def score(self, question: str, scores: Mapping[str, float]) -> float:
         """The score of the judge's verdict, which is one of the names in `scores`.
@@ -261,69 +251,95 @@ class JudgeServer:
             ValueError: it gives no verdict.
         """
         flags = self._flags
-        settings = (
-            flags.llm_judge_model,
-            flags.llm_judge_temperature,
-            flags.llm_judge_max_tokens,
-            list(scores),
+        content = json.dumps(
+            [
+                str(self._client.base_url),
+                question,
+                flags.llm_judge_model,
+                flags.llm_judge_temperature,
+                flags.llm_judge_max_tokens,
+                list(scores),
+            ]
         )
-        content = json.dumps([str(self._client.base_url), question, *settings])
         key = hashlib.blake2b(content.encode(), digest_size=32).digest()
-        kept = None
+        row = None
         with suppress(sqlite3.Error):  # one that cannot be read is asked for again
-            kept = self._cache.execute(
-                "SELECT verdict FROM verdicts WHERE question = ?", [key]
-            ).fetchone()
-        JUDGE_COSTS["judge/cache_hits"] += kept is not None or key in self._asking
-        if kept is not None:
-            return scores[kept[0]]
-        if key not in self._asking:
-            self._asking[key] = asyncio.create_task(self._ask(key, question, scores))
-            self._asking[key].add_done_callback(lambda _: self._asking.pop(key))
-        return scores[await self._asking[key]]
+            query = "SELECT verdict FROM verdicts WHERE question = ?"
+            row = self._cache.execute(query, [key]).fetchone()
+        JUDGE_COSTS["judge/cache_hits"] += row is not None or key in self._open_questions
+        if row is not None:
+            return scores[row[0]]
+        if key not in self._open_questions:
+            task = asyncio.create_task(self._ask(key, question, scores))
+            self._open_questions[key] = task
+            task.add_done_callback(lambda _: self._open_questions.pop(key))
+        return scores[await self._open_questions[key]]
 
     async def _ask(self, key: bytes, question: str, scores: Mapping[str, float]) -> str:
         flags = self._flags
         async with self._slots:
-            # So far apart that no minute has more requests, or tokens, than it may; a verdict
-            # counts as its limit.
-            turn_s = max(self._next_s, time.monotonic())
-            num_tokens = len(question) / CHARACTERS_A_TOKEN + flags.llm_judge_max_tokens
-            of_requests = 1 / (flags.llm_judge_requests_per_minute or math.inf)
-            of_tokens = num_tokens / (flags.llm_judge_tokens_per_minute or math.inf)
-            self._next_s = turn_s + 60 * max(of_requests, of_tokens)
-            await asyncio.sleep(turn_s - time.monotonic())
-            answer = await self._answer(question, scores)
+            await self._wait_for_turn(len(question))
+            answer = await self._request_answer(question, scores)
         if answer is None:
             limit = f"--llm_judge_max_tokens {flags.llm_judge_max_tokens}"
             raise ValueError(f"the judge gave no verdict: its answer was cut at {limit}")
         # What was thought or explained before the verdict does not count.
-        end = without_thinking(answer).replace("*", "").strip(" .\n").lower()
+        end = remove_thinking(answer).replace("*", "").strip(" .\n").lower()
         verdict = next((verdict for verdict in scores if end.endswith(verdict.lower())), None)
         if verdict is None:
             raise ValueError(
-                f"the judge gave no verdict, but {without_key(answer)[-MAX_SHOWN_CHARACTERS:]!r}"
+                f"the judge gave no verdict, but {hide_key(answer)[-MAX_SHOWN_CHARACTERS:]!r}"
             )
-        with suppress(sqlite3.Error):  # a verdict that cannot be kept is asked for again, no more
+        with suppress(sqlite3.Error):  # a verdict that cannot be written is asked for again
             self._cache.execute("INSERT OR REPLACE INTO verdicts VALUES (?, ?)", [key, verdict])
         return verdict
 
-    async def _answer(self, question: str, scores: Mapping[str, float]) -> str | None:
-        """What the judge says;
+    async def _wait_for_turn(self, num_characters: int) -> None:
+        """Wait until no minute has more requests or tokens than it may, with this question too.
 
-        None where that was cut, perhaps within thoughts, where any words may stand.
+        A verdict counts as the limit of its tokens.
         """
+        flags = self._flags
+        turn_s = max(self._next_turn_s, time.monotonic())
+        num_tokens = num_characters / CHARACTERS_PER_TOKEN + flags.llm_judge_max_tokens
+        minutes_by_requests = 1 / (flags.llm_judge_requests_per_minute or math.inf)
+        minutes_by_tokens = num_tokens / (flags.llm_judge_tokens_per_minute or math.inf)
+        self._next_turn_s = turn_s + 60 * max(minutes_by_requests, minutes_by_tokens)
+        await asyncio.sleep(turn_s - time.monotonic())
+
+    async def _request_answer(self, question: str, scores: Mapping[str, float]) -> str | None:
+        """What the judge says; None if that was cut, perhaps within thoughts."""
         began_s = time.monotonic()
         JUDGE_COSTS["judge/requests"] += 1
+        extra_body = None
+        if self._forces_verdict:
+            extra_body = {"structured_outputs": {"choice": list(scores)}}
         reply = await self._client.chat.completions.create(
             model=self._flags.llm_judge_model,
             messages=[{"role": "user", "content": question}],
             temperature=self._flags.llm_judge_temperature,
             max_completion_tokens=self._flags.llm_judge_max_tokens,
-            extra_body={"structured_outputs": {"choice": list(scores)}} if self._forces else None,
+            extra_body=extra_body,
         )
         JUDGE_COSTS["judge/seconds"] += time.monotonic() - began_s
         for kind in ("prompt_tokens", "completion_tokens"):  # some servers do not count them
             JUDGE_COSTS[f"judge/{kind}"] += getattr(reply.usage, kind, 0) or 0
         choice = reply.choices[0]
-        return None if choice.finish_reason == "length" else choice.message.content or ""
+        if choice.finish_reason == "length":
+            return None
+        return choice.message.content or ""
+
+
+def _open_cache(path: Path) -> sqlite3.Connection:
+    try:
+        cache = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+        cache.execute("PRAGMA journal_mode=WAL")
+        cache.execute(
+            "CREATE TABLE IF NOT EXISTS verdicts (question BLOB PRIMARY KEY, verdict TEXT)"
+        )
+    except sqlite3.Error as error:
+        raise InputError(
+            f"--cache_dir: {path}: {error}; remove that, or give another folder",
+            kind="unreadable_file",
+        ) from error
+    return cache

@@ -13,7 +13,7 @@ In prose `- 73` may be an entry of a list, and `73!` exclaimed: either reading w
 
 import re
 
-from open_instruct.rewards.words import between_answer_tags
+from open_instruct.rewards.words import find_tagged_answer
 
 # Characters at the end of a completion, for formulas that nothing says are the answer.
 MAX_SEARCHED = 5_000
@@ -71,7 +71,7 @@ def _find(completion: str) -> tuple[list[str], bool]:
     """The answers that `find_answers` gives, and whether the last stands in prose: in no box, and
     in no formula.
     """
-    judged = between_answer_tags(completion)
+    judged = find_tagged_answer(completion)
     boxes = list(_BOXED.finditer(judged))
     if boxes:
         return _boxes(judged, boxes), False

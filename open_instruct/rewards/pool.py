@@ -1,5 +1,4 @@
-"""Judges completions: the scores of their prompt's verifiers, and the reward that follows from
-them.
+"""Judge completions: ask the verifiers of their prompt for scores, and make a reward of these.
 
 Foreign code runs in processes that are killed when they take too long. Callable from many threads.
 """
@@ -18,27 +17,27 @@ from open_instruct.core.records import Check, Completion, Prompt, Verdict
 from open_instruct.core.text import counted
 from open_instruct.parallel.launch import threads_of_each
 from open_instruct.rewards.answers import has_r1_format
-from open_instruct.rewards.event_loop import awaited
+from open_instruct.rewards.event_loop import await_entries
 from open_instruct.rewards.finite import MAX_REWARD, describe_unusable
 from open_instruct.rewards.function import RewardFunction
 from open_instruct.rewards.registry import known_verifiers
-from open_instruct.rewards.sandbox.sandbox import Child, Forks
-from open_instruct.rewards.secret_key import without_key
+from open_instruct.rewards.sandbox.sandbox import Child, ForkServer
+from open_instruct.rewards.secret_key import hide_key
 from open_instruct.rewards.trial import (
-    ANSWERS,
+    TRIAL_ANSWERS,
     Trial,
     Turns,
-    as_messages,
-    find_conversation,
-    refuse_function,
+    build_messages,
+    find_prompt_turns,
+    function_error,
     try_function,
 )
 from open_instruct.rewards.verifier import (
     MAX_READ_CHARACTERS,
     Verifier,
-    is_thought,
-    said,
-    without_thinking,
+    describe_error,
+    is_only_thinking,
+    remove_thinking,
 )
 
 MAX_TRACEBACK_CHARACTERS = 4000
@@ -47,18 +46,20 @@ VERIFIERS: dict[str, Verifier] = {}  # of a process of verifiers
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """A score; where it is 0 because of a problem, that problem."""
+    """A score; if it is 0 because of a problem, that problem."""
 
     score: float
     problem: str | None = None
 
 
 class VerifierPool:
-    """Asks verifiers for scores: isolated ones in processes of their own, the others in the
-    caller's.
+    """Asks verifiers for scores: isolated ones in worker processes, the others in the caller's.
 
-    `say` gets a message about the first problem of each verifier, with its traceback; `max_tokens`
-    is the length limit of completions, `--response_length`, which `--overlong_penalty` counts from.
+    Args:
+        flags: of rewards.
+        say: gets a message about the first problem of each verifier, with its traceback.
+        max_tokens: the length limit of completions, `--response_length`, which `--overlong_penalty`
+            counts from.
 
     Raises:
         InputError: a verifier that `flags` name cannot be loaded.
@@ -74,92 +75,97 @@ class VerifierPool:
         self.verifiers = known_verifiers(flags)
         # An empty entry of PYTHONPATH would mean the working folder, from which nothing else is to
         # be imported.
-        paths = os.pathsep.join(filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)))
+        paths = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
         self._environment = {
             **os.environ,
             **threads_of_each(flags.num_verifier_processes),
-            "PYTHONPATH": paths,
+            "PYTHONPATH": os.pathsep.join(paths),
         }
         self._flags = flags
         self._max_tokens = max_tokens
-        self.read_messages: set[str] = set()
-        """Names of the reward functions that are given messages where a prompt is a
-        conversation.
-        """
+        self.message_readers: set[str] = set()
+        """Names of the reward functions that get messages where a prompt is a conversation."""
         self._start_timeout_s = max(
             verifier.start_timeout_s for verifier in self.verifiers.values()
         )
         self._say = say
-        self._said: set[str] = set()
+        self._names_reported: set[str] = set()
         self._lock = threading.Lock()
-        # A place is a worker, or None until somebody needs one.
-        self._places: queue.Queue[_Worker | None] = queue.Queue()
+        # None until somebody needs the worker.
+        self._workers: queue.Queue[_Worker | None] = queue.Queue()
         for _ in range(flags.num_verifier_processes):
-            self._places.put(None)
+            self._workers.put(None)
 
     def judges_groups(self, prompt: Prompt) -> bool:
         """Whether a verifier of this prompt scores all of its completions at once."""
         return any(self.verifiers[check.verifier].judges_groups for check in prompt.checks)
 
     def judge(self, prompt: Prompt, completions: Sequence[Completion]) -> list[Verdict]:
-        """The verdict on each completion of a prompt; see `verdict_of`."""
-        check_outcomes = [self.scores(check, prompt.text, completions) for check in prompt.checks]
-        return [
-            verdict_of(
-                prompt,
-                completion,
-                [outcomes[at] for outcomes in check_outcomes],
-                self._flags,
-                max_tokens=self._max_tokens,
+        """The verdict on each completion of a prompt; see `build_verdict`."""
+        outcomes = [self.score(check, prompt.text, completions) for check in prompt.checks]
+        verdicts = []
+        for number, completion in enumerate(completions):
+            outcomes_of_one = [each[number] for each in outcomes]
+            verdict = build_verdict(
+                prompt, completion, outcomes_of_one, self._flags, max_tokens=self._max_tokens
             )
-            for at, completion in enumerate(completions)
-        ]
+            verdicts.append(verdict)
+        return verdicts
 
-    def scores(self, check: Check, prompt: str, completions: Sequence[Completion]) -> list[Outcome]:
-        """The scores of completions of one prompt, which is the text that the engine was given.
+    def score(self, check: Check, prompt: str, completions: Sequence[Completion]) -> list[Outcome]:
+        """The scores that one verifier gives completions of one prompt.
 
-        Where a verifier raises, dies or takes too long, the score is 0 and the outcome has the
+        Where the verifier raises, dies or takes too long, the score is 0 and the outcome has the
         problem.
+
+        Args:
+            check: the verifier's name, and the ground truth.
+            prompt: the text that the engine was given.
+            completions: of this prompt.
         """
         name = check.verifier
         verifier = self.verifiers[name]
         # Each has its own time.
         if verifier.isolated and not verifier.judges_groups and len(completions) > 1:
-            return [
-                outcome for each in completions for outcome in self.scores(check, prompt, [each])
-            ]
-        given = [getattr(each, verifier.reads) for each in completions]
-        asked: dict[str, Any] = {
-            "completions": given
-            if verifier.sees_thinking or verifier.reads != "text"
-            else ["" if is_thought(prompt, each) else without_thinking(each) for each in given],
-            "are_truncated": [each.is_truncated for each in completions],
+            outcomes = []
+            for completion in completions:
+                outcomes += self.score(check, prompt, [completion])
+            return outcomes
+        arguments: dict[str, Any] = {
+            "completions": _prepare_completions(verifier, prompt, completions),
+            "are_truncated": [completion.is_truncated for completion in completions],
             "ground_truth": check.ground_truth,
             "prompt": prompt,
         }
-        if (
-            name in self.read_messages
-            and (turns := find_conversation(check.ground_truth)) is not None
-        ):
-            asked |= as_messages(turns, asked["completions"])
-        answer = self._ask_worker(name, asked) if verifier.isolated else verdicts(verifier, **asked)
-        low, high = (0.0, 1.0) if verifier.is_bounded else (-MAX_REWARD, MAX_REWARD)
-        outcomes = []
-        for score in answer.get("scores", [answer] * len(completions)):
-            if isinstance(score, dict):
-                outcomes.append(self._without_score(name, **score))
-            elif low <= score <= high:
-                outcomes.append(Outcome(score=score))
-            else:
-                unusable = describe_unusable(score)
-                out_of_bounds = f"{score}, which is not between 0 and 1"
-                problem = f"gave {unusable or out_of_bounds}"
-                outcomes.append(self._without_score(name, problem))
-        return outcomes
+        if name in self.message_readers:
+            turns = find_prompt_turns(check.ground_truth)
+            if turns is not None:
+                arguments |= build_messages(turns, arguments["completions"])
+        if verifier.isolated:
+            answer = self._ask_worker(name, arguments)
+        else:
+            answer = score_completions(verifier, **arguments)
+        scores = answer.get("scores", [answer] * len(completions))
+        return [self._build_outcome(verifier, score) for score in scores]
+
+    def _build_outcome(self, verifier: Verifier, score: Any) -> Outcome:
+        """The outcome of a score, or of a problem in its place."""
+        if isinstance(score, dict):
+            return self._report_problem(verifier.name, **score)
+        low = 0.0 if verifier.is_bounded else -MAX_REWARD
+        high = 1.0 if verifier.is_bounded else MAX_REWARD
+        if low <= score <= high:
+            return Outcome(score=score)
+        problem = describe_unusable(score) or f"{score}, which is not between 0 and 1"
+        return self._report_problem(verifier.name, f"gave {problem}")
 
     def try_functions(self, prompts: Iterable[Prompt]) -> Iterator[str]:
-        """Call the reward functions among the judges of `prompts` once, on two made-up answers to a
-        prompt of each form, and settle which are given messages; yields a sentence about each.
+        """Call the reward functions of prompts once, and decide which of them get messages.
+
+        They are called on two made-up answers to a prompt of each form.
+
+        Yields:
+            A sentence about each.
 
         Raises:
             InputError: a function raises; names its file and line, and what it was given.
@@ -169,7 +175,7 @@ class VerifierPool:
             for check in prompt.checks:
                 if not isinstance(self.verifiers[check.verifier], RewardFunction):
                     continue
-                turns = find_conversation(check.ground_truth)
+                turns = find_prompt_turns(check.ground_truth)
                 form = (check.verifier, turns is not None)
                 if form not in tried:
                     tried.add(form)
@@ -177,38 +183,41 @@ class VerifierPool:
 
     def _try_function(self, check: Check, prompt: str, turns: Turns | None) -> str:
         name = check.verifier
-        asked: dict[str, Any] = {
-            "completions": list(ANSWERS),
-            "are_truncated": [False] * len(ANSWERS),
+        request: dict[str, Any] = {
+            "is_trial": True,
+            "completions": list(TRIAL_ANSWERS),
+            "are_truncated": [False] * len(TRIAL_ANSWERS),
             "ground_truth": check.ground_truth,
             "prompt": prompt,
         }
 
         def call(**arguments: Any) -> Trial | None:
-            answer = self._ask_worker(name, asked | {"is_trial": True} | arguments)
+            answer = self._ask_worker(name, request | arguments)
             return Trial(*answer["trial"]) if "trial" in answer else None
 
         trial = call()
         if trial is None:
             return f"warning: {name} gave no answer in --verifier_timeout_s, and was not tried"
         if turns is not None and (trial.reads_messages or trial.problem):
-            with_messages = call(**as_messages(turns, ANSWERS))
+            with_messages = call(**build_messages(turns, TRIAL_ANSWERS))
             if with_messages is not None and not with_messages.problem:
-                self.read_messages.add(name)
+                self.message_readers.add(name)
                 return f"{name} works on two made-up answers, given as messages"
             if with_messages is not None and trial.reads_messages:
-                raise refuse_function(name, with_messages, given="messages", is_conversation=True)
+                raise function_error(name, with_messages, form="messages", is_conversation=True)
         if trial.problem:
-            raise refuse_function(name, trial, given="texts", is_conversation=turns is not None)
-        told = f"{name} works on two made-up answers, given as texts"
+            raise function_error(name, trial, form="texts", is_conversation=turns is not None)
+        result = f"{name} works on two made-up answers, given as texts"
         if trial.reads_messages:
-            told = f"warning: {told}: it asks them for keys of messages, but the prompts are texts"
-        return told
+            return (
+                f"warning: {result}: it asks them for keys of messages, but the prompts are texts"
+            )
+        return result
 
-    def _without_score(self, name: str, problem: str, traceback: str = "", **_: object) -> Outcome:
+    def _report_problem(self, name: str, problem: str, traceback: str = "", **_: object) -> Outcome:
         with self._lock:
-            is_first = name not in self._said
-            self._said.add(name)
+            is_first = name not in self._names_reported
+            self._names_reported.add(name)
         if is_first:
             shown = f"the verifier {name}: {problem}\n{traceback}".rstrip()
             self._say(
@@ -216,31 +225,44 @@ class VerifierPool:
             )
         return Outcome(score=0.0, problem=f"{name}: {problem}")
 
-    def _ask_worker(self, name: str, asked: Mapping[str, object]) -> dict[str, Any]:
-        worker = self._places.get()
+    def _ask_worker(self, name: str, arguments: Mapping[str, object]) -> dict[str, Any]:
+        worker = self._workers.get()
         try:
             worker = worker or _Worker(
                 self._flags, self._environment, start_timeout_s=self._start_timeout_s
             )
             time_s = self._flags.verifier_timeout_s
-            answer = worker.ask({"verifier": name, **asked}, timeout_s=time_s)
+            answer = worker.ask({"verifier": name, **arguments}, timeout_s=time_s)
             if answer is None:
                 worker.kill()
                 worker = None
                 answer = {"problem": f"took more than {time_s:g} s, or died"}
         finally:
-            self._places.put(worker)
+            self._workers.put(worker)
         return answer
 
     def close(self) -> None:
         """End the workers; waits for those that are at work."""
         for _ in range(self._flags.num_verifier_processes):
-            worker = self._places.get()
+            worker = self._workers.get()
             if worker is not None:
                 worker.kill()
 
 
-def verdict_of(
+def _prepare_completions(
+    verifier: Verifier, prompt: str, completions: Sequence[Completion]
+) -> list[Any]:
+    """The completions as a verifier reads them: token ids, or texts with or without thoughts."""
+    values = [getattr(completion, verifier.reads) for completion in completions]
+    if verifier.sees_thinking or verifier.reads != "text":
+        return values
+    texts = []
+    for text in values:
+        texts.append("" if is_only_thinking(prompt, text) else remove_thinking(text))
+    return texts
+
+
+def build_verdict(
     prompt: Prompt,
     completion: Completion,
     outcomes: Sequence[Outcome],
@@ -248,32 +270,24 @@ def verdict_of(
     *,
     max_tokens: int = 0,
 ) -> Verdict:
-    """The verdict on a completion, from the outcomes of its prompt's checks.
+    """The reward of a completion from the outcomes of its prompt's checks, in their order.
 
-    The reward is `verification_reward` times the mean (or the sum: `several_verifiers`) of the
-    scores, weighted by the checks' weights. With the format reward, `r1_style_format_reward` is
-    added where the form is right; elsewhere the verifiers' part does not count, unless
-    `additive_format_reward`. An environment's rewards are added. With the non-stop penalty a
-    completion that was cut gets `non_stop_penalty_value` instead. Scores of a verifier that appears
-    twice are averaged. At last `overlong_penalty` is added, of the tokens behind the first prompt.
+    It is `verification_reward` times the mean of the scores, weighted by the checks' weights, or
+    their sum, see `several_verifiers`. An environment's rewards are added. With the format reward,
+    `r1_style_format_reward` is added where the form is right; elsewhere the other rewards do not
+    count, unless `additive_format_reward`. With the non-stop penalty a completion that was cut gets
+    `non_stop_penalty_value` instead. At last `overlong_penalty` is added, of the tokens behind the
+    first prompt.
     """
-    judged = list(zip(prompt.checks, outcomes, strict=True))
-    by_name: dict[str, list[float]] = {}
-    for check, outcome in judged:
-        by_name.setdefault(check.verifier, []).append(outcome.score)
-    scores = {name: sum(values) / len(values) for name, values in by_name.items()}
-    total_weight = (
-        1.0 if config.several_verifiers == "sum" else sum(check.weight for check in prompt.checks)
-    )
-    reward = config.verification_reward * sum(
-        check.weight * outcome.score for check, outcome in judged
-    )
-    reward = reward / total_weight if total_weight else 0.0
+    reward = _weigh_scores(prompt, outcomes, config)
+    scores = _average_by_name(prompt, outcomes)
     problems = [outcome.problem for outcome in outcomes if outcome.problem]
-    if (episode := completion.episode) is not None:
+    episode = completion.episode
+    if episode is not None:
         scores |= episode.rewards
         reward += sum(episode.rewards.values())
-        problems += [episode.problem] if episode.problem else []
+        if episode.problem:
+            problems.append(episode.problem)
     if config.apply_r1_style_format_reward:
         scores["format"] = float(has_r1_format(completion.text))
         if scores["format"]:
@@ -283,18 +297,39 @@ def verdict_of(
     if config.non_stop_penalty and completion.is_truncated:
         reward = config.non_stop_penalty_value
     penalty = None
-    if (buffer := config.overlong_penalty) is not None:
-        penalty = overlong_penalty(len(completion.token_ids), max_tokens=max_tokens, buffer=buffer)
+    if config.overlong_penalty is not None:
+        penalty = overlong_penalty(
+            len(completion.token_ids), max_tokens=max_tokens, buffer=config.overlong_penalty
+        )
         reward += penalty
-    if unusable := describe_unusable(reward):  # a sum or a product of numbers that each were usable
+    unusable = describe_unusable(reward)
+    if unusable:  # a sum or a product of numbers that each were usable
         problems.append(f"the reward is {unusable}")
         reward = 0.0
     return Verdict(reward=reward, scores=scores, problems=tuple(problems), overlong_penalty=penalty)
 
 
+def _weigh_scores(prompt: Prompt, outcomes: Sequence[Outcome], config: RewardSection) -> float:
+    """The verifiers' part of the reward: the weighted sum of scores, or their weighted mean."""
+    pairs = zip(prompt.checks, outcomes, strict=True)
+    weighted_sum = sum(check.weight * outcome.score for check, outcome in pairs)
+    reward = config.verification_reward * weighted_sum
+    total_weight = 1.0
+    if config.several_verifiers != "sum":
+        total_weight = sum(check.weight for check in prompt.checks)
+    return reward / total_weight if total_weight else 0.0
+
+
+def _average_by_name(prompt: Prompt, outcomes: Sequence[Outcome]) -> dict[str, float]:
+    """The mean score of each verifier, by name."""
+    scores: dict[str, list[float]] = {}
+    for check, outcome in zip(prompt.checks, outcomes, strict=True):
+        scores.setdefault(check.verifier, []).append(outcome.score)
+    return {name: sum(values) / len(values) for name, values in scores.items()}
+
+
 def overlong_penalty(num_tokens: int, *, max_tokens: int, buffer: int) -> float:
-    """The soft punishment of a completion of `num_tokens`, which is added to its reward: from 0 to
-    -1.
+    """The soft penalty of a long completion, from 0 to -1, which is added to its reward.
 
     Nothing up to `max_tokens - buffer` tokens, then less in proportion, and -1 at `max_tokens`: Yu
     et al. 2025, DAPO (arXiv 2503.14476), equation 13, with L_max = `max_tokens` and L_cache =
@@ -315,82 +350,91 @@ class _Worker:
     def __init__(
         self, flags: RewardSection, environment: Mapping[str, str], *, start_timeout_s: float
     ) -> None:
-        self._forks = Forks(answers_with=handle_request, environment=environment)
-        self._process = Child(self._forks)
-        self._greeting = self._request_worker({"flags": asdict(flags)}, timeout_s=start_timeout_s)
+        self._server = ForkServer(handler=handle_request, environment=environment)
+        self._process = Child(self._server)
+        self._start_answer = self._send({"flags": asdict(flags)}, timeout_s=start_timeout_s)
 
     def ask(self, request: Mapping[str, object], *, timeout_s: float) -> dict[str, Any] | None:
-        """The answer;
+        """The answer; None if the process died or was late, after which it must be killed."""
+        if self._start_answer is None or "problem" in self._start_answer:
+            return self._start_answer
+        return self._send(request, timeout_s=timeout_s)
 
-        None if the process died or did not answer in time, after which it must be killed.
-        """
-        if self._greeting is None or "problem" in self._greeting:
-            return self._greeting
-        return self._request_worker(request, timeout_s=timeout_s)
-
-    def _request_worker(
-        self, request: Mapping[str, object], *, timeout_s: float
-    ) -> dict[str, Any] | None:
-        ran = self._process.ask(request, timeout_s=timeout_s)
-        told: dict[str, Any] | None = json.loads(ran.value) if ran.status == "done" else None
-        return told
+    def _send(self, request: Mapping[str, object], *, timeout_s: float) -> dict[str, Any] | None:
+        result = self._process.ask(request, timeout_s=timeout_s)
+        if result.status != "done":
+            return None
+        answer: dict[str, Any] = json.loads(result.value)
+        return answer
 
     def kill(self) -> None:
         self._process.close()
-        self._forks.close()
+        self._server.close()
 
 
 def handle_request(
-    *, flags: dict[str, Any] | None = None, verifier: str = "", is_trial: bool = False, **asked: Any
+    *,
+    flags: dict[str, Any] | None = None,
+    verifier: str = "",
+    is_trial: bool = False,
+    **arguments: Any,
 ) -> dict[str, str]:
-    """The answer of a process to a request of `_Worker`, which sends the flags first, and then what
-    is to be scored.
+    """The answer of a process to a request of `_Worker`.
+
+    The first request has the flags, the others what is to be scored.
     """
-    told: dict[str, Any] = {}
     if is_trial:
         function = VERIFIERS[verifier]
         assert isinstance(function, RewardFunction)
-        told = {"trial": try_function(function, **asked)}
+        answer: dict[str, Any] = {"trial": try_function(function, **arguments)}
     elif flags is None:
-        told = verdicts(VERIFIERS[verifier], **asked)
+        answer = score_completions(VERIFIERS[verifier], **arguments)
     else:
-        try:
-            VERIFIERS.update(known_verifiers(RewardSection(**flags)))
-            for each in VERIFIERS.values():
-                each.load()
-        except BaseException as error:
-            told = _failure(error)
-    return {"status": "done", "value": json.dumps(told)}
+        answer = _load_verifiers(flags)
+    return {"status": "done", "value": json.dumps(answer)}
 
 
-def verdicts(verifier: Verifier, **asked: Any) -> dict[str, Any]:
-    """`{"scores": […]}`, or `{"problem": …, "traceback": …}` where the verifier raised, or for one
-    of the scores.
+def _load_verifiers(flags: dict[str, Any]) -> dict[str, Any]:
+    try:
+        VERIFIERS.update(known_verifiers(RewardSection(**flags)))
+        for verifier in VERIFIERS.values():
+            verifier.load()
+    except BaseException as error:
+        return _describe_failure(error)
+    return {}
 
-    `asked` are the arguments of `Verifier.judge_all`.
+
+def score_completions(verifier: Verifier, **arguments: Any) -> dict[str, Any]:
+    """Ask a verifier for the scores of completions; `arguments` are those of `judge_all`.
+
+    Returns:
+        `{"scores": […]}`, or `{"problem": …, "traceback": …}` where the verifier raised; the same
+        stands in place of a score that is none.
     """
     try:
-        scores = awaited(verifier.judge_all(**asked))
-        if len(scores) != (num_asked := len(asked["completions"])):
+        scores = await_entries(verifier.judge_all(**arguments))
+        num_completions = len(arguments["completions"])
+        if len(scores) != num_completions:
             raise ValueError(
-                f"{counted(len(scores), 'reward')} for {counted(num_asked, 'completion')}: return "
-                "one for each"
+                f"{counted(len(scores), 'reward')} for {counted(num_completions, 'completion')}: "
+                "return one for each"
             )
-        return {"scores": list(map(_score, scores))}
+        return {"scores": list(map(_read_score, scores))}
     except BaseException as error:  # foreign code, which may raise anything, and exit
-        return _failure(error)
+        return _describe_failure(error)
 
 
-def _score(value: Any) -> float | dict[str, str]:
+def _read_score(value: Any) -> float | dict[str, str]:
     """A score, or why it is none: it costs its own completion, and no other."""
     try:
         if isinstance(value, BaseException):
             raise value
         return float(value)
     except BaseException as error:
-        return _failure(error)
+        return _describe_failure(error)
 
 
-def _failure(error: BaseException) -> dict[str, str]:
-    shown = without_key("".join(traceback.format_exception(error))[-MAX_READ_CHARACTERS:])
-    return {"problem": said(error), "traceback": shown[-MAX_TRACEBACK_CHARACTERS:]}
+def _describe_failure(error: BaseException) -> dict[str, str]:
+    text = "".join(traceback.format_exception(error))[-MAX_READ_CHARACTERS:]
+    shown = hide_key(text)[-MAX_TRACEBACK_CHARACTERS:]
+    return {"problem": describe_error(error), "traceback": shown}

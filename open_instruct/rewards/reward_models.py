@@ -1,6 +1,4 @@
-"""Verifiers that ask a model: a folder that a run of ours has exported, opened with
-transformers.
-"""
+"""Verifiers that ask a reward model: a folder that a run of ours has exported."""
 
 import json
 from abc import abstractmethod
@@ -15,43 +13,44 @@ from open_instruct.rewards.verifier import Verifier
 
 
 class ModelVerifier(Verifier):
-    """A verifier by a model. `settings` are a folder, then options and a device of torch's, with
-    commas between them.
+    """Scores a completion by a model that transformers opens.
 
-    The prompt is taken as the engine was given it, so the policy and this model must have one chat
+    The prompt is read as the engine had it, so the policy and this model must have one chat
     template.
+
+    Args:
+        settings: a folder, then options and a device of torch's, with commas between them.
     """
 
     sees_thinking: ClassVar[bool] = True
     start_timeout_s: ClassVar[float] = 900.0
-    options_known: ClassVar[tuple[str, ...]]
+    known_options: ClassVar[tuple[str, ...]]
 
     def __init__(self, settings: str) -> None:
         folder, *words = settings.split(",")
         self.folder = Path(folder).expanduser()
-        self.device = next(
-            (word for word in words if word.partition(":")[0] in ("cpu", "cuda")), "cpu"
-        )
+        devices = [word for word in words if word.partition(":")[0] in ("cpu", "cuda")]
+        self.device = devices[0] if devices else "cpu"
         self.options = {*words} - {self.device}
         try:
             self.config = json.loads((self.folder / "config.json").read_text(encoding="utf-8"))
-            problem = self._option_problem() or self.folder_problem(self.config)
+            problem = self._find_option_problem() or self.find_folder_problem(self.config)
         # The last two of JSON that is no object.
         except (OSError, ValueError, TypeError, AttributeError) as error:
             problem = f"{folder}/config.json cannot be read: {error}"
         if problem is not None:
             raise InputError(f"--verifier {self.name}:{settings}: {problem}", kind="remote")
 
-    def _option_problem(self) -> str | None:
-        if self.options - {*self.options_known}:
+    def _find_option_problem(self) -> str | None:
+        if self.options - {*self.known_options}:
             return (
-                f"after the folder come {', '.join(self.options_known)}, and a device: cpu or "
+                f"after the folder come {', '.join(self.known_options)}, and a device: cpu or "
                 "cuda:0"
             )
         return None
 
     @abstractmethod
-    def folder_problem(self, config: dict[str, Any]) -> str | None:
+    def find_folder_problem(self, config: dict[str, Any]) -> str | None:
         """Why a folder with this config.json cannot judge; None if it can."""
 
     @property
@@ -88,7 +87,7 @@ class ModelVerifier(Verifier):
 
 
 class RewardModel(ModelVerifier):
-    """The reward of prompt and completion.
+    """Scores a completion by a reward model.
 
     With `normalize`, the mean of the held-out rewards is subtracted, and the difference divided by
     their standard deviation.
@@ -96,10 +95,10 @@ class RewardModel(ModelVerifier):
 
     name: ClassVar[str] = "reward_model"
     is_bounded: ClassVar[bool] = False
-    options_known: ClassVar[tuple[str, ...]] = ("normalize",)
+    known_options: ClassVar[tuple[str, ...]] = ("normalize",)
     auto_class = "AutoModelForSequenceClassification"
 
-    def folder_problem(self, config: dict[str, Any]) -> str | None:
+    def find_folder_problem(self, config: dict[str, Any]) -> str | None:
         if _count_labels(config) != 1 or not _has_class(config, "ForSequenceClassification"):
             return (
                 "config.json names no model with one score (ForSequenceClassification, "
@@ -130,19 +129,19 @@ class RewardModel(ModelVerifier):
 
 
 class ProcessRewardModel(ModelVerifier):
-    """The probability that a completion's steps are right: of the worst (`min`), their `product` or
-    their `mean`.
+    """Scores a completion by the probability that its steps are right.
 
-    A step is what stands between two step separators. A completion without a step has 0.
+    It is that of the worst (`min`), or their `product` or `mean`. A step is what stands between two
+    step separators. A completion without a step has 0.
     """
 
     name: ClassVar[str] = "prm"
-    options_known: ClassVar[tuple[str, ...]] = ("min", "product", "mean")
+    known_options: ClassVar[tuple[str, ...]] = ("min", "product", "mean")
 
-    def folder_problem(self, config: dict[str, Any]) -> str | None:
+    def find_folder_problem(self, config: dict[str, Any]) -> str | None:
         if len(self.options) > 1:
             return (
-                f"{' and '.join(sorted(self.options))}: give one of {', '.join(self.options_known)}"
+                f"{' and '.join(sorted(self.options))}: give one of {', '.join(self.known_options)}"
             )
         has_head = _has_class(config, "ForTokenClassification") and _count_labels(config) == 2
         if "prm_step_separator" not in config or not (has_head or config.get("prm_reward_tokens")):
@@ -154,11 +153,9 @@ class ProcessRewardModel(ModelVerifier):
 
     @property
     def auto_class(self) -> str:
-        return (
-            "AutoModelForCausalLM"
-            if self.config.get("prm_reward_tokens")
-            else "AutoModelForTokenClassification"
-        )
+        if self.config.get("prm_reward_tokens"):
+            return "AutoModelForCausalLM"
+        return "AutoModelForTokenClassification"
 
     def judge(
         self, prompt: str, completion: str, ground_truth: Any, *, is_truncated: bool
@@ -176,10 +173,8 @@ class ProcessRewardModel(ModelVerifier):
 
     def score_steps(self, prompt: str, steps: Sequence[str]) -> Any:
         """The probability that each step is right, a tensor on the CPU."""
-        separator, placeholder = (
-            self.config["prm_step_separator"],
-            self.config.get("prm_placeholder_token"),
-        )
+        separator = self.config["prm_step_separator"]
+        placeholder = self.config.get("prm_placeholder_token")
         if placeholder is None:
             texts = [prompt, *chain.from_iterable((step, separator) for step in steps)]
         else:
@@ -190,8 +185,10 @@ class ProcessRewardModel(ModelVerifier):
         pieces = list(map(self.tokenize, texts))
         ends = list(accumulate(map(len, pieces), initial=-1))[3::2]
         logits = self.compute_logits(list(chain.from_iterable(pieces)))[ends]
-        if words := self.config.get("prm_reward_tokens"):
-            return logits[:, [self.tokenize(word)[0] for word in words]].softmax(dim=1)[:, 0]
+        words = self.config.get("prm_reward_tokens")
+        if words:
+            token_ids = [self.tokenize(word)[0] for word in words]
+            return logits[:, token_ids].softmax(dim=1)[:, 0]
         return logits.softmax(dim=1)[:, 1]
 
 
@@ -201,8 +198,9 @@ MODEL_VERIFIERS = {kind.name: kind for kind in (RewardModel, ProcessRewardModel)
 def write_step_lines(
     prompt: str, steps: Sequence[str], *, separator: str, placeholder: str, bos: str = ""
 ) -> list[str]:
-    """Steps as Math-Shepherd writes them, in texts to be tokenised apart: each on its line, the
-    placeholder behind it.
+    """Steps as Math-Shepherd writes them, in texts that are tokenised apart.
+
+    Each stands on its line, with the placeholder behind it.
 
     Args:
         bos: stands first, once, also where the prompt begins with it.
@@ -216,9 +214,7 @@ def write_step_lines(
 
 
 def _count_labels(config: dict[str, Any]) -> int:
-    """The outputs at a position, which config.json gives as a number or by their names;
-    transformers' default is 2.
-    """
+    """The outputs at a position, by their number or names; transformers' default is 2."""
     return int(config.get("num_labels") or len(config.get("id2label") or "01"))
 
 

@@ -1,9 +1,8 @@
-"""Reward functions are called once on two made-up answers, before anything is started: do they
-work, and on what.
+"""Try a reward function once on two made-up answers, before anything is started.
 
 TRL gives a function messages (`completion[0]["content"]`) where the prompts are conversations, and
 texts elsewhere. Functions for texts are ours. Which of them a function is written for shows when it
-is called: a text that is asked for a key of a message notes it.
+is called: a text that is asked for a key of a message records it.
 """
 
 import reprlib
@@ -13,36 +12,33 @@ from typing import Any, Literal, NamedTuple, TypedDict
 
 from open_instruct.core.errors import InputError
 from open_instruct.rewards.function import RewardFunction
-from open_instruct.rewards.verifier import said
+from open_instruct.rewards.verifier import describe_error
 
-ANSWERS = ("7", "The answer is 7.")
+TRIAL_ANSWERS = ("7", "The answer is 7.")
 """What functions are tried on: a number, which most can read, and a sentence."""
-# The keys of a row that hold its prompt as a conversation: TRL's, and ours.
-CONVERSATIONS = ("messages", "prompt")
+# The keys of a row that may have its prompt as a conversation: ours, and TRL's.
+CONVERSATION_KEYS = ("messages", "prompt")
 MAX_LISTED = 500  # characters of the arguments of a call
-METHODS_OF_MESSAGES = ("get", "items", "keys", "values")
+MESSAGE_METHODS = ("get", "items", "keys", "values")
 
-_shown = reprlib.Repr()
-_shown.maxstring = _shown.maxother = 60
-_shown.maxdict = 3
+_short = reprlib.Repr()
+_short.maxstring = 60
+_short.maxother = 60
+_short.maxdict = 3
 
 Form = Literal["texts", "messages"]
-
-
 Turns = Sequence[Mapping[str, Any]]
 
 
-class AsMessages(TypedDict):
-    """Completions of one prompt, and the prompt, as TRL gives them where the prompt is a
-    conversation.
-    """
+class MessageArguments(TypedDict):
+    """Completions and their prompt, as TRL gives them where the prompt is a conversation."""
 
     prompt: Turns
     completions: list[list[dict[str, str]]]
 
 
 class Trial(NamedTuple):
-    """What came of a call.
+    """What came of calling a function once.
 
     Example: `Trial("KeyError: 'x'", "mine.py:3", "completions=['7', …]", True)`.
     """
@@ -56,38 +52,33 @@ class Trial(NamedTuple):
 
 
 class WatchedText(str):
-    """A text like any other, but that it notes in `asked` when it is taken for messages: asked for
-    a key of one.
-    """
+    """A text that records when it is taken for messages: when it is asked for a key of one."""
 
-    asked: list[str]
+    keys_read: list[str]
 
     @classmethod
-    def watch(cls, text: str, asked: list[str]) -> "WatchedText":
+    def watch(cls, text: str, keys_read: list[str]) -> "WatchedText":
         watched = cls(text)
-        watched.asked = asked
+        watched.keys_read = keys_read
         return watched
 
     def __getitem__(self, key: Any) -> Any:
         if isinstance(key, str):
-            self.asked.append(key)
-        return self.watch(super().__getitem__(key), self.asked)
+            self.keys_read.append(key)
+        return self.watch(super().__getitem__(key), self.keys_read)
 
     def __iter__(self) -> Any:
-        return (self.watch(letter, self.asked) for letter in super().__iter__())
+        return (self.watch(letter, self.keys_read) for letter in super().__iter__())
 
     def __getattr__(self, name: str) -> Any:
-        if name in METHODS_OF_MESSAGES:
-            self.asked.append(name)
+        if name in MESSAGE_METHODS:
+            self.keys_read.append(name)
         raise AttributeError(f"'str' object has no attribute {name!r}")
 
 
-def find_conversation(row: Mapping[str, Any]) -> Turns | None:
-    """The turns of a row's prompt, without an answer behind them;
-
-    None where the prompt is a text.
-    """
-    for key in CONVERSATIONS:
+def find_prompt_turns(row: Mapping[str, Any]) -> Turns | None:
+    """The turns of a row's prompt, without an answer behind them; None where it is a text."""
+    for key in CONVERSATION_KEYS:
         turns = row.get(key)
         if isinstance(turns, list) and turns and all(map(_is_message, turns)):
             has_answer = len(turns) > 1 and turns[-1]["role"] == "assistant"
@@ -99,7 +90,7 @@ def _is_message(value: Any) -> bool:
     return isinstance(value, Mapping) and {"role", "content"} <= value.keys()
 
 
-def as_messages(turns: Turns, completions: Sequence[str]) -> AsMessages:
+def build_messages(turns: Turns, completions: Sequence[str]) -> MessageArguments:
     """The arguments of `judge_all` that differ where a function is given messages."""
     replies = [[{"role": "assistant", "content": text}] for text in completions]
     return {"prompt": turns, "completions": replies}
@@ -114,35 +105,42 @@ def try_function(
     **rest: Any,
 ) -> Trial:
     """Call a function once; `ground_truth` is the row, as `judge_all` takes it."""
-    asked: list[str] = []
-    asking, *watched = [
-        WatchedText.watch(each, asked) if isinstance(each, str) else each
-        for each in (prompt, *completions)
-    ]
-    problem = place = ""
+    keys_read: list[str] = []
+    watched = [_watch_text(text, keys_read) for text in completions]
+    problem = ""
+    place = ""
     try:
         rewards = verifier.judge_all(
-            prompt=asking, completions=watched, ground_truth=ground_truth, **rest
+            prompt=_watch_text(prompt, keys_read),
+            completions=watched,
+            ground_truth=ground_truth,
+            **rest,
         )
         if len(rewards) != len(completions):
             raise ValueError(
                 f"{len(rewards)} rewards for {len(completions)} completions: return one for each"
             )
     except BaseException as error:  # foreign code, which may raise anything, and exit
-        problem, place = said(error), _find_place(error, verifier.function)
-    given = verifier.arguments(prompt, completions, ground_truth)
-    return Trial(problem, place, _list_arguments(given), bool(asked))
+        problem = describe_error(error)
+        place = _find_place(error, verifier.function)
+    arguments = verifier.build_arguments(prompt, completions, ground_truth)
+    return Trial(problem, place, _list_arguments(arguments), bool(keys_read))
 
 
-def _list_arguments(given: Mapping[str, Any]) -> str:
-    names = sorted(given, key=lambda name: name != "completions")
-    listed = ", ".join(f"{name}={_shown.repr(given[name])}" for name in names)
+def _watch_text(value: Any, keys_read: list[str]) -> Any:
+    return WatchedText.watch(value, keys_read) if isinstance(value, str) else value
+
+
+def _list_arguments(arguments: Mapping[str, Any]) -> str:
+    names = sorted(arguments, key=lambda name: name != "completions")
+    listed = ", ".join(f"{name}={_short.repr(arguments[name])}" for name in names)
     return listed if len(listed) <= MAX_LISTED else f"{listed[:MAX_LISTED]}…"
 
 
 def _find_place(error: BaseException, function: Callable[..., Any]) -> str:
-    """The last line of the function's own file that an error has come through; else where the
-    function begins.
+    """The last line of the function's file that an error has come through.
+
+    It is the function's first line where the error came from elsewhere.
     """
     code = function.__code__
     frames = traceback.extract_tb(error.__traceback__)
@@ -150,7 +148,7 @@ def _find_place(error: BaseException, function: Callable[..., Any]) -> str:
     return f"{code.co_filename}:{lines[-1] if lines else code.co_firstlineno}"
 
 
-def refuse_function(name: str, trial: Trial, *, given: Form, is_conversation: bool) -> InputError:
+def function_error(name: str, trial: Trial, *, form: Form, is_conversation: bool) -> InputError:
     """The error about a reward function that has raised on made-up answers."""
     remedy = "mend the function, or no answer would have a reward"
     if trial.reads_messages and not is_conversation:
@@ -161,7 +159,7 @@ def refuse_function(name: str, trial: Trial, *, given: Form, is_conversation: bo
         )
     return InputError(
         f"the reward function {name} raises {trial.problem} at {trial.place}, on two made-up "
-        f"answers as {given}: {trial.arguments}; {remedy}",
+        f"answers as {form}: {trial.arguments}; {remedy}",
         kind="own_code",
         flag="verifier",
         remedy=remedy,

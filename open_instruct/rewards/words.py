@@ -34,31 +34,36 @@ _ANSWER_TAGS = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.IGNORECA
 _ANSWER_TAG = re.compile(r"<answer>", re.IGNORECASE)
 
 
-def between_answer_tags(completion: str) -> str:
-    """What stands between the last `<answer>` and `</answer>`; behind a tag that is never closed;
-    else all of it.
+def find_tagged_answer(completion: str) -> str:
+    """What stands in the last `<answer>…</answer>`, or behind a tag that is never closed.
+
+    Without a tag it is the whole completion.
     """
-    if pairs := _ANSWER_TAGS.findall(completion):
+    pairs = _ANSWER_TAGS.findall(completion)
+    if pairs:
         return str(pairs[-1]).strip()
     tags = list(_ANSWER_TAG.finditer(completion))
-    return completion[tags[-1].end() :].strip() if tags else completion
+    if tags:
+        return completion[tags[-1].end() :].strip()
+    return completion
 
 
-def last_number(text: str) -> Decimal | None:
-    """The last number in `text`, or None: "7-2" ends in 2. The one behind a last "####" comes
-    before all others.
+def find_last_number(text: str) -> Decimal | None:
+    """The last number in `text`, or None: "7-2" ends in 2.
 
-    Example: `last_number("that is $1,250.50 in all.") == Decimal("1250.50")`.
+    A number behind a last "####" comes before all others.
+
+    Example: `find_last_number("that is $1,250.50 in all.") == Decimal("1250.50")`.
     """
     text = _SEPARATOR.sub("", text.translate(_DASHES))
     numbers = _MARKED.findall(text) or _NUMBER.findall(text)
     return Decimal(numbers[-1].replace("$", "")) if numbers else None
 
 
-def words_of(text: str) -> list[str]:
+def split_words(text: str) -> list[str]:
     """Lower-case words without punctuation, and without articles unless there is nothing else.
 
-    Example: `words_of("The answer: -1.5!") == ["answer", "-1.5"]`.
+    Example: `split_words("The answer: -1.5!") == ["answer", "-1.5"]`.
     """
     text = _SEPARATOR.sub("", text.translate(_DASHES).lower())
     words = _PUNCTUATION.sub(r"\1", text).split()
@@ -67,30 +72,34 @@ def words_of(text: str) -> list[str]:
 
 def have_same_words(text: str, other: str) -> bool:
     """Whether two texts have the same words; signs alone, such as "+", are compared as they are."""
-    words = words_of(text)
-    if words or words_of(other):
-        return words == words_of(other)
+    words = split_words(text)
+    if words or split_words(other):
+        return words == split_words(other)
     return bool(text.strip()) and text.strip() == other.strip()
 
 
-def is_one_of(text: str, accepted: Any) -> bool:
-    """Whether a text has the words of the one that is accepted, or of one of a list."""
-    texts = accepted if isinstance(accepted, list) else [accepted]
-    return any(have_same_words(text, str(each)) for each in texts)
+def matches_any(text: str, truths: Any) -> bool:
+    """Whether a text has the words of the one truth, or of one of a list."""
+    texts = truths if isinstance(truths, list) else [truths]
+    return any(have_same_words(text, str(truth)) for truth in texts)
 
 
 def check_truths(truths: Any) -> None:
-    """:raises ValueError: there is no text that an answer could equal, or an empty one."""
+    """Refuse truths that no answer could equal.
+
+    Raises:
+        ValueError: there is none, or an empty one.
+    """
     texts = truths if isinstance(truths, list) else [truths]
     if not texts or not all(str(each).strip() for each in texts):
         raise ValueError("it is empty, so no answer equals it")
 
 
-def f1_of_words(given: list[str], expected: list[str]) -> float:
+def compute_f1(words: list[str], expected: list[str]) -> float:
     """Harmonic mean of precision and recall; 0 where either has no words."""
-    num_shared = sum((Counter(given) & Counter(expected)).values())
+    num_shared = sum((Counter(words) & Counter(expected)).values())
     if num_shared == 0:
         return 0.0
-    precision = num_shared / len(given)
+    precision = num_shared / len(words)
     recall = num_shared / len(expected)
     return 2 * precision * recall / (precision + recall)

@@ -162,7 +162,7 @@ def test_served_model_judges(address: str, tmp_path: Path) -> None:
     pool.verifiers["judge"].begin_run(tmp_path)
     before = dict(JUDGE_COSTS)
     completions = [completion_of(text) for text in ("yes", "no", "5")]
-    outcomes = pool.scores(Check(verifier="judge", ground_truth=None), "", completions)
+    outcomes = pool.score(Check(verifier="judge", ground_truth=None), "", completions)
     assert [outcome.problem for outcome in outcomes] == [None] * 3
     assert {outcome.score for outcome in outcomes} <= {tenth / 10 for tenth in range(11)}
     cost = {

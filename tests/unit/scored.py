@@ -16,5 +16,5 @@ def completion_of(text: str, *, is_truncated: bool = False) -> Completion:
 def score(
     pool: VerifierPool, check: Check, text: str, *, prompt: str = "", is_truncated: bool = False
 ) -> Outcome:
-    (outcome,) = pool.scores(check, prompt, [completion_of(text, is_truncated=is_truncated)])
+    (outcome,) = pool.score(check, prompt, [completion_of(text, is_truncated=is_truncated)])
     return outcome

@@ -19,7 +19,7 @@ from open_instruct.objectives.objective import Objective
 from open_instruct.parallel.process import start_process, stop_process
 from open_instruct.parallel.resolve import on_one_process
 from open_instruct.planning.subject.build_workload import RunConfig
-from open_instruct.rewards.trial import ANSWERS
+from open_instruct.rewards.trial import TRIAL_ANSWERS
 from open_instruct.rl.lone_step import take_lone_step
 from open_instruct.rl.run_checks import check_engine
 from open_instruct.run.pretrained import open_pretrained
@@ -86,7 +86,7 @@ def _rollout_loss(config: GRPOConfig, prompts: Prompts, chat: ChatFormat) -> str
 def make_group(prompt: Prompt, chat: ChatFormat) -> RolloutGroup:
     """Two made-up answers to a prompt; the first is rewarded."""
     end = min(chat.turn_end_token_ids())
-    answers = [(*ids, end) for ids in chat.tokenize(list(ANSWERS))]
+    answers = [(*ids, end) for ids in chat.tokenize(list(TRIAL_ANSWERS))]
     completions = tuple(
         Completion(
             text=text,
@@ -96,7 +96,7 @@ def make_group(prompt: Prompt, chat: ChatFormat) -> RolloutGroup:
             finish_reason="stop",
             seed=0,
         )
-        for text, ids in zip(ANSWERS, answers, strict=True)
+        for text, ids in zip(TRIAL_ANSWERS, answers, strict=True)
     )
     verdicts = (Verdict(reward=1.0, scores={}), Verdict(reward=0.0, scores={}))
     return RolloutGroup(ticket=0, prompt=prompt, completions=completions, verdicts=verdicts)

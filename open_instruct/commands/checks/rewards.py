@@ -22,7 +22,6 @@ from open_instruct.rewards.judge import Judge
 from open_instruct.rewards.pool import VerifierPool
 from open_instruct.rewards.reward_models import MODEL_VERIFIERS, ModelVerifier
 from open_instruct.rewards.sandbox.trial import try_walls
-from open_instruct.rewards.trial import ANSWERS
 from open_instruct.rewards.verifier import Verifier
 from open_instruct.rl.episodes.bridge import check_bridges
 
@@ -114,7 +113,7 @@ def find_first_checks(prompts: list[Prompt]) -> Iterator[tuple[Prompt, Check]]:
 
 def judge_once(pool: VerifierPool, prompt: Prompt, check: Check) -> str:
     """The scores of two made-up answers, or a warning that such answers score 0 in a run."""
-    outcomes = pool.scores(check, prompt.text, [make_completion(text) for text in ANSWERS])
+    outcomes = pool.score(check, prompt.text, [make_completion(text) for text in TRIAL_ANSWERS])
     problems = [outcome.problem for outcome in outcomes if outcome.problem is not None]
     if problems:
         return f"warning: on a made-up answer {problems[0]}; such answers score 0"

@@ -1,4 +1,4 @@
-r"""Whether two answers of mathematics are the same: what stands around math-verify.
+r"""Compare two answers of mathematics, by rules around math-verify.
 
 An answer is taken apart into choices, lists, brackets, equations, quantities and words, as long as
 it has any of them; what is left are expressions and relations, which math-verify reads. Each step
@@ -16,15 +16,15 @@ from open_instruct.rewards.mathematics.parts import (
     find_choice,
     find_quantity,
     is_name,
+    remove_label,
     split_items,
     split_pieces,
     split_sides,
-    squeezed,
-    unwrapped,
-    without_label,
+    squeeze,
+    unwrap,
 )
 from open_instruct.rewards.mathematics.text import clean
-from open_instruct.rewards.mathematics.units import are_alike, is_droppable, unit_of
+from open_instruct.rewards.mathematics.units import are_alike, is_droppable, name_unit
 from open_instruct.rewards.mathematics.values import are_same_regions, are_same_values
 
 MAX_CHARACTERS = 300  # of an expression
@@ -44,6 +44,8 @@ _MATRIX = re.compile(
     re.DOTALL,
 )
 
+CURRENCIES = ("dollar", "euro", "pound", "usd", "rs", "rupee")  # which may stand in front
+
 Verdict = bool | None
 
 
@@ -53,72 +55,89 @@ def are_equal(answer: str, expected: str) -> bool:
     Example: `are_equal("\\frac{1}{2}\\text{ feet}", "6 inches")`.
     """
     if max(len(answer), len(expected)) > MAX_WRITTEN:
-        return bool(answer.strip(" $")) and squeezed(answer) == squeezed(expected)
-    ours, theirs = clean(answer), clean(expected)
+        return bool(answer.strip(" $")) and squeeze(answer) == squeeze(expected)
+    ours = clean(answer)
+    theirs = clean(expected)
     if not ours or not theirs:
         return False
-    if squeezed(ours) == squeezed(theirs) or squeezed(answer) == squeezed(expected):
+    if squeeze(ours) == squeeze(theirs) or squeeze(answer) == squeeze(expected):
         return True
     return max(len(ours), len(theirs)) <= MAX_CHARACTERS and _are_same(ours, theirs)
 
 
 def _are_same(ours: str, theirs: str) -> bool:
-    ours, theirs = unwrapped(ours), unwrapped(theirs)
-    if not ours or not theirs or squeezed(ours) == squeezed(theirs):
-        return bool(ours) and squeezed(ours) == squeezed(theirs)
+    ours = unwrap(ours)
+    theirs = unwrap(theirs)
+    if not ours or not theirs:
+        return False
+    if squeeze(ours) == squeeze(theirs):
+        return True
     for compare in STEPS:
-        if (verdict := compare(ours, theirs)) is not None:
+        verdict = compare(ours, theirs)
+        if verdict is not None:
             return verdict
     return are_same_values(ours, theirs)
 
 
-# --- the kinds of answers
-# ---------------------------------------------------------------------------------
+# --- the kinds of answers ---
 
 
 def _same_choices(ours: str, theirs: str) -> Verdict:
-    r"""`(C)`, `C`, `\textbf{(C)}\ 7` and `7` are one choice; of two that say more, letter and rest
-    count.
+    r"""`(C)`, `C`, `\textbf{(C)}\ 7` and `7` are one choice.
+
+    Of two that say more, letter and rest count.
     """
-    one, other = find_choice(ours), find_choice(theirs)
+    one = find_choice(ours)
+    other = find_choice(theirs)
     if one is None and other is None:
         return None
     for choice, text in ((one, theirs), (other, ours)):
         if choice is not None and re.fullmatch("[A-J]", text):
             return text == choice[0]
     if one is not None and other is not None:
-        return one[0] == other[0] and (not one[1] or not other[1] or _are_same(one[1], other[1]))
-    rest = (one or other or ("", ""))[1]
+        if one[0] != other[0]:
+            return False
+        return not one[1] or not other[1] or _are_same(one[1], other[1])
+    _, rest = one or other or ("", "")
     return bool(rest) and _are_same(rest, ours if one is None else theirs)
 
 
 def _same_times(ours: str, theirs: str) -> Verdict:
     """4:30 a.m. is 4:30 and not 4:30 p.m.; 2:40 is no ratio beside 1:20."""
-    one, other = _TIME.fullmatch(ours), _TIME.fullmatch(theirs)
-    return None if one is None or other is None else count_minutes(one) == count_minutes(other)
+    one = _TIME.fullmatch(ours)
+    other = _TIME.fullmatch(theirs)
+    if one is None or other is None:
+        return None
+    return count_minutes(one) == count_minutes(other)
 
 
 def _same_ratios(ours: str, theirs: str) -> Verdict:
     r"""2:4 is 1:2, and \frac{1}{2}; 1:2:3 is 2:4:6."""
-    one, other = ours.split(":"), theirs.split(":")
+    one = ours.split(":")
+    other = theirs.split(":")
     if max(len(one), len(other)) == 1 or WORDS.search(ours + theirs) or "" in one + other:
         return None
     if len(one) == 2 and len(other) == 1:
         return are_same_values(rf"\frac{{{one[0]}}}{{{one[1]}}}", theirs)
     if len(one) == 1 and len(other) == 2:
         return are_same_values(ours, rf"\frac{{{other[0]}}}{{{other[1]}}}")
-    crossed = (
-        (rf"({a}) \cdot ({other[0]})", rf"({b}) \cdot ({one[0]})")
-        for a, b in zip(one, other, strict=False)
-    )
-    return len(one) == len(other) and all(are_same_values(*pair) for pair in crossed)
+    if len(one) != len(other):
+        return False
+    for term, other_term in zip(one, other, strict=True):
+        crossed = rf"({term}) \cdot ({other[0]})"
+        if not are_same_values(crossed, rf"({other_term}) \cdot ({one[0]})"):
+            return False
+    return True
 
 
 def _same_residues(ours: str, theirs: str) -> Verdict:
     r"""`8 \pmod 5` is `x \equiv 3 \pmod{5}`; without its modulus a residue is another answer."""
-    one, other = _RESIDUE.fullmatch(ours), _RESIDUE.fullmatch(theirs)
+    one = _RESIDUE.fullmatch(ours)
+    other = _RESIDUE.fullmatch(theirs)
+    if one is None and other is None:
+        return None
     if one is None or other is None:
-        return None if one is None and other is None else False
+        return False
     names = [match[1].strip() for match in (one, other) if match[1]]
     if len(set(names)) > 1 or not _are_same(one[3], other[3]):
         return False
@@ -133,163 +152,202 @@ def _same_quantities(ours: str, theirs: str) -> Verdict:
 
     What has no unit, or units of which nothing is known, is for another step.
     """
-    one, other = find_quantity(ours), find_quantity(theirs)
-    return None if one is None or other is None else one == other
+    one = find_quantity(ours)
+    other = find_quantity(theirs)
+    if one is None or other is None:
+        return None
+    return one == other
 
 
 def _same_sets_of_numbers(ours: str, theirs: str) -> Verdict:
     r"""`x > 2`, `(2, \infty)` and `x \in (2,\infty)` are one set; `x > 2` and `y > 2` are not."""
-    if not (_RELATION.search(ours) or _RELATION.search(theirs)) or WORDS.search(
-        _SEPARATOR_WORDS.sub("", ours + theirs)
-    ):
+    has_relation = _RELATION.search(ours) or _RELATION.search(theirs)
+    if not has_relation or WORDS.search(_SEPARATOR_WORDS.sub("", ours + theirs)):
         return None
     return are_same_regions(ours, theirs)
 
 
 def _same_lists(ours: str, theirs: str) -> Verdict:
-    r"""`1, 2 and 3` in any order; in its own where there are dots, or beside a tuple;
+    r"""`1, 2 and 3` in any order; in its own where there are dots, or beside a tuple.
 
     `\pm 2` is a list of two.
     """
-    one, other = split_items(ours), split_items(theirs)
+    one = split_items(ours)
+    other = split_items(theirs)
     if len(one) == 1 and len(other) == 1:
         return None
-    kinds = [find_brackets(text) for text in (ours, theirs)]
-    lists = [
-        items if kind is None else split_items(kind[1])
-        for items, kind in zip((one, other), kinds, strict=True)
-    ]
-    opens = [kind[0] for kind in kinds if kind is not None]
-    lists = [without_label(items) for items in lists]
-    has_order = any("(" in each for each in opens) or any(
-        r"\ldots" in item for items in lists for item in items
-    )
-    if any("[" in each for each in opens):
+    lists = []
+    brackets = ""
+    for text, items in ((ours, one), (theirs, other)):
+        kind = find_brackets(text)
+        if kind is not None:
+            brackets += kind[0]
+            items = split_items(kind[1])
+        lists.append(remove_label(items))
+    if "[" in brackets:
         return False
-    labels = [[item.partition("=")[0] for item in items if "=" in item] for items in lists]
-    is_half_labelled = [len(set(each)) > 1 for each in labels].count(True) == 1
-    return _match(*lists, has_order=has_order or is_half_labelled)
+    has_dots = any(r"\ldots" in item for item in [*lists[0], *lists[1]])
+    are_labelled = [_has_labels(items) for items in lists]
+    has_order = "(" in brackets or has_dots or are_labelled.count(True) == 1
+    return _match(*lists, has_order=has_order)
+
+
+def _has_labels(items: Sequence[str]) -> bool:
+    """Whether the entries have labels that differ: x=1, y=2."""
+    labels = {item.partition("=")[0] for item in items if "=" in item}
+    return len(labels) > 1
 
 
 def _same_equations(ours: str, theirs: str) -> Verdict:
-    r"""`x = 4` is `4` and not `y = 4`; of `\frac{22}{7} \approx 3.14` either side will do, if they
-    are near.
+    r"""`x = 4` is `4` and not `y = 4`.
+
+    Of `\frac{22}{7} \approx 3.14` either side will do, if they are near.
     """
-    one, other = split_sides(ours), split_sides(theirs)
+    one = split_sides(ours)
+    other = split_sides(theirs)
     if len(one) == 1 and len(other) == 1:
         return None
-    if len(one) > 1 and len(other) > 1:
-        names = [squeezed(sides[0]) if is_name(sides[0]) else "" for sides in (one, other)]
-        if not all(names):
-            return None
-        are_functions = {"y"} < {*names} and any(
-            re.fullmatch(r"[a-z]\([a-z]\)", name) for name in names
-        )
-        same_names = names[0] == names[1] or are_functions
-        return same_names and any(_are_same(a, b) for a in _values(one) for b in _values(other))
-    sides, value = (one, theirs) if len(one) > 1 else (other, ours)
-    return any(_are_same(each, value) for each in _values(sides))
+    if len(one) == 1:
+        return any(_are_same(value, ours) for value in _list_values(other))
+    if len(other) == 1:
+        return any(_are_same(value, theirs) for value in _list_values(one))
+    if not is_name(one[0]) or not is_name(other[0]):
+        return None
+    if not _are_same_names(squeeze(one[0]), squeeze(other[0])):
+        return False
+    values = _list_values(other)
+    return any(
+        any(_are_same(value, other_value) for other_value in values) for value in _list_values(one)
+    )
+
+
+def _are_same_names(name: str, other: str) -> bool:
+    """Whether two names are equal, or are y and a function such as f(x)."""
+    if name == other:
+        return True
+    has_function = any(re.fullmatch(r"[a-z]\([a-z]\)", each) for each in (name, other))
+    return "y" in (name, other) and has_function
 
 
 def _same_brackets(ours: str, theirs: str) -> Verdict:
-    r"""Tuples and intervals have their brackets and their order, sets have neither;
+    r"""Tuples and intervals have their brackets and their order, sets have neither.
 
     `\{1\}` is 1, and (1, 2) no set.
     """
-    one, other = find_brackets(ours), find_brackets(theirs)
+    one = find_brackets(ours)
+    other = find_brackets(theirs)
     if one is None and other is None:
         return None
     if one is None or other is None:
         kind, inside = one or other or ("", "")
         # The set that has the empty set is not empty.
-        is_of_empty = squeezed(inside) == r"\emptyset"
+        is_of_empty = squeeze(inside) == r"\emptyset"
         return kind == "{}" and not is_of_empty and _are_same(inside, theirs if one else ours)
-    lists = split_items(one[1]), split_items(other[1])
+    items = split_items(one[1])
+    other_items = split_items(other[1])
     if one[0] == "{}" and other[0] == "{}":
-        return _match(*map(_distinct, lists), has_order=False)
-    return one[0] == other[0] and _match(*lists, has_order=True)
+        return _match(_drop_repeats(items), _drop_repeats(other_items), has_order=False)
+    return one[0] == other[0] and _match(items, other_items, has_order=True)
 
 
 def _same_matrices(ours: str, theirs: str) -> Verdict:
     """Cell by cell, whichever brackets stand around them."""
-    one, other = _MATRIX.fullmatch(ours), _MATRIX.fullmatch(theirs)
+    one = _MATRIX.fullmatch(ours)
+    other = _MATRIX.fullmatch(theirs)
     are_determinants = "vmatrix" in (ours + theirs).lower()
     if are_determinants or (one is None and other is None):
         return None
     if one is None or other is None:
         return False
-    rows = [
-        [row.split("&") for row in re.split(r"\\\\", match[2]) if row.strip()]
-        for match in (one, other)
-    ]
-    cells = [[cell.strip() for row in each for cell in row] for each in rows]
-    shapes = [[len(row) for row in each] for each in rows]
-    return shapes[0] == shapes[1] and all(map(_are_same, *cells))
+    rows = _split_rows(one[2])
+    other_rows = _split_rows(other[2])
+    if [len(row) for row in rows] != [len(row) for row in other_rows]:
+        return False
+    return all(
+        all(map(_are_same, row, other_row)) for row, other_row in zip(rows, other_rows, strict=True)
+    )
+
+
+def _split_rows(matrix: str) -> list[list[str]]:
+    """The cells of each row of a matrix."""
+    rows = [row.split("&") for row in matrix.split(r"\\") if row.strip()]
+    return [[cell.strip() for cell in row] for row in rows]
 
 
 def _same_percentages(ours: str, theirs: str) -> Verdict:
     """28% is 28, and 0.28; 0.28% is not 28%."""
     if not (ours.endswith("%") or theirs.endswith("%")):
         return None
-    one, other = ours.rstrip("% "), theirs.rstrip("% ")
+    one = ours.rstrip("% ")
+    other = theirs.rstrip("% ")
     if _are_same(one, other):
         return ours.endswith("%") == theirs.endswith("%") or not WORDS.search(ours + theirs)
     if ours.endswith("%") and theirs.endswith("%"):
         return False
-    part, whole = (one, other) if ours.endswith("%") else (other, one)
+    part, whole = one, other
+    if theirs.endswith("%"):
+        part, whole = other, one
     return not WORDS.search(part + whole) and are_same_values(rf"\frac{{{part}}}{{100}}", whole)
 
 
 def _same_degrees(ours: str, theirs: str) -> Verdict:
     r"""45° is 45, and \frac{\pi}{4}; within a function degrees are what they are."""
     has_function = re.search(r"\\(?:sin|cos|tan|cot|sec|csc)", ours + theirs)
-    if (
-        has_function
-        or not (ours.endswith("°") or theirs.endswith("°"))
-        or "°" in ours[:-1] + theirs[:-1]
-    ):
+    if has_function or "°" in ours[:-1] + theirs[:-1]:
         return None
-    one, other = ours.rstrip("° "), theirs.rstrip("° ")
+    if not ours.endswith("°") and not theirs.endswith("°"):
+        return None
+    one = ours.rstrip("° ")
+    other = theirs.rstrip("° ")
     if _are_same(one, other):
         return True
     if ours.endswith("°") and theirs.endswith("°"):
         return False
-    part, whole = (one, other) if ours.endswith("°") else (other, one)
+    part, whole = one, other
+    if theirs.endswith("°"):
+        part, whole = other, one
     return not WORDS.search(part + whole) and are_same_values(
         rf"\frac{{({part})\pi}}{{180}}", whole
     )
 
 
 def _same_words(ours: str, theirs: str) -> Verdict:
-    """Numbers and words in turn, each the same; a unit behind a single number, or its currency, may
-    be missing.
+    """Numbers and words in turn, each the same.
+
+    A unit behind a single number, or its currency, may be missing.
     """
-    one, other = split_pieces(ours), split_pieces(theirs)
-    if not any(is_word for is_word, _ in one + other):
+    one = split_pieces(ours)
+    other = split_pieces(theirs)
+    if not any(is_words for is_words, _ in one + other):
         return None
-    if [is_word for is_word, _ in one] == [is_word for is_word, _ in other]:
-        is_one_number = len(one) == 2
-        return all(
-            (is_one_number and are_alike(a, b) and is_droppable(a + " " + b))
-            or unit_of(a) == unit_of(b)
-            if is_word
-            else _are_same(a, b)
-            for (is_word, a), (_, b) in zip(one, other, strict=True)
-        )
-    long, short = (one, other) if len(one) > len(other) else (other, one)
+    if [is_words for is_words, _ in one] == [is_words for is_words, _ in other]:
+        return _match_pieces(one, other)
+    long, short = one, other
+    if len(one) <= len(other):
+        long, short = other, one
     if len(long) != 2 or len(short) != 1 or short[0][0]:
         return False
-    (words,) = (text for is_word, text in long if is_word)
-    (number,) = (text for is_word, text in long if not is_word)
-    is_unit = not long[0][0] or unit_of(words).split()[0] in (
-        "dollar",
-        "euro",
-        "pound",
-        "usd",
-        "rs",
-        "rupee",
-    )
+    (words,) = (text for is_words, text in long if is_words)
+    (number,) = (text for is_words, text in long if not is_words)
+    is_unit = not long[0][0] or name_unit(words).split()[0] in CURRENCIES
     return is_unit and is_droppable(words) and _are_same(number, short[0][1])
+
+
+def _match_pieces(ours: Sequence[tuple[bool, str]], theirs: Sequence[tuple[bool, str]]) -> bool:
+    """Whether pieces are the same in turn, each of which is words, or a number, in both."""
+    is_one_number = len(ours) == 2
+    for (is_words, text), (_, other) in zip(ours, theirs, strict=True):
+        if (
+            is_one_number
+            and is_words
+            and are_alike(text, other)
+            and is_droppable(f"{text} {other}")
+        ):
+            continue
+        is_same = name_unit(text) == name_unit(other) if is_words else _are_same(text, other)
+        if not is_same:
+            return False
+    return True
 
 
 def _same_spaced_units(ours: str, theirs: str) -> Verdict:
@@ -301,23 +359,24 @@ def _same_spaced_units(ours: str, theirs: str) -> Verdict:
     return None
 
 
-def _distinct(items: Sequence[str]) -> list[str]:
-    kept: list[str] = []
+def _drop_repeats(items: Sequence[str]) -> list[str]:
+    distinct: list[str] = []
     for item in items:
-        if not any(_are_same(item, other) for other in kept):
-            kept.append(item)
-    return kept
+        if not any(_are_same(item, other) for other in distinct):
+            distinct.append(item)
+    return distinct
 
 
 def _match(ours: Sequence[str], theirs: Sequence[str], *, has_order: bool) -> bool:
     """Whether each entry of one list is one of the other."""
-    if has_order or len(ours) == len(theirs):
-        return len(ours) == len(theirs) and (_match_in_order if has_order else _match_in_any_order)(
-            ours, theirs
-        )
-    if max(len(ours), len(theirs)) > MAX_ITEMS:
+    if len(ours) == len(theirs):
+        match = _match_in_order if has_order else _match_in_any_order
+        return match(ours, theirs)
+    if has_order or max(len(ours), len(theirs)) > MAX_ITEMS:
         return False
-    one, other = _distinct(ours), _distinct(theirs)  # "1/2 or 0.5" is one answer
+    # "1/2 or 0.5" is one answer.
+    one = _drop_repeats(ours)
+    other = _drop_repeats(theirs)
     return len(one) == len(other) and _match_in_any_order(one, other)
 
 
@@ -328,28 +387,34 @@ def _match_in_order(ours: Sequence[str], theirs: Sequence[str]) -> bool:
 def _match_in_any_order(ours: Sequence[str], theirs: Sequence[str]) -> bool:
     left = list(theirs)
     for item in ours:
-        alike = sorted(left, key=lambda other: squeezed(other) != squeezed(item))
-        found = next((other for other in alike if _are_same(item, other)), None)
+        candidates = _put_equal_first(left, item)
+        found = next((other for other in candidates if _are_same(item, other)), None)
         if found is None:
             return False
         left.remove(found)
     return True
 
 
-def _values(sides: Sequence[str]) -> list[str]:
-    """The sides of an equation that say what something is: none where they contradict each
-    other.
-    """
+def _put_equal_first(texts: Sequence[str], text: str) -> list[str]:
+    """The texts, those first that are written as `text` is."""
+    squeezed = squeeze(text)
+    return sorted(texts, key=lambda other: squeeze(other) != squeezed)
+
+
+def _list_values(sides: Sequence[str]) -> list[str]:
+    """The sides of an equation that are values; none where they contradict each other."""
     values = [side for side in sides if not is_name(side)]
-    if len(values) == len(sides) and any(
-        re.search("[a-zA-Z⟨]", re.sub(r"\\[a-z]+", "", side)) for side in sides
-    ):
+    if len(values) == len(sides) and any(map(_has_variables, sides)):
         return []  # a relation of variables, which says no value
     are_near = all(
         _are_same(values[0], each) or are_same_values(values[0], each, tolerance=NEAR)
         for each in values[1:]
     )
     return values if are_near else []
+
+
+def _has_variables(text: str) -> bool:
+    return re.search("[a-zA-Z⟨]", re.sub(r"\\[a-z]+", "", text)) is not None
 
 
 STEPS: tuple[Callable[[str, str], Verdict], ...] = (

@@ -1,14 +1,13 @@
-"""The parts of a cleaned answer of mathematics: entries, brackets, sides of equations, words,
-quantities.
-"""
+"""Take a cleaned answer of mathematics apart: entries, brackets, sides, words, quantities."""
 
 import re
 from fractions import Fraction
 from itertools import pairwise
 
-from open_instruct.rewards.mathematics.units import UNITS, unit_of
+from open_instruct.rewards.mathematics.units import UNITS, name_unit
 
-_OPENS, _CLOSES = "([{", ")]}"
+_OPENS = "([{"
+_CLOSES = ")]}"
 WORDS = re.compile(r"⟨([^⟩]*)⟩")
 _CHOICE = re.compile(r"\(([A-J])\)\s*(.*)|([A-J])[).:]\s+(.+)", re.DOTALL)
 _CONSTANTS = {"e", "i", r"\pi", r"\infty"}
@@ -27,28 +26,27 @@ _COMMAS = re.compile(
 _EQUALS = re.compile(r"(?<![<>!:])=|\\approx(?![a-zA-Z])|\\equiv(?![a-zA-Z])|:=")
 
 
-def squeezed(text: str) -> str:
+def squeeze(text: str) -> str:
     """The text without spaces that say nothing; words in lower case."""
     text = WORDS.sub(lambda match: f"⟨{match[1].lower().strip(' .')}⟩", text)
     text = re.sub(r"\s+", " ", text.replace("$", "")).strip()
     return re.sub(r"(?<![\w.]) | (?![\w.])|(?<=\\[a-zA-Z]) (?=\d)", "", text)
 
 
-def unwrapped(text: str) -> str:
+def unwrap(text: str) -> str:
     """The text without brackets around all of it that only group."""
     text = text.strip()
-    while (
-        text[:1] in ("(", "{")
-        and _closing(text, 0) == len(text) - 1
-        and len(split_items(text[1:-1])) == 1
-    ):
+    while text[:1] in ("(", "{"):
+        is_whole = _find_closing(text, 0) == len(text) - 1
+        if not is_whole or len(split_items(text[1:-1])) > 1:
+            break
         if re.fullmatch(r"\([A-J]\)", text):
             return text
         text = text[1:-1].strip()
     return text
 
 
-def _closing(text: str, start: int) -> int:
+def _find_closing(text: str, start: int) -> int:
     """Where the bracket that opens at `start` is closed, by any bracket; -1 if it is not."""
     depth = 0
     for at in range(start, len(text)):
@@ -58,47 +56,48 @@ def _closing(text: str, start: int) -> int:
     return -1
 
 
-def _split(text: str, at_top: re.Pattern[str]) -> list[str]:
+def _split_at_top(text: str, pattern: re.Pattern[str]) -> list[str]:
     """The pieces of a text between matches of a pattern that stand in no brackets."""
+    if r"\begin" in text:
+        return [text.strip()]
     depths = [0]
     for letter in text:
         depths.append(depths[-1] + (letter in _OPENS) - (letter in _CLOSES))
-    inside = {match.start() for match in re.finditer(r"\\begin", text)}
-    ends = [
-        0,
-        *(
-            at
-            for match in at_top.finditer(text)
-            if depths[match.start()] == 0 and not inside
-            for at in match.span()
-        ),
-    ]
-    return [text[start:stop].strip() for start, stop in pairwise([*ends, len(text)])][::2]
+    pieces = []
+    start = 0
+    for match in pattern.finditer(text):
+        if depths[match.start()] == 0:
+            pieces.append(text[start : match.start()].strip())
+            start = match.end()
+    return [*pieces, text[start:].strip()]
 
 
 def split_items(text: str) -> list[str]:
     """The entries of a list, of which plus or minus makes two."""
     entries = []
-    for item in _split(_with_words_apart(text), _COMMAS):
+    for item in _split_at_top(_separate_words(text), _COMMAS):
         has_both = _PLUS_MINUS.search(item) and not _PLUS_MINUS.fullmatch(item)
-        entries += [_with_sign(item, "+"), _with_sign(item, "-")] if has_both else [item]
+        if has_both:
+            entries += [_choose_sign(item, "+"), _choose_sign(item, "-")]
+        else:
+            entries.append(item)
     return [entry for entry in entries if entry] or [text]
 
 
-def _with_words_apart(text: str) -> str:
+def _separate_words(text: str) -> str:
     """The text with "and" and "or" as words by themselves."""
     text = re.sub(r"⟨(and|or) ([^⟩]*)⟩", r"⟨\1⟩⟨\2⟩", text)
     return re.sub(r"⟨([^⟩]*) (and|or)⟩", r"⟨\1⟩⟨\2⟩", text)
 
 
-def _with_sign(text: str, sign: str) -> str:
+def _choose_sign(text: str, sign: str) -> str:
     """The text with one sign for plus or minus, and the other for minus or plus."""
     signs = {"p": sign, "m": "-" if sign == "+" else "+"}
     return _PLUS_MINUS.sub(lambda match: signs[match[0][1]], text).removeprefix("+").strip()
 
 
-def without_label(items: list[str]) -> list[str]:
-    """`n=1, 3, 5` labels all of its entries at once; `x=1, y=2` each."""
+def remove_label(items: list[str]) -> list[str]:
+    """The entries of a list without a label that all of them share: `n=1, 3, 5`."""
     sides = split_sides(items[0])
     if len(sides) == 2 and is_name(sides[0]) and not any("=" in item for item in items[1:]):
         return [sides[1], *items[1:]]
@@ -106,30 +105,31 @@ def without_label(items: list[str]) -> list[str]:
 
 
 def find_brackets(text: str) -> tuple[str, str] | None:
-    r"""The brackets around a text, and what is in them: "{}" of a set, "()" of a tuple, "[)" of an
-    interval.
+    r"""The brackets around a text, and what is in them.
+
+    They are "{}" of a set, "()" of a tuple, "[)" of an interval; None where there are none.
     """
     text = re.sub(r"\\langle\s*(.*?)\s*\\rangle", r"(\1)", text)
-    if text.startswith(r"\{") and text.endswith(r"\}") and _closing(text, 1) == len(text) - 1:
+    if text.startswith(r"\{") and text.endswith(r"\}") and _find_closing(text, 1) == len(text) - 1:
         return "{}", text[2:-2].strip()
-    if interval := re.fullmatch(r"([\]\[(])([^\[\]()]*,[^\[\]()]*)([\[\])])", text):
+    interval = re.fullmatch(r"([\]\[(])([^\[\]()]*,[^\[\]()]*)([\[\])])", text)
+    if interval:
         first, inside, last = interval.groups()  # ]0, 1[ is (0, 1)
-        return ("[" if first == "[" else "(") + ("]" if last == "]" else ")"), inside.strip()
-    if text[:1] in ("(", "[", "{") and _closing(text, 0) == len(text) - 1:
-        is_set = text[0] == "{"
-        return "{}" if is_set else text[0] + text[-1], text[1:-1].strip()
+        opening = "[" if first == "[" else "("
+        closing = "]" if last == "]" else ")"
+        return opening + closing, inside.strip()
+    if text[:1] in ("(", "[", "{") and _find_closing(text, 0) == len(text) - 1:
+        brackets = "{}" if text[0] == "{" else text[0] + text[-1]
+        return brackets, text[1:-1].strip()
     return None
 
 
 def split_sides(text: str) -> list[str]:
-    return [side for side in _split(text, _EQUALS) if side]
+    return [side for side in _split_at_top(text, _EQUALS) if side]
 
 
 def is_name(text: str) -> bool:
-    r"""Whether a text is what a value is given to:
-
-    `x`, `f(x)`, `a_{10}`, `P(X > 2)`, `\angle ABC`, words, `(x, y)`.
-    """
+    r"""Whether a text is a name for a value: `x`, `f(x)`, `a_{10}`, `\angle ABC`, `(x, y)`."""
     text = _INDEX.sub("", text.strip())
     if re.fullmatch(r"\(\s*[a-z]\s*(?:,\s*[a-z]\s*)+\)", text):
         return True
@@ -141,50 +141,58 @@ def is_name(text: str) -> bool:
 
 def split_pieces(text: str) -> list[tuple[bool, str]]:
     """Words and what stands between them, in order: whether each is words, and its text."""
-    split = WORDS.split(text)
-    pieces = [
-        (at % 2 == 1, piece.strip(" ,.") if at % 2 else piece.strip())
-        for at, piece in enumerate(split)
-    ]
-    return [
-        (is_word, piece.lower() if is_word and len(piece) > 1 else piece)
-        for is_word, piece in pieces
-        if piece
-    ]
+    pieces = []
+    for number, piece in enumerate(WORDS.split(text)):
+        is_words = number % 2 == 1
+        piece = piece.strip(" ,.") if is_words else piece.strip()
+        if is_words and len(piece) > 1:
+            piece = piece.lower()
+        if piece:
+            pieces.append((is_words, piece))
+    return pieces
 
 
 def find_quantity(text: str) -> tuple[str, Fraction] | None:
-    """What numbers with known units measure, and how much: 5 feet 3 inches; None of anything else.
+    """What numbers with known units measure, and how much: 5 feet 3 inches.
 
-    Of several, each unit is smaller than the one before: 3 cm, 4 cm are two lengths.
+    None of anything else. Of several, each unit is smaller than the one before: 3 cm, 4 cm are two
+    lengths.
     """
-    parts = re.sub(r",|⟨and⟩", " ", _with_words_apart(text))
+    parts = re.sub(r",|⟨and⟩", " ", _separate_words(text))
     amounts = _AMOUNT.findall(parts)
-    units = [UNITS.get(unit_of(before or behind), ("", "0")) for before, _, behind in amounts]
+    units = [UNITS.get(name_unit(before or behind), ("", "0")) for before, _, behind in amounts]
     sizes = [Fraction(size) for _, size in units]
     kinds = {kind for kind, _ in units}
     if _AMOUNT.sub("", parts).strip() or len(kinds) != 1 or "" in kinds:
         return None
     if any(size <= smaller for size, smaller in pairwise(sizes)):
         return None
-    total = sum(
-        (_fraction(amount) * size for (_, amount, _), size in zip(amounts, sizes, strict=True)),
-        Fraction(),
-    )
+    total = Fraction()
+    for (_, amount, _), size in zip(amounts, sizes, strict=True):
+        total += _read_fraction(amount) * size
     return kinds.pop(), total
 
 
-def _fraction(text: str) -> Fraction:
+def _read_fraction(text: str) -> Fraction:
     return Fraction(re.sub(r"\\frac\{(\d+)\}\{(\d+)\}", r"\1/\2", text))
 
 
 def find_choice(text: str) -> tuple[str, str] | None:
     """The letter of a choice, and what stands behind it."""
     match = _CHOICE.fullmatch(text)
-    return None if match is None else (match[1] or match[3], (match[2] or match[4] or "").strip())
+    if match is None:
+        return None
+    letter = match[1] or match[3]
+    text_behind = match[2] or match[4] or ""
+    return letter, text_behind.strip()
 
 
 def count_minutes(time: re.Match[str]) -> int:
+    """The minutes since midnight of a time such as 4:30 p.m."""
     half = time[3] or time[4]
-    hours = int(time[1]) if half is None else int(time[1]) % 12 + (12 if half.lower() == "p" else 0)
+    hours = int(time[1])
+    if half is not None:
+        hours %= 12
+        if half.lower() == "p":
+            hours += 12
     return 60 * hours + int(time[2])

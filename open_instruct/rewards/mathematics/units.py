@@ -1,4 +1,4 @@
-"""Quantities: numbers with units, several of which may make one, such as 5 feet 3 inches."""
+"""Units of quantities: their names, what they measure, and how much of it one is."""
 
 import re
 
@@ -15,12 +15,12 @@ _TABLE = {
     "money": {"dollar usd": "100", "cent": "1"},
     "volume": {"ml milliliter millilitre": "1", "l liter litre": "1000"},
 }  # fmt: skip
-UNITS = {
-    name: (kind, size)
-    for kind, units in _TABLE.items()
-    for names, size in units.items()
-    for name in names.split()
-}
+UNITS: dict[str, tuple[str, str]] = {}
+"""What each unit measures, and how much of it one is, by every name of the unit."""
+for _kind, _units in _TABLE.items():
+    for _names, _size in _units.items():
+        for _name in _names.split():
+            UNITS[_name] = (_kind, _size)
 # Words that change what a number says, so that they are no unit which may be left out.
 _CHANGES = """more less fewer least most greater larger smaller than at not minus plus times over
 squared cubed mod modulo base remainder pm am dozen each factorial half halves third thirds quarter
@@ -29,15 +29,20 @@ after"""
 CHANGES = set(_CHANGES.split())
 
 
-def unit_of(words: str) -> str:
+def name_unit(words: str) -> str:
     """The name of a unit in the table, or the words in the singular."""
-    name = words.strip(" .").lower() if len(words) > 1 else words
+    name = words
+    if len(words) > 1:
+        name = words.strip(" .").lower()
     if name in UNITS:
         return name
     power = re.fullmatch(r"(?:(square|sq|cubic|cu)\.? )?([a-z]+)(?:\^([23]))?", name)
-    if power and (power[1] or power[3]) and unit_of(power[2]) in UNITS:
-        kind, size = UNITS[unit_of(power[2])]
-        return f"{size} {kind}^{power[3] or (3 if power[1].startswith('cu') else 2)}"
+    if power and (power[1] or power[3]) and name_unit(power[2]) in UNITS:
+        kind, size = UNITS[name_unit(power[2])]
+        exponent = power[3]
+        if not exponent:
+            exponent = "3" if power[1].startswith("cu") else "2"
+        return f"{size} {kind}^{exponent}"
     return " ".join(map(_singular, name.split()))
 
 
@@ -47,12 +52,13 @@ def _singular(word: str) -> str:
 
 
 def is_droppable(words: str) -> bool:
-    """Whether words behind a number are a unit, or a noun, that an answer may have or not have."""
+    """Whether words behind a number are a unit, or a noun, which an answer may leave out."""
     return not CHANGES & set(re.findall(r"[a-z]+", words.lower()))
 
 
 def are_alike(words: str, others: str) -> bool:
     """Whether two units are the same, or one is said in fewer words: "apples" and "red apples"."""
-    ours, theirs = set(unit_of(words).split()), set(unit_of(others).split())
-    same_unit = UNITS.get(unit_of(words), 1) == UNITS.get(unit_of(others), 2)
+    ours = set(name_unit(words).split())
+    theirs = set(name_unit(others).split())
+    same_unit = UNITS.get(name_unit(words), 1) == UNITS.get(name_unit(others), 2)
     return same_unit or ours <= theirs or theirs <= ours

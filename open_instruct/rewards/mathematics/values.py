@@ -1,4 +1,4 @@
-"""Expressions, relations and sets of numbers, which math-verify reads and compares.
+"""Compare expressions, relations and sets of numbers, which math-verify reads.
 
 Numbers, and expressions at a few points, are compared here: exact ones to 60 digits, relative to
 them. math-verify compares differences to a fixed number of places, under which small numbers are
@@ -24,6 +24,14 @@ _UNREADABLE = re.compile(
 )
 
 
+# Towers of powers, and the factorial of a factorial.
+_HUGE = (
+    r"\^\s*\{?\s*[\d(]+\s*\^\s*\{?\s*\d*\s*\^",
+    r"\d\s*\^\{\s*\d+\s*\^\{?\s*\d\d",
+    r"!\s*[)}\]]*\s*!",
+)
+
+
 def are_same_values(ours: str, theirs: str, *, tolerance: float | None = None) -> bool:
     """Whether two cleaned expressions or relations without words are the same.
 
@@ -31,15 +39,16 @@ def are_same_values(ours: str, theirs: str, *, tolerance: float | None = None) -
         tolerance: of two numbers, relative to them.
     """
     is_complex = bool(_IMAGINARY.search(ours) or _IMAGINARY.search(theirs))
-    one, other = (_read(text, is_complex=is_complex) for text in (ours, theirs))
+    one = _read(ours, is_complex=is_complex)
+    other = _read(theirs, is_complex=is_complex)
     if one is None or other is None:
         return False
     has_decimals = any(re.search(r"\d\.\d", text) for text in (ours, theirs))
-    number, other_number = _number(one), _number(other)
+    number = _work_out(one)
+    other_number = _work_out(other)
     if number is not None and other_number is not None:
-        return _are_same_numbers(
-            number, other_number, tolerance or (_DECIMAL if has_decimals else _EXACT)
-        )
+        default = _DECIMAL if has_decimals else _EXACT
+        return _are_same_numbers(number, other_number, tolerance or default)
     if tolerance is not None:
         return False
     agree = [_agree_at(points, one, other) for points in _POINTS]
@@ -49,13 +58,10 @@ def are_same_values(ours: str, theirs: str, *, tolerance: float | None = None) -
 
 
 def are_same_regions(ours: str, theirs: str) -> bool | None:
-    """Whether two relations of one variable, or sets of numbers, are the same set;
-
-    None where one is neither.
-    """
+    """Whether two relations of a variable, or sets of numbers, are the same; None of others."""
     import sympy
 
-    found = [_region(text) for text in (ours, theirs)]
+    found = [_find_region(text) for text in (ours, theirs)]
     if any(each is None for each in found):
         return None
     (name, one), (other_name, other) = found  # type: ignore[misc]
@@ -72,14 +78,12 @@ def are_same_regions(ours: str, theirs: str) -> bool | None:
 
 
 def _read(text: str, *, is_complex: bool) -> Any:
-    """The value of LaTeX, or None where it is none that can be read whole, or one that would not
-    end.
-    """
+    """The value of LaTeX; None if it cannot be read whole, or takes forever to compute."""
     import sympy
     from latex2sympy2_extended import latex2sympy
     from latex2sympy2_extended.latex2sympy2 import ConversionConfig
 
-    text = _prepared(text)
+    text = _prepare(text)
     if _UNREADABLE.search(text) or _is_huge(text):
         return None
     if "\\lim" not in text and re.search(r"\\to(?![a-zA-Z])", text):
@@ -99,9 +103,10 @@ def _read(text: str, *, is_complex: bool) -> Any:
         return None
 
 
-def _prepared(text: str) -> str:
-    """LaTeX as the parser reads it: decimals as fractions, degrees in functions as radians, names
-    of figures as one.
+def _prepare(text: str) -> str:
+    """LaTeX as the parser reads it.
+
+    Decimals become fractions, degrees in functions radians, and names of figures one name.
     """
     text = re.sub(
         r"(?<![\d.])(\d+)\.(\d+)",
@@ -122,26 +127,20 @@ def _prepared(text: str) -> str:
 
 
 def _is_huge(text: str) -> bool:
-    """Whether there is a power or a factorial that takes for ever to work out."""
+    """Whether there is a power or a factorial that takes forever to compute."""
     exponents = re.findall(r"\^\{?-?(\d{5,})", text) + re.findall(r"(\d{5,})\s*!", text)
-    towers = re.search(r"\^\s*\{?\s*[\d(]+\s*\^\s*\{?\s*\d*\s*\^", text) or re.search(
-        r"\d\s*\^\{\s*\d+\s*\^\{?\s*\d\d", text
-    )
-    is_factorial_of_factorial = re.search(r"!\s*[)}\]]*\s*!", text)
-    return bool(towers or is_factorial_of_factorial) or any(
-        int(each[:9]) > _MAX_EXPONENT for each in exponents
-    )
+    if any(re.search(pattern, text) for pattern in _HUGE):
+        return True
+    return any(int(exponent[:9]) > _MAX_EXPONENT for exponent in exponents)
 
 
-def _number(value: Any) -> Any:
-    """A value without variables, worked out; None for anything else."""
+def _work_out(value: Any) -> Any:
+    """A value without variables, computed; None for anything else."""
     import sympy
 
-    if (
-        not isinstance(value, sympy.Expr)
-        or value.free_symbols
-        or value.atoms(sympy.core.function.AppliedUndef)
-    ):
+    if not isinstance(value, sympy.Expr) or value.free_symbols:
+        return None
+    if value.atoms(sympy.core.function.AppliedUndef):
         return None
     try:
         done = value.doit()
@@ -157,22 +156,21 @@ def _are_same_numbers(one: Any, other: Any, tolerance: float) -> bool:
         return True
     if one.is_Rational and other.is_Rational and tolerance < 1e-6:
         return False
-    if one.has(sympy.oo, -sympy.oo, sympy.nan, sympy.zoo) or other.has(
-        sympy.oo, -sympy.oo, sympy.nan, sympy.zoo
-    ):
+    infinite = (sympy.oo, -sympy.oo, sympy.nan, sympy.zoo)
+    if one.has(*infinite) or other.has(*infinite):
         return False
     try:
-        values = [sympy.N(each, 100) for each in (one, other)]
-        largest = max(map(abs, values))
-        if abs(values[0] - values[1]) <= tolerance * largest:
+        value = sympy.N(one, 100)
+        other_value = sympy.N(other, 100)
+        largest = max(abs(value), abs(other_value))
+        if abs(value - other_value) <= tolerance * largest:
             return True
-        is_nought = (
-            min(map(abs, values)) == 0 or min(map(abs, values)) < largest * sympy.Float(10) ** -90
-        )
-        return bool(
-            is_nought and largest < sympy.Float(10) ** -90 and sympy.simplify(one - other) == 0
-        )
-    except Exception:  # not to be worked out
+        tiny = sympy.Float(10) ** -90
+        smallest = min(abs(value), abs(other_value))
+        if (smallest == 0 or smallest < largest * tiny) and largest < tiny:
+            return bool(sympy.simplify(one - other) == 0)
+        return False
+    except Exception:  # they cannot be computed
         return False
 
 
@@ -206,37 +204,47 @@ def _agree_at(points: tuple[str, ...], one: Any, other: Any) -> bool | None:
         return None
 
 
-def _region(text: str) -> tuple[str, Any] | None:
-    r"""The variable of a relation, "" if it has none, and the set of its values:
+def _find_region(text: str) -> tuple[str, Any] | None:
+    r"""The variable of a relation, "" without one, and the set of its values.
 
-    `x < 2`, `x \in [1, 2)`, `(1, 2)`.
+    Examples of relations are `x < 2`, `x \in [1, 2)` and `(1, 2)`; None of anything else.
     """
     import sympy
 
     alternatives = re.split(r"⟨or⟩|\\lor|\\vee", text)
     if len(alternatives) > 1:
-        found = [_region(each.strip(" ,")) for each in alternatives]
-        if any(each is None for each in found):
+        regions = _list_regions(alternatives)
+        names = {name for name, _ in regions or ()}
+        if regions is None or len(names) != 1:
             return None
-        names = {each[0] for each in found if each}
-        return (
-            (names.pop(), sympy.Union(*(each[1] for each in found if each)))
-            if len(names) == 1
-            else None
-        )
+        return names.pop(), sympy.Union(*(values for _, values in regions))
     both = re.split(r"⟨and⟩|\\land|\\wedge", text)
     if len(both) == 2:
-        one, other = (_region(each.strip(" ,")) for each in both)
-        are_of_one = one is not None and other is not None and one[0] == other[0]
-        return (one[0], sympy.Intersection(one[1], other[1])) if are_of_one else None  # type: ignore[index]
+        regions = _list_regions(both)
+        if regions is None or regions[0][0] != regions[1][0]:
+            return None
+        return regions[0][0], sympy.Intersection(regions[0][1], regions[1][1])
     member = re.fullmatch(r"([a-zA-Z]|\\[a-z]+)\s*(?:\\in(?![a-z])|=(?=\s*[\[(\]]))\s*(.+)", text)
     if member:
-        inside = _region(member[2])
+        inside = _find_region(member[2])
         return None if inside is None else (member[1], inside[1])
-    return _relation(text) if re.search(r"<|>|\\(?:leq|geq|neq)(?![a-z])", text) else _set(text)
+    if re.search(r"<|>|\\(?:leq|geq|neq)(?![a-z])", text):
+        return _read_relation(text)
+    return _read_set(text)
 
 
-def _relation(text: str) -> tuple[str, Any] | None:
+def _list_regions(texts: list[str]) -> list[tuple[str, Any]] | None:
+    """The region of each text; None where one has none."""
+    regions = []
+    for text in texts:
+        region = _find_region(text.strip(" ,"))
+        if region is None:
+            return None
+        regions.append(region)
+    return regions
+
+
+def _read_relation(text: str) -> tuple[str, Any] | None:
     import sympy
 
     other_than = re.fullmatch(r"([a-zA-Z]|\\[a-z]+)\s*\\neq\s*([^,]+)", text)
@@ -254,7 +262,7 @@ def _relation(text: str) -> tuple[str, Any] | None:
         return None
 
 
-def _set(text: str) -> tuple[str, Any] | None:
+def _read_set(text: str) -> tuple[str, Any] | None:
     import sympy
 
     text = re.sub(r"\](\s*[^\[\](),]+,[^\[\](),]+)([\[\])])", r"(\1\2", text)

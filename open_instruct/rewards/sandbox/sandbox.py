@@ -1,5 +1,6 @@
-"""Processes that are ended at any time, with all that they have started; among them interpreters
-behind walls.
+"""Processes that can be ended at any time with all that they have started, such as interpreters.
+
+A `ForkServer` forks them; those of a `Sandbox` run programs of the policy behind walls.
 """
 
 import json
@@ -28,49 +29,53 @@ spec = spec_from_file_location("open_instruct", sys.argv[1])
 sys.modules["open_instruct"] = module_from_spec(spec)
 spec.loader.exec_module(sys.modules["open_instruct"])
 from open_instruct.rewards.sandbox.server import main
-main(socket.socket(fileno=0), answers_with=sys.argv[2])
+main(socket.socket(fileno=0), handler=sys.argv[2])
 """
 START_TIMEOUT_S = 60.0
 MAX_OUTPUT_BYTES = 1 << 20
-PIECE_BYTES = 1 << 16
+READ_BYTES = 1 << 16
 # All that a program sees of an environment, but for LD_LIBRARY_PATH and a variable of the package:
 # libraries of numbers are to start no threads.
 ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 Status = Literal["done", "exit", "error", "late", "died"]
 STATUSES = get_args(Status)
-ANSWERED = {"status", "value", "problem"}  # of `Ran`, by the process
+RESULT_FIELDS = {"status", "value", "problem"}  # of `RunResult`, by the process
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ran:
-    """What came of a piece of code. Example: `Ran(status="done", output="hello\\n", value="3")`.
+class RunResult:
+    """What came of a piece of code.
 
-    `exit` is `sys.exit()` without a failure. After `late` and `died`, which too much output is too,
-    the interpreter is of no more use.
+    Example: `RunResult(status="done", output="hello\\n", value="3")`.
     """
 
     status: Status
+    """`exit` is `sys.exit()` without a failure.
+
+    After `late` and `died`, which too much output is too, the interpreter is of no more use.
+    """
     output: str
-    value: str = ""  # the repr of its last line if that is an expression, or of None
-    problem: str = ""  # the traceback
+    value: str = ""
+    """The repr of its last line if that is an expression, or of None."""
+    problem: str = ""
+    """The traceback."""
 
 
-def _parse_answer(answer: bytes | bytearray, *, output: str) -> Ran:
-    """What a process has answered, which a program may have forged: an object of texts, with a
-    status that there is.
+def _parse_answer(answer: bytes | bytearray, *, output: str) -> RunResult:
+    """What a process has answered, which a program may have forged.
 
     Raises:
-        ValueError: it is anything else.
+        ValueError: it is no object of texts with a status that there is.
     """
     try:
         fields = json.loads(answer)
     except RecursionError as error:
         raise ValueError("it is nested too deep") from error
     is_flat = isinstance(fields, dict) and all(isinstance(value, str) for value in fields.values())
-    if not is_flat or fields.get("status") not in STATUSES or not fields.keys() <= ANSWERED:
+    if not is_flat or fields.get("status") not in STATUSES or not fields.keys() <= RESULT_FIELDS:
         raise ValueError("it is no answer")
-    return Ran(output=output, **fields)
+    return RunResult(output=output, **fields)
 
 
 class Child:
@@ -80,43 +85,46 @@ class Child:
         RunError: the process that forks it did not start.
     """
 
-    def __init__(self, forks: "Forks", **settings: Any) -> None:
-        self._connection, self._life, self._server = forks.fork()
+    def __init__(self, server: "ForkServer", **settings: Any) -> None:
+        self._connection, self._life, self._server = server.fork()
         self._unsent = json.dumps(settings).encode() + b"\n"
         self._has_begun = False
         self._is_closed = False
 
     def ask(
         self, request: Mapping[str, Any], *, timeout_s: float, max_bytes: int = sys.maxsize
-    ) -> Ran:
+    ) -> RunResult:
         """What came of a request.
 
         What else the process has written to its socket is `output`, and no answer.
         """
         deadline_s = time.monotonic() + timeout_s
         mark = secrets.token_hex(16)
-        told = bytearray()
+        message = json.dumps({"request": request, "mark": mark}).encode() + b"\n"
+        received = bytearray()
         try:
             self._connection.settimeout(max(timeout_s, 1e-3))  # 0 would be no time-out
-            self._connection.sendall(
-                self._unsent + json.dumps({"asked": request, "mark": mark}).encode() + b"\n"
-            )
+            self._connection.sendall(self._unsent + message)
             self._unsent = b""
             self._has_begun = self._has_begun or self._connection.recv(1) == b"+"
-            while not (told.endswith(b"\n") and mark.encode() in told) and len(told) <= max_bytes:
-                if (left_s := deadline_s - time.monotonic()) <= 0:
-                    # Also where it writes without an end, and there is always something to read.
+            while len(received) <= max_bytes:
+                if received.endswith(b"\n") and mark.encode() in received:
+                    break
+                left_s = deadline_s - time.monotonic()
+                if left_s <= 0:
+                    # Also if it writes without an end, and there is always something to read.
                     raise TimeoutError
                 self._connection.settimeout(left_s)
-                if not (piece := self._connection.recv(PIECE_BYTES)):
+                part = self._connection.recv(READ_BYTES)
+                if not part:
                     break
-                told += piece
-            output, _, answer = told.partition(mark.encode())
+                received += part
+            output, _, answer = received.partition(mark.encode())
             return _parse_answer(answer, output=output.decode(errors="replace").removesuffix("\n"))
         except TimeoutError:
-            return Ran(status="late", output=told.decode(errors="replace"))
+            return RunResult(status="late", output=received.decode(errors="replace"))
         except (OSError, ValueError):  # it has been closed, or has given no answer
-            return Ran(status="died", output=told.decode(errors="replace"))
+            return RunResult(status="died", output=received.decode(errors="replace"))
 
     def close(self) -> None:
         self._is_closed = True
@@ -136,41 +144,47 @@ class Interpreter(Child):
         timeout_s: float,
         is_plain: bool = False,
         max_bytes: int = MAX_OUTPUT_BYTES,
-    ) -> Ran:
-        """Run a piece of code; with `is_plain`, its value is shown as the literal that it equals,
-        if there is one.
+    ) -> RunResult:
+        """Run a piece of code.
+
+        Args:
+            code: Python.
+            timeout_s: of the wall clock.
+            is_plain: whether its value is shown as the literal that it equals, if there is one.
+            max_bytes: of output.
 
         Raises:
             RunError: the sandbox is at fault, and not the program: it could not fork or put up its
                 walls, or has died.
         """
-        ran = self.ask(
-            {"code": code, "is_plain": is_plain}, timeout_s=timeout_s, max_bytes=max_bytes
-        )
+        request = {"code": code, "is_plain": is_plain}
+        result = self.ask(request, timeout_s=timeout_s, max_bytes=max_bytes)
         has_failed = not self._has_begun or self._server.poll() is not None
-        if ran.status == "died" and has_failed and not self._is_closed:
+        if result.status == "died" and has_failed and not self._is_closed:
             raise RunError(
                 "the sandbox ran no program: it could not fork, could not put up a wall, or was "
                 "killed"
             )
-        return ran
+        return result
 
 
-class Forks:
-    """A warm process that forks others, started when the first is asked for. Callable from many
-    threads.
+class ForkServer:
+    """A warm process that forks others; it starts with the first of them.
+
+    Callable from many threads.
 
     Args:
-        answers_with: a module's function, which answers the requests of the others there.
-        environment: their variables.
+        handler: a module's function, which answers requests in the forked processes; None for
+            interpreters behind walls.
+        environment: the variables of the processes.
     """
 
     def __init__(
-        self, *, answers_with: Callable[..., dict[str, str]] | None, environment: Mapping[str, str]
+        self, *, handler: Callable[..., dict[str, str]] | None, environment: Mapping[str, str]
     ) -> None:
-        self._answers_with = (
-            "" if answers_with is None else f"{answers_with.__module__}:{answers_with.__name__}"
-        )
+        self._handler = ""
+        if handler is not None:
+            self._handler = f"{handler.__module__}:{handler.__name__}"
         self._environment = environment
         self._lock = threading.Lock()
         self._server: Popen[bytes] | None = None
@@ -184,25 +198,16 @@ class Forks:
         life, end = socket.socketpair()
         with self._lock, work, end:
             if self._server is None or self._server.poll() is not None:
-                self._server = self._started()
+                self._server = self._start()
             socket.send_fds(self._control, [b"+"], [work.fileno(), end.fileno()])
             return connection, life, self._server
 
-    def _started(self) -> "Popen[bytes]":
+    def _start(self) -> "Popen[bytes]":
         self._control, theirs = socket.socketpair()
         # Neither imports anything from the working folder, and a program nothing from PYTHONPATH
         # either.
-        isolation = "-P" if self._answers_with else "-I"
-        command = [
-            sys.executable,
-            isolation,
-            "-X",
-            "utf8",
-            "-c",
-            START,
-            PACKAGE,
-            self._answers_with,
-        ]
+        isolation = "-P" if self._handler else "-I"
+        command = [sys.executable, isolation, *("-X", "utf8"), "-c", START, PACKAGE, self._handler]
         with theirs:
             server = Popen(
                 command,
@@ -231,20 +236,23 @@ class Forks:
             self._server.wait(START_TIMEOUT_S)
 
 
-class Sandbox(Forks):
+class Sandbox(ForkServer):
     """A server whose children are sandboxed interpreters."""
 
     def __init__(self) -> None:
         libraries = {name: os.environ[name] for name in os.environ if name == "LD_LIBRARY_PATH"}
-        super().__init__(answers_with=None, environment=ENVIRONMENT | libraries)
+        super().__init__(handler=None, environment=ENVIRONMENT | libraries)
 
     def interpreter(
         self, *, cpu_s: int, name: str = "__main__", stdin: str = "", stderr: bool = False
     ) -> Interpreter:
-        """A new one, with `cpu_s` of CPU time. `stdin` is what programs read, `name` their
-        `__name__`.
+        """Start an interpreter.
 
-        What they write to stderr is among their output with `stderr`, and nowhere without.
+        Args:
+            cpu_s: its CPU time.
+            name: the `__name__` of programs.
+            stdin: what programs read.
+            stderr: whether what they write to stderr is among their output.
 
         Raises:
             RunError: the sandbox did not start.

@@ -1,5 +1,4 @@
-"""The warm process behind `Forks`: it forks a child for each that is asked for, and ends it with
-its client.
+"""The warm process behind `ForkServer`, which forks a child for each client and ends it with it.
 
 Every message on its control socket brings two sockets: one is the child's, the other closes when
 the child is to be ended. It never runs a word of foreign code itself, and ends, with all children,
@@ -38,17 +37,20 @@ PARENT_WATCH_INTERVAL_MS = 1000
 COUNT_INTERVAL_MS = TABLES["counted"]["interval_ms"]
 
 
-def main(control: socket.socket, *, answers_with: str) -> None:
+def main(control: socket.socket, *, handler: str) -> None:
     """Serve until the client is gone.
 
-    `answers_with` is `Forks`', by name; "" for interpreters behind walls.
+    Args:
+        control: on which clients ask for children.
+        handler: the name of the function that answers requests, `module:NAME`; "" for interpreters
+            behind walls.
     """
     parent = os.getppid()
     server = os.getpid()
     is_over = False
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    walls = None if answers_with else _walls()
+    walls = None if handler else _prepare_walls()
     may_start_others = walls is None or walls.filter is None  # no wall keeps a child from it
     allowance = Allowance.for_machine() if walls else None
     control.sendall(b"+")
@@ -77,7 +79,7 @@ def main(control: socket.socket, *, answers_with: str) -> None:
                     os.close(descriptor)
                 continue
             if child == 0:
-                _live(work, walls, server, answers_with)
+                _serve_child(work, walls, server, handler)
             children[life] = child
             os.close(work)
             poll.register(life, 0)  # its end alone
@@ -91,7 +93,7 @@ def main(control: socket.socket, *, answers_with: str) -> None:
     _end_all_but(())
 
 
-def _walls() -> Walls:
+def _prepare_walls() -> Walls:
     # A working folder that is gone: it is empty, nothing can be made in it, and nothing of it is
     # left behind.
     folder = tempfile.mkdtemp()
@@ -110,28 +112,27 @@ def _end(child: int) -> None:
     os.waitpid(child, 0)
 
 
-def _end_all_but(kept: Collection[int]) -> None:
-    while others := {*processes.children(os.getpid())} - {*kept}:
+def _end_all_but(exceptions: Collection[int]) -> None:
+    while others := {*processes.children(os.getpid())} - {*exceptions}:
         _end(others.pop())
 
 
-def _reap_all_but(kept: Collection[int]) -> bool:
-    """Ask how others have ended, of which there may be ever more; the ids of those that are kept
-    stay theirs.
+def _reap_all_but(exceptions: Collection[int]) -> bool:
+    """Ask how children have ended, of which there may be ever more.
 
-    Returns whether one that is kept has ended.
+    The exceptions are not asked, so that their ids stay theirs; returns whether one has ended.
     """
     if sys.platform == "linux":
         with suppress(ChildProcessError):
             look = os.WEXITED | os.WNOHANG | os.WNOWAIT
             while ended := os.waitid(os.P_ALL, 0, look):
-                if ended.si_pid in kept:
+                if ended.si_pid in exceptions:
                     return True
                 os.waitpid(ended.si_pid, 0)
     return False
 
 
-def _live(work: int, walls: Walls | None, server: int, answers_with: str) -> NoReturn:
+def _serve_child(work: int, walls: Walls | None, server: int, handler: str) -> NoReturn:
     """The life of a child: it answers one request after the other."""
     try:
         os.setsid()
@@ -152,17 +153,17 @@ def _live(work: int, walls: Walls | None, server: int, answers_with: str) -> NoR
             os._exit(0)  # it has ended before it could take this process with it
         os.closerange(3, work)
         os.closerange(work + 1, 1 << 16)
-        if answers_with:
-            handle_request = load_named(answers_with, origin="Forks", what="function")
+        if handler:
+            handle_request = load_named(handler, origin="ForkServer", what="function")
         else:
             sys.modules[settings["name"]] = module = types.ModuleType(settings["name"])
             handle_request = partial(
-                _ran, module.__dict__
+                _run_code, module.__dict__
             )  # all pieces of code have the same names
         connection.sendall(b"+")
         for line in requests:
             request = json.loads(line)
-            answer = handle_request(**request["asked"])
+            answer = handle_request(**request["request"])
             if os.getpid() != child:
                 # Foreign code has forked, and this is its child, which has nothing to answer.
                 os._exit(0)
@@ -174,9 +175,7 @@ def _live(work: int, walls: Walls | None, server: int, answers_with: str) -> NoR
 
 
 def _take_stdin(text: str) -> None:
-    """Have `text` be what this process reads: a file, so that all ways of reading work, which
-    cannot be written to.
-    """
+    """Make `text` the standard input: a file that cannot be written, for all ways of reading."""
     with tempfile.TemporaryFile() as file:
         file.write(text.encode(errors="replace"))  # a row may have half a surrogate pair
         file.seek(0)
@@ -185,10 +184,8 @@ def _take_stdin(text: str) -> None:
     os.close(reading)
 
 
-def _ran(names: dict[str, Any], *, code: str, is_plain: bool) -> dict[str, str]:
-    """What came of a piece of code; its `value` is that of its last line, if that is an
-    expression.
-    """
+def _run_code(names: dict[str, Any], *, code: str, is_plain: bool) -> dict[str, str]:
+    """Run a piece of code; the `value` is that of its last line, if that is an expression."""
     value = None
     try:
         tree = ast.parse(code)
@@ -201,37 +198,34 @@ def _ran(names: dict[str, Any], *, code: str, is_plain: bool) -> dict[str, str]:
         for thread in threading.enumerate():
             if thread is not threading.current_thread() and not thread.daemon:
                 thread.join()
-        return {"status": "done", "value": repr(_plain(value) if is_plain else value)}
+        return {"status": "done", "value": repr(_make_plain(value) if is_plain else value)}
     except BaseException as error:
         if isinstance(error, SystemExit) and not error.code:
             return {"status": "exit"}
-        behind = error.__traceback__ and error.__traceback__.tb_next  # the first frame is ours
-        return {
-            "status": "error",
-            "problem": "".join(traceback.format_exception(type(error), error, behind)),
-        }
+        frames = error.__traceback__ and error.__traceback__.tb_next  # the first is ours
+        lines = traceback.format_exception(type(error), error, frames)
+        return {"status": "error", "problem": "".join(lines)}
 
 
-def _plain(value: Any) -> Any:
-    """`value` as a type that has literals, where it is of a subclass, or a number of numpy's: a
-    Counter is a dict.
-    """
+def _make_plain(value: Any) -> Any:
+    """`value` as a type that has literals: a Counter becomes a dict, numpy's numbers Python's."""
     if isinstance(value, dict):
-        return {_plain(key): _plain(item) for key, item in value.items()}
-    # Frozenset, and the keys and items of a dict.
-    value = set(value) if isinstance(value, Set) else value
+        return {_make_plain(key): _make_plain(item) for key, item in value.items()}
+    if isinstance(value, Set):  # also a frozenset, and the keys and items of a dict
+        value = set(value)
     for kind in PLAIN:
-        if isinstance(value, kind):
-            # An Enum of texts has a `__str__` of its own.
-            plain = str.__str__ if kind is str else kind
-            return plain(map(_plain, value)) if kind in (list, tuple, set) else plain(value)
-    if isinstance(value, Number) and not hasattr(value, "item"):  # a Decimal, or a Fraction
+        if not isinstance(value, kind):
+            continue
+        if kind in (list, tuple, set):
+            return kind(map(_make_plain, value))
+        # An Enum of texts has a `__str__` of its own.
+        return str.__str__(value) if kind is str else kind(value)
+    if hasattr(value, "item"):  # a number of numpy's
+        return value.item()
+    if isinstance(value, Number):  # a Decimal, or a Fraction
         number = float(value)  # type: ignore[arg-type]
-        return int(value) if number.is_integer() and int(value) == value else number  # type: ignore[call-overload]
-    return (
-        value.item()
-        if hasattr(value, "item")
-        else float(value)
-        if hasattr(value, "__float__")
-        else value
-    )
+        is_whole = number.is_integer() and int(value) == value  # type: ignore[call-overload]
+        return int(value) if is_whole else number  # type: ignore[call-overload]
+    if hasattr(value, "__float__"):
+        return float(value)
+    return value

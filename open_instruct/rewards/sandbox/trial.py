@@ -1,6 +1,4 @@
-"""Whether each wall of the sandbox stands on this machine: programs try to get past it, in every
-way known to us.
-"""
+"""Check that each wall of the sandbox stands: programs try to get past it, in all known ways."""
 
 from collections.abc import Callable
 from contextlib import closing
@@ -17,17 +15,23 @@ REMEDY = (
 
 
 def try_walls(choice: str, *, say: Callable[[str], None], warn: Callable[[str], None]) -> None:
-    """Say which walls stand around the programs of the policy; `choice` is `--code_sandbox`.
+    """Find out which walls stand around the programs of the policy.
+
+    Args:
+        choice: of `--code_sandbox`.
+        say: gets a sentence about the walls that stand.
+        warn: gets a warning about those that do not.
 
     Raises:
         InputError: it is `required`, and one does not.
         RunError: the sandbox does not start.
     """
-    standing, missing = [], []
+    standing = []
+    missing = []
     with closing(Sandbox()) as sandbox, closing(sandbox.interpreter(cpu_s=10)) as interpreter:
         for name, wall in TABLES["trials"].items():
             tries = [interpreter.run(way, timeout_s=TRIAL_TIMEOUT_S) for way in wall["ways"]]
-            if all(each.status == "error" for each in tries):
+            if all(result.status == "error" for result in tries):
                 standing.append(name)
             else:
                 missing.append(f"without the wall around {name} a program {wall['without']}")

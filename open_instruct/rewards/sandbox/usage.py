@@ -1,4 +1,4 @@
-"""What programs take that no limit of Linux holds: threads, and memory all together.
+"""Count what no limit of Linux bounds: the threads of programs, and their memory together.
 
 A limit of processes counts those of the whole user, and not root's; one of memory is each process's
 own. So the process that forks the programs of a sandbox counts, ten times a second, and says which
@@ -18,7 +18,8 @@ import psutil
 from open_instruct.rewards.sandbox.walls import TABLES
 
 # Of the fields of /proc/PID/stat, those behind the name of the program, which may have any letters.
-THREADS, RESIDENT_PAGES = 17, 21
+THREADS = 17
+RESIDENT_PAGES = 21
 SERVER = b"open_instruct.rewards.sandbox.server"  # in the command of a process that forks
 SEARCH_INTERVAL_S = 1.0
 MANY_SANDBOXES = 64  # less than the part of one of so many is nothing to search for the others for
@@ -26,14 +27,14 @@ MANY_SANDBOXES = 64  # less than the part of one of so many is nothing to search
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:
-    """What a process has: its threads, and its bytes of memory."""
+    """The threads and the bytes of memory of a process."""
 
     threads: int
     num_bytes: int
 
 
 def read_usage(pid: int) -> Usage:
-    """What a process has; nothing where it has ended, or where there is no /proc."""
+    """The usage of a process; 0 if it has ended, or if there is no /proc."""
     with suppress(OSError):
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         pages = int(fields[RESIDENT_PAGES])
@@ -65,7 +66,7 @@ def find_children(pid: int) -> list[int]:
     return []
 
 
-def read_own_bytes(server: int, pids: Iterable[int]) -> dict[int, int]:
+def read_private_bytes(server: int, pids: Iterable[int]) -> dict[int, int]:
     """The memory of each program, without what it shares with the process that has forked it."""
     shared = read_usage(server).num_bytes
     return {pid: max(0, read_usage(pid).num_bytes - shared) for pid in pids}
@@ -93,24 +94,22 @@ class Allowance:
         return cls(max_threads=counted["threads"], max_bytes=max(share, TABLES["limits"]["AS"]))
 
     def find_excess(self, pids: Collection[int]) -> list[int]:
-        """The programs to end: those with too many threads, and the largest while all have too much
-        memory.
+        """The programs to end: with too many threads, or the largest if all have too much memory.
 
         Every sandbox counts for itself, at the same time as the others. So each ranks the programs
         of all, and ends those of its own that the ranking begins with: they agree on which is the
         largest.
         """
         excess = [pid for pid in pids if read_usage(pid).threads > self._max_threads]
-        own_bytes = read_own_bytes(os.getpid(), {*pids} - {*excess})
-        of_each = [own_bytes, *self._read_bytes_of_others(sum(own_bytes.values()))]
-        total = sum(sum(each.values()) for each in of_each)
-        # One within its part is left alone: it does not count, and so would not end its own.
-        beyond_their_part = [
-            each for each in of_each if sum(each.values()) * len(of_each) > self._max_bytes
-        ]
-        ranked = sorted(
-            ((num_bytes, pid) for each in beyond_their_part for pid, num_bytes in each.items())
-        )
+        own_bytes = read_private_bytes(os.getpid(), {*pids} - {*excess})
+        sandboxes = [own_bytes, *self._read_bytes_of_others(sum(own_bytes.values()))]
+        total = sum(sum(programs.values()) for programs in sandboxes)
+        ranked: list[tuple[int, int]] = []
+        for programs in sandboxes:
+            # One within its part is left alone: it does not count, and so would not end its own.
+            if sum(programs.values()) * len(sandboxes) > self._max_bytes:
+                ranked += [(num_bytes, pid) for pid, num_bytes in programs.items()]
+        ranked.sort()
         while ranked and total > self._max_bytes:
             num_bytes, pid = ranked.pop()
             total -= num_bytes
@@ -119,8 +118,9 @@ class Allowance:
         return excess
 
     def _read_bytes_of_others(self, num_bytes: int) -> list[dict[int, int]]:
-        """The memory of each other sandbox's programs; none where `num_bytes`, which is ours, is
-        within our part.
+        """The memory of each other sandbox's programs.
+
+        None are read if `num_bytes`, which is ours, is within our part.
         """
         if num_bytes * MANY_SANDBOXES <= self._max_bytes:
             return []
@@ -129,4 +129,4 @@ class Allowance:
             self._next_search_s = time.monotonic() + SEARCH_INTERVAL_S
         if num_bytes * (len(self._sandboxes) + 1) <= self._max_bytes:
             return []
-        return [read_own_bytes(server, find_children(server)) for server in self._sandboxes]
+        return [read_private_bytes(server, find_children(server)) for server in self._sandboxes]

@@ -1,5 +1,4 @@
-"""What keeps a program in: walls that a process puts up around itself, before it runs a word of the
-program.
+"""Walls that a process puts up around itself before it runs a word of a foreign program.
 
 Landlock closes the files, seccomp all system calls but those that a program needs, limits of
 resources its memory and its time. None of them can be taken down again. A wall that this machine
@@ -28,19 +27,20 @@ class Walls:
     """The walls that this machine has, made ready once, and put up in every child."""
 
     def __init__(self) -> None:
-        packages = [
-            path for path in sys.path if path.endswith(("/site-packages", "/dist-packages"))
-        ]
+        endings = ("/site-packages", "/dist-packages")
+        packages = [path for path in sys.path if path.endswith(endings)]
         libraries = f"{sys.base_prefix}/lib"
         # What a path of imports names beside these, such as the checkout of a project, may hold
         # rows and their answers.
         sys.path[:] = [path for path in sys.path if path in packages or path.startswith(libraries)]
-        self._ruleset = _ruleset([*packages, libraries, f"{libraries}64", *TABLES["readable"]])
+        self._ruleset = _build_ruleset(
+            [*packages, libraries, f"{libraries}64", *TABLES["readable"]]
+        )
         abi = None if self._ruleset is None else self._ruleset.abi_version
         self.filter = _filter(refused_flags=_refused_flags(abi))
 
     def put_up(self, *, cpu_s: int) -> None:
-        """Raises if a wall that this machine has cannot be put up."""
+        """Put up all walls; raises if one that this machine has cannot be put up."""
         limits = {**TABLES["limits"], "CPU": cpu_s}
         if self.filter is None:
             limits["NPROC"] = 0  # a second best: root is exempt, and threads count too
@@ -59,25 +59,23 @@ class Walls:
             self.filter.load()
 
 
-def _ruleset(readable: list[str]) -> Ruleset | None:
-    """Landlock's rules: these may be read, and nothing is written;
-
-    None where there is no Landlock.
-    """
+def _build_ruleset(readable: list[str]) -> Ruleset | None:
+    """Landlock's rules: these may be read, and nothing is written; None without Landlock."""
     try:
         ruleset = Ruleset(scoped=Scope.ABSTRACT_UNIX_SOCKET | Scope.SIGNAL)
     except LandlockError:
         return None
     for path in filter(os.path.exists, readable):
-        ruleset.allow_path(path, READ | AccessFS.READ_DIR if os.path.isdir(path) else READ)
+        access = READ | AccessFS.READ_DIR if os.path.isdir(path) else READ
+        ruleset.allow_path(path, access)
     ruleset.allow_path(os.devnull, AccessFS.READ_FILE | AccessFS.WRITE_FILE)
     return ruleset
 
 
 def _refused_flags(landlock_abi: int | None) -> int:
-    """The flags with which no file may be opened, since Landlock does not forbid what they do;
+    """The flags with which no file may be opened, as Landlock does not forbid what they do.
 
-    None is no Landlock.
+    `landlock_abi` is None without Landlock.
     """
     if landlock_abi is None:
         # So files can be read at least, and not changed.

@@ -17,7 +17,7 @@ from open_instruct.core.errors import InputError
 from open_instruct.core.records import Span
 from open_instruct.data.chat import ChatFormat
 from open_instruct.environments.environment import ChatMessage
-from open_instruct.rewards.verifier import is_thought
+from open_instruct.rewards.verifier import is_only_thinking
 from open_instruct.rl.episodes.foreign_texts import (
     REPLY_MARK,
     ForeignTexts,
@@ -187,11 +187,11 @@ class Conversation:
         self.token_ids += token_ids
         return text
 
-    def is_thought(self, text: str) -> bool:
+    def is_only_thinking(self, text: str) -> bool:
         """Whether a reply to the present prompt is nothing but thoughts that the prompt has
         begun.
         """
-        return is_thought(self._text, text)
+        return is_only_thinking(self._text, text)
 
     def answer(self, messages: Sequence[ChatMessage], *, max_tokens: int | None = None) -> bool:
         """Add what answers the reply: the bridge to the next one.

@@ -41,7 +41,7 @@ from open_instruct.environments.foreign_calls import (
 from open_instruct.environments.loop_watch import INTERVAL_S, LIMIT_S, LoopWatch
 from open_instruct.generation.engine_pool import EnginePool
 from open_instruct.generation.requests import GenerationRequest, Home, sampling_seed
-from open_instruct.rewards.event_loop import lasting_loop
+from open_instruct.rewards.event_loop import start_loop
 from open_instruct.rewards.finite import read_reward
 from open_instruct.rl.episodes.bridge import Conversation, TurnTemplate
 from open_instruct.rl.episodes.tool_calls import ToolCallError, detect_call_form, tool_calls
@@ -86,7 +86,7 @@ class Conversations:
         self._max_prompt_tokens = config.data.max_prompt_token_length
         is_auto = self._flags.tool_call_form == "auto"
         self._form = detect_call_form(chat.template.text) if is_auto else self._flags.tool_call_form
-        self._loop = lasting_loop("episodes")
+        self._loop = start_loop("episodes")
         # One thread, as a tokenizer is for one at a time.
         self._rendering = ThreadPoolExecutor(1, thread_name_prefix="turns")
         watch = partial(
@@ -98,7 +98,7 @@ class Conversations:
         self._watch = watch(foreign_loop(), thread_name=FOREIGN_LOOP)
         self._own_watches = {
             name: watch(
-                lasting_loop(own.name), thread_name=own.name, environment=name, package=own.package
+                start_loop(own.name), thread_name=own.name, environment=name, package=own.package
             )
             for name, factory in factories.items()
             if (own := find_dedicated_loop(factory)) is not None
@@ -170,7 +170,7 @@ class Conversations:
             try:
                 calls = (
                     ()
-                    if not names or talk.is_thought(text)
+                    if not names or talk.is_only_thinking(text)
                     else tool_calls(text, self._form, names)
                 )
             except ToolCallError as error:

@@ -12,7 +12,7 @@ from typing import Any
 
 from open_instruct.data.conversations.tool_turns import ToolCallError, read_python_calls
 from open_instruct.environments.environment import ToolCall
-from open_instruct.rewards.verifier import without_thinking
+from open_instruct.rewards.verifier import remove_thinking
 
 MAX_CALLS = 64
 
@@ -34,7 +34,7 @@ def tool_calls(text: str, form: str, names: Collection[str]) -> tuple[ToolCall, 
     """
     _, find_calls = FORMS[form]
     calls = []
-    for name, arguments in find_calls(without_thinking(text)):
+    for name, arguments in find_calls(remove_thinking(text)):
         if name not in names:
             raise ToolCallError(
                 f"there is no tool {name!r}; the tools are {', '.join(sorted(names))}"

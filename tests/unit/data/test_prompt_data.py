@@ -30,7 +30,7 @@ from open_instruct.data.prompts import (
 )
 from open_instruct.data.report import DataReport
 from open_instruct.rewards.answers import Passthrough
-from open_instruct.rewards.registry import judges_named, known_verifiers
+from open_instruct.rewards.registry import known_verifiers, list_judges
 from tests.refusals import refused
 from tests.unit.token_data import byte_tokenizer, encoded, load_rows, turns, write_rows
 
@@ -159,7 +159,7 @@ class TestRowsThatNameNoVerifier:
             "float(len(completion) < 9)\n"
         )
         words = ["math", f"{own}:Short", "reward_model:/a/folder,last"]
-        assert judges_named(words) == ["math", "short", "reward_model"]
+        assert list_judges(words) == ["math", "short", "reward_model"]
         assert "short" in known_verifiers(RewardSection(verifier=words[:2]))
         with refused("bad_value", "verifier", "gsm", "gsm8k"):
             known_verifiers(RewardSection(verifier=["gsm"]))

@@ -26,7 +26,7 @@ from open_instruct.environments.foreign_calls import (
     describe_error,
 )
 from open_instruct.environments.loop_watch import LoopWatch
-from open_instruct.rewards.event_loop import lasting_loop
+from open_instruct.rewards.event_loop import start_loop
 from open_instruct.rl.episodes import conversations as conversations_module
 from open_instruct.rl.episodes.foreign_texts import (
     SLACK_TOKENS,
@@ -220,7 +220,7 @@ def test_blocked_loop_of_one_environment_is_named_with_it(
             return Opening()
 
         async def step(self, reply: Reply) -> Turn:
-            loop = lasting_loop("a loop of judging")
+            loop = start_loop("a loop of judging")
             work = asyncio.run_coroutine_threadsafe(library["judge"](reward), loop)
             await asyncio.wrap_future(work)
             return Turn(done=True)
@@ -258,7 +258,7 @@ def test_environment_that_is_merely_late_blocks_nothing(ask: Callable[..., Asked
 
 
 def test_watch_names_what_blocks_a_loop_until_it_goes_on() -> None:
-    loop = lasting_loop("watched by a test")
+    loop = start_loop("watched by a test")
     warnings: list[str] = []
     watch = LoopWatch(
         loop, thread_name="watched by a test", warn=warnings.append, limit_s=0.01, interval_s=0.01

@@ -34,7 +34,7 @@ from open_instruct.models.hf.hf_config import load_hf_config
 from open_instruct.objectives.objective import TokenLogprobs
 from open_instruct.objectives.prm import PRM, class_shares, step_losses
 from open_instruct.rewards.pool import VerifierPool
-from open_instruct.rewards.registry import judges_named, known_verifiers
+from open_instruct.rewards.registry import known_verifiers, list_judges
 from open_instruct.rewards.reward_models import ProcessRewardModel
 from open_instruct.run.pretrained import open_pretrained
 from tests.refusals import refused
@@ -504,7 +504,7 @@ def test_verifier_refuses_what_is_no_process_reward_model(
     with pytest.raises(InputError, match=part) as caught:
         known_verifiers(RewardSection(verifier=[word]))
     assert caught.value.flag == "verifier"
-    assert judges_named([word]) == ["prm"]
+    assert list_judges([word]) == ["prm"]
 
 
 def test_process_reward_model_is_no_reward_model(folder: Path, tmp_path: Path) -> None:

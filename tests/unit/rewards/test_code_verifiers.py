@@ -24,7 +24,7 @@ from open_instruct.core.errors import RunError
 from open_instruct.core.records import Check
 from open_instruct.parallel.processes import has_ended
 from open_instruct.rewards import code as code_module
-from open_instruct.rewards.code import Code, CodeStdio, asked_value, program_of, read_literal
+from open_instruct.rewards.code import Code, CodeStdio, find_program, read_literal, split_assertion
 from open_instruct.rewards.pool import VerifierPool
 from open_instruct.rewards.sandbox import sandbox
 from open_instruct.rewards.sandbox.walls import TABLES
@@ -323,7 +323,7 @@ class TestServer:
     ],
 )
 def test_last_block_of_python_is_the_program(completion: str, program: str) -> None:
-    assert program_of(completion) == program
+    assert find_program(completion) == program
 
 
 @pytest.mark.parametrize(
@@ -344,7 +344,7 @@ def test_last_block_of_python_is_the_program(completion: str, program: str) -> N
     ],
 )
 def test_only_the_call_of_a_test_is_seen(test: str, parts: tuple[str, str]) -> None:
-    assert asked_value(test) == parts
+    assert split_assertion(test) == parts
 
 
 def test_program_that_the_sandbox_cannot_run_is_not_called_wrong(

@@ -14,8 +14,8 @@ import pytest
 from open_instruct.config.policy_sections import RewardSection
 from open_instruct.data.files.rows import MalformedRow
 from open_instruct.data.prompt_rows import parse_prompt_row
-from open_instruct.rewards.constraints import RELATIONS, has_postscript, num_sentences
-from open_instruct.rewards.ifeval import SUITES, IFEval, parse
+from open_instruct.rewards.constraints import RELATIONS, count_sentences, has_postscript
+from open_instruct.rewards.ifeval import SUITES, IFEval, parse_constraints
 from open_instruct.rewards.registry import known_verifiers
 
 # For each constraint: its name, its arguments, texts that follow it, and texts that do not.
@@ -90,7 +90,7 @@ def test_relations_at_their_border(relation: str, holds: list[bool]) -> None:
     ],
 )
 def test_sentences(text: str, count: int) -> None:
-    assert num_sentences(text) == count
+    assert count_sentences(text) == count
 
 
 def test_score_is_the_share_of_constraints() -> None:
@@ -133,7 +133,7 @@ def test_language_without_langdetect_is_refused(monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(
         ValueError, match=r"'language:response_language' needs langdetect; install it"
     ):
-        parse(ifeval("language:response_language", {"language": "fr"}))
+        parse_constraints(ifeval("language:response_language", {"language": "fr"}))
 
 
 @pytest.mark.parametrize(

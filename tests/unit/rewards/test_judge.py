@@ -29,7 +29,7 @@ from open_instruct.rewards.judge import (
 )
 from open_instruct.rewards.pool import Outcome, VerifierPool
 from open_instruct.rewards.registry import known_verifiers
-from open_instruct.rewards.secret_key import without_key
+from open_instruct.rewards.secret_key import hide_key
 from open_instruct.rl import checked_run
 from tests.refusals import refused
 from tests.unit.rewards.judge_stub import CUT, Answer, Stub, judge_stub
@@ -64,7 +64,7 @@ class Judged:
         self, name: str, texts: list[str], ground_truth: Any = None, prompt: str = QUESTION
     ) -> list[Outcome]:
         check = Check(verifier=name, ground_truth=ground_truth)
-        return self.pool.scores(check, prompt, list(map(completion_of, texts)))
+        return self.pool.score(check, prompt, list(map(completion_of, texts)))
 
     def scores(self, *words: Any, **more: Any) -> list[float]:
         outcomes = self.outcomes(*words, **more)
@@ -389,7 +389,7 @@ def test_key_that_a_judge_says_is_in_no_problem_when_its_words_are_cut(tmp_path:
     ],
 )
 def test_pieces_of_the_key_are_taken_out(text: str, shown: str) -> None:
-    assert without_key(text) == shown
+    assert hide_key(text) == shown
 
 
 @pytest.mark.parametrize("secret", [KEY, "sk-proj-" + "Zz09_/+?" * 4, "0123456789"])
@@ -401,7 +401,7 @@ def test_base64_of_the_key_cannot_be_decoded_when_it_is_taken_out(
     plain = f"{before}{secret} and more".encode()
     pieces = [secret[at : at + 8].encode() for at in range(len(secret) - 7)]
     for encode in (base64.b64encode, base64.urlsafe_b64encode):
-        shown = without_key(encode(plain).decode())
+        shown = hide_key(encode(plain).decode())
         assert "$OPENAI_API_KEY" in shown
         for left in shown.split("$OPENAI_API_KEY"):
             for start in range(4):

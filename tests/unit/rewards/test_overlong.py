@@ -4,7 +4,7 @@ import pytest
 
 from open_instruct.config.policy_sections import RewardSection
 from open_instruct.core.records import Completion, Prompt, RolloutGroup
-from open_instruct.rewards.pool import overlong_penalty, verdict_of
+from open_instruct.rewards.pool import build_verdict, overlong_penalty
 from open_instruct.rl.samples import verdict_metrics
 
 
@@ -20,12 +20,12 @@ def test_penalty_is_added_to_the_reward_and_is_no_score() -> None:
     flags = RewardSection(overlong_penalty=4, verification_reward=2.0)
     prompt = Prompt(row_id=0, token_ids=(1,), text="?", checks=())
     completions = tuple(completion_of(num_tokens) for num_tokens in (3, 5, 8))
-    verdicts = tuple(verdict_of(prompt, each, [], flags, max_tokens=8) for each in completions)
+    verdicts = tuple(build_verdict(prompt, each, [], flags, max_tokens=8) for each in completions)
     assert [verdict.reward for verdict in verdicts] == [0.0, -0.25, -1.0]
     assert all(verdict.scores == {} for verdict in verdicts)
     group = RolloutGroup(ticket=0, prompt=prompt, completions=completions, verdicts=verdicts)
     assert verdict_metrics([group])["overlong_penalty"] == pytest.approx(-1.25 / 3)
-    without = verdict_of(prompt, completions[-1], [], RewardSection(), max_tokens=8)
+    without = build_verdict(prompt, completions[-1], [], RewardSection(), max_tokens=8)
     group = RolloutGroup(ticket=0, prompt=prompt, completions=completions[:1], verdicts=(without,))
     assert without.reward == 0.0 and "overlong_penalty" not in verdict_metrics([group])
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from open_instruct.rewards.code import asked_value, program_of
+from open_instruct.rewards.code import find_program, split_assertion
 
 PROGRAM = "def f():\n    return 3\n"
 DOCSTRING = "def f():\n    '''Adds.\n\n    ```\n    f()\n    ```\n    '''\n    return 3\n"
@@ -33,7 +33,7 @@ DOCSTRING = "def f():\n    '''Adds.\n\n    ```\n    f()\n    ```\n    '''\n    r
     ],
 )
 def test_the_last_block_of_python_is_the_program(completion: str, program: str) -> None:
-    assert program_of(completion).strip() == program.strip()
+    assert find_program(completion).strip() == program.strip()
 
 
 @pytest.mark.parametrize(
@@ -47,4 +47,4 @@ def test_the_last_block_of_python_is_the_program(completion: str, program: str) 
     ],
 )
 def test_only_the_call_of_a_test_is_run(test: str, call: str, literal: str) -> None:
-    assert asked_value(test) == (call, literal)
+    assert split_assertion(test) == (call, literal)

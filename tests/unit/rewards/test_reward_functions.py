@@ -15,9 +15,9 @@ from open_instruct.core.user_code import load_named
 from open_instruct.data.conversations.row_keys import TrackedRow
 from open_instruct.data.files.rows import MalformedRow
 from open_instruct.data.prompt_rows import parse_prompt_row
-from open_instruct.rewards.function import file_with
+from open_instruct.rewards.function import write_function_file
 from open_instruct.rewards.pool import VerifierPool
-from open_instruct.rewards.registry import judges_named, known_verifiers
+from open_instruct.rewards.registry import known_verifiers, list_judges
 from tests.refusals import refused
 from tests.unit.scored import completion_of, score
 
@@ -125,7 +125,7 @@ def test_reward_function_gets_all_columns_of_a_row(mine: str) -> None:
     words = [f"{mine}:same"]
     known = known_verifiers(RewardSection(verifier=words))
     read = TrackedRow(ROW)
-    _, checks, _ = parse_prompt_row(read, known, judges=judges_named(words))
+    _, checks, _ = parse_prompt_row(read, known, judges=list_judges(words))
     assert checks == (Check(verifier="same", ground_truth=ROW),)
     assert list(read.unread_keys()) == []
     _, checks, _ = parse_prompt_row(
@@ -181,7 +181,7 @@ def wrapped(function: Callable[..., list[float]]) -> Callable[..., list[float]]:
 
 def test_function_that_stands_alone_becomes_a_file(tmp_path: Path) -> None:
     file = tmp_path / "reward.py"
-    file.write_text(file_with(alone))
+    file.write_text(write_function_file(alone))
     assert load_named(f"{file}:alone", origin="", what="NAME")(["a12", "b"], [1, 2]) == [4.0, 0.0]
 
 
@@ -216,7 +216,7 @@ def test_reward_function_that_needs_globals_is_refused_with_their_names(
     function: Callable[..., Any], told: str
 ) -> None:
     with pytest.raises(InputError) as refused:
-        file_with(function)
+        write_function_file(function)
     assert f"reward: {told}" in str(refused.value)
     assert "write it to a file, and pass reward='mine.py:" in str(refused.value)
 
@@ -224,4 +224,4 @@ def test_reward_function_that_needs_globals_is_refused_with_their_names(
 def test_name_that_hides_a_built_in_one_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(alone.__globals__, "sum", len)
     with refused("own_code", None, "sum"):
-        file_with(alone)
+        write_function_file(alone)

@@ -13,7 +13,7 @@ from open_instruct.core.errors import InputError
 from open_instruct.core.records import Check, Prompt
 from open_instruct.rewards.function import RewardFunction
 from open_instruct.rewards.pool import VerifierPool
-from open_instruct.rewards.trial import WatchedText, find_conversation
+from open_instruct.rewards.trial import WatchedText, find_prompt_turns
 from tests.unit.scored import completion_of, score
 
 FUNCTIONS = """
@@ -89,7 +89,7 @@ def running(file: Path) -> Iterator[VerifierPool]:
 
 @pytest.fixture
 def pool(running: VerifierPool) -> VerifierPool:
-    running.read_messages.clear()
+    running.message_readers.clear()
     return running
 
 
@@ -119,7 +119,7 @@ def test_function_is_given_messages_where_it_reads_them_and_prompts_are_conversa
 ) -> None:
     (sentence,) = pool.try_functions([prompt_for(name, row)] * 3)
     assert name in sentence
-    assert (name in pool.read_messages) == reads_messages
+    assert (name in pool.message_readers) == reads_messages
     outcome = score(pool, Check(verifier=name, ground_truth=row), "7!")
     assert (outcome.score, outcome.problem) == (reward, None)
 
@@ -149,7 +149,7 @@ def test_function_that_raises_is_refused_with_its_line_and_what_it_was_given(
 
 def test_plain_prompts_beside_conversations_keep_their_texts(pool: VerifierPool) -> None:
     list(pool.try_functions([prompt_for("either", TALK), prompt_for("quiet", TALK)]))
-    assert pool.read_messages == {"quiet"}
+    assert pool.message_readers == {"quiet"}
     checks = [Check(verifier="quiet", ground_truth=row) for row in (TALK, PLAIN)]
     assert [score(pool, check, "7!").score for check in checks] == [2.0, 0.0]
 
@@ -188,7 +188,7 @@ def test_verifiers_that_are_no_functions_are_not_tried(pool: VerifierPool) -> No
     ],
 )
 def test_prompt_of_turns_is_a_conversation(row: Mapping[str, Any], roles: list[str] | None) -> None:
-    turns = find_conversation(row)
+    turns = find_prompt_turns(row)
     assert (None if turns is None else [turn["role"] for turn in turns]) == roles
 
 

@@ -23,8 +23,8 @@ from open_instruct.core.errors import InputError
 from open_instruct.core.records import Check, Prompt
 from open_instruct.parallel.processes import has_ended
 from open_instruct.rewards.answers import Passthrough, has_r1_format
-from open_instruct.rewards.event_loop import awaited
-from open_instruct.rewards.pool import Outcome, VerifierPool, verdict_of, verdicts
+from open_instruct.rewards.event_loop import await_entries
+from open_instruct.rewards.pool import Outcome, VerifierPool, build_verdict, score_completions
 from open_instruct.rewards.registry import known_verifiers
 from tests.refusals import refused
 from tests.unit.scored import completion_of, score
@@ -345,7 +345,7 @@ import os, signal, threading, time
 from open_instruct.config.policy_sections import RewardSection
 from open_instruct.core.records import Check
 from open_instruct.rewards.sandbox import sandbox
-from open_instruct.rewards.pool import VerifierPool, verdicts
+from open_instruct.rewards.pool import VerifierPool, score_completions
 sandbox.START = "import psutil, sys; sys.platform = {platform!r}" + sandbox.START  # psutil knows no "other"
 pool = VerifierPool(RewardSection(verifier=["{user_module}:Odd"], num_verifier_processes=1, verifier_timeout_s=300))
 odd = Check(verifier="odd", ground_truth=None)
@@ -383,10 +383,10 @@ class Short(Passthrough):
 
 def test_number_of_scores_that_is_wrong_is_the_verifiers_problem() -> None:
     asked = {"prompt": "", "ground_truth": None}
-    assert verdicts(Short(), completions=["ab"], are_truncated=[False], **asked) == {
+    assert score_completions(Short(), completions=["ab"], are_truncated=[False], **asked) == {
         "scores": [2.0]
     }
-    told = verdicts(Short(), completions=["a", "b"], are_truncated=[False, False], **asked)
+    told = score_completions(Short(), completions=["a", "b"], are_truncated=[False, False], **asked)
     assert "1 reward for 2 completions" in told["problem"]
 
 
@@ -398,7 +398,7 @@ def test_verifier_of_tokens_gets_those_of_its_thoughts(
         completion_of("so</think>it"), token_ids=(1, 2, 3), logprobs=(0.0,) * 3, versions=(0,) * 3
     )
     monkeypatch.setattr(Short, "is_bounded", False)
-    (outcome,) = pool.scores(check("passthrough"), "", [completion])
+    (outcome,) = pool.score(check("passthrough"), "", [completion])
     assert outcome == Outcome(score=3.0)
 
 
@@ -411,7 +411,7 @@ def test_each_completion_has_the_time_of_a_verdict(
     monkeypatch.setattr(
         pool, "_ask_worker", lambda name, of: asked.append(len(of["completions"])) or ask(name, of)
     )
-    outcomes = pool.scores(check("odd"), "", [completion_of("pid"), completion_of("pid")])
+    outcomes = pool.score(check("odd"), "", [completion_of("pid"), completion_of("pid")])
     assert asked == [1, 1] and len(outcomes) == 2
 
 
@@ -419,7 +419,7 @@ def test_scores_may_be_awaited_beside_others() -> None:
     async def later() -> float:
         return 2.0
 
-    assert awaited([1.0, later()]) == [1.0, 2.0]
+    assert await_entries([1.0, later()]) == [1.0, 2.0]
 
 
 class TestAsync:
@@ -441,7 +441,7 @@ class TestAsync:
     def test_group_is_awaited_at_once(self, user_module: str) -> None:
         with open_pool(f"{user_module}:WaitsTogether") as pool:
             began_s = time.monotonic()
-            outcomes = pool.scores(
+            outcomes = pool.score(
                 check("waits_together"), "", [completion_of(text) for text in ["0.5"] * 8 + ["x"]]
             )
             assert time.monotonic() - began_s < 2
@@ -615,8 +615,8 @@ class TestReward:
     ) -> float:
         prompt = Prompt(row_id=0, token_ids=(1,), text="?", checks=checks)
         completion = completion_of(text, is_truncated=truncated)
-        outcomes = [pool.scores(check, prompt.text, [completion])[0] for check in checks]
-        return verdict_of(prompt, completion, outcomes, RewardSection(**config)).reward
+        outcomes = [pool.score(check, prompt.text, [completion])[0] for check in checks]
+        return build_verdict(prompt, completion, outcomes, RewardSection(**config)).reward
 
     def test_scores_are_weighted_or_added_up(self, pool: VerifierPool) -> None:
         checks = (check("gsm8k", "5", weight=3.0), check("string_matcher", "no", weight=1.0))

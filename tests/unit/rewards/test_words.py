@@ -9,7 +9,12 @@ import pytest
 
 from open_instruct.config.policy_sections import RewardSection
 from open_instruct.rewards.registry import known_verifiers
-from open_instruct.rewards.words import between_answer_tags, have_same_words, last_number, words_of
+from open_instruct.rewards.words import (
+    find_last_number,
+    find_tagged_answer,
+    have_same_words,
+    split_words,
+)
 
 VERIFIERS = known_verifiers(RewardSection())
 
@@ -38,7 +43,7 @@ VERIFIERS = known_verifiers(RewardSection())
     ],
 )
 def test_words_keep_what_tells_numbers_apart(text: str, words: list[str]) -> None:
-    assert words_of(text) == words
+    assert split_words(text) == words
 
 
 @pytest.mark.parametrize(
@@ -86,7 +91,7 @@ def test_signs_alone_are_compared_as_they_are() -> None:
     ],
 )
 def test_the_last_number_is_read_as_it_is_written(text: str, number: str) -> None:
-    assert last_number(text) == Decimal(number)
+    assert find_last_number(text) == Decimal(number)
 
 
 @pytest.mark.parametrize(
@@ -102,7 +107,7 @@ def test_the_last_number_is_read_as_it_is_written(text: str, number: str) -> Non
     ],
 )
 def test_what_stands_between_the_last_tags_is_judged(completion: str, judged: str) -> None:
-    assert between_answer_tags(completion) == judged
+    assert find_tagged_answer(completion) == judged
 
 
 @pytest.mark.parametrize(

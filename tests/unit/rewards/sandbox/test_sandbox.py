@@ -26,7 +26,7 @@ import yaml
 from open_instruct.core.errors import RunError
 from open_instruct.parallel import processes
 from open_instruct.rewards.sandbox import sandbox as sandbox_module
-from open_instruct.rewards.sandbox.sandbox import START, Ran, Sandbox
+from open_instruct.rewards.sandbox.sandbox import START, RunResult, Sandbox
 from open_instruct.rewards.sandbox.trial import try_walls
 from open_instruct.rewards.sandbox.walls import TABLES, _filter, _refused_flags
 
@@ -155,7 +155,7 @@ def facts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mapping[str, Any
     assert was_alive and removed == [0, 0, 0]
 
 
-def run(sandbox: Sandbox, code: str, *, timeout_s: float = 20, **given: Any) -> Ran:
+def run(sandbox: Sandbox, code: str, *, timeout_s: float = 20, **given: Any) -> RunResult:
     with closing(sandbox.interpreter(cpu_s=20, **given)) as interpreter:
         return interpreter.run(code, timeout_s=timeout_s)
 
@@ -322,7 +322,7 @@ class TestInterpreter:
 
     def test_closing_it_wakes_who_waits(self, sandbox: Sandbox) -> None:
         interpreter = sandbox.interpreter(cpu_s=20)
-        ran: list[Ran] = []
+        ran: list[RunResult] = []
         waiting = threading.Thread(
             target=lambda: ran.append(interpreter.run("import time; time.sleep(60)", timeout_s=60))
         )
