@@ -1,4 +1,4 @@
-r"""Where a completion says its answer.
+r"""Find where a completion says its answer.
 
 | what the completion has, in this order | the answer |
 |---|---|
@@ -18,7 +18,7 @@ from open_instruct.rewards.words import find_tagged_answer
 # Characters at the end of a completion, for formulas that nothing says are the answer.
 MAX_SEARCHED = 5_000
 _BOXED = re.compile(r"\\(?:boxed|fbox)\s*(\{|(?=[A-Za-z0-9\\]))")
-_SAID = re.compile(
+_STATED = re.compile(
     r"(?:(?:answers?|options?|choice)\**\s*(?:is|are|=)(?![a-z])\s*:?|answers?[\s*_]*:)[\s*_]*(?:(?:therefore|thus|simply|then|just)\s+)?(?=(\S?))",
     re.IGNORECASE,
 )
@@ -47,17 +47,16 @@ def find_answer(completion: str) -> str | None:
 
 def find_answers(completion: str) -> list[str]:
     """The answer as the last entry, before it those that stand in boxes of the same sentence."""
-    return _find(completion)[0]
+    return _find_all(completion)[0]
 
 
 def find_readings(completion: str) -> list[str]:
-    """What the answer may say: as it is written, and in prose without the marks that may be none of
-    mathematics.
+    """What the answer may say: as it is written, and in prose without marks of the sentence.
 
     Example: `find_readings("Answer:\n- 73!") == ["- 73!", "73!", "- 73", "73"]`: the dash may begin
     an entry of a list, or be a minus, and the number may be exclaimed, or a factorial.
     """
-    answers, is_prose = _find(completion)
+    answers, is_prose = _find_all(completion)
     if not is_prose:
         return answers[-1:]
     readings = answers[-1:]
@@ -67,95 +66,105 @@ def find_readings(completion: str) -> list[str]:
     return list(dict.fromkeys(readings))
 
 
-def _find(completion: str) -> tuple[list[str], bool]:
-    """The answers that `find_answers` gives, and whether the last stands in prose: in no box, and
-    in no formula.
-    """
+def _find_all(completion: str) -> tuple[list[str], bool]:
+    """The answers that `find_answers` gives, and whether the last is prose: no box, no formula."""
     judged = find_tagged_answer(completion)
     boxes = list(_BOXED.finditer(judged))
     if boxes:
-        return _boxes(judged, boxes), False
-    said = _said(judged)
-    marked = None if said else _marked(judged)
-    found = said or marked or _last_line(judged)
+        return _read_boxes(judged, boxes), False
+    stated = _find_stated(judged)
+    marked = None if stated else _find_marked(judged)
+    found = stated or marked or _find_last_line(judged)
     if found is None and judged != completion:
         found = judged
     return ([found] if found else []), marked is None and bool(found)
 
 
-def _boxes(text: str, boxes: list[re.Match[str]]) -> list[str]:
+def _read_boxes(text: str, boxes: list[re.Match[str]]) -> list[str]:
     """What is in the boxes that only few words, and no end of a paragraph, stand between."""
     answers: list[str] = []
     end = len(text)
     for box in reversed(boxes):
-        content, stop = _content(text, box)
+        content, stop = _read_box(text, box)
         if answers and stop > end:  # a box around the one that is read already
             answers[0] = content
             end = box.start()
             continue
-        between = text[stop:end]
-        if answers and (
-            "\n\n" in between
-            or len(between) > 60
-            or re.search(r"\bnot?\b|[.!?]\s|instead|wait", between)
-        ):
+        if answers and _ends_sentence(text[stop:end]):
             return answers
         answers.insert(0, content)
         end = box.start()
     return answers
 
 
-def _content(text: str, box: re.Match[str]) -> tuple[str, int]:
+def _ends_sentence(between: str) -> bool:
+    """Whether a text between two boxes is long, or says that the first box is no answer."""
+    if "\n\n" in between or len(between) > 60:
+        return True
+    return re.search(r"\bnot?\b|[.!?]\s|instead|wait", between) is not None
+
+
+def _read_box(text: str, box: re.Match[str]) -> tuple[str, int]:
     """The content of a box, "" where its brace is never closed, and where the box ends."""
     if not box[1]:
         short = re.match(r"\\[A-Za-z]+|\w", text[box.end() :])
-        return (short[0], box.end() + short.end()) if short else ("", box.end())
+        if short is None:
+            return "", box.end()
+        return short[0], box.end() + short.end()
     depth = 1
-    for at in range(box.end(), len(text)):
-        is_escaped = text[at - 1] == "\\"
-        depth += 0 if is_escaped else (text[at] == "{") - (text[at] == "}")
+    for place in range(box.end(), len(text)):
+        is_escaped = text[place - 1] == "\\"
+        if not is_escaped:
+            depth += (text[place] == "{") - (text[place] == "}")
         if depth == 0:
-            return text[box.end() : at], at + 1
+            return text[box.end() : place], place + 1
     return "", len(text)
 
 
-def _said(text: str) -> str | None:
+def _find_stated(text: str) -> str | None:
     """What the last "answer is" says."""
-    for match in reversed(list(_SAID.finditer(text))):
+    for match in reversed(list(_STATED.finditer(text))):
         rest = text[match.end() :].lstrip(" *_:\n")
-        if marked := re.match(r"\$\$(.+?)\$\$|\\\[(.+?)\\\]", rest, re.DOTALL):
+        marked = re.match(r"\$\$(.+?)\$\$|\\\[(.+?)\\\]", rest, re.DOTALL)
+        if marked:
             return (marked[1] or marked[2]).strip()
-        said = _up_to_the_end_of_its_sentence(rest)
-        if said:
-            return said
+        sentence = _take_sentence(rest)
+        if sentence:
+            return sentence
     return None
 
 
-def _up_to_the_end_of_its_sentence(text: str) -> str:
-    """Ends within formulas are none."""
-    hidden = _MATH.sub(
-        lambda match: re.sub(r"[^\n]", "x", match[0]) if match[5] is None else match[0], text
-    )
+def _take_sentence(text: str) -> str:
+    """The text up to the end of its first sentence; ends within formulas are none."""
+    hidden = _MATH.sub(_hide_formula, text)
     end = _END_OF_SENTENCE.search(hidden)
     sentence = _SMILES.sub("", text[: end.start()] if end else text).strip()
     # Behind a formula, or bold, a mark is of the sentence.
     return re.sub(r"(?<=[*$\])])[!?]+$", "", sentence).strip(" *_").rstrip(".,;")
 
 
-def _marked(text: str) -> str | None:
+def _hide_formula(match: re.Match[str]) -> str:
+    """As many letters x as a formula has; bold text stays."""
+    is_bold = match[5] is not None
+    return match[0] if is_bold else re.sub(r"[^\n]", "x", match[0])
+
+
+def _find_marked(text: str) -> str | None:
     """What stands in the last formula, or in bold, of the lines at the end."""
     if len(text) > MAX_SEARCHED:
         text = text[-MAX_SEARCHED:].partition("\n")[2]
     marked = [next(filter(None, match.groups())).strip() for match in _MATH.finditer(text)]
-    marked = [
-        each
-        for each in marked
-        if re.search(r"[A-Za-z0-9]", each) and not _PROSE.search(_NO_PROSE.sub(" ", each))
-    ]
-    return marked[-1] if marked else None
+    formulas = [each for each in marked if _is_formula(each)]
+    return formulas[-1] if formulas else None
 
 
-def _last_line(text: str) -> str | None:
+def _is_formula(text: str) -> bool:
+    """Whether a text has letters or digits, and no words of prose."""
+    has_content = re.search(r"[A-Za-z0-9]", text) is not None
+    return has_content and not _PROSE.search(_NO_PROSE.sub(" ", text))
+
+
+def _find_last_line(text: str) -> str | None:
     """The last line, if it is nothing but mathematics, or a word."""
     lines = [
         _SMILES.sub("", line).strip(" *_`.") for line in text.splitlines() if line.strip(" *_`.")
@@ -163,7 +172,4 @@ def _last_line(text: str) -> str | None:
     if not lines:
         return None
     is_alone = len(lines) == 1 and len(lines[0].split()) <= 3
-    is_formula = not _PROSE.search(_NO_PROSE.sub(" ", lines[-1])) and re.search(
-        r"[A-Za-z0-9]", lines[-1]
-    )
-    return lines[-1] if is_alone or is_formula else None
+    return lines[-1] if is_alone or _is_formula(lines[-1]) else None

@@ -19,7 +19,7 @@ class Verifier:
     A verifier of your own is a subclass with a `name` of its own, which rows give as their
     `dataset`, and a `score`, or in its place `judge` or `judge_all`. Each may be `async def`.
 
-    It is not the reward: weights, formats and penalties are added by `build_verdict` in pool.py.
+    It is not the reward: weights, formats and penalties are added by `build_verdict` in verdict.py.
     """
 
     name: ClassVar[str]

@@ -3,7 +3,8 @@
 from typing import Literal
 
 from open_instruct.core.records import Check, Completion
-from open_instruct.rewards.pool import Outcome, VerifierPool
+from open_instruct.rewards.pool import VerifierPool
+from open_instruct.rewards.verdict import Outcome
 
 
 def completion_of(text: str, *, is_truncated: bool = False) -> Completion:

@@ -22,6 +22,7 @@ from open_instruct.rewards.judge import Judge
 from open_instruct.rewards.pool import VerifierPool
 from open_instruct.rewards.reward_models import MODEL_VERIFIERS, ModelVerifier
 from open_instruct.rewards.sandbox.trial import try_walls
+from open_instruct.rewards.trial import TRIAL_ANSWERS
 from open_instruct.rewards.verifier import Verifier
 from open_instruct.rl.episodes.bridge import check_bridges
 

@@ -11,11 +11,16 @@ from collections.abc import Callable, Sequence
 
 from open_instruct.rewards.mathematics.parts import (
     WORDS,
+    are_same_names,
     count_minutes,
     find_brackets,
     find_choice,
     find_quantity,
+    find_rows,
+    has_labels,
+    has_variables,
     is_name,
+    put_equal_first,
     remove_label,
     split_items,
     split_pieces,
@@ -24,7 +29,7 @@ from open_instruct.rewards.mathematics.parts import (
     unwrap,
 )
 from open_instruct.rewards.mathematics.text import clean
-from open_instruct.rewards.mathematics.units import are_alike, is_droppable, name_unit
+from open_instruct.rewards.mathematics.units import CURRENCIES, are_alike, is_droppable, name_unit
 from open_instruct.rewards.mathematics.values import are_same_regions, are_same_values
 
 MAX_CHARACTERS = 300  # of an expression
@@ -39,12 +44,6 @@ _TIME = re.compile(
 _RESIDUE = re.compile(
     r"(?:([^=≡]*?)\\equiv)?\s*(.*?)\s*\(?\s*(?:\\pmod|\\mod|\\bmod|⟨mod(?:ulo)?⟩)\s*\{?([^{}()]*)\}?\)?"
 )
-_MATRIX = re.compile(
-    r"[\[(]?\s*\\begin\{([pbvBV]?matrix|array)\}(?:\{[lcr|]*\})?(.*?)\\end\{\1\}\s*[\])]?",
-    re.DOTALL,
-)
-
-CURRENCIES = ("dollar", "euro", "pound", "usd", "rs", "rupee")  # which may stand in front
 
 Verdict = bool | None
 
@@ -187,15 +186,9 @@ def _same_lists(ours: str, theirs: str) -> Verdict:
     if "[" in brackets:
         return False
     has_dots = any(r"\ldots" in item for item in [*lists[0], *lists[1]])
-    are_labelled = [_has_labels(items) for items in lists]
+    are_labelled = [has_labels(items) for items in lists]
     has_order = "(" in brackets or has_dots or are_labelled.count(True) == 1
     return _match(*lists, has_order=has_order)
-
-
-def _has_labels(items: Sequence[str]) -> bool:
-    """Whether the entries have labels that differ: x=1, y=2."""
-    labels = {item.partition("=")[0] for item in items if "=" in item}
-    return len(labels) > 1
 
 
 def _same_equations(ours: str, theirs: str) -> Verdict:
@@ -213,20 +206,12 @@ def _same_equations(ours: str, theirs: str) -> Verdict:
         return any(_are_same(value, theirs) for value in _list_values(one))
     if not is_name(one[0]) or not is_name(other[0]):
         return None
-    if not _are_same_names(squeeze(one[0]), squeeze(other[0])):
+    if not are_same_names(squeeze(one[0]), squeeze(other[0])):
         return False
     values = _list_values(other)
     return any(
         any(_are_same(value, other_value) for other_value in values) for value in _list_values(one)
     )
-
-
-def _are_same_names(name: str, other: str) -> bool:
-    """Whether two names are equal, or are y and a function such as f(x)."""
-    if name == other:
-        return True
-    has_function = any(re.fullmatch(r"[a-z]\([a-z]\)", each) for each in (name, other))
-    return "y" in (name, other) and has_function
 
 
 def _same_brackets(ours: str, theirs: str) -> Verdict:
@@ -252,26 +237,18 @@ def _same_brackets(ours: str, theirs: str) -> Verdict:
 
 def _same_matrices(ours: str, theirs: str) -> Verdict:
     """Cell by cell, whichever brackets stand around them."""
-    one = _MATRIX.fullmatch(ours)
-    other = _MATRIX.fullmatch(theirs)
     are_determinants = "vmatrix" in (ours + theirs).lower()
-    if are_determinants or (one is None and other is None):
+    rows = find_rows(ours)
+    other_rows = find_rows(theirs)
+    if are_determinants or (rows is None and other_rows is None):
         return None
-    if one is None or other is None:
+    if rows is None or other_rows is None:
         return False
-    rows = _split_rows(one[2])
-    other_rows = _split_rows(other[2])
     if [len(row) for row in rows] != [len(row) for row in other_rows]:
         return False
     return all(
         all(map(_are_same, row, other_row)) for row, other_row in zip(rows, other_rows, strict=True)
     )
-
-
-def _split_rows(matrix: str) -> list[list[str]]:
-    """The cells of each row of a matrix."""
-    rows = [row.split("&") for row in matrix.split(r"\\") if row.strip()]
-    return [[cell.strip() for cell in row] for row in rows]
 
 
 def _same_percentages(ours: str, theirs: str) -> Verdict:
@@ -284,10 +261,11 @@ def _same_percentages(ours: str, theirs: str) -> Verdict:
         return ours.endswith("%") == theirs.endswith("%") or not WORDS.search(ours + theirs)
     if ours.endswith("%") and theirs.endswith("%"):
         return False
-    part, whole = one, other
-    if theirs.endswith("%"):
-        part, whole = other, one
-    return not WORDS.search(part + whole) and are_same_values(rf"\frac{{{part}}}{{100}}", whole)
+    if WORDS.search(one + other):
+        return False
+    if ours.endswith("%"):
+        return are_same_values(rf"\frac{{{one}}}{{100}}", other)
+    return are_same_values(rf"\frac{{{other}}}{{100}}", one)
 
 
 def _same_degrees(ours: str, theirs: str) -> Verdict:
@@ -303,12 +281,11 @@ def _same_degrees(ours: str, theirs: str) -> Verdict:
         return True
     if ours.endswith("°") and theirs.endswith("°"):
         return False
-    part, whole = one, other
-    if theirs.endswith("°"):
-        part, whole = other, one
-    return not WORDS.search(part + whole) and are_same_values(
-        rf"\frac{{({part})\pi}}{{180}}", whole
-    )
+    if WORDS.search(one + other):
+        return False
+    if ours.endswith("°"):
+        return are_same_values(rf"\frac{{({one})\pi}}{{180}}", other)
+    return are_same_values(rf"\frac{{({other})\pi}}{{180}}", one)
 
 
 def _same_words(ours: str, theirs: str) -> Verdict:
@@ -322,9 +299,7 @@ def _same_words(ours: str, theirs: str) -> Verdict:
         return None
     if [is_words for is_words, _ in one] == [is_words for is_words, _ in other]:
         return _match_pieces(one, other)
-    long, short = one, other
-    if len(one) <= len(other):
-        long, short = other, one
+    short, long = sorted((one, other), key=len)
     if len(long) != 2 or len(short) != 1 or short[0][0]:
         return False
     (words,) = (text for is_words, text in long if is_words)
@@ -370,8 +345,9 @@ def _drop_repeats(items: Sequence[str]) -> list[str]:
 def _match(ours: Sequence[str], theirs: Sequence[str], *, has_order: bool) -> bool:
     """Whether each entry of one list is one of the other."""
     if len(ours) == len(theirs):
-        match = _match_in_order if has_order else _match_in_any_order
-        return match(ours, theirs)
+        if has_order:
+            return all(map(_are_same, ours, theirs))
+        return _match_in_any_order(ours, theirs)
     if has_order or max(len(ours), len(theirs)) > MAX_ITEMS:
         return False
     # "1/2 or 0.5" is one answer.
@@ -380,14 +356,10 @@ def _match(ours: Sequence[str], theirs: Sequence[str], *, has_order: bool) -> bo
     return len(one) == len(other) and _match_in_any_order(one, other)
 
 
-def _match_in_order(ours: Sequence[str], theirs: Sequence[str]) -> bool:
-    return all(map(_are_same, ours, theirs))
-
-
 def _match_in_any_order(ours: Sequence[str], theirs: Sequence[str]) -> bool:
     left = list(theirs)
     for item in ours:
-        candidates = _put_equal_first(left, item)
+        candidates = put_equal_first(left, item)
         found = next((other for other in candidates if _are_same(item, other)), None)
         if found is None:
             return False
@@ -395,26 +367,16 @@ def _match_in_any_order(ours: Sequence[str], theirs: Sequence[str]) -> bool:
     return True
 
 
-def _put_equal_first(texts: Sequence[str], text: str) -> list[str]:
-    """The texts, those first that are written as `text` is."""
-    squeezed = squeeze(text)
-    return sorted(texts, key=lambda other: squeeze(other) != squeezed)
-
-
 def _list_values(sides: Sequence[str]) -> list[str]:
     """The sides of an equation that are values; none where they contradict each other."""
     values = [side for side in sides if not is_name(side)]
-    if len(values) == len(sides) and any(map(_has_variables, sides)):
+    if len(values) == len(sides) and any(map(has_variables, sides)):
         return []  # a relation of variables, which says no value
     are_near = all(
         _are_same(values[0], each) or are_same_values(values[0], each, tolerance=NEAR)
         for each in values[1:]
     )
     return values if are_near else []
-
-
-def _has_variables(text: str) -> bool:
-    return re.search("[a-zA-Z⟨]", re.sub(r"\\[a-z]+", "", text)) is not None
 
 
 STEPS: tuple[Callable[[str, str], Verdict], ...] = (

@@ -1,6 +1,7 @@
 """Take a cleaned answer of mathematics apart: entries, brackets, sides, words, quantities."""
 
 import re
+from collections.abc import Sequence
 from fractions import Fraction
 from itertools import pairwise
 
@@ -16,6 +17,10 @@ _ARGUMENTS = re.compile(
     r"(?<=[A-Za-z⟩}])\s*\([^()]*\)|\|([A-Za-z]+)\||\\(?:overline|vec|hat|angle|triangle|overrightarrow)(?![a-z])"
 )
 _FUNCTION = re.compile(r"\\(?:sqrt|pi|infty|sin|cos|tan|log|ln)(?![a-z])")
+_MATRIX = re.compile(
+    r"[\[(]?\s*\\begin\{([pbvBV]?matrix|array)\}(?:\{[lcr|]*\})?(.*?)\\end\{\1\}\s*[\])]?",
+    re.DOTALL,
+)
 _AMOUNT = re.compile(
     r"(?:⟨(dollars)⟩\s*)?(-?\d+(?:\.\d+)?|-?\\frac\{\d+\}\{[1-9]\d*\})\s*(?:⟨([^⟩]*)⟩)?"
 )
@@ -137,6 +142,40 @@ def is_name(text: str) -> bool:
     if bare in _CONSTANTS or _FUNCTION.search(bare) or bare[:1] in ("", "-", "+", "/"):
         return False
     return bool(re.search(r"[A-Za-z⟩]", bare) and re.fullmatch(r"[A-Za-z\\⟨⟩{}' .\-+/]*", bare))
+
+
+def has_labels(items: Sequence[str]) -> bool:
+    """Whether the entries have labels that differ: x=1, y=2."""
+    labels = {item.partition("=")[0] for item in items if "=" in item}
+    return len(labels) > 1
+
+
+def are_same_names(name: str, other: str) -> bool:
+    """Whether two names are equal, or are y and a function such as f(x)."""
+    if name == other:
+        return True
+    has_function = any(re.fullmatch(r"[a-z]\([a-z]\)", each) for each in (name, other))
+    return "y" in (name, other) and has_function
+
+
+def find_rows(text: str) -> list[list[str]] | None:
+    """The cells of each row of a matrix, whichever brackets stand around it; None of others."""
+    match = _MATRIX.fullmatch(text)
+    if match is None:
+        return None
+    rows = [row.split("&") for row in match[2].split(r"\\") if row.strip()]
+    return [[cell.strip() for cell in row] for row in rows]
+
+
+def put_equal_first(texts: Sequence[str], text: str) -> list[str]:
+    """The texts, those first that are written as `text` is."""
+    squeezed = squeeze(text)
+    return sorted(texts, key=lambda other: squeeze(other) != squeezed)
+
+
+def has_variables(text: str) -> bool:
+    """Whether a side of an equation has letters or words that are no commands."""
+    return re.search("[a-zA-Z⟨]", re.sub(r"\\[a-z]+", "", text)) is not None
 
 
 def split_pieces(text: str) -> list[tuple[bool, str]]:

@@ -1,4 +1,4 @@
-r"""Answers of mathematics as plain LaTeX with words set apart: what stands before math-verify.
+r"""Clean answers of mathematics: plain LaTeX with words set apart, for math-verify to read.
 
 `clean` applies the rules in order; each says what it does by an example, which the tests hold.
 Words stand between ⟨ and ⟩ in what comes out: `5\text{ feet}` becomes `5⟨feet⟩`, so that they are
@@ -52,12 +52,11 @@ _SHORT_WORDS = (
     "Hz|kW|kWh|AM|PM|No|NO|Or|OR|YES"
 )
 _NUMBER = r"\d+(?:\.\d+)?"
+_UPRIGHT = ["mathrm", "rm", "operatorname", "mathbf", "mathit", "mathsf", "boldsymbol", "bm"]
 
 
 def _plain_letter(letter: str) -> str:
-    """A letter of Unicode in LaTeX: ½ is a fraction, ² a power, and digits of other scripts are
-    those of ASCII.
-    """
+    """A letter of Unicode in LaTeX: ½ is a fraction, ² a power, and digits are ASCII's."""
     if letter in _SIGNS:
         return _SIGNS[letter]
     if letter.isascii():
@@ -67,35 +66,27 @@ def _plain_letter(letter: str) -> str:
     if kind == "<fraction>":
         top, _, bottom = plain.partition("⁄")
         return rf"\frac{{{top}}}{{{bottom}}}" if bottom else letter
-    if kind in ("<super>", "<sub>"):
-        return f"{'^' if kind == '<super>' else '_'}{{{plain}}}"
+    if kind == "<super>":
+        return f"^{{{plain}}}"
+    if kind == "<sub>":
+        return f"_{{{plain}}}"
     if letter.isdecimal():
         return str(unicodedata.decimal(letter))
     return " " if plain.isspace() else plain
 
 
 def _is_function(name: str, command: str) -> bool:
-    """Whether a text command has the name of a function; "min" is one as an operator, else it is a
-    unit.
-    """
+    """Whether a text command has the name of a function; "min" may also be a unit."""
     is_unit = name in ("min", "deg", "mod", "inf", "arg") and not command.startswith("operatorname")
     return bool(re.fullmatch(rf"\\?(?:{_NAMES})", name)) and not is_unit
 
 
 def _words(match: re.Match[str]) -> str:
     """The content of a text command: digits, and the constants e and i, are no words."""
-    command, content = match[1], match[2].replace("~", " ").replace("⟨", " ").replace("⟩", " ")
+    command = match[1]
+    content = match[2].replace("~", " ").replace("⟨", " ").replace("⟩", " ")
     words = " ".join(content.split())
-    is_upright = command in (
-        "mathrm",
-        "rm",
-        "operatorname",
-        "mathbf",
-        "mathit",
-        "mathsf",
-        "boldsymbol",
-        "bm",
-    )
+    is_upright = command in _UPRIGHT
     if not words or (is_upright and words in ("e", "i", "d")) or _is_function(words, command):
         return f" {words} " if words else " "
     if command not in ("mathrm", "rm", "operatorname") and is_upright and len(words) == 1:
@@ -127,9 +118,7 @@ def _brace(match: re.Match[str]) -> str:
 
 
 def _one_script(match: re.Match[str]) -> str:
-    """Letters of Unicode that stand high, or low, one behind the other, are one power, or one
-    index.
-    """
+    """Letters of Unicode that stand high, or low, in a row are one power, or one index."""
     return f"{match[0][0]}{{{re.sub(r'[{}^_]', '', match[0])}}}"
 
 
@@ -167,7 +156,8 @@ def _repeating(start: str, period: str, before: str) -> str:
 
 def _dots(match: re.Match[str]) -> str:
     """0.333... and 0.1666...: digits that come twice at the end, one digit three times, go on."""
-    before, digits = match[1], match[2]
+    before = match[1]
+    digits = match[2]
     for length in range(1, len(digits) // 2 + 1):
         times = 3 if length == 1 else 2
         period = digits[-length:]
@@ -181,7 +171,8 @@ def _dots(match: re.Match[str]) -> str:
 
 def _mixed(match: re.Match[str]) -> str:
     """2 1/2 is five halves, if the fraction is a proper one."""
-    sign, whole, top, bottom = match[1] or "", int(match[2]), int(match[3]), int(match[4])
+    sign = match[1] or ""
+    whole, top, bottom = map(int, match.group(2, 3, 4))
     if top >= bottom:
         return match[0]
     return rf"{sign}\frac{{{whole * bottom + top}}}{{{bottom}}}"

@@ -27,6 +27,7 @@ squared cubed mod modulo base remainder pm am dozen each factorial half halves t
 quarters double twice to through between or and no none if when but only without except before
 after"""
 CHANGES = set(_CHANGES.split())
+CURRENCIES = ("dollar", "euro", "pound", "usd", "rs", "rupee")  # which may stand in front
 
 
 def name_unit(words: str) -> str:

@@ -27,9 +27,10 @@ from open_instruct.rewards.judge import (
     MAX_SHOWN_CHARACTERS,
     parse_rubrics,
 )
-from open_instruct.rewards.pool import Outcome, VerifierPool
+from open_instruct.rewards.pool import VerifierPool
 from open_instruct.rewards.registry import known_verifiers
 from open_instruct.rewards.secret_key import hide_key
+from open_instruct.rewards.verdict import Outcome
 from open_instruct.rl import checked_run
 from tests.refusals import refused
 from tests.unit.rewards.judge_stub import CUT, Answer, Stub, judge_stub

@@ -4,7 +4,7 @@ import pytest
 
 from open_instruct.config.policy_sections import RewardSection
 from open_instruct.core.records import Completion, Prompt, RolloutGroup
-from open_instruct.rewards.pool import build_verdict, overlong_penalty
+from open_instruct.rewards.verdict import build_verdict, overlong_penalty
 from open_instruct.rl.samples import verdict_metrics
 
 

@@ -24,8 +24,9 @@ from open_instruct.core.records import Check, Prompt
 from open_instruct.parallel.processes import has_ended
 from open_instruct.rewards.answers import Passthrough, has_r1_format
 from open_instruct.rewards.event_loop import await_entries
-from open_instruct.rewards.pool import Outcome, VerifierPool, build_verdict, score_completions
+from open_instruct.rewards.pool import VerifierPool, score_completions
 from open_instruct.rewards.registry import known_verifiers
+from open_instruct.rewards.verdict import Outcome, build_verdict
 from tests.refusals import refused
 from tests.unit.scored import completion_of, score
 
