@@ -17,11 +17,12 @@ from transformers.utils import chat_template_utils
 from open_instruct.commands.tiny_model import write_tiny_model
 from open_instruct.core.errors import InputError
 from open_instruct.core.records import Check, Completion, Prompt, RolloutGroup, Verdict
-from open_instruct.data import chat, chat_templates, template_renderer, template_trial
+from open_instruct.data import chat
 from open_instruct.data.chat import ChatFormat
 from open_instruct.data.files import unfolding
 from open_instruct.data.files.rows import MalformedRow
 from open_instruct.data.files.tables import open_column_file
+from open_instruct.data.templates import chat_templates, template_renderer, template_trial
 from open_instruct.data.templates.chat_templates import choose_chat_template
 from open_instruct.data.templates.template_trial import refuse_endless
 from open_instruct.data.tokenizer import load_tokenizer
