@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from open_instruct.config.rollout_sections import RewardSection
+from open_instruct.config.policy_sections import RewardSection
 from open_instruct.core.records import Completion, Prompt, Verdict
 from open_instruct.rewards.answers import has_r1_format
 from open_instruct.rewards.finite import describe_unusable
