@@ -1,5 +1,4 @@
-"""What a flag is: its type, how words become its value, and how usage lines and messages describe
-it.
+"""What a flag is: its type, how words become its value, and how messages describe it.
 
 Vocabulary: a *config class* is a dataclass whose fields are *sections*; a section is a dataclass
 whose fields are *flags* (made by `sections.flag`). A *word* is one argument of the command line
@@ -82,9 +81,7 @@ class Flag:
 
     @property
     def other(self) -> str:
-        """The name of the flag that this one is read with, the first of several; empty if it is
-        always read.
-        """
+        """The flag that this one is read with, the first of several; empty if it is always read."""
         return self.read_with.partition(" ")[0].partition("|")[0]
 
     @property
@@ -217,8 +214,7 @@ def is_met(condition: str, values: Mapping[str, Any]) -> bool:
 
 
 def fill_in_path(word: str) -> str:
-    """The word with `~` at its beginning, and `$NAME` and `${NAME}` anywhere, as a shell fills them
-    in.
+    """The word with `~`, `$NAME` and `${NAME}` filled in, as a shell does it.
 
     A YAML file and a word in quotes come without a shell.
 
@@ -276,8 +272,7 @@ def _finite_number(kind: type, word: str) -> Any:
 
 
 def sections_of(config_class: type) -> dict[str, type]:
-    """The section classes of a config class, by the field that holds them, its own before those of
-    every run.
+    """The section classes of a config class by field: its own, then those of every run.
 
     A class whose own fields are flags, as the commands beside the runs have, is its only section,
     under "".

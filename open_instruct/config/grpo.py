@@ -273,9 +273,7 @@ def _loss_problems(config: GRPOConfig) -> Iterator[str]:
 
 @problems_of_kind("conflict")
 def _critic_problems(config: GRPOConfig) -> Iterator[str]:
-    """What cannot go with a critic: one row of a matrix as its head, and an advantage for each
-    token.
-    """
+    """What cannot go with a critic, which has a head of one row and an advantage a token."""
     loss = config.loss
     degree = config.parallel.tensor_parallel_degree
     num_steps = config.num_steps

@@ -143,9 +143,7 @@ def chosen_flags(config_class: type, topic: str | None) -> dict[str, list[Flag]]
 
 
 def told_of(config_class: type) -> tuple[str, list[str]]:
-    """The description and the examples in a config class's docstring, where an example may go on in
-    indented lines.
-    """
+    """The description and the examples in a config class's docstring."""
     description, _, examples = (inspect.getdoc(config_class) or "").partition("\n\nExamples:\n")
     return description, [
         " ".join(each.split()) for each in re.split(r"\n(?=\S)", textwrap.dedent(examples)) if each
@@ -153,9 +151,7 @@ def told_of(config_class: type) -> tuple[str, list[str]]:
 
 
 def print_help(config_class: type, program: str, words: Sequence[str], usage: str = "") -> None:
-    """Print the help that `words` ask for, styled where stdout is a terminal and plain
-    elsewhere.
-    """
+    """Print the help that `words` ask for: styled in a terminal, plain elsewhere."""
     width = min(shutil.get_terminal_size().columns, MAX_WIDTH)
     page = help_page(config_class, program, width, usage, help_topic(words))
     if sys.stdout.isatty():

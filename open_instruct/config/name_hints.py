@@ -53,9 +53,7 @@ def _hint_about(name: str) -> str | list[str] | dict[str, str] | None:
 
 @cache
 def names_of_other_suites() -> dict[str, str | list[str] | dict[str, str]]:
-    """By the other suite's name: flags of ours, a sentence, or a sentence for each flag that a
-    command may have.
-    """
+    """By another suite's name: flags of ours, a sentence, or a sentence a flag."""
     table = read_table("other_suites.yaml")
     hints: dict[str, str | list[str] | dict[str, str]] = {}
     for names, hint in table.items():

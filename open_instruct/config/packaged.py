@@ -26,9 +26,7 @@ def packaged_name(word: str) -> str:
 
 
 def settings_file(word: str) -> str:
-    """The file that a word names: one that is there, else one of the package, else the word
-    itself.
-    """
+    """The file that a word names: one that is there, one of the package, or the word itself."""
     packaged = packaged_settings().get(packaged_name(word))
     if packaged is None or Path(word).expanduser().exists():
         return word

@@ -135,9 +135,7 @@ class _Reader:
         self.has_sections = False
 
     def read(self, argv: Sequence[str]) -> dict[str, Any]:
-        """The values of the file that the first word may name, and of the flags after it, which
-        replace them.
-        """
+        """The values of the file that the first word may name, replaced by the flags after it."""
         words = list(argv)
         values: dict[str, Any] = {}
         if words and not words[0].startswith("-"):
@@ -295,9 +293,7 @@ class _Reader:
 
 
 def _twice(name: str, first: _Given, second: _Given) -> str:
-    """The error message where two words set one flag of ours; they may be different flags of
-    upstream's.
-    """
+    """The error message where two words set one flag of ours."""
     if _name_of(first.spelling) == _name_of(second.spelling):
         return f"{second.origin} is given twice; keep one"
     return (

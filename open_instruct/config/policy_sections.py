@@ -15,9 +15,7 @@ CAPPED = "rho_correction clamp token_mask sequence_mask"
 
 
 def loss_fns_reading(flag: str) -> str:
-    """What a flag is read with that only some policy losses read: those of ours, and any of the
-    user's own.
-    """
+    """The losses that read a flag: some of ours, and any of the user's own."""
     return (
         f"loss_fn {' '.join(name for name, loss in POLICY_LOSSES.items() if flag in loss.reads)} "
         f"{OWN}"

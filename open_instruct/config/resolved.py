@@ -1,6 +1,4 @@
-"""The resolved flags of a run: written to `config.yaml`, read back, and compared when it
-resumes.
-"""
+"""The resolved flags of a run: written to `config.yaml`, read back, and compared on resuming."""
 
 import importlib.metadata
 import os
@@ -41,8 +39,7 @@ def as_flat_dict(config: object) -> dict[str, Any]:
 def write_config(
     config: object, path: str | Path, extra: Mapping[str, Any] | None = None, *, command: str = ""
 ) -> None:
-    """Write `config.yaml`: `extra` as comment lines, the `command`, then every flag, section by
-    section.
+    """Write `config.yaml`: `extra` as comments, the `command`, then every flag by section.
 
     The file can be given back to the parser as FILE.yaml. It is replaced in one move, so that a
     crash leaves the old one or the new one.
@@ -159,9 +156,7 @@ def changed_lengths(saved: Mapping[str, Any], config: object) -> dict[str, str]:
 
 
 def _is_longer(before: int | None, after: int | None, ended_after: int | None) -> bool:
-    """Whether a run that had ended is asked for more steps; after one of whole epochs, as many
-    steps count as more.
-    """
+    """Whether a run that had ended is to be longer; after whole epochs, as many steps count."""
     if ended_after is None or after is None:
         return False
     if before is None:

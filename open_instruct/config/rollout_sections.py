@@ -1,6 +1,4 @@
-"""The flags that only GRPO has, in the groups `--help` shows them in; see sections.py for the
-rules.
-"""
+"""Flags of GRPO's prompts, completions, environments and held-out prompts."""
 
 from dataclasses import dataclass
 from typing import ClassVar, Literal

@@ -1,6 +1,4 @@
-"""The flags of a run's folder and of its trackers, which every run has; see sections.py for the
-rules.
-"""
+"""Flags of a run's folder and of its trackers, which every run has."""
 
 from dataclasses import dataclass
 from typing import ClassVar

@@ -1,6 +1,4 @@
-"""Whether the trackers of `--report_to` can be reached from this machine, checked without importing
-them.
-"""
+"""Whether the trackers of `--report_to` can be reached, checked without importing them."""
 
 import importlib.util
 from collections.abc import Mapping, Sequence
@@ -14,8 +12,7 @@ SWANLAB_WITHOUT_LOGIN = ("local", "offline", "disabled")
 
 
 def check_trackers(report_to: Sequence[str], environ: Mapping[str, str]) -> None:
-    """Refuse trackers whose package is not installed, and wandb or SwanLab where nobody has logged
-    in.
+    """Refuse trackers that are not installed, or where nobody has logged in.
 
     Raises:
         InputError: with the command that mends it.

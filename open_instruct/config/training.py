@@ -1,6 +1,4 @@
-"""The sections that the configuration of every run has, whatever its objective, and what it asks of
-its backend.
-"""
+"""The sections that every run has, whatever its objective, and what it asks of its backend."""
 
 from __future__ import annotations
 
@@ -25,17 +23,13 @@ class BackendRecord(Protocol):
         """The values of flags that were not given and whose default depends on the backend."""
 
     def problems(self, config: LearnerConfig) -> Iterator[str]:
-        """Flags that cannot go together, and flags that the backend lacks: a sentence with a remedy
-        for each.
-        """
+        """Flags that cannot go together or that the backend lacks, each with a remedy."""
 
     def warnings(self, config: LearnerConfig) -> Iterator[str]:
         """A sentence for each given flag that the backend does not read."""
 
     def refuse_unfit(self) -> None:
-        """:raises InputError: a library that it needs is not installed, or not in a version that
-        will do.
-        """
+        """:raises InputError: a library that it needs is missing, or in a version that fails."""
 
     def layout(
         self, parallel: sharding_sections.ParallelSection, gpus_per_node: Sequence[int]
@@ -96,9 +90,7 @@ class LearnerConfig:
 
     @property
     def frozen_as(self) -> str:
-        """The precision of a start model that is not trained, on which all that it computes
-        depends.
-        """
+        """The precision of a start model that is not trained, which all it computes depends on."""
         return f"{self.model.param_dtype}-nf4" if self.lora.use_qlora else self.model.param_dtype
 
     @property

@@ -25,9 +25,7 @@ MAX_MICROBATCH_TOKENS = 2**28  # hundreds of times what a device holds
 
 
 def changed(config: object, *names: str) -> list[str]:
-    """Those of the flags `names` that a config or a section has with a value other than the
-    default: `--name value`.
-    """
+    """Those of the flags `names` that are not at their default, each as `--name value`."""
     flags = flags_of(type(config))
     values = {
         name: getattr(getattr(config, flags[name].section, config), name)
@@ -138,9 +136,7 @@ def keep_best_problems(config: LearnerConfig) -> Iterator[str]:
 
 @problems_of_kind("conflict")
 def idle_evaluation_problems(config: LearnerConfig, flag: str, interval: int) -> Iterator[str]:
-    """The evaluation after the last step alone, which an interval of 0 asks for, is the best
-    whatever it says.
-    """
+    """`--keep_best` needs evaluations between steps, which an interval of 0 does not give."""
     metric = config.run.keep_best or ""
     if metric.startswith(HELD_OUT_PREFIX) and config.data.has_held_out_rows and interval == 0:
         yield (
@@ -366,8 +362,7 @@ def training_warnings(config: TrainingConfig) -> Iterator[str]:
 
 
 def validated(config: TrainingConfig, problems: Iterable[str] = ()) -> list[str]:
-    """Check everything that the flags alone can tell, and return warnings; `problems` are those of
-    the objective.
+    """Check everything that the flags alone can tell, with an objective's `problems`.
 
     Raises:
         InputError: listing every problem, each with its remedy.

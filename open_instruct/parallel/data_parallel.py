@@ -55,8 +55,7 @@ def parallel_configs(
 
 
 def mesh_of(layout: ShardLayout, device: torch.device) -> DeviceMesh | None:
-    """The mesh of this process, made if there is none; its axes are replica, shard, context,
-    tensor, outermost first.
+    """The mesh of this process, made if there is none: replica, shard, context, tensor.
 
     None on a single device.
     """

@@ -181,9 +181,7 @@ class HeartbeatMonitor:
         self._limit_s = min(limit_s, SILENT_S)
 
     def renew(self) -> None:
-        """Make the thread write a heartbeat now, so that after a loss the others can read what this
-        rank did last.
-        """
+        """Have the thread write a heartbeat now: others then read what this rank did last."""
         self._has_news.set()
 
     def leave(self, words: str) -> None:

@@ -1,5 +1,4 @@
-"""Starts the ranks of a run on this machine from the command itself, by torch's elastic agent, as
-torchrun does.
+"""Start the ranks of a run on this machine by torch's elastic agent, as torchrun does.
 
 The agent's own report is left out: the ranks print their errors, and their exit code is the
 command's.
@@ -44,8 +43,7 @@ def num_to_start(asked: str | None, environ: Mapping[str, str]) -> int | None:
 
 
 def threads_of_each(num_processes: int) -> dict[str, str]:
-    """Environment variables that share this machine's cores among so many processes; variables that
-    are set stay.
+    """Environment variables that share this machine's cores among so many processes.
 
     Threads of a matrix product spin while they wait, so one thread too many costs more than one too
     few.
@@ -60,8 +58,7 @@ def threads_of_each(num_processes: int) -> dict[str, str]:
 def start_ranks(
     script: Path, words: Sequence[str], num_ranks: int, *, typed: str
 ) -> tuple[int, str]:
-    """Run `script` with `words` on so many ranks, to their end; the exit code, and an error that no
-    rank reported.
+    """Run `script` on so many ranks to their end; the exit code, and an unreported error.
 
     A signal is passed on to all ranks, which have `TORCH_ELASTIC_SHUTDOWN_TIMEOUT` seconds
     (default: `SHUTDOWN_S`).

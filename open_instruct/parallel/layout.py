@@ -29,8 +29,7 @@ def resolve_layout(
     expert_parallel_degree: int = 1,
     single_device: bool = False,
 ) -> ShardLayout:
-    """Decide which ranks share a copy of the model; the degrees must be within the limits of their
-    flags.
+    """Decide which ranks share a copy of the model, from degrees within their limits.
 
     Neither FSDP flag: the largest shard degree whose groups never straddle a node. For nodes of
     equal size that is the GPUs of a node divided by the model-parallel degree, and one replica for
@@ -110,9 +109,7 @@ def find_layout(
 def layout_of_degrees(
     parallel: ParallelSection, gpus_per_node: Sequence[int], **own: int | None
 ) -> ShardLayout:
-    """`resolve_layout` for the degrees that the flags give, but for those that a backend has of its
-    `own`.
-    """
+    """`resolve_layout` for the degrees of the flags, but for the backend's `own`."""
     degrees = {each.name: getattr(parallel, each.name) for each in fields(DegreesSection)}
     return resolve_layout(gpus_per_node, **(degrees | own), single_device=parallel.single_gpu_mode)
 
@@ -171,8 +168,7 @@ def check_heads(
 
 
 def check_experts(layout: ShardLayout, *, num_experts: int, model: str) -> None:
-    """Check that every rank that splits the experts of `model` gets as many of them, and that no
-    matrix is split.
+    """Check that ranks that split experts get as many each, and that no matrix is split.
 
     Raises:
         InputError: names the flag and lists the degrees that would work.
@@ -223,9 +219,7 @@ def _check_model_parallel(nodes: tuple[int, ...], tensor: int, context: int) -> 
 
 
 def _check_product(tensor: int, context: int, *, what: str, number: int) -> None:
-    """:raises InputError: the degrees together do not divide `number`, that of `what`; the message
-    lists what would.
-    """
+    """:raises InputError: the degrees do not divide the `number` of `what`; lists those that do."""
     if number % (tensor * context):
         raise InputError(
             f"{TENSOR} {tensor} x {CONTEXT} {context} = {tensor * context} does not divide "

@@ -1,6 +1,4 @@
-"""The number of processes on each node, read from the launcher's environment or from the command
-line.
-"""
+"""Processes of each node, read from the launcher's environment or the command line."""
 
 from collections.abc import Mapping, Sequence
 
@@ -10,8 +8,7 @@ MAX_GPUS = 10_000
 
 
 def node_sizes_from_environment(environ: Mapping[str, str]) -> tuple[int, ...] | None:
-    """GPUs per node as torchrun tells every process; `(1,)` when not under a launcher, None for
-    unequal nodes.
+    """GPUs per node by torchrun: `(1,)` without a launcher, None for unequal nodes.
 
     Reads WORLD_SIZE and LOCAL_WORLD_SIZE, and the number of nodes from GROUP_WORLD_SIZE (set by
     torchrun) or NUM_NODES (set by some launchers), where present. One process's environment does

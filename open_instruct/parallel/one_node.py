@@ -1,5 +1,4 @@
-"""torchrun on one node without an open port: `torchrun --rdzv_backend loopback --nproc_per_node 8
-PROGRAM …`.
+"""torchrun on one node without an open port: `torchrun --rdzv_backend loopback …`.
 
 By default torchrun keeps two stores that listen on every interface of the machine, without a
 password. Anyone who reaches them could make the ranks connect to a foreign process.

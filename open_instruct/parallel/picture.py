@@ -1,6 +1,4 @@
-"""A layout in 80 columns: a line for each node with the shard groups of its ranks, then the
-exchanges by group.
-"""
+"""A layout in 80 columns: a line a node with its shard groups, then the exchanges by group."""
 
 import textwrap
 from collections.abc import Iterable, Iterator
@@ -50,9 +48,7 @@ def _summary(layout: ShardLayout) -> Iterator[Text]:
 
 
 def _nodes(layout: ShardLayout) -> Iterator[Text]:
-    """Each node's ranks and the letters of their shard groups, with the middle of a long list left
-    out.
-    """
+    """Each node's ranks and their shard groups; the middle of a long list is left out."""
     letters: dict[int, Text] = {}
     for index, group in enumerate(layout.shard_groups):
         letters |= dict.fromkeys(group, _letter(index))
@@ -68,9 +64,7 @@ def _nodes(layout: ShardLayout) -> Iterator[Text]:
 
 
 def _traffic(layout: ShardLayout) -> Iterator[Text]:
-    """For each kind of group: what its ranks exchange, whether that leaves the node, and the
-    ranks.
-    """
+    """For each kind of group: what its ranks exchange, whether that leaves the node, and who."""
     kinds = (
         ("shard groups", "all-gather weights, reduce-scatter grads", layout.shard_groups),
         ("replica groups", "all-reduce grads", layout.replica_groups),

@@ -11,9 +11,7 @@ import psutil
 
 @cache
 def machine() -> str:
-    """A key that two processes share if they see each other: the same boot and the same pid
-    namespace.
-    """
+    """A key that two processes share if they see each other: one boot, one pid namespace."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"

@@ -1,6 +1,4 @@
-"""Metrics of microbatches become those of an update, on all ranks; small numbers of rows are
-gathered from all.
-"""
+"""Metrics of microbatches become those of an update, on all ranks; rows are gathered."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,9 +14,7 @@ from open_instruct.parallel.process import gathered
 
 
 def over_microbatches(measured: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
-    """A `Metric` for each name, with this rank's mean, sum or maximum as its value; no device is
-    waited for.
-    """
+    """A `Metric` for each name, of this rank alone; no device is waited for."""
     by_name: dict[str, list[Metric]] = {}
     for metrics in measured:
         for name, metric in metrics.items():
@@ -103,8 +99,7 @@ def _number(number: torch.Tensor | float, device: torch.device) -> torch.Tensor:
 
 
 def gather_rows(values: torch.Tensor, *, group: dist.ProcessGroup | None) -> torch.Tensor:
-    """The rows of `values` of all ranks, rank by rank; a rank may bring any number of them, also
-    none.
+    """The rows of `values` of all ranks, rank by rank; a rank may bring any number of them.
 
     The host waits for the other ranks but not for the device.
     """

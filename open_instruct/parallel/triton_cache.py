@@ -67,8 +67,6 @@ def make_temporary_folder() -> str:
 
 
 def remove_temporary_folders() -> None:
-    """Remove what `make_temporary_folder` has made; a process that ends without Python's own exit
-    calls it.
-    """
+    """Remove what `make_temporary_folder` made, where Python's own exit does not."""
     while _temporary_folders:
         shutil.rmtree(_temporary_folders.pop(), ignore_errors=True)
