@@ -82,10 +82,14 @@ class Problem(str):
         remedy: str | None = None,
     ) -> "Problem":
         problem = super().__new__(cls, text)
-        known = text if isinstance(text, Problem) else None
-        problem.kind = kind or (known.kind if known else "input")
-        problem.flag = flag or (known.flag if known else _first_flag(text))
-        problem.remedy = remedy or (known.remedy if known else _last_clause(text))
+        if isinstance(text, Problem):
+            problem.kind = kind or text.kind
+            problem.flag = flag or text.flag
+            problem.remedy = remedy or text.remedy
+            return problem
+        problem.kind = kind or "input"
+        problem.flag = flag or _first_flag(text)
+        problem.remedy = remedy or _last_clause(text)
         return problem
 
 

@@ -99,20 +99,20 @@ class Family:
             InputError: what is given are no types of this family, or not as many; `where` stands in
                 it.
         """
-        own = SLIDING if self.has_windows else FULL if self.delta is None else LINEAR
+        usual = FULL if self.delta is None else LINEAR
+        if self.has_windows:
+            usual = SLIDING
         if given is None:
-            return [
-                FULL if (layer + 1) % LAYERS_OF_A_PATTERN == 0 else own
-                for layer in range(num_layers)
-            ]
+            pattern = [usual] * (LAYERS_OF_A_PATTERN - 1) + [FULL]
+            return [pattern[layer % LAYERS_OF_A_PATTERN] for layer in range(num_layers)]
         if not isinstance(given, list) or len(given) != num_layers:
             raise InputError(
                 f"{where}: layer_types is no list of num_hidden_layers = {num_layers} entries",
                 kind="bad_model",
             )
         for layer, layer_type in enumerate(given):
-            if layer_type not in (FULL, own):
-                supported = " or ".join(map(repr, dict.fromkeys((FULL, own))))
+            if layer_type not in (FULL, usual):
+                supported = " or ".join(map(repr, dict.fromkeys((FULL, usual))))
                 problem = f"layer_types[{layer}] = {layer_type!r} is not supported for {self.name}"
                 raise InputError(
                     f"{where}: {problem}; supported: {supported}", kind="unsupported_model"

@@ -59,11 +59,9 @@ class Document:
     @property
     def num_label_tokens(self) -> int:
         """The number of labels: tokens of replies, or their ends."""
-        return (
-            len(self.responses)
-            if self.reads_ends
-            else sum(len(response) for response in self.responses)
-        )
+        if self.reads_ends:
+            return len(self.responses)
+        return sum(len(response) for response in self.responses)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -280,11 +278,9 @@ class Completion:
     @property
     def replies(self) -> tuple[Span, ...]:
         """The sampled tokens, as spans of `token_ids`."""
-        return (
-            (Span(start=0, stop=len(self.token_ids)),)
-            if self.episode is None
-            else self.episode.replies
-        )
+        if self.episode is None:
+            return (Span(start=0, stop=len(self.token_ids)),)
+        return self.episode.replies
 
     @property
     def is_truncated(self) -> bool:

@@ -24,7 +24,9 @@ _STEERS = re.compile(
 def one_of(values: Iterable[object]) -> str:
     """Values as a choice: `[1, 2, 4]` is "1, 2 or 4"."""
     words = [str(value) for value in values]
-    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"
+    if len(words) == 1:
+        return words[0]
+    return f"{', '.join(words[:-1])} or {words[-1]}"
 
 
 def counted(count: int, noun: str) -> str:
@@ -33,14 +35,12 @@ def counted(count: int, noun: str) -> str:
     """
     if count == 1:
         return f"1 {noun}"
-    many = (
-        f"{noun[:-1]}ies"
-        if noun.endswith("y")
-        else f"{noun}es"
-        if noun.endswith(("ch", "ss"))
-        else f"{noun}s"
-    )
-    return f"{count:,} {many}"
+    plural = f"{noun}s"
+    if noun.endswith("y"):
+        plural = f"{noun[:-1]}ies"
+    elif noun.endswith(("ch", "ss")):
+        plural = f"{noun}es"
+    return f"{count:,} {plural}"
 
 
 def pages_in(folder: Path, **options: Any) -> Environment:
