@@ -157,7 +157,7 @@ def test_flag_names_one_that_no_registry_knows(case: TrainCase) -> None:
             ["--objective", "nowhere.py:PULL"],
             "--objective nowhere.py:PULL cannot be loaded (FileNotFoundError",
         ),
-        (["--objective", "mine.py:bind"], "--objective mine.py:bind is no objective"),
+        (["--objective", "mine.py:Pull"], "--objective mine.py:Pull is no objective"),
     ],
 )
 def test_object_that_is_no_objective_is_refused(
