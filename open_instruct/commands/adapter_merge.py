@@ -13,7 +13,8 @@ from open_instruct.data.chat import ChatFormat
 from open_instruct.data.templates.chat_templates import ChatTemplate
 from open_instruct.data.tokenizer import TOKENIZER_NAME, load_tokenizer
 from open_instruct.models.build import build_model
-from open_instruct.models.export import check_destination, check_exportable, export_hf
+from open_instruct.models.export import export_hf
+from open_instruct.models.export_checks import check_destination, check_exportable
 from open_instruct.models.export_files import CHAT_TEMPLATE_NAME
 from open_instruct.models.heads.value_head import open_head_files
 from open_instruct.models.hf.checkpoint_files import CheckpointFiles

@@ -9,7 +9,6 @@ Everything is written to a sibling folder, which replaces an earlier export in t
 crash leaves the earlier export unchanged.
 """
 
-import copy
 import json
 import shutil
 from collections.abc import Callable, Mapping, Sequence
@@ -25,118 +24,30 @@ from torch import nn
 
 from open_instruct.core.errors import InputError, RunError
 from open_instruct.core.families import family_of
-from open_instruct.core.text import counted
-from open_instruct.data.files.foreign_json import one_line, read_object
+from open_instruct.data.files.foreign_json import read_object
 from open_instruct.models import export_files
-from open_instruct.models.hf.head_kinds import HEAD_SIZES, Head, find_class, no_class_problem
+from open_instruct.models.export_checks import check_destination
 from open_instruct.models.hf.hf_config import without_code
-from open_instruct.models.hf.names import HF_LM_HEAD, TensorNames, as_in_files
+from open_instruct.models.hf.names import TensorNames
 from open_instruct.models.hf.rope import read_rope, with_rope_at_top
-from open_instruct.models.load import listing, parameter_shapes, raise_together
+from open_instruct.models.load import parameter_shapes, raise_together
 from open_instruct.models.shards import Held, deliver, held_of, reshard
 from open_instruct.parallel.process import on_main_process
 
 MAX_FILE_BYTES = 2 * 2**30
-GENERATION_CONFIG_NAME, TOKENIZER_CONFIG_NAME = "generation_config.json", "tokenizer_config.json"
+GENERATION_CONFIG_NAME = "generation_config.json"
+TOKENIZER_CONFIG_NAME = "tokenizer_config.json"
 TOKENIZER_FILES = (
-    *(
-        "tokenizer.json",
-        "tokenizer_config.json",
-        "special_tokens_map.json",
-        "added_tokens.json",
-        "vocab.json",
-    ),
-    *("merges.txt", "tokenizer.model", "chat_template.json", export_files.CHAT_TEMPLATE_NAME),
+    "tokenizer.json",
+    TOKENIZER_CONFIG_NAME,
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+    "chat_template.json",
+    export_files.CHAT_TEMPLATE_NAME,
 )
-
-
-def check_exportable(names: TensorNames, expected_shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Refuse, before training, a model whose export transformers would not load. Builds its model
-    on meta.
-
-    Args:
-        names: of the model that config.json describes.
-        expected_shapes: the model's parameters, as `parameter_shapes` gives them.
-
-    Raises:
-        InputError: names or shapes of the export differ from what transformers builds from
-            config.json.
-    """
-    import transformers
-
-    kinds: dict[Head, Any] = {
-        "vocabulary": transformers.AutoModelForCausalLM,
-        "score": transformers.AutoModelForSequenceClassification,
-        "classes": transformers.AutoModelForTokenClassification,
-    }
-    kind = kinds[names.head]
-    with_head = ""
-    if names.head != "vocabulary":
-        with_head = f", with a head of {counted(HEAD_SIZES[names.head], 'row')}"
-        if find_class(names.hf_config, names.head) is None:
-            raise InputError(
-                no_class_problem(names.hf_config, names.head), kind="unsupported_model"
-            )
-    try:
-        config = copy.deepcopy(names.hf_config)
-        if with_head:
-            config.num_labels = HEAD_SIZES[names.head]
-        with torch.device("meta"):
-            # Attention is given, since transformers would otherwise fetch a kernel that the config
-            # may name.
-            theirs = kind.from_config(
-                config, attn_implementation="eager", dtype=torch.float32
-            ).state_dict()
-    except Exception as error:  # its modules may raise anything for a bad value
-        raise InputError(
-            f"transformers cannot build the model that config.json describes{with_head}: "
-            f"{one_line(error)}",
-            kind="bad_model",
-        ) from error
-    wanted = {
-        hf_name: tuple(tensor.shape)
-        for hf_name, tensor in as_in_files(theirs).items()
-        if not (names.tied and hf_name == HF_LM_HEAD)
-    }
-    hf_name_of = dict(names)
-    written = {hf_name_of.get(name, name): tuple(shape) for name, shape in expected_shapes.items()}
-    differing = sorted(
-        name for name in wanted.keys() | written.keys() if wanted.get(name) != written.get(name)
-    )
-    if differing:
-        mismatches = [
-            (f"{each} (ours {written.get(each, 'absent')}, theirs {wanted.get(each, 'absent')})")
-            for each in differing
-        ]
-        raise InputError(
-            "an export of this model would not open in transformers: what config.json asks for "
-            f"is not met by {listing(mismatches)}. Is config.json of the same model?",
-            kind="bad_model",
-        )
-
-
-def check_destination(source_folder: str | Path, out_folder: str | Path) -> None:
-    """Refuse, before training, a folder that an export must not replace. Changes nothing.
-
-    Raises:
-        InputError: `out_folder` is the source, a file, or a folder of something other than an
-            export, or cannot be replaced: it is a link or a mount, or its parent cannot be written.
-    """
-    source, out = Path(source_folder), Path(out_folder)
-    if problem := export_files.replacing_problem(out):
-        raise InputError(f"cannot export to {out}: {problem}", kind="unreadable_file")
-    if out.exists() and source.is_dir() and out.samefile(source):
-        raise InputError(
-            f"cannot export to {out}: it is the checkpoint that training starts from; choose "
-            "another",
-            kind="unreadable_file",
-        )
-    if out.is_dir() and any(out.iterdir()) and not (out / "config.json").is_file():
-        raise InputError(
-            f"cannot export to {out}: it holds something other than an earlier export; choose "
-            "another",
-            kind="unreadable_file",
-        )
 
 
 @torch.no_grad()
@@ -156,52 +67,47 @@ def export_hf(
     more_config: Mapping[str, Any] | None = None,
     weights: Mapping[str, Held] | None = None,
 ) -> int:
-    """Write `model`, on any mesh, as a Hugging Face folder. Collective: every rank calls it and
-    sees `out_folder`.
+    """Write `model`, on any mesh, as a Hugging Face folder; returns the bytes of all its tensors.
 
-    Returns the bytes of all its tensors.
+    Collective: every rank calls it and sees `out_folder`.
 
     Args:
         names: the model's names.
         source_folder: the start model; its config.json (with the dtype changed, and without fields
             that name code) and generation_config.json are kept.
         out_folder: replaced as a whole in the end, if it is an earlier export.
-        dtype: that everything is stored in.
-        max_file_bytes: of tensor data in one file.
-        tokenizer_folder: where the tokenizer's files are copied from; default: `source_folder`.
-        tokenizer_config: fields of tokenizer_config.json; None: the file in the tokenizer's folder
-            as it is.
-        generation_config: fields of generation_config.json; None: the file in the source as it is.
+        dtype, max_file_bytes: of all tensors, and of tensor data in one file.
+        tokenizer_folder: the tokenizer's files are copied from here; default: `source_folder`.
+        tokenizer_config, generation_config: fields of these files; None: the files as they are.
         chat_template: Jinja text to store instead of the tokenizer's own chat template.
         card: gives the text of README.md; only rank 0 calls it.
-        more_config: fields of config.json beside those of the source, or in their place; None
-            leaves one out.
+        more_config: fields of config.json in place of the source's; None leaves one out.
         weights: the written shard of each parameter; default: `held_of(model)`.
 
     Raises:
-        InputError: `out_folder` is the source, cannot be written, or is something other than an
-            export.
+        InputError: `out_folder` is the source, or cannot be replaced or written.
         RunError: the disk filled up or failed; an earlier export is unharmed.
     """
     reshard(model)
-    source, out = Path(source_folder), Path(out_folder).absolute()
-    shapes = parameter_shapes(model)
+    source = Path(source_folder)
+    out = Path(out_folder).absolute()
+    num_ranks = get_world_size()
     plan = export_files.plan_files(
-        names, shapes, dtype, max_file_bytes=max_file_bytes, num_ranks=get_world_size()
+        names, parameter_shapes(model), dtype, max_file_bytes=max_file_bytes, num_ranks=num_ranks
     )
     num_bytes = sum(tensor.num_bytes for file in plan for tensor in file.tensors)
     on_main_process(partial(_prepare, source, out, num_bytes))
-    partial_folder = export_files.partial_folder_of(out)
-    problems = _write_weights(partial_folder, plan, weights or held_of(model))
+    folder = export_files.partial_folder_of(out)
+    problems = _write_weights(folder, plan, weights or held_of(model))
 
     def finish() -> None:
-        export_files.write_index(partial_folder, plan)
-        _write_config(partial_folder, source, names, dtype, more_config or {})
-        _copy_files(partial_folder, source, (GENERATION_CONFIG_NAME,))
-        _copy_files(partial_folder, Path(tokenizer_folder or source), TOKENIZER_FILES)
-        _write_fields(partial_folder / GENERATION_CONFIG_NAME, generation_config)
-        _write_fields(partial_folder / TOKENIZER_CONFIG_NAME, tokenizer_config)
-        export_files.write_texts(partial_folder, chat_template=chat_template, card=card())
+        export_files.write_index(folder, plan)
+        _write_config(folder, source, names, dtype, more_config or {})
+        _copy_files(folder, source, (GENERATION_CONFIG_NAME,))
+        _copy_files(folder, Path(tokenizer_folder or source), TOKENIZER_FILES)
+        _write_fields(folder / GENERATION_CONFIG_NAME, generation_config)
+        _write_fields(folder / TOKENIZER_CONFIG_NAME, tokenizer_config)
+        export_files.write_texts(folder, chat_template=chat_template, card=card())
 
     _finish(out, finish, problems)
     return num_bytes
@@ -238,12 +144,11 @@ def _write_weights(
     with ThreadPoolExecutor(max_workers=1) as disk:
         writing: list[Future[None]] = []
         for entries in export_files.writing_rounds(plan):
-            whole = deliver(
-                {
-                    owner: (weights[tensor.name], tensor.dtype)
-                    for owner, (_, tensor) in entries.items()
-                }
-            )
+            parts = {
+                owner: (weights[tensor.name], tensor.dtype)
+                for owner, (_, tensor) in entries.items()
+            }
+            whole = deliver(parts)
             for earlier in writing:
                 earlier.result()  # at most one tensor waits for the disk while the next arrives
             if whole is not None and not problems:

@@ -27,7 +27,8 @@ from open_instruct.data.chat import ChatFormat
 from open_instruct.data.templates.chat_templates import choose_chat_template
 from open_instruct.data.tokenizer import load_tokenizer
 from open_instruct.models.build import build_model
-from open_instruct.models.export import check_destination, check_exportable, export_hf
+from open_instruct.models.export import export_hf
+from open_instruct.models.export_checks import check_destination, check_exportable
 from open_instruct.models.family import unknown_fields
 from open_instruct.models.heads.value_head import open_head_files
 from open_instruct.models.hf.checkpoint_files import CheckpointFiles

@@ -18,7 +18,7 @@ from open_instruct.core.shard_layout import ShardLayout
 from open_instruct.objectives.registry import objective_named
 from open_instruct.parallel.layout import find_layout
 from open_instruct.planning.exchanges import Exchange, axis_groups
-from open_instruct.planning.memory import activations
+from open_instruct.planning.memory import head
 from open_instruct.planning.memory.state import sync_buckets
 from open_instruct.planning.subject.build_workload import build_shape, build_workload
 from open_instruct.planning.subject.workload import Scoring
@@ -443,7 +443,7 @@ def test_every_call_and_every_byte(
     case = CASES[name]
     if case.logits_per_chunk is not None:
         vocab_size = MODELS[case.model]["vocab_size"]
-        monkeypatch.setattr(activations, "MAX_LOGITS_BYTES", case.logits_per_chunk * 4 * vocab_size)
+        monkeypatch.setattr(head, "MAX_LOGITS_BYTES", case.logits_per_chunk * 4 * vocab_size)
     layout, planned = counted.planned(name)
     of_ranks = counted[name]
     messages = [

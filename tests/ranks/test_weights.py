@@ -17,7 +17,8 @@ from transformers import AutoModelForCausalLM
 
 from open_instruct.core.errors import InputError
 from open_instruct.models.build import build_model
-from open_instruct.models.export import check_destination, check_exportable, export_hf
+from open_instruct.models.export import export_hf
+from open_instruct.models.export_checks import check_destination, check_exportable
 from open_instruct.models.export_files import partial_folder_of, prepare_folder
 from open_instruct.models.hf.checkpoint_files import CheckpointFiles
 from open_instruct.models.hf.hf_config import INDEX_NAME, SINGLE_NAME, load_hf_config

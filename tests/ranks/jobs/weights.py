@@ -24,7 +24,8 @@ from open_instruct.config.lora import LoRASection
 from open_instruct.core.errors import InputError, RunError
 from open_instruct.models import shards
 from open_instruct.models.build import build_model
-from open_instruct.models.export import check_exportable, export_hf
+from open_instruct.models.export import export_hf
+from open_instruct.models.export_checks import check_exportable
 from open_instruct.models.hf.checkpoint_files import CheckpointFiles
 from open_instruct.models.hf.hf_config import load_hf_config
 from open_instruct.models.hf.names import TensorNames, clean_name

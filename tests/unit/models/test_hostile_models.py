@@ -26,7 +26,8 @@ from open_instruct.data.files.rows import MalformedRow
 from open_instruct.data.templates.chat_templates import choose_chat_template
 from open_instruct.data.tokenizer import load_tokenizer
 from open_instruct.models.build import build_model
-from open_instruct.models.export import check_exportable, export_hf
+from open_instruct.models.export import export_hf
+from open_instruct.models.export_checks import check_exportable
 from open_instruct.models.family import transformer_config
 from open_instruct.models.hf.checkpoint_files import CheckpointFiles
 from open_instruct.models.hf.hf_config import INDEX_NAME, SINGLE_NAME, load_hf_config
