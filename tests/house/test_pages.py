@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +15,7 @@ from open_instruct.losses.advantages import ADVANTAGES
 from open_instruct.losses.policy import POLICY_LOSSES
 from open_instruct.losses.preference import PREFERENCE_LOSSES
 from open_instruct.migrate.from_suite import OPEN_INSTRUCT, READERS
-from tests.house.test_house import DOCS, FLOORS, PACKAGE, REPOSITORY
+from tests.house.test_house import DOCS, FLOORS, PACKAGE, REPOSITORY, file_of
 
 ARCHITECTURE = REPOSITORY / "docs" / "architecture.md"
 CONTRIBUTING = REPOSITORY / "CONTRIBUTING.md"
@@ -43,6 +44,11 @@ MAX_LINES = {README: 120, CONTRIBUTING: 80}
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
 FENCED = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
+NEVER_ON_A_GPU = re.compile(
+    r"\b(?:never|not|none|nothing)\b[^.|:]{0,40}\b(?:run|measured|tried)\b[^.|:]{0,12}\b(?:GPU|CUDA)"
+    r"|\bno GPU has\b|\bGPUs?\b[^.|:,]{0,20}\b(?:not|never)\b[^.|:]{0,12}\b(?:run|measured|tried)\b",
+    re.IGNORECASE,
+)
 # A page of the host's, beside the repository: the badge of its tests.
 OF_THE_HOST = "../../actions/"
 
@@ -103,6 +109,41 @@ def find_dead_links(page: Path) -> list[str]:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_of_a_page_lead_somewhere(page: Path) -> None:
     assert find_dead_links(page) == []
+
+
+@pytest.mark.parametrize("page", DOCS, ids=lambda page: page.name)
+def test_page_of_status_alone_says_what_never_ran_on_a_gpu(page: Path) -> None:
+    text = " ".join(page.read_text(encoding="utf-8").split())
+    assert bool(NEVER_ON_A_GPU.search(text)) == (page.name == "status.md")
+
+
+def find_unknown_imports(program: Path) -> list[str]:
+    """Names that a program takes from the package, and that their module does not have."""
+    unknown = []
+    for node in ast.walk(ast.parse(program.read_text(encoding="utf-8"))):
+        if not isinstance(node, ast.ImportFrom) or not (node.module or "").startswith(PACKAGE.name):
+            continue
+        module = file_of(f"{node.module}.x")
+        source = module.read_text(encoding="utf-8") if module else ""
+        for alias in node.names:
+            defined = rf"^(?:def|class) {alias.name}\b|^{alias.name}\b.*=|^from .*\b{alias.name}\b"
+            if not re.search(defined, source, re.MULTILINE):
+                unknown.append(f"{node.module}.{alias.name}")
+    return unknown
+
+
+@pytest.mark.parametrize(
+    "program", sorted((REPOSITORY / "examples").glob("*.py")), ids=lambda path: path.stem
+)
+def test_example_imports_what_there_is(program: Path) -> None:
+    """`tests/docs/test_examples.py` runs them; this is quick."""
+    assert find_unknown_imports(program) == []
+
+
+def test_unknown_imports_are_found(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text("from open_instruct.core.records import Batch, Bach\nimport torch\n")
+    assert find_unknown_imports(program) == ["open_instruct.core.records.Bach"]
 
 
 def test_navigation_of_the_site_has_every_page_once() -> None:
