@@ -70,9 +70,9 @@ class TimedParts(SentParts):
 
     cpu_s = 0.0
 
-    def _message(self, index: int, find_local: FindLocal, *, has_digests: bool) -> Message:
+    def _encode_message(self, index: int, find_local: FindLocal, *, has_digests: bool) -> Message:
         began_s = time.thread_time()
-        message = super()._message(index, find_local, has_digests=has_digests)
+        message = super()._encode_message(index, find_local, has_digests=has_digests)
         TimedParts.cpu_s += time.thread_time() - began_s
         return message
 

@@ -1,20 +1,19 @@
-"""Weights through a folder that learners and engines see: what is in it, and a receiver's copy that
-follows it.
+"""Weights go through a folder: what is in it, and how a receiver's copy follows it.
 
 Every learner writes its messages about a version (`changes.py`), one bucket behind the other, into
-a file of its own. Once all have, learner 0 puts the version's link beside them, a small JSON file,
-in one move; before that there is no such version. A link builds on the version before it, or on
-none: an anchor, which is whole::
+a file of its own. Once all have, learner 0 adds the version's link, a small JSON file, in one move;
+before that the version does not exist. A link builds on the version before it. A link that builds
+on none is an anchor, and its messages hold the whole weights::
 
     5f0c9a1e-16.0        learner 0's messages
     5f0c9a1e-16.1        learner 1's
     5f0c9a1e-16.json     {"version": 16, "builds_on": null, "messages": [[[2048, "9c1f…"], …], …]}
     5f0c9a1e-17.0        …
 
-First stands the name of the chain. The driver tells receivers this name and the version, the folder
-tells all else. A message's digest is of its bytes and of its place: chain, version, what that
-builds on, rank, number. So a file or a link that was copied to another version's name, or
-shortened, has other digests than it says.
+A file's name begins with that of the chain. The driver tells receivers this name and the version;
+all else they read from the folder. A message's digest is of its bytes and of its place: chain,
+version, what that builds on, rank, number. So a file or a link that was shortened, or copied to
+another version's name, does not have the digests that the link gives.
 """
 
 import json
@@ -33,16 +32,15 @@ from open_instruct.weight_sync.changes import Mirror
 from open_instruct.weight_sync.manifest import WeightManifest
 from open_instruct.weight_sync.progress import receiver_name
 
-# Hidden files are links that a killed learner left half written, or a file system's own.
-OWN_FILE = re.compile(r"\.|[0-9a-f]{8}-\d+\.")
-Written = list[tuple[int, str]]
-"""The messages in a file: of each the number of its bytes, and its digest (`digest_message`)."""
+# Hidden files are links that a killed learner left half written, or the file system's.
+SYNC_FILE = re.compile(r"\.|[0-9a-f]{8}-\d+\.")
+WrittenMessages = list[tuple[int, str]]
+"""The messages in a file: the number of bytes and the digest (`digest_message`) of each."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """One version in a folder: what it builds on, None for an anchor, and what each rank has
-    written for it.
+    """One version in a folder: what it builds on (None for an anchor), and each rank's messages.
 
     Example: in `Link(version=17, builds_on=16, messages=[[(48, "9c1f…"), (0, "2d06…")], []])`
     learner 0 has no part of the second bucket, and learner 1 has no file.
@@ -50,17 +48,19 @@ class Link:
 
     version: int
     builds_on: int | None
-    messages: list[Written]
+    messages: list[WrittenMessages]
 
     @property
     def num_bytes(self) -> int:
-        return sum(num_bytes for written in self.messages for num_bytes, _ in written)
+        num_bytes = 0
+        for written in self.messages:
+            num_bytes += sum(size for size, _ in written)
+        return num_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MessagePlace:
-    """Where a message belongs: the chain's name, the version, what that builds on, the rank, and
-    its number there.
+    """Where a message belongs: to which chain, version and rank, and as which of its messages.
 
     Example: `MessagePlace(chain="5f0c9a1e", version=17, builds_on=16, rank=0, index=2,
     num_messages=9)` is the third of learner 0's nine messages about version 17.
@@ -82,12 +82,14 @@ def digest_message(message: memoryview, place: MessagePlace) -> str:
 
 
 class FolderWeights:
-    """A receiver's copy of all weights, brought from version to version by what learners wrote."""
+    """A receiver's copy of all weights, which follows the versions that learners write."""
 
     def __init__(self, info: Mapping[str, Any], *, index: int) -> None:
-        """Read nothing yet;
+        """Make an empty copy; nothing is read yet.
 
-        `info` is as `FolderSender.open` gave it, `index` is of this receiver, from 0.
+        Args:
+            info: as `FolderSender.open` returned it.
+            index: of this receiver, from 0.
         """
         self.chain: str = info["chain"]
         self._name = receiver_name(index)
@@ -96,22 +98,22 @@ class FolderWeights:
         self._version: int | None = None  # of the copy
 
     def stage(self, version: int) -> None:
-        """Bring the copy to `version`, which `buckets` yields then.
+        """Bring the copy to `version`; `buckets` yields it from then on.
 
         Raises:
-            RunError: a file is missing, or has other bytes than were written, or the copy has other
-                bits than were sent. It is of no version then: whatever is staged next is read from
-                an anchor on.
+            RunError: a file is missing, its bytes are not those that were written, or the copy's
+                bits are not those that were sent. Then the copy has no version, and the next call
+                reads from an anchor on.
         """
         before = self._version
         self._version = None
         try:
-            for link in links_to(version, self.chain, since=before):
+            for link in find_links(version, self.chain, known_version=before):
                 self._check_messages(link)
                 for rank, written in enumerate(link.messages):
                     if written:
-                        self._take(rank, written, link)
-        # The last four of a false link.
+                        self._apply_file(rank, written, link)
+        # A false link raises the last four.
         except (OSError, LookupError, RuntimeError, TypeError, ValueError) as error:
             where = f"version {version} in {Path(self.chain).parent}, which all hosts need to see"
             raise RunError(
@@ -130,20 +132,26 @@ class FolderWeights:
         """Nothing is open between two versions."""
 
     def _check_messages(self, link: Link) -> None:
-        """:raises ValueError: a rank that holds weights has another number of messages than there
-        are buckets.
+        """Check that a link has a message for each bucket, of each rank that sends.
+
+        Raises:
+            ValueError: names the first rank of which it has another number.
         """
         for rank in {*range(len(link.messages)), *self._manifest.ranks}:
-            num_messages = len(link.messages[rank]) if rank < len(link.messages) else 0
-            expected = len(self._manifest.buckets) if rank in self._manifest.ranks else 0
+            num_messages = 0
+            if rank < len(link.messages):
+                num_messages = len(link.messages[rank])
+            expected = 0
+            if rank in self._manifest.ranks:
+                expected = len(self._manifest.buckets)
             if num_messages != expected:
                 link_name = f"{Path(self.chain).name}-{link.version}.json"
                 raise ValueError(
                     f"{link_name} has {num_messages} messages of rank {rank}, which has {expected}"
                 )
 
-    def _take(self, rank: int, written: Written, link: Link) -> None:
-        """Take in what a rank tells, each message after a look at its digest."""
+    def _apply_file(self, rank: int, written: WrittenMessages, link: Link) -> None:
+        """Put a rank's messages in place, after the digest of each is checked."""
         path = Path(f"{self.chain}-{link.version}.{rank}")
         with path.open("rb") as file:
             for index, (num_bytes, digest) in enumerate(written):
@@ -157,28 +165,29 @@ class FolderWeights:
                     index=index,
                     num_messages=len(written),
                 )
-                # What a torn file lacks is left as it was in memory, which by chance may be the
-                # message read before.
+                # Behind the end of a torn file memory may by chance hold the message read before.
                 if num_read != num_bytes or digest_message(message.numpy().data, place) != digest:
                     raise ValueError(
                         f"{path.name} is torn, or is another one's ({index + 1} of {len(written)})"
                     )
-                if num_bytes and (name := self._mirror.change(index, rank, message)) is not None:
+                if num_bytes == 0:
+                    continue
+                name = self._mirror.apply_message(index, rank, message)
+                if name is not None:
                     raise ValueError(
                         f"after {path.name} there are other bits of {name} than were sent"
                     )
 
 
-def links_to(version: int, chain: str, *, since: int | None) -> list[Link]:
-    """What to read in order to have `version`: the links after `since`, or those from the anchor if
-    that is later.
+def find_links(version: int, chain: str, *, known_version: int | None) -> list[Link]:
+    """Find the links that lead to `version`: those after `known_version`, or from an anchor on.
 
     Raises:
         ValueError: a link is another version's, or builds on no earlier one.
     """
     links: list[Link] = []
     wanted: int | None = version
-    while wanted is not None and wanted != since:
+    while wanted is not None and wanted != known_version:
         path = Path(f"{chain}-{wanted}.json")
         link = Link(**json.loads(read_whole(path)))
         if link.version != wanted:
@@ -192,23 +201,28 @@ def links_to(version: int, chain: str, *, since: int | None) -> list[Link]:
     return links
 
 
-def choose_sync_folder(asked: str | None, run_folder: Path) -> Path:
-    """The folder of one run, within --weight_sync_folder if that was `asked`, which several runs
-    may have in common.
+def choose_sync_folder(flag: str | None, run_folder: Path) -> Path:
+    """Choose the folder for the weights of one run.
+
+    Args:
+        flag: the value of --weight_sync_folder, in which several runs may each have a folder.
     """
-    own = run_folder.resolve()
-    if asked is None:
-        return own / "weight_sync"
-    return Path(asked).resolve() / f"{own.name}-{xxhash.xxh3_64_hexdigest(str(own).encode())}"
+    run_folder = run_folder.resolve()
+    if flag is None:
+        return run_folder / "weight_sync"
+    digest = xxhash.xxh3_64_hexdigest(str(run_folder).encode())
+    return Path(flag).resolve() / f"{run_folder.name}-{digest}"
 
 
 def make_folder(folder: Path) -> Path:
-    """:raises InputError: it cannot be made; or it is a link, or has other files, where a run
-    removes what there is.
+    """Make the folder, in which a run removes all files; returns it.
+
+    Raises:
+        InputError: it cannot be made, it is a link, or it has files of something else.
     """
     try:
         folder.mkdir(exist_ok=True)
-        others = [each.name for each in folder.iterdir() if not OWN_FILE.match(each.name)]
+        others = [each.name for each in folder.iterdir() if not SYNC_FILE.match(each.name)]
     except OSError as error:
         remedy = "name a folder that is there, and that all hosts can see and write"
         raise InputError(
@@ -216,9 +230,11 @@ def make_folder(folder: Path) -> Path:
             kind="unreadable_file",
         ) from error
     if others or folder.is_symlink():
-        what = f"has {others[0]}, which is of no weight sync" if others else "is a link"
+        problem = "is a link"
+        if others:
+            problem = f"has {others[0]}, which is of no weight sync"
         remedy = "move it, or name another --weight_sync_folder"
         raise InputError(
-            f"{folder} {what}, and a run empties that folder: {remedy}", kind="other_run"
+            f"{folder} {problem}, and a run empties that folder: {remedy}", kind="other_run"
         )
     return folder

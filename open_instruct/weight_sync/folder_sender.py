@@ -1,6 +1,4 @@
-"""The learners' end of a weight sync through a folder: versions are written, whether or not an
-engine is there.
-"""
+"""The learners' end of a weight sync through a folder; no engine needs to be there."""
 
 import json
 import os
@@ -15,21 +13,22 @@ from open_instruct.core.errors import RunError
 from open_instruct.core.files import replace_text
 from open_instruct.parallel.process import gathered, on_main_process
 from open_instruct.weight_sync.changes import Message, SentParts
-from open_instruct.weight_sync.folder import Link, MessagePlace, Written, digest_message
+from open_instruct.weight_sync.folder import Link, MessagePlace, WrittenMessages, digest_message
 from open_instruct.weight_sync.progress import HOST_RANK
 from open_instruct.weight_sync.sender import WeightSender
 
 
 class FolderSender(WeightSender):
-    """One rank's part in writing the weights of `model`. Without `changes_alone` every version is
-    an anchor.
+    """Writes one rank's part of the weights of `model` into a folder, version by version.
 
-    With it, an anchor begins a chain of `anchor_every` versions, or of fewer: once those behind it
-    have as many bytes as it has, a new one is less to read for an engine that comes late.
+    Without `changes_alone` every version is an anchor. With it an anchor begins a chain of
+    `anchor_every` versions, or of fewer: once the versions behind it have as many bytes as the
+    anchor, a new anchor is less to read for an engine that comes late.
 
     Args:
         folder: where to write.
-        anchor_every: of how many versions one is whole; all else is a `WeightSender`'s.
+        anchor_every: of how many versions one is whole. The other arguments are those of a
+            `WeightSender`.
     """
 
     def __init__(
@@ -40,9 +39,7 @@ class FolderSender(WeightSender):
         self._anchor_every = anchor_every
 
     def open(self, num_receivers: int) -> dict[str, Any]:
-        """Begin a chain, and remove all others; returns the facts that receivers need, however many
-        there are.
-        """
+        """Begin a chain and remove all others; returns the facts that any receiver needs."""
         self._links: list[Link] = []  # of the chain, while another version may build on it
         self._chain: str = on_main_process(lambda: str(self._folder / os.urandom(4).hex()))
         together(lambda: self._remove_all_but(""), kind=self._failure)
@@ -51,36 +48,36 @@ class FolderSender(WeightSender):
             "chain": self._chain,
             "manifest": self.manifest.constructor_arguments(),
         }
-        return facts | {"changes_alone": True}  # whatever is read from a folder is staged
+        return facts | {"changes_alone": True}  # receivers stage what they read from a folder
 
     def join(self) -> None:
-        """Nobody is waited for."""
+        """Return at once: no receiver has to come."""
 
     @torch.no_grad()
     def send(self, version: int) -> None:
         """Write a version, unless it is there; returns once it can be read.
 
         Raises:
-            RunError: a rank could not write; says which one, and why. The next version is an
-                anchor.
+            RunError: a rank could not write; names it with the reason. The next version is an
+                anchor then.
         """
         if self._links and self._links[-1].version == version:
-            return  # asked for again by an engine that is new
+            return  # for an engine that came later
         links = [] if self._is_anchor_due() else self._links
         self._links = []  # nothing builds on a version that was not completed
         if not links:
             self._sent = SentParts(self.manifest, rank=self._rank)
         assert self._sent is not None
         has_digests = self._check_every > 0 and version % self._check_every == 0
-        # All of them before one is written: ranks may meet in what they compare, and a full disk
-        # would be one's own.
-        messages = list(self._sent.messages(self._parts(), has_digests=has_digests))
+        # All are encoded before one is written: encoding may be collective, and a full disk would
+        # stop one rank alone.
+        messages = list(self._sent.encode_messages(self._make_finder(), has_digests=has_digests))
         builds_on = links[-1].version if links else None
         written = gathered(
             together(lambda: self._write(version, builds_on, messages), kind=self._failure)
         )
         link = Link(version=version, builds_on=builds_on, messages=written)
-        together(lambda: self._add(link), kind=self._failure)
+        together(lambda: self._add_link(link), kind=self._failure)
         self._links = [*links, link]
         if not self._changes_alone:
             self._sent = None
@@ -90,9 +87,11 @@ class FolderSender(WeightSender):
             return True
         return sum(link.num_bytes for link in self._links[1:]) >= self.manifest.num_bytes
 
-    def _write(self, version: int, builds_on: int | None, messages: list[Message]) -> Written:
-        """Write what this rank has to tell; nobody reads it before there is a link."""
-        written: Written = []
+    def _write(
+        self, version: int, builds_on: int | None, messages: list[Message]
+    ) -> WrittenMessages:
+        """Write this rank's messages; nobody reads them before there is a link."""
+        written: WrittenMessages = []
         if self._rank not in self.manifest.ranks:
             return written
         with Path(f"{self._chain}-{version}.{self._rank}").open("wb") as file:
@@ -110,24 +109,20 @@ class FolderSender(WeightSender):
                 written.append((len(flat), digest_message(flat, place)))
         return written
 
-    def _add(self, link: Link) -> None:
-        """Let a version be read.
-
-        Of an anchor all that comes is built, and no engine is told of what came before.
-        """
+    def _add_link(self, link: Link) -> None:
+        """Write a version's link, so that it can be read; an anchor replaces earlier versions."""
         if self._rank == HOST_RANK:
             name = f"{self._chain}-{link.version}"
-            # No later run reads it.
-            replace_text(Path(f"{name}.json"), json.dumps(asdict(link)), durable=False)
+            text = json.dumps(asdict(link))
+            replace_text(Path(f"{name}.json"), text, durable=False)  # no later run reads it
             if link.builds_on is None:
                 self._remove_all_but(name)
 
     def _remove_all_but(self, name: str) -> None:
-        """Remove the files of all other versions.
-
-        They are read no more: the driver waits for engines.
-        """
-        for path in self._folder.iterdir() if self._rank == HOST_RANK else ():
+        """Remove the files of all other versions, which no engine reads any more."""
+        if self._rank != HOST_RANK:
+            return
+        for path in self._folder.iterdir():
             if path.stem != Path(name).name:
                 path.unlink()
 

@@ -1,5 +1,4 @@
-"""The manifest of a weight sync: the order of tensors and their places in buckets, the same on
-every side.
+"""The manifest of a weight sync: the order of tensors, and their places in buckets.
 
 A bucket is a run of whole tensors that together have at most `bucket_bytes`, or a piece of a larger
 tensor: an equal share of every rank's rows (or of its values, where ranks hold ranges of values),
@@ -20,15 +19,14 @@ from open_instruct.models.shards import Box, at, box_shape
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """One rank's part of a tensor: `num_bytes` from `start` of the bucket. `own` is its place in
-    the rank's tensor.
+    """One rank's part of a tensor, and its place in the bucket.
 
     A `box` of a single range is a run of the tensor's values, counted row by row.
     """
 
-    box: Box
-    own: Box
-    start: int
+    box: Box  # its place in the whole tensor
+    local_box: Box  # its place in the rank's tensor
+    start: int  # its first byte in the bucket
     num_bytes: int
 
     def view(self, flat: torch.Tensor, dtype: torch.dtype, first_byte: int = 0) -> torch.Tensor:
@@ -56,7 +54,10 @@ class Bucket:
     def span(self, rank: int) -> tuple[int, int]:
         """The byte range of the parts of `rank`, as start and stop."""
         parts = list(self.parts.get(rank, {}).values())
-        return (parts[0].start, parts[-1].start + parts[-1].num_bytes) if parts else (0, 0)
+        if not parts:
+            return 0, 0
+        last = parts[-1]
+        return parts[0].start, last.start + last.num_bytes
 
     def pack(
         self,
@@ -73,7 +74,7 @@ class Bucket:
             find_local: returns the rank's local tensor of a name.
         """
         for name, part in self.parts.get(rank, {}).items():
-            part.view(flat, self.dtype, first_byte).copy_(find_local(name)[part.own])
+            part.view(flat, self.dtype, first_byte).copy_(find_local(name)[part.local_box])
 
     @property
     def num_bytes_of_wholes(self) -> int:
@@ -112,7 +113,7 @@ class Manifest:
 
     def __init__(self, buckets: Iterable[Bucket]) -> None:
         self.buckets = list(buckets)
-        self.ranks = sorted({rank for bucket in self.buckets for rank in bucket.parts})
+        self.ranks = sorted(set().union(*(bucket.parts for bucket in self.buckets)))
 
     @property
     def largest_bucket_bytes(self) -> int:
@@ -129,12 +130,11 @@ class Manifest:
 
     def largest_span(self, rank: int) -> int:
         """The most bytes that `rank` sends of one bucket."""
-        return max(stop - start for start, stop in (bucket.span(rank) for bucket in self.buckets))
+        spans = [bucket.span(rank) for bucket in self.buckets]
+        return max(stop - start for start, stop in spans)
 
     def bucket_at(self, position: int) -> Bucket:
-        """The bucket at a position of a channel's life, in which every version sends all
-        buckets.
-        """
+        """The bucket at a position in the life of a channel; every version sends all buckets."""
         return self.buckets[position % len(self.buckets)]
 
     def number_at(self, position: int) -> str:
@@ -177,29 +177,28 @@ class WeightManifest(Manifest):
 
     def constructor_arguments(self) -> dict[str, Any]:
         """The arguments that build an equal manifest: plain types, to be pickled."""
-        return {
-            name: getattr(self, name)
-            for name in ("shapes", "boxes", "dtype", "bucket_bytes", "slabs")
-        }
+        names = ("shapes", "boxes", "dtype", "bucket_bytes", "slabs")
+        return {name: getattr(self, name) for name in names}
 
     def _most_rows(self, name: str) -> int:
         """The most rows that a rank sends of a tensor; 1 for a scalar."""
-        return max(box[0].stop - box[0].start if box else 1 for box in self.boxes[name].values())
+        return max(_count_rows(box) for box in self.boxes[name].values())
 
     def _lay_out(self, names: list[str], piece: int, num_pieces: int) -> Bucket:
         parts: dict[int, dict[str, Part]] = {}
         start = 0
-        for rank in sorted({rank for name in names for rank in self.boxes[name]}):
-            # Small ones make one message.
-            for name in sorted(names, key=lambda name: math.prod(self.shapes[name])):
+        ranks = set().union(*(self.boxes[name] for name in names))
+        # Small tensors come first, as they make one message.
+        names_by_size = sorted(names, key=lambda name: math.prod(self.shapes[name]))
+        for rank in sorted(ranks):
+            for name in names_by_size:
                 if rank not in self.boxes[name]:
                     continue
-                box, own = _cut(self.boxes[name][rank], piece, num_pieces)
+                box, local_box = _cut_box(self.boxes[name][rank], piece, num_pieces)
                 num_bytes = math.prod(box_shape(box)) * self.dtype.itemsize
                 if num_bytes:
-                    parts.setdefault(rank, {})[name] = Part(
-                        box=box, own=own, start=start, num_bytes=num_bytes
-                    )
+                    part = Part(box=box, local_box=local_box, start=start, num_bytes=num_bytes)
+                    parts.setdefault(rank, {})[name] = part
                     start += num_bytes
         shapes = {name: self.shapes[name] for name in names}
         return Bucket(
@@ -212,12 +211,20 @@ class WeightManifest(Manifest):
         )
 
 
-def _cut(box: Box, piece: int, num_pieces: int) -> tuple[Box, Box]:
-    """The rows of a box that belong to a piece, as their place in the tensor and their place in the
-    box.
-    """
+def _count_rows(box: Box) -> int:
+    """The rows of a box; 1 for a scalar's."""
+    if not box:
+        return 1
+    return box[0].stop - box[0].start
+
+
+def _cut_box(box: Box, piece: int, num_pieces: int) -> tuple[Box, Box]:
+    """Cut a piece's rows out of a box: their place in the whole tensor, and in the box itself."""
     if not box:
         return box, box
     rows, *others = box
-    start, stop = ((rows.stop - rows.start) * end // num_pieces for end in (piece, piece + 1))
-    return (slice(rows.start + start, rows.start + stop), *others), (slice(start, stop),)
+    num_rows = rows.stop - rows.start
+    start = num_rows * piece // num_pieces
+    stop = num_rows * (piece + 1) // num_pieces
+    rows_of_piece = slice(rows.start + start, rows.start + stop)
+    return (rows_of_piece, *others), (slice(start, stop),)

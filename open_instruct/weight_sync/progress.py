@@ -1,6 +1,4 @@
-"""Members of a weight sync report their progress in a key-value store, so that a time-out can name
-missing members.
-"""
+"""Members of a weight sync report their progress in a store, so a time-out can name the missing."""
 
 from __future__ import annotations
 
@@ -25,7 +23,7 @@ def receiver_name(index: int) -> str:
 
 
 def list_receivers(info: Mapping[str, Any]) -> list[str]:
-    """The names of all receivers of a channel."""
+    """Name all receivers of a channel."""
     return [receiver_name(index) for index in range(info["num_receivers"])]
 
 
@@ -44,8 +42,8 @@ SECONDS_FOR_LAST_WORDS = 5.0
 class SyncProgress:
     """One member's view of the store.
 
-    A stage is a word such as "done/17"; a member reports it once. Reports are kept for two rounds,
-    after which everybody has seen them.
+    A stage is a word such as "done/17", which a member reports once. Reports stay for two rounds;
+    by then everybody has seen them.
     """
 
     def __init__(self, store: TCPStore, *, member: str, timeout_s: float) -> None:
@@ -56,17 +54,17 @@ class SyncProgress:
 
     @classmethod
     def host(cls, address: str, *, timeout_s: float) -> SyncProgress:
-        """Keep the store, in this process, at `address` and no other; be the first member."""
-        return cls(
-            listen_at(address, timeout=timedelta(seconds=timeout_s)),
-            member=HOST,
-            timeout_s=timeout_s,
-        )
+        """Keep the store in this process, at `address` and no other, as the first member."""
+        store = listen_at(address, timeout=timedelta(seconds=timeout_s))
+        return cls(store, member=HOST, timeout_s=timeout_s)
 
     @classmethod
     def join(cls, info: Mapping[str, Any], *, member: str, patience_s: float = 0.0) -> SyncProgress:
-        """Reach the store of a channel, which another process keeps; `patience_s` are added to its
-        time-out.
+        """Connect to the store of a channel, which another process keeps.
+
+        Args:
+            info: the facts of the channel.
+            patience_s: seconds that this member waits beyond the time-out of the channel.
 
         Raises:
             RunError: nothing answers there.
@@ -96,9 +94,7 @@ class SyncProgress:
             self.store.set(key, words)
 
     def read_reports(self, stage: str, members: Sequence[str], *, to: str) -> list[str]:
-        """The words with which `members` have reported `stage`; waits for them, and raises, as
-        `wait` does.
-        """
+        """Wait as `wait` does; returns the words with which `members` reported `stage`."""
         self.wait(stage, members, to=to)
         with self._reaching_host():
             return [self.store.get(f"{stage}/{member}").decode() for member in members]
@@ -130,8 +126,8 @@ class SyncProgress:
         """
         keys = [f"{stage}/{member}" for member in members]
         self.wait_until(
-            lambda: self._have_come(keys),
-            who=lambda: self.missing(stage, members),
+            lambda: self._have_arrived(keys),
+            who=lambda: self.find_missing(stage, members),
             to=to,
             meanwhile=meanwhile,
         )
@@ -144,9 +140,10 @@ class SyncProgress:
         to: str,
         meanwhile: Callable[[], None] | None = None,
     ) -> None:
-        """Return when `condition` holds;
+        """Return when `condition` holds; raises as `wait` does.
 
-        `who` names the missing members after a time-out. Raises as `wait` does.
+        Args:
+            who: names the missing members after a time-out.
         """
         deadline = time.monotonic() + self.timeout_s
         nap_s = SHORTEST_NAP_S
@@ -168,62 +165,53 @@ class SyncProgress:
                 time.sleep(nap_s)
                 nap_s = min(nap_s * NAP_GROWTH, LONGEST_NAP_S)
 
-    def _have_come(self, keys: list[str]) -> bool:
-        """Whether the store has all keys, within the time between two checks; the store wakes who
-        waits at it.
-        """
+    def _have_arrived(self, keys: list[str]) -> bool:
+        """Whether the store has all keys; waits for them, at most until the next check is due."""
         try:
             self.store.wait(keys, timedelta(seconds=SECONDS_BETWEEN_CHECKS))
         except DistStoreError:
             return False
         return True
 
-    def missing(self, stage: str, members: Sequence[str]) -> list[str]:
-        """The `members` that have not reached `stage`."""
+    def find_missing(self, stage: str, members: Sequence[str]) -> list[str]:
+        """Find the `members` that have not reached `stage`."""
         return [member for member in members if not self.store.check([f"{stage}/{member}"])]
 
     def fail(self, reason: str) -> RunError:
-        """Have all waiting members give up.
-
-        Returns the error to raise, with the reason of the first failure.
-        """
+        """Have all waiting members give up; returns the error to raise, of the first failure."""
         try:
             return RunError(self.store.compare_set(FAILED, "", f"weight sync: {reason}").decode())
         except DistError:
-            return self._host_is_gone()
+            return self._make_host_error()
 
-    def lost(self, reason: str) -> RunError:
-        """As `fail`, after a peer went away; waits a little, as the peer may still report its
-        reason.
-        """
+    def fail_after_loss(self, reason: str) -> RunError:
+        """As `fail`, after a peer went away; waits a little for the peer's own reason."""
         with suppress(DistError):
             self.store.wait([FAILED], timedelta(seconds=SECONDS_FOR_LAST_WORDS))
         return self.fail(reason)
 
     @contextmanager
     def _reaching_host(self) -> Iterator[None]:
-        """Within, the loss of the store is raised as a RunError."""
+        """While it runs, a loss of the store raises a RunError."""
         try:
             yield
         except DistError as error:
-            raise self._host_is_gone() from error
+            raise self._make_host_error() from error
 
-    def _host_is_gone(self) -> RunError:
+    def _make_host_error(self) -> RunError:
         return RunError(
             f"weight sync: {self.member} lost {HOST}: its process is gone, or it closed the channel"
         )
 
 
 def abandon(info: Mapping[str, Any], reason: str) -> None:
-    """Have all members of a channel give it up at once, and not at the time-out, after a member is
-    known to be gone.
+    """Have all members of a channel give it up now, instead of at the time-out.
 
     Args:
-        info: as `WeightSender.open` gave it.
+        info: as `WeightSender.open` returned it.
         reason: the message of their errors: "engine 1 died".
     """
-    # Learner 0 is gone, and with it the channel; engines are not called meanwhile.
+    patient_info = {**info, "timeout_s": SECONDS_FOR_LAST_WORDS}
+    # It cannot join if learner 0 is gone, and with it the channel; nobody waits for it then.
     with suppress(RunError):
-        SyncProgress.join({**info, "timeout_s": SECONDS_FOR_LAST_WORDS}, member="the driver").fail(
-            reason
-        )
+        SyncProgress.join(patient_info, member="the driver").fail(reason)

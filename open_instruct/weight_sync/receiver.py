@@ -1,6 +1,6 @@
-"""The receiving end of a weight sync, and the methods that vLLM adds to its workers for it.
+"""The receiving end of a weight sync, and the methods that vLLM's workers get for it.
 
-Nothing here imports the learners' side, nor vLLM before there is a worker.
+It imports nothing of the learners' side, and vLLM only once there is a worker.
 """
 
 import mmap
@@ -14,10 +14,10 @@ import torch
 
 from open_instruct.core.errors import RunError
 from open_instruct.models.shards import in_order
-from open_instruct.weight_sync.changes import Mirror, bucket_of_changes, manifest_of_changes
+from open_instruct.weight_sync.changes import Mirror, build_change_bucket, build_change_manifest
 from open_instruct.weight_sync.channel import CPU, wait_for_device
 from open_instruct.weight_sync.folder import FolderWeights
-from open_instruct.weight_sync.manifest import WeightManifest
+from open_instruct.weight_sync.manifest import Manifest, WeightManifest
 from open_instruct.weight_sync.progress import (
     SyncProgress,
     learner_name,
@@ -39,8 +39,9 @@ Weights = Iterator[tuple[str, torch.Tensor]]
 
 
 class ReusedMemory:
-    """Reuses memory that no tensor refers to any more: on a CPU, new pages cost more than the copy
-    into them.
+    """Memory for arriving tensors, reused once no tensor refers to it.
+
+    On a CPU, new pages cost more than the copy into them.
     """
 
     def __init__(self, most_bytes: int, device: torch.device) -> None:
@@ -49,15 +50,12 @@ class ReusedMemory:
         self._memories: list[mmap.mmap] = []
 
     def take(self, num_bytes: int) -> torch.Tensor:
-        """A tensor of bytes, at most `most_bytes`, that is not reused while any tensor refers to
-        its memory.
-        """
+        """A tensor of at most `most_bytes` bytes, whose memory no other tensor refers to."""
         if self._device.type != "cpu":
-            # Torch does the same there.
+            # Torch's own allocator reuses memory there.
             return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
         for index in range(len(self._memories)):
-            # Two references are the list's and the call's own; a third is the storage of tensors on
-            # this memory.
+            # Two references are the list's and the call's; tensors on this memory hold a third.
             if sys.getrefcount(self._memories[index]) == 2:
                 return torch.frombuffer(self._memories[index], dtype=torch.uint8, count=num_bytes)
         self._memories.append(mmap.mmap(-1, self._most_bytes, flags=PRIVATE_MEMORY))
@@ -73,24 +71,27 @@ class IncomingWeights:
         Args:
             info: as `WeightSender.open` gave it.
             index: of this receiver, from 0.
-            device: that the weights are wanted on. With "shm" and "gloo" they come on the CPU.
+            device: where the weights should arrive. With "shm" and "gloo" they come on the CPU.
 
         Raises:
             RunError: some did not come within the time-out; names them.
         """
-        _, incoming = TRANSPORTS[info["backend"]]
+        _, make_incoming = TRANSPORTS[info["backend"]]
         self._manifest = WeightManifest(**info["manifest"])
         self._device = device if info["backend"] in ON_DEVICE else CPU
         self._position = 0
-        self._mirror = Mirror(self._manifest) if info["changes_alone"] else None
-        travelling = self._manifest if self._mirror is None else manifest_of_changes(self._manifest)
+        self._mirror: Mirror | None = None
+        travelling: Manifest = self._manifest
+        if info["changes_alone"]:
+            self._mirror = Mirror(self._manifest)
+            travelling = build_change_manifest(self._manifest)
         self._memory = ReusedMemory(travelling.most_bytes_of_wholes, self._device)
         # By the positions of their first pieces.
         self._wholes: dict[int, dict[str, torch.Tensor]] = {}
         self._progress = SyncProgress.join(
             info, member=receiver_name(index), patience_s=EXTRA_PATIENCE_S
         )
-        self._incoming = incoming(travelling, index=index, device=self._device)
+        self._incoming = make_incoming(travelling, index=index, device=self._device)
         self._incoming.join(info)
         self._progress.report("joined")
         writers = [learner_name(rank) for rank in self._manifest.ranks]
@@ -98,8 +99,9 @@ class IncomingWeights:
         self._incoming.connect(info, self._progress)
 
     def buckets(self) -> Iterator[Weights]:
-        """One version, bucket by bucket: names with tensors that own their memory. Take all of
-        each, in order.
+        """Yield one version, bucket by bucket, as names with tensors that own their memory.
+
+        The caller takes all tensors of a bucket before the next bucket.
 
         Raises:
             RunError: a learner did not bring its part within the time-out (names it), or somebody
@@ -111,67 +113,66 @@ class IncomingWeights:
         self._progress.new_round()
         self._progress.report(f"began/{self._position}")
         for position, bucket in enumerate(self._manifest.buckets, start=self._position):
-            self._incoming.take(position, self._wholes_at)
+            self._incoming.take(position, self._find_wholes)
             wait_for_device(self._device)
             self._progress.report(f"done/{position}")
             if bucket.piece == bucket.num_pieces - 1:
-                yield self._handed_over(self._wholes.pop(position - bucket.piece))
+                yield self._hand_over(self._wholes.pop(position - bucket.piece))
         self._position += len(self._manifest.buckets)
 
     def stage(self, version: int) -> None:
-        """Bring the mirror to `version`, the next one, which `buckets` yields then. For channels
-        with changes alone.
+        """Bring the mirror to `version`, the next one; for channels that carry changes alone.
+
+        `buckets` yields that version from then on.
 
         Raises:
-            RunError: as in `buckets`, or what came is not what was sent.
+            RunError: as in `buckets`, or the bits that came are not those that were sent.
         """
         assert self._mirror is not None
         first = self._position
         self._progress.new_round()
         self._progress.report(f"began/{first}")
         travelling = self._incoming.manifest.buckets
-        self._hear_sizes(0)
+        self._read_sizes(0)
         for index, bucket in enumerate(travelling):
             # The next bucket travels while this one is put in place.
             if index + 1 < len(travelling):
-                self._hear_sizes(index + 1)
-            self._incoming.take(first + index, self._wholes_at)
+                self._read_sizes(index + 1)
+            self._incoming.take(first + index, self._find_wholes)
             wait_for_device(self._device)
-            told = self._wholes.pop(first + index)[str(index)]
+            messages = self._wholes.pop(first + index)[str(index)]
             for rank in bucket.parts:
-                if (
-                    name := self._mirror.change(index, rank, told[slice(*bucket.span(rank))].cpu())
-                ) is not None:
-                    what = f"{name} than were sent as version {version}"
-                    raise self._progress.fail(f"{self._progress.member} has other bits of {what}")
-            del told  # its memory is for the next but one
+                start, stop = bucket.span(rank)
+                name = self._mirror.apply_message(index, rank, messages[start:stop].cpu())
+                if name is not None:
+                    raise self._progress.fail(
+                        f"{self._progress.member} has other bits of {name} than were sent as "
+                        f"version {version}"
+                    )
+            del messages  # the next bucket but one takes its memory
             self._progress.report(f"done/{first + index}")
         self._position += len(travelling)
 
-    def _hear_sizes(self, index: int) -> None:
-        """Learn how long the messages about a bucket are, from those who send them."""
+    def _read_sizes(self, index: int) -> None:
+        """Read from the store how long the messages about a bucket are."""
         ranks = self._manifest.buckets[index].parts
         to = f"find what has changed of bucket {self._manifest.number_at(index)}"
         words = self._progress.read_reports(
             f"size/{self._position + index}", [learner_name(rank) for rank in ranks], to=to
         )
         sizes = {rank: int(word) for rank, word in zip(ranks, words, strict=True)}
-        self._incoming.manifest.buckets[index] = bucket_of_changes(self._manifest, index, sizes)
+        self._incoming.manifest.buckets[index] = build_change_bucket(self._manifest, index, sizes)
 
-    def _wholes_at(self, position: int) -> dict[str, torch.Tensor]:
-        """The tensors of the bucket at a position, which have memory from their first piece to
-        their last.
-        """
+    def _find_wholes(self, position: int) -> dict[str, torch.Tensor]:
+        """The tensors of the bucket at a position; they have memory until their last piece came."""
         bucket = self._incoming.manifest.bucket_at(position)
         first = position - bucket.piece
         if first not in self._wholes:
             self._wholes[first] = bucket.wholes(self._memory.take(bucket.num_bytes_of_wholes))
         return self._wholes[first]
 
-    def _handed_over(self, wholes: dict[str, torch.Tensor]) -> Weights:
-        """Yields each tensor and drops it here, so that its memory can be reused for the next
-        bucket.
-        """
+    def _hand_over(self, wholes: dict[str, torch.Tensor]) -> Weights:
+        """Yield each tensor and drop it here, so that its memory is free for the next bucket."""
         for name in list(wholes):
             yield name, in_order(wholes.pop(name), self._manifest.slabs.get(name, 1))
 
@@ -186,36 +187,32 @@ class IncomingWeights:
         self._incoming.close()
 
 
-Incoming = IncomingWeights | FolderWeights
+WeightSource = IncomingWeights | FolderWeights
 
 
 def open_incoming(
-    info: Mapping[str, Any], *, index: int, device: torch.device, before: Incoming | None
-) -> Incoming:
-    """A receiver's end of what the learners offer, in the place of the one `before`, which is
-    closed.
+    info: Mapping[str, Any], *, index: int, device: torch.device, previous: WeightSource | None
+) -> WeightSource:
+    """Open a receiver's end of what the learners offer, and close the `previous` one.
 
     Raises:
         RunError: as `IncomingWeights` does.
     """
-    if isinstance(before, FolderWeights) and before.chain == info.get("chain"):
-        return before  # it has less to read than a new one
-    if before is not None:
-        before.close()
-    of_folder = info["backend"] == FOLDER
-    return (
-        FolderWeights(info, index=index)
-        if of_folder
-        else IncomingWeights(info, index=index, device=device)
-    )
+    if isinstance(previous, FolderWeights) and previous.chain == info.get("chain"):
+        return previous  # it has less to read than a new one
+    if previous is not None:
+        previous.close()
+    if info["backend"] == FOLDER:
+        return FolderWeights(info, index=index)
+    return IncomingWeights(info, index=index, device=device)
 
 
 class WeightReceiver:
     """Methods that vLLM adds to its worker class (`worker_extension_cls`); `self` is the worker.
 
-    They are called between two steps: `open_channel` once, then `start_update`, `receive_weights`
-    and `finish_update` for every version. An update that failed on the way leaves weights that are
-    of no use; after another `open_channel` the next update is complete again.
+    `Engine` calls them between two steps: `open_channel` once, then `start_update`,
+    `receive_weights` and `finish_update` for every version. An update that fails halfway leaves
+    weights that are of no use; after another `open_channel` the next update is complete again.
     """
 
     def open_channel(self: Any, info: dict[str, Any]) -> None:
@@ -227,19 +224,21 @@ class WeightReceiver:
                 self.model_runner.get_model(),
                 hf_config=self.vllm_config.model_config.hf_text_config,
             )
-        before = getattr(self, "incoming_weights", None)
-        self.incoming_weights = open_incoming(info, index=index, device=self.device, before=before)
+        previous = getattr(self, "incoming_weights", None)
+        self.incoming_weights = open_incoming(
+            info, index=index, device=self.device, previous=previous
+        )
 
     def start_staging(self: Any, version: int) -> None:
-        """Begin to receive what has changed, on a thread of its own; steps may go on meanwhile."""
+        """Begin to receive what has changed on another thread; steps may go on meanwhile."""
         self.staging: Future[None] = Future()
-        # Not by attributes: a thread that learns late that its channel broke must not touch the one
-        # that came after.
+        # The thread gets values, not the worker: if it finds out late that its channel broke, it
+        # must not touch the channel that came after.
         arguments = (version, self.incoming_weights, self.staging, self.device)
         threading.Thread(target=_stage, args=arguments, name="weights", daemon=True).start()
 
     def has_staged(self: Any) -> bool:
-        """Whether all has come; raises what went wrong with it."""
+        """Whether everything has arrived; raises the error if receiving failed."""
         return self.staging.done() and self.staging.result() is None
 
     def start_update(self: Any) -> None:
@@ -248,7 +247,7 @@ class WeightReceiver:
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
         if getattr(self, "is_update_begun", False):
-            # Its layers are taken apart; this puts them together, complete or not.
+            # Its layers are taken apart; this puts them together, whether or not all weights came.
             self.finish_update()
         model = self.model_runner.get_model()
         for layer in model.modules() if self.device.type == "cpu" else ():
@@ -298,17 +297,18 @@ class AdapterReceiver(WeightReceiver):
     """
 
     def adapted_layers(self: Any) -> list[str]:
-        """The layers that can have an adapter, by Hugging Face's names:
+        """Name the layers that can have an adapter, such as `model.layers.3.self_attn.q_proj`.
 
-        `model.layers.3.self_attn.q_proj`.
+        The names are Hugging Face's.
         """
         manager = self.model_runner.lora_manager._adapter_manager
-        return [
-            part for layer in manager.modules for part in manager.packed_modules.get(layer, [layer])
-        ]
+        names: list[str] = []
+        for layer in manager.modules:
+            names += manager.packed_modules.get(layer, [layer])
+        return names
 
     def hold_no_adapter(self: Any) -> None:
-        """Compute without an adapter, by the name of the one that vLLM uses for warming up."""
+        """Compute without an adapter: under its id, hold the one that vLLM makes to warm up."""
         manager = self.model_runner.lora_manager._adapter_manager
         self.put_in_place(manager.create_dummy_lora(ADAPTER_ID, rank=1, embedding_modules={}))
 
@@ -331,7 +331,8 @@ class AdapterReceiver(WeightReceiver):
             dtype=self.vllm_config.lora_config.lora_dtype,
             weights_mapper=renames and renames.get_rename_mapper(),
         )
-        if unknown := sorted(adapter.loras.keys() - set(self.adapted_layers())):
+        unknown = sorted(adapter.loras.keys() - set(self.adapted_layers()))
+        if unknown:
             raise RunError(
                 f"an engine can hold no adapter for {unknown[0]}: use --lora_sync merged"
             )
@@ -345,19 +346,25 @@ class AdapterReceiver(WeightReceiver):
         manager.activate_adapter(ADAPTER_ID)
 
     def start_update(self: Any) -> None:
-        """Nothing to prepare: the adapter is replaced once the next one has arrived completely."""
+        """Do nothing: the adapter is replaced once the next one has arrived completely."""
 
     def take_weights(self: Any, buckets: Iterator[Weights]) -> None:
-        """Compute with the matrices that have come, once all have."""
-        self.hold_adapter({name: whole for weights in buckets for name, whole in weights})
+        """Compute with the matrices once all have come."""
+        matrices: dict[str, torch.Tensor] = {}
+        for weights in buckets:
+            matrices.update(weights)
+        self.hold_adapter(matrices)
 
     def finish_update(self: Any) -> None:
-        """Nothing to finish: no layer was taken apart."""
+        """Do nothing: no layer was taken apart."""
 
 
-def _stage(version: int, incoming: Incoming, staging: Future[None], device: torch.device) -> None:
+def _stage(
+    version: int, incoming: WeightSource, staging: Future[None], device: torch.device
+) -> None:
+    """Stage a version and set the outcome of `staging`; runs on a thread of its own."""
     if device.type == "cuda":
-        torch.cuda.set_device(device)  # a new thread's is the first one
+        torch.cuda.set_device(device)  # a new thread would use the first GPU
     try:
         incoming.stage(version)
         staging.set_result(None)

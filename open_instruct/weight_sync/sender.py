@@ -1,5 +1,6 @@
-"""Weights from the learners' shards to the engines, bucket by bucket; no rank ever holds the whole
-model.
+"""The learners' end of a weight sync: shards go to the engines bucket by bucket.
+
+No rank ever holds the whole model.
 
 Learners and receivers count buckets through the life of a channel, and report their progress in a
 small key-value store that rank 0 keeps. The transport decides how bytes travel (`channel.py`).
@@ -28,20 +29,19 @@ from open_instruct.models.lora.files import file_name_of
 from open_instruct.models.shards import Held, held_of, reshard
 from open_instruct.parallel.process import on_main_process
 from open_instruct.training.rows.sample_loader import built_ahead
-from open_instruct.weight_sync.changes import SentParts, bucket_of_changes, manifest_of_changes
+from open_instruct.weight_sync.changes import SentParts, build_change_bucket, build_change_manifest
 from open_instruct.weight_sync.channel import CPU, NUM_SLOTS, FindLocal, Outgoing
-from open_instruct.weight_sync.manifest import WeightManifest
+from open_instruct.weight_sync.manifest import Manifest, WeightManifest
 from open_instruct.weight_sync.progress import HOST_RANK, SyncProgress, learner_name, list_receivers
 from open_instruct.weight_sync.transports import ON_DEVICE, TRANSPORTS
 
 
 class WeightSender:
-    """One rank's part in sending the weights of `model`. All methods but `close` are collective
-    over the learners.
+    """Sends one rank's part of the weights of `model`; not an engine's end, which is a receiver.
 
-    The process group must have been started. Beside its shards a rank holds at most two buckets:
-    rank 0 where it gathers, the others their parts of one, and with "shm" the host has two in
-    shared memory.
+    All methods but `close` are collective over the learners. The process group must have been
+    started. Beside its shards a rank holds at most two buckets: rank 0 where it gathers, the others
+    their parts of one, and with "shm" the host has two in shared memory.
     """
 
     def __init__(
@@ -60,10 +60,10 @@ class WeightSender:
         """Plan; nothing is allocated before `open`.
 
         Args:
-            model: on any mesh: FSDP, HSDP, tensor parallel, or plain; or with ranges of ZeRO beside
+            model: on any mesh (FSDP, HSDP, tensor parallel), plain, or with ranges of ZeRO beside
                 its parameters.
             names: the map of the model's names.
-            backend: as `choose_transport` gives it.
+            backend: the name of the transport, as `choose_transport` returns it.
             dtype: the dtype that weights travel in, which is the engines'.
             bucket_bytes: size of a bucket; a larger tensor travels in pieces.
             timeout_s: how long a receiver may take to join, and to take one bucket.
@@ -80,16 +80,16 @@ class WeightSender:
         self._changes_alone = changes_alone
         self._check_every = check_every
         held_by_name = held_of(model, adapters_only=adapter_alone)
-        pairs = (
-            ((name, file_name_of(name, names)) for name in held_by_name) if adapter_alone else names
-        )
-        self._name_of = {hf_name: name for name, hf_name in pairs}
+        if adapter_alone:
+            self._names = {file_name_of(name, names): name for name in held_by_name}
+        else:
+            self._names = {hf_name: name for name, hf_name in names}
         self._rank = dist.get_rank()
         self._backend = backend
         self._learners = [learner_name(rank) for rank in range(dist.get_world_size())]
         self._timeout_s = timeout_s
         self._computes = adapter_alone or bool(layers_of(model))
-        held = {hf_name: held_by_name[name] for hf_name, name in self._name_of.items()}
+        held = {hf_name: held_by_name[name] for hf_name, name in self._names.items()}
         self.manifest = WeightManifest(
             {name: each.shape for name, each in held.items()},
             {name: each.beside(HOST_RANK) for name, each in held.items()},
@@ -117,11 +117,15 @@ class WeightSender:
             RunError: there is no room in shared memory.
         """
         self.close()
-        outgoing, _ = TRANSPORTS[self._backend]
-        kind = outgoing if self._rank in self.manifest.ranks else Outgoing
-        self._sent = SentParts(self.manifest, rank=self._rank) if self._changes_alone else None
-        travelling = manifest_of_changes(self.manifest) if self._changes_alone else self.manifest
-        self._outgoing = kind(travelling, index=self._rank, device=self._device)
+        make_outgoing, _ = TRANSPORTS[self._backend]
+        if self._rank not in self.manifest.ranks:
+            make_outgoing = Outgoing
+        self._sent = None
+        travelling: Manifest = self.manifest
+        if self._changes_alone:
+            self._sent = SentParts(self.manifest, rank=self._rank)
+            travelling = build_change_manifest(self.manifest)
+        self._outgoing = make_outgoing(travelling, index=self._rank, device=self._device)
         info: dict[str, Any] = on_main_process(lambda: self._offer(num_receivers))
         self._info = info
         self._receivers = list_receivers(info)
@@ -159,7 +163,7 @@ class WeightSender:
         progress = self._progress
         if progress is None or self._outgoing is None:
             raise RunError("weight sync: there is no channel, or it broke; open() and join() first")
-        find_local = self._parts()
+        find_local = self._make_finder()
         first = self._position
         try:
             progress.new_round()
@@ -168,7 +172,7 @@ class WeightSender:
             )
             if self._rank == HOST_RANK:
                 progress.report(f"go/{first}")
-            with closing(self._contents(self._outgoing, find_local, version)) as contents:
+            with closing(self._fill_buckets(self._outgoing, find_local, version)) as contents:
                 self._send_buckets(self._outgoing, contents, version)
             progress.report(f"sent/{first}")
             if self._rank == HOST_RANK:  # the others still look into the store that this rank keeps
@@ -188,18 +192,19 @@ class WeightSender:
         self._progress = None
         self._held = None
 
-    def _parts(self) -> FindLocal:
-        """This rank's parts of the weights as they are now."""
+    def _make_finder(self) -> FindLocal:
+        """Make a function that returns this rank's part of a weight, as it is now."""
         reshard(self._model)
-        weights = self._held or (scaled_adapters if self._adapter_alone else weights_of)(
-            self._model
-        )
-        # Shards stay where they are; to find them takes milliseconds.
+        weights = self._held
+        if weights is None:
+            find_weights = scaled_adapters if self._adapter_alone else weights_of
+            weights = find_weights(self._model)
+        # Shards stay where they are, and to find them again would take milliseconds.
         self._held = None if self._computes else weights
-        return lambda hf_name: weights[self._name_of[hf_name]].local
+        return lambda hf_name: weights[self._names[hf_name]].local
 
     def _offer(self, num_receivers: int) -> dict[str, Any]:
-        """On rank 0: keep the store, make what the transport needs, and describe both."""
+        """On rank 0: keep the store, prepare the transport, and return the facts of both."""
         assert self._outgoing is not None
         # Reachable by all peers and by the driver, which may be on another host.
         address = outward_address()
@@ -215,39 +220,37 @@ class WeightSender:
             **self._outgoing.offer(),
         }
 
-    def _contents(
+    def _fill_buckets(
         self, outgoing: Outgoing, find_local: FindLocal, version: int
     ) -> Generator[FindLocal]:
-        """What each bucket is filled with: weights, or a message about them.
+        """Yield the content of each bucket: weights, or a message about them.
 
-        Messages are made on a thread, while earlier ones travel.
+        A thread makes messages while earlier ones travel.
         """
         num_buckets = len(self.manifest.buckets)
         if self._sent is None:
             yield from [find_local] * num_buckets
             return
         has_digests = self._check_every > 0 and version % self._check_every == 0
-        messages = self._sent.messages(find_local, has_digests=has_digests)
+        messages = self._sent.encode_messages(find_local, has_digests=has_digests)
 
-        def tell(index: int) -> torch.Tensor:
-            """The next message, after receivers were told how long it is."""
+        def make_message(index: int) -> torch.Tensor:
+            """Make the next message, and report its length to the receivers."""
             message = torch.cat(next(messages))
-            outgoing.manifest.buckets[index] = bucket_of_changes(
+            outgoing.manifest.buckets[index] = build_change_bucket(
                 self.manifest, index, {self._rank: len(message)}
             )
             outgoing.progress.report(f"size/{self._position + index}", str(len(message)))
             return message
 
-        with closing(built_ahead(tell, range(num_buckets))) as told:
-            for index, message in enumerate(told):
+        with closing(built_ahead(make_message, range(num_buckets))) as messages_ahead:
+            for index, message in enumerate(messages_ahead):
                 yield {str(index): message}.__getitem__
 
     def _send_buckets(
         self, outgoing: Outgoing, contents: Iterator[FindLocal], version: int
     ) -> None:
-        """Put one bucket after the other, no further ahead of the receivers than there are
-        slots.
-        """
+        """Put one bucket after the other, at most `NUM_SLOTS` ahead of the receivers."""
         num_buckets = len(self.manifest.buckets)
         for index in range(num_buckets + NUM_SLOTS):
             position = self._position + index

@@ -1,5 +1,4 @@
-"""Two ways through memory that both sides see: a file of /dev/shm on one host, or the memory of one
-CUDA device.
+"""Two transports by shared memory: a file of /dev/shm on one host, or memory of one CUDA device.
 
 Every rank of one copy of the model writes its parts of a bucket straight into one of two slots,
 from which all receivers copy. Nothing is gathered, nothing is sent.
@@ -38,7 +37,7 @@ def view_slot(slots_SN: torch.Tensor, position: int, bucket: Bucket) -> torch.Te
 
 
 class SlotEnd(ChannelEnd):
-    """Has the slots mapped, where it has not made them; none before it has joined."""
+    """An end that maps the slots, unless it made them itself; it has none before it joined."""
 
     slots_SN = torch.empty(0)
 
@@ -55,7 +54,8 @@ class SlotEnd(ChannelEnd):
 class SlotWriter(SlotEnd, Outgoing):
     """Writes a rank's parts to their places in a slot.
 
-    Learner 0 makes the slots: on a CPU in a file, whose name goes once all members have it mapped.
+    Learner 0 makes the slots. On a CPU they are a file, whose name is removed once all members have
+    mapped it.
     """
 
     path: Path | None = None
@@ -104,8 +104,9 @@ class SlotReader(SlotEnd, Incoming):
 
 
 def create_shared_file(slot_bytes: int) -> Path:
-    """Reserve two slots in shared memory; returns the path. The watchdog removes it if nobody else
-    does.
+    """Reserve two slots in a file of shared memory, and return its path.
+
+    The watchdog removes the file if nobody else does.
 
     Raises:
         RunError: shared memory has too little room.
@@ -115,8 +116,7 @@ def create_shared_file(slot_bytes: int) -> Path:
     path.touch(mode=0o600, exist_ok=False)
     try:
         with path.open("r+b") as file:
-            # Without pages behind it, writing to the file would end the process where there is no
-            # room.
+            # Without this, writing to the file would end the process where there is no room.
             os.posix_fallocate(file.fileno(), 0, NUM_SLOTS * slot_bytes)
     except OSError as error:
         path.unlink()
@@ -136,7 +136,7 @@ def map_shared_file(path: str, slot_bytes: int) -> torch.Tensor:
 
 
 def export_device_slots(slots_SN: torch.Tensor) -> tuple[Any, ...]:
-    """Arguments with which one other process on the same device can map these slots."""
+    """The arguments with which one other process on the same device can map these slots."""
     from torch.multiprocessing.reductions import reduce_tensor
 
     _, arguments = reduce_tensor(slots_SN)

@@ -49,8 +49,6 @@ def require_tied_heads(model: torch.nn.Module, *, hf_config: Any) -> None:
 
 
 def pack_tied_heads(model: torch.nn.Module) -> None:
-    """Pack tied heads again for the matrix products of a CPU, from the embeddings that have just
-    been loaded.
-    """
+    """Pack tied heads again for the products of a CPU, after their embeddings were loaded."""
     for head in find_tied_heads(model):
         head.quant_method.process_weights_after_loading(head)

@@ -168,7 +168,7 @@ def changes(folder: Path) -> Any:
     from open_instruct.weight_sync.receiver import WeightReceiver
 
     compared: list[str] = []
-    found = changes.changes_on_device
+    found = changes.find_changes_on_device
 
     def note(now_N: Any, before_N: Any) -> Any:
         compared.append(
@@ -186,7 +186,7 @@ def changes(folder: Path) -> Any:
     worker: Any = SimpleNamespace(device=torch.device("cuda", 1), incoming_weights=channel)
     with (
         pretended_gpu() as gpu,
-        patch.object(changes, "changes_on_device", note),
+        patch.object(changes, "find_changes_on_device", note),
         patch.object(changes, "MOST_CHANGED", 1.0),
         patch.object(torch.cuda, "set_device", lambda device: devices.append(str(device))),
     ):
@@ -195,7 +195,7 @@ def changes(folder: Path) -> Any:
         waits = []
         for _ in range(2):
             WAITS.taken()
-            next(learner.messages(lambda name: columns, has_digests=True))
+            next(learner.encode_messages(lambda name: columns, has_digests=True))
             waits.append([where.partition(": ")[2] for where in WAITS.taken()])
         are_pinned = all(
             bits.untyped_storage().data_ptr() in gpu.pinned for bits in learner._sent.values()

@@ -102,7 +102,7 @@ def recorded() -> Iterator[list[Call]]:
     device = OnDevice()
     opened: Counter[str] = Counter()
     make, open_sender, init_receiver = (
-        broadcasts._group,
+        broadcasts._make_group,
         WeightSender.open,
         IncomingWeights.__init__,
     )
@@ -132,7 +132,7 @@ def recorded() -> Iterator[list[Call]]:
 
     with ExitStack() as stack:
         for owner, name, meant in (
-            (broadcasts, "_group", group),
+            (broadcasts, "_make_group", group),
             (WeightSender, "open", open_on_device),
             (IncomingWeights, "__init__", init_on_device),
             (receiver, "wait_for_device", lambda _: None),

@@ -245,7 +245,7 @@ def receiver(pipe: Connection, backend: str, changes_alone: bool) -> None:
                 load_as_they_come(incoming, dies_in)
                 return "done"
             if dies_in == "stage":
-                incoming._mirror.change = dying(incoming._mirror.change, 3)  # type: ignore[union-attr, method-assign]
+                incoming._mirror.apply_message = dying(incoming._mirror.apply_message, 3)  # type: ignore[union-attr, method-assign]
             incoming.stage(version)
         except RunError as error:
             incoming.fail(error)

@@ -113,7 +113,7 @@ def sync(
             continue
         turns = Path(folder, f"{number}.told")
         info = told(turns)
-        incoming = open_incoming(info, index=own_rank() - num_learners, device=CPU, before=None)
+        incoming = open_incoming(info, index=own_rank() - num_learners, device=CPU, previous=None)
         first, second = (received(incoming, info, version, turns) for version in (1, 2))
         files = CheckpointFiles.open(Path(folder, str(number)))
         assert set(first) == set(files)

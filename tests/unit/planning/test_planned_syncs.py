@@ -81,7 +81,7 @@ def test_bytes_and_memory_are_those_of_the_learners() -> None:
     weights = torch.zeros(2 * num_values, dtype=torch.bfloat16)
 
     def told() -> int:
-        (message,) = learner.messages(lambda name: at(weights, boxes[0]), has_digests=True)
+        (message,) = learner.encode_messages(lambda name: at(weights, boxes[0]), has_digests=True)
         return sum(map(len, message))
 
     assert told() >= own

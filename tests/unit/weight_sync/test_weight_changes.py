@@ -23,12 +23,12 @@ from open_instruct.weight_sync.changes import (
     Message,
     Mirror,
     SentParts,
-    bucket_of_changes,
-    changes_on_device,
-    changes_on_host,
+    build_change_bucket,
+    build_change_manifest,
     encode_changes,
     expand_runs,
-    manifest_of_changes,
+    find_changes_on_device,
+    find_changes_on_host,
     view_bits,
 )
 from open_instruct.weight_sync.manifest import WeightManifest
@@ -114,17 +114,17 @@ def travel(
 
     def told_by(rank: int) -> list[Message]:
         return list(
-            senders[rank].messages(
+            senders[rank].encode_messages(
                 lambda name: at(weights[name], manifest.boxes[name][rank]), has_digests=True
             )
         )
 
     messages = {rank: told_by(rank) for rank in senders}
     sizes = {rank: [sum(map(len, message)) for message in told] for rank, told in messages.items()}
-    most = manifest_of_changes(manifest).buckets
+    most = build_change_manifest(manifest).buckets
     answers = []
     for index in range(len(most)):
-        bucket = bucket_of_changes(
+        bucket = build_change_bucket(
             manifest, index, {rank: told[index] for rank, told in sizes.items()}
         )
         assert bucket.num_bytes == most[index].num_bytes, (
@@ -134,7 +134,7 @@ def travel(
             start, stop = bucket.span(rank)
             assert start == most[index].span(rank)[0] and stop - start == sizes[rank][index]
             assert stop <= most[index].span(rank)[1]
-            answers.append(mirror.change(index, rank, torch.cat(messages[rank][index])))
+            answers.append(mirror.apply_message(index, rank, torch.cat(messages[rank][index])))
     return answers
 
 
@@ -252,7 +252,7 @@ def test_device_and_its_host_find_the_same_changes(dtype: torch.dtype, data: st.
     start = data.draw(st.integers(0, 3))
     now, before = (torch.tensor([0] * start + side, dtype=dtype)[start:] for side in both)
     places = [place for place, (one, other) in enumerate(zip(*both, strict=True)) if one != other]
-    for find in (changes_on_host, changes_on_device):
+    for find in (find_changes_on_host, find_changes_on_device):
         found, values = find(now, before)
         assert found.tolist() == places and values.tolist() == now[places].tolist()
 

@@ -21,7 +21,7 @@ from open_instruct.weight_sync.channel import FindLocal
 from open_instruct.weight_sync.folder import (
     FolderWeights,
     choose_sync_folder,
-    links_to,
+    find_links,
     make_folder,
 )
 from open_instruct.weight_sync.folder_sender import FolderSender
@@ -97,7 +97,7 @@ def test_chains_are_the_weights(
             for receiver in (receivers[0], late, *receivers[1:] * is_read):
                 receiver.stage(version)
                 assert_holds(receiver, weights)
-            chain = links_to(version, info["chain"], since=None)
+            chain = find_links(version, info["chain"], known_version=None)
             assert len(chain) <= (anchor_every if is_delta else 1)
             assert len(list(Path(name).iterdir())) == 2 * len(chain)
             behind = [link.num_bytes for link in chain[1:]]
@@ -194,7 +194,7 @@ def test_damaged_weights_are_refused_and_the_whole_comes_next(
         assert_holds(receiver, sender.weights)
     again = opened(sender)
     sender.send(2)
-    assert [link.builds_on for link in links_to(2, again.chain, since=None)] == [None]
+    assert [link.builds_on for link in find_links(2, again.chain, known_version=None)] == [None]
     again.stage(2)
     assert_holds(again, sender.weights)
     assert not path.exists()
@@ -273,7 +273,7 @@ def test_failed_version_is_no_base_of_the_next(
     with pytest.raises(RunError, match="could not read version 3"):
         late.stage(3)
     sender.send(3)
-    assert [link.builds_on for link in links_to(3, late.chain, since=2)] == [None]
+    assert [link.builds_on for link in find_links(3, late.chain, known_version=2)] == [None]
     follows.stage(3)
     assert_holds(follows, sender.weights)
 
