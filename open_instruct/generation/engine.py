@@ -1,7 +1,7 @@
-"""One engine: a process that generates completions, with a loop of its own around vLLM's steps.
+"""One engine: a process that generates completions, with its own loop around vLLM's steps.
 
-A step makes one token for every running request. Control calls, which change the weights, run
-between two steps and nowhere else, so which weights made a token is known exactly.
+A step makes one token for every running request. Calls that change the weights run between two
+steps and nowhere else, so it is known exactly which weights made a token.
 """
 
 import os
@@ -20,23 +20,20 @@ from open_instruct.weight_sync.receiver import WeightReceiver
 
 R = TypeVar("R")
 Outcomes = Mapping[int, Completion | str]
-"""Completions by the key of their request; a sentence with the reason in place of one that cannot
-be.
-"""
+"""By the key of the request: its completion, or the reason why there can be none."""
 
 SECONDS_BETWEEN_LOOKS = 0.02
 
 
 class Engine:
-    """Generates completions, and takes new weights between two steps. To be wrapped as a Ray actor;
-    knows no Ray.
+    """Generates completions, and takes new weights between two steps.
 
-    Usable once constructed, from many threads at once. If its loop fails, everything raises
-    RunError from then on.
+    A Ray actor wraps it, but it knows no Ray. Usable once constructed, from many threads at once.
+    If its loop fails, all methods raise RunError from then on.
 
     Args:
         settings: of the model and of vLLM.
-        make_core: builds what makes the tokens, on the loop's thread.
+        make_core: builds the core that makes the tokens, on the loop's thread.
     """
 
     def __init__(
@@ -48,7 +45,7 @@ class Engine:
         self._settings = settings
         self._changed = threading.Condition()  # guards everything below
         self._calls: deque[tuple[Callable[[VLLMCore], Any], Future[Any]]] = deque()
-        # One of these holds each request's key; the caller that waits for it is in another process.
+        # Each request's key is in one of these; its caller waits in another process.
         self._waiting: dict[int, GenerationRequest] = {}
         self._running: set[int] = set()
         self._outcomes: dict[int, Completion | str] = {}
@@ -95,12 +92,11 @@ class Engine:
         with self._changed:
             self._changed.wait_for(lambda: self._outcomes or self._failure, wait_s)
             self._check()
-            began_s = self._step_began_s
-            if (
-                began_s is not None
-                and time.monotonic() - began_s > self._settings.fleet.engine_timeout_s
-            ):
-                raise RunError(f"it has been in one step for {time.monotonic() - began_s:.0f} s")
+            began_s = self._step_began_s  # the loop may change it at any time
+            if began_s is not None:
+                step_s = time.monotonic() - began_s
+                if step_s > self._settings.fleet.engine_timeout_s:
+                    raise RunError(f"it has been in one step for {step_s:.0f} s")
             outcomes = self._outcomes
             self._outcomes = {}
         return outcomes
@@ -112,15 +108,14 @@ class Engine:
         self._between_steps(lambda core: core.call_workers(WeightReceiver.open_channel, info))
 
     def stage_weights(self, version: int) -> None:
-        """Receive what has changed of the weights while steps go on;
-
-        `receive_weights` puts it in place.
-        """
+        """Receive what changed in the weights while steps go on; `receive_weights` applies it."""
         self._between_steps(lambda core: core.call_workers(WeightReceiver.start_staging, version))
-        while not all(
-            self._between_steps(lambda core: core.call_workers(WeightReceiver.has_staged))
-        ):
-            time.sleep(SECONDS_BETWEEN_LOOKS)
+        has_all = False
+        while not has_all:
+            staged = self._between_steps(lambda core: core.call_workers(WeightReceiver.has_staged))
+            has_all = all(staged)
+            if not has_all:
+                time.sleep(SECONDS_BETWEEN_LOOKS)
 
     def begin_update(self, drain: bool) -> None:
         """Stop between two steps and get ready for weights; requests that come meanwhile wait.
@@ -138,23 +133,18 @@ class Engine:
             self._changed.wait_for(lambda: self._failure or not (drain and self._running))
 
         def prepare(core: VLLMCore) -> None:
-            # A step that is on its way while weights change would make tokens of neither version.
-            self._ended(core.settle())
+            # A step that vLLM runs ahead while weights change would make tokens of neither version.
+            self._store_outcomes(core.settle())
             core.call_workers(WeightReceiver.start_update)
 
         self._between_steps(prepare)
 
     def receive_weights(self) -> None:
-        """Take one set of weights from the channel, or what was staged of it; returns when it is
-        complete.
-        """
+        """Take one version of the weights from the channel, or from what was staged."""
         self._between_steps(lambda core: core.call_workers(WeightReceiver.receive_weights))
 
     def finish_update(self, version: int) -> None:
-        """Go on with the weights received.
-
-        Running requests are recomputed from their prompt and tokens so far.
-        """
+        """Go on with the new weights; running requests are recomputed from their tokens so far."""
 
         def go_on(core: VLLMCore) -> None:
             core.call_workers(WeightReceiver.finish_update)
@@ -213,7 +203,7 @@ class Engine:
                     self._step_began_s = time.monotonic()
                     finished = core.step()
                     self._step_began_s = None
-                    self._ended(finished)
+                    self._store_outcomes(finished)
                 else:
                     with self._changed:
                         self._changed.wait_for(
@@ -221,7 +211,7 @@ class Engine:
                         )
             failure = RunError("the engine was shut down")
         except BaseException as error:
-            failure = _failure_of(error)
+            failure = _make_failure(error)
         self._fail(failure)
         core.close()
 
@@ -232,10 +222,10 @@ class Engine:
             try:
                 future.set_result(function(core))
             except Exception as error:
-                # The caller's to judge: a peer may be gone, and the update tried again.
+                # The caller decides: a peer may be gone, and another try of the update succeed.
                 future.set_exception(error)
             except BaseException as error:
-                future.set_exception(_failure_of(error))
+                future.set_exception(_make_failure(error))
                 raise
 
     def _can_admit(self) -> bool:
@@ -256,17 +246,15 @@ class Engine:
             try:
                 core.add(key, request)
             except ValueError as error:
-                self._ended({key: str(error)})
+                self._store_outcomes({key: str(error)})
 
     def _abort_cancelled(self, core: VLLMCore) -> None:
         for key in [*self._cancelled]:
             core.abort(key)
-            self._ended({key: "cancelled"})
+            self._store_outcomes({key: "cancelled"})
 
-    def _ended(self, outcomes: Outcomes) -> None:
-        """Remove finished requests, and keep the outcomes of those that were not cancelled for
-        `poll`.
-        """
+    def _store_outcomes(self, outcomes: Outcomes) -> None:
+        """Remove finished requests, and store outcomes for `poll` unless they were cancelled."""
         if not outcomes:
             return
         with self._changed:
@@ -292,7 +280,7 @@ class Engine:
 EngineMethod = Callable[Concatenate[Engine, P], R]
 
 
-def _failure_of(error: BaseException) -> RunError:
+def _make_failure(error: BaseException) -> RunError:
     failure = RunError(f"the engine failed: {type(error).__name__}: {error}")
     failure.__cause__ = error
     return failure

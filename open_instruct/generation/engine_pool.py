@@ -1,8 +1,9 @@
-"""The pool of all engines: requests go to the least busy one, or to the one that holds their
-episode, and are asked again when their engine dies.
+"""The pool of all engines: it distributes requests, and restarts engines that die.
 
-The pool gives every request a key of its own, since request ids repeat after a restart of the
-learners. A completion is handed out once: answers of an engine that was given up are ignored.
+A request goes to the least busy engine, or to the one that holds its episode, and is sent again
+when its engine dies. The pool gives every request a key of its own, since request ids repeat after
+a restart of the learners. A completion is handed out once: outcomes of an engine that was given up
+are ignored.
 """
 
 import contextlib
@@ -31,26 +32,23 @@ log = logging.getLogger(__name__)
 A = TypeVar("A")
 
 POLL_WAIT_S = 1.0
-# An episode leaves the engine that holds its keys and values for one with so many times fewer
-# requests, and a few.
-BUSIER = 2
-FEW = 4
-# Completions in the window of an engine's pace; none is reported of fewer than a quarter.
-PACE_OF = 64
+# An episode leaves the engine that holds its keys and values if that has more requests than
+# MAX_RATIO times those of another, and MAX_EXCESS.
+MAX_RATIO = 2
+MAX_EXCESS = 4
+# Completions from which an engine's pace is computed; it has none with fewer than a quarter.
+PACE_WINDOW = 64
 END_TIMEOUT_S = 10.0
 
 
 @dataclass(slots=True)
 class InFlight:
-    """A request in flight, with the one future of its completion.
-
-    The engine's process knows its key only.
-    """
+    """A request in flight, and the future of its completion; its engine knows only the key."""
 
     request: GenerationRequest
     home: Home
     future: Future[Completion] = field(default_factory=Future)
-    asked_s: float = 0.0  # when its engine was asked last
+    sent_s: float = 0.0  # when it was last sent to an engine
 
 
 @dataclass(slots=True)
@@ -58,22 +56,23 @@ class _Member:
     """An engine with the requests that are with it. Guarded by the pool's lock."""
 
     handle: RayEngine
-    asked: dict[int, InFlight] = field(default_factory=dict)
+    requests: dict[int, InFlight] = field(default_factory=dict)
     is_alive: bool = True
-    token_s: deque[float] = field(default_factory=lambda: deque(maxlen=PACE_OF))
+    token_s: deque[float] = field(default_factory=lambda: deque(maxlen=PACE_WINDOW))
 
 
 class EnginePool:
-    """Engines that are asked together. Thread-safe; usable once constructed, and until `close`.
+    """All engines of a run. Thread-safe; usable once constructed, and until `close`.
+
+    It does not know weights: `on_restart` brings them to a new engine.
 
     Args:
         engines: by index, each constructed.
         make_engine: builds the engine of an index anew; blocks until it is constructed.
-        on_restart: brings a new engine to the weights of the others; it gets no request before
+        on_restart: brings a new engine to the weights of the others; the engine gets requests after
             that.
         on_failure: called with the reason once the pool has given up and starts no engine again.
-        fleet: says how long an engine may take to answer, and how many restarts there may be in
-            all.
+        fleet: has the time-out of an engine's answers, and the most restarts of all engines.
         say: called with a line about each engine that died.
     """
 
@@ -96,7 +95,7 @@ class EnginePool:
         self._lock = threading.RLock()
         self._keys = itertools.count()
         self._members = [_Member(handle) for handle in engines]
-        self._homeless: dict[int, InFlight] = {}  # asked while no engine lived
+        self._unsent: dict[int, InFlight] = {}  # submitted while no engine lives
         self._num_restarts = 0
         self._failure: RunError | None = None
         self._is_closed = False
@@ -112,21 +111,20 @@ class EnginePool:
     # Completions
 
     def submit(self, request: GenerationRequest, home: Home | None = None) -> Future[Completion]:
-        """Submit a request. Cancelling its future gives it up; the future fails with nothing but a
-        RunError.
+        """Submit a request; returns the future of its completion, which fails with RunError only.
 
-        Requests with one `home`, the turns of an episode, go to one engine, unless that is much
-        busier than another.
+        Cancelling the future gives the request up. Requests with one `home`, the turns of an
+        episode, go to one engine, unless that is much busier than another.
         """
-        asked = InFlight(request, home or Home())
+        in_flight = InFlight(request, home or Home())
         with self._lock:
             key = next(self._keys)
             if self._failure is not None:
-                asked.future.set_exception(self._failure)
+                in_flight.future.set_exception(self._failure)
             else:
-                self._send({key: asked})
-        asked.future.add_done_callback(partial(self._forget_cancelled, key))
-        return asked.future
+                self._send({key: in_flight})
+        in_flight.future.add_done_callback(partial(self._forget_cancelled, key))
+        return in_flight.future
 
     # All engines at once
 
@@ -144,28 +142,28 @@ class EnginePool:
         self, timeout_s: float, method: EngineMethod[P, R], *args: P.args, **kwargs: P.kwargs
     ) -> list[Future[R]]:
         """Have every engine begin a method, with the same arguments."""
-
-        asking = [
+        calls = [
             partial(member.handle.ask, timeout_s, method, *args, **kwargs)
             for member in self._members
         ]
-        return [self._callers.submit(each) for each in asking]
+        return [self._callers.submit(call) for call in calls]
 
     def start_each(
         self, timeout_s: float, method: Callable[[Engine, A], R], arguments: Sequence[A]
     ) -> list[Future[R]]:
         """Have every engine begin a method, each with its own argument."""
-        each = zip(self._members, arguments, strict=True)
         return [
-            self._callers.submit(member.handle.ask, timeout_s, method, own) for member, own in each
+            self._callers.submit(member.handle.ask, timeout_s, method, argument)
+            for member, argument in zip(self._members, arguments, strict=True)
         ]
 
     @staticmethod
     def results(calls: Sequence[Future[R]]) -> list[R]:
         """The return values of all engines; raises as `call_all` does, once all have ended."""
-        errors = [error for call in calls if (error := call.exception()) is not None]
-        if errors:
-            raise errors[0]
+        errors = [call.exception() for call in calls]
+        for error in errors:
+            if error is not None:
+                raise error
         return [call.result() for call in calls]
 
     def pids(self) -> list[int]:
@@ -173,31 +171,28 @@ class EnginePool:
         calls = self.start_all(self._timeout_s, Engine.pid)
         return [call.result() for call in calls if call.exception() is None]
 
-    def silent(self) -> set[int]:
-        """The engines that do not answer, because they died or failed."""
-        return {
-            index
-            for index, call in enumerate(self.start_all(self._timeout_s, Engine.pid))
-            if call.exception()
-        }
+    def find_silent(self) -> set[int]:
+        """Find the engines that do not answer, because they died or failed."""
+        calls = self.start_all(self._timeout_s, Engine.pid)
+        return {index for index, call in enumerate(calls) if call.exception()}
 
     def paces(self) -> list[float | None]:
         """Each engine's median seconds of decoding per token; all have as many requests at once."""
         with self._lock:
             latest = [list(member.token_s) for member in self._members]
-        return [median(each) if len(each) >= PACE_OF // 4 else None for each in latest]
+        return [median(each) if len(each) >= PACE_WINDOW // 4 else None for each in latest]
 
     def fail_waiting(self, failure: RunError) -> None:
-        """Fail all completions that are waited for now; those asked for later come as ever."""
+        """Fail all requests in flight; later ones are answered as ever."""
         with self._lock:
-            left = list(self._homeless.values())
-            self._homeless = {}
+            open_requests = list(self._unsent.values())
+            self._unsent = {}
             for member in self._members:
                 if member.is_alive:
-                    member.handle.tell(Engine.cancel, list(member.asked))
-                left += member.asked.values()
-                member.asked = {}
-        for each in left:
+                    member.handle.tell(Engine.cancel, list(member.requests))
+                open_requests += member.requests.values()
+                member.requests = {}
+        for each in open_requests:
             set_outcome(each.future, failure)
 
     def close(self) -> None:
@@ -207,26 +202,31 @@ class EnginePool:
             self._fail(RunError("the engines were shut down"))
         with ThreadPoolExecutor(len(self._members), thread_name_prefix="ends") as enders:
             for member in self._members:
-                enders.submit(_end, member.handle)
+                enders.submit(_shut_down, member.handle)
         self._callers.shutdown(wait=False, cancel_futures=True)
 
     # With the lock held
 
-    def _send(self, asked: Mapping[int, InFlight]) -> None:
-        for key, each in asked.items():
-            num_asked = {
-                at: len(member.asked) for at, member in enumerate(self._members) if member.is_alive
+    def _send(self, requests: Mapping[int, InFlight]) -> None:
+        for key, each in requests.items():
+            num_requests = {
+                index: len(member.requests)
+                for index, member in enumerate(self._members)
+                if member.is_alive
             }
-            if not num_asked:
-                self._homeless[key] = each
+            if not num_requests:
+                self._unsent[key] = each
                 continue
-            idlest = min(num_asked, key=num_asked.__getitem__)
+            idlest = min(num_requests, key=num_requests.__getitem__)
             at = each.home.engine
-            if at is None or num_asked.get(at, math.inf) > BUSIER * num_asked[idlest] + FEW:
+            if (
+                at is None
+                or num_requests.get(at, math.inf) > MAX_RATIO * num_requests[idlest] + MAX_EXCESS
+            ):
                 at = each.home.engine = idlest
             member = self._members[at]
-            each.asked_s = time.monotonic()
-            member.asked[key] = each
+            each.sent_s = time.monotonic()
+            member.requests[key] = each
             member.handle.tell(Engine.begin, {key: each.request})
 
     def _fail(self, failure: RunError) -> None:
@@ -237,61 +237,57 @@ class EnginePool:
         if not future.cancelled():
             return
         with self._lock:
-            self._homeless.pop(key, None)
+            self._unsent.pop(key, None)
             for member in self._members:
-                if member.asked.pop(key, None) is not None and member.is_alive:
+                if member.requests.pop(key, None) is not None and member.is_alive:
                     member.handle.tell(Engine.cancel, [key])
 
     # A thread of each engine's
 
     def _watch(self, index: int) -> None:
-        is_there = True
-        while is_there and not self._is_closed:
+        has_engine = True
+        while has_engine and not self._is_closed:
             member = self._members[index]
             try:
-                self._take(
-                    member,
-                    member.handle.ask(POLL_WAIT_S + self._timeout_s, Engine.poll, POLL_WAIT_S),
+                outcomes = member.handle.ask(
+                    POLL_WAIT_S + self._timeout_s, Engine.poll, POLL_WAIT_S
                 )
+                self._deliver(member, outcomes)
             except Exception as error:
-                is_there = self._restarted(
-                    index, _failure(error, f"engine {index} could not be asked")
-                )
+                failure = _as_run_error(error, f"engine {index} could not be asked")
+                has_engine = self._restart(index, failure)
 
-    def _take(self, member: _Member, outcomes: Outcomes) -> None:
+    def _deliver(self, member: _Member, outcomes: Outcomes) -> None:
         with self._lock:
-            taken = [
-                (member.asked.pop(key), outcome)
+            finished = [
+                (member.requests.pop(key), outcome)
                 for key, outcome in outcomes.items()
-                if key in member.asked
+                if key in member.requests
             ]
-            for each, outcome in taken:
+            for each, outcome in finished:
                 if isinstance(outcome, Completion):
-                    member.token_s.append(
-                        (time.monotonic() - each.asked_s) / max(1, len(outcome.token_ids))
-                    )
+                    elapsed_s = time.monotonic() - each.sent_s
+                    member.token_s.append(elapsed_s / max(1, len(outcome.token_ids)))
         # Outside the lock, since a callback of a future may submit again.
-        for each, outcome in taken:
+        for each, outcome in finished:
             if isinstance(outcome, str):
-                set_outcome(
-                    each.future,
-                    RunError(f"request {each.request.request_id} cannot be generated: {outcome}"),
-                )
+                reason = f"request {each.request.request_id} cannot be generated: {outcome}"
+                set_outcome(each.future, RunError(reason))
             else:
                 set_outcome(each.future, outcome)
 
-    def _restarted(self, index: int, error: RunError) -> bool:
-        """Start the engine anew, and ask its requests again.
+    def _restart(self, index: int, error: RunError) -> bool:
+        """Start an engine again, and send its requests again.
 
-        Returns whether there is an engine to go on with.
+        Returns False once the pool is closed, or has given up.
         """
         with self._lock:
             if self._is_closed:
                 return False
             member = self._members[index]
             member.is_alive = False
-            left = member.asked
-            member.asked = {}
+            open_requests = member.requests
+            member.requests = {}
             self._num_restarts += 1
             is_last = self._num_restarts > self._max_restarts
         member.handle.kill()
@@ -301,7 +297,7 @@ class EnginePool:
                 "same command again to go on from the last checkpoint"
             )
             with self._lock:
-                self._homeless |= left
+                self._unsent |= open_requests
                 self._fail(failure)
             self._on_failure(failure)  # outside the lock, since the callback may hold another lock
             return False
@@ -309,33 +305,29 @@ class EnginePool:
             f"{error}; starting it again ({self._num_restarts} of {self._max_restarts} restarts)"
         )
         with self._lock:
-            self._send(left)  # the others have room meanwhile
+            self._send(open_requests)  # to the others, meanwhile
         try:
             handle = self._make_engine(index)
             with self._lock:
-                # Not alive yet: it holds the start model until it was brought the weights of the
-                # others.
+                # Not alive yet: until `on_restart` has returned it holds the start model.
                 self._members[index] = member = _Member(handle, is_alive=False)
                 if self._is_closed:
                     handle.kill()
                     return False
             self._on_restart(index)
-        except Exception as again:
-            return self._restarted(
-                index, _failure(again, f"engine {index} could not be started again")
-            )
+        except Exception as next_error:
+            failure = _as_run_error(next_error, f"engine {index} could not be started again")
+            return self._restart(index, failure)
         with self._lock:
             member.is_alive = True
-            waiting = self._homeless
-            self._homeless = {}
-            self._send(waiting)
+            unsent = self._unsent
+            self._unsent = {}
+            self._send(unsent)
         return True
 
 
 def set_outcome(future: Future[Any], outcome: Any) -> None:
-    """Set a result, or an exception where `outcome` is one; nothing where the future was
-    cancelled.
-    """
+    """Set a result, or an exception if `outcome` is one; does nothing to a cancelled future."""
     if not future.set_running_or_notify_cancel():
         return
     if isinstance(outcome, BaseException):
@@ -344,19 +336,15 @@ def set_outcome(future: Future[Any], outcome: Any) -> None:
         future.set_result(outcome)
 
 
-def _end(handle: RayEngine) -> None:
-    """Kill an engine after it has ended vLLM's workers and removed their shared memory, which would
-    outlive it.
-    """
+def _shut_down(handle: RayEngine) -> None:
+    """Have an engine end vLLM's workers and their shared memory, which outlive it; then kill it."""
     with contextlib.suppress(RunError):
         handle.ask(END_TIMEOUT_S, Engine.shutdown)
     handle.kill()
 
 
-def _failure(error: Exception, what_failed: str) -> RunError:
-    """The error itself; a RunError in place of an unexpected one, whose traceback goes to the
-    log.
-    """
+def _as_run_error(error: Exception, what_failed: str) -> RunError:
+    """The error itself, or a RunError for an unexpected one, whose traceback goes to the log."""
     if isinstance(error, RunError):
         return error
     log.exception(what_failed)

@@ -1,5 +1,4 @@
-"""Whether engines and learners agree on the log-probs of sampled tokens, at the start and after
-weight syncs.
+"""Do engines and learners agree on the log-probs of sampled tokens, and still after every sync?
 
 Where all tokens of a step were sampled with the learners' weights, the step itself has measured it.
 Where engines are ahead (--async_steps), a probe does, after the first sync and every `PROBE_EVERY`
@@ -33,7 +32,7 @@ PROBE_METRICS = ("logprob_diff/probe_mean", "logprob_diff/probe_max")
 
 
 class AgreementWatch:
-    """Looks at the differences of a run, step after step."""
+    """Compares the log-probs of engines and learners, step after step; it ends or warns a run."""
 
     def __init__(self, config: GRPOConfig) -> None:
         self._config = config
@@ -56,8 +55,9 @@ class AgreementWatch:
         return not is_on_policy and (not self._has_compared_sync or step % PROBE_EVERY == 0)
 
     def check(self, step: int, metrics: Mapping[str, float]) -> str | None:
-        """Compare what a step and its probe have measured; returns a warning, once in a run, if the
-        difference grows.
+        """Compare what a step and its probe have measured.
+
+        Returns a warning if the difference grows, once in a run.
 
         Args:
             step: 1-based.
@@ -79,10 +79,11 @@ class AgreementWatch:
     def _compare(
         self, metrics: Mapping[str, float], names: tuple[str, str], *, version: int
     ) -> str | None:
-        mean, largest = (metrics[name] for name in names)
+        mean = metrics[names[0]]
+        largest = metrics[names[1]]
         agrees = largest <= MAX_DIFFERENCE[self._dtype] or mean <= MAX_MEAN_DIFFERENCE[self._dtype]
         if not agrees:  # NaN does not either
-            raise RunError(_disagreement(mean, largest, version=version))
+            raise RunError(_describe_disagreement(mean, largest, version=version))
         if self._first_mean is None:
             self._first_mean = mean
         self._has_compared_sync |= version > 0
@@ -143,7 +144,7 @@ def plan_probe(
     )
 
 
-def _disagreement(mean: float, largest: float, *, version: int) -> str:
+def _describe_disagreement(mean: float, largest: float, *, version: int) -> str:
     found = f"by {mean:.2g} on average and {largest:.2g} at most"
     if version == 0:
         return (

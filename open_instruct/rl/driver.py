@@ -1,6 +1,6 @@
-"""The walk of a GRPO run: rollouts, one optimisation step, weights to the engines, and again.
+"""The loop of a GRPO run: rollouts, one optimisation step, weights to the engines, and again.
 
-If a learner dies, the walk goes back to the last checkpoint; the pool restarts engines that die.
+If a learner dies, the loop goes back to the last checkpoint; the pool restarts engines that die.
 """
 
 import time
@@ -30,13 +30,12 @@ from open_instruct.run.cadence import cadence_of, noting_signals, stopped_by
 from open_instruct.run.metrics_log import MetricsLog
 from open_instruct.training.best_step_watch import BestStepWatch
 
-# The one hook of OLMo-core's callbacks that a GRPO run calls: its learners are processes of their
-# own.
-CALLED = "log_metrics"
+# The only hook of OLMo-core's callbacks that a driver calls: its learners are other processes.
+CALLED_HOOK = "log_metrics"
 
 
 class Driver:
-    """Owns the loop.
+    """Owns the loop of a run, and nothing that is learned.
 
     The learners own weights and optimizer; the conductor owns the prompts and their order.
     """
@@ -52,7 +51,7 @@ class Driver:
         self.signal_watch = SignalWatch(config)
         self.metrics = MetricsLog(run.directory.metrics, run.trackers, run.console.warn)
         self.traces = Traces(
-            run.directory.path, asked=config.run.save_traces, warn=run.console.warn
+            run.directory.path, save_traces=config.run.save_traces, warn=run.console.warn
         )
         self.view = FleetView(
             run.console, num_steps=config.num_steps, queues=lambda: self.conductor.stats()
@@ -79,14 +78,14 @@ class Driver:
                 try:
                     if lost is not None:
                         self._restart_learners(lost)
-                    return self._walk()
+                    return self._run_to_end()
                 except LearnerLost as another:
                     lost = another
                 finally:
                     self.conductor.close()
 
-    def _walk(self) -> int:
-        """Walk from the newest checkpoint to the end."""
+    def _run_to_end(self) -> int:
+        """Take all steps from the newest checkpoint to the end; returns the exit code."""
         self._resume()
         if self.step == 0 and self.config.evaluation.eval_on_step_0:
             self._evaluate()
@@ -104,8 +103,8 @@ class Driver:
         step = self.step + 1
         with self.view.phase("waiting for rollouts"):
             batch = self.conductor.next_batch(step, check=self._check_learners)
-        asked = (*batch.groups, *batch.rejected)
-        refuse_failed_verdicts(asked)
+        groups = (*batch.groups, *batch.rejected)
+        refuse_failed_verdicts(groups)
         rollouts, work = plan_rank_work(
             batch,
             step=step,
@@ -113,12 +112,12 @@ class Driver:
             conversations=self.run.conversations,
             num_ranks=self.run.layout.data_parallel_world_size,
         )
-        for warning in self.signal_watch.after_step(asked, num_samples=len(rollouts.samples)):
+        for warning in self.signal_watch.after_step(groups, num_samples=len(rollouts.samples)):
             self.console.warn(warning)
         self.traces.add(step, batch, rollouts)
         row = {"step": step, "time/generate": time.monotonic() - began_s}
         row |= self._learn_and_publish(work) | rollouts.metrics
-        self._check_agreement(row, asked)
+        self._check_agreement(row, groups)
         if self.cadence.evaluates_after(step):
             row |= self._evaluate()
         if self.cadence.compares_speed_after(step) and not self.fleet.engines_share_cores:
@@ -128,20 +127,24 @@ class Driver:
         row["tokens_per_second/learners"] = work[0].num_tokens_global / max(row["time/train"], 1e-9)
         row["tokens_per_second/engines"] = row["num_generated_tokens"] / max(row["time/step"], 1e-9)
         self.metrics.write(row)
-        self.view.finished(row, asked[step % len(asked)])
+        self.view.show_step(row, groups[step % len(groups)])
         is_saved = self.cadence.saves_after(step)
         is_best = self.best is not None and self.best.improves(step, row, is_saved=is_saved)
         if is_saved or is_best:
             self._save(waits=self.cadence.is_last(step))
 
     def _learn_and_publish(self, work: Sequence[RankStep]) -> dict[str, float]:
-        """Take the step on `work`, by data-parallel rank, and bring its weights to the engines;
-        returns its metrics.
+        """Take a step and bring its weights to the engines; returns its metrics.
+
+        Args:
+            work: of each data-parallel rank.
         """
         began_s = time.monotonic()
         with self.fleet.publisher.learners_at_work():
             with self.view.phase("training"):
-                call = self.fleet.learners.start_each(LearnerProcess.step, self._by_rank(work))
+                call = self.fleet.learners.start_each(
+                    LearnerProcess.step, self._assign_to_learners(work)
+                )
                 learned = call.result(self.config.fleet.step_timeout_s)[0]
             train_time_s = time.monotonic() - began_s
             self.step += 1
@@ -155,41 +158,34 @@ class Driver:
             "time/sync": sync_time_s,
         }
 
-    def _by_rank(self, work: Sequence[RankStep]) -> list[RankStep]:
-        """The work of every learner; those of one data-parallel rank share theirs."""
+    def _assign_to_learners(self, work: Sequence[RankStep]) -> list[RankStep]:
+        """The work of every learner; those of one data-parallel rank do the same."""
         layout = self.run.layout
         return [work[rank // layout.model_parallel_degree] for rank in range(layout.world_size)]
 
-    def _check_agreement(self, row: dict[str, float], asked: Sequence[RolloutGroup]) -> None:
-        """Hold the engines' log-probs against the learners'; a probe of a sync adds what it
-        measured to `row`.
-        """
-        if self.agreement.needs_probe(self.step, row) and asked:
-            row |= self._probe_sync(asked[0].prompt.token_ids)
-        if (warning := self.agreement.check(self.step, row)) is not None:
+    def _check_agreement(self, row: dict[str, float], groups: Sequence[RolloutGroup]) -> None:
+        """Compare the log-probs of engines and learners; a probe adds its metrics to `row`."""
+        if self.agreement.needs_probe(self.step, row) and groups:
+            row |= self._probe_sync(groups[0].prompt.token_ids)
+        warning = self.agreement.check(self.step, row)
+        if warning is not None:
             self.console.warn(warning)
 
     def _probe_sync(self, prompt_token_ids: tuple[int, ...]) -> dict[str, float]:
-        """How far apart engines and learners are on a few tokens that were sampled after the last
-        sync.
-        """
+        """Measure how far apart engines and learners are on tokens sampled after the last sync."""
         request = build_probe(prompt_token_ids, step=self.step, config=self.config)
         with self.view.phase("comparing log-probs"):
             answer = self.fleet.engines.submit(request)
-            work = plan_probe(
-                request,
-                answer,
-                config=self.config,
-                num_ranks=self.run.layout.data_parallel_world_size,
-            )
+            num_ranks = self.run.layout.data_parallel_world_size
+            work = plan_probe(request, answer, config=self.config, num_ranks=num_ranks)
             with self.fleet.publisher.learners_at_work():
                 call = self.fleet.learners.start_each(
-                    LearnerProcess.compare_with_engine, self._by_rank(work)
+                    LearnerProcess.compare_with_engine, self._assign_to_learners(work)
                 )
                 return call.result(self.config.fleet.step_timeout_s)[0]
 
     def _evaluate(self) -> dict[str, float]:
-        """Answer the held-out prompts with the weights that the engines have."""
+        """Evaluate the weights that the engines have on the held-out prompts; returns metrics."""
         assert self.run.held_out is not None
         with self.view.phase("evaluating"):
             metrics, samples = evaluate(
@@ -210,7 +206,7 @@ class Driver:
             state[CONVERSATIONS] = self.run.conversations.fingerprint
         with self.view.phase("saving"):
             best_step = self.best.step if self.best else None
-            self._learners(LearnerProcess.save_state, state, waits=waits, best_step=best_step)
+            self._call_learners(LearnerProcess.save_state, state, waits=waits, best_step=best_step)
 
     def _export(self) -> None:
         best = None
@@ -219,7 +215,7 @@ class Driver:
             if best is None:
                 self.console.warn(self.best.nothing_found)
         with self.view.phase("exporting"):
-            self._learners(LearnerProcess.save_model, best)
+            self._call_learners(LearnerProcess.save_model, best)
         self.metrics.close()
         of_step = f" of {best}," if best else ""
         for name, folder in self.run.directory.exports.items():
@@ -227,9 +223,9 @@ class Driver:
                 self.console.say(f"the {name}{of_step} is in {folder}", style="green")
 
     def _resume(self) -> None:
-        """Load the newest checkpoint, or stand at the start."""
+        """Load the newest checkpoint if there is one, and bring its weights to the engines."""
         with self.view.phase("loading the checkpoint"):
-            state, warnings = self._learners(LearnerProcess.resume)[0]
+            state, warnings = self._call_learners(LearnerProcess.resume)[0]
         for warning in warnings:
             self.console.warn(warning)
         self.conductor = self.fleet.new_conductor()
@@ -241,12 +237,13 @@ class Driver:
         else:
             self.step = self.num_tokens = 0
         self.metrics.keep_until(self.step)
-        if (metric := self.config.run.keep_best) is not None:
+        metric = self.config.run.keep_best
+        if metric is not None:
             self.best = BestStepWatch(metric, self.run.directory, until=self.step)
         self.view.rewards = [row["reward"] for row in self.metrics.rows()]
         lora = self.config.lora
-        begins_as_the_engines = lora.adapter_name_or_path is None and not lora.use_qlora
-        if self.step != self.fleet.publisher.version or not begins_as_the_engines:
+        engines_have_start = lora.adapter_name_or_path is None and not lora.use_qlora
+        if self.step != self.fleet.publisher.version or not engines_have_start:
             with self.view.phase("sending weights"):
                 self.fleet.publisher.publish(self.step)
         self.conductor.weights_published(self.step)
@@ -282,45 +279,48 @@ class Driver:
         with self.fleet.publisher.learners_at_work():
             self.fleet.learners.check(self.config.fleet.step_timeout_s)
 
-    def _learners(self, method: LearnerMethod[P, R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
+    def _call_learners(
+        self, method: LearnerMethod[P, R], *args: P.args, **kwargs: P.kwargs
+    ) -> list[R]:
         with self.fleet.publisher.learners_at_work():
             call = self.fleet.learners.start(method, *args, **kwargs)
             return call.result(self.config.fleet.step_timeout_s)
 
 
 class Listener:
-    """A tracker that hands the metrics of every step to a callback, in this process.
+    """A tracker that hands the metrics of every step to one of OLMo-core's callbacks.
+
+    Args:
+        name: the name of the callback, for messages.
 
     Raises:
-        InputError: the callback, which was given under that name, has hooks that nothing would
-            call.
+        InputError: the callback has hooks that nothing would call.
     """
 
     def __init__(self, name: str, callback: Callback) -> None:
         hooks = {
             hook
-            for hook, usual in vars(Callback).items()
-            if callable(usual) and not hook.startswith("_")
+            for hook, default in vars(Callback).items()
+            if callable(default) and not hook.startswith("_")
         }
-        own = [
+        uncalled = [
             hook
-            for hook in hooks - {CALLED}
+            for hook in hooks - {CALLED_HOOK}
             if getattr(type(callback), hook) is not getattr(Callback, hook)
         ]
-        if own:
+        if uncalled:
             raise InputError(
-                f"callbacks: {name} has {', '.join(sorted(own))}, which nothing would call: the "
-                f"learners of a GRPO run are processes of their own; here {CALLED} alone is "
-                "called, after every step",
+                f"callbacks: {name} has {', '.join(sorted(uncalled))}, which nothing would call: "
+                "the learners of a GRPO run are processes of their own; here "
+                f"{CALLED_HOOK} alone is called, after every step",
                 kind="own_code",
                 flag="callbacks",
             )
         self._callback = callback
 
     def log(self, row: dict[str, Any], step: int) -> None:
-        self._callback.log_metrics(
-            step, {name: value for name, value in row.items() if name != "step"}
-        )
+        metrics = {name: value for name, value in row.items() if name != "step"}
+        self._callback.log_metrics(step, metrics)
 
     def finish(self) -> None:
-        """A listener has nothing to finish."""
+        """Do nothing; other trackers have a file or a connection to close."""

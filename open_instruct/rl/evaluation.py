@@ -1,4 +1,4 @@
-"""Held-out prompts, answered with the weights that the engines have."""
+"""An evaluation: engines answer the held-out prompts with the weights that they have."""
 
 import math
 from collections.abc import Iterable
@@ -27,30 +27,28 @@ NUM_SHOWN = 3
 def evaluate(
     prompts: Iterable[Prompt], episodes: Episodes, *, config: GRPOConfig
 ) -> tuple[dict[str, float], list[dict[str, Any]]]:
-    """Ask every prompt `config.evaluation.num_samples` times and judge the answers; closes
-    `episodes`.
+    """Sample every prompt `config.evaluation.num_samples` times and judge; closes `episodes`.
 
     The seed of a request depends on the run's seed, the prompt and the sample alone, so what
     changes from one evaluation to the next is the policy.
 
     Returns:
         `eval/reward`, `eval/pass_at_K`, `eval/verifier/NAME`, `eval/truncated_fraction`,
-        `eval/sequence_length/mean` and their like; and the first few prompts with an answer each:
-        the same ones every time.
+        `eval/sequence_length/mean` and so on; and the first few prompts with an answer each, the
+        same prompts every time.
 
     Raises:
         RunError: a completion could not be generated or judged, or `step_timeout_s` went by.
     """
-    groups = _answered(prompts, episodes, config=config)
+    groups = _collect_groups(prompts, episodes, config=config)
     num_samples = config.evaluation.num_samples
     metrics = verdict_metrics(groups) | length_metrics(groups) | episode_metrics(groups)
     for k in sorted({1, *config.evaluation.eval_pass_at_k}):
         metrics[f"pass_at_{k}"] = mean(
             [pass_at_k(num_samples, num_right(group), k) for group in groups]
         )
-    return {f"eval/{name}": value for name, value in metrics.items()}, [
-        _shown(group) for group in groups[:NUM_SHOWN]
-    ]
+    samples = [_describe_group(group) for group in groups[:NUM_SHOWN]]
+    return {f"eval/{name}": value for name, value in metrics.items()}, samples
 
 
 def pass_at_k(num_samples: int, num_right: int, k: int) -> float:
@@ -65,7 +63,7 @@ def pass_at_k(num_samples: int, num_right: int, k: int) -> float:
     return 1.0 - math.comb(num_samples - num_right, k) / math.comb(num_samples, k)
 
 
-def _answered(
+def _collect_groups(
     prompts: Iterable[Prompt], episodes: Episodes, *, config: GRPOConfig
 ) -> list[RolloutGroup]:
     num_samples = config.evaluation.num_samples
@@ -77,13 +75,13 @@ def _answered(
     )
     timeout_s = config.fleet.step_timeout_s
     with closing(episodes):
-        asked: list[PendingGroup] = []
+        groups: list[PendingGroup] = []
         for index, prompt in enumerate(prompts):
             requests = build_requests(
                 prompt, num_samples, sampling, seed=config.optim.seed, place=("eval", index)
             )
-            asked.append(episodes.ask(index, prompt, requests))
-        answers = list(chain.from_iterable(group.answers for group in asked))
+            groups.append(episodes.ask(index, prompt, requests))
+        answers = list(chain.from_iterable(group.answers for group in groups))
         done, left = wait(answers, timeout_s, return_when=FIRST_EXCEPTION)
         for answer in done:
             answer.result()  # raises what failed
@@ -93,10 +91,10 @@ def _answered(
                 f"{counted(len(answers), 'completion')} had come back and were judged; raise it, "
                 "or give fewer held-out prompts"
             )
-        return [group.rollouts() for group in asked]
+        return [group.rollouts() for group in groups]
 
 
-def _shown(group: RolloutGroup) -> dict[str, Any]:
+def _describe_group(group: RolloutGroup) -> dict[str, Any]:
     completion = group.completions[0]
     verdict = group.verdicts[0]
     return {

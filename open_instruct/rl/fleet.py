@@ -30,12 +30,11 @@ from open_instruct.weight_sync.folder import choose_sync_folder, make_folder
 from open_instruct.weight_sync.transports import FOLDER, TRANSPORT_WORDS, choose_transport
 
 LOGS_FOLDER = "logs"
-MOST_TRIED = 64  # prompts that are looked through for reward functions to try
+MOST_TRIED = 64  # prompts in which reward functions to try are looked for
 
 
 class Fleet:
-    """A running fleet: learners, engines, verifiers, and a publisher of the learners' weights to
-    the engines.
+    """A running fleet: learners, engines, verifiers, and a publisher of weights between them.
 
     Args:
         run: whose fleet this is.
@@ -71,7 +70,7 @@ class Fleet:
         self.engines = EnginePool(
             self._first_engines(),
             make_engine=self._make_engine,
-            on_restart=self._engine_restarted,
+            on_restart=self._publish_to_new_engine,
             on_failure=self.publisher.engines_failed,
             fleet=fleet,
             say=run.console.warn,
@@ -91,7 +90,7 @@ class Fleet:
         )
 
     def new_episodes(self) -> Episodes:
-        """What asks the engines and judges their answers, until it is closed."""
+        """New episodes, which ask the engines and judge their answers until they are closed."""
         return Episodes(self.engines, self.verifiers, self.conversations)
 
     def restart_learners(self) -> None:
@@ -166,7 +165,7 @@ class Fleet:
             index, settings, placement, environment={**environment, **self._environment}
         )
 
-    def _engine_restarted(self, index: int) -> None:
+    def _publish_to_new_engine(self, index: int) -> None:
         self.publisher.engine_restarted(index)
         self.write_pids()
 
@@ -179,7 +178,8 @@ def start_fleet(learner_class: type[LearnerProcess], run: RolloutRun) -> Iterato
         InputError: the cluster, a flag or the checkpoint cannot be used.
         RunError: something did not start in time; the message names it.
     """
-    config, console = run.config, run.console
+    config = run.config
+    console = run.console
     shape = FleetShape.of(config.fleet, config.parallel)
     with ExitStack() as stack:
         verifiers = VerifierPool(
@@ -205,7 +205,9 @@ def start_fleet(learner_class: type[LearnerProcess], run: RolloutRun) -> Iterato
             folder = choose_sync_folder(config.fleet.weight_sync_folder, run.directory.path)
             stack.callback(shutil.rmtree, make_folder(folder), ignore_errors=True)
         sync, why = config.choose_sync(same_host=same_host)
-        changes = f": what has changed alone, {why}" if sync == "delta" else ""
+        changes = ""
+        if sync == "delta":
+            changes = f": what has changed alone, {why}"
         console.say(f"weights go to engines {TRANSPORT_WORDS[backend]}{changes}")
         environment = dict[str, str]()
         if config.rollout.async_steps > 0 and not placement.on_gpus and same_host:
@@ -216,7 +218,7 @@ def start_fleet(learner_class: type[LearnerProcess], run: RolloutRun) -> Iterato
             learner_class,
             placement,
             arguments={"config": config, "weight_sync_backend": backend, "weight_sync": sync},
-            environment=environment | _allocator_of_learners(placement, backend, console),
+            environment=environment | _choose_allocator(placement, backend, console),
             say=console.say,
         )
         stack.callback(learners.shutdown)
@@ -241,16 +243,14 @@ def try_functions(run: RolloutRun, verifiers: VerifierPool) -> None:
     run.console.report("rewards", verifiers.try_functions(prompts))
 
 
-def _allocator_of_learners(placement: Placement, backend: str, console: Console) -> dict[str, str]:
-    """Environment of the learners' allocator; warns of settings that engines, or learners beside
-    one, cannot take.
-    """
+def _choose_allocator(placement: Placement, backend: str, console: Console) -> dict[str, str]:
+    """The variables of the learners' allocator; says which of the user's settings do not fit."""
     hands_over_memory = backend == "ipc"
     if placement.on_gpus:
-        whose = "engines and learners" if hands_over_memory else "engines"
+        processes = "engines and learners" if hands_over_memory else "engines"
         for name in without_growing_segments(os.environ):
             console.say(
-                f"{name}: {whose} go without expandable_segments:True, memory that no other "
+                f"{name}: {processes} go without expandable_segments:True, memory that no other "
                 "process can map"
             )
     return allocator_environment(on_gpus=placement.on_gpus, hands_over_memory=hands_over_memory)

@@ -1,4 +1,4 @@
-"""One step of a learner on completions that are there, on one process, without a fleet."""
+"""One step of a learner on given completions, in one process and without a fleet."""
 
 import gc
 import tempfile
@@ -31,12 +31,13 @@ def take_lone_step(
     checkpoint: Path | None,
     process: Process,
 ) -> dict[str, float]:
-    """The metrics of `step` (1-based) on `groups`, by the learner's own walk; what it writes is
-    removed.
+    """Take `step` (1-based) on `groups` with a real learner; returns its metrics.
+
+    The files that it writes are removed.
 
     Args:
         model: the folder of the weights that the step begins with.
-        checkpoint: of a run, over these weights.
+        checkpoint: of a run; it is loaded over these weights.
 
     Raises:
         InputError: the model does not know a token of the completions, or cannot be opened.
@@ -50,18 +51,20 @@ def take_lone_step(
             console=Console(speaks=False),
         )
 
-        def opened(model: str) -> Pretrained:
+        def open_model(model: str) -> Pretrained:
             started = replace(config, model=replace(config.model, model_name_or_path=model))
             return open_pretrained(started, run.directory.hf_model)
 
-        pretrained = opened(model)
+        pretrained = open_model(model)
         check_trace_fits(groups, pretrained.hf_config.vocab_size)
         conversations = load_conversations(config, pretrained.tokenizer)
         batch = RolloutStepBatch(groups=tuple(groups))
         learned, (work,) = plan_rank_work(
             batch, step=step, config=config, conversations=conversations, num_ranks=1
         )
-        start = opened(config.model.model_name_or_path) if config.loss.beta > 0 else None
+        start: Pretrained | None = None
+        if config.loss.beta > 0:
+            start = open_model(config.model.model_name_or_path)
         learner = GRPOLearner(pretrained, reference=start, run=run, config=config)
         learner.loop.stand_before(step, checkpoint=checkpoint)
         row = learner.step(work)
@@ -73,10 +76,15 @@ def take_lone_step(
 
 
 def check_trace_fits(groups: Sequence[RolloutGroup], vocab_size: int) -> None:
-    """Raises InputError where a trace has a token that the model does not know."""
-    prompts = (group.prompt.token_ids for group in groups)
-    completions = (completion.token_ids for group in groups for completion in group.completions)
-    largest = max(chain(*prompts, *completions), default=0)
+    """Check that the model knows all tokens of a trace.
+
+    Raises:
+        InputError: it does not.
+    """
+    largest = 0
+    for group in groups:
+        completions = [completion.token_ids for completion in group.completions]
+        largest = max(largest, max(chain(group.prompt.token_ids, *completions), default=0))
     if largest >= vocab_size:
         raise InputError(
             f"the trace has token {largest}, and the model has vocab_size {vocab_size}: they do "

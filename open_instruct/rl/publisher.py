@@ -1,6 +1,4 @@
-"""The publisher sends the learners' weights to every engine under a version number, and again to
-restarted engines.
-"""
+"""The publisher brings the learners' weights to every engine, also to one that restarts."""
 
 import itertools
 import logging
@@ -25,7 +23,7 @@ log = logging.getLogger(__name__)
 
 
 class WeightPublisher:
-    """Keeps all engines at one version of the weights.
+    """Keeps all engines at one version of the weights; the version is the number of steps taken.
 
     Weights are sent while the learners do nothing else. Other calls to the learners run within
     `learners_at_work`, and the pool's threads, which report restarted engines, wait until it ends.
@@ -51,14 +49,13 @@ class WeightPublisher:
         """The version that every engine has; None while that is unknown."""
 
     def learners_at_work(self) -> AbstractContextManager[bool]:
-        """Within, no other thread asks the learners for weights."""
+        """While it is entered, no other thread asks the learners for weights."""
         return self._changed
 
     def publish(self, version: int) -> float:
-        """Bring every engine to the learners' weights, called `version` from now on; returns the
-        seconds it took.
+        """Bring every engine to the learners' weights as `version`; returns the seconds it took.
 
-        An engine that dies meanwhile is waited for, and everything is sent again.
+        If an engine dies meanwhile, this waits for its restart and sends everything again.
 
         Raises:
             LearnerLost: a learner died or did not answer.
@@ -68,13 +65,14 @@ class WeightPublisher:
         with self._changed:
             self._learners_version = version
             for attempt in itertools.count():
-                if self._has_delivered(attempt):
+                if self._try_to_deliver(attempt):
                     break
         return time.monotonic() - began_s
 
     def engine_restarted(self, index: int) -> None:
-        """Called by the pool, before a new engine gets requests; returns once it has the weights of
-        the others.
+        """Bring a new engine to the weights of the others.
+
+        The pool calls it before the engine gets requests.
 
         Raises:
             RunError: it does not take them.
@@ -100,7 +98,7 @@ class WeightPublisher:
                 if index in self._dead_new_engines:
                     raise RunError(f"engine {index} died before it had its weights")
                 try:
-                    self._has_delivered(attempt, new_engine=index)
+                    self._try_to_deliver(attempt, new_engine=index)
                 except LearnerLost as lost:
                     log.warning("engine %d waits for the learners: %s", index, lost)
                     self._learners_version = None
@@ -108,24 +106,25 @@ class WeightPublisher:
                     self.engines.fail_waiting(lost)
 
     def engines_failed(self, failure: RunError) -> None:
-        """Called by the pool once it starts no engine again: threads that wait for one raise
-        `failure`.
+        """Have threads that wait for an engine raise `failure`.
+
+        The pool calls it once it starts no engine again.
         """
         with self._changed:
             self._engines_failure = failure
             self._changed.notify_all()
 
     def learners_restarted(self) -> None:
-        """Drop the channel: new learners have no end of it, and nothing to send before the next
-        `publish`.
-        """
+        """Drop the channel: new learners have no end of it, and no weights before `publish`."""
         with self._changed:
             self._is_connected = False
-            self._learners_version = self.version = None
+            self._learners_version = None
+            self.version = None
 
-    def _has_delivered(self, attempt: int, *, new_engine: int | None = None) -> bool:
-        """Deliver; False if it failed and another attempt may succeed: all engines that died have
-        been restarted.
+    def _try_to_deliver(self, attempt: int, *, new_engine: int | None = None) -> bool:
+        """Deliver; returns False if it failed, and another attempt may succeed.
+
+        It may once all engines that died have been restarted.
 
         Raises:
             LearnerLost: a learner died or did not answer.
@@ -141,7 +140,7 @@ class WeightPublisher:
             raise
         except RunError as error:
             log.warning("weights did not reach every engine: %s", error)
-            dead = self.engines.silent()
+            dead = self.engines.find_silent()
             # The pool does not watch these yet, `engine_restarted` does.
             self._dead_new_engines |= dead & self._new_engines
             self._changed.notify_all()
@@ -166,21 +165,21 @@ class WeightPublisher:
         engines = self.engines
         version = self._learners_version
         assert version is not None, "the learners were lost"
-        # Learners write on into a folder as long as all goes well, whatever engines are new to it.
+        # A chain in a folder goes on as long as all goes well, also for engines that are new to it.
         goes_on = self.version is not None and self._channel.get("backend") == FOLDER
         self.version = None
         if not self._is_connected:
             self._connect(timeout_s, goes_on=goes_on)
         self._is_connected = False  # unless all goes well
         is_delta = self._channel["changes_alone"]
-        # Between hosts changes come while engines generate; on a GPU's own way they would compete
-        # with its steps.
+        # Through the CPU changes arrive while engines generate; from GPU to GPU they would compete
+        # with the engines' steps.
         is_staged = is_delta and self._channel["backend"] not in ON_DEVICE
         if not is_staged:
             engines.call_all(self._fleet.step_timeout_s, Engine.begin_update, self._drain)
         sending = self._learners.start(LearnerProcess.broadcast_to_vllm, version)
         if self._channel["backend"] == FOLDER:
-            sending.result(timeout_s)  # engines do not wait for what is to come into a folder
+            sending.result(timeout_s)  # engines do not wait for files, they read them
         if is_delta:
             arriving = engines.start_all(timeout_s, Engine.stage_weights, version)
         else:
@@ -215,17 +214,17 @@ class WeightPublisher:
         for call in engines:
             call.add_done_callback(partial(self._abandon_after_failure, self._channel))
         try:
-            # The learners first: when one dies that is known in seconds, and the engines would wait
-            # for it.
+            # The learners first: the death of one is known in seconds, and engines wait for it.
             learners.result(self._fleet.weight_sync_timeout_s)
         except LearnerLost:
             raise
         except RunError:
-            EnginePool.results(engines)  # an engine's own word for it, where it has one
+            EnginePool.results(engines)  # raises an engine's own reason, if it has one
             raise
         EnginePool.results(engines)
 
     def _abandon_after_failure(self, channel: dict[str, Any], call: Future[None]) -> None:
         """Abandon the channel if an engine failed, so that the learners do not wait for it."""
-        if (error := call.exception()) is not None and channel["backend"] != FOLDER:
+        error = call.exception()
+        if error is not None and channel["backend"] != FOLDER:
             abandon(channel, str(error))

@@ -1,6 +1,4 @@
-"""The groups of a step become the samples that learners train on, and the step's rollout
-metrics.
-"""
+"""A step's groups become the samples that learners train on, and the step's rollout metrics."""
 
 import math
 from collections import defaultdict
@@ -34,9 +32,7 @@ from open_instruct.training.rows.datasets import reading
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutStepBatch:
-    """The groups of one step in ticket order, and those that active sampling replaced on the
-    way.
-    """
+    """The groups of one step in ticket order, and those that active sampling replaced."""
 
     groups: tuple[RolloutGroup, ...]
     rejected: tuple[RolloutGroup, ...] = ()
@@ -65,8 +61,9 @@ def plan_rank_work(
     conversations: TokenDataset | None,
     num_ranks: int,
 ) -> tuple[StepSamples, tuple[RankStep, ...]]:
-    """The samples of `step` (1-based), and the work of each data-parallel rank, conversations
-    included.
+    """Choose the samples of `step` (1-based), and plan the work of each data-parallel rank.
+
+    The work includes the step's conversations.
     """
     learned = training_samples(batch, config=config.rollout, version=step - 1)
     work = plan_steps_of_ranks(
@@ -82,57 +79,33 @@ def plan_rank_work(
 def training_samples(
     batch: RolloutStepBatch, *, config: RolloutSection, version: int
 ) -> StepSamples:
-    """Choose what is trained on, and with which advantage; `version` is that of the weights about
-    to be trained.
+    """Choose the samples to train on, each with its advantage.
 
     A group whose advantages are all 0 is left out with `filter_zero_std_samples`, unless a critic
     makes others of them. With `mask_truncated_completions` a truncated completion is left out too,
     but its reward still counts in the mean of its group.
+
+    Args:
+        version: of the weights that the step will train.
     """
     name = config.advantage_normalization_type
-    own = own_function(name, flag="--advantages", known=ADVANTAGES)
-    advantages = advantages_of(batch.groups, name, config, own=own)
+    function = own_function(name, flag="--advantages", known=ADVANTAGES)
+    advantages = advantages_of(batch.groups, name, config, own=function)
     is_used: list[tuple[bool, ...]] = []
     samples: list[RolloutSample] = []
     for group, group_advantages in zip(batch.groups, advantages, strict=True):
         learns = any(group_advantages) or not config.filter_zero_std_samples or config.has_critic
-        used: list[bool] = []
+        are_used: list[bool] = []
         for completion, advantage in zip(group.completions, group_advantages, strict=True):
-            is_masked = config.mask_truncated_completions and completion.is_truncated
-            if completion.episode is not None and completion.episode.has_failed:
-                is_masked = is_masked or not config.learn_from_failed_episodes
-            used.append(learns and len(completion.logprobs) > 0 and not is_masked)
-            if used[-1]:
-                sample = _sample(group, completion, advantage)
+            is_trained = learns and _can_train_on(completion, config)
+            are_used.append(is_trained)
+            if is_trained:
+                sample = _make_sample(group, completion, advantage)
                 if config.answers_ce_coef and completion.episode is not None:
                     sample = add_answer_loss(sample, completion, config.answers_ce_coef)
                 samples.append(sample)
-        is_used.append(tuple(used))
-    everything = (*batch.groups, *batch.rejected)
-    # How many steps older than the learners' weights are the weights that made each token.
-    behind = [
-        version - made
-        for completion in all_completions(batch.groups)
-        for made in completion.versions
-    ]
-    metrics = {
-        **verdict_metrics(everything),
-        **length_metrics(everything),
-        **episode_metrics(everything),
-        "staleness/mean": mean(behind),
-        "staleness/max": float(max(behind, default=0)),
-        "num_rejected_groups": float(len(batch.rejected)),
-        "num_trained_completions": float(len(samples)),
-        "num_generated_tokens": float(
-            sum(len(each.logprobs) for each in all_completions(everything))
-        ),
-    }
-    if not config.has_critic:
-        metrics["zero_std_fraction"] = mean(
-            [float(not has_signal(group.rewards)) for group in everything]
-        )
-    if config.num_spare_prompts:
-        metrics["num_given_up_groups"] = float(batch.num_given_up)
+        is_used.append(tuple(are_used))
+    metrics = _rollout_metrics(batch, num_trained=len(samples), config=config, version=version)
     return StepSamples(
         samples=tuple(samples),
         advantages=tuple(advantages),
@@ -141,11 +114,49 @@ def training_samples(
     )
 
 
-def verdict_metrics(groups: Iterable[RolloutGroup]) -> dict[str, float]:
-    """`reward`, `verifier/NAME` (means over the completions it judged), and
-    `num_verifier_problems`.
+def _can_train_on(completion: Completion, config: RolloutSection) -> bool:
+    """Whether a completion has tokens to learn from, and no flag leaves it out."""
+    if config.mask_truncated_completions and completion.is_truncated:
+        return False
+    has_failed = completion.episode is not None and completion.episode.has_failed
+    if has_failed and not config.learn_from_failed_episodes:
+        return False
+    return len(completion.logprobs) > 0
 
-    With `--overlong_penalty` also the mean of that.
+
+def _rollout_metrics(
+    batch: RolloutStepBatch, *, num_trained: int, config: RolloutSection, version: int
+) -> dict[str, float]:
+    """The metrics of a step's rollouts; rejected groups count in all but staleness."""
+    groups = (*batch.groups, *batch.rejected)
+    # How many steps older than the learners' weights are the weights that made each token.
+    ages: list[int] = []
+    for completion in all_completions(batch.groups):
+        ages += [version - token_version for token_version in completion.versions]
+    num_tokens = sum(len(completion.logprobs) for completion in all_completions(groups))
+    metrics = {
+        **verdict_metrics(groups),
+        **length_metrics(groups),
+        **episode_metrics(groups),
+        "staleness/mean": mean(ages),
+        "staleness/max": float(max(ages, default=0)),
+        "num_rejected_groups": float(len(batch.rejected)),
+        "num_trained_completions": float(num_trained),
+        "num_generated_tokens": float(num_tokens),
+    }
+    if not config.has_critic:
+        are_silent = [float(not has_signal(group.rewards)) for group in groups]
+        metrics["zero_std_fraction"] = mean(are_silent)
+    if config.num_spare_prompts:
+        metrics["num_given_up_groups"] = float(batch.num_given_up)
+    return metrics
+
+
+def verdict_metrics(groups: Iterable[RolloutGroup]) -> dict[str, float]:
+    """The means `reward` and `verifier/NAME`, and `num_verifier_problems`.
+
+    A verifier's mean is over the completions that it judged. With `--overlong_penalty` the mean
+    penalty is there too.
     """
     verdicts = all_verdicts(groups)
     scores: defaultdict[str, list[float]] = defaultdict(list)
@@ -155,12 +166,14 @@ def verdict_metrics(groups: Iterable[RolloutGroup]) -> dict[str, float]:
     penalties = [
         verdict.overlong_penalty for verdict in verdicts if verdict.overlong_penalty is not None
     ]
-    return {
-        "reward": mean([verdict.reward for verdict in verdicts]),
-        **({"overlong_penalty": mean(penalties)} if penalties else {}),
-        **{f"verifier/{name}": mean(scores[name]) for name in sorted(scores)},
-        "num_verifier_problems": float(sum(len(verdict.problems) for verdict in verdicts)),
-    }
+    metrics = {"reward": mean([verdict.reward for verdict in verdicts])}
+    if penalties:
+        metrics["overlong_penalty"] = mean(penalties)
+    for name in sorted(scores):
+        metrics[f"verifier/{name}"] = mean(scores[name])
+    num_problems = sum(len(verdict.problems) for verdict in verdicts)
+    metrics["num_verifier_problems"] = float(num_problems)
+    return metrics
 
 
 def length_metrics(groups: Iterable[RolloutGroup]) -> dict[str, float]:
@@ -176,20 +189,18 @@ def length_metrics(groups: Iterable[RolloutGroup]) -> dict[str, float]:
 
 
 def episode_metrics(groups: Iterable[RolloutGroup]) -> dict[str, float]:
-    """Of episodes in environments:
+    """`episodes/turns`, the mean number of replies, and `episodes/STATUS`, the share that ended so.
 
-    `episodes/turns` (mean replies), and `episodes/STATUS`, the share that ended so.
+    Empty where no prompt has an environment.
     """
     episodes = [each.episode for each in all_completions(groups) if each.episode is not None]
     if not episodes:
         return {}
-    shares = {
-        status: mean([float(each.status == status) for each in episodes])
-        for status in get_args(EpisodeStatus)
-    }
-    return {"episodes/turns": mean([len(each.replies) for each in episodes])} | {
-        f"episodes/{status}": share for status, share in shares.items()
-    }
+    metrics = {"episodes/turns": mean([len(each.replies) for each in episodes])}
+    for status in get_args(EpisodeStatus):
+        have_ended_so = [float(each.status == status) for each in episodes]
+        metrics[f"episodes/{status}"] = mean(have_ended_so)
+    return metrics
 
 
 def all_verdicts(groups: Iterable[RolloutGroup]) -> list[Verdict]:
@@ -201,16 +212,18 @@ def all_completions(groups: Iterable[RolloutGroup]) -> list[Completion]:
 
 
 def num_right(group: RolloutGroup) -> int:
-    """The number of completions that every verifier accepted in full."""
+    """How many completions every verifier accepted in full."""
     return sum(verdict.is_right for verdict in group.verdicts)
 
 
 def mean(values: Sequence[float]) -> float:
-    """0 where there is nothing to average."""
-    return math.fsum(values) / len(values) if values else 0.0
+    """The mean; 0 where there is nothing to average."""
+    if not values:
+        return 0.0
+    return math.fsum(values) / len(values)
 
 
-def _sample(group: RolloutGroup, completion: Completion, advantage: float) -> RolloutSample:
+def _make_sample(group: RolloutGroup, completion: Completion, advantage: float) -> RolloutSample:
     prompt_ids = group.prompt.token_ids
     if completion.episode is not None:
         prompt_ids = completion.episode.prompt_token_ids or prompt_ids
@@ -229,11 +242,10 @@ def _sample(group: RolloutGroup, completion: Completion, advantage: float) -> Ro
 
 
 def add_answer_loss(sample: RolloutSample, completion: Completion, coef: float) -> RolloutSample:
-    """An episode of which what its environment wrote is learned too, by cross-entropy alone,
-    weighed by `coef`.
+    """Learn what an episode's environment wrote too, by cross-entropy alone, weighed by `coef`.
 
-    What the template writes around an answer, the end of a reply that was cut among it, is not
-    learned.
+    What the template writes around an answer is not learned, such as the end of a reply that was
+    cut.
 
     Example: replies of two tokens and of one, between them three tokens of which the environment
     wrote the second, have `weights["ce"]` (0, 0, 0, coef, 0, 0).
@@ -242,22 +254,26 @@ def add_answer_loss(sample: RolloutSample, completion: Completion, coef: float) 
     replies = sample.document.responses
     places = range(replies[0].start, replies[-1].stop)
     num_prompt = len(sample.document.token_ids) - len(completion.token_ids)
-    sampled = {place for reply in replies for place in range(reply.start, reply.stop)}
-    answered = {
-        num_prompt + place
-        for answer in completion.episode.answers
-        for place in range(answer.start, answer.stop)
-    }
-    is_reply = tuple(float(place in sampled) for place in places)
-    logprobs = iter(sample.engine_logprobs)
+    is_reply = [0.0] * len(places)
+    engine_logprobs = [0.0] * len(places)
+    num_done = 0
+    for reply in replies:
+        at = slice(reply.start - places.start, reply.stop - places.start)
+        is_reply[at] = [1.0] * len(reply)
+        engine_logprobs[at] = sample.engine_logprobs[num_done : num_done + len(reply)]
+        num_done += len(reply)
+    answer_places: set[int] = set()
+    for answer in completion.episode.answers:
+        answer_places.update(range(num_prompt + answer.start, num_prompt + answer.stop))
+    whole = Span(start=places.start, stop=places.stop)
     return replace(
         sample,
-        document=replace(sample.document, responses=(Span(start=places.start, stop=places.stop),)),
-        engine_logprobs=tuple(next(logprobs) if own else 0.0 for own in is_reply),
+        document=replace(sample.document, responses=(whole,)),
+        engine_logprobs=tuple(engine_logprobs),
         weights={
-            "rl": is_reply,
-            "kl": is_reply,
-            "ce": tuple(coef * (place in answered) for place in places),
+            "rl": tuple(is_reply),
+            "kl": tuple(is_reply),
+            "ce": tuple(coef * (place in answer_places) for place in places),
         },
     )
 
@@ -265,8 +281,7 @@ def add_answer_loss(sample: RolloutSample, completion: Completion, coef: float) 
 def load_conversations(
     config: GRPOConfig, tokenizer: PreTrainedTokenizerFast, *, console: Console | None = None
 ) -> TokenDataset | None:
-    """The rows of --sft_mixer_list, none where there is none; the `console` reports what becomes of
-    them.
+    """Load the rows of --sft_mixer_list, if there are any; the `console` reports on them.
 
     Raises:
         InputError: for a bad row, a missing file, a bad amount.
@@ -274,8 +289,8 @@ def load_conversations(
     data = config.data
     if not data.sft_mixer_list:
         return None
-    given = reading(config, tokenizer, "sft_mixer_list")
-    dataset, report = load_token_dataset(SFTBuilder, max_seq_length=data.max_seq_length, **given)
+    options = reading(config, tokenizer, "sft_mixer_list")
+    dataset, report = load_token_dataset(SFTBuilder, max_seq_length=data.max_seq_length, **options)
     if console is not None:
         console.report("conversations", report.lines())
     return dataset
@@ -284,8 +299,9 @@ def load_conversations(
 def sft_samples(
     dataset: TokenDataset | None, *, step: int, config: GRPOConfig
 ) -> list[RolloutSample]:
-    """The conversations of `step` (1-based): the next of a shuffled epoch, a function of the step
-    alone.
+    """The conversations of `step` (1-based): the next rows of a shuffled epoch.
+
+    They depend on the seed and the step alone.
     """
     if dataset is None:
         return []

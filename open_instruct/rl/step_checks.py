@@ -1,6 +1,4 @@
-"""What steps say of their run: warnings where they have no learning signal, and its end where none
-can be right.
-"""
+"""Warnings about a run whose steps have no learning signal, and its end if no verdict works."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -8,7 +6,7 @@ from itertools import chain
 
 from open_instruct.config.grpo import GRPOConfig
 from open_instruct.core.errors import RunError
-from open_instruct.core.records import RolloutGroup
+from open_instruct.core.records import RolloutGroup, Verdict
 from open_instruct.losses.advantages import has_signal
 from open_instruct.rl.samples import all_completions, all_verdicts
 
@@ -20,18 +18,24 @@ LONGER = "Raise it, or start from a model that has learned to end its answers (o
 
 
 class SignalWatch:
-    """Watches the groups of the last steps; warns once in a run if none had a signal, and once if
-    most were cut.
+    """Watches the groups of the last steps.
+
+    It warns once in a run if none had a signal, and once if most completions were cut.
     """
 
     def __init__(self, config: GRPOConfig) -> None:
         self._config = config
         self._groups: deque[Sequence[RolloutGroup]] = deque(maxlen=MAX_SILENT_STEPS)  # by step
         self._has_learned: deque[bool] = deque(maxlen=MAX_SILENT_STEPS)
-        self._looks = [self._silence, self._cut]  # those that have not led to a warning yet
+        # The checks that have not led to a warning yet.
+        self._checks = [self._check_signal, self._check_lengths]
 
     def after_step(self, groups: Sequence[RolloutGroup], *, num_samples: int) -> list[str]:
-        """The warnings, after the step that makes them due; `num_samples` are trained on."""
+        """Add the groups of a step; returns the warnings that are due.
+
+        Args:
+            num_samples: of the step that are trained on.
+        """
         self._groups.append(groups)
         rewards = [group.rewards for group in groups]
         if self._config.rollout.has_critic:  # which compares all of a step
@@ -40,20 +44,20 @@ class SignalWatch:
         if len(self._groups) < MAX_SILENT_STEPS:
             return []
         warnings = []
-        for look in list(self._looks):
-            warning = look()
+        for check in list(self._checks):
+            warning = check()
             if warning is not None:
-                self._looks.remove(look)
+                self._checks.remove(check)
                 warnings.append(warning)
         return warnings
 
-    def _silence(self) -> str | None:
+    def _check_signal(self) -> str | None:
         if any(self._has_learned):
             return None
-        reason = _reason(list(chain.from_iterable(self._groups)), self._config)
+        reason = _explain_silence(list(chain.from_iterable(self._groups)), self._config)
         return f"no group of the last {MAX_SILENT_STEPS} steps had a signal to learn from: {reason}"
 
-    def _cut(self) -> str | None:
+    def _check_lengths(self) -> str | None:
         completions = all_completions(chain.from_iterable(self._groups))
         are_cut = [completion.is_truncated for completion in completions]
         if sum(are_cut) <= MOST_CUT * len(are_cut):
@@ -82,7 +86,7 @@ def refuse_failed_verdicts(groups: Sequence[RolloutGroup]) -> None:
         )
 
 
-def _reason(groups: Sequence[RolloutGroup], config: GRPOConfig) -> str:
+def _explain_silence(groups: Sequence[RolloutGroup], config: GRPOConfig) -> str:
     verdicts = all_verdicts(groups)
     if all(verdict.is_right for verdict in verdicts):
         return "every answer was right. The prompts are too easy for this model: use harder ones"
@@ -91,16 +95,13 @@ def _reason(groups: Sequence[RolloutGroup], config: GRPOConfig) -> str:
             f"every completion was cut off at --response_length {config.data.response_length} "
             f"tokens. {LONGER}"
         )
-    if config.reward.apply_r1_style_format_reward and not any(
-        verdict.scores["format"] for verdict in verdicts
-    ):
+    format_is_judged = config.reward.apply_r1_style_format_reward
+    if format_is_judged and not any(verdict.scores["format"] for verdict in verdicts):
         return (
             "no completion had the form <think>…</think><answer>…</answer>. Ask for it in the "
             "prompts, or show the model some examples first (open-instruct sft)"
         )
-    if not any(
-        score for verdict in verdicts for name, score in verdict.scores.items() if name != "format"
-    ):
+    if not any(map(_has_score, verdicts)):
         return (
             "every answer was wrong. The prompts are too hard for this model, or its answers are "
             "not written as the verifier reads them: look at some (open-instruct report), use "
@@ -111,3 +112,8 @@ def _reason(groups: Sequence[RolloutGroup], config: GRPOConfig) -> str:
         "--num_samples_per_prompt_rollout, or use prompts that this model answers right now and "
         "then"
     )
+
+
+def _has_score(verdict: Verdict) -> bool:
+    """Whether any verifier gave a completion a score, beside that for its format."""
+    return any(score for name, score in verdict.scores.items() if name != "format")

@@ -1,6 +1,4 @@
-"""Rollouts on disk, one parquet file a step and one row a completion, and back again without
-loss.
-"""
+"""Rollouts on disk: a parquet file for each step, with a row for each completion, read exactly."""
 
 import json
 from collections.abc import Callable, Iterator, Sequence
@@ -58,47 +56,50 @@ OF_COMPLETION = {
 
 
 class Traces:
-    """Writes the rollouts of every step, of no step or, without the flag, of the newest steps that
-    fit in MOST_BYTES.
+    """Writes the rollouts of a run: of every step, of no step, or of the newest ones.
 
-    :param asked: `--save_traces`. With it a failure to write ends the run; without it a failure is
-        a warning.
+    Without the flag those of the newest steps stay that fit in MOST_BYTES.
+
+    Args:
+        save_traces: the flag `--save_traces`. With it a failure to write ends the run; without it a
+            failure is a warning.
     """
 
     def __init__(
-        self, run_folder: Path, *, asked: bool | None, warn: Callable[[str], None]
+        self, run_folder: Path, *, save_traces: bool | None, warn: Callable[[str], None]
     ) -> None:
         self.run_folder = run_folder
-        self.asked = asked
+        self.save_traces = save_traces
         self.warn = warn
         # An earlier start with --save_traces may have written more than MOST_BYTES; those files
         # stay.
-        sizes = _sizes(run_folder)
-        self._spared = sizes.keys() if sum(sizes.values()) > MOST_BYTES else set()
+        sizes = _find_sizes(run_folder)
+        self._protected: set[int] = set()
+        if sum(sizes.values()) > MOST_BYTES:
+            self._protected = set(sizes)
 
     def add(self, step: int, batch: RolloutStepBatch, learned: StepSamples) -> None:
-        """Write the rollouts of `step`, the newest; without --save_traces the oldest files make
-        room for them.
+        """Write the rollouts of `step`, the newest; without the flag old files make room for them.
 
         Raises:
-            RunError: they were asked for, and cannot be written.
+            RunError: they cannot be written, and the flag is given.
         """
-        if self.asked is False:
+        if self.save_traces is False:
             return
         try:
             write_traces(self.run_folder, step, batch, learned)
-            if self.asked is None:
+            if self.save_traces is None:
                 self._make_room(step)
         except Exception as error:  # the traces are optional here, so no failure may end the run
-            if self.asked:
+            if self.save_traces:
                 raise
             self.warn(f"{one_line(error)}; the run goes on, and writes no more traces")
-            self.asked = False
+            self.save_traces = False
 
     def _make_room(self, written: int) -> None:
-        sizes = _sizes(self.run_folder)
+        sizes = _find_sizes(self.run_folder)
         num_bytes = sizes[written]
-        for step in sorted(sizes.keys() - self._spared - {written}, reverse=True):
+        for step in sorted(sizes.keys() - self._protected - {written}, reverse=True):
             num_bytes += sizes[step]
             if num_bytes > MOST_BYTES:
                 trace_file(self.run_folder, step).unlink()
@@ -112,8 +113,7 @@ def trace_file(run_folder: Path, step: int) -> Path:
 def write_traces(
     run_folder: Path, step: int, batch: RolloutStepBatch, learned: StepSamples
 ) -> Path:
-    """Write the rollouts of `step`, those that active sampling rejected included, and what was
-    learned from them.
+    """Write the rollouts of `step`, also the rejected ones, and what was learned from them.
 
     A step that is taken again after a restart replaces its file.
 
@@ -122,7 +122,7 @@ def write_traces(
     """
     path = trace_file(run_folder, step)
     partial = path.with_suffix(".partial")
-    table = pyarrow.Table.from_pylist(list(_rows(step, batch, learned)), schema=SCHEMA)
+    table = pyarrow.Table.from_pylist(list(_make_rows(step, batch, learned)), schema=SCHEMA)
     try:
         path.parent.mkdir(exist_ok=True)
         parquet.write_table(table, partial, compression="zstd")
@@ -137,7 +137,7 @@ def write_traces(
 
 
 def read_traces(run_folder: Path, step: int) -> list[RolloutGroup]:
-    """The groups that step `step` had to learn from, exactly as they were.
+    """Read the groups that `step` had to learn from, exactly as they were.
 
     Raises:
         InputError: there is no such file, or it is none of ours.
@@ -145,21 +145,16 @@ def read_traces(run_folder: Path, step: int) -> list[RolloutGroup]:
     path = trace_file(run_folder, step)
     if not path.exists():
         raise InputError(
-            f"{path} does not exist: {_steps_there_are(run_folder)}", kind="missing_file"
+            f"{path} does not exist: {_describe_steps(run_folder)}", kind="missing_file"
         )
     try:
         check_unfolding(path)
-        rows = [
-            row
-            for row in parquet.read_table(path, schema=SCHEMA).to_pylist()
-            if not row["rejected"]
-        ]
+        all_rows = parquet.read_table(path, schema=SCHEMA).to_pylist()
+        rows = [row for row in all_rows if not row["rejected"]]
         for row in rows:
             _check_row(row)
-        groups = [
-            _group_of(list(ticket_rows))
-            for _, ticket_rows in groupby(rows, key=lambda row: row["ticket"])
-        ]
+        rows_by_ticket = groupby(rows, key=lambda row: row["ticket"])
+        groups = [_make_group(list(ticket_rows)) for _, ticket_rows in rows_by_ticket]
         return TypeAdapter(list[RolloutGroup]).validate_python(groups)
     # Pyarrow's kinds of errors have no common ancestor, nor have those of a damaged row.
     except Exception as error:
@@ -185,24 +180,26 @@ def _check_row(row: dict[str, Any]) -> None:
         raise ValueError("a row has a token id below 0")
 
 
-def _rows(step: int, batch: RolloutStepBatch, learned: StepSamples) -> Iterator[dict[str, Any]]:
-    for group, advantages, is_used in zip(
-        batch.groups, learned.advantages, learned.is_used, strict=True
-    ):
-        for row, advantage, used in zip(
-            _rows_of_group(step, group), advantages, is_used, strict=True
-        ):
+def _make_rows(
+    step: int, batch: RolloutStepBatch, learned: StepSamples
+) -> Iterator[dict[str, Any]]:
+    of_groups = zip(batch.groups, learned.advantages, learned.is_used, strict=True)
+    for group, advantages, is_used in of_groups:
+        rows = zip(_make_group_rows(step, group), advantages, is_used, strict=True)
+        for row, advantage, used in rows:
             yield row | {"advantage": advantage, "used_in_training": used, "rejected": False}
     for group in batch.rejected:
-        for row in _rows_of_group(step, group):
+        for row in _make_group_rows(step, group):
             yield row | {"advantage": None, "used_in_training": False, "rejected": True}
 
 
-def _rows_of_group(step: int, group: RolloutGroup) -> Iterator[dict[str, Any]]:
+def _make_group_rows(step: int, group: RolloutGroup) -> Iterator[dict[str, Any]]:
     checks = json.dumps([asdict(check) for check in group.prompt.checks])
-    for index, (completion, verdict) in enumerate(
-        zip(group.completions, group.verdicts, strict=True)
-    ):
+    answers = zip(group.completions, group.verdicts, strict=True)
+    for index, (completion, verdict) in enumerate(answers):
+        episode = None
+        if completion.episode is not None:
+            episode = json.dumps(asdict(completion.episode))
         yield {
             "step": step,
             "ticket": group.ticket,
@@ -210,65 +207,69 @@ def _rows_of_group(step: int, group: RolloutGroup) -> Iterator[dict[str, Any]]:
             "checks": checks,
             **{column: getattr(group.prompt, field) for column, field in OF_PROMPT.items()},
             **{column: getattr(completion, field) for column, field in OF_COMPLETION.items()},
-            "logprobs": _at_all_tokens(completion, completion.logprobs, 0.0),
-            "versions": _at_all_tokens(completion, completion.versions, 0),
-            "episode": None
-            if completion.episode is None
-            else json.dumps(asdict(completion.episode)),
+            "logprobs": _spread_over_tokens(completion, completion.logprobs, 0.0),
+            "versions": _spread_over_tokens(completion, completion.versions, 0),
+            "episode": episode,
             "reward": verdict.reward,
             "scores": json.dumps(verdict.scores),
             "problems": verdict.problems,
         }
 
 
-def _group_of(rows: list[dict[str, Any]]) -> dict[str, Any]:
+def _make_group(rows: list[dict[str, Any]]) -> dict[str, Any]:
     first = rows[0]
     prompt = {field: first[column] for column, field in OF_PROMPT.items()}
     return {
         "ticket": first["ticket"],
         "prompt": {**prompt, "checks": json.loads(first["checks"])},
-        "completions": list(map(_completion_of, rows)),
-        # Other columns are passed over.
+        "completions": list(map(_make_completion, rows)),
+        # The record takes its own fields; other columns are ignored.
         "verdicts": [row | {"scores": json.loads(row["scores"])} for row in rows],
     }
 
 
-def _at_all_tokens(completion: Completion, values: Sequence[float], filling: float) -> list[float]:
-    """The values of sampled tokens, with `filling` for the others."""
+def _spread_over_tokens(
+    completion: Completion, values: Sequence[float], filling: float
+) -> list[float]:
+    """The values of sampled tokens at their places, with `filling` at all others."""
     at_all = [filling] * len(completion.token_ids)
-    done = 0
+    num_done = 0
     for reply in completion.replies:
-        at_all[reply.start : reply.stop] = values[done : done + len(reply)]
-        done += len(reply)
+        at_all[reply.start : reply.stop] = values[num_done : num_done + len(reply)]
+        num_done += len(reply)
     return at_all
 
 
-def _completion_of(row: dict[str, Any]) -> dict[str, Any]:
-    episode = None if row["episode"] is None else json.loads(row["episode"])
-    replies = (
-        [{"start": 0, "stop": len(row["token_ids"])}] if episode is None else episode["replies"]
-    )
-    sampled = [at for reply in replies for at in range(reply["start"], reply["stop"])]
+def _make_completion(row: dict[str, Any]) -> dict[str, Any]:
+    episode: Any = None
+    replies = [{"start": 0, "stop": len(row["token_ids"])}]
+    if row["episode"] is not None:
+        episode = json.loads(row["episode"])
+        replies = episode["replies"]
+    logprobs: list[float] = []
+    versions: list[int] = []
+    for reply in replies:
+        logprobs += row["logprobs"][reply["start"] : reply["stop"]]
+        versions += row["versions"][reply["start"] : reply["stop"]]
     fields = {field: row[column] for column, field in OF_COMPLETION.items()}
-    of_sampled = {name: [row[name][at] for at in sampled] for name in ("logprobs", "versions")}
-    return {**fields, **of_sampled, "episode": episode}
+    return {**fields, "logprobs": logprobs, "versions": versions, "episode": episode}
 
 
-def _steps_there_are(run_folder: Path) -> str:
-    steps = sorted(_sizes(run_folder))
+def _describe_steps(run_folder: Path) -> str:
+    steps = sorted(_find_sizes(run_folder))
     if not steps:
         return "the run has no traces; it had --no_save_traces, or has taken no step"
-    listed = (
-        ", ".join(map(str, steps))
-        if len(steps) <= 10
-        else f"{steps[0]} to {steps[-1]} ({len(steps)} of them)"
-    )
-    return f"there are traces of steps {listed}"
+    steps_text = f"{steps[0]} to {steps[-1]} ({len(steps)} of them)"
+    if len(steps) <= 10:
+        steps_text = ", ".join(map(str, steps))
+    return f"there are traces of steps {steps_text}"
 
 
-def _sizes(run_folder: Path) -> dict[int, int]:
-    """By step, the bytes of its file."""
-    files = {
-        file.stem.removeprefix("step"): file for file in (run_folder / FOLDER).glob("step*.parquet")
-    }
-    return {int(step): file.lstat().st_size for step, file in files.items() if step.isdecimal()}
+def _find_sizes(run_folder: Path) -> dict[int, int]:
+    """The bytes of each step's file."""
+    sizes: dict[int, int] = {}
+    for file in (run_folder / FOLDER).glob("step*.parquet"):
+        step = file.stem.removeprefix("step")
+        if step.isdecimal():
+            sizes[int(step)] = file.lstat().st_size
+    return sizes

@@ -1,4 +1,4 @@
-"""The view of a GRPO run: a live panel on a terminal, a line a step elsewhere."""
+"""The view of a GRPO run: a live panel on a terminal, or a line for each step."""
 
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -27,9 +27,10 @@ COMPLETION_LETTERS = 160  # the first ones
 
 
 class FleetView:
-    """Phases, queues, the reward so far and staleness.
+    """Shows phases, queues, the reward so far and staleness.
 
-    `queues` is asked for the depths at every refresh.
+    Args:
+        queues: returns the depths of the queues; called at every refresh.
     """
 
     def __init__(
@@ -41,9 +42,7 @@ class FleetView:
         self.rewards: list[float] = []
         self._step = 0
         self._first_finish: tuple[int, float] | None = None
-        """The first step that this process finished, and when: it is a slow one, and the pace is
-        that of later ones.
-        """
+        """The first step that this process finished, and when; the pace is that of later steps."""
 
         self._begin_phase("starting")
         self._latest: Mapping[str, float] = {}
@@ -82,38 +81,36 @@ class FleetView:
         self._phase = name
         self._phase_began_s = time.monotonic()
 
-    def finished(self, row: Mapping[str, float], group: RolloutGroup | None = None) -> None:
-        """Take in the metrics of a step, and a group from which a completion is shown now and
-        then.
-        """
+    def show_step(self, row: Mapping[str, float], group: RolloutGroup | None = None) -> None:
+        """Show the metrics of a finished step, and now and then a completion of `group`."""
         self._step = int(row["step"])
         if self._first_finish is None:
             self._first_finish = self._step, time.monotonic()
         self._latest = row
         self.rewards.append(row["reward"])
         interval = max(1, self.num_steps // 40)
-        is_said = (
-            self._live is not None
-            or self._step % interval == 0
-            or self._step in (1, self.num_steps)
-        )
-        say = self.console.say if is_said else self.console.log
-        time_left = f"  {words} left" if (words := self._time_left()) else ""
-        say(f"step {self._step}/{self.num_steps}  {step_words(row)}{time_left}")
+        is_due = self._step % interval == 0 or self._step in (1, self.num_steps)
+        say = self.console.log
+        if self._live is not None or is_due:
+            say = self.console.say
+        line = f"step {self._step}/{self.num_steps}  {step_words(row)}"
+        time_left = self._time_left()
+        if time_left:
+            line += f"  {time_left} left"
+        say(line)
         if group is not None and time.monotonic() - self._sample_s >= SECONDS_BETWEEN_SAMPLES:
-            self._sample = sample_words(group, self._step)
+            self._sample = describe_sample(group, self._step)
             self._sample_s = time.monotonic()
             say = self.console.say if self._live is None else self.console.log
             say("  ".join(f"{name} {words}" for name, words in self._sample.items()))
 
     def _time_left(self) -> str:
-        """Words for the time to the last step; none before two steps are finished, and behind the
-        last.
-        """
+        """Words for the time to the last step; empty before two steps are done, and at the end."""
         if self._first_finish is None:
             return ""
         first_step, finished_s = self._first_finish
-        num_timed, num_left = self._step - first_step, self.num_steps - self._step
+        num_timed = self._step - first_step
+        num_left = self.num_steps - self._step
         if num_timed == 0 or num_left == 0:
             return ""
         step_s = (time.monotonic() - finished_s) / num_timed
@@ -133,12 +130,12 @@ class FleetView:
         facts.add_column(no_wrap=True)  # in a narrow terminal the numbers go on in another line
         facts.add_column()
         facts.add_row("step", self._progress())
-        if time_left := self._time_left():
+        time_left = self._time_left()
+        if time_left:
             facts.add_row("time left", time_left)
         facts.add_row("now", f"{self._phase}, {waited_s:.0f} s")
-        facts.add_row(
-            "queues", "  ".join(f"{name} {value:g}" for name, value in self.queues().items())
-        )
+        queues = [f"{name} {value:g}" for name, value in self.queues().items()]
+        facts.add_row("queues", "  ".join(queues))
         if self._latest:
             facts.add_row("last step", step_words(self._latest))
         for name, words in self._sample.items():
@@ -146,16 +143,13 @@ class FleetView:
         parts: list[RenderableType] = [facts]
         if len(self.rewards) > 1:
             width = max(20, self.console.rich.width - 6)
-            parts.append(
-                Text(draw_curve(self.rewards, width=width, height=CURVE_HEIGHT, title="reward"))
-            )
+            curve = draw_curve(self.rewards, width=width, height=CURVE_HEIGHT, title="reward")
+            parts.append(Text(curve))
         return Panel(Group(*parts), title="GRPO", title_align="left")
 
 
-def sample_words(group: RolloutGroup, number: int) -> dict[str, str]:
-    """One of the group's completions and its prompt, cut to a line each; control characters are
-    escaped.
-    """
+def describe_sample(group: RolloutGroup, number: int) -> dict[str, str]:
+    """A completion of the group and its prompt, each cut to a line without control characters."""
     index = number % len(group.completions)
     prompt = group.prompt.text
     completion = group.completions[index].text

@@ -290,7 +290,7 @@ def placement(folder: Path) -> Any:
     from open_instruct.cluster.actor_host import ActorHost
     from open_instruct.cluster.learner_group import LearnerGroup
     from open_instruct.cluster.placement import FleetShape, place
-    from open_instruct.rl.fleet import _allocator_of_learners
+    from open_instruct.rl.fleet import _choose_allocator
 
     bundles: list[Any] = []
 
@@ -333,7 +333,7 @@ def placement(folder: Path) -> Any:
                 )
                 group.__len__.return_value = 6
                 found["missing"] = places._missing_text()
-                found["allocator"] = _allocator_of_learners(places, "nccl", MagicMock())
+                found["allocator"] = _choose_allocator(places, "nccl", MagicMock())
                 found["given"] = ActorHost().facts().gpu_ids
                 found["sees"] = [
                     LearnerGroup._environment_of(group, rank)["CUDA_VISIBLE_DEVICES"]

@@ -1,8 +1,8 @@
-"""What stands between a reply and the next prompt, in tokens, without tokenising the reply again.
+"""Bridges: the tokens between a reply and the next prompt, without tokenising the reply again.
 
-The chat template renders the conversation with a mark in the place of each reply. What follows the
-last mark is what stands between that reply and the next one, whatever the reply was: the bridge. So
-a reply stays as it was sampled, also under a template that trims earlier replies or takes their
+The chat template renders the conversation with a mark in the place of each reply. The text behind
+the last mark is the bridge: it stands between that reply and the next, whatever the reply was. So a
+reply stays as it was sampled, also under a template that trims earlier replies or takes their
 thoughts out. A template that moves or drops the marks is refused.
 
 Texts of tools and environments are tokenised apart from the template's and as plain text, so that
@@ -56,35 +56,42 @@ class TurnTemplate:
     def with_tools(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]
     ) -> list[Mapping[str, Any]]:
-        """The first message has the tools, or where the template reads none, the system turn
-        describes them.
-        """
+        """Add the tools to the first message, or describe them where the template reads none."""
         if not tools:
             return list(messages)
         if messages and self._chat.tool_form.reads & {"tools", "functions"}:
             return [{**messages[0], "tools": list(tools)}, *messages[1:]]
-        has_system = bool(messages) and messages[0]["role"] == "system"
-        system = dict(messages[0]) if has_system else {"role": "system", "content": ""}
-        described = DESCRIPTION.format(tools="\n".join(json.dumps(tool) for tool in tools))
-        system["content"] = f"{system['content']}\n\n{described}".strip()
-        return [system, *messages[1 if has_system else 0 :]]
+        system: dict[str, Any] = {"role": "system", "content": ""}
+        others = list(messages)
+        if messages and messages[0]["role"] == "system":
+            system = dict(messages[0])
+            others = others[1:]
+        schemas = "\n".join(json.dumps(tool) for tool in tools)
+        description = DESCRIPTION.format(tools=schemas)
+        system["content"] = f"{system['content']}\n\n{description}".strip()
+        return [system, *others]
 
-    def text_of(self, token_ids: Sequence[int]) -> tuple[str, bool]:
-        """A sampled reply as text, special tokens in it too, and whether it ends its turn; the end
-        is left out.
+    def decode_reply(self, token_ids: Sequence[int]) -> tuple[str, bool]:
+        """Decode a sampled reply with its special tokens, but not the one that ends the turn.
+
+        Returns the text, and whether there was such a token.
         """
-        has_end = bool(token_ids) and token_ids[-1] in self.end_token_ids
-        body = list(token_ids[:-1] if has_end else token_ids)
-        return self._chat.tokenizer.backend_tokenizer.decode(
-            body, skip_special_tokens=False
-        ), has_end
+        body = list(token_ids)
+        has_end = bool(body) and body[-1] in self.end_token_ids
+        if has_end:
+            body.pop()
+        text = self._chat.tokenizer.backend_tokenizer.decode(body, skip_special_tokens=False)
+        return text, has_end
 
     def encode(self, text: str, contents: Sequence[str]) -> list[int]:
         """The ids of a template's text, in which marks stand for `contents`."""
-        return [token_id for ids, _ in self.encode_pieces(text, contents) for token_id in ids]
+        token_ids: list[int] = []
+        for ids, _ in self.encode_pieces(text, contents):
+            token_ids += ids
+        return token_ids
 
     def encode_pieces(self, text: str, contents: Sequence[str]) -> Iterator[tuple[list[int], bool]]:
-        """The same, piece by piece: the ids, and whether they are of one of `contents`."""
+        """As `encode`, piece by piece: the ids, and whether they are of one of `contents`."""
         for position, piece in enumerate(split_at_marks(text)):
             if position % 2:
                 yield self.plain.encode(contents[int(piece)]), True
@@ -123,28 +130,32 @@ class TurnTemplate:
         return self.encode(with_marks, written)
 
     def strip_end(self, rest: str) -> str | None:
-        """What follows the end token that `rest` begins with; None where it begins with none."""
-        end = next((end for end in self._ends if rest.startswith(end)), None)
-        return None if end is None else rest[len(end) :]
+        """Take the end token off that `rest` begins with; None where it begins with none."""
+        for end in self._ends:
+            if rest.startswith(end):
+                return rest[len(end) :]
+        return None
 
     def find_reply_opening(self, turns: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
-        """What a prompt has more than the header of a reply, such as `<think>`, and what the header
-        has more.
-        """
+        """Find what a prompt adds to the header of a reply, such as `<think>`, and the reverse."""
         mark = REPLY_MARK.format("Opening")
         prompt = self.render(turns)
-        behind = [{"role": "assistant", "content": mark}, {"role": "user", "content": "?"}]
-        header = self.render([*turns, *behind]).partition(mark)[0]
-        pairs = zip(prompt, header, strict=False)
-        common = next(
-            (at for at, (one, other) in enumerate(pairs) if one != other),
-            min(len(prompt), len(header)),
-        )
-        return prompt[common:], header[common:]
+        next_turns = [{"role": "assistant", "content": mark}, {"role": "user", "content": "?"}]
+        header = self.render([*turns, *next_turns]).partition(mark)[0]
+        num_common = 0
+        for prompt_character, header_character in zip(prompt, header, strict=False):
+            if prompt_character != header_character:
+                break
+            num_common += 1
+        return prompt[num_common:], header[num_common:]
 
 
 def check_bridges(chat: ChatFormat) -> None:
-    """:raises InputError: the chat template does not say what stands between two turns."""
+    """Check that the chat template says what stands between two turns.
+
+    Raises:
+        InputError: it does not.
+    """
     talk = Conversation(TurnTemplate(chat), [{"role": "user", "content": "?"}], ())
     (reply,) = chat.tokenize(["!"])
     talk.reply([*reply, min(chat.turn_end_token_ids())])
@@ -152,8 +163,7 @@ def check_bridges(chat: ChatFormat) -> None:
 
 
 class Conversation:
-    """The turns of one episode, as the template has them and as the ids that were and will be
-    sampled from.
+    """The turns of one episode, as a template's text and as the ids that replies are sampled from.
 
     `token_ids` begin with the first prompt; `answers` are the spans in them of what answered,
     without what the template writes around it. Call `reply` and `answer` in turn.
@@ -168,7 +178,12 @@ class Conversation:
         prompt_token_ids: Sequence[int] | None = None,
         row_texts: Sequence[str] = (),
     ) -> None:
-        """`row_texts` are those of the row, with which texts of `messages` may begin."""
+        """Encode the first prompt.
+
+        Args:
+            prompt_token_ids: its ids, if they are known.
+            row_texts: texts of the row, with which texts of `messages` may begin.
+        """
         self._template = template
         # With a mark in the place of each reply.
         self._turns = template.with_tools(messages, tools)
@@ -183,32 +198,30 @@ class Conversation:
 
     def reply(self, token_ids: Sequence[int]) -> str:
         """Add a sampled reply, and return its text."""
-        text, self._has_end = self._template.text_of(token_ids)
+        text, self._has_end = self._template.decode_reply(token_ids)
         self.token_ids += token_ids
         return text
 
     def is_only_thinking(self, text: str) -> bool:
-        """Whether a reply to the present prompt is nothing but thoughts that the prompt has
-        begun.
-        """
+        """Whether a reply to the present prompt is only thoughts, which the prompt has begun."""
         return is_only_thinking(self._text, text)
 
     def answer(self, messages: Sequence[ChatMessage], *, max_tokens: int | None = None) -> bool:
-        """Add what answers the reply: the bridge to the next one.
+        """Add the answer to the reply: the bridge to the next one.
 
         Returns:
-            False, and nothing is added, where the answer alone has more than `max_tokens`. That is
-            known before all of it is tokenised.
+            False, and adds nothing, if the answer alone has more than `max_tokens`. That is known
+            before all of it is tokenised.
 
         Raises:
-            InputError: the template does not say what stands between.
+            InputError: the template does not say what stands between two turns.
             TypeError: a role or a content is no text.
         """
-        parts: list[Any] = [
-            part for message in messages for part in (message["role"], message["content"])
-        ]
-        if odd := [part for part in parts if not isinstance(part, str)]:
-            raise TypeError(f"role and content of a turn are texts, not {odd[0]!r:.80}")
+        for message in messages:
+            parts: tuple[Any, Any] = (message["role"], message["content"])
+            for part in parts:
+                if not isinstance(part, str):
+                    raise TypeError(f"role and content of a turn are texts, not {part!r:.80}")
         contents = [message["content"] for message in messages]
         if max_tokens is not None and self._template.plain.has_more_tokens(contents, max_tokens):
             return False
@@ -234,7 +247,8 @@ class Conversation:
                 "--chat_template_name, or --max_turns 1",
                 kind="bad_value",
             )
-        self._turns, self._text = [*turns, *literal], whole
+        self._turns = [*turns, *literal]
+        self._text = whole
         bridge = behind_end if self._has_end else behind_reply
         for ids, is_content in self._template.encode_pieces(bridge, written):
             start = len(self.token_ids)

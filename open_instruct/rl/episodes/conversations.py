@@ -1,8 +1,7 @@
-"""Episodes of several turns: the engine replies, the environment answers, until one of them is
-done.
+"""Episodes of several turns: the engine replies and the environment answers, until one is done.
 
 All episodes of a run are coroutines of one thread, in which nothing takes long: templates and
-tokenizers work in a second one, and environments in others still. One that waits for its
+tokenizers work in a second thread, and environments in others. An episode that waits for its
 environment holds no slot of an engine.
 """
 
@@ -14,6 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain
 from typing import Any, TypeVar
 
 from open_instruct.config.grpo import GRPOConfig
@@ -48,25 +48,25 @@ from open_instruct.rl.episodes.tool_calls import ToolCallError, detect_call_form
 
 T = TypeVar("T")
 CLOSE_TIMEOUT_S = 10.0
-# Of a turn, its beginning and its end, in traces and reports.
+# Of a turn in traces and reports; the middle of a longer one is left out.
 MAX_TRACE_CHARACTERS = 20_000
-# An episode of such a status was cut, for those who penalise or mask that; so was one whose last
-# reply was.
-CUT = ("length", "max_turns")
+# An episode of such a status counts as cut, as does one whose last reply was cut.
+CUT_STATUSES = ("length", "max_turns")
 
 
 class EnvironmentLate(Exception):
-    """An environment has not answered in time."""
+    """An environment did not answer in time."""
 
 
 class Conversations:
-    """Runs episodes in environments; thread-safe. `close` gives up those in flight, and closes
-    their environments.
+    """Runs episodes in environments; thread-safe.
+
+    `close` gives up those in flight, and closes their environments.
 
     Args:
-        warn: is given a message about an environment that holds up others.
-        blocked_limit_s: how long one may block the event loop of all environments without such a
-            message.
+        warn: called with a message about an environment that holds up others.
+        blocked_limit_s: how long an environment may block the event loop of all before `warn` is
+            called.
     """
 
     def __init__(
@@ -84,39 +84,38 @@ class Conversations:
         self._factories = factories
         self._flags = config.environment
         self._max_prompt_tokens = config.data.max_prompt_token_length
-        is_auto = self._flags.tool_call_form == "auto"
-        self._form = detect_call_form(chat.template.text) if is_auto else self._flags.tool_call_form
+        form: str = self._flags.tool_call_form
+        if form == "auto":
+            form = detect_call_form(chat.template.text)
+        self._form = form
         self._loop = start_loop("episodes")
         # One thread, as a tokenizer is for one at a time.
         self._rendering = ThreadPoolExecutor(1, thread_name_prefix="turns")
-        watch = partial(
-            LoopWatch,
-            warn=warn,
-            limit_s=blocked_limit_s,
-            interval_s=min(blocked_limit_s, INTERVAL_S),
-        )
+        interval_s = min(blocked_limit_s, INTERVAL_S)
+        watch = partial(LoopWatch, warn=warn, limit_s=blocked_limit_s, interval_s=interval_s)
         self._watch = watch(foreign_loop(), thread_name=FOREIGN_LOOP)
-        self._own_watches = {
-            name: watch(
-                start_loop(own.name), thread_name=own.name, environment=name, package=own.package
-            )
-            for name, factory in factories.items()
-            if (own := find_dedicated_loop(factory)) is not None
-        }
+        self._dedicated_watches: dict[str, LoopWatch] = {}  # by the name of the environment
+        for name, factory in factories.items():
+            loop = find_dedicated_loop(factory)
+            if loop is not None:
+                self._dedicated_watches[name] = watch(
+                    start_loop(loop.name),
+                    thread_name=loop.name,
+                    environment=name,
+                    package=loop.package,
+                )
 
     def ask(self, prompt: Prompt, request: GenerationRequest) -> Future[Completion]:
-        """The future completion of an episode that begins with `request`."""
-        return asyncio.run_coroutine_threadsafe(self._episode(prompt, request), self._loop)
+        """Begin an episode with `request`; returns the future of its completion."""
+        return asyncio.run_coroutine_threadsafe(self._run_episode(prompt, request), self._loop)
 
     def close(self) -> None:
-        """Return once the environments of all episodes in flight are closed, or have not closed in
-        time.
-        """
-        # What is left in the latter holds sessions of servers.
+        """Give up all episodes in flight; returns once their environments closed, or a time-out."""
+        # Calls in the second loop hold sessions of servers.
         for loop in (self._loop, foreign_loop()):
             with suppress(TimeoutError):
                 asyncio.run_coroutine_threadsafe(self._give_up(), loop).result(2 * CLOSE_TIMEOUT_S)
-        for watch in (self._watch, *self._own_watches.values()):
+        for watch in (self._watch, *self._dedicated_watches.values()):
             watch.close()
         self._rendering.shutdown(wait=False, cancel_futures=True)
 
@@ -127,82 +126,88 @@ class Conversations:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _episode(self, prompt: Prompt, request: GenerationRequest) -> Completion:
-        walked = _Walked(request, adds_rewards=self._flags.reward_aggregator == "sum")
+    async def _run_episode(self, prompt: Prompt, request: GenerationRequest) -> Completion:
+        record = _EpisodeRecord(request, adds_rewards=self._flags.reward_aggregator == "sum")
         environment: Environment | None = None
+        status: EpisodeStatus
+        problem = ""
         try:
-            environment = made = await self._in_time(
-                call_foreign(make_environment, self._factories[prompt.environment], prompt.row),
-                prompt.environment,
-            )
-            status = await self._walk(prompt, made, walked)
-            problem = ""
+            factory = self._factories[prompt.environment]
+            making = call_foreign(make_environment, factory, prompt.row)
+            environment = await self._in_time(making, prompt.environment)
+            assert environment is not None
+            status = await self._take_turns(prompt, environment, record)
         except EnvironmentLate as late:
-            status, problem = "timeout", str(late)
+            status = "timeout"
+            problem = str(late)
         except (RunError, asyncio.CancelledError):  # the engines are lost, or the run ends
             raise
         except Exception as error:  # foreign code, which may raise anything
-            status, problem = "env_error", describe_error(error)
+            status = "env_error"
+            problem = describe_error(error)
         finally:
             if environment is not None:
                 with suppress(Exception):
                     await self._in_time(environment.close(), prompt.environment, CLOSE_TIMEOUT_S)
-        return walked.completion(status, problem)
+        return record.completion(status, problem)
 
-    async def _walk(
-        self, prompt: Prompt, environment: Environment, walked: _Walked
+    async def _take_turns(
+        self, prompt: Prompt, environment: Environment, record: _EpisodeRecord
     ) -> EpisodeStatus:
-        """Ask and answer in turn; `walked` has what has come of it, also if this raises."""
+        """Let engine and environment take turns; `record` has all of them, also if this raises."""
         flags = self._flags
         opening = await self._in_time(environment.start(), prompt.environment)
-        walked.add_turns(prompt.row["messages"] if opening.messages is None else opening.messages)
+        messages = opening.messages
+        if messages is None:
+            messages = prompt.row["messages"]
+        record.add_turns(messages)
         talk = await self._in_thread(self._open, prompt, opening)
-        walked.begin(talk, is_own=opening.messages is not None or bool(opening.tools))
+        record.begin(talk, is_own=opening.messages is not None or bool(opening.tools))
         names = [tool["function"]["name"] for tool in opening.tools]
         max_turns = min(flags.max_turns, int(prompt.row.get("max_steps") or flags.max_turns))
         for turn in range(max_turns):
-            asked = walked.request(turn, turn_length=flags.turn_length)
-            reply = await asyncio.wrap_future(self._pool.submit(asked, walked.home))
+            request = record.build_request(turn, turn_length=flags.turn_length)
+            reply = await asyncio.wrap_future(self._pool.submit(request, record.home))
             text = await self._in_thread(talk.reply, reply.token_ids)
-            walked.add_reply(reply, text)
-            if walked.num_left <= 0 and reply.is_truncated:
+            record.add_reply(reply, text)
+            if record.num_left <= 0 and reply.is_truncated:
                 return "length"
             try:
-                calls = (
-                    ()
-                    if not names or talk.is_only_thinking(text)
-                    else tool_calls(text, self._form, names)
-                )
+                calls: tuple[ToolCall, ...] = ()
+                if names and not talk.is_only_thinking(text):
+                    calls = tool_calls(text, self._form, names)
             except ToolCallError as error:
-                walked.turns.append({"role": "parse_error", "content": str(error)})
+                record.turns.append({"role": "parse_error", "content": str(error)})
                 return "parse_error"
-            calls = tuple(_with_types(call, opening.tools) for call in calls)
+            calls = tuple(_convert_arguments(call, opening.tools) for call in calls)
             step = environment.step(Reply(text=text, calls=calls))
             answer = await self._in_time(step, prompt.environment)
-            walked.add_turns(answer.messages)
-            walked.add_rewards(answer.rewards)
+            record.add_turns(answer.messages)
+            record.add_rewards(answer.rewards)
             if answer.done:
                 return "done"
             if turn + 1 == max_turns:
                 return "max_turns"
-            if walked.num_left <= 0:
+            if record.num_left <= 0:
                 return "length"
             is_added = await self._in_thread(
-                talk.answer, answer.messages, max_tokens=walked.num_left
+                talk.answer, answer.messages, max_tokens=record.num_left
             )
-            if not is_added or walked.num_left <= 0:
+            if not is_added or record.num_left <= 0:
                 return "length"
         raise AssertionError("a last turn returns")
 
     def _open(self, prompt: Prompt, opening: Opening) -> Conversation:
-        """The conversation that an environment begins.
+        """Open the conversation that an environment begins.
 
         Raises:
-            ValueError: it begins with more tokens than there may be, of which few were counted if
-                there are far too many.
+            ValueError: its first prompt has too many tokens. Where it has far too many, not all are
+                counted.
         """
         row_messages = prompt.row["messages"]
-        messages = row_messages if opening.messages is None else opening.messages
+        messages = opening.messages
+        if messages is None:
+            messages = row_messages
         if opening.messages is None and not opening.tools:
             return Conversation(self._template, messages, (), prompt_token_ids=prompt.token_ids)
         limit = self._max_prompt_tokens
@@ -224,42 +229,41 @@ class Conversations:
         return talk
 
     async def _in_thread(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-        """What a function of templates and tokenizers returns, in the one thread that they are
-        for.
-        """
+        """Call a function in the one thread for templates and tokenizers; returns its result."""
         return await self._loop.run_in_executor(self._rendering, partial(function, *args, **kwargs))
 
     async def _in_time(self, call: Awaitable[T], name: str, timeout_s: float | None = None) -> T:
-        """What foreign code of the environment of that name answers.
+        """Wait for a call of the environment of that name, and return its result.
 
         Raises:
-            EnvironmentLate: it has not within its time.
+            EnvironmentLate: it does not come within the limit.
         """
         limit_s = timeout_s or self._flags.environment_timeout_s
         try:
             async with asyncio.timeout(limit_s) as deadline:
                 return await call
         except TimeoutError as error:
-            if not deadline.expired():  # one of its own
+            if not deadline.expired():  # the environment raised it
                 raise
             blocked = await self._find_blocked_loop(name)
             why = f", while {blocked}" if blocked else ""
             raise EnvironmentLate(f"the environment took longer than {limit_s:g} s{why}") from error
-        except RunError as error:  # none of ours: this one ends its episode alone
+        except RunError as error:  # an environment's error ends its own episode alone
             raise EnvironmentFault(describe_error(error)) from error
 
     async def _find_blocked_loop(self, name: str) -> str:
-        """Which loop that the environment of that name needs is blocked, and by what; empty if
-        none.
-        """
-        for watch in (self._own_watches.get(name), self._watch):
-            if watch is not None and (blocked := await watch.probe()):
+        """Find which loop of the environment is blocked, and by what; empty if none is."""
+        for watch in (self._dedicated_watches.get(name), self._watch):
+            if watch is None:
+                continue
+            blocked = await watch.probe()
+            if blocked:
                 return blocked
         return ""
 
 
-def _with_types(call: ToolCall, tools: Sequence[Mapping[str, Any]]) -> ToolCall:
-    """A call with the arguments that the schema of its tool asks for."""
+def _convert_arguments(call: ToolCall, tools: Sequence[Mapping[str, Any]]) -> ToolCall:
+    """Convert a call's arguments from texts to the types in the schema of its tool."""
     if not call.are_texts:
         return call
     return replace(
@@ -268,18 +272,16 @@ def _with_types(call: ToolCall, tools: Sequence[Mapping[str, Any]]) -> ToolCall:
 
 
 @dataclass(slots=True)
-class _Walked:
-    """What an episode has come to: its tokens after the first prompt, which of them were sampled,
-    and its turns.
-    """
+class _EpisodeRecord:
+    """An episode so far: its tokens, which of them were sampled, and its turns."""
 
-    asked: GenerationRequest
+    first_request: GenerationRequest
     adds_rewards: bool
     home: Home = field(default_factory=Home)
     # Of all turns so far; the conversation adds to them.
     token_ids: list[int] = field(default_factory=list)
     num_prompt: int = 0
-    own_prompt: tuple[int, ...] = ()
+    own_prompt: tuple[int, ...] = ()  # of an environment that changes the row's prompt
     replies: list[Completion] = field(default_factory=list)
     spans: list[Span] = field(default_factory=list)
     # In `token_ids`; the conversation adds to them.
@@ -297,26 +299,33 @@ class _Walked:
     @property
     def num_left(self) -> int:
         """Tokens that may still follow."""
-        return self.asked.sampling.max_tokens - (len(self.token_ids) - self.num_prompt)
+        return self.first_request.sampling.max_tokens - (len(self.token_ids) - self.num_prompt)
 
-    def request(self, turn: int, *, turn_length: int | None) -> GenerationRequest:
-        """The request of a turn; that of turn 0 is the episode's own, so that one turn is what it
-        is without any.
+    def build_request(self, turn: int, *, turn_length: int | None) -> GenerationRequest:
+        """Build the request of a turn.
+
+        Turn 0 has the id and the seed of the first request, so that an episode of one turn samples
+        what it would without an environment.
         """
-        asked = self.asked
+        first = self.first_request
+        request_id = first.request_id
+        seed = first.seed
+        if turn > 0:
+            request_id = f"{first.request_id}/{turn}"
+            seed = sampling_seed(first.seed, turn)
         max_tokens = min(self.num_left, turn_length or self.num_left)
         return replace(
-            asked,
-            request_id=asked.request_id if turn == 0 else f"{asked.request_id}/{turn}",
+            first,
+            request_id=request_id,
             prompt_token_ids=tuple(self.token_ids),
-            seed=asked.seed if turn == 0 else sampling_seed(asked.seed, turn),
-            sampling=replace(asked.sampling, max_tokens=max_tokens),
+            seed=seed,
+            sampling=replace(first.sampling, max_tokens=max_tokens),
         )
 
     def add_reply(self, reply: Completion, text: str) -> None:
         stop = len(self.token_ids) - self.num_prompt
         self.replies.append(reply)
-        # Of all tokens so far: each keeps what it was sampled with.
+        # A reply has the routes of all tokens so far; each token keeps those it was sampled with.
         self.routes += reply.routes[len(self.routes) :]
         self.spans.append(Span(start=stop - len(reply.token_ids), stop=stop))
         self.turns.append({"role": "assistant", "content": text})
@@ -331,20 +340,25 @@ class _Walked:
             self.rewards[name] = read_reward(before + read_reward(reward, name), name)
 
     def completion(self, status: EpisodeStatus, problem: str) -> Completion:
-        """All of it as one completion, which ends with its last reply."""
-        num_tokens = self.spans[-1].stop if self.spans else 0
-        behind_prompt = (
+        """The whole episode as one completion, which ends with its last reply."""
+        num_tokens = 0
+        text = ""
+        is_cut = status in CUT_STATUSES
+        if self.replies:
+            num_tokens = self.spans[-1].stop
+            text = self.replies[-1].text
+            is_cut = is_cut or self.replies[-1].is_truncated
+        behind_prompt = [
             Span(start=answer.start - self.num_prompt, stop=answer.stop - self.num_prompt)
             for answer in self.answers
-        )
-        is_cut = status in CUT or bool(self.replies and self.replies[-1].is_truncated)
+        ]
         return Completion(
             token_ids=tuple(self.token_ids[self.num_prompt : self.num_prompt + num_tokens]),
-            logprobs=tuple(value for reply in self.replies for value in reply.logprobs),
-            versions=tuple(version for reply in self.replies for version in reply.versions),
-            text=self.replies[-1].text if self.replies else "",
+            logprobs=tuple(chain.from_iterable(reply.logprobs for reply in self.replies)),
+            versions=tuple(chain.from_iterable(reply.versions for reply in self.replies)),
+            text=text,
             finish_reason="length" if is_cut else "stop",
-            seed=self.asked.seed,
+            seed=self.first_request.seed,
             routes=self.routes,
             episode=Episode(
                 status=status,
@@ -359,7 +373,7 @@ class _Walked:
 
 
 def _cut_middle(text: str) -> str:
-    """A text of a trace, which leaves out the middle of a long one."""
+    """A text for a trace, without the middle of a long one."""
     num_left_out = len(text) - MAX_TRACE_CHARACTERS
     if num_left_out <= 0:
         return text

@@ -1,8 +1,7 @@
-"""Texts of environments within a template's: they stand there as marks, and are tokenised as plain
-text.
+"""Foreign texts, which environments write, are tokenised as plain text apart from the template's.
 
 A template renders a conversation with a mark in the place of each foreign text; the tokens of the
-template's own text and those of the foreign texts are then laid end to end.
+template's own text and those of the foreign texts are then joined.
 """
 
 import copy
@@ -24,19 +23,19 @@ ANY_TEXT_MARK = re.compile(r"qzContentMarkzq(\d+)zq")
 LOOKS_LIKE_A_MARK = ("qzReplyMarkzq", "qzContentMarkzq")
 # A longer text has its beginning counted before the whole is tokenised.
 USUAL_CHARACTERS_PER_TOKEN = 16
-# By which a beginning may have more tokens than it has as a part of the whole, whose last word goes
-# on.
+# So many tokens more a beginning may have alone than within the whole, where its last word goes on.
 SLACK_TOKENS = 256
 
 
 def split_at_marks(text: str) -> list[str]:
-    """A template's text, cut at its marks: its own text and the numbers of marks in turn."""
+    """Cut a template's text at its marks: its own text and the numbers of marks in turn."""
     return ANY_TEXT_MARK.split(text)
 
 
 class PlainTokenizer:
-    """Tokenises foreign text: no special token, and no other added token either, such as
-    `</tool_response>`.
+    """Tokenises foreign text: nothing in it becomes a special token, or another added token.
+
+    Another added token is, for example, `</tool_response>`.
     """
 
     def __init__(self, tokenizer: "PreTrainedTokenizerFast") -> None:
@@ -50,19 +49,20 @@ class PlainTokenizer:
         self.added_tokens = _find_any({*special, *others, *LOOKS_LIKE_A_MARK})
 
     def encode(self, text: str) -> list[int]:
-        """The ids of a text that is all foreign."""
+        """The ids of a foreign text."""
         cuts = [match.start() + 1 for match in self._others.finditer(text)]
         edges = pairwise((0, *cuts, len(text)))
         pieces = [text[start:stop] for start, stop in edges]
-        encodings = (self._backend.encode(piece, add_special_tokens=False) for piece in pieces)
-        return [token_id for encoding in encodings for token_id in encoding.ids]
+        token_ids: list[int] = []
+        for piece in pieces:
+            token_ids += self._backend.encode(piece, add_special_tokens=False).ids
+        return token_ids
 
     def has_more_tokens(self, texts: Iterable[str], limit: int) -> bool:
-        """Whether texts certainly have more tokens than `limit`, at a cost that only the limit
-        bounds.
+        """Whether texts certainly have more tokens than `limit`; the limit alone bounds the cost.
 
-        No token has more characters than the longest of the vocabulary; and where a beginning of
-        the texts has too many tokens, so has all of it.
+        No token has more characters than the longest of the vocabulary; and if the beginning of the
+        texts has too many tokens, so has all of it.
         """
         texts = list(texts)
         num_characters = sum(map(len, texts))
@@ -87,12 +87,12 @@ class ForeignTexts:
         self._plain = plain
 
     def mark(self, text: str) -> str:
-        """The mark that stands for all of a text."""
+        """Add a text; returns the mark that stands for it."""
         self.texts.append(text)
         return TEXT_MARK.format(len(self.texts) - 1)
 
     def mark_tokens(self, value: Any) -> Any:
-        """A value as JSON has them, with marks in place of the tokens that its texts spell."""
+        """Put marks in the place of the tokens that the texts of a JSON value spell."""
         if isinstance(value, str):
             return self._mark_matches(value, self._plain.added_tokens)
         if isinstance(value, Mapping):
@@ -104,7 +104,7 @@ class ForeignTexts:
     def mark_message(
         self, message: Mapping[str, Any], row_texts: Sequence[str]
     ) -> Mapping[str, Any]:
-        """A message with marks in place of the tokens that it spells.
+        """Put marks in the place of the tokens that a message spells.
 
         What its content has from the row keeps tokens such as `<think>`, as in prompts without an
         environment; special tokens have marks there too.
@@ -112,7 +112,7 @@ class ForeignTexts:
         content = message.get("content")
         if not isinstance(content, str):
             return {key: self.mark_tokens(value) for key, value in message.items()}
-        beginnings = (text for text in row_texts if content.startswith(text))
+        beginnings = [text for text in row_texts if content.startswith(text)]
         beginning = max(beginnings, key=len, default="")
         rest = content.removeprefix(beginning)
         others = {
@@ -122,9 +122,7 @@ class ForeignTexts:
         return {**others, "content": marked}
 
     def find_written(self, whole: str, with_marks: str) -> list[str] | None:
-        """The texts as a template writes them in `whole`: as they are, trimmed, or as JSON; else
-        None.
-        """
+        """The texts as `whole` has them: unchanged, trimmed, or as JSON; None if otherwise."""
         for write in (str, str.strip, escape_as_json):
             written = [write(text) for text in self.texts]
             pieces = split_at_marks(with_marks)
@@ -138,8 +136,6 @@ class ForeignTexts:
 
 
 def _find_any(tokens: Iterable[str]) -> re.Pattern[str]:
-    """A pattern that finds any of the tokens, the longest first, but for those of white space
-    alone.
-    """
+    """A pattern that finds any of the tokens, the longest first; white space alone is none."""
     longest_first = sorted(filter(str.strip, tokens), key=len, reverse=True)
     return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")

@@ -1,4 +1,4 @@
-"""Ask, answer, judge: the walk of a prompt's requests, the same for every caller."""
+"""Ask, answer, judge: what becomes of a prompt's requests, the same for every caller."""
 
 import threading
 from collections.abc import Sequence
@@ -21,15 +21,15 @@ Answer = tuple[Completion, Verdict]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PendingGroup:
-    """A prompt with one request for each sample, and the completions and verdicts so far."""
+    """A prompt that engines were asked, with the completions and verdicts so far."""
 
     ticket: int
     prompt: Prompt
     requests: Sequence[GenerationRequest]
     answers: Sequence[Future[Answer]]  # by sample
     version: int = 0  # of the weights when it was asked
-    asked: list[Future[Completion]] = field(default_factory=list)  # by sample
-    # By sample, those that engines have finished.
+    generations: list[Future[Completion]] = field(default_factory=list)  # by sample
+    # By sample; those that engines have finished.
     completions: dict[int, Completion] = field(default_factory=dict)
 
     @property
@@ -37,23 +37,28 @@ class PendingGroup:
         return sum(not answer.done() for answer in self.answers)
 
     def rollouts(self) -> RolloutGroup:
-        """The completions with their verdicts; waits for them, and raises the `RunError` of one
-        that failed.
+        """Wait for all completions with their verdicts, and return them.
+
+        Raises:
+            RunError: one of them failed.
         """
-        completions, verdicts = zip(*(answer.result() for answer in self.answers), strict=True)
+        answers = [answer.result() for answer in self.answers]
+        completions = tuple(completion for completion, _ in answers)
+        verdicts = tuple(verdict for _, verdict in answers)
         return RolloutGroup(
             ticket=self.ticket, prompt=self.prompt, completions=completions, verdicts=verdicts
         )
 
     def give_up(self) -> None:
         """Cancel what is still being generated."""
-        for completion in self.asked:
+        for completion in self.generations:
             completion.cancel()
 
     def fail(self, error: BaseException, samples: Sequence[int], reason: str) -> None:
-        """Fail all open answers of the group, because `samples` did;
+        """Fail all open answers of the group, because `samples` failed.
 
-        `reason` goes on after their names.
+        Args:
+            reason: the predicate of the message, such as "could not be judged".
         """
         failure = error
         if not isinstance(error, RunError):
@@ -64,16 +69,15 @@ class PendingGroup:
             )
             failure.__cause__ = error
         for answer in self.answers:
-            with suppress(InvalidStateError):  # one that is answered
+            with suppress(InvalidStateError):  # it has an answer
                 answer.set_exception(failure)
 
 
 class Episodes:
-    """Asks engines for completions, and judges them on threads of its own, so that the pool's
-    threads do not wait.
+    """Asks engines for completions, and has verifiers judge them on threads of its own.
 
-    A completion is judged as soon as it arrives. If a verifier of the prompt judges whole groups,
-    all completions are judged together when the last one arrives.
+    So the engines' threads never wait. A completion is judged as soon as it arrives. If a verifier
+    of the prompt judges whole groups, all completions are judged together once all have arrived.
     """
 
     def __init__(
@@ -105,14 +109,14 @@ class Episodes:
             ticket=ticket, prompt=prompt, requests=requests, answers=answers, version=version
         )
         for sample, request in enumerate(requests):
-            completion = self._completion(prompt, request)
-            group.asked.append(completion)
+            completion = self._start_completion(prompt, request)
+            group.generations.append(completion)
             with self._lock:
                 self._generating.add(completion)
-            completion.add_done_callback(partial(self._generated, group, sample))
+            completion.add_done_callback(partial(self._judge_when_ready, group, sample))
         return group
 
-    def _completion(self, prompt: Prompt, request: GenerationRequest) -> Future[Completion]:
+    def _start_completion(self, prompt: Prompt, request: GenerationRequest) -> Future[Completion]:
         if not prompt.environment:
             return self._pool.submit(request)
         assert self._conversations is not None
@@ -127,8 +131,10 @@ class Episodes:
             completion.cancel()
         self._judges.shutdown(wait=False, cancel_futures=True)
 
-    def _generated(self, group: PendingGroup, sample: int, completion: Future[Completion]) -> None:
-        """A completion has arrived: have it judged, or its group. A pool's thread calls this."""
+    def _judge_when_ready(
+        self, group: PendingGroup, sample: int, completion: Future[Completion]
+    ) -> None:
+        """Have a completion that just arrived judged, or its group; an engine's thread calls."""
         with self._lock:
             self._generating.discard(completion)
             if self._is_closed or completion.cancelled():
@@ -136,12 +142,12 @@ class Episodes:
             error = completion.exception()
             if error is None:
                 group.completions[sample] = completion.result()
-            are_all_here = len(group.completions) == len(group.requests)
+            has_all = len(group.completions) == len(group.requests)
         if error is not None:
             group.fail(error, [sample], "could not be generated")
         elif not self._verifiers.judges_groups(group.prompt):
             self._judges.submit(self._judge, group, [sample])
-        elif are_all_here:
+        elif has_all:
             self._judges.submit(self._judge, group, range(len(group.requests)))
 
     def _judge(self, group: PendingGroup, samples: Sequence[int]) -> None:
@@ -165,16 +171,18 @@ def build_requests(
     seed: int,
     place: tuple[int | str, ...],
 ) -> list[GenerationRequest]:
-    """One request for each sample of the prompt;
+    """Build one request for each sample of the prompt.
 
-    `place` names the request's place in the run, such as a ticket.
+    Args:
+        place: the prompt's place in the run, such as its ticket.
     """
-    return [
-        GenerationRequest(
+    requests: list[GenerationRequest] = []
+    for index in range(num_samples):
+        request = GenerationRequest(
             request_id="/".join(map(str, (*place, index))),
             prompt_token_ids=prompt.token_ids,
             seed=sampling_seed(seed, *place, index),
             sampling=sampling,
         )
-        for index in range(num_samples)
-    ]
+        requests.append(request)
+    return requests

@@ -121,13 +121,13 @@ class TestPoll:
     def test_completion_that_ends_during_a_report_is_in_the_next(
         self, engine: Engine, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        ended = engine._ended
+        ended = engine._store_outcomes
 
         def ended_after_a_poll(outcomes: Any) -> None:
             engine.poll(0)
             ended(outcomes)
 
-        monkeypatch.setattr(engine, "_ended", ended_after_a_poll)
+        monkeypatch.setattr(engine, "_store_outcomes", ended_after_a_poll)
         engine.begin({1: request(1)})
         assert poll_all(engine, 1).keys() == {1}
 

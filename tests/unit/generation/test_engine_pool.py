@@ -73,7 +73,7 @@ class Pool:
         return gate
 
     def num_in_flight(self) -> int:
-        return len(self.pool._homeless) + sum(len(member.asked) for member in self.pool._members)
+        return len(self.pool._unsent) + sum(len(member.requests) for member in self.pool._members)
 
     def _make(self, index: int) -> InProcessEngine:
         self._note("make", index)
@@ -362,11 +362,11 @@ class TestCallAll:
         ]
 
     def test_silent_engines_are_named(self, two: Pool) -> None:
-        assert two.pool.silent() == set()
+        assert two.pool.find_silent() == set()
         assert len(two.pool.pids()) == 2
         may_be_made = two.gate("make")
         two.made[1].die()
-        assert two.pool.silent() == {1}
+        assert two.pool.find_silent() == {1}
         assert len(two.pool.pids()) == 1
         may_be_made.set()
 

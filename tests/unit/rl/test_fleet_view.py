@@ -82,7 +82,7 @@ class TestPlainLines:
         view = view_of(is_terminal=False, num_steps=num_steps)
         with caplog.at_level(logging.INFO), view.shown():
             for step in range(1, num_steps + 1):
-                view.finished(row(step))
+                view.show_step(row(step))
         words = [
             f"step {step}/{num_steps}  {step_words(row(step))}" for step in range(1, num_steps + 1)
         ]
@@ -99,7 +99,7 @@ class TestPlainLines:
         view = view_of(is_terminal=False, num_steps=5)
         for step in (2, 3, 4, 5):  # of a run that goes on behind its first step
             clock.now += 30
-            view.finished(row(step))
+            view.show_step(row(step))
         assert [line.partition("synced 0.1 s")[2] for line in lines(view)] == [
             "",
             "  60 s left",
@@ -110,7 +110,7 @@ class TestPlainLines:
 
     def test_sample_is_one_line_that_steers_no_terminal(self) -> None:
         view = view_of(is_terminal=False)
-        view.finished(row(2), group("x" * 100 + "What is 2 + 3?\n", HOSTILE + "y" * 500))
+        view.show_step(row(2), group("x" * 100 + "What is 2 + 3?\n", HOSTILE + "y" * 500))
         (said,) = [line for line in lines(view) if "sample" in line]
         assert (
             said.startswith("sample …x")
@@ -126,7 +126,7 @@ class TestPlainLines:
         monkeypatch.setattr("open_instruct.rl.view.time.monotonic", lambda: clock.now)
         view = view_of(is_terminal=False)
         for step in range(1, 8):
-            view.finished(row(step), group("p", "a"))
+            view.show_step(row(step), group("p", "a"))
             clock.now += 20
         said = [line for line in lines(view) if line.startswith("sample")]
         another, first = (
@@ -153,7 +153,7 @@ class TestPanel:
         view = view_of(is_terminal=True, width=width)
         with caplog.at_level(logging.INFO), view.shown():
             for step in range(1, 9):
-                view.finished(row(step), group("What is 2 + 3?", "a"))
+                view.show_step(row(step), group("What is 2 + 3?", "a"))
         assert "sample What is 2 + 3?  answer another" in caplog.text
         text = drawn(view)
         assert "8 of 80" in text and "last step" in text and "sample" in text
@@ -163,14 +163,14 @@ class TestPanel:
     def test_narrow_terminal_cuts_no_word(self) -> None:
         view = view_of(is_terminal=True, width=40)
         for step in (1, 2):
-            view.finished(row(step), group("What is 2 + 3?", "The answer is five"))
+            view.show_step(row(step), group("What is 2 + 3?", "The answer is five"))
         words = set(drawn(view).split())
         assert {"in_flight", "verifying", "waiting", "sample", "reward", "loss", "trained"} <= words
 
     def test_terminal_of_80_columns_shows_a_sample_whole(self) -> None:
         view = view_of(is_terminal=True, width=80)
         answer = "[red]5[/red] " + "".join(f"word{n} " for n in range(18))
-        view.finished(row(2), group("What is 2 + 3?", answer))
+        view.show_step(row(2), group("What is 2 + 3?", answer))
         text = drawn(view)
         assert set(answer.split()) <= set(text.split())
         assert len(text.splitlines()) < 24
@@ -178,8 +178,8 @@ class TestPanel:
     def test_fleet_view_is_live_below_printed_lines(self) -> None:
         view = view_of(is_terminal=True, width=160)
         with view.shown():
-            view.finished(row(1))
-            view.finished(row(2))
+            view.show_step(row(1))
+            view.show_step(row(2))
             with view.phase("training"):
                 view._live.refresh()
         text = view.console.rich.file.getvalue()
@@ -191,5 +191,5 @@ class TestPanel:
         view = view_of(is_terminal=True)
         with pytest.raises(KeyboardInterrupt), view.shown():
             raise KeyboardInterrupt
-        view.finished(row(3))
+        view.show_step(row(3))
         assert view._live is not None and not view._live.is_started

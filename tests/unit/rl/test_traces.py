@@ -206,7 +206,7 @@ def test_folder_that_cannot_be_written_is_a_failure_of_the_run(tmp_path: Path) -
 def take_steps(folder: Path, *steps: int, asked: bool | None = None) -> list[str]:
     """A run, or one that goes on, with those steps; what it warned of."""
     told: list[str] = []
-    traces = Traces(folder, asked=asked, warn=told.append)
+    traces = Traces(folder, save_traces=asked, warn=told.append)
     for step in steps:
         traces.add(step, BATCH, training_samples(BATCH, config=CONFIG, version=step - 1))
     return told
