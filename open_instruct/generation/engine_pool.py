@@ -218,12 +218,11 @@ class EnginePool:
                 self._unsent[key] = each
                 continue
             idlest = min(num_requests, key=num_requests.__getitem__)
+            most_requests = MAX_RATIO * num_requests[idlest] + MAX_EXCESS
             at = each.home.engine
-            if (
-                at is None
-                or num_requests.get(at, math.inf) > MAX_RATIO * num_requests[idlest] + MAX_EXCESS
-            ):
-                at = each.home.engine = idlest
+            if at is None or num_requests.get(at, math.inf) > most_requests:
+                at = idlest
+                each.home.engine = idlest
             member = self._members[at]
             each.sent_s = time.monotonic()
             member.requests[key] = each
