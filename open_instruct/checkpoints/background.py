@@ -1,4 +1,4 @@
-"""A thread, and copies in host memory, let a checkpoint be written while the training goes on."""
+"""A thread and copies in host memory, with which a checkpoint is written during training."""
 
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -16,8 +16,9 @@ def in_background(work: Callable[[], T]) -> Future[T]:
     half a GiB there.
     """
     executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
-    # Which `set_device` passes over.
-    device = torch.cuda.current_device() if torch.cuda.is_initialized() else -1
+    device = -1  # `set_device` ignores it
+    if torch.cuda.is_initialized():
+        device = torch.cuda.current_device()
 
     def on_device() -> T:
         torch.cuda.set_device(device)
@@ -29,28 +30,29 @@ def in_background(work: Callable[[], T]) -> Future[T]:
 
 
 @torch.no_grad()
-def copied_to_host(
-    tensors: Mapping[str, torch.Tensor], kept: dict[str, torch.Tensor]
+def copy_to_host(
+    tensors: Mapping[str, torch.Tensor], copies: dict[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """Copies of all of `tensors` in host memory, in their order. They overwrite those `kept` from
-    the last call.
+    """Copy all of `tensors` to host memory; returns the copies in the same order.
 
-    Pages that were touched once cost nothing again. A GPU makes the copies on a stream of their
-    own, while it goes on computing.
+    They overwrite the `copies` of the last call, as pages that were touched once cost nothing
+    again. A GPU copies on another stream, while it goes on computing.
     """
     device = next((tensor.device for tensor in tensors.values() if tensor.is_cuda), None)
-    stream = None if device is None else torch.cuda.Stream(device)
+    stream: torch.cuda.Stream | None = None
+    if device is not None:
+        stream = torch.cuda.Stream(device)
     with torch.cuda.stream(stream):
         if stream is not None:
             stream.wait_stream(torch.cuda.default_stream(device))
         for name, tensor in tensors.items():
-            copy = kept.get(name)
+            copy = copies.get(name)
             if copy is None or (copy.shape, copy.dtype) != (tensor.shape, tensor.dtype):
                 copy = torch.empty(
                     tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=stream is not None
                 )
-                kept[name] = copy
+                copies[name] = copy
             copy.copy_(tensor, non_blocking=True)
     if stream is not None:
         stream.synchronize()
-    return {name: kept[name] for name in tensors}
+    return {name: copies[name] for name in tensors}

@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -31,24 +32,24 @@ LARGEST_WEIGHT = math.sqrt(torch.finfo(torch.float32).max)
 def check_weights(
     model: Transformer, *, what: str, folder: Path, dtype: torch.dtype = torch.float32
 ) -> None:
-    """Look at every weight once, before `what` is written in `dtype`. Collective: all ranks raise,
-    or none.
+    """Check that all weights are finite and not too large, before `what` is written in `dtype`.
 
-    `folder` has the run's checkpoints.
+    Collective: all ranks raise, or none.
 
-    :raises RunError: if a weight is not finite, is not finite in `dtype`, or is larger than
-        `LARGEST_WEIGHT`.
+    Args:
+        folder: of the run's checkpoints.
+
+    Raises:
+        RunError: a weight is not finite, is not finite in `dtype`, or exceeds `LARGEST_WEIGHT`.
     """
     limit = min(LARGEST_WEIGHT, torch.finfo(dtype).max)
     held = [*held_of(model).values(), *held_of(model, adapters_only=True).values()]
     shards = [each.limits for each in held if each.limits.numel()]
-    # A NaN is passed on by each of these, and is not at most the limit. No temporary of a shard's
-    # size.
-    bounds = (
-        torch.stack([bound.float() for shard in shards for bound in shard.aminmax()])
-        if shards
-        else torch.zeros(1)
-    )
+    # A NaN is passed on by each of these, and is not at most the limit. None makes a temporary of a
+    # shard's size.
+    bounds = torch.zeros(1)
+    if shards:
+        bounds = torch.stack([torch.stack([*shard.aminmax()]).float() for shard in shards])
     is_broken = (~(bounds.abs().max() <= limit)).float()
     if all_reduce_value(is_broken, next(model.parameters()).device).item():
         raise RunError(
@@ -59,12 +60,15 @@ def check_weights(
 
 
 def save_checkpoint(trainer: Trainer, model: Transformer, *, waits: bool = True) -> None:
-    """Write a checkpoint of the trainer's step, or begin to, to be ended by
-    `SafeCheckpointer.finish`. Collective.
+    """Write a checkpoint of the trainer's step; collective.
 
     Nothing is written if a weight of `model` is not finite.
 
-    :raises RunError: this checkpoint, or the one under way, cannot be written.
+    Args:
+        waits: if false it only begins, and `SafeCheckpointer.finish` ends the save.
+
+    Raises:
+        RunError: this checkpoint, or the previous one, cannot be written.
     """
     check_weights(
         model,
@@ -80,10 +84,9 @@ def save_checkpoint(trainer: Trainer, model: Transformer, *, waits: bool = True)
 def remove_old_checkpoints(
     folder: Path, *, keep_last_n: int, lasting_interval: int = 1, best_step: int | None = None
 ) -> Future[None]:
-    """Have a thread remove all but the newest `keep_last_n` checkpoints (0 keeps all) and that of
-    `best_step`.
+    """Have a thread remove old checkpoints: all but the newest `keep_last_n` and the best.
 
-    Collective: rank 0 removes, once all are past it.
+    Collective: rank 0 removes, once all ranks have called. With a `keep_last_n` of 0 all stay.
 
     A checkpoint whose step is no multiple of `lasting_interval` stays only while it is the newest
     or the best, and is not counted.
@@ -92,8 +95,8 @@ def remove_old_checkpoints(
     checkpoints = step_folder.find_checkpoints(folder) if get_rank() == 0 else []
     lasting = [path for path in checkpoints if step_folder.step_of(path) % lasting_interval == 0]
     best = [path for path in checkpoints if step_folder.step_of(path) == best_step]
-    kept = {*checkpoints[-1:], *lasting[-keep_last_n:], *best}
-    old = [path for path in checkpoints if path not in kept]
+    needed = {*checkpoints[-1:], *lasting[-keep_last_n:], *best}
+    old = [path for path in checkpoints if path not in needed]
 
     def remove_each() -> None:
         for path in old:
@@ -117,38 +120,41 @@ def last_checkpoint(folder: Path) -> str:
 
 
 def load_checkpoint(trainer: Trainer, folder: Path) -> None:
-    """Load the checkpoint in `folder` into the trainer. Collective.
+    """Load the checkpoint in `folder` into the trainer; collective.
 
-    :raises InputError: it belongs to a run with another start model.
-    :raises RunError: it cannot be read.
+    Raises:
+        InputError: it belongs to a run with another start model.
+        RunError: it cannot be read.
     """
-    if damage := _damage_on_any_rank(folder):
+    damage = _find_damage(folder)
+    if damage:
         raise RunError(f"the checkpoint {folder} is damaged: {damage[0]}")
     _load(trainer, folder)
 
 
 def resume(trainer: Trainer, *, warn: Callable[[str], None]) -> int | None:
-    """Load the newest checkpoint of the run directory that is whole, if there is one, and return
-    its step. Collective.
+    """Load the newest whole checkpoint of the run, and return its step; None if there is none.
 
-    Newer checkpoints that are not whole are kept under another name, and `warn` is called for each.
+    Collective. Newer checkpoints that are damaged get another name, and `warn` is called for each.
 
-    :raises InputError: it belongs to a run with another start model.
-    :raises RunError: there are checkpoints, but none can be read; the message says how to go on.
+    Raises:
+        InputError: the checkpoint belongs to a run with another start model.
+        RunError: there are checkpoints, but none can be read; the message says how to go on.
     """
     folder = Path(trainer.save_folder)
     on_main_process(lambda: step_folder.tidy(folder))
     reasons: dict[Path, str] = {}
-    for path in on_main_process(lambda: step_folder.candidates(folder)):
-        if damage := _damage_on_any_rank(path):
+    for path in on_main_process(lambda: step_folder.find_candidates(folder)):
+        damage = _find_damage(path)
+        if damage:
             reasons[path] = damage[0]
             continue
         _load(trainer, path)
         for damaged, reason in reasons.items():
-            kept = on_main_process(partial(step_folder.set_aside, damaged, step_folder.DAMAGED))
+            aside = on_main_process(partial(step_folder.set_aside, damaged, step_folder.DAMAGED))
             warn(
                 f"the checkpoint {damaged.name} is damaged: {reason}. Going on from {path.name}, "
-                f"the newest that is whole; the damaged one is kept as {kept}, to be looked at "
+                f"the newest that is whole; the damaged one is kept as {aside}, to be looked at "
                 "and removed"
             )
         return trainer.global_step
@@ -175,10 +181,7 @@ def _load(trainer: Trainer, folder: Path) -> None:
         ) from error
 
 
-def _damage_on_any_rank(folder: Path) -> list[str]:
-    """The problems of a checkpoint's files.
-
-    Each rank reads a share of the files, and all ranks return the same.
-    """
-    own = step_folder.damage_of(folder, share=get_rank(), num_shares=get_world_size())
-    return [problem for problems in gathered(own) for problem in problems]
+def _find_damage(folder: Path) -> list[str]:
+    """The problems of a checkpoint's files: each rank reads a share, and all return the same."""
+    problems = step_folder.find_damage(folder, share=get_rank(), num_shares=get_world_size())
+    return list(chain.from_iterable(gathered(problems)))

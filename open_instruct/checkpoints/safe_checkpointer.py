@@ -1,5 +1,4 @@
-"""OLMo-core's interface to checkpoints of safetensors and JSON. Nothing is pickled, and nothing is
-unpickled.
+"""Checkpoints of safetensors and JSON behind OLMo-core's interface, without any pickle.
 
 Values that are no tensors of the model or the optimizer are written as JSON, exactly: what JSON has
 no form for is tagged.
@@ -32,7 +31,7 @@ from safetensors.torch import load, save
 from torch.distributed.checkpoint.metadata import Metadata
 
 from open_instruct.checkpoints import step_folder
-from open_instruct.checkpoints.background import copied_to_host, in_background
+from open_instruct.checkpoints.background import copy_to_host, in_background
 from open_instruct.checkpoints.step_folder import (
     INDEX,
     MANIFEST,
@@ -43,7 +42,7 @@ from open_instruct.checkpoints.step_folder import (
     write_own_files,
 )
 from open_instruct.core.errors import RunError
-from open_instruct.models.box_files import Claim, Part, part_of, read_parts, share_out
+from open_instruct.models.box_files import Claim, Part, WrittenFile, part_of, read_parts, share_out
 from open_instruct.models.load import raise_together
 from open_instruct.parallel.process import gathered
 
@@ -67,8 +66,8 @@ class UnderWay:
 class SafeCheckpointer(Checkpointer):
     """Writes and reads `step{N}` folders; see `step_folder` for what is in one.
 
-    :param start_model: fingerprint of the start model; a checkpoint with another start model is
-        refused.
+    Args:
+        start_model: fingerprint of the start model; a checkpoint of another one is refused.
     """
 
     start_model: str = ""
@@ -84,8 +83,10 @@ class SafeCheckpointer(Checkpointer):
         train_state: dict[str, Any],
         ephemeral: bool = False,
     ) -> None:
-        """:raises RunError: on every rank, if any could not write; what was there before is
-        unharmed.
+        """Write a checkpoint; collective.
+
+        Raises:
+            RunError: on every rank, if any could not write; what was there before is unharmed.
         """
         assert not ephemeral, "all checkpoints are alike"
         self._begin(Path(dir), train_module, train_state)
@@ -98,8 +99,7 @@ class SafeCheckpointer(Checkpointer):
         train_state: dict[str, Any],
         ephemeral: bool = False,
     ) -> Future[None]:
-        """As `save`, without waiting for the thread that writes: it meets no other rank, and writes
-        a copy.
+        """As `save`, without waiting for the thread that writes a copy, alone on each rank.
 
         Call `wait_for_copy` before the weights or the optimizer change. The future has its result,
         and OLMo-core's callbacks are called, within the `finish` that finds it written: on the main
@@ -117,20 +117,19 @@ class SafeCheckpointer(Checkpointer):
         *,
         from_copy: bool = False,
     ) -> Future[None]:
-        """Have a thread write this rank's files, from the weights or from a copy that it makes
-        first. Collective.
-        """
+        """Have a thread write this rank's files, from the weights or from a copy; collective."""
         self.finish()  # one at a time
         rank = get_rank()
         tensors, values = split(train_module.state_dict_to_save())
         parts = {name: part_of(tensor) for name, tensor in tensors.items()}
-        index = self._index_of(parts)
-        writers = {
-            name: [box_rank for box_rank, *_ in entry["boxes"]] for name, entry in index.items()
-        }
-        own = {name: parts[name].local for name in index if rank in writers[name]}
+        index = self._assign_boxes(parts)
+        local_tensors: dict[str, torch.Tensor] = {}
+        for name, entry in index.items():
+            writers = [box_rank for box_rank, *_ in entry["boxes"]]
+            if rank in writers:
+                local_tensors[name] = parts[name].local
 
-        def documents_of_now() -> dict[str, Any]:
+        def make_documents() -> dict[str, Any]:
             documents = {f"rank{rank}.json": to_json(train_state)}
             if rank == 0:
                 step_folder.begin(final)
@@ -138,16 +137,18 @@ class SafeCheckpointer(Checkpointer):
                 documents[INDEX] = {"tensors": index, "values": values_of_json}
             return documents
 
-        documents = together(documents_of_now, kind=unwritten(final))
-        part = step_folder.beside(final)
+        documents = together(make_documents, kind=make_write_error(final))
+        part = step_folder.add_suffix(final)
         copied = threading.Event()
 
         def write() -> Files:
+            tensors = local_tensors
             try:
-                written = copied_to_host(own, self._copies) if from_copy else own
+                if from_copy:
+                    tensors = copy_to_host(local_tensors, self._copies)
             finally:
                 copied.set()
-            return write_own_files(part, rank, written, documents)
+            return write_own_files(part, rank, tensors, documents)
 
         self._under_way = UnderWay(
             part=part, final=final, copied=copied, written=in_background(write)
@@ -155,36 +156,37 @@ class SafeCheckpointer(Checkpointer):
         return self._under_way.saved
 
     def wait_for_copy(self) -> None:
-        """Return when the weights and the optimizer may change: the save under way, if any, has its
-        copy of them.
-        """
+        """Return when a save under way has its copy, so that weights and optimizer may change."""
         if self._under_way is not None:
             self._under_way.copied.wait()
 
     def finish(self, *, waits: bool = True) -> bool:
-        """Give the save under way its name, if there is one and all ranks have written; `waits`
-        until they have.
+        """Publish the save under way, if there is one and all ranks have written.
 
-        Returns whether one was finished. Collective while one is under way.
+        Returns whether it did. Collective while a save is under way.
 
-        :raises RunError: on every rank, if any could not write; what was there before is unharmed.
+        Args:
+            waits: wait until all ranks have written.
+
+        Raises:
+            RunError: on every rank, if any could not write; what was there before is unharmed.
         """
         save = self._under_way
         if save is None:
             return False
         if waits:
             wait([save.written])
-        # Over gloo, so that no device is waited for.
-        elif not all_reduce_value(
-            int(save.written.done()), torch.device("cpu"), op=dist.ReduceOp.MIN
-        ):
-            return False
+        else:
+            # Over gloo, so that no rank waits for a device.
+            is_done = int(save.written.done())
+            if not all_reduce_value(is_done, torch.device("cpu"), op=dist.ReduceOp.MIN):
+                return False
         self._under_way = None
         try:
-            rank_files = gathered(together(save.written.result, kind=unwritten(save.final)))
-            together(lambda: self._publish(save, rank_files), kind=unwritten(save.final))
+            rank_files = gathered(together(save.written.result, kind=make_write_error(save.final)))
+            together(lambda: self._publish(save, rank_files), kind=make_write_error(save.final))
         except RunError:
-            if get_rank() == 0:  # a full disk has better use for it
+            if get_rank() == 0:  # the disk may be full
                 shutil.rmtree(save.part, ignore_errors=True)
             raise
         save.saved.set_result(None)
@@ -193,12 +195,14 @@ class SafeCheckpointer(Checkpointer):
     def _publish(self, save: UnderWay, rank_files: Sequence[Files]) -> None:
         """Rank 0 writes the manifest and gives the folder its name."""
         if get_rank() == 0:
-            files = {
-                name: file for files_of_rank in rank_files for name, file in files_of_rank.items()
-            }
-            step = step_of(save.final)
+            files: dict[str, WrittenFile] = {}
+            for each in rank_files:
+                files |= each
             manifest = Manifest(
-                step=step, num_ranks=len(rank_files), start_model=self.start_model, files=files
+                step=step_of(save.final),
+                num_ranks=len(rank_files),
+                start_model=self.start_model,
+                files=files,
             )
             step_folder.write_manifest(save.part, manifest)
             step_folder.publish(save.part, save.final)
@@ -214,12 +218,13 @@ class SafeCheckpointer(Checkpointer):
     ) -> dict[str, Any] | None:
         """Load into the train module, from any layout, and return the trainer's state.
 
-        The files are not compared with their digests, as the caller has done that.
+        The caller has compared the files with their digests.
 
-        :raises RunError: on every rank, if any cannot read its part, or another model is in the
-            checkpoint.
+        Raises:
+            RunError: on every rank, if any cannot read its part, or the checkpoint has another
+                model.
         """
-        assert not reset_optimizer_states_on_load, "a checkpoint is gone on from whole"
+        assert not reset_optimizer_states_on_load, "the optimizer's state belongs to a checkpoint"
         self.wait_for_copy()
         folder = Path(dir)
         manifest = together(lambda: step_folder.read_manifest(folder), kind=RunError)
@@ -232,36 +237,32 @@ class SafeCheckpointer(Checkpointer):
 
         def fill() -> dict[str, Any]:
             tensors, _ = split(state)
-            read_parts(
-                folder,
-                index["tensors"],
-                {name: part_of(tensor) for name, tensor in tensors.items()},
-            )
-            # Fused AdamW has settings that AdamW with moments on the host has not: these stay.
-            for name, holder, key in _leaves(state):
+            parts = {name: part_of(tensor) for name, tensor in tensors.items()}
+            read_parts(folder, index["tensors"], parts)
+            # Fused AdamW has settings that AdamW with moments on the host lacks: these stay.
+            for name, holder, key in _find_leaves(state):
                 if name in index["values"]:
                     holder[key] = from_json(index["values"][name])
-            own = f"rank{get_rank()}.json" if manifest.num_ranks > get_rank() else "rank0.json"
-            train_state = cast(dict[str, Any], from_json(json.loads((folder / own).read_bytes())))
-            if (step := train_state["global_step"]) != manifest.step:
-                raise Damaged(
-                    f"{folder / own} is of step {step}, and {MANIFEST} of step {manifest.step}"
-                )
+            rank = get_rank() if get_rank() < manifest.num_ranks else 0
+            path = folder / f"rank{rank}.json"
+            train_state = cast(dict[str, Any], from_json(json.loads(path.read_bytes())))
+            step = train_state["global_step"]
+            if step != manifest.step:
+                raise Damaged(f"{path} is of step {step}, and {MANIFEST} of step {manifest.step}")
             return train_state
 
         train_state = together(fill, kind=RunError)
         train_module.load_state_dict(state)
-        return None if load_trainer_state is False else train_state
+        if load_trainer_state is False:
+            return None
+        return train_state
 
     @classmethod
     def dir_is_checkpoint(cls, dir: PathOrStr) -> bool:
         return (Path(dir) / MANIFEST).is_file()
 
-    def _index_of(self, parts: Mapping[str, Part]) -> Mapping[str, Any]:
-        """The rank that writes each box; agreed on once, as a layout does not change within a run.
-
-        Collective.
-        """
+    def _assign_boxes(self, parts: Mapping[str, Part]) -> Mapping[str, Any]:
+        """Agree on the rank that writes each box: once, as a run's layout stays; collective."""
         claims = {name: part.claim for name, part in parts.items()}
         if self._claims != claims:
             self._claims = claims
@@ -269,8 +270,8 @@ class SafeCheckpointer(Checkpointer):
         return self._index
 
 
-def unwritten(final: Path) -> Callable[[str], RunError]:
-    """The error that a checkpoint cannot be written, as a function of what went wrong."""
+def make_write_error(final: Path) -> Callable[[str], RunError]:
+    """A function that makes the error of a failed save, from the reason."""
     before = f"the checkpoint of step {step_of(final)} cannot be written to {final.parent}"
     after = (
         "Those written before are unharmed: make room, or mend what is said here, then give the "
@@ -280,25 +281,25 @@ def unwritten(final: Path) -> Callable[[str], RunError]:
 
 
 def split(state: dict[str, Any]) -> tuple[dict[str, torch.Tensor | Part], dict[str, Any]]:
-    """The tensors, or parts of them, and the other values of a state dict, by their dotted names,
-    in order.
-    """
-    leaves = {
-        name: holder[key] for name, holder, key in sorted(_leaves(state), key=lambda leaf: leaf[0])
-    }
-    tensors = {
-        name: value for name, value in leaves.items() if isinstance(value, torch.Tensor | Part)
-    }
-    return tensors, {name: value for name, value in leaves.items() if name not in tensors}
+    """Split a state dict into tensors (or their parts) and other values, by sorted dotted names."""
+    leaves = {name: holder[key] for name, holder, key in _find_leaves(state)}
+    tensors: dict[str, torch.Tensor | Part] = {}
+    values: dict[str, Any] = {}
+    for name in sorted(leaves):
+        if isinstance(leaves[name], torch.Tensor | Part):
+            tensors[name] = leaves[name]
+        else:
+            values[name] = leaves[name]
+    return tensors, values
 
 
-def _leaves(state: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, dict[str, Any], str]]:
-    """The dotted name of each value that is no dictionary, the dictionary that holds it, and its
-    key there.
-    """
+def _find_leaves(
+    state: dict[str, Any], prefix: str = ""
+) -> Iterator[tuple[str, dict[str, Any], str]]:
+    """Yield each value that is no dictionary: its dotted name, its dictionary, its key there."""
     for key, value in state.items():
         if isinstance(value, dict):
-            yield from _leaves(value, f"{prefix}{key}.")
+            yield from _find_leaves(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", state, key
 
@@ -308,12 +309,15 @@ def together(work: Callable[[], T], *, kind: Callable[[str], Exception]) -> T:
 
     Collective.
     """
-    failures, result = [], None
+    failures: list[str] = []
+    result: T | None = None
     try:
         result = work()
     except Exception as error:
-        where = f"rank {get_rank()}: " if get_world_size() > 1 else ""
-        failures = [f"{where}{' '.join(f'{type(error).__name__}: {error}'.split())}"]
+        text = " ".join(f"{type(error).__name__}: {error}".split())
+        if get_world_size() > 1:
+            text = f"rank {get_rank()}: {text}"
+        failures.append(text)
     raise_together(failures, kind=kind)
     return cast(T, result)
 
@@ -360,8 +364,6 @@ def from_json(value: Any) -> Any:
         return {from_json(key): from_json(item) for key, item in value["dict"]}
     if "tensor" in value:
         return load(base64.b64decode(value["tensor"], validate=True))[""]
-    return (
-        from_json(value["array"]).numpy()
-        if "array" in value
-        else from_json(value["number"]).numpy()[()]
-    )
+    if "array" in value:
+        return from_json(value["array"]).numpy()
+    return from_json(value["number"]).numpy()[()]

@@ -1,6 +1,4 @@
-"""A run's place in its data, read from its newest checkpoint before a model is loaded or Ray is
-started.
-"""
+"""A run's place in its data, read from its newest checkpoint before anything else is loaded."""
 
 import json
 from collections.abc import Mapping
@@ -16,16 +14,15 @@ STATE = "rank0.json"
 
 
 def read_saved_place(folder: Path) -> Mapping[str, Any] | None:
-    """The place in the data of the newest checkpoint in `folder` whose state is as it was written.
+    """Read the place in the data of the newest readable checkpoint; None if there is none.
 
-    It is what the loop's `place` gave as its `state_dict`. A damaged checkpoint is passed over here
-    without a word: it is named when the run's checkpoint is loaded. Returns None where there is
-    none to read.
+    It is the `state_dict` of the loop's `place`. A damaged checkpoint is skipped here without a
+    message: it is named when the run's checkpoint is loaded.
     """
-    for checkpoint in step_folder.candidates(folder):
+    for checkpoint in step_folder.find_candidates(folder):
         try:
             written = step_folder.read_manifest(checkpoint).files[STATE]
-            if step_folder.damage_of_file(checkpoint / STATE, written) is not None:
+            if step_folder.find_file_damage(checkpoint / STATE, written) is not None:
                 continue
             state = from_json(json.loads((checkpoint / STATE).read_bytes()))
             return cast(Mapping[str, Any], state["data_loader"])

@@ -13,34 +13,35 @@ from open_instruct.models.box_files import part_of, read_parts
 from open_instruct.models.hf.checkpoint_files import DTYPES
 from open_instruct.models.shards import Held, held, rows_of
 
-# Before the names of weights: in checkpoints of FSDP2, and of DeepSpeed, where each is flat.
-BACKENDS = ("model.", "zero.weights.")
+# Before the names of weights: in checkpoints of FSDP2, and in DeepSpeed's, where each is flat.
+PREFIXES = ("model.", "zero.weights.")
 
 
 class SavedWeights(Mapping[str, Held]):
-    """The weights of a checkpoint by OLMo-core's names, each assembled from all ranks' files on
-    access.
+    """The weights of a checkpoint by OLMo-core's names, each read from all ranks' files on access.
 
     Example: `SavedWeights(Path("OUT/step4"), parameter_shapes(model))["embeddings.weight"]`, on the
     CPU.
 
-    :param shapes: shapes of the parameters; the checkpoint may hold fewer, as after training
-        adapters.
+    Args:
+        shapes: of the parameters; the checkpoint may hold fewer, as after training adapters.
+
+    Raises:
+        InputError: DeepSpeed had split the matrices over ranks.
     """
 
     def __init__(self, folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """:raises InputError: the matrices were split over ranks by DeepSpeed."""
-        self._folder, self._shapes = folder, shapes
+        self._folder = folder
+        self._shapes = shapes
         self._index: dict[str, Any] = json.loads((folder / INDEX).read_bytes())["tensors"]
-        self._full_names = {
-            name: kind + name for kind in BACKENDS for name in shapes if kind + name in self._index
-        }
-        names = self._full_names
-        self._rows = {
-            row: (name, index)
-            for name in names
-            for row, index in rows_of(name, shapes[name]).items()
-        }
+        self._full_names: dict[str, str] = {}
+        for prefix in PREFIXES:
+            names = [name for name in shapes if prefix + name in self._index]
+            self._full_names |= {name: prefix + name for name in names}
+        self._rows: dict[str, tuple[str, int | None]] = {}
+        for name in self._full_names:
+            for row, index in rows_of(name, shapes[name]).items():
+                self._rows[row] = (name, index)
         self._last = ("", torch.empty(0))
         if not self._full_names:
             raise InputError(
@@ -52,11 +53,14 @@ class SavedWeights(Mapping[str, Held]):
 
     def __getitem__(self, name: str) -> Held:
         name, index = self._rows[name]
-        if self._last[0] != name:  # the matrices of a stack are asked for one after the other
-            self._last = (name, self._whole(name))
-        return held(self._last[1] if index is None else self._last[1][index])
+        if self._last[0] != name:  # callers take the matrices of a stack one after the other
+            self._last = (name, self._read_whole(name))
+        _, whole = self._last
+        if index is not None:
+            whole = whole[index]
+        return held(whole)
 
-    def _whole(self, name: str) -> torch.Tensor:
+    def _read_whole(self, name: str) -> torch.Tensor:
         full_name = self._full_names[name]
         entry = self._index[full_name]
         whole = torch.empty(entry["shape"], dtype=DTYPES[entry["dtype"]])

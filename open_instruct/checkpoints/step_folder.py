@@ -1,5 +1,4 @@
-"""The folder of one checkpoint, `step{N}`: its files, whether they are whole, and how it is
-published and removed.
+"""The folder of one checkpoint, `step{N}`: its files, their digests, its publishing and removal.
 
 It is written as `step{N}-tmp` and renamed. The last file written is `checkpoint.json`, which has
 size and digest of every other. A folder that is removed or damaged gets another name first, so that
@@ -29,10 +28,13 @@ from open_instruct.core.files import sync_folder
 from open_instruct.models.box_files import WrittenFile, digest_of, write_hashed, write_tensors
 
 FORMAT = 3
-PART, REMOVED, DAMAGED = "-tmp", "-removed", "-damaged"
-MANIFEST, INDEX = "checkpoint.json", "index.json"
+PART = "-tmp"
+REMOVED = "-removed"
+DAMAGED = "-damaged"
+MANIFEST = "checkpoint.json"
+INDEX = "index.json"
 NAME = re.compile(r"step(0|[1-9]\d*)")
-# Of these one is in each checkpoint of OLMo-core's own format, which is pickle.
+# Each checkpoint in OLMo-core's own format, which is pickle, has one of these.
 OLMO_CORE = (".metadata", ".metadata.json", "train", "model_and_optim")
 
 VISIBLE_WITHIN_S = 120.0  # a folder that another node made on a file system that is shared
@@ -64,7 +66,7 @@ class Manifest:
 def write_own_files(
     part: Path, rank: int, tensors: Mapping[str, torch.Tensor], documents: Mapping[str, Any]
 ) -> Files:
-    """This rank's files of a checkpoint; no other rank is asked anything."""
+    """Write this rank's files of a checkpoint; nothing here is collective."""
     wait_for(part.exists, f"waiting for {part}", timeout=VISIBLE_WITHIN_S)
     name = f"rank{rank}.safetensors"
     written = {
@@ -82,7 +84,11 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """:raises Damaged: it is missing, or not what was written."""
+    """Read `checkpoint.json` and check its digest.
+
+    Raises:
+        Damaged: it is missing, or not what was written.
+    """
     path = folder / MANIFEST
     if not path.is_file():
         raise Damaged(f"{path} is missing")
@@ -96,28 +102,33 @@ def read_manifest(folder: Path) -> Manifest:
             raise ValueError
         manifest = Manifest(files=files, **content)
     except UNREADABLE as error:
-        why = f" ({error.strerror})" if isinstance(error, OSError) else ""
-        raise Damaged(f"{path} is not what was written{why}") from error
-    if (named := NAME.fullmatch(folder.name.removesuffix(PART))) and int(named[1]) != manifest.step:
+        reason = ""
+        if isinstance(error, OSError):
+            reason = f" ({error.strerror})"
+        raise Damaged(f"{path} is not what was written{reason}") from error
+    match = NAME.fullmatch(folder.name.removesuffix(PART))
+    if match and int(match[1]) != manifest.step:
         raise Damaged(f"{folder} is a copy of another checkpoint, that of step {manifest.step}")
     return manifest
 
 
-def damage_of(folder: Path, *, share: int = 0, num_shares: int = 1) -> list[str]:
-    """Problems of a checkpoint: of its manifest or else of its files, every `num_shares`th of them
-    from `share`.
+def find_damage(folder: Path, *, share: int = 0, num_shares: int = 1) -> list[str]:
+    """Find the problems of a checkpoint: of its manifest, or else of a share of its files.
+
+    Args:
+        share: which of `num_shares` shares of the files is read.
     """
     try:
         manifest = read_manifest(folder)
     except Damaged as error:
         return [str(error)]
     files = sorted(manifest.files.items())[share::num_shares]
-    damage = [damage_of_file(folder / name, written) for name, written in files]
+    damage = [find_file_damage(folder / name, written) for name, written in files]
     return [problem for problem in damage if problem is not None]
 
 
-def damage_of_file(path: Path, written: WrittenFile) -> str | None:
-    """What is wrong with a file of a checkpoint; None where it is what was written."""
+def find_file_damage(path: Path, written: WrittenFile) -> str | None:
+    """The problem of a checkpoint's file; None if it is what was written."""
     try:
         if not path.is_file():
             return f"{path} is missing"
@@ -132,23 +143,18 @@ def step_of(folder: Path) -> int:
     return int(folder.name.removeprefix("step"))
 
 
-def candidates(folder: Path) -> list[Path]:
-    """Folders that are named like checkpoints and hold anything, whole ones or not; newest
-    first.
-    """
-    # Another rank may be removing one of them: glob() passes over a folder that is gone.
-    folders = {
-        folder / Path(found).parent
-        for found in glob("step*/*", root_dir=folder, include_hidden=True)
-    }
-    return sorted(
-        (path for path in folders if NAME.fullmatch(path.name)), key=step_of, reverse=True
-    )
+def find_candidates(folder: Path) -> list[Path]:
+    """Find the folders that are named like checkpoints and are not empty, newest step first."""
+    # Another rank may be removing one of them: glob() ignores a folder that is gone.
+    files = glob("step*/*", root_dir=folder, include_hidden=True)
+    folders = {folder / Path(file).parent for file in files}
+    candidates = [path for path in folders if NAME.fullmatch(path.name)]
+    return sorted(candidates, key=step_of, reverse=True)
 
 
 def find_checkpoints(folder: Path) -> list[Path]:
     """The complete checkpoints in `folder`, oldest step first."""
-    return [path for path in reversed(candidates(folder)) if (path / MANIFEST).is_file()]
+    return [path for path in reversed(find_candidates(folder)) if (path / MANIFEST).is_file()]
 
 
 def latest_step(folder: Path) -> int | None:
@@ -157,11 +163,15 @@ def latest_step(folder: Path) -> int | None:
 
 
 def refuse_another_format(folder: Path) -> None:
-    """:raises InputError: `folder` has checkpoints of OLMo-core's own format, and none of this
-    one.
+    """Refuse a run folder that has checkpoints only in OLMo-core's own format.
+
+    Raises:
+        InputError: names the checkpoint.
     """
     others = [
-        path for path in candidates(folder) if any((path / name).exists() for name in OLMO_CORE)
+        path
+        for path in find_candidates(folder)
+        if any((path / name).exists() for name in OLMO_CORE)
     ]
     if others and not find_checkpoints(folder):
         raise InputError(
@@ -172,9 +182,13 @@ def refuse_another_format(folder: Path) -> None:
         )
 
 
-def refuse_another_start_model(checkpoint: Path, own: str) -> None:
-    """:raises InputError: `own` is not the fingerprint of the checkpoint's start model."""
-    if read_manifest(checkpoint).start_model != own:
+def refuse_another_start_model(checkpoint: Path, fingerprint: str) -> None:
+    """Refuse a checkpoint of a run that began with another start model.
+
+    Raises:
+        InputError: `fingerprint` is not that of the checkpoint's start model.
+    """
+    if read_manifest(checkpoint).start_model != fingerprint:
         raise InputError(
             f"the start model is not the one that the run of {checkpoint} began with: its weights "
             "or its config.json were changed in place. Put those back to go on, or start afresh "
@@ -183,16 +197,14 @@ def refuse_another_start_model(checkpoint: Path, own: str) -> None:
         )
 
 
-def beside(final: Path, suffix: str = PART) -> Path:
-    """The folder beside a checkpoint whose name has `suffix`; with the default one a checkpoint is
-    written there.
-    """
+def add_suffix(final: Path, suffix: str = PART) -> Path:
+    """The folder beside a checkpoint whose name has `suffix`; by default the one to write in."""
     return final.with_name(final.name + suffix)
 
 
 def begin(final: Path) -> Path:
-    """Empty the folder that is written in before `final` has its name."""
-    part = beside(final)
+    """Make an empty folder to write in, until it is published as `final`."""
+    part = add_suffix(final)
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir(parents=True)
     return part
@@ -200,7 +212,9 @@ def begin(final: Path) -> Path:
 
 def publish(part: Path, final: Path) -> None:
     """Give a complete folder its final name. A checkpoint that has this name is replaced."""
-    old = set_aside(final, REMOVED) if final.exists() else None
+    old: Path | None = None
+    if final.exists():
+        old = set_aside(final, REMOVED)
     part.replace(final)
     sync_folder(final.parent)
     if old is not None:
@@ -213,9 +227,7 @@ def remove(folder: Path) -> None:
 
 
 def tidy(folder: Path) -> None:
-    """Remove folders that a killed run left half written or half removed; name a complete
-    checkpoint without a name.
-    """
+    """Remove what a killed run left half written or half removed, and publish what is complete."""
     for part in folder.glob(f"step*{PART}"):
         final = part.with_name(part.name.removesuffix(PART))
         try:
@@ -228,16 +240,15 @@ def tidy(folder: Path) -> None:
 
 
 def set_aside(folder: Path, suffix: str) -> Path:
-    """Give a checkpoint's folder the name with `suffix`, and return it.
+    """Give a checkpoint's folder a name with `suffix`, and return its path.
 
-    A damaged one may still be looked at there.
+    So a damaged one can still be looked at.
     """
-    aside = beside(folder, suffix)
+    aside = add_suffix(folder, suffix)
     shutil.rmtree(aside, ignore_errors=True)
     return folder.replace(aside)
 
 
 def hash_content(content: Any) -> str:
-    return xxhash.xxh3_128(
-        json.dumps(content, sort_keys=True, separators=(",", ":")).encode()
-    ).hexdigest()
+    text = json.dumps(content, sort_keys=True, separators=(",", ":"))
+    return xxhash.xxh3_128(text.encode()).hexdigest()

@@ -120,7 +120,7 @@ def checkpoint_of(run: Path, name: str) -> Path:
 
     :raises InputError: there is none, or it is damaged.
     """
-    from open_instruct.checkpoints.step_folder import damage_of, find_checkpoints
+    from open_instruct.checkpoints.step_folder import find_checkpoints, find_damage
 
     folders = {path.name: path for path in find_checkpoints(run)}
     if not folders:
@@ -128,7 +128,7 @@ def checkpoint_of(run: Path, name: str) -> Path:
     folder = folders.get(name or next(reversed(folders)))
     if folder is None:
         raise InputError(f"{run} has {', '.join(folders)}, and not {name}", kind="missing_file")
-    if damage := damage_of(folder):
+    if damage := find_damage(folder):
         raise InputError(
             f"the checkpoint {folder} is damaged: {damage[0]}; take another step of the run",
             kind="bad_checkpoint",

@@ -45,7 +45,7 @@ def host_copies(folder: Path) -> Any:
     """Of a checkpoint, and the thread that writes it."""
     import torch
 
-    from open_instruct.checkpoints.background import copied_to_host, in_background
+    from open_instruct.checkpoints.background import copy_to_host, in_background
 
     taken = []
     with pretended_gpu() as gpu, patch.object(torch.cuda, "set_device", taken.append):
@@ -55,9 +55,9 @@ def host_copies(folder: Path) -> Any:
             "a": torch.ones(3, device="cuda"),
             "b": torch.ones(2, 2, device="cuda").bfloat16(),
         }
-        made = copied_to_host(of_gpu, kept)
+        made = copy_to_host(of_gpu, kept)
         waits = WAITS.taken()
-        again = copied_to_host({"a": torch.ones(3, device="cuda")}, kept)
+        again = copy_to_host({"a": torch.ones(3, device="cuda")}, kept)
         are_pinned = all(copy.untyped_storage().data_ptr() in gpu.pinned for copy in made.values())
         outcome = in_background(lambda: 7).result()
     return {

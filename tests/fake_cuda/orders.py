@@ -489,8 +489,8 @@ CASES |= {
         "weights on the host", "synchronize", "finalize_backward"
     ),
     "saves of a run, changed before they are copied": hurried_run,
-    "saves, read before they are copied": planted("saves", "synchronize", "copied_to_host"),
-    "saves, copied before they are computed": planted("saves", "wait_stream", "copied_to_host"),
+    "saves, read before they are copied": planted("saves", "synchronize", "copy_to_host"),
+    "saves, copied before they are computed": planted("saves", "wait_stream", "copy_to_host"),
     "weights by nccl, sent before they are packed": planted(
         "weights by nccl", "wait_stream", "broadcast"
     ),

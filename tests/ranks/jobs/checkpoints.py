@@ -32,13 +32,13 @@ def save_each(
     """Take and save so many steps, where a thread copies with that delay; what was in the last of
     them.
     """
-    copied_to_host = safe_checkpointer.copied_to_host
+    copy_to_host = safe_checkpointer.copy_to_host
 
     def late_copies(*arguments: Any) -> dict[str, torch.Tensor]:
         time.sleep(copies_after_s)
-        return copied_to_host(*arguments)
+        return copy_to_host(*arguments)
 
-    safe_checkpointer.copied_to_host = late_copies
+    safe_checkpointer.copy_to_host = late_copies
     results = []
     for flags, port in zip(cases, ports, strict=True):
         os.environ["MASTER_PORT"] = str(port)
@@ -49,7 +49,7 @@ def save_each(
         learner.loop.close()
         results.append(state_of(learner))
         stop_process()
-    safe_checkpointer.copied_to_host = copied_to_host
+    safe_checkpointer.copy_to_host = copy_to_host
     return results
 
 

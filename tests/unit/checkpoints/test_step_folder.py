@@ -48,7 +48,7 @@ def test_whole_one(tmp_path: Path) -> None:
     folder = save(tmp_path, 4)
     manifest = step_folder.read_manifest(folder)
     assert (manifest.step, manifest.num_ranks, manifest.start_model) == (4, 2, "ab")
-    assert step_folder.damage_of(folder) == [] and manifest.files.keys() == FILES.keys()
+    assert step_folder.find_damage(folder) == [] and manifest.files.keys() == FILES.keys()
     assert names(tmp_path) == ["step4"] and step_folder.latest_step(tmp_path) == 4
 
 
@@ -57,7 +57,11 @@ def test_newest_is_the_one_of_the_highest_number(tmp_path: Path) -> None:
         save(tmp_path, step)
     (tmp_path / "step99").mkdir()  # the user's own
     (tmp_path / "step_by_step").mkdir()
-    assert [path.name for path in step_folder.candidates(tmp_path)] == ["step10", "step9", "step2"]
+    assert [path.name for path in step_folder.find_candidates(tmp_path)] == [
+        "step10",
+        "step9",
+        "step2",
+    ]
     assert [path.name for path in step_folder.find_checkpoints(tmp_path)] == [
         "step2",
         "step9",
@@ -85,11 +89,11 @@ def test_any_byte_of_any_file_counts(tmp_path: Path, name: str) -> None:
     folder = save(tmp_path, 4)
     for at in range(len(FILES[name])):
         flip(folder / name, at)
-        (told,) = step_folder.damage_of(folder)
+        (told,) = step_folder.find_damage(folder)
         assert told == f"{folder / name} is not what was written"
         flip(folder / name, at)
     (folder / name).unlink()
-    assert step_folder.damage_of(folder) == [f"{folder / name} is missing"]
+    assert step_folder.find_damage(folder) == [f"{folder / name} is missing"]
 
 
 def test_any_byte_of_the_manifest_counts(tmp_path: Path) -> None:
@@ -102,7 +106,7 @@ def test_any_byte_of_the_manifest_counts(tmp_path: Path) -> None:
     (folder / MANIFEST).unlink()
     with pytest.raises(Damaged, match=r"checkpoint\.json is missing"):
         step_folder.read_manifest(folder)
-    assert [path.name for path in step_folder.candidates(tmp_path)] == [
+    assert [path.name for path in step_folder.find_candidates(tmp_path)] == [
         "step4"
     ] and step_folder.find_checkpoints(tmp_path) == []
 
@@ -133,7 +137,7 @@ def test_step_folder_opens_files_only(tmp_path: Path) -> None:
     folder = save(tmp_path, 4)
     (folder / "rank0.json").unlink()
     os.mkfifo(folder / "rank0.json")  # whoever opens it waits for a writer
-    assert step_folder.damage_of(folder) == [f"{folder / 'rank0.json'} is missing"]
+    assert step_folder.find_damage(folder) == [f"{folder / 'rank0.json'} is missing"]
 
 
 class Killed(BaseException):
@@ -178,8 +182,8 @@ def test_kill_at_any_moment_leaves_a_whole_one(
         step_folder.tidy(folder)
         assert all(name in ("step2", "step4", "step6") for name in names(folder))
         assert step_folder.latest_step(folder) in (4, step)
-        for path in step_folder.candidates(folder):
-            assert step_folder.damage_of(path) == []
+        for path in step_folder.find_candidates(folder):
+            assert step_folder.find_damage(path) == []
     assert n > 5 and names(folder) == sorted({"step2", "step4", f"step{step}"})
     assert (folder / f"step{step}" / "rank0.json").read_bytes() == b"new"
 
@@ -191,7 +195,7 @@ def test_half_removed_ones_are_removed_whole(
     with monkeypatch.context() as patch:
         patch.setattr(step_folder.shutil, "rmtree", lambda *_, **__: None)
         step_folder.remove(folder)
-    assert step_folder.candidates(tmp_path) == [] and names(tmp_path) == ["step4-removed"]
+    assert step_folder.find_candidates(tmp_path) == [] and names(tmp_path) == ["step4-removed"]
     step_folder.tidy(tmp_path)
     assert names(tmp_path) == []
 
@@ -201,7 +205,7 @@ def test_damaged_ones_lose_their_name_and_nothing_else(tmp_path: Path) -> None:
         kept = step_folder.set_aside(save(tmp_path, 4), DAMAGED)
         step_folder.tidy(tmp_path)
         assert (
-            step_folder.candidates(tmp_path) == []
+            step_folder.find_candidates(tmp_path) == []
             and kept.name == "step4-damaged"
             and (kept / "rank0.safetensors").exists()
         )
@@ -210,7 +214,7 @@ def test_damaged_ones_lose_their_name_and_nothing_else(tmp_path: Path) -> None:
 def test_step_folder_of_another_format_is_damaged(tmp_path: Path) -> None:
     (tmp_path / "step4" / "train").mkdir(parents=True)  # OLMo-core's own
     (tmp_path / "step6").mkdir()
-    assert [path.name for path in step_folder.candidates(tmp_path)] == ["step4"]
+    assert [path.name for path in step_folder.find_candidates(tmp_path)] == ["step4"]
     with pytest.raises(Damaged, match=r"step4/checkpoint\.json is missing"):
         step_folder.read_manifest(tmp_path / "step4")
     with refused("bad_checkpoint", "model_name_or_path", "step4"):
@@ -233,7 +237,7 @@ def test_checkpoint_removed_meanwhile_is_passed_over(tmp_path: Path) -> None:
     with ThreadPoolExecutor(1) as pool:
         other = pool.submit(come_and_go)
         try:
-            found = [step_folder.candidates(tmp_path) for _ in range(3_000)]
+            found = [step_folder.find_candidates(tmp_path) for _ in range(3_000)]
         finally:
             stops.set()
         other.result()

@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from open_instruct.checkpoints.step_folder import damage_of
+from open_instruct.checkpoints.step_folder import find_damage
 from open_instruct.models.export_files import replacing_problem
 from open_instruct.objectives.dpo import DPO
 from open_instruct.parallel.process import stop_process
@@ -293,7 +293,7 @@ def test_checkpoint_that_cannot_be_written(
     assert "step 2 cannot be written" in told and "No space left" in told and "same command" in told
     # The half one makes room again, the one before is whole.
     assert [path.name for path in (tmp_path / "out").glob("step*")] == ["step1"]
-    assert damage_of(tmp_path / "out" / "step1") == []
+    assert find_damage(tmp_path / "out" / "step1") == []
     assert any(path.name == "rank0.safetensors" for path in synced)
 
 
