@@ -1,6 +1,4 @@
-"""The environments that come with the package: a calculator, Python, and the games of
-open-instruct's launches.
-"""
+"""The built-in environments: a calculator, Python, and the games of open-instruct's launches."""
 
 import ast
 import operator
@@ -30,7 +28,7 @@ MAX_PYTHON_S = 600  # of CPU time in an episode
 
 
 class Calculator:
-    """A tool that computes. What the policy answers at last is judged by the row's verifier."""
+    """A tool that computes; the row's verifier judges the policy's last reply."""
 
     def calculate(self, expression: str) -> str:
         """Computes an arithmetic expression.
@@ -40,14 +38,14 @@ class Calculator:
         """
         if len(expression) > MAX_EXPRESSION:
             raise ValueError(f"an expression has at most {MAX_EXPRESSION} characters")
-        value = _value(ast.parse(expression.strip(), mode="eval").body)
+        value = _evaluate(ast.parse(expression.strip(), mode="eval").body)
         return str(int(value)) if float(value).is_integer() else str(value)
 
 
 class Python:
     """A tool that runs Python in the sandbox.
 
-    Names stay from one call to the next, until one is late or dies.
+    Names stay from one call to the next, until a call takes too long or the interpreter dies.
     """
 
     def __init__(self, timeout: float | None = None) -> None:
@@ -62,29 +60,28 @@ class Python:
             code: the Python code
         """
         try:
-            self._interpreter = self._interpreter or SANDBOX.interpreter(
-                cpu_s=MAX_PYTHON_S, stderr=True
-            )
+            if self._interpreter is None:
+                self._interpreter = SANDBOX.interpreter(cpu_s=MAX_PYTHON_S, stderr=True)
             if self._is_closed:  # meanwhile
                 self._interpreter.close()
             ran = self._interpreter.run(code, timeout_s=self._timeout_s)
         except (RunError, OSError) as error:  # of this machine
             raise EnvironmentFault(str(error)) from error
-        shown = ran.output + (ran.problem or ("" if ran.value == "None" else ran.value))
+        text = ran.output
+        if ran.problem:
+            text += ran.problem
+        elif ran.value != "None":
+            text += ran.value
         if ran.status in ("late", "died"):
             self._interpreter.close()
             self._interpreter = None
-            why = (
-                f"took more than {self._timeout_s:g} s"
-                if ran.status == "late"
-                else "died, or printed too much"
-            )
-            shown += f"\nThe interpreter {why}. It is started anew: its names are gone."
-        return (
-            shown
-            if len(shown) <= MAX_SHOWN
-            else f"{shown[: MAX_SHOWN // 2]}\n…\n{shown[-MAX_SHOWN // 2 :]}"
-        )
+            reason = "died, or printed too much"
+            if ran.status == "late":
+                reason = f"took more than {self._timeout_s:g} s"
+            text += f"\nThe interpreter {reason}. It is started anew: its names are gone."
+        if len(text) <= MAX_SHOWN:
+            return text
+        return f"{text[: MAX_SHOWN // 2]}\n…\n{text[-MAX_SHOWN // 2 :]}"
 
     def close(self) -> None:
         self._is_closed = True
@@ -92,7 +89,7 @@ class Python:
             self._interpreter.close()
 
 
-def _value(node: ast.AST) -> float:
+def _evaluate(node: ast.AST) -> float:
     value: float
     if (
         isinstance(node, ast.Constant)
@@ -101,9 +98,9 @@ def _value(node: ast.AST) -> float:
     ):
         value = node.value
     elif isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
-        value = OPERATORS[type(node.op)](_value(node.left), _value(node.right))
+        value = OPERATORS[type(node.op)](_evaluate(node.left), _evaluate(node.right))
     elif isinstance(node, ast.UnaryOp) and type(node.op) in OPERATORS:
-        value = OPERATORS[type(node.op)](_value(node.operand))
+        value = OPERATORS[type(node.op)](_evaluate(node.operand))
     else:
         raise ValueError(f"{ast.unparse(node)!r} is no arithmetic of numbers")
     if abs(value) > MAX_NUMBER:
@@ -112,8 +109,9 @@ def _value(node: ast.AST) -> float:
 
 
 class Counter:
-    """Tools that bring a counter to a target: 1 for the target, -0.5 for another value, -0.1 a
-    step.
+    """Tools that bring a counter to a target.
+
+    The target is worth 1, another value -0.5, and every step -0.1.
     """
 
     def reset(self, target: int = 5) -> str:
@@ -123,31 +121,27 @@ class Counter:
 
     def increment(self) -> ToolAnswer:
         """Increment the counter by 1"""
-        return self._moved(1)
+        return self._move(1)
 
     def decrement(self) -> ToolAnswer:
         """Decrement the counter by 1"""
-        return self._moved(-1)
+        return self._move(-1)
 
     def submit(self) -> ToolAnswer:
         """Submit current value as answer"""
         if self._count == self._target:
-            return ToolAnswer(
-                content=f"Correct: the counter is at {self._count}.", reward=1.0, done=True
-            )
-        return ToolAnswer(
-            content=f"Wrong: {self._count} is not {self._target}.", reward=-0.5, done=True
-        )
+            text = f"Correct: the counter is at {self._count}."
+            return ToolAnswer(content=text, reward=1.0, done=True)
+        text = f"Wrong: {self._count} is not {self._target}."
+        return ToolAnswer(content=text, reward=-0.5, done=True)
 
-    def _moved(self, by: int) -> ToolAnswer:
+    def _move(self, by: int) -> ToolAnswer:
         self._count += by
         return ToolAnswer(content=f"Counter is now {self._count}.", reward=-0.1)
 
 
 class GuessNumber:
-    """A tool that guesses a number: 1 for the number, less for another one the further away it
-    is.
-    """
+    """A tool that guesses a number, which is worth 1; other numbers are worth less by distance."""
 
     def __init__(self, min_val: int = 1, max_val: int = 100) -> None:
         self._lowest = int(min_val)
@@ -163,22 +157,21 @@ class GuessNumber:
         Args:
             number: Your guess
         """
-        guessed = int(number)
-        if guessed == self._number:
-            return ToolAnswer(content=f"Correct! The number was {guessed}.", reward=1.0, done=True)
-        closeness = 1.0 - abs(guessed - self._number) / max(1, self._highest - self._lowest)
-        hint = "low. Try higher." if guessed < self._number else "high. Try lower."
-        return ToolAnswer(content=f"{guessed} is too {hint}", reward=closeness)
+        number = int(number)
+        if number == self._number:
+            return ToolAnswer(content=f"Correct! The number was {number}.", reward=1.0, done=True)
+        closeness = 1.0 - abs(number - self._number) / max(1, self._highest - self._lowest)
+        hint = "low. Try higher." if number < self._number else "high. Try lower."
+        return ToolAnswer(content=f"{number} is too {hint}", reward=closeness)
 
 
 class Wordle:
-    """A game in text: a word of five letters in six guesses, each in <guess> tags, answered letter
-    by letter.
+    """A game in text: find a word of five letters in six guesses, each in <guess> tags.
 
-    G stands under a letter in its place, Y under one that is elsewhere, X under one that is not
-    there. A guess is worth 0.2 for each G and 0.1 for each Y, the word 1 and 1 over the number of
-    turns, and 0.2 the share of turns with tags. After two moves in a row that are none the game is
-    over. Every word of five letters is a guess.
+    The answer has G under a letter in its place, Y under one that is elsewhere, and X under one
+    that is not there. A guess is worth 0.2 for each G and 0.1 for each Y. The word is worth 1, and
+    1 over the number of turns. The share of turns with tags is worth 0.2 in all. Two invalid moves
+    in a row end the game. Every word of five letters is a valid guess.
     """
 
     def __init__(self, max_guesses: int = 6) -> None:
@@ -193,53 +186,54 @@ class Wordle:
 
     def step(self, text: str) -> tuple[str, float, bool, dict[str, Any]]:
         self._num_turns += 1
-        found = re.findall(r"<guess>\s*\[?([^<\]]+)\]?\s*</guess>", text, re.IGNORECASE)
-        self._num_with_tags += bool(found)
-        guess = found[-1].strip().upper() if found else ""
+        guesses = re.findall(r"<guess>\s*\[?([^<\]]+)\]?\s*</guess>", text, re.IGNORECASE)
+        guess = ""
+        if guesses:
+            self._num_with_tags += 1
+            guess = guesses[-1].strip().upper()
         if len(guess) != 5 or not guess.isalpha() or guess in self._guesses:
-            return self._bad_move()
+            return self._answer_invalid()
         self._num_bad = 0
         self._guesses.append(guess)
-        marks = _marks(guess, self._word)
+        marks = _mark_letters(guess, self._word)
         shown = f"{' '.join(guess)}\n{' '.join(marks)}\n"
         if guess == self._word:
-            return (
-                f"{shown}You guessed the word.",
-                1.0 + 1.0 / self._num_turns + self._form(),
-                True,
-                {},
-            )
-        reward = _worth(marks) + self._form()
+            reward = 1.0 + 1.0 / self._num_turns + self._score_form()
+            return f"{shown}You guessed the word.", reward, True, {}
+        reward = _score_marks(marks) + self._score_form()
         num_left = self._max_guesses - len(self._guesses)
         if num_left <= 0:
             return f"{shown}No guesses are left. The word was {self._word}.", reward, True, {}
         return f"{shown}You have {num_left} guesses left.", reward, False, {}
 
-    def _bad_move(self) -> tuple[str, float, bool, dict[str, Any]]:
+    def _answer_invalid(self) -> tuple[str, float, bool, dict[str, Any]]:
         self._num_bad += 1
         wanted = "give a word of five letters that you have not guessed yet, in <guess> tags"
         if self._num_bad < 2:
             return f"Invalid move: {wanted}.", 0.0, False, {}
-        last = _worth(_marks(self._guesses[-1], self._word)) if self._guesses else 0.0
-        return f"Invalid move: {wanted}.", last + self._form(), True, {}
+        last = 0.0
+        if self._guesses:
+            last = _score_marks(_mark_letters(self._guesses[-1], self._word))
+        return f"Invalid move: {wanted}.", last + self._score_form(), True, {}
 
-    def _form(self) -> float:
+    def _score_form(self) -> float:
         return 0.2 * self._num_with_tags / self._num_turns
 
 
-def _worth(marks: str) -> float:
+def _score_marks(marks: str) -> float:
     return 0.2 * marks.count("G") + 0.1 * marks.count("Y")
 
 
-def _marks(guess: str, word: str) -> str:
-    """G, Y or X for each letter; a letter of the word answers for one letter of the guess alone."""
-    left = [letter for letter, guessed in zip(word, guess, strict=True) if letter != guessed]
+def _mark_letters(guess: str, word: str) -> str:
+    """G, Y or X for each letter of the guess; a letter of the word counts for one of them only."""
+    pairs = list(zip(word, guess, strict=True))
+    unmatched = [letter for letter, guess_letter in pairs if letter != guess_letter]
     marks = ""
-    for letter, guessed in zip(word, guess, strict=True):
-        if letter == guessed:
+    for letter, guess_letter in pairs:
+        if letter == guess_letter:
             marks += "G"
-        elif guessed in left:
-            left.remove(guessed)
+        elif guess_letter in unmatched:
+            unmatched.remove(guess_letter)
             marks += "Y"
         else:
             marks += "X"

@@ -24,8 +24,7 @@ CONTROL_FLOW = (StopIteration, StopAsyncIteration, concurrent.futures.CancelledE
 
 
 class EnvironmentFault(Exception):
-    """What a tool raises where the policy is not at fault: the episode ends as `env_error`, with
-    this as the reason.
+    """Raised by a tool if the policy is not at fault; it ends the episode as `env_error`.
 
     Example: `raise EnvironmentFault("the search server answers 503")`.
     """
@@ -37,10 +36,10 @@ def foreign_loop() -> asyncio.AbstractEventLoop:
 
 
 async def call_foreign(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    """The result of a function, awaited where it is a coroutine's, else computed in a thread.
+    """Call a function in a thread, or await it if it is a coroutine; returns its result.
 
-    The thread is a new one each time, and nobody waits for it: a function that hangs holds up none
-    but its episode.
+    The thread is a new one each time, and nothing waits for its end: a function that hangs holds up
+    only its episode.
 
     Raises:
         EnvironmentFault: in place of what is no ordinary error: SystemExit, KeyboardInterrupt,
@@ -55,9 +54,7 @@ async def call_foreign(function: Callable[..., Any], /, *args: Any, **kwargs: An
 
 
 def describe_error(error: BaseException) -> str:
-    """An error's type and text, cut where it is long; the text may itself be foreign code that
-    raises.
-    """
+    """An error's type and text, cut if it is long; making the text may itself raise."""
     name = type(error).__name__
     try:
         text = f"{name}: {error}"
@@ -84,7 +81,8 @@ async def _run_in_foreign_loop(
         task = asyncio.current_task()
         if task is not None and task.cancelling():
             raise
-        result, error = None, cancelled  # foreign code has cancelled it
+        result = None
+        error = cancelled  # foreign code has cancelled it
     if error is not None:
         raise _as_ordinary_error(error)
     return result
@@ -96,7 +94,7 @@ async def _run_in_thread(
     future: Future[Any] = Future()
 
     def run() -> None:
-        with suppress(InvalidStateError):  # nobody waits any more
+        with suppress(InvalidStateError):  # the episode has given up
             try:
                 future.set_result(function(*args, **kwargs))
             except BaseException as error:  # exit() must not leave the episode waiting
@@ -108,9 +106,7 @@ async def _run_in_thread(
 
 
 def _as_ordinary_error(error: BaseException) -> Exception:
-    """The error itself, or an `EnvironmentFault` in place of one that no future or task may
-    hold.
-    """
+    """The error itself, or an `EnvironmentFault` for one that no future or task may hold."""
     cause = error.__cause__
     if isinstance(error, RuntimeError) and isinstance(cause, StopIteration | StopAsyncIteration):
         error = cause  # Python makes a RuntimeError of one that leaves a coroutine

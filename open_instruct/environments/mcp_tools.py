@@ -1,9 +1,8 @@
-"""The tools of an MCP server: a program that is spoken to over its stdin and stdout, or one at an
-address.
+"""The tools of an MCP server: a program behind stdin and stdout, or a server at an address.
 
 All episodes of a run share one session. A program takes seconds to start and milliseconds to answer
-a call, so one for each episode would keep a machine busy with starting them; what a server
-remembers, it remembers for all of them.
+a call, so with one for each episode a machine would do little else than start them. What a server
+remembers, it remembers for all episodes.
 """
 
 import asyncio
@@ -20,20 +19,20 @@ from open_instruct.environments.environment import EnvironmentFault, ToolServer,
 START_TIMEOUT_S = 60.0
 
 
-class _StrayLines(logging.Filter):
-    """Makes one warning of the tracebacks of mcp, which logs one for each line of a server that is
-    no message.
-    """
+class _StrayLineFilter(logging.Filter):
+    """Turns mcp's tracebacks into one warning; it logs one for each line that is no message."""
 
     def __init__(self) -> None:
         super().__init__()
         self._has_warned = False
 
     def filter(self, record: logging.LogRecord) -> bool:
-        record.exc_info = record.exc_text = None
+        record.exc_info = None
+        record.exc_text = None
         if "parse" not in str(record.msg):
             return True
-        record.levelno, record.levelname = logging.WARNING, "WARNING"
+        record.levelno = logging.WARNING
+        record.levelname = "WARNING"
         record.msg = (
             "an MCP server writes to stdout what is no message; such lines are passed over (log "
             "to stderr)"
@@ -43,12 +42,11 @@ class _StrayLines(logging.Filter):
         return is_first
 
 
-logging.getLogger("mcp.client.stdio").addFilter(_StrayLines())
+logging.getLogger("mcp.client.stdio").addFilter(_StrayLineFilter())
 
 
 class McpServer(ToolServer):
-    """Makes the environments of episodes, whose tools are those of the server at `where`, or the
-    one that is named.
+    """Makes environments with the tools of the server at `where`, or with the named one.
 
     Example: `McpServer("uvx mcp-server-time", origin="--environment")`, or
     `"http://127.0.0.1:8000/mcp"`.
@@ -71,7 +69,7 @@ class McpServer(ToolServer):
         """
         try:
             with ThreadPoolExecutor(1) as thread:  # a notebook's own thread has a running loop
-                self.schemas = thread.submit(asyncio.run, self._listed()).result()
+                self.schemas = thread.submit(asyncio.run, self._list_tools()).result()
         except Exception as error:
             raise InputError(
                 f"{self._origin}: no MCP server answers ({_reason(error)}): mcp: is followed by a "
@@ -80,24 +78,21 @@ class McpServer(ToolServer):
                 kind="remote",
             ) from error
         if not self.schemas:
-            raise InputError(
-                f"{self._origin}: the MCP server has no "
-                f"{f'tool {self._tool}' if self._tool else 'tools'}",
-                kind="bad_value",
-            )
+            missing = f"tool {self._tool}" if self._tool else "tools"
+            raise InputError(f"{self._origin}: the MCP server has no {missing}", kind="bad_value")
 
     async def call(self, name: str, /, **arguments: Any) -> str:
-        """What a tool answers, or has to say against its arguments.
+        """Call a tool; returns its answer, or its complaint about the arguments.
 
         Raises:
-            EnvironmentFault: the server is lost; the next call starts it anew.
+            EnvironmentFault: the server is lost; the next call starts it again.
         """
         from mcp import MCPError
         from mcp_types import INVALID_PARAMS
 
         if self._keeper is None:
             self._opened: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-            self._keeper = asyncio.create_task(self._keep(self._opened))
+            self._keeper = asyncio.create_task(self._hold_session(self._opened))
         keeper = self._keeper
         try:
             client = await asyncio.wait_for(asyncio.shield(self._opened), START_TIMEOUT_S / 2)
@@ -105,50 +100,48 @@ class McpServer(ToolServer):
         except Exception as error:
             if isinstance(error, MCPError) and error.code == INVALID_PARAMS:
                 return f"error: {error}"
-            # One call that is late is no lost server.
-            if not (isinstance(error, TimeoutError) and self._opened.done()):
+            # A call that takes too long does not mean a lost server.
+            is_late_call = isinstance(error, TimeoutError) and self._opened.done()
+            if not is_late_call:
                 keeper.cancel()
-                self._keeper = None if self._keeper is keeper else self._keeper
+                if self._keeper is keeper:
+                    self._keeper = None
             raise EnvironmentFault(_reason(error)) from error
         return "\n".join(getattr(part, "text", f"[{part.type}]") for part in result.content)
 
-    async def _keep(self, opened: "asyncio.Future[Any]") -> None:
-        """Hold a session in a task of its own, which must begin and end it, until it is
-        cancelled.
-        """
+    async def _hold_session(self, opened: "asyncio.Future[Any]") -> None:
+        """Hold a session open until this task is cancelled; one task must begin and end it."""
         try:
-            async with self._client() as client:
+            async with self._make_client() as client:
                 opened.set_result(client)
                 await asyncio.Event().wait()
         except Exception as error:
             if not opened.done():
                 opened.set_exception(RuntimeError(_reason(error)))
 
-    async def _listed(self) -> list[dict[str, Any]]:
-        found, cursor = [], None
-        async with asyncio.timeout(START_TIMEOUT_S), self._client() as client:
+    async def _list_tools(self) -> list[dict[str, Any]]:
+        tools: list[Any] = []
+        cursor = None
+        async with asyncio.timeout(START_TIMEOUT_S), self._make_client() as client:
             while True:
                 page = await client.list_tools(cursor=cursor)
-                found += page.tools
-                if not (cursor := page.next_cursor):
+                tools += page.tools
+                cursor = page.next_cursor
+                if not cursor:
                     break
-        wanted = (each for each in found if self._tool in (None, each.name))
-        return [
-            tool_schema(each.name, each.description or "", each.input_schema) for each in wanted
-        ]
+        if self._tool is not None:
+            tools = [tool for tool in tools if tool.name == self._tool]
+        return [tool_schema(tool.name, tool.description or "", tool.input_schema) for tool in tools]
 
-    def _client(self) -> Any:
+    def _make_client(self) -> Any:
         from mcp import Client, StdioServerParameters, stdio_client
 
         if self._where.startswith(("http://", "https://")):
             return Client(self._where)
         command, *words = shlex.split(self._where) or [""]
-        # What a server logs would stand between the lines of the run.
-        return Client(
-            stdio_client(
-                StdioServerParameters(command=command, args=words), errlog=subprocess.DEVNULL
-            )
-        )
+        parameters = StdioServerParameters(command=command, args=words)
+        # A server's log would appear between the lines of the run.
+        return Client(stdio_client(parameters, errlog=subprocess.DEVNULL))
 
 
 def generic_mcp(
@@ -159,18 +152,21 @@ def generic_mcp(
     tool_name: str | None = None,
     timeout: float = 60.0,
 ) -> McpServer:
-    """A server by the settings that open-instruct's tool of this name has;
+    """Make a server from the settings of open-instruct's tool of this name.
 
-    `timeout` is of one call, in seconds.
+    Args:
+        timeout: of one call, in seconds.
     """
     if transport not in ("http", "stdio"):
         raise ValueError(f"transport is http or stdio, not {transport!r}")
-    where = server_url if transport == "http" else shlex.join([command, *args])
+    where = server_url
+    if transport == "stdio":
+        where = shlex.join([command, *args])
     return McpServer(where, origin="--tools generic_mcp", tool=tool_name, timeout_s=timeout)
 
 
 def _reason(error: BaseException) -> str:
-    """The first of the errors that a group of tasks has died of."""
+    """Describe the first of the errors of which a group of tasks died."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return f"{type(error).__name__}: {error}"

@@ -25,14 +25,14 @@ BUILT_IN: dict[str, Factory] = {
     "guess_number": GuessNumber,
     "wordle": Wordle,
 }
-# Each is made by the settings of --tool_configs, and serves all episodes.
+# Each takes the settings of --tool_configs, and serves all episodes.
 SERVERS: dict[str, Callable[..., Factory]] = {
     "search": Search,
     "generic_mcp": generic_mcp,
     **{name: partial(WebTool, name) for name in SERVICES},
 }
-# What follows the name and a colon says where it is.
-AT: dict[str, Callable[..., Factory]] = {
+# A colon and the place of the environment follow the name.
+LOCATED: dict[str, Callable[..., Factory]] = {
     "mcp": McpServer,
     "openenv": OpenEnvServer,
     "verifiers": Taskset,
@@ -40,15 +40,14 @@ AT: dict[str, Callable[..., Factory]] = {
 
 
 def find_factory(word: str, *, origin: str) -> Factory:
-    """The factory that `word` names, which is none of ours: `FILE.py:factory`, `module:factory`, or
-    a server's.
+    """Find a factory that is not built in: `FILE.py:factory`, `module:factory`, or a server's.
 
     Raises:
         InputError: there is none of that name, it cannot be imported, or it cannot be called.
     """
     prefix, _, where = word.partition(":")
-    if prefix in AT:
-        return AT[prefix](where, origin=origin)
+    if prefix in LOCATED:
+        return LOCATED[prefix](where, origin=origin)
     if ":" not in word:
         known = BUILT_IN | SERVERS
         hint = suggest_nearest(word, known) or ";"
@@ -69,27 +68,23 @@ def find_factory(word: str, *, origin: str) -> Factory:
 
 
 def known_environments(flags: EnvironmentSection) -> dict[str, Factory]:
-    """All that rows may name: those that are built in, that of `--environment`, and the tools of
-    `--tools` as one.
+    """All environments that rows may name: built-in ones, `--environment`, and `--tools` as one.
 
     Raises:
         InputError: see `find_factory`; or the flags of the tools do not go together.
     """
-    known = (
-        BUILT_IN
-        | {name: make() for name, make in SERVERS.items()}
-        | {"search": Search(flags.search_corpus)}
-    )
-    if (own := flags.environment) is not None and own not in known:
-        known[own] = find_factory(own, origin=f"--environment {own}")
+    known = dict(BUILT_IN)
+    known |= {name: make() for name, make in SERVERS.items()}
+    known["search"] = Search(flags.search_corpus)
+    word = flags.environment
+    if word is not None and word not in known:
+        known[word] = find_factory(word, origin=f"--environment {word}")
     if not flags.tools:
         return known
-    if own is not None:
+    if word is not None:
         raise InputError(
-            (
-                f"--environment {own}: --tools names tools too; put {own} among --tools, or "
-                "leave them out"
-            ),
+            f"--environment {word}: --tools names tools too; put {word} among --tools, or leave "
+            "them out",
             kind="conflict",
         )
     names = flags.tool_call_names or flags.tools
@@ -97,35 +92,37 @@ def known_environments(flags: EnvironmentSection) -> dict[str, Factory]:
     for flag, words in (("--tool_call_names", names), ("--tool_configs", settings)):
         if len(words) != len(flags.tools):
             raise InputError(
-                (
-                    f"{flag} has {len(words)} words for {len(flags.tools)} --tools: give one for "
-                    "each"
-                ),
+                f"{flag} has {len(words)} words for {len(flags.tools)} --tools: give one for each",
                 kind="bad_value",
             )
-    # Whose tools have names of their own.
+    # Several servers of this kind may be named, as their tools have other names.
     if any(names.count(name) > 1 for name in names if name != "generic_mcp"):
         raise InputError(
-            (
-                f"two of --tools are called the same ({', '.join(names)}): leave one out, or "
-                "rename it"
-            ),
+            f"two of --tools are called the same ({', '.join(names)}): leave one out, or rename it",
             kind="bad_value",
         )
-    parts = [
-        ("" if name == word else name, _tool(word, text, known, flags))
-        for word, name, text in zip(flags.tools, names, settings, strict=True)
-    ]
+    parts: list[tuple[str, Factory]] = []
+    for word, name, text in zip(flags.tools, names, settings, strict=True):
+        new_name = "" if name == word else name
+        parts.append((new_name, _make_tool_factory(word, text, known, flags)))
     return known | {TOOL_SET: ToolSet(parts)}
 
 
-def _tool(word: str, text: str, known: Mapping[str, Factory], flags: EnvironmentSection) -> Factory:
-    """The factory of one of --tools, with the settings that `text` has as a JSON object.
+def _make_tool_factory(
+    word: str, text: str, known: Mapping[str, Factory], flags: EnvironmentSection
+) -> Factory:
+    """Make the factory of one of --tools, with its settings.
+
+    Args:
+        word: its name.
+        text: the settings, as a JSON object.
 
     Raises:
         InputError: it is a game, or the settings are not its own.
     """
-    factory = known[word] if word in known else find_factory(word, origin=f"--tools {word}")
+    factory = known.get(word)
+    if factory is None:
+        factory = find_factory(word, origin=f"--tools {word}")
     if isinstance(factory, OpenEnvServer | Taskset) or hasattr(factory, "step"):
         raise InputError(
             f"--tools {word} has turns of its own: name it by --environment", kind="bad_value"
@@ -133,10 +130,13 @@ def _tool(word: str, text: str, known: Mapping[str, Factory], flags: Environment
     try:
         settings = json.loads(text)
         if word in SERVERS:
-            of_flags = {"corpus": flags.search_corpus} if word == "search" else {}
-            return SERVERS[word](**{**of_flags, **settings})
+            if word == "search":
+                settings = {"corpus": flags.search_corpus, **settings}
+            return SERVERS[word](**settings)
         inspect.signature(factory).bind_partial(**settings)
-        return partial(factory, **settings) if settings else factory
+        if not settings:
+            return factory
+        return partial(factory, **settings)
     except (TypeError, ValueError) as error:
         raise InputError(
             f"--tool_configs {text}, of {word}: is no JSON object of its settings: {error}",

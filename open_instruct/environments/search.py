@@ -14,7 +14,7 @@ FLAG = "--search_corpus"
 
 
 class Search(ToolServer):
-    """A corpus and its index, which is made once, when the run begins.
+    """A tool over a corpus, whose index is built once, when the run begins.
 
     Args:
         corpus: a file of rows with `text` and perhaps `title` and `id`, or a folder of text files.
@@ -33,8 +33,13 @@ class Search(ToolServer):
         ]
 
     def begin_run(self) -> None:
-        """:raises InputError: there is no such corpus, it cannot be read, or it has no words."""
-        if (corpus := self._corpus) is None:
+        """Read the corpus and build its index.
+
+        Raises:
+            InputError: there is no such corpus, it cannot be read, or it has no words.
+        """
+        corpus = self._corpus
+        if corpus is None:
             raise InputError(
                 "the tool search has nothing to search: name a file of rows, or a folder, by "
                 f"{FLAG}",
@@ -42,9 +47,8 @@ class Search(ToolServer):
             )
         import bm25s  # only now: numba, where it is installed, is slow to import
 
-        self._passages = list(
-            _of_folder(Path(corpus)) if Path(corpus).is_dir() else _of_rows(corpus)
-        )
+        read = _read_folder if Path(corpus).is_dir() else _read_rows
+        self._passages = list(read(corpus))
         words = bm25s.tokenize(self._passages, show_progress=False)
         if not words.vocab:
             raise InputError(
@@ -55,39 +59,49 @@ class Search(ToolServer):
         self._index.index(words, show_progress=False)
 
     async def call(self, name: str, /, **arguments: Any) -> str:
-        return str(await call_foreign(self._found, **arguments))
+        return str(await call_foreign(self._search, **arguments))
 
-    def _found(self, query: str) -> str:
+    def _search(self, query: str) -> str:
         import bm25s
 
         words = bm25s.tokenize([query], show_progress=False)
         k = min(self._num_results, len(self._passages))
         (numbers,), (scores,) = self._index.retrieve(words, k=k, show_progress=False)
-        found = [
+        passages = [
             self._passages[number]
             for number, score in zip(numbers, scores, strict=True)
             if score > 0
         ]
-        length = self._max_length // max(len(found), 1)
-        shown = (passage if len(passage) <= length else f"{passage[:length]}…" for passage in found)
-        return "\n\n".join(shown) or "Nothing was found."
+        if not passages:
+            return "Nothing was found."
+        length = self._max_length // len(passages)
+        return "\n\n".join(_cut_text(passage, length) for passage in passages)
 
 
-def _of_rows(corpus: str) -> Iterator[str]:
+def _cut_text(text: str, length: int) -> str:
+    if len(text) <= length:
+        return text
+    return f"{text[:length]}…"
+
+
+def _read_rows(corpus: str) -> Iterator[str]:
     source = open_rows(corpus, flag=FLAG)
     for row in source.rows(range(len(source))):
         if row.problem is not None:
             raise InputError(f"{FLAG} {row}: {row.problem}", kind="bad_row")
-        if not isinstance(text := row.value.get("text"), str):
+        text = row.value.get("text")
+        if not isinstance(text, str):
             raise InputError(
                 f"{FLAG} {row}: has no `text`: rename the column that has it", kind="bad_row"
             )
-        heading = " ".join(
-            str(row.value[key]) for key in ("id", "title") if row.value.get(key) is not None
-        )
+        headings = [row.value.get(key) for key in ("id", "title")]
+        heading = " ".join(str(each) for each in headings if each is not None)
         yield f"{heading}\n{text}".strip()
 
 
-def _of_folder(folder: Path) -> Iterator[str]:
-    for file in sorted(path for path in folder.rglob("*") if path.is_file()):
-        yield f"{file.relative_to(folder)}\n{read_asked(str(file), where=f'{FLAG} {file}')}"
+def _read_folder(corpus: str) -> Iterator[str]:
+    folder = Path(corpus)
+    for file in sorted(folder.rglob("*")):
+        if file.is_file():
+            text = read_asked(str(file), where=f"{FLAG} {file}")
+            yield f"{file.relative_to(folder)}\n{text}"

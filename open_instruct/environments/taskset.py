@@ -1,7 +1,6 @@
-"""Environments of the package `verifiers`, as its own loop would run them but for the model, which
-is the engine.
+"""Environments of the package `verifiers`, run as its own loop would, with our engine as the model.
 
-Its rows are given in the prompts' file: `messages` is the conversation that an episode begins with.
+The prompts' file has its rows; `messages` is the conversation that an episode begins with.
 """
 
 import asyncio
@@ -37,8 +36,7 @@ class Taskset(Source):
     def __init__(self, where: str, *, origin: str) -> None:
         self._name, _, self._settings = where.partition(":")
         self._origin = origin
-        # Its rewards may be slow functions that run in the loop itself: one of its own, so that
-        # nothing else waits.
+        # Its rewards may be slow functions that run in the loop itself, so it shares none.
         self._loop_name = f"taskset {self._name}"
         self.dedicated_loop = DedicatedLoop(name=self._loop_name, package="verifiers")
 
@@ -53,9 +51,8 @@ class Taskset(Source):
         try:
             import verifiers
 
-            self._taskset = verifiers.load_environment(
-                self._name, **json.loads(self._settings or "{}")
-            )
+            settings = json.loads(self._settings or "{}")
+            self._taskset = verifiers.load_environment(self._name, **settings)
         except ImportError as error:
             raise InputError(
                 f"{self._origin} needs a package: pip install 'open-instruct[verifiers]'",
@@ -72,23 +69,20 @@ class Taskset(Source):
         for each in getattr(self._taskset, "envs", [self._taskset]):
             if not isinstance(each, verifiers.MultiTurnEnv) or each.message_type != "chat":
                 raise InputError(
-                    (
-                        f"{self._origin}: {type(each).__name__} is none of turns of chat "
-                        "(MultiTurnEnv)"
-                    ),
+                    f"{self._origin}: {type(each).__name__} is none of turns of chat "
+                    "(MultiTurnEnv)",
                     kind="bad_value",
                 )
 
     def __call__(self, **row: Any) -> "Episode":
-        of_task = getattr(self._taskset, "get_env_for_task", lambda task: self._taskset)
-        return Episode(of_task(row.get("task", "")), row, self._loop)
+        taskset = self._taskset
+        if hasattr(taskset, "get_env_for_task"):
+            taskset = taskset.get_env_for_task(row.get("task", ""))
+        return Episode(taskset, row, self._loop)
 
 
 class Episode:
-    """One of its rollouts.
-
-    The rubric judges it when one of the taskset's own conditions has ended it.
-    """
+    """One rollout of a taskset, which the rubric judges once a condition has ended it."""
 
     def __init__(
         self, taskset: Any, row: Mapping[str, Any], loop: asyncio.AbstractEventLoop
@@ -106,7 +100,7 @@ class Episode:
 
     async def close(self) -> None:
         if self._state is not None and not self._state["is_completed"]:
-            # A condition at which it lets go of what it holds.
+            # With this condition the taskset releases what it holds.
             self._state["prompt_too_long"] = True
             await self._within_loop(self._taskset.is_completed(self._state))
 
@@ -117,11 +111,13 @@ class Episode:
         state = await self._taskset.init_state(self._row, client=None, model="policy")
         self._state = await self._taskset.setup_state(state)
         self._conversation = await self._taskset.get_prompt_messages(self._state)
-        return Opening(messages=_texts(self._conversation), tools=self._state["oai_tools"] or ())
+        return Opening(
+            messages=_read_texts(self._conversation), tools=self._state["oai_tools"] or ()
+        )
 
     async def _step(self, reply: Reply) -> Turn:
-        # The turns themselves may be changed.
-        before = [*deepcopy(self._conversation), _message(reply)]
+        # A copy, as the taskset may change the turns themselves.
+        before = [*deepcopy(self._conversation), _make_message(reply)]
         await self._taskset.add_trajectory_step(
             self._state,
             {
@@ -140,18 +136,15 @@ class Episode:
                     raise EnvironmentFault(
                         f"{type(self._taskset).__name__} changes turns that have been"
                     )
-                return Turn(messages=_texts(self._conversation[len(before) :]))
+                return Turn(messages=_read_texts(self._conversation[len(before) :]))
         await self._taskset.render_completion(self._state)
         await self._taskset.rubric.score_rollout(self._state, nullcontext())
-        return Turn(
-            done=True, rewards={self._taskset.env_id or "taskset": float(self._state["reward"])}
-        )
+        name = self._taskset.env_id or "taskset"
+        return Turn(done=True, rewards={name: float(self._state["reward"])})
 
 
-def _message(reply: Reply) -> dict[str, Any]:
-    """A reply as an API would return it; a taskset looks for `tool_calls` to know whether there are
-    any.
-    """
+def _make_message(reply: Reply) -> dict[str, Any]:
+    """A reply as an API would return it; it has `tool_calls` only if there are any."""
     calls = [
         {
             "id": f"call_{index}",
@@ -160,11 +153,14 @@ def _message(reply: Reply) -> dict[str, Any]:
         }
         for index, call in enumerate(reply.calls)
     ]
-    return {"role": "assistant", "content": reply.text, **({"tool_calls": calls} if calls else {})}
+    message: dict[str, Any] = {"role": "assistant", "content": reply.text}
+    if calls:
+        message["tool_calls"] = calls
+    return message
 
 
-def _texts(messages: Sequence[Mapping[str, Any]]) -> list[ChatMessage]:
-    """Turns as templates render them; raises `EnvironmentFault` for pictures and sounds."""
+def _read_texts(messages: Sequence[Mapping[str, Any]]) -> list[ChatMessage]:
+    """Read turns as templates render them; raises `EnvironmentFault` for pictures and sounds."""
     for each in messages:
         if not isinstance(each["content"], str):
             raise EnvironmentFault(f"a turn of role {each['role']} is not a text alone")

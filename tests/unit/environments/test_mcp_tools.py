@@ -183,18 +183,18 @@ def test_call_that_is_late_leaves_the_session_to_others(program: str) -> None:
 
 
 @pytest.fixture
-def stray_lines() -> Iterator[mcp_tools._StrayLines]:
+def stray_lines() -> Iterator[mcp_tools._StrayLineFilter]:
     """Of a process that has not warned yet."""
     logger = logging.getLogger("mcp.client.stdio")
     before = logger.filters
-    logger.filters = [mcp_tools._StrayLines()]
+    logger.filters = [mcp_tools._StrayLineFilter()]
     yield logger.filters[0]
     logger.filters = before
 
 
 @pytest.mark.extended
 def test_traceback_of_a_stray_line_is_one_warning(
-    stray_lines: mcp_tools._StrayLines, caplog: pytest.LogCaptureFixture
+    stray_lines: mcp_tools._StrayLineFilter, caplog: pytest.LogCaptureFixture
 ) -> None:
     logger = logging.getLogger("mcp.client.stdio")
     for line in ("Working...", "Done."):
@@ -214,7 +214,7 @@ def test_traceback_of_a_stray_line_is_one_warning(
 
 @pytest.mark.extended
 def test_server_that_writes_stray_lines_answers_with_one_warning(
-    program: str, stray_lines: mcp_tools._StrayLines, caplog: pytest.LogCaptureFixture
+    program: str, stray_lines: mcp_tools._StrayLineFilter, caplog: pytest.LogCaptureFixture
 ) -> None:
     noisy = shlex.join(["sh", "-c", f"echo Working...; echo Still.; exec {program} stdio"])
     assert said(find_factory(f"mcp:{noisy}", origin=""), calls("add", a=1)) == [["2"]]
@@ -242,9 +242,9 @@ def test_run_starts_it_once_for_its_tools(
     words += ["--cache_dir", str(tmp_path / "cache"), "--no_plan_check"]
     config = parse_run(GRPOConfig, [*words, "--environment", f"mcp:{program} stdio"])
     listed = list[str]()
-    of_server = McpServer._listed
+    of_server = McpServer._list_tools
     monkeypatch.setattr(
-        McpServer, "_listed", lambda self: listed.append(self._where) or of_server(self)
+        McpServer, "_list_tools", lambda self: listed.append(self._where) or of_server(self)
     )
     preflight(config)
     with open_rollout_run(config) as run:
