@@ -398,7 +398,7 @@ class TestEngineDies:
         with stage(1, max_restarts=1) as it:
             dies_in(it.made[0], "start_update")
             it.failing_restarts = [lambda engine: dies_in(engine, "start_update")]
-            asked, silent = [0], it.pool.silent
+            asked, silent = [0], it.pool.find_silent
 
             def late() -> set[int]:
                 asked[0] += 1
@@ -408,7 +408,7 @@ class TestEngineDies:
                     )
                 return silent()
 
-            it.pool.silent = late  # type: ignore[method-assign]
+            it.pool.find_silent = late  # type: ignore[method-assign]
             with pytest.raises(RunError, match="--max_restarts 1"):
                 it.publish(1)
 
