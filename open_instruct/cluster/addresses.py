@@ -1,6 +1,4 @@
-"""Addresses at which the processes of a run reach each other: loopback, or the one that other
-machines see.
-"""
+"""Addresses by which the processes of a run reach each other: loopback, or the outward one."""
 
 import os
 import socket
@@ -13,7 +11,7 @@ from open_instruct.parallel.listening import LOOPBACK
 class Host:
     """One machine.
 
-    Neither half is unique: containers on two machines may share a name, or an address.
+    Neither field is unique: containers on two machines may share a name, or an address.
     """
 
     address: str
@@ -44,7 +42,9 @@ class Whereabouts:
         It is loopback only if everything is on the driver's host: learners that meet on loopback
         would offer the engines no other address for the weights.
         """
-        return LOOPBACK if self.learners | self.engines == {self.driver} else self.driver.address
+        if self.learners | self.engines == {self.driver}:
+            return LOOPBACK
+        return self.driver.address
 
 
 def address_towards(host: str, port: int) -> str:
@@ -57,16 +57,14 @@ def address_towards(host: str, port: int) -> str:
 
 
 def outward_address() -> str:
-    """The address at which peers reach this process: the one towards the meeting point of its
-    process group.
-    """
-    return address_towards(
-        os.environ.get("MASTER_ADDR", LOOPBACK), int(os.environ.get("MASTER_PORT", "1"))
-    )
+    """The address at which peers reach this process: towards its process group's meeting point."""
+    host = os.environ.get("MASTER_ADDR", LOOPBACK)
+    port = int(os.environ.get("MASTER_PORT", "1"))
+    return address_towards(host, port)
 
 
-def interface_of(address: str) -> str | None:
-    """The network interface with this address; None if no interface has it."""
+def find_interface(address: str) -> str | None:
+    """Find the network interface with this address; None if no interface has it."""
     import psutil  # only now: not every command needs it
 
     for name, addresses in psutil.net_if_addrs().items():

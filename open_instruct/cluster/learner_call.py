@@ -20,7 +20,7 @@ from open_instruct.parallel.heartbeats import HeartbeatReader, LostRank
 if TYPE_CHECKING:
     from ray import ObjectRef
 
-# How long after a first failure another one that explains it may come.
+# For so long after a first failure, others are awaited that may explain it.
 CAUSE_TIMEOUT_S = 3.0
 # Seconds between readings of the learners' heartbeats while a call runs.
 LOOK_S = 5.0
@@ -71,7 +71,7 @@ class LearnerCall(Generic[Result]):
             done, pending = ray.wait(pending, num_returns=1, timeout=min(left_s, LOOK_S))
             if not done:
                 if left_s <= LOOK_S:
-                    raise self._silent(pending, timeout_s)
+                    raise self._describe_silence(pending, timeout_s)
                 self._raise_for_frozen()
                 continue
             try:
@@ -98,13 +98,13 @@ class LearnerCall(Generic[Result]):
                     failures.append((other, other_error))
         ref, error = min(failures, key=lambda failure: _distance_from_cause(failure[1]))
         if isinstance(error, ray.exceptions.RayTaskError):
-            # The text of an error is the traceback over there, of which a sentence has no need.
-            raise error.cause from (
-                None if isinstance(error.cause, InputError | RunError) else error
-            )
+            # The text of `error` is the learner's traceback, which our message does not need.
+            if isinstance(error.cause, InputError | RunError):
+                raise error.cause from None
+            raise error.cause from error
         rank = self.refs.index(ref)
         raise LearnerLost(
-            f"{self._name(rank)} was lost during {self.what}: {reason_of_loss(error)}"
+            f"{self._name(rank)} was lost during {self.what}: {explain_loss(error)}"
         ) from None
 
     def _raise_for_frozen(self) -> None:
@@ -120,7 +120,7 @@ class LearnerCall(Generic[Result]):
             )
             raise LearnerLost(words)
 
-    def _silent(self, pending: Sequence[ObjectRef], timeout_s: float) -> LearnerLost:
+    def _describe_silence(self, pending: Sequence[ObjectRef], timeout_s: float) -> LearnerLost:
         """The error after a time-out: which learners did not answer, and what they were doing."""
         statuses: dict[int, str] = {}
         with suppress(RuntimeError):
@@ -136,11 +136,9 @@ class LearnerCall(Generic[Result]):
 
 
 def _distance_from_cause(error: Exception) -> int:
-    """A rank of failures by cause: 0 is a cause itself, 1 an error in a learner, 2 a connection
-    lost to another one.
-    """
+    """Rank a failure: 0 is a cause itself, 1 an error in a learner, 2 a connection that it lost."""
     cause = getattr(error, "cause", None)
-    # Without a cause: the process itself is gone.
+    # An error without a cause means that the process itself is gone.
     if cause is None or isinstance(cause, InputError):
         return 0
     if any(words in str(cause) for words in heartbeats.LOST_PEER_WORDS):
@@ -148,8 +146,8 @@ def _distance_from_cause(error: Exception) -> int:
     return 1
 
 
-def reason_of_loss(error: Exception) -> str:
-    """The reason in a few words; Ray's own message about a lost actor is a page."""
+def explain_loss(error: Exception) -> str:
+    """Say the reason of a loss in a few words; Ray's own message about a lost actor is a page."""
     text = str(error)
     for words, reason in REASONS.items():
         if words in text:

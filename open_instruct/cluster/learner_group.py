@@ -29,11 +29,10 @@ R = TypeVar("R")
 
 
 class LearnerProcess(Protocol):
-    """One rank of the learners, such as `PolicyTrainerOLMoCoreProcess`; every method is called on
-    all ranks at once.
+    """One rank of the learners, such as `PolicyTrainerOLMoCoreProcess`.
 
-    A call names the method of this class: `learners.start(LearnerProcess.broadcast_to_vllm,
-    3).result(timeout_s)`.
+    Every method is called on all ranks at once. A call names the method of this class:
+    `learners.start(LearnerProcess.broadcast_to_vllm, 3).result(timeout_s)`.
     """
 
     def step(self, work: RankStep) -> dict[str, float]:
@@ -52,19 +51,17 @@ class LearnerProcess(Protocol):
     def save_state(
         self, drivers_state: dict[str, Any], *, waits: bool, best_step: int | None
     ) -> None:
-        """Write a checkpoint of this step, with the state of the driver; return once it is complete
-        if it `waits`.
+        """Write a checkpoint of this step, with the state of the driver.
 
-        The checkpoint of `best_step` is not removed.
+        If it `waits`, it returns once the checkpoint is complete. The checkpoint of `best_step` is
+        not removed.
         """
 
     def save_model(self, best: BestStep | None) -> None:
         """Export the trained model: of the `best` step, or of the last where there is none."""
 
     def open_weight_channel(self, num_receivers: int) -> dict[str, Any]:
-        """Offer a channel for weights; returns what the engines need to connect, see
-        `WeightSender.open`.
-        """
+        """Offer a channel for weights; returns what engines need (see `WeightSender.open`)."""
 
     def join_weight_channel(self) -> None:
         """Wait until every engine has connected."""
@@ -126,21 +123,22 @@ class LearnerGroup(Generic[L]):
     ) -> LearnerCall[R]:
         """Have every learner begin a method, with the same arguments."""
         name = method.__name__
-        return self._watching(
-            name, [actor.call.remote(name, *args, **kwargs) for actor in self._actors]
-        )
+        refs = [actor.call.remote(name, *args, **kwargs) for actor in self._actors]
+        return self._make_call(name, refs)
 
     def start_each(self, method: Callable[[L, A], R], arguments: Sequence[A]) -> LearnerCall[R]:
         """Have every learner begin a method, each with the argument of its rank."""
         name = method.__name__
-        each = zip(self._actors, arguments, strict=True)
-        return self._watching(name, [actor.call.remote(name, argument) for actor, argument in each])
+        refs = [
+            actor.call.remote(name, argument)
+            for actor, argument in zip(self._actors, arguments, strict=True)
+        ]
+        return self._make_call(name, refs)
 
     def check(self, timeout_s: float) -> None:
         """Return once every learner has answered; raises as `LearnerCall.result` does."""
-        self._watching("health check", [actor.facts.remote() for actor in self._actors]).result(
-            timeout_s
-        )
+        refs = [actor.facts.remote() for actor in self._actors]
+        self._make_call("health check", refs).result(timeout_s)
 
     def restart(self, *, timeout_s: float) -> None:
         """End the learners that live, and start new ones in the same places; see `wait_ready`.
@@ -180,19 +178,20 @@ class LearnerGroup(Generic[L]):
         self._meeting_address = self._placement.whereabouts().meeting_address()
         self._store = listen_at(self._meeting_address)
         self._heartbeats = HeartbeatReader(self._store, ranks)
-        self._facts = self._watching(
-            "start", [actor.facts.remote() for actor in self._actors]
-        ).result(START_TIMEOUT_S)
+        starting = [actor.facts.remote() for actor in self._actors]
+        self._facts = self._make_call("start", starting).result(START_TIMEOUT_S)
         refs: list[ObjectRef] = []
         for rank, actor in enumerate(self._actors):
-            environment = {**self._environment_of(rank), **self._environment}
+            environment = {**self._build_environment(rank), **self._environment}
             actor.set_environment.remote(
                 f"learner-{rank}", environment, meeting_address=self._meeting_address
             )
             refs.append(actor.construct.remote(self._learner_class, self._arguments))
-        self._construction = self._watching(f"construction of {self._learner_class.__name__}", refs)
+        self._construction = self._make_call(
+            f"construction of {self._learner_class.__name__}", refs
+        )
 
-    def _environment_of(self, rank: int) -> dict[str, str]:
+    def _build_environment(self, rank: int) -> dict[str, str]:
         nodes = self._placement.shape.learners_per_node
         node, local_rank = self._placement.node_and_local_rank(rank)
         siblings = range(rank - local_rank, rank - local_rank + nodes[node])
@@ -209,7 +208,9 @@ class LearnerGroup(Generic[L]):
             STORE_OF_LAUNCHER: "True",  # every rank is a client of the store
         }
         if self._placement.on_gpus:
-            gpu_ids = [gpu_id for sibling in siblings for gpu_id in self._facts[sibling].gpu_ids]
+            gpu_ids: list[str] = []
+            for sibling in siblings:
+                gpu_ids += self._facts[sibling].gpu_ids
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpu_ids)
         elif "OMP_NUM_THREADS" not in os.environ:
             facts = self._facts[rank]
@@ -217,5 +218,5 @@ class LearnerGroup(Generic[L]):
             environment["OMP_NUM_THREADS"] = str(max(1, facts.num_cores // num_neighbours))
         return environment
 
-    def _watching(self, what: str, refs: list[ObjectRef]) -> LearnerCall[Any]:
+    def _make_call(self, what: str, refs: Sequence[ObjectRef]) -> LearnerCall[Any]:
         return LearnerCall(what, refs, self._facts, self._heartbeats)

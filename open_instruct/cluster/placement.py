@@ -56,11 +56,9 @@ class FleetShape:
     @property
     def num_devices(self) -> int:
         """The number of GPUs, or of CPU slots on a cluster without GPUs."""
-        return (
-            1
-            if self.shares_device
-            else self.num_learners + self.num_engines * self.devices_per_engine
-        )
+        if self.shares_device:
+            return 1
+        return self.num_learners + self.num_engines * self.devices_per_engine
 
     @property
     def num_cpu_slots(self) -> int:
@@ -95,15 +93,16 @@ class Placement:
             node["NodeID"]: Host(node["NodeManagerAddress"], node["NodeManagerHostname"])
             for node in ray.nodes()
         }
-        learners, engines = (
-            frozenset(
-                hosts[node]
-                for node in placement_group_table(bundles)["bundles_to_node_id"].values()
-            )
-            for bundles in (self.learner_bundles, self.engine_bundles)
+
+        def find_hosts(bundles: PlacementGroup) -> frozenset[Host]:
+            nodes = placement_group_table(bundles)["bundles_to_node_id"].values()
+            return frozenset(hosts[node] for node in nodes)
+
+        return Whereabouts(
+            driver=hosts[ray.get_runtime_context().get_node_id()],
+            learners=find_hosts(self.learner_bundles),
+            engines=find_hosts(self.engine_bundles),
         )
-        driver = hosts[ray.get_runtime_context().get_node_id()]
-        return Whereabouts(driver=driver, learners=learners, engines=engines)
 
     def learner_options(self, rank: int) -> dict[str, Any]:
         """The arguments of `.options(**…)` for the actor of a learner."""
@@ -111,34 +110,35 @@ class Placement:
         return self._options(self.learner_bundles, node, num_devices=1)
 
     def engine_options(self, index: int) -> dict[str, Any]:
-        """The arguments of `.options(**…)` for the actor of an engine; its place stays the same
-        after a restart.
-        """
+        """The arguments of `.options(**…)` for the actor of an engine, also after a restart."""
         bundle = 0 if self.shape.shares_device else index
         return self._options(self.engine_bundles, bundle, num_devices=self.shape.devices_per_engine)
 
     def node_and_local_rank(self, rank: int) -> tuple[int, int]:
-        """The node of a rank, and its index there:
+        """The node of a rank, and its index there.
 
-        `(1, 0)` for rank 2 of nodes with 2 and 4 learners.
+        Example: it is `(1, 0)` for rank 2 of nodes with 2 and 4 learners.
         """
-        nodes = enumerate(self.shape.learners_per_node)
-        return [
-            (node, local_rank) for node, num_learners in nodes for local_rank in range(num_learners)
-        ][rank]
+        local_rank = rank
+        for node, num_learners in enumerate(self.shape.learners_per_node):
+            if local_rank < num_learners:
+                return node, local_rank
+            local_rank -= num_learners
+        raise IndexError(f"there is no learner {rank}")
 
     def wait(self, *, timeout_s: float, say: Say) -> None:
         """Return once every place is reserved, also after a node was lost.
 
         Raises:
-            RunError: it took longer than `timeout_s`; the message says what was asked and what the
-                cluster has.
+            RunError: it took longer than `timeout_s`; the message says what the run needs and what
+                the cluster has.
         """
         began_s = time.monotonic()
         for bundles in (self.learner_bundles, self.engine_bundles):
-            while not bundles.wait(
-                max(0.0, min(SECONDS_BETWEEN_REPORTS, began_s + timeout_s - time.monotonic()))
-            ):
+            while True:
+                left_s = began_s + timeout_s - time.monotonic()
+                if bundles.wait(max(0.0, min(SECONDS_BETWEEN_REPORTS, left_s))):
+                    break
                 waited_s = time.monotonic() - began_s
                 if waited_s >= timeout_s:
                     raise RunError(
@@ -173,8 +173,7 @@ class Placement:
 def place(
     shape: FleetShape, *, timeout_s: float, say: Say, is_one_machine: bool
 ) -> Iterator[Placement]:
-    """Reserve places in the Ray cluster that this process is connected to; actors in them end with
-    the block.
+    """Reserve places in the Ray cluster of this process; actors in them end with the block.
 
     Args:
         shape: the places, on GPUs if the cluster has any, else on CPU slots.
@@ -185,8 +184,8 @@ def place(
 
     Raises:
         InputError: this one machine has too little.
-        RunError: the cluster had too little until `timeout_s` passed; the message says what was
-            asked and what it has.
+        RunError: the cluster had too little until `timeout_s` passed; the message says what the run
+            needs and what the cluster has.
     """
     import ray
     from ray.util.placement_group import placement_group, remove_placement_group
@@ -202,17 +201,16 @@ def place(
         return {"GPU": num_devices, "CPU": num_cpus} if on_gpus else {"CPU": num_cpus}
 
     if shape.shares_device:
-        learner_bundles = engine_bundles = placement_group([bundle(1, 2)], strategy="PACK")
+        learner_bundles = placement_group([bundle(1, 2)], strategy="PACK")
+        engine_bundles = learner_bundles
     else:
         learner_bundles = placement_group(
             [bundle(num_learners, num_learners) for num_learners in shape.learners_per_node],
             strategy="PACK" if shares_nodes else "STRICT_SPREAD",
         )
         num_devices = shape.devices_per_engine
-        engine_bundles = placement_group(
-            [bundle(num_devices, 1 if on_gpus else num_devices)] * shape.num_engines,
-            strategy="PACK",
-        )
+        engine_bundle = bundle(num_devices, 1 if on_gpus else num_devices)
+        engine_bundles = placement_group([engine_bundle] * shape.num_engines, strategy="PACK")
     placement = Placement(
         shape=shape, on_gpus=on_gpus, learner_bundles=learner_bundles, engine_bundles=engine_bundles
     )
@@ -253,5 +251,6 @@ def _cluster_text(device: str) -> str:
     nodes = sorted(num_devices for num_devices in nodes if num_devices)
     if not nodes:
         return f"no {device}"
-    free = int(ray.available_resources().get(resource, 0))
-    return f"{nodes_text(nodes, device)}, of which {free} {'is' if free == 1 else 'are'} free"
+    num_free = int(ray.available_resources().get(resource, 0))
+    verb = "is" if num_free == 1 else "are"
+    return f"{nodes_text(nodes, device)}, of which {num_free} {verb} free"

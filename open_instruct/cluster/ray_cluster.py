@@ -1,6 +1,4 @@
-"""The Ray cluster of a run: joined by its address and left running, or a local one that ends with
-the run.
-"""
+"""The Ray cluster of a run: one that it joins and leaves, or a local one that ends with it."""
 
 from __future__ import annotations
 
@@ -47,8 +45,7 @@ TOKEN_VARIABLES = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
 def start_cluster(
     fleet: FleetSection, shape: FleetShape, *, say: Say, logs_folder: Path | None = None
 ) -> Iterator[Placement]:
-    """Join the cluster of `--ray_address`, or start a local one with room for `shape`; reserve the
-    places of `shape`.
+    """Join the cluster of `--ray_address` or start a local one, and reserve the places of `shape`.
 
     Whatever ends the driver, `kill -9` included, ends the local Ray with all its actors. Nothing
     stays in shared memory or on the disk but the workers' logs, in `logs_folder`. A cluster that
@@ -61,10 +58,9 @@ def start_cluster(
             --cluster_timeout_s passed.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    # When a learner dies, the failures of its peers are never asked for.
+    # When a learner dies, nobody reads the failures of its peers.
     os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
-    # By default Ray's workers give way to all other processes of the machine; here they are the
-    # run.
+    # By default Ray's workers yield to all other processes of the machine; here they are the run.
     os.environ.setdefault("RAY_worker_niceness", "0")
     is_local = fleet.ray_address is None
     with contextlib.ExitStack() as stack:
@@ -83,7 +79,8 @@ def start_cluster(
 def _join(address: str) -> None:
     if address != "auto":
         _check_address(address)
-    if token := _given_token():
+    token = _find_token()
+    if token:
         os.environ.setdefault("RAY_AUTH_MODE", "token")  # else Ray does not show it
     import ray
 
@@ -91,24 +88,20 @@ def _join(address: str) -> None:
         _connect(address)
     except (ConnectionError, RuntimeError, ValueError, ray.exceptions.AuthenticationError) as error:
         reason = _first_line(error)
-        way = WAY_OUT
-        if isinstance(error, ray.exceptions.AuthenticationError) or reason.startswith(
-            "Failed to connect"
-        ):
+        remedy = WAY_OUT
+        is_refused = isinstance(error, ray.exceptions.AuthenticationError)
+        if is_refused or reason.startswith("Failed to connect"):
             reason = (
                 "what answers there does not let this process in. If the cluster has a token, "
                 "give it here too, as RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH (now: "
                 f"{token or 'none'})"
             )
-            way = f"if it is no cluster, {way}"
-        raise InputError(f"--ray_address {address}: {reason}; {way}", kind="remote") from error
+            remedy = f"if it is no cluster, {remedy}"
+        raise InputError(f"--ray_address {address}: {reason}; {remedy}", kind="remote") from error
 
 
-def _given_token() -> str | None:
-    """The variable or file that Ray takes its token from, in Ray's own order;
-
-    None if there is none.
-    """
+def _find_token() -> str | None:
+    """The variable or file from which Ray takes its token, in Ray's own order; None without any."""
     for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
         if os.environ.get(name):
             return name
@@ -121,18 +114,15 @@ def _check_address(address: str) -> None:
     host, colon, port = address.rpartition(":")
     if "://" in address or not (host and colon and port.isdecimal()):
         raise InputError(
-            (
-                f"--ray_address {address}: takes 'auto', or HOST:PORT of a node that runs this "
-                "command too"
-            ),
+            f"--ray_address {address}: takes 'auto', or HOST:PORT of a node that runs this command "
+            "too",
             kind="remote",
         )
     # A server with TLS does not answer plain bytes.
     is_encrypted = os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true")
     try:
-        with socket.create_connection(
-            (host.strip("[]"), int(port)), timeout=CONNECT_TIMEOUT_S
-        ) as connection:
+        target = (host.strip("[]"), int(port))
+        with socket.create_connection(target, timeout=CONNECT_TIMEOUT_S) as connection:
             is_ray = is_encrypted or _answers_as_grpc(connection)
     except OSError as error:
         raise InputError(
@@ -145,9 +135,7 @@ def _check_address(address: str) -> None:
 
 
 def _answers_as_grpc(connection: socket.socket) -> bool:
-    """Whether the server answers a client's preface of HTTP/2 (RFC 9113, section 3.4), on which
-    gRPC is built.
-    """
+    """Whether the server answers HTTP/2's preface (RFC 9113, section 3.4), as gRPC servers do."""
     connection.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + HTTP2_SETTINGS)
     with connection.makefile("rb") as answer:
         return answer.read(len(HTTP2_SETTINGS))[3:4] == HTTP2_SETTINGS[3:4]
@@ -169,7 +157,7 @@ def _local(fleet: FleetSection, shape: FleetShape, logs_folder: Path | None) -> 
 
 @contextlib.contextmanager
 def _own_token(folder: Path) -> Iterator[None]:
-    """Within, Ray asks for a token, which is in a file of `folder` that only this user can read."""
+    """While it runs, Ray requires a token from a file of `folder` that only this user can read."""
     path = folder / "token"
     path.touch(mode=0o600)
     path.write_text(_token())
@@ -192,8 +180,10 @@ def _token() -> str:
 
 
 def refuse_imported_ray() -> None:
-    """:raises InputError: Ray was imported before the first run of this process, and has read who
-    may talk to it.
+    """Refuse a run if Ray has been imported before, and so has read which token it takes.
+
+    Raises:
+        InputError: it has.
     """
     if "ray" in sys.modules and _token.cache_info().currsize == 0:
         raise InputError(
@@ -246,24 +236,26 @@ def _connect(address: str) -> None:
     handler = signal.getsignal(signal.SIGTERM)
     try:
         ray.init(
-            address=address, log_to_driver=False, configure_logging=False, job_config=_imports()
+            address=address,
+            log_to_driver=False,
+            configure_logging=False,
+            job_config=_make_job_config(),
         )
     finally:
-        # Ray would end the process at SIGTERM; what happens then is the run's to say.
+        # Ray would end the process at SIGTERM; the run decides what happens then.
         set_handler(signal.SIGTERM, handler)
 
 
-def _imports() -> JobConfig:
-    """The import path of actors: the folder of this package, and not the working folder.
+def _make_job_config() -> JobConfig:
+    """Set the import path of actors: the folder of this package, and not the working folder.
 
     Ray puts the working folder first on the path of every actor, where a user's file would shadow a
     library. It has no public option against that.
     """
     from ray.job_config import JobConfig
 
-    return JobConfig(
-        _client_job=True, _py_driver_sys_path=[str(Path(__file__).resolve().parents[2])]
-    )
+    folder = str(Path(__file__).resolve().parents[2])
+    return JobConfig(_client_job=True, _py_driver_sys_path=[folder])
 
 
 def _disconnect() -> None:
@@ -273,17 +265,14 @@ def _disconnect() -> None:
 
 
 def short_folder() -> Path:
-    """A new temporary folder for this user alone, with a path short enough for the names of Ray's
-    sockets.
+    """Make a temporary folder for this user alone, with a path short enough for Ray's sockets.
 
     Ray opens its own folder to all users. Inside this one they cannot reach it.
     """
     parent = tempfile.gettempdir()
-    return Path(
-        tempfile.mkdtemp(
-            prefix="ray-", dir=parent if len(parent) <= MAX_FOLDER_CHARACTERS else "/tmp"
-        )
-    )
+    if len(parent) > MAX_FOLDER_CHARACTERS:
+        parent = "/tmp"
+    return Path(tempfile.mkdtemp(prefix="ray-", dir=parent))
 
 
 def _object_store_bytes() -> int:

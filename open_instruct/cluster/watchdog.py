@@ -1,5 +1,4 @@
-"""A small process that outlives the driver, and removes all that is left of a local Ray, also after
-`kill -9`.
+"""A watchdog outlives the driver and removes all that a local Ray leaves, also after `kill -9`.
 
 Ray's servers end with the driver, but other things may stay: agents for half a minute, a frozen
 actor for ever, the folder of sockets and logs, and shared memory of processes that were killed.
@@ -94,19 +93,22 @@ def main(mark: str, driver: int, folder: Path, logs_folder: Path | None) -> None
     # The pipe tells at once, unless a forked child of the driver holds its other end too.
     while os.getppid() == driver:
         # An engine that dies, and is started again, is not there to be looked at in the end.
-        shared |= _shared_memory_of(_living(mark, sessions))
+        shared |= _find_shared_memory(_find_living(mark, sessions))
         if select.select([sys.stdin], [], [], POLL_INTERVAL_S)[0]:
             break
     deadline = time.monotonic() + SWEEP_TIMEOUT_S
-    while (pids := _living(mark, sessions)) and time.monotonic() < deadline:
-        shared |= _shared_memory_of(pids)
+    while time.monotonic() < deadline:
+        pids = _find_living(mark, sessions)
+        if not pids:
+            break
+        shared |= _find_shared_memory(pids)
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         time.sleep(0.05)
     if logs_folder is not None:
         with contextlib.suppress(OSError):
-            _keep_logs(folder, logs_folder)
+            _copy_logs(folder, logs_folder)
     shutil.rmtree(folder, ignore_errors=True)
     for path in SHARED_MEMORY.glob("*"):
         with contextlib.suppress(OSError):
@@ -115,11 +117,11 @@ def main(mark: str, driver: int, folder: Path, logs_folder: Path | None) -> None
                 path.unlink()
 
 
-def _living(mark: str, sessions: set[int]) -> list[int]:
-    """The processes with the mark, and those in a session that a process with the mark leads; none
-    without /proc.
+def _find_living(mark: str, sessions: set[int]) -> list[int]:
+    """Find the processes with the mark, and those in a session that one of them leads.
 
-    `sessions` holds the ids of these sessions from one call to the next, and is updated here.
+    It finds none without /proc. `sessions` holds the ids of these sessions from one call to the
+    next, and is updated here.
     """
     entry = f"{MARK_VARIABLE}={mark}".encode()
     pids = []
@@ -139,25 +141,21 @@ def _living(mark: str, sessions: set[int]) -> list[int]:
     return pids
 
 
-def _shared_memory_of(pids: list[int]) -> set[int]:
-    """Inodes of the shared memory that these processes have mapped; a semaphore is mapped before it
-    has its name.
-    """
+def _find_shared_memory(pids: list[int]) -> set[int]:
+    """The inodes of shared memory that these processes have mapped, also before it has a name."""
     inodes: set[int] = set()
     for pid in pids:
         with contextlib.suppress(OSError):
             maps = Path(f"/proc/{pid}/maps").read_text(errors="replace")
-            inodes.update(
-                int(line.split()[4]) for line in maps.splitlines() if f" {SHARED_MEMORY}/" in line
-            )
+            lines = [line for line in maps.splitlines() if f" {SHARED_MEMORY}/" in line]
+            inodes.update(int(line.split()[4]) for line in lines)
     return inodes
 
 
-def _keep_logs(folder: Path, logs_folder: Path) -> None:
+def _copy_logs(folder: Path, logs_folder: Path) -> None:
     """Copy the logs in which a worker wrote something, each under the last name of its worker."""
-    for path in sorted(
-        folder.glob("*/session_2*/logs/worker-*"), key=lambda path: path.stat().st_mtime
-    ):
+    paths = folder.glob("*/session_2*/logs/worker-*")
+    for path in sorted(paths, key=lambda path: path.stat().st_mtime):
         lines = path.read_bytes().splitlines()
         names = [
             line.decode().removeprefix(ACTOR_NAME)
@@ -166,20 +164,19 @@ def _keep_logs(folder: Path, logs_folder: Path) -> None:
         ]
         if any(not line.startswith(b":") for line in lines):
             logs_folder.mkdir(parents=True, exist_ok=True)
-            name = names[-1] if names and "-" in names[-1] else path.stem
-            # One that was started again has a log of its own.
-            before = len(
-                [
-                    *logs_folder.glob(f"{name}{path.suffix}"),
-                    *logs_folder.glob(f"{name}.*{path.suffix}"),
-                ]
-            )
-            shutil.copy(
-                path, logs_folder / f"{name}{f'.{before + 1}' if before else ''}{path.suffix}"
-            )
+            name = path.stem
+            if names and "-" in names[-1]:
+                name = names[-1]
+            # A worker that was started again has another log.
+            earlier = [
+                *logs_folder.glob(f"{name}{path.suffix}"),
+                *logs_folder.glob(f"{name}.*{path.suffix}"),
+            ]
+            if earlier:
+                name = f"{name}.{len(earlier) + 1}"
+            shutil.copy(path, logs_folder / f"{name}{path.suffix}")
 
 
 if __name__ == "__main__":
-    main(
-        sys.argv[1], int(sys.argv[2]), Path(sys.argv[3]), Path(sys.argv[4]) if sys.argv[4] else None
-    )
+    mark, driver, folder, logs = sys.argv[1:]
+    main(mark, int(driver), Path(folder), Path(logs) if logs else None)

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from open_instruct.cluster.actor_host import ActorHost
-from open_instruct.cluster.learner_call import reason_of_loss
+from open_instruct.cluster.learner_call import explain_loss
 from open_instruct.cluster.placement import Placement
 from open_instruct.core.errors import InputError, RunError
 from open_instruct.generation.engine import Engine, EngineMethod, P, R
@@ -89,5 +89,5 @@ class RayEngine:
             ) from error
         except ray.exceptions.RayError as error:
             raise RunError(
-                f"engine {self.index} was lost during {what}: {reason_of_loss(error)}"
+                f"engine {self.index} was lost during {what}: {explain_loss(error)}"
             ) from None

@@ -3,8 +3,8 @@
 import pytest
 
 from open_instruct.cluster import actor_host
-from open_instruct.cluster.actor_host import allocator_environment, take_environment
-from open_instruct.cluster.addresses import Host, Whereabouts, interface_of
+from open_instruct.cluster.actor_host import allocator_environment, apply_environment
+from open_instruct.cluster.addresses import Host, Whereabouts, find_interface
 from open_instruct.parallel.listening import LOOPBACK, LOOPBACK_INTERFACE, listen_at
 from open_instruct.weight_sync.transports import choose_transport
 
@@ -40,8 +40,8 @@ def test_loopback_only_where_everything_is_on_one_host(
 
 
 def test_interface_of_an_address() -> None:
-    assert interface_of(LOOPBACK) == LOOPBACK_INTERFACE
-    assert interface_of("203.0.113.77") is None  # nobody's: kept for documents
+    assert find_interface(LOOPBACK) == LOOPBACK_INTERFACE
+    assert find_interface("203.0.113.77") is None  # nobody's: kept for documents
 
 
 class TestProcessEnvironment:
@@ -61,14 +61,14 @@ class TestProcessEnvironment:
         names = {"10.0.0.2": "bond0", "192.0.2.9": "eth0"}
         monkeypatch.setattr(actor_host, "address_towards", lambda host, port: ways[host])
         monkeypatch.setattr(actor_host, "interface_of", names.get)
-        take_environment({"RANK": "1"}, meeting_address=A.address)
+        apply_environment({"RANK": "1"}, meeting_address=A.address)
         assert own_environment["RANK"] == "1"
         assert own_environment["GLOO_SOCKET_IFNAME"] == "bond0"
         # And not every one whose name begins so.
         assert own_environment["NCCL_SOCKET_IFNAME"] == "=bond0"
 
     def test_addresses_stay_on_loopback_on_one_host(self, own_environment: dict[str, str]) -> None:
-        take_environment({}, meeting_address=LOOPBACK)
+        apply_environment({}, meeting_address=LOOPBACK)
         assert own_environment["GLOO_SOCKET_IFNAME"] == LOOPBACK_INTERFACE
         assert own_environment["NCCL_SOCKET_IFNAME"] == f"={LOOPBACK_INTERFACE}"
 
@@ -78,7 +78,7 @@ class TestProcessEnvironment:
     ) -> None:
         own_environment |= {name: "max_split_size_mb:128", "NCCL_SOCKET_IFNAME": "ib0", "RANK": "7"}
         given = allocator_environment(on_gpus=True, hands_over_memory=False)
-        take_environment({**given, "RANK": "1"}, meeting_address=LOOPBACK)
+        apply_environment({**given, "RANK": "1"}, meeting_address=LOOPBACK)
         assert own_environment["NCCL_SOCKET_IFNAME"] == "ib0"
         assert {key: value for key, value in own_environment.items() if "ALLOC" in key} == {
             name: "max_split_size_mb:128"
@@ -108,7 +108,7 @@ class TestProcessEnvironment:
     ) -> None:
         own_environment[name] = of_the_node
         stays = allocator_environment(on_gpus=True, hands_over_memory=True)
-        take_environment(stays, meeting_address=LOOPBACK)
+        apply_environment(stays, meeting_address=LOOPBACK)
         settings = {key: value for key, value in own_environment.items() if "ALLOC" in key}
         assert settings == (stays if left is None else {name: left})
         assert (name in capsys.readouterr().out) == (left != of_the_node)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from open_instruct.cluster.watchdog import POLL_INTERVAL_S, SHARED_MEMORY, _keep_logs
+from open_instruct.cluster.watchdog import POLL_INTERVAL_S, SHARED_MEMORY, _copy_logs
 from tests.waiting import eventually
 
 REPOSITORY = Path(__file__).resolve().parents[3]
@@ -128,7 +128,7 @@ def test_logs_are_kept_under_the_names_that_workers_went_by(tmp_path: Path) -> N
     ):
         (there / name).write_bytes(said)
         os.utime(there / name, (at, at))
-    _keep_logs(tmp_path, kept)
+    _copy_logs(tmp_path, kept)
     assert {path.name for path in kept.iterdir()} == {
         *("learner-0.out", "engine-1.err", "engine-1.2.err", "worker-dd-01000000-14.out"),
     }
