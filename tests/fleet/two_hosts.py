@@ -54,10 +54,10 @@ class Receiver:
     def receive(
         self, info: Mapping[str, Any], meeting_address: str
     ) -> tuple[list[float], tuple[str, str]]:
-        from open_instruct.cluster.actor_host import take_environment
+        from open_instruct.cluster.actor_host import apply_environment
         from open_instruct.weight_sync.receiver import IncomingWeights
 
-        take_environment({}, meeting_address=meeting_address)
+        apply_environment({}, meeting_address=meeting_address)
         incoming = IncomingWeights(info, index=0, device=torch.device("cpu"))
         ((_, weight),) = [pair for bucket in incoming.buckets() for pair in bucket]
         values: list[float] = weight.flatten().tolist()

@@ -129,12 +129,12 @@ def _become(
     # A new Python has none; by that of this one, semaphores would have names that stay where a
     # process is killed.
     multiprocessing.set_start_method(None, force=True)
-    take_environment(environment)
+    apply_environment(environment)
     os.chdir(cwd)
     raise SystemExit(function(*arguments))
 
 
-def take_environment(environment: Mapping[str, str]) -> None:
+def apply_environment(environment: Mapping[str, str]) -> None:
     """As the whole environment of this process, forked from the server; in /proc it has no other
     one either.
     """

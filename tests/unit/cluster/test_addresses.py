@@ -60,7 +60,7 @@ class TestProcessEnvironment:
         ways = {A.address: "10.0.0.2", "192.0.2.1": "192.0.2.9"}
         names = {"10.0.0.2": "bond0", "192.0.2.9": "eth0"}
         monkeypatch.setattr(actor_host, "address_towards", lambda host, port: ways[host])
-        monkeypatch.setattr(actor_host, "interface_of", names.get)
+        monkeypatch.setattr(actor_host, "find_interface", names.get)
         apply_environment({"RANK": "1"}, meeting_address=A.address)
         assert own_environment["RANK"] == "1"
         assert own_environment["GLOO_SOCKET_IFNAME"] == "bond0"
