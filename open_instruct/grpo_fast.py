@@ -1,5 +1,4 @@
-"""Train GRPO with learners on DeepSpeed: the walk of `grpo_olmo_core_actor.py`, where `--backend
-deepspeed` is set.
+"""Train GRPO with learners on DeepSpeed: `grpo_olmo_core_actor.py` with `--backend deepspeed`.
 
     python open_instruct/grpo_fast.py --model_name_or_path DIR \
         --dataset_mixer_list prompts.jsonl 1.0 --num_learners_per_node 2 --deepspeed_stage 3 \

@@ -4,8 +4,8 @@
         --dataset_mixer_list prompts.jsonl 1.0 --num_learners_per_node 2 --vllm_num_engines 1 \
         --output_dir OUT
 
-This process is the driver: it starts (or joins) Ray, places learners and engines, and walks the
-steps. A learner is an actor of `PolicyTrainerOLMoCoreProcess`.
+This process is the driver: it starts (or joins) Ray, places learners and engines, and takes the
+steps with them. A learner is an actor of `PolicyTrainerOLMoCoreProcess`.
 """
 
 from __future__ import annotations
@@ -53,9 +53,7 @@ def run_grpo(
     *,
     program: str,
 ) -> int:
-    """Run with the flags in `argv`, whose learners are `learner_class`es, and return the exit
-    code.
-    """
+    """Run with the flags in `argv` and learners of `learner_class`; returns the exit code."""
     words = sys.argv[1:] if argv is None else list(argv)
     if asks_for_check(words):
         return check_in_place_of_run(
@@ -72,9 +70,7 @@ def run_grpo(
 
 
 def check(words: Sequence[str], *, config_class: type[GRPOConfig]) -> int:
-    """Look at everything that a run with these words could be refused for; returns the exit
-    code.
-    """
+    """Check all that a run with these words could be refused for; returns the exit code."""
     from open_instruct.commands.check import check_run
     from open_instruct.objectives.policy_gradient import GRPO
 
@@ -83,7 +79,11 @@ def check(words: Sequence[str], *, config_class: type[GRPOConfig]) -> int:
 
 # Users' own code is loaded before torch, so that a misspelt name is refused at once.
 def preflight(config: GRPOConfig) -> None:
-    """:raises InputError: what the flags name, or the first of the prompts, will not do."""
+    """Check what the flags name, and the first of the prompts.
+
+    Raises:
+        InputError: one of them cannot be used.
+    """
     refuse_another_command(config.run, "grpo")
     verifiers = known_verifiers(config.reward)
     check_paths(config)
@@ -105,30 +105,31 @@ def train(
     learner_class: type[LearnerProcess] | None = None,
     callbacks: Mapping[str, Callback] | None = None,
 ) -> int:
-    """The whole run, as the driver walks it, which tells `callbacks` of every step.
+    """Train as the driver; returns the exit code.
 
-    Returns the exit code.
+    Args:
+        learner_class: the class of a learner.
+        callbacks: OLMo-core's callbacks by name, which get the metrics of every step.
     """
-    # torch, Ray, and all that hangs on them, load only once the flags are known to be good.
+    # torch, Ray and all that needs them load only once the flags are known to be good.
     from open_instruct.cluster.ray_cluster import refuse_imported_ray
     from open_instruct.rl.checked_run import open_rollout_run
     from open_instruct.rl.driver import Driver, Listener
     from open_instruct.rl.fleet import start_fleet
 
-    listening = [Listener(*each) for each in (callbacks or {}).items()]
+    listeners = [Listener(name, callback) for name, callback in (callbacks or {}).items()]
     if config.fleet.ray_address is None:
         refuse_imported_ray()
     kind = learner_class or PolicyTrainerOLMoCoreProcess
     with open_rollout_run(config) as run, start_fleet(kind, run) as fleet:
-        return Driver(replace(run, trackers=(*run.trackers, *listening)), fleet).fit()
+        return Driver(replace(run, trackers=(*run.trackers, *listeners)), fleet).fit()
 
 
 class PolicyTrainerOLMoCoreProcess:
-    """A learner: one process, one device, one rank of the sharded policy, on --backend. Usable once
-    constructed.
+    """A learner: one process, one device, one rank of the sharded policy, on --backend.
 
-    Ray makes one of each rank, with torchrun's variables in its environment. Every method is
-    collective: the driver calls it on all ranks at once.
+    Usable once constructed. Ray makes one of each rank, with torchrun's variables in its
+    environment. Every method is collective: the driver calls it on all ranks at once.
     """
 
     def __init__(self, config: GRPOConfig, *, weight_sync_backend: str, weight_sync: str) -> None:
@@ -136,8 +137,8 @@ class PolicyTrainerOLMoCoreProcess:
 
         Args:
             config: of the run.
-            weight_sync_backend: as `choose_transport` gives it, once it is known where the engines
-                are.
+            weight_sync_backend: the transport that `choose_transport` returned for the places of
+                learners and engines.
             weight_sync: "dense", or "delta" where only what has changed is sent.
         """
         import torch
@@ -180,10 +181,9 @@ class PolicyTrainerOLMoCoreProcess:
         return self.learner.compare_with_engine(work)
 
     def resume(self) -> tuple[dict[str, Any] | None, list[str]]:
-        """Stand where the newest whole checkpoint stands.
+        """Load the newest whole checkpoint, if there is one.
 
-        Returns what `save_state` was given for it, None at the start; and what people should be
-        warned of.
+        Returns the driver's state that `save_state` got for it, or None, and warnings for people.
         """
         warnings: list[str] = []
         return self.learner.resume(warn=warnings.append), warnings
@@ -191,15 +191,15 @@ class PolicyTrainerOLMoCoreProcess:
     def save_state(
         self, drivers_state: dict[str, Any], *, waits: bool, best_step: int | None
     ) -> None:
-        """Write a checkpoint of this step: policy, optimizer, reference, random state, and the
-        driver's own.
+        """Write a checkpoint of this step, with the state of the driver.
 
-        The checkpoint of `best_step` is not removed.
+        It has policy, optimizer, reference and random state. The checkpoint of `best_step` is not
+        removed.
         """
         self.learner.save(drivers_state, waits=waits, best_step=best_step)
 
     def save_model(self, best: BestStep | None) -> None:
-        """Write OUT/hf_model, and OUT/critic before it, of the `best` step, or of the last."""
+        """Write OUT/critic and OUT/hf_model, of the `best` step or of the last."""
         from open_instruct.training.export import export_policy
 
         loop = self.learner.loop
@@ -218,7 +218,7 @@ class PolicyTrainerOLMoCoreProcess:
         )
 
     def open_weight_channel(self, num_receivers: int) -> dict[str, Any]:
-        """The facts with which engines connect; see `WeightSender.open`."""
+        """Offer a channel, and return the facts that engines need; see `WeightSender.open`."""
         return self.sender.open(num_receivers)
 
     def join_weight_channel(self) -> None:

@@ -34,8 +34,7 @@ class ToolCall:
     name: str
     arguments: Mapping[str, Any]
     are_texts: bool = False
-    """Whether the arguments are still texts, as the form of the call has no types; see
-    argument_types.py."""
+    """Whether the arguments are still texts, in a form without types (argument_types.py)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -111,9 +111,8 @@ class Episode:
         state = await self._taskset.init_state(self._row, client=None, model="policy")
         self._state = await self._taskset.setup_state(state)
         self._conversation = await self._taskset.get_prompt_messages(self._state)
-        return Opening(
-            messages=_read_texts(self._conversation), tools=self._state["oai_tools"] or ()
-        )
+        messages = _read_texts(self._conversation)
+        return Opening(messages=messages, tools=self._state["oai_tools"] or ())
 
     async def _step(self, reply: Reply) -> Turn:
         # A copy, as the taskset may change the turns themselves.

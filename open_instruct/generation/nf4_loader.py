@@ -1,8 +1,7 @@
-"""A base in 4 bits for engines that are sent the adapter alone: the matrices that learners round,
-rounded when loaded.
+"""A loader for vLLM that rounds a model's matrices to 4 bits (NF4), as QLoRA's learners hold them.
 
-vLLM calls `register` in each of its processes, as this package's entry points say. Engines compute
-with the values; they hold no codes.
+It serves engines that get the adapter alone. vLLM calls `register` in each of its processes, as
+this package's entry points say. Engines compute with the rounded values; they hold no codes.
 """
 
 import os
@@ -34,7 +33,9 @@ def load_options(settings: EngineSettings) -> dict[str, Any]:
         return {"load_format": "safetensors"}
     is_allowed = PLUGIN in os.environ.get("VLLM_PLUGINS", PLUGIN).split(",")
     if not is_allowed or not entry_points(group="vllm.general_plugins", name=PLUGIN):
-        remedy = "install the package anew" if is_allowed else "add it to VLLM_PLUGINS"
+        remedy = "add it to VLLM_PLUGINS"
+        if is_allowed:
+            remedy = "install the package anew"
         raise InputError(
             f"--lora_sync adapter: vLLM lacks the plugin {PLUGIN}: {remedy}, or use --lora_sync "
             "merged",
@@ -47,7 +48,7 @@ def load_options(settings: EngineSettings) -> dict[str, Any]:
 
 
 def register() -> None:
-    """Let this process's vLLM load models so."""
+    """Add the loader to the vLLM of this process."""
     from vllm.model_executor.model_loader import register_model_loader
     from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
@@ -64,7 +65,9 @@ def register() -> None:
             names = TensorNames(model_config.hf_text_config)
             rounded = {hf_name for name, hf_name in names if name.endswith(MATRICES_IN_4_BITS)}
             for name, whole in super().get_all_weights(model_config, model):
-                is_rounded = unpacked(name, whole.shape).keys() <= rounded
-                yield name, dequantized(*quantized(whole, self._dtype)) if is_rounded else whole
+                if unpacked(name, whole.shape).keys() <= rounded:
+                    yield name, dequantized(*quantized(whole, self._dtype))
+                else:
+                    yield name, whole
 
     register_model_loader(LOAD_FORMAT)(RoundingLoader)

@@ -31,8 +31,7 @@ class SamplingSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationRequest:
-    """One completion asked for. The seed travels with the request, so that asking again asks for
-    the same.
+    """A request for one completion, with its seed, so that sending it again samples the same.
 
     Example: sample 2 of ticket 41 is `GenerationRequest(request_id="41/2", prompt_token_ids=(1, 40,
     11, 2), seed=…, sampling=…)`.
@@ -110,15 +109,14 @@ class Batching:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSettings:
-    """How one vLLM engine is set up; `model_folder` is a Hugging Face folder that every node can
-    read.
+    """The settings of one vLLM engine.
 
     With an `adapter` the engine holds one beside a model that never changes, and updates carry the
-    adapter alone; the model is rounded as learners hold it in 4 bits where they do, with scales of
+    adapter alone. If learners hold the model in 4 bits, the engine rounds it alike, with scales of
     `dtype_of_scales`.
     """
 
-    model_folder: str
+    model_folder: str  # a Hugging Face folder that every node can read
     tokenizer_folder: str
     dtype: Dtype
     max_model_len: int  # tokens of the longest prompt with its completion
@@ -132,9 +130,6 @@ class EngineSettings:
 
 @dataclass(slots=True)
 class Home:
-    """The engine that holds what an episode has come to, by index;
-
-    None before the first request.
-    """
+    """The index of the engine that holds an episode's keys and values; None before a request."""
 
     engine: int | None = None

@@ -1,7 +1,6 @@
-"""What vLLM is told of an engine: variables of its process, and options. vLLM itself is not
-imported.
+"""The options and environment variables of a vLLM engine, without importing vLLM.
 
-A process that has no GPU can so be asked what an engine on one would be given.
+So a process without a GPU can say what an engine with one would get.
 """
 
 from typing import Any
@@ -44,7 +43,7 @@ def engine_environment(on_cuda: bool, runner: str = "auto") -> dict[str, str]:
 def engine_options(settings: EngineSettings, *, on_cuda: bool) -> dict[str, Any]:
     """Options of vLLM's `EngineArgs` for an engine on a GPU, or on a CPU.
 
-    Those that are None, or left out, vLLM chooses for the device.
+    vLLM chooses those that are None or left out, for the device.
     """
     fleet = settings.fleet
     kv_cache_mib = fleet.kv_cache_mib(on_cuda=on_cuda)
@@ -63,8 +62,8 @@ def engine_options(settings: EngineSettings, *, on_cuda: bool) -> dict[str, Any]
         "gpu_memory_utilization": fleet.vllm_gpu_memory_utilization,
         "kv_cache_memory_bytes": kv_cache_mib and kv_cache_mib << 20,
         "enable_prefix_caching": fleet.vllm_enable_prefix_caching,
-        # A prompt cut in two has a token drawn for its first part too, which a CPU's generator
-        # cannot take back.
+        # Of a prompt in two parts the first has a token drawn too, and a CPU's generator does not
+        # return to its state before.
         "enable_chunked_prefill": None if on_cuda else False,
         "enable_return_routed_experts": fleet.routing_replay == "on" and on_cuda,
         "enforce_eager": fleet.vllm_enforce_eager or not on_cuda,

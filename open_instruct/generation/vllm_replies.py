@@ -1,4 +1,4 @@
-"""Replies of a conversation by vLLM, as they come."""
+"""Replies of a conversation from vLLM, piece by piece."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 # Fields of a generation_config.json.
 READ_ALWAYS = ("repetition_penalty",)
-READ_WHERE_DRAWN = ("temperature", "top_p", "top_k", "min_p")
-DEFAULTS_WHERE_DRAWN = {"top_k": 50}  # transformers', where a model says nothing
+READ_IF_SAMPLED = ("temperature", "top_p", "top_k", "min_p")
+DEFAULTS_IF_SAMPLED = {"top_k": 50}  # transformers', where a model says nothing
 # Those that vLLM has nothing for, with the values at which transformers does nothing.
 NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "bad_words_ids": ([],),
@@ -52,7 +52,8 @@ def has_vllm_for_gpu() -> bool:
 class VLLMEngine:
     """A model in vLLM, in this process: the folder has its config, weights and tokenizer.
 
-    :raises InputError: vLLM is not installed.
+    Raises:
+        InputError: vLLM is not installed.
     """
 
     def __init__(self, folder: Path, *, dtype: str | None) -> None:
@@ -79,13 +80,14 @@ class VLLMEngine:
         )
         path = folder / "generation_config.json"
         self._fields = read_object(path) if path.is_file() else {}
-        if unread := find_unread(self._fields):
+        unread = find_unread(self._fields)
+        if unread:
             print(
                 f"{WARNING}{path}: {', '.join(unread)} would be read by --engine transformers "
                 "alone",
                 file=sys.stderr,
             )
-        self._num_asked = 0
+        self._num_requests = 0
         self._is_stopped = False
         self.was_cut = False
 
@@ -94,9 +96,10 @@ class VLLMEngine:
         from vllm.inputs import TokensPrompt
         from vllm.sampling_params import RequestOutputKind
 
-        self._num_asked += 1
-        self._is_stopped = self.was_cut = False
-        request_id = str(self._num_asked)
+        self._num_requests += 1
+        self._is_stopped = False
+        self.was_cut = False
+        request_id = str(self._num_requests)
         params = SamplingParams(
             max_tokens=sampling.max_new_tokens,
             stop_token_ids=list(sampling.end_token_ids),
@@ -130,19 +133,17 @@ def choose_options(fields: Mapping[str, Any], sampling: Sampling) -> dict[str, A
     `{"repetition_penalty": 1.1, "temperature": 0.0}`: a model is greedy unless it says otherwise.
     """
     always = {name: fields[name] for name in READ_ALWAYS if fields.get(name) is not None}
-    given = {"temperature": sampling.temperature, "top_p": sampling.top_p}
-    given = {name: value for name, value in given.items() if value is not None}
-    is_drawn = bool(given or fields.get("do_sample")) and sampling.temperature != 0
-    if not is_drawn:
+    flags = {"temperature": sampling.temperature, "top_p": sampling.top_p}
+    flags = {name: value for name, value in flags.items() if value is not None}
+    is_sampled = bool(flags or fields.get("do_sample")) and sampling.temperature != 0
+    if not is_sampled:
         return always | {"temperature": 0.0}
-    of_model = {name: fields[name] for name in READ_WHERE_DRAWN if fields.get(name) is not None}
-    return always | DEFAULTS_WHERE_DRAWN | of_model | given
+    model = {name: fields[name] for name in READ_IF_SAMPLED if fields.get(name) is not None}
+    return always | DEFAULTS_IF_SAMPLED | model | flags
 
 
 def find_unread(fields: Mapping[str, Any]) -> list[str]:
-    """Fields of a generation_config.json by which transformers' replies are others, and vLLM's are
-    not.
-    """
+    """Find the fields of a generation_config.json that change transformers' replies, not vLLM's."""
     return [
         name for name, neutral in NEUTRAL_VALUES.items() if fields.get(name) not in (None, *neutral)
     ]

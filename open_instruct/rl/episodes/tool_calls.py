@@ -48,22 +48,23 @@ def tool_calls(text: str, form: str, names: Collection[str]) -> tuple[ToolCall, 
 
 
 def detect_call_form(template: str) -> str:
-    """The form that a chat template asks for: the first whose mark stands in it;
-
-    Hermes' where none does.
-    """
-    return next((form for form, (mark, _) in FORMS.items() if mark and mark in template), "hermes")
+    """Find the form that a chat template asks for: the first whose mark it has, else Hermes'."""
+    for form, (mark, _) in FORMS.items():
+        if mark and mark in template:
+            return form
+    return "hermes"
 
 
 def _hermes(answer: str) -> Found:
     """Qwen's and Hermes' form: `<tool_call>{"name": "add", "arguments": {"a": 2}}</tool_call>`."""
     for body in _between(answer, "<tool_call>", "</tool_call>"):
-        yield _name_and_arguments(_json(body))
+        yield _read_call(_json(body))
 
 
 def _llama3_json(answer: str) -> Found:
-    """Llama 3's form: the whole answer is `{"name": "add", "parameters": {"a": 2}}`, or several
-    with ; between.
+    """Llama 3's form: the whole answer is `{"name": "add", "parameters": {"a": 2}}`.
+
+    Several calls have ; between them.
     """
     left = answer.strip().removeprefix("<|python_tag|>").strip()
     if not re.match(r'\{\s*"(name|parameters|arguments|type)"', left):
@@ -74,7 +75,7 @@ def _llama3_json(answer: str) -> Found:
             call, end = decoder.raw_decode(left)
         except (ValueError, RecursionError) as error:
             raise ToolCallError(f"the call is no JSON: {error}") from error
-        yield _name_and_arguments(call)
+        yield _read_call(call)
         left = left[end:].lstrip()
         if left and not left.startswith(";"):
             raise ToolCallError(f"text behind a call: {left[:40]!r}")
@@ -95,9 +96,9 @@ def _pythonic(answer: str) -> Found:
 
 
 def _qwen3_xml(answer: str) -> Found:
-    """Qwen 3 Coder's form:
+    """Qwen 3 Coder's form, which has no types.
 
-    `<tool_call><function=add><parameter=a>2</parameter></function></tool_call>`.
+    Example: `<tool_call><function=add><parameter=a>2</parameter></function></tool_call>`.
     """
     for body in _between(answer, "<tool_call>", "</tool_call>"):
         call = re.fullmatch(r"\s*<function=([^>\n]+)>(.*)</function>\s*", body, re.DOTALL)
@@ -106,14 +107,13 @@ def _qwen3_xml(answer: str) -> Found:
         pieces = re.split(r"<parameter=([^>\n]+)>(.*?)</parameter>", call[2], flags=re.DOTALL)
         if any(rest.strip() for rest in pieces[::3]):
             raise ToolCallError("text between the parameters of a call")
-        parameters = zip(pieces[1::3], pieces[2::3], strict=True)
-        yield (
-            call[1].strip(),
-            {name.strip(): text.removeprefix("\n").removesuffix("\n") for name, text in parameters},
-        )
+        arguments: dict[str, str] = {}
+        for name, text in zip(pieces[1::3], pieces[2::3], strict=True):
+            arguments[name.strip()] = text.removeprefix("\n").removesuffix("\n")
+        yield call[1].strip(), arguments
 
 
-# Of each form its mark in a chat template, if it has one, and what finds its calls.
+# The mark of each form in a chat template, if it has one, and the function that finds its calls.
 FORMS: dict[str, tuple[str, Callable[[str], Found]]] = {
     "qwen3_xml": ("<function=", _qwen3_xml),
     "function_calls": ("<function_calls>", _function_calls),
@@ -123,12 +123,12 @@ FORMS: dict[str, tuple[str, Callable[[str], Found]]] = {
 }
 
 
-# Of which the arguments are texts, until somebody knows the tool's schema.
+# Arguments in these forms stay texts until the tool's schema is known.
 WITHOUT_TYPES = ("qwen3_xml",)
 
 
 def _between(answer: str, begin: str, end: str) -> Iterator[str]:
-    """The texts between two marks, in order."""
+    """Yield the texts between two marks, in order."""
     pieces = answer.split(begin)
     if end in pieces[0]:
         raise ToolCallError(f"{end} without {begin} before it")
@@ -146,10 +146,8 @@ def _json(text: str) -> Any:
         raise ToolCallError(f"the call is no JSON: {error}") from error
 
 
-def _name_and_arguments(call: Any) -> tuple[Any, Any]:
-    """What Hermes' form calls "arguments" is called "parameters" in Llama 3's; either word will do
-    in both.
-    """
+def _read_call(call: Any) -> tuple[Any, Any]:
+    """Read a call's name and arguments, which Llama 3 calls "parameters"; both words are read."""
     if not isinstance(call, dict) or not isinstance(call.get("name"), str):
         raise ToolCallError("a call is an object with the name of a tool")
     return call["name"], call.get("arguments", call.get("parameters"))
