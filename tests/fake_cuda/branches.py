@@ -102,7 +102,7 @@ def alone() -> Iterator[None]:
         assert rest == (1, 2, 3, 4, 5, 0, *range(7, 14)), rest
         return tensor
 
-    group = broadcasts._group
+    group = broadcasts._make_group
 
     def over_nccl(info: Any, *rest: Any, **more: Any) -> Any:
         return group(info | {"backend": "nccl"}, *rest, **more)
@@ -116,7 +116,7 @@ def alone() -> Iterator[None]:
         patches.enter_context(patch.object(reductions, "rebuild_cuda_tensor", mapped))
         patches.enter_context(patch.object(dist, "ProcessGroupNCCL", FakeNCCL, create=True))
         patches.enter_context(patch.object(broadcasts, "PrefixStore", lambda *arguments: None))
-        patches.enter_context(patch.object(broadcasts, "_group", over_nccl))
+        patches.enter_context(patch.object(broadcasts, "_make_group", over_nccl))
         yield
 
 
@@ -336,7 +336,7 @@ def placement(folder: Path) -> Any:
                 found["allocator"] = _choose_allocator(places, "nccl", MagicMock())
                 found["given"] = ActorHost().facts().gpu_ids
                 found["sees"] = [
-                    LearnerGroup._environment_of(group, rank)["CUDA_VISIBLE_DEVICES"]
+                    LearnerGroup._build_environment(group, rank)["CUDA_VISIBLE_DEVICES"]
                     for rank in (0, 5)
                 ]
     return found

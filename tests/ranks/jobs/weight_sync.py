@@ -34,7 +34,7 @@ from open_instruct.training.model.forward import token_logprobs
 from open_instruct.weight_sync import broadcasts
 from open_instruct.weight_sync.folder_sender import FolderSender
 from open_instruct.weight_sync.progress import abandon
-from open_instruct.weight_sync.receiver import Incoming, IncomingWeights, open_incoming
+from open_instruct.weight_sync.receiver import IncomingWeights, WeightSource, open_incoming
 from open_instruct.weight_sync.sender import WeightSender
 from tests.ranks.files import tell, told
 from tests.ranks.jobs.weights import in_ranges, sharded, unsharded
@@ -78,7 +78,7 @@ def offer(sender: WeightSender, num_receivers: int, path: Path) -> None:
 
 
 def received(
-    incoming: Incoming, info: dict[str, Any], version: int, turns: Path
+    incoming: WeightSource, info: dict[str, Any], version: int, turns: Path
 ) -> dict[str, torch.Tensor]:
     if info["backend"] == "files":
         told(turns.with_name(f"{turns.stem}-sent-{version}.told"))

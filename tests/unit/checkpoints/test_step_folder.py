@@ -127,7 +127,7 @@ def test_manifest_names_files_of_its_own_folder_only(tmp_path: Path, name: str) 
     folder = save(tmp_path, 4)
     content: dict[str, Any] = json.loads((folder / MANIFEST).read_text())["checkpoint"]
     content["files"][name] = {"num_bytes": 1, "xxh3": "0"}
-    told = {"checkpoint": content, "xxh3": step_folder._digest(content)}
+    told = {"checkpoint": content, "xxh3": step_folder.hash_content(content)}
     (folder / MANIFEST).write_text(json.dumps(told))
     with pytest.raises(Damaged):
         step_folder.read_manifest(folder)

@@ -31,7 +31,7 @@ from open_instruct.generation.vllm_core import VLLMCore
 from open_instruct.models.experts.routed import RoutedFeedForward
 from open_instruct.models.transformer import SegmentTransformer
 from open_instruct.rl.checked_run import open_rollout_run
-from open_instruct.rl.episodes.conversations import _Walked
+from open_instruct.rl.episodes.conversations import _EpisodeRecord
 from open_instruct.training.model import forward
 from open_instruct.training.model.forward import token_logprobs
 from open_instruct.training.model.routing import balance, noted_routers
@@ -294,7 +294,7 @@ def told(values: Sequence[int]) -> bytes:
 
 def test_episode_keeps_for_each_token_what_it_was_sampled_with() -> None:
     """The last request was fed all tokens before it, maybe to newer weights."""
-    walked = _Walked(request(0), adds_rewards=False)
+    walked = _EpisodeRecord(request(0), adds_rewards=False)
     walked.begin(SimpleNamespace(token_ids=[1, 2], answers=[]), is_own=False)  # type: ignore[arg-type]
     for ids, routes in (([3, 4], [10, 11, 12]), ([5, 6, 7], [20, 21, 22, 23, 24, 25])):
         walked.token_ids += ids
