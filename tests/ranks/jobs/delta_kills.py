@@ -215,7 +215,7 @@ def learner(pipe: Connection, backend: str, changes_alone: bool) -> None:
         become(version)
         held = sender._held
         assert held is not None
-        return digest_of({hf: held[name].local.bfloat16() for hf, name in sender._name_of.items()})
+        return digest_of({hf: held[name].local.bfloat16() for hf, name in sender._names.items()})
 
     serve(pipe, {"open": open_channel, "send": send, "digest": digest})
 

@@ -55,7 +55,7 @@ class Sender(FolderSender):
         self._folder = folder
         self._anchor_every = anchor_every
 
-    def _parts(self) -> FindLocal:
+    def _make_finder(self) -> FindLocal:
         return self.weights.__getitem__
 
 
@@ -256,7 +256,7 @@ def test_failed_version_is_no_base_of_the_next(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     where = {
-        "compare": (SentParts, "messages"),
+        "compare": (SentParts, "encode_messages"),
         "write": (Path, "open"),
         "link": (folder_sender, "replace_text"),
     }
