@@ -94,7 +94,7 @@ class DedicatedLoop(NamedTuple):
     Example: `DedicatedLoop(name="taskset wordle", package="verifiers")`.
     """
 
-    name: str  # of the loop and of its thread, as `lasting_loop` has it
+    name: str  # of the loop and of its thread, as `start_loop` has it
     package: str  # calls what the author of an environment wrote, and is not at fault itself
 
 
