@@ -205,7 +205,7 @@ class PolicyTrainerOLMoCoreProcess:
         loop = self.learner.loop
         loop.close()
         if best is not None and best.step != loop.step:
-            loop.go_back_to(best.step)
+            loop.load_step(best.step)
         if self.learner.critic is not None:
             self.learner.critic.export(run=self.run, config=self.config)
         export_policy(

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from open_instruct.losses.distillation import divergence
 from open_instruct.models.heads.logprob_head import HeadSettings, LogprobHead, Measure
 from open_instruct.objectives.objective import Teacher
-from open_instruct.training.reference import Comparison
+from open_instruct.training.teacher import TeacherComparison
 
 VOCAB_SIZE = 100_352
 
@@ -37,7 +37,7 @@ def step_of(way: str, num_tokens: int, width: int, dtype_name: str) -> Any:
     def ours() -> None:
         teacher = Teacher(model_name_or_path="", compare=lambda *both: divergence(*both, beta=0.0))
         pretrained: Any = None
-        comparison = Comparison(
+        comparison = TeacherComparison(
             teacher=teacher, pretrained=pretrained, vocab_size=VOCAB_SIZE, head_VD=teacher_VD
         )
         compare = comparison.compare_logits

@@ -28,10 +28,10 @@ from olmo_core.distributed.utils import all_reduce_value, get_rank, get_world_si
 from olmo_core.train.checkpoint import Checkpointer
 from olmo_core.train.train_module import TrainModule
 from safetensors.torch import load, save
-from torch.distributed.checkpoint.metadata import Metadata
 
 from open_instruct.checkpoints import step_folder
 from open_instruct.checkpoints.background import copy_to_host, in_background
+from open_instruct.checkpoints.parts import CheckpointPart, as_metadata, names_of_part
 from open_instruct.checkpoints.step_folder import (
     INDEX,
     MANIFEST,
@@ -68,9 +68,11 @@ class SafeCheckpointer(Checkpointer):
 
     Args:
         start_model: fingerprint of the start model; a checkpoint of another one is refused.
+        parts: what is saved beside the train module, by name.
     """
 
     start_model: str = ""
+    parts: Mapping[str, CheckpointPart] = field(default_factory=dict)
     _claims: Mapping[str, Claim] = field(default_factory=dict, repr=False)
     _index: Mapping[str, Any] = field(default_factory=dict, repr=False)
     _copies: dict[str, torch.Tensor] = field(default_factory=dict, repr=False)
@@ -120,7 +122,7 @@ class SafeCheckpointer(Checkpointer):
         """Have a thread write this rank's files, from the weights or from a copy; collective."""
         self.finish()  # one at a time
         rank = get_rank()
-        tensors, values = split(train_module.state_dict_to_save())
+        tensors, values = split(self.state_to_save(train_module))
         parts = {name: part_of(tensor) for name, tensor in tensors.items()}
         index = self._assign_boxes(parts)
         local_tensors: dict[str, torch.Tensor] = {}
@@ -154,6 +156,11 @@ class SafeCheckpointer(Checkpointer):
             part=part, final=final, copied=copied, written=in_background(write)
         )
         return self._under_way.saved
+
+    def state_to_save(self, train_module: TrainModule) -> dict[str, Any]:
+        """The state of the train module and of all parts, which share storage with the run's."""
+        parts = {name: part.state_to_save() for name, part in self.parts.items()}
+        return train_module.state_dict_to_save() | parts
 
     def wait_for_copy(self) -> None:
         """Return when a save under way has its copy, so that weights and optimizer may change."""
@@ -230,10 +237,16 @@ class SafeCheckpointer(Checkpointer):
         manifest = together(lambda: step_folder.read_manifest(folder), kind=RunError)
         step_folder.refuse_another_start_model(folder, self.start_model)
         index = together(lambda: json.loads((folder / INDEX).read_bytes()), kind=RunError)
-        state = train_module.state_dict_to_load(
-            Metadata(state_dict_metadata=dict.fromkeys([*index["tensors"], *index["values"]])),  # type: ignore[arg-type]
-            optim=load_optim_state,
+        saved_names = [*index["tensors"], *index["values"]]
+        own_state = train_module.state_dict_to_load(
+            as_metadata(saved_names), optim=load_optim_state
         )
+        part_states: dict[str, dict[str, Any]] = {}
+        for name, part in self.parts.items():
+            part_state = part.state_to_load(as_metadata(names_of_part(name, saved_names)))
+            if part_state is not None:
+                part_states[name] = part_state
+        state = own_state | part_states
 
         def fill() -> dict[str, Any]:
             tensors, _ = split(state)
@@ -252,7 +265,9 @@ class SafeCheckpointer(Checkpointer):
             return train_state
 
         train_state = together(fill, kind=RunError)
-        train_module.load_state_dict(state)
+        train_module.load_state_dict(own_state)
+        for name, part_state in part_states.items():
+            self.parts[name].load_state(part_state)
         if load_trainer_state is False:
             return None
         return train_state

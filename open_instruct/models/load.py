@@ -1,7 +1,7 @@
 """Weights from safetensors into shards: every rank reads the byte ranges of its own shards and
 nothing else.
 
-The steps, with a model that `build_model` made on the meta device and `parallelize_model` sharded::
+The steps, with a model that `build_model` made on the meta device and `parallelize` sharded::
 
     names = TensorNames(hf_config)
     files = CheckpointFiles.open(folder)

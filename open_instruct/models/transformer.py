@@ -47,16 +47,10 @@ class SegmentTransformer(Transformer):
 
     `build_model` makes it.
 
-    :ivar splits_experts: whether `apply_fsdp` splits experts over the ranks of a shard group.
-    :ivar compiles_on_cpu: whether blocks are compiled before they are sharded; OLMo-core does that
-        with CUDA alone.
-    :ivar on_host: whether `apply_fsdp` keeps shards of weights and gradients in host memory. The
-        optimizer steps there.
+    `training/parallelize.py` splits and prepares it.
     """
 
-    splits_experts = False
-    compiles_on_cpu = False
-    on_host = False
+    on_host = False  # whether `apply_fsdp` has put shards of weights into host memory
     context: ContextGroup | None = None  # the ranks that rows are split over, if they are
     balance_coefficient = 0.0  # of the loss that has routers spread tokens over experts evenly
 
@@ -126,7 +120,6 @@ class SegmentTransformer(Transformer):
 
         No collective is entered.
         """
-        self._compile_on_cpu()
         device = device or get_default_device()
         self.to_empty(device="cpu" if self.on_host else device)
         for parameter in self.parameters():
@@ -148,10 +141,6 @@ class SegmentTransformer(Transformer):
     def apply_compile(self) -> None:
         prepare_compiler()
         super().apply_compile()
-
-    def _compile_on_cpu(self) -> None:
-        if self.compiles_on_cpu and not self.compile_enabled:
-            self.apply_compile()
 
     def apply_cp(self, cp_mesh: DeviceMesh, *_: object, **style: object) -> None:
         """Split rows over ranks, without OLMo-core's own splitting of inputs and RoPE's tables.
@@ -185,22 +174,25 @@ class SegmentTransformer(Transformer):
         param_dtype: torch.dtype,
         reduce_dtype: torch.dtype,
         prefetch_factor: int,
+        *,
+        splits_experts: bool = False,
+        on_host: bool = False,
         **_: Any,
     ) -> None:
-        """Shard parameters, each block a unit. The matrix of a score is a unit of its own, gathered
-        in float32.
+        """Shard parameters, each block a unit; a score's matrix is another, gathered in float32.
 
-        Experts are left whole, each on a rank of the shard group, if they are to be split and as
-        many for every rank.
+        :param splits_experts: leave experts whole, each on a rank of the shard group, where there
+            are as many for every rank.
+        :param on_host: keep shards of weights and gradients in host memory.
         """
-        self._compile_on_cpu()
+        self.on_host = on_host
         in_float32 = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32)
         style: dict[str, Any] = {
             "mp_policy": MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
         }
-        if self.on_host:
+        if on_host:
             style["offload_policy"] = CPUOffloadPolicy(pin_memory=dp_mesh.device_type == "cuda")
-        for module in self.modules() if self.splits_experts else ():
+        for module in self.modules() if splits_experts else ():
             if isinstance(module, Experts) and len(module.w1) % dp_mesh["dp_shard"].size() == 0:
                 module.split(dp_mesh, **style)
         if isinstance(self.lm_head, ValueHead):

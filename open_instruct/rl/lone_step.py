@@ -66,7 +66,7 @@ def take_lone_step(
         if config.loss.beta > 0:
             start = open_model(config.model.model_name_or_path)
         learner = GRPOLearner(pretrained, reference=start, run=run, config=config)
-        learner.loop.stand_before(step, checkpoint=checkpoint)
+        learner.loop.rewind_to(step, checkpoint=checkpoint)
         row = learner.step(work)
     keep_mesh(None)
     # Model and trainer hold each other: their memory is wanted before the next ones are built.

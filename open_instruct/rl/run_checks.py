@@ -26,7 +26,7 @@ from open_instruct.rewards.sandbox.trial import try_walls
 from open_instruct.rewards.verifier import Verifier
 from open_instruct.run.console import Console
 from open_instruct.run.pretrained import Pretrained
-from open_instruct.training.reference import open_beside
+from open_instruct.training.open_companion import open_companion_model
 
 CONVERSATIONS = "conversations_fingerprint"
 """The key in the driver's state of the fingerprint of the rows of --sft_mixer_list."""
@@ -40,9 +40,9 @@ def check_companion_models(pretrained: Pretrained, config: GRPOConfig, layout: S
     """
     teacher = config.loss.teacher_model_name_or_path
     if teacher is not None:
-        open_beside("teacher", teacher, pretrained, config=config, layout=layout)
+        open_companion_model("teacher", teacher, pretrained, config=config, layout=layout)
     if config.rollout.has_critic:
-        open_beside(
+        open_companion_model(
             "critic",
             config.critic.critic_model_name_or_path,
             pretrained,

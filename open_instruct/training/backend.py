@@ -1,5 +1,4 @@
-"""A backend holds the weights of a policy and steps its optimizer, with one sharding library or
-another.
+"""A backend holds the weights of a policy and steps its optimizer, with a library that shards.
 
 `Backend` says what a policy asks of it. Our two have in common OLMo-core's train module, filled
 from a start model.
@@ -17,7 +16,7 @@ import torch.distributed as dist
 from olmo_core.nn.transformer import Transformer
 from olmo_core.optim import SkipStepOptimizer
 from olmo_core.train.train_module import TrainModule, TransformerTrainModule
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.device_mesh import DeviceMesh
 
 from open_instruct.config.training import LearnerConfig
 from open_instruct.core.errors import InputError
@@ -25,6 +24,7 @@ from open_instruct.core.text import counted
 from open_instruct.models.load import parameter_shapes, stream_load
 from open_instruct.models.lora.adapters import adapt, fill_adapter
 from open_instruct.models.transformer import SegmentTransformer
+from open_instruct.parallel.data_parallel import keep_mesh
 from open_instruct.parallel.status import this_process
 from open_instruct.run.opened import Run
 from open_instruct.run.pretrained import Pretrained
@@ -33,18 +33,10 @@ from open_instruct.training.optim.optimizers import set_learning_rate
 from open_instruct.training.reference import Reference
 
 Metrics = Mapping[str, float | torch.Tensor]
-"""Numbers of an update, the same on every rank; a tensor is one number that the host has not waited
-for.
-"""
+"""Numbers of an update, the same on every rank; a tensor is one not waited for on the host."""
 
 GRAD_NORM = "grad_norm"
 """The norm of the whole gradient before it was clipped."""
-
-IN_CHECKPOINT = "reference"
-"""The part of a checkpoint for a reference policy that moves."""
-
-OF_CRITIC = "critic"
-"""The part of a checkpoint for a critic, its optimizer's state too."""
 
 
 def has_part(names: Iterable[str], part: str) -> bool:
@@ -52,38 +44,20 @@ def has_part(names: Iterable[str], part: str) -> bool:
     return any(name.startswith(f"{part}.") for name in names)
 
 
-def critics(metadata: Metadata) -> Metadata:
-    """The part of a checkpoint's `metadata` that is a critic's.
+def optimizer_state_keys(names: Iterable[str]) -> set[str]:
+    """What an optimizer has for each weight, by the names of its state in a checkpoint or alone."""
+    states = [name for name in names if name.startswith(("optim.state.", "state."))]
+    return {name.rpartition(".")[2] for name in states}
 
-    :raises InputError: it has none.
+
+def require_same_setting(flag: str, value: object, is_same: bool) -> None:
+    """Refuse checkpoints that were written under another value of `flag` than this run's `value`.
+
+    :raises InputError: not `is_same`.
     """
-    saved, start = metadata.state_dict_metadata, f"{OF_CRITIC}."
-    refuse_others("--advantages", "gae", has_part(saved, OF_CRITIC))
-    own = {name.removeprefix(start): each for name, each in saved.items() if name.startswith(start)}
-    return Metadata(state_dict_metadata=own)
-
-
-def kept_of_weights(names: Iterable[str]) -> set[str]:
-    """What an optimizer keeps of each weight, by the names of its state in a checkpoint or
-    alone.
-    """
-    return {
-        name.rpartition(".")[2] for name in names if name.startswith(("optim.state.", "state."))
-    }
-
-
-def refuse_others(flag: str, own: object, is_own: bool) -> None:
-    """Refuse checkpoints that were written under another value of `flag`.
-
-    Args:
-        own: the value of this run.
-
-    Raises:
-        InputError: not `is_own`: the checkpoints are of another value.
-    """
-    if not is_own:
+    if not is_same:
         raise InputError(
-            f"the checkpoints in --output_dir are of another {flag} than {own}: give theirs "
+            f"the checkpoints in --output_dir are of another {flag} than {value}: give theirs "
             "again, or start in another --output_dir from the hf_model such a run ends with",
             kind="other_run",
         )
@@ -94,17 +68,6 @@ class Backend(Protocol):
 
     An update is: `microbatch` and in it `backward` for each microbatch, `clip`, then either
     `set_learning_rate` and `step`, or `leave_out_step`.
-    """
-
-    reference: Reference | None
-    """The reference policy, for losses with a penalty for leaving it. Set it before the first step,
-    and before a checkpoint is loaded: one that moves is part of the checkpoints.
-    """
-
-    critic: Backend | None
-    """The backend of a critic, whose weights and optimizer are part of the checkpoints too.
-
-    Set it when that one is.
     """
 
     model: Transformer
@@ -125,15 +88,11 @@ class Backend(Protocol):
 
     @property
     def leaves_out_outliers(self) -> bool:
-        """Whether a step with a gradient that is not finite is left out; otherwise it ends the
-        run.
-        """
+        """Whether a step whose gradient is not finite is left out; otherwise it ends the run."""
 
     @property
     def train_module(self) -> TrainModule:
-        """OLMo-core's checkpoints and callbacks read the state of model and optimizer from this
-        train module.
-        """
+        """What OLMo-core's checkpoints and callbacks read the model and the optimizer from."""
 
     def set_mode(self, mode: Literal["train", "eval"]) -> None: ...
 
@@ -141,15 +100,10 @@ class Backend(Protocol):
         """Within, forward and backward of one of the microbatches of an update."""
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Add to the gradients those of `loss` summed over all ranks: a backend that averages
-        multiplies it first.
-        """
+        """Add the gradients of `loss` summed over ranks; a backend that averages multiplies it."""
 
     def clip(self) -> torch.Tensor | None:
-        """Clip the gradient and return its norm before clipping;
-
-        None where only `step` clips and knows the norm.
-        """
+        """Clip the gradient and return its norm before; None where only `step` knows the norm."""
 
     def set_learning_rate(self) -> float | torch.Tensor:
         """Set the scheduled learning rate of the coming step, and return it."""
@@ -170,16 +124,13 @@ class Backend(Protocol):
     def moving_reference(
         self, pretrained: Pretrained, *, run: Run, config: LearnerConfig, **moves: Any
     ) -> Reference:
-        """A reference that starts from `pretrained` then follows the policy;
-
-        `moves` are `Reference`'s arguments.
-        """
+        """A reference that starts from `pretrained`; `moves` are arguments of `Reference`."""
 
 
-def unfilled(
+def build_empty_model(
     pretrained: Pretrained, config: LearnerConfig, *, init_device: str
 ) -> SegmentTransformer:
-    """The start model without its weights, with the adapters that the flags ask for."""
+    """Build the start model without its weights, with the adapters that the flags ask for."""
     this_process.begin("loading the start model")
     model = pretrained.build(init_device=init_device)
     if config.adapters is not None:
@@ -188,10 +139,21 @@ def unfilled(
 
 
 class ShardedModule(TransformerTrainModule):
-    """The common part of two `Backend`s; see there. It is built without weights: call `fill`."""
+    """The common part of two `Backend`s; see there. It is built without weights: call `fill`.
 
-    reference: Reference | None = None
-    critic: Backend | None = None
+    Args:
+        mesh: of a model that is parallelized already. None: OLMo-core's train module is given the
+            degrees, makes the mesh and parallelizes, or there is a single device.
+        olmo_core: arguments of `TransformerTrainModule`.
+    """
+
+    def __init__(self, *, mesh: DeviceMesh | None = None, **olmo_core: Any) -> None:
+        if mesh is not None:
+            keep_mesh(None)  # OLMo-core's train module makes a mesh of its own, which nothing reads
+        super().__init__(**olmo_core)
+        if mesh is not None:
+            self.world_mesh = mesh
+            keep_mesh(mesh)
 
     @property
     def computing_model(self) -> Transformer:
@@ -233,30 +195,3 @@ class ShardedModule(TransformerTrainModule):
 
     def set_learning_rate(self) -> float | torch.Tensor:
         return set_learning_rate(self.optim, self.scheduler, self.trainer)
-
-    def state_of_others(self, metadata: Metadata | None = None) -> dict[str, Any]:
-        """The parts of a checkpoint for a reference that moves and a critic; with its `metadata`,
-        to be filled.
-
-        A reference is read in place, and is none if not among what was saved.
-
-        :raises InputError: what was saved has no critic.
-        """
-        state: dict[str, Any] = {}
-        is_wanted = metadata is None or has_part(metadata.state_dict_metadata, IN_CHECKPOINT)
-        if self.reference is not None and self.reference.update_freq is not None and is_wanted:
-            state[IN_CHECKPOINT] = self.reference.state()
-        if self.critic is not None:
-            module = self.critic.train_module
-            part = (
-                module.state_dict_to_save()
-                if metadata is None
-                else module.state_dict_to_load(critics(metadata))
-            )
-            state[OF_CRITIC] = part
-        return state
-
-    def load_critic(self, state_dict: dict[str, Any]) -> None:
-        """Have the critic take over its part of a state dict that was filled."""
-        if self.critic is not None:
-            self.critic.train_module.load_state_dict(state_dict[OF_CRITIC])

@@ -17,15 +17,15 @@ import torch
 
 from open_instruct.batching.documents import on_device
 from open_instruct.checkpoints.resume import check_weights
-from open_instruct.config.grpo import GRPOConfig
 from open_instruct.config.lora import LoRASection
+from open_instruct.config.policy_sections import CriticSection
+from open_instruct.config.training import LearnerConfig
 from open_instruct.core.batch_values import RLValues
 from open_instruct.core.records import Batch, Metric, StepBatch, mean_metrics
 from open_instruct.losses.values import gae, value_losses, whitened
 from open_instruct.models.shards import reshard
 from open_instruct.objectives.objective import BoundLoss, LossOutputs, TokenLogprobs
 from open_instruct.objectives.reward_model import fields_of_class
-from open_instruct.parallel.data_parallel import keep_mesh
 from open_instruct.parallel.reduce import gather_rows
 from open_instruct.run.opened import Run
 from open_instruct.run.pretrained import Pretrained
@@ -47,25 +47,33 @@ class Critic:
     """One rank's critic. Usable once constructed; every method is collective.
 
     Args:
-        pretrained: as `open_beside` opens it.
+        pretrained: as `open_companion_model` opens it.
+        flags: the critic's own.
         run: the run that this process has joined.
         config: the flags of the run.
+        num_steps: of the run; the schedule stretches over them.
     """
 
-    def __init__(self, pretrained: Pretrained, *, run: Run, config: GRPOConfig) -> None:
-        self.flags = config.critic
-        optim = replace(config.optim, learning_rate=self.flags.critic_learning_rate)
-        # OLMo-core's train module makes a mesh of its own: no model is built after this one.
-        keep_mesh(None)
+    def __init__(
+        self,
+        pretrained: Pretrained,
+        *,
+        flags: CriticSection,
+        run: Run,
+        config: LearnerConfig,
+        num_steps: int,
+    ) -> None:
+        self.flags = flags
+        optim = replace(config.optim, learning_rate=flags.critic_learning_rate)
         backend = config.backend.build(
             pretrained,
             run=run,
             config=replace(config, optim=optim, lora=LoRASection()),
-            num_steps=config.num_steps,
+            num_steps=num_steps,
         )
         self.pretrained = pretrained
-        self.policy = Policy(backend, ValueLoss(clip=self.flags.value_clip))
-        self.policy.rate_flag = "--critic_learning_rate"
+        loss = ValueLoss(clip=self.flags.value_clip)
+        self.policy = Policy(backend, loss, rate_flag="--critic_learning_rate")
 
     @torch.no_grad()
     def with_advantages(self, updates: Sequence[StepBatch]) -> tuple[StepBatch, ...]:
@@ -122,7 +130,7 @@ class Critic:
         )
         return replace(batch, values=values)
 
-    def export(self, *, run: Run, config: GRPOConfig) -> None:
+    def export(self, *, run: Run, config: LearnerConfig) -> None:
         """Write OUT/critic, for --critic_model_name_or_path and as transformers' class with a
         score. Collective.
         """

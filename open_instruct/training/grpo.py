@@ -10,20 +10,53 @@ import torch
 from open_instruct.batching.rollouts import RankStep, rollout_minibatches
 from open_instruct.config.grpo import GRPOConfig
 from open_instruct.core.batch_values import RLValues
-from open_instruct.core.records import Batch
+from open_instruct.core.records import Batch, StepBatch
 from open_instruct.objectives.policy_gradient import GRPO
 from open_instruct.run.cadence import cadence_of
 from open_instruct.run.opened import Run
 from open_instruct.run.pretrained import Pretrained, fingerprint_start_model
-from open_instruct.training.critic import Critic
-from open_instruct.training.loop import Before, Loop
-from open_instruct.training.policy import Policy
-from open_instruct.training.reference import Reference, build_reference, build_teacher, open_beside
+from open_instruct.training.learner_state import CompanionModels, build_learner_state
+from open_instruct.training.loop import Before
+from open_instruct.training.open_companion import open_companion_model
+
+
+def open_companions(
+    config: GRPOConfig, pretrained: Pretrained, reference: Pretrained, *, run: Run
+) -> CompanionModels:
+    """The models beside a policy of GRPO, as the flags ask for them.
+
+    :raises InputError: one cannot be opened, or its vocabulary is not the policy's.
+    """
+    flags = config.loss
+    moves: dict[str, Any] = {}
+    if flags.ref_policy_update_freq is not None:
+        moves = {"update_freq": flags.ref_policy_update_freq, "alpha": flags.alpha}
+    teacher: Pretrained | None = None
+    if flags.teacher_model_name_or_path is not None:
+        name = flags.teacher_model_name_or_path
+        teacher = open_companion_model(
+            "teacher", name, pretrained, config=config, layout=run.layout
+        )
+    critic: Pretrained | None = None
+    if config.rollout.has_critic:
+        critic = open_companion_model(
+            "critic",
+            config.critic.critic_model_name_or_path,
+            reference,
+            config=config,
+            layout=run.layout,
+        )
+    return CompanionModels(
+        reference=reference if flags.beta > 0 else None,
+        reference_moves=moves,
+        teacher=teacher,
+        critic=critic,
+        critic_flags=config.critic,
+    )
 
 
 class GRPOLearner:
-    """Policy, reference, critic and loop of one rank. Usable once constructed; every method is
-    collective.
+    """One rank's learner, which takes the steps that a driver brings. Every method is collective.
 
     Args:
         pretrained: the checkpoint that the policy starts from.
@@ -45,35 +78,18 @@ class GRPOLearner:
         self.run = run
         self.pretrained = pretrained
         self.drivers_state: dict[str, Any] = {}
-        held = config.backend.build(pretrained, run=run, config=config, num_steps=config.num_steps)
-        self.policy = Policy(held, GRPO.bind(config), balance_scope=config.model.router_balance)
-        start, flags = reference or pretrained, config.loss
-        if flags.beta > 0 and config.adapters is not None:
-            held.reference = Reference(model=self.policy.computing_model)  # with its adapters off
-        elif flags.beta > 0 and flags.ref_policy_update_freq is None:
-            held.reference = Reference(model=build_reference(start, run=run, config=config))
-        elif flags.beta > 0:
-            moves = {"update_freq": flags.ref_policy_update_freq, "alpha": flags.alpha}
-            held.reference = held.moving_reference(start, run=run, config=config, **moves)
-        if (name := flags.teacher_model_name_or_path) is not None:
-            beside = open_beside("teacher", name, pretrained, config=config, layout=run.layout)
-            self.policy.teacher = build_teacher(
-                beside, pretrained, self.policy.computing_model, run=run, config=config
-            )
-        self.critic: Critic | None = None
-        if config.rollout.has_critic:
-            name = config.critic.critic_model_name_or_path
-            critics = open_beside("critic", name, start, config=config, layout=run.layout)
-            self.critic = Critic(critics, run=run, config=config)
-            held.critic = self.critic.policy.backend
-        self.loop = Loop(
-            self.policy,
-            self,
+        state = build_learner_state(
+            pretrained,
             run=run,
             config=config,
-            start_model=fingerprint_start_model(pretrained, run),
+            loss=GRPO.bind(config),
             cadence=cadence_of(config),
+            start_model=fingerprint_start_model(pretrained, run),
+            companions=open_companions(config, pretrained, reference or pretrained, run=run),
         )
+        self.policy = state.policy
+        self.critic = state.critic
+        self.loop = state.build_loop(self)
 
     def step(self, work: RankStep) -> dict[str, float]:
         """Learn from the completions of one step; returns its metrics, the same on every rank."""
@@ -86,9 +102,9 @@ class GRPOLearner:
             minibatches = self.critic.with_advantages(minibatches)
             before = partial(self.critic.learn, minibatches * num_epochs)
         is_warm = self.loop.step >= self.config.critic.critic_warmup_steps
-        updates = (
-            self.policy.with_frozen_logprobs(minibatches, num_epochs=num_epochs) if is_warm else ()
-        )
+        updates: tuple[StepBatch, ...] = ()
+        if is_warm:
+            updates = self.policy.with_frozen_logprobs(minibatches, num_epochs=num_epochs)
         row = self.loop.take_step(
             updates * num_epochs, num_tokens=work.num_tokens_global, before=before
         )
@@ -98,17 +114,17 @@ class GRPOLearner:
         return row
 
     def compare_with_engine(self, work: RankStep) -> dict[str, float]:
-        """How far this policy's log-probs of `work` are from the engine's, in nats; nothing is
-        learned.
+        """How far this policy's log-probs of `work` are from the engine's, in nats.
 
-        Returns the mean and the maximum over the sampled tokens of this data-parallel rank.
+        Nothing is learned. Returns the mean and the maximum over the sampled tokens of this
+        data-parallel rank.
         """
         updates = rollout_minibatches(
             work, pad_to_multiple_of=self.run.layout.model_parallel_degree
         )
         scored = self.policy.add_logprobs({"old_logprobs_N": self.policy.computing_model}, updates)
         batches = chain.from_iterable(update.microbatches for update in scored)
-        differences_N = torch.cat([_engine_differences(batch) for batch in batches])
+        differences_N = torch.cat([logprob_differences(batch) for batch in batches])
         return {
             "logprob_diff/probe_mean": differences_N.mean().item(),
             "logprob_diff/probe_max": differences_N.max().item(),
@@ -127,9 +143,7 @@ class GRPOLearner:
         self.loop.save(waits=waits, best_step=best_step)
 
     def resume(self, *, warn: Callable[[str], None]) -> dict[str, Any] | None:
-        """Load the newest checkpoint that is whole, if there is one, and return the driver's state
-        with it.
-        """
+        """Load the newest whole checkpoint; returns the driver's state, None without one."""
         return self.drivers_state if self.loop.resume(warn=warn) else None
 
     def state_dict(self) -> dict[str, Any]:
@@ -140,10 +154,8 @@ class GRPOLearner:
         self.drivers_state = state_dict["drivers_state"]
 
 
-def _engine_differences(batch: Batch) -> torch.Tensor:
-    """How far the policy's log-prob of each labelled token is from the engine's, (N,) on the
-    CPU.
-    """
+def logprob_differences(batch: Batch) -> torch.Tensor:
+    """Absolute differences of the policy's log-probs and the engine's, (N,), in nats."""
     values = RLValues.read(batch.values)
     assert values.old_logprobs_N is not None
     return (values.old_logprobs_N.cpu() - values.engine_logprobs_N.cpu()).abs()

@@ -1,9 +1,7 @@
-"""The one training loop takes the steps of every run, for every source of batches and every
-backend.
+"""The one training loop: it takes the steps of every run, whatever batches and backend it has.
 
-OLMo-core's trainer is the record of a run: it holds the step, the random state, callbacks and
-checkpoints. Its `fit` is never called; its callbacks are called at the points at which it would
-call them.
+OLMo-core's trainer is the record of the run (`trainer.py`); its callbacks are called at the points
+at which it would call them.
 """
 
 import time
@@ -15,9 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from olmo_core.distributed.utils import all_reduce_value
-from olmo_core.optim import SkipStepOptimizer
-from olmo_core.train import Duration, LoadStrategy, TrainerConfig
-from olmo_core.train.callbacks import Callback, ConsoleLoggerCallback
+from olmo_core.train.callbacks import Callback
 from torch.distributed.checkpoint.stateful import Stateful
 
 from open_instruct.checkpoints.background import in_background
@@ -27,7 +23,6 @@ from open_instruct.checkpoints.resume import (
     resume,
     save_checkpoint,
 )
-from open_instruct.checkpoints.safe_checkpointer import SafeCheckpointer
 from open_instruct.config.training import LearnerConfig
 from open_instruct.core.errors import RunError
 from open_instruct.core.metrics import metric_entry
@@ -41,16 +36,10 @@ from open_instruct.run.opened import Run
 from open_instruct.training.best_step_watch import BestStepWatch
 from open_instruct.training.measure.profile import profiling
 from open_instruct.training.measure.speed import StepClock, flops_of_step, peak_flops_per_second
-from open_instruct.training.optim.optimizers import SkipStepHistory
 from open_instruct.training.policy import Policy
-from open_instruct.training.rows.loader_state_adapter import LoaderStateAdapter
 from open_instruct.training.rows.sample_loader import SampleLoader
 from open_instruct.training.scoring import Heldout
-
-NEVER = 10**12
-# OLMo-core's trainer always has these callbacks. They are not called: this loop writes the
-# checkpoints, and the monitor's all-reduce in every step adds nothing to the metrics.
-NOT_CALLED = ("checkpointer", "speed_monitor")
+from open_instruct.training.trainer import build_checkpointer, build_trainer, list_called
 
 # Takes optimizer updates of a policy, and gives their metrics.
 TakeUpdates = Callable[[Policy, Sequence[StepBatch]], dict[str, float]]
@@ -60,8 +49,7 @@ OnStep = Callable[[int, Mapping[str, float]], None]
 
 
 class Loop:
-    """Takes optimisation steps and keeps the checkpoints of a run in its folder. Every method is
-    collective.
+    """Takes optimisation steps and writes the checkpoints of a run. Every method is collective.
 
     Args:
         learner: the policy that learns.
@@ -70,6 +58,7 @@ class Loop:
         config: the flags of the run.
         start_model: fingerprint of the start model, see `fingerprint_start_model`.
         cadence: of the whole run; the schedule stretches over its steps.
+        critic: what else learns in a step, and is saved with every checkpoint.
         callbacks: OLMo-core's, by name, beside those of the flags.
     """
 
@@ -82,6 +71,7 @@ class Loop:
         config: LearnerConfig,
         start_model: str,
         cadence: Cadence,
+        critic: Policy | None = None,
         callbacks: Mapping[str, Callback] | None = None,
     ) -> None:
         flags = config.run
@@ -90,55 +80,28 @@ class Loop:
         self.cadence = cadence
         self.keep_last_n = flags.keep_last_n_checkpoints
         self.best_step: int | None = None
+        is_default = learner.device.type != "cpu"
         self.saves_in_background = {"on": True, "off": False}.get(
-            flags.async_checkpoints, learner.device.type != "cpu"
+            flags.async_checkpoints, is_default
         )
-        own = profiling(
+        asked_for = profiling(
             config.logging.profile_steps, num_steps=cadence.num_steps, run_folder=self.folder
         )
-        own |= callbacks or {}
-        kept: dict[str, Callback] = {}
-        critic = learner.backend.critic
-        for name, held in {"": learner.backend, "critic_": critic}.items():
-            if held and isinstance(
-                optim := getattr(held.train_module, "optim", None), SkipStepOptimizer
-            ):
-                kept[f"{name}skip_step_history"] = SkipStepHistory(optim)
-        trainer = TrainerConfig(
-            save_folder=str(self.folder),
-            save_overwrite=True,
-            load_strategy=LoadStrategy.never,
-            max_duration=Duration.steps(cadence.num_steps),
-            metrics_collect_interval=1,
-            async_bookkeeping=False,  # all ranks must stop after the same step when a signal comes
-            no_checkpoints=True,  # `save` writes them
-            device=str(learner.device),
-            callbacks={
-                **own,
-                **kept,
-                # OLMo-core would add its own console where it finds none.
-                "console_logger": ConsoleLoggerCallback(
-                    log_interval=NEVER, metrics_log_interval=NEVER
-                ),
-            },
+        asked_for |= callbacks or {}
+        self.trainer = build_trainer(
+            learner,
+            place,
+            folder=self.folder,
+            num_steps=cadence.num_steps,
+            callbacks=asked_for,
+            critic=critic,
         )
-        adapter = LoaderStateAdapter(
-            place, work_dir=self.folder, dp_process_group=learner.dp_process_group
-        )
-        self.trainer = trainer.build(learner.backend.train_module, adapter)
-        if critic is not None:
-            critic.train_module._attach_trainer(self.trainer)  # for the number of the step
-        self.checkpointer = self.trainer.checkpointer = SafeCheckpointer(
-            work_dir=self.folder, start_model=start_model
-        )
-        self._callbacks = [
-            callback
-            for name, callback in self.trainer.callbacks.items()
-            if name in own or name not in NOT_CALLED
-        ]
+        self.checkpointer = build_checkpointer(self.folder, start_model, learner, critic)
+        self.trainer.checkpointer = self.checkpointer
+        self._callbacks = list_called(self.trainer, asked_for)
         # Passing metrics on costs two all-reduces in every step, so it is done only where a
         # callback listens.
-        self._is_heard = bool(own)
+        self._is_heard = bool(asked_for)
         self._has_begun = False
         self._clock = StepClock(torch.device("cpu"))  # a save takes the host's time
         self._removal = in_background(lambda: None)
@@ -173,8 +136,10 @@ class Loop:
         row |= {**row_before, "num_tokens": self.trainer.global_train_tokens_seen}
         row |= {"time/checkpoint": 0.0} | self._clock.read()
         if self.cadence.compares_speed_after(self.step):
-            paces = gathered((self.learner.own_pace(), host_of_cores(self.learner.device.type)))
-            row |= slowest("learner", *zip(*paces, strict=True))
+            host = host_of_cores(self.learner.device.type)
+            paces = gathered((self.learner.seconds_per_token(), host))
+            token_s = [seconds for seconds, _ in paces]
+            row |= slowest("learner", token_s, [host for _, host in paces])
         self._call("post_step")
         if self._is_heard:
             for name, value in row.items():
@@ -196,7 +161,7 @@ class Loop:
             metrics |= policy.update()
             rows.append({name: float(value) for name, value in metrics.items()})
         policy.backend.zero_grads()
-        return merged(rows)
+        return merge_rows(rows)
 
     def fit(
         self,
@@ -206,8 +171,7 @@ class Loop:
         heldout: Heldout | None = None,
         best: BestStepWatch | None = None,
     ) -> int | None:
-        """Take all remaining steps, one update each; save a checkpoint at each due step and at the
-        last.
+        """Take all remaining steps, one update each, with a checkpoint where one is due.
 
         `on_step` is called with the number and the metrics of every step, on every rank; the
         metrics of `heldout` are among them where it is due. A step that is the `best` so far is
@@ -220,17 +184,13 @@ class Loop:
         began_s = time.perf_counter()
         with noting_signals() as noted:
             updates = self._updates(loader)
-            spent = deque[tuple[float, float]](maxlen=WINDOW)
+            waits_s = deque[float](maxlen=WINDOW)
+            durations_s = deque[float](maxlen=WINDOW)
             while self.step < self.cadence.num_steps and signal is None:
                 update = next(updates)
                 waited_s = time.perf_counter() - began_s
                 row = self.take_step([update], num_tokens=update.counts["tokens"])
-                # The same on all ranks, as they must stop after the same step; no rank waits for
-                # its GPU.
-                signal = (
-                    all_reduce_value(noted.number or 0, torch.device("cpu"), op=dist.ReduceOp.MAX)
-                    or None
-                )
+                signal = agree_on_signal(noted.number)
                 is_last = signal is not None or self.cadence.is_last(self.step)
                 is_saved = is_last or self.cadence.saves_after(self.step)
                 # After a signal nothing is scored, as its sender waits. A run that resumes there
@@ -243,11 +203,12 @@ class Loop:
                 if is_saved or is_scored:
                     # The optimizer's time counts as this step's, as no later step will wait for it.
                     self.wait_for_device()
-                spent.append((waited_s, time.perf_counter() - began_s))
-                row |= {"time/data": waited_s} | self._speeds(update, spent[-1][1])
+                duration_s = time.perf_counter() - began_s
+                waits_s.append(waited_s)
+                durations_s.append(duration_s)
+                row |= {"time/data": waited_s} | self._speeds(update, duration_s)
                 if self.cadence.compares_speed_after(self.step):
-                    data_s, total_s = map(sum, zip(*spent, strict=True))
-                    row |= slowest_loader(gathered(data_s / total_s))
+                    row |= slowest_loader(gathered(sum(waits_s) / sum(durations_s)))
                 if heldout is not None and is_scored:
                     row |= heldout.metrics(self.step)
                 on_step(self.step, row)
@@ -300,9 +261,10 @@ class Loop:
         this_process.begin("loading the checkpoint")
         return resume(self.trainer, warn=warn) is not None
 
-    def stand_before(self, step: int, *, checkpoint: Path | None) -> None:
-        """Make `step` the next one, with the weights and the optimizer of `checkpoint`, or with
-        those that are loaded.
+    def rewind_to(self, step: int, *, checkpoint: Path | None) -> None:
+        """Make `step` the next one, with the weights and the optimizer of `checkpoint`.
+
+        None: with those that are loaded.
 
         :raises RunError: the checkpoint cannot be read.
         """
@@ -310,7 +272,7 @@ class Loop:
             load_checkpoint(self.trainer, checkpoint)
         self.trainer.global_step = step - 1
 
-    def go_back_to(self, step: int) -> None:
+    def load_step(self, step: int) -> None:
         """Load the checkpoint of an earlier step, to export it.
 
         :raises RunError: it is damaged, or has gone; the message says how to go on.
@@ -352,7 +314,7 @@ class Loop:
     def _begin(self) -> None:
         if not self._has_begun:
             self._has_begun = True
-            self.learner.own_pace()
+            self.learner.seconds_per_token()
             self._call("pre_train")
             self._call("pre_load_batch")
 
@@ -370,16 +332,24 @@ class Loop:
             getattr(callback, hook)(*arguments)
 
 
-def merged(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
+def agree_on_signal(number: int | None) -> int | None:
+    """The signal that any rank got; the same on all, as they must stop after the same step.
+
+    Collective over gloo, so that no rank waits for its GPU.
+    """
+    return all_reduce_value(number or 0, torch.device("cpu"), op=dist.ReduceOp.MAX) or None
+
+
+def merge_rows(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """The metrics of several updates in one row, each put together as the table of metrics says."""
-    result = {}
+    merged: dict[str, float] = {}
     for name in rows[0] if rows else ():
         values = [row.get(name, 0.0) for row in rows]
         reduction = metric_entry(name).over_updates
         if reduction == "max":
-            result[name] = max(values)
+            merged[name] = max(values)
         elif reduction == "sum":
-            result[name] = sum(values)
+            merged[name] = sum(values)
         else:
-            result[name] = sum(values) / len(rows)
-    return result
+            merged[name] = sum(values) / len(rows)
+    return merged

@@ -31,15 +31,16 @@ from open_instruct.objectives.objective import BoundLoss, LossOutputs, TokenLogp
 from open_instruct.parallel.process import gathered
 from open_instruct.parallel.reduce import gather_rows, over_microbatches, reduce_metrics
 from open_instruct.training.backend import GRAD_NORM, Backend, Metrics
-from open_instruct.training.measure.speed import OwnPace, StepClock, memory_so_far
+from open_instruct.training.measure.speed import ComputeTimer, StepClock, memory_so_far
 from open_instruct.training.model.forward import token_logprobs
 from open_instruct.training.model.routing import (
     StepRouting,
     balance,
     check_balance_scope,
-    noted_routers,
+    record_routing,
 )
-from open_instruct.training.reference import Comparison
+from open_instruct.training.reference import Reference
+from open_instruct.training.teacher import TeacherComparison
 
 log = logging.getLogger(__name__)
 
@@ -63,13 +64,25 @@ class Policy:
         backend: holds the weights and steps them.
         loss: the objective's, bound to the flags of the run.
         balance_scope: what the balance loss of routers takes its shares of.
+        reference: of losses with a penalty for leaving it.
+        teacher: a frozen model that the policy is drawn to on its own completions.
+        comparison: of losses that compare logits with a teacher's.
+        rate_flag: of the learning rate, for messages.
 
     Raises:
         InputError: `balance_scope` is "step", and the model has no such loss.
     """
 
     def __init__(
-        self, backend: Backend, loss: BoundLoss, *, balance_scope: BalanceScope = "microbatch"
+        self,
+        backend: Backend,
+        loss: BoundLoss,
+        *,
+        balance_scope: BalanceScope = "microbatch",
+        reference: Reference | None = None,
+        teacher: Transformer | None = None,
+        comparison: TeacherComparison | None = None,
+        rate_flag: str = "--learning_rate",
     ) -> None:
         check_balance_scope(backend.model, balance_scope)
         self.backend = backend
@@ -81,18 +94,16 @@ class Policy:
         self.device = backend.device
         # This rank, and the ranks that see other rows.
         self.dp_process_group = backend.dp_process_group
-        # Set for losses that compare logits with a teacher's.
-        self.comparison: Comparison | None = None
-        # A frozen model that the policy is drawn to on its own completions; built from its files
-        # after a restart.
-        self.teacher: Transformer | None = None
-        self.rate_flag = "--learning_rate"
+        self.reference = reference
+        self.teacher = teacher
+        self.comparison = comparison
+        self.rate_flag = rate_flag
         self._has_nothing_to_learn = False
         self._loss = 0.0
         self._grad_norm = 0.0
         self._num_left_out = 0
         self._clock = StepClock(self.device)
-        self._pace: OwnPace | None = None
+        self._pace: ComputeTimer | None = None
 
     @property
     def trainer(self) -> Trainer:
@@ -122,11 +133,10 @@ class Policy:
         if len(updates) * num_epochs > 1:
             models["old_logprobs_N"] = self.computing_model
         updates = self.add_logprobs(models, updates)
-        reference = self.backend.reference
-        if reference is None:
+        if self.reference is None:
             return updates
-        with reference.in_place():
-            return self.add_logprobs({"reference_logprobs_N": reference.model}, updates)
+        with self.reference.activated():
+            return self.add_logprobs({"reference_logprobs_N": self.reference.model}, updates)
 
     @torch.no_grad()
     def add_logprobs(
@@ -186,14 +196,11 @@ class Policy:
         )
 
     @torch.no_grad()
-    def prepared(self, step: StepBatch) -> StepBatch:
+    def prepare_step(self, step: StepBatch) -> StepBatch:
         """The step with the reference's log-probs, and prepared by the loss
         (`BoundLoss.prepare`).
         """
-        if (
-            self.backend.reference is not None
-            and step.microbatches[0].values.reference_logprobs_N is None
-        ):
+        if self.reference is not None and step.microbatches[0].values.reference_logprobs_N is None:
             (step,) = self.with_frozen_logprobs([step], num_epochs=1)
         scores: list[TokenLogprobs] = []
         if self.loss.scores_before_step:
@@ -212,7 +219,7 @@ class Policy:
         :raises RunError: the loss or the gradient is not finite, or the first loss is not the
             expected one.
         """
-        step = self.prepared(step)
+        step = self.prepare_step(step)
         self._has_nothing_to_learn = step.counts["rows"] == 0
         step_routing = self._count_routing(step)
         self.backend.set_mode("train")
@@ -221,7 +228,7 @@ class Policy:
         num_ranks = dist.get_world_size(self.dp_process_group) if dist.is_initialized() else 1
         for index, microbatch in enumerate(step.microbatches):
             with self.backend.microbatch(index, len(step.microbatches)):
-                with self._clock.timing("forward"), noted_routers(self.computing_model) as routers:
+                with self._clock.timing("forward"), record_routing(self.computing_model) as routers:
                     outputs = self.microbatch_loss(microbatch, step.counts)
                 share = 1 / (len(step.microbatches) * num_ranks)
                 added, of_routers = balance(
@@ -301,18 +308,18 @@ class Policy:
             self._check_gradient(float(taken[GRAD_NORM]))
         return {**metrics, **taken, **self._clock.read()}
 
-    def own_pace(self) -> float | None:
+    def seconds_per_token(self) -> float | None:
         """Seconds of this rank's own computation per token since the last call; the first call
         begins to measure.
         """
         if self._pace is None:
-            self._pace = OwnPace(self.computing_model.lm_head, self.device)
+            self._pace = ComputeTimer(self.computing_model.lm_head, self.device)
         return self._pace.read()
 
     def end_step(self) -> None:
         """Call it once after the last update of a step."""
-        if self.backend.reference is not None:
-            self.backend.reference.follow(self.model, step=self.trainer.global_step)
+        if self.reference is not None:
+            self.reference.follow(self.model, step=self.trainer.global_step)
 
     def _where(self, step: StepBatch, losses: Sequence[float | torch.Tensor]) -> str:
         """Names, in parentheses, the rows of all ranks' microbatches whose losses are not

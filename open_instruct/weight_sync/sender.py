@@ -28,7 +28,7 @@ from open_instruct.models.lora.adapters import layers_of, scaled_adapters, weigh
 from open_instruct.models.lora.files import file_name_of
 from open_instruct.models.shards import Held, held_of, reshard
 from open_instruct.parallel.process import on_main_process
-from open_instruct.training.rows.sample_loader import built_ahead
+from open_instruct.training.rows.sample_loader import build_ahead
 from open_instruct.weight_sync.changes import SentParts, build_change_bucket, build_change_manifest
 from open_instruct.weight_sync.channel import CPU, NUM_SLOTS, FindLocal, Outgoing
 from open_instruct.weight_sync.manifest import Manifest, WeightManifest
@@ -243,7 +243,7 @@ class WeightSender:
             outgoing.progress.report(f"size/{self._position + index}", str(len(message)))
             return message
 
-        with closing(built_ahead(make_message, range(num_buckets))) as messages_ahead:
+        with closing(build_ahead(make_message, range(num_buckets))) as messages_ahead:
             for index, message in enumerate(messages_ahead):
                 yield {str(index): message}.__getitem__
 

@@ -423,9 +423,10 @@ def _offline(case: Case, config: Any, run: Any) -> tuple[Any, TakeSteps]:
     from open_instruct.run.cadence import Cadence
     from open_instruct.training.loop import Loop
     from open_instruct.training.policy import Policy
-    from open_instruct.training.reference import Comparison, build_reference
+    from open_instruct.training.reference import build_reference
     from open_instruct.training.rows.sample_loader import SampleLoader
     from open_instruct.training.scoring import Scorer
+    from open_instruct.training.teacher import TeacherComparison
     from tests.unit.small_models import VOCAB_SIZE
 
     if config.parallel.backend == "olmo_core":
@@ -439,11 +440,10 @@ def _offline(case: Case, config: Any, run: Any) -> tuple[Any, TakeSteps]:
     # What is read from the device is 1: no policy's first loss.
     loss = replace(bound, checks_first_loss=False, word_ids=tuple(range(len(bound.words))))
     pretrained = _pretrained(case, objective.choose_head(config))
-    policy = Policy(build_backend(pretrained, run=run, config=config, num_steps=NUM_STEPS), loss)
+    backend = build_backend(pretrained, run=run, config=config, num_steps=NUM_STEPS)
+    reference = comparison = None
     if moves := objective.reference_moves(config).get("update_freq"):
-        policy.backend.reference = policy.backend.moving_reference(
-            pretrained, run=run, config=config, update_freq=moves
-        )
+        reference = backend.moving_reference(pretrained, run=run, config=config, update_freq=moves)
     if teacher := objective.teacher(config):
         model = (
             None if case.kept_of_teacher else build_reference(pretrained, run=run, config=config)
@@ -453,13 +453,14 @@ def _offline(case: Case, config: Any, run: Any) -> tuple[Any, TakeSteps]:
             if model is None
             else model.lm_head.w_out.weight.full_tensor().bfloat16().to(model.device)
         )
-        policy.comparison = Comparison(
+        comparison = TeacherComparison(
             teacher=teacher,
             pretrained=pretrained,
             vocab_size=VOCAB_SIZE,
             model=model,
             head_VD=head_VD,
         )
+    policy = Policy(backend, loss, reference=reference, comparison=comparison)
     num_ranks = run.layout.data_parallel_world_size
     rows = _rows(case, form, NUM_STEPS * MICROBATCHES * case.rows * num_ranks)
     reference_logps_ND = None
@@ -598,7 +599,7 @@ def _grpo(case: Case, config: Any, run: Any) -> tuple[Any, TakeSteps]:
     zero = SimpleNamespace(build=_build_zero)
     if config.parallel.backend != "olmo_core":
         config = replace(config, backend_record=zero)
-    with patch.object(grpo, "open_beside", lambda *names, **arguments: _pretrained(case, "score")):
+    with patch.object(grpo, "open_companion_model", lambda *_, **__: _pretrained(case, "score")):
         learner = grpo.GRPOLearner(_pretrained(case), run=run, config=config)
     num_ranks = run.layout.data_parallel_world_size
 

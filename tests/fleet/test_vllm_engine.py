@@ -23,7 +23,7 @@ from open_instruct.models.hf.hf_config import load_hf_config
 from open_instruct.models.hf.names import TensorNames
 from open_instruct.models.load import stream_load
 from open_instruct.training.model.forward import token_logprobs
-from open_instruct.training.model.routing import noted_routers
+from open_instruct.training.model.routing import record_routing
 from tests.fleet.vllm_session import (
     MAX_TOKENS,
     NUM_REQUESTS,
@@ -98,7 +98,7 @@ def learner(folder: Path) -> Any:
 def chosen_experts(folder: Path, token_ids: tuple[int, ...]) -> np.ndarray:
     """The learner's own, of every token: (T, layers, K), in ascending order."""
     document = Document(token_ids=token_ids, responses=(Span(start=1, stop=len(token_ids)),))
-    with noted_routers(learner(folder)) as layers:
+    with record_routing(learner(folder)) as layers:
         token_logprobs(learner(folder), pack_documents([document]), device=CPU)
     return np.stack([np.sort(layer.taken()[0][1].numpy()) for layer in layers], axis=1)
 

@@ -135,12 +135,6 @@ LIGHT_TO_IMPORT = [
 MAX_LINES_OF_A_FILE = 400
 MAX_LINES_OF_A_FUNCTION = 60  # with its docstring
 MAX_FILES_OF_A_FOLDER = 20
-# What the lines of 100 columns have made too long, until it is split.
-TOO_LONG_YET = {
-    "training/loop.py",
-    "training/model/forward.py",
-    "training/offline.py",
-}
 
 # Flags of other programs that our docs may name.
 FOREIGN_FLAGS = {
@@ -306,16 +300,13 @@ class TestFiles:
         )
 
     def test_no_file_is_long(self) -> None:
-        yet = {PACKAGE / name for name in TOO_LONG_YET}
-        files = [path for path in FILES if path not in yet]
-        assert not those(files, lambda path: len(text_of(path).splitlines()) > MAX_LINES_OF_A_FILE)
+        assert not those(FILES, lambda path: len(text_of(path).splitlines()) > MAX_LINES_OF_A_FILE)
 
     def test_no_function_is_long(self) -> None:
         functions = (ast.FunctionDef, ast.AsyncFunctionDef)
         long = [
             f"{ids(path)}:{node.lineno} {node.name}"
             for path in FILES
-            if str(path.relative_to(PACKAGE)) not in TOO_LONG_YET
             for node in ast.walk(tree_of(path))
             if isinstance(node, functions)
             and (node.end_lineno or 0) - node.lineno + 1 > MAX_LINES_OF_A_FUNCTION

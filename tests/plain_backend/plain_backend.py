@@ -63,8 +63,6 @@ class Plain:
 
             compute_dtype = torch.float32
             leaves_out_outliers = False
-            reference = None
-            critic = None
 
             @property
             def computing_model(self) -> Any:

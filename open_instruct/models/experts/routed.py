@@ -58,8 +58,9 @@ class RoutedFeedForward(nn.Module):
         self.notes_gradient = True  # of passes with gradient; else of those without
         self._noted: list[Routing] = []
         # Experts that are chosen in place of its own; -1: its own.
-        self.told_TK: torch.Tensor | None = None
-        self.is_told = False  # whether there are any; compiled code does not look at them
+        self.forced_experts_TK: torch.Tensor | None = None
+        # Whether there are any; compiled code does not look at them.
+        self.has_forced_experts = False
         self.router = nn.Linear(d_model, config.num_experts, bias=False, device=device)
         self.experts = Experts(config.num_experts, d_model, config.hidden_size, device=device)
 
@@ -68,7 +69,8 @@ class RoutedFeedForward(nn.Module):
         x_TD = x.flatten(0, -2)
         logits_TE = self.router(x_TD)
         probs_TE = logits_TE.softmax(dim=-1, dtype=torch.float32)
-        weights_TK, experts_TK = self.route(self.allowed(probs_TE) if self.is_told else probs_TE)
+        allowed_TE = self.allowed(probs_TE) if self.has_forced_experts else probs_TE
+        weights_TK, experts_TK = self.route(allowed_TE)
         if (
             self.is_noted and torch.is_grad_enabled() == self.notes_gradient
         ):  # a teacher without gradient may be the policy itself
@@ -98,12 +100,12 @@ class RoutedFeedForward(nn.Module):
         The router's gradient comes through those that are told, as it comes through those that it
         chooses itself.
         """
-        assert self.told_TK is not None
-        told_TK = self.told_TK.long()
-        is_told_TE = torch.zeros_like(probs_TE, dtype=torch.bool).scatter_(
-            1, told_TK.clamp(min=0), True
+        assert self.forced_experts_TK is not None
+        forced_experts_TK = self.forced_experts_TK.long()
+        is_forced_TE = torch.zeros_like(probs_TE, dtype=torch.bool).scatter_(
+            1, forced_experts_TK.clamp(min=0), True
         )
-        return probs_TE.masked_fill(~is_told_TE & (told_TK[:, :1] >= 0), -torch.inf)
+        return probs_TE.masked_fill(~is_forced_TE & (forced_experts_TK[:, :1] >= 0), -torch.inf)
 
     def num_flops_per_token(self, seq_len: int) -> int:
         """As OLMo-core counts them: 6 for each parameter that a token meets."""

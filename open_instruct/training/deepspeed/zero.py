@@ -16,7 +16,6 @@ from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
-from olmo_core.distributed import parallel as olmo_core_parallel
 from olmo_core.nn.transformer import Transformer
 from olmo_core.optim import OptimConfig
 from torch import nn
@@ -26,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from open_instruct.checkpoints.safe_checkpointer import SafeCheckpointer
 from open_instruct.config.training import LearnerConfig
 from open_instruct.models.heads.value_head import ValueHead
-from open_instruct.parallel.data_parallel import keep_mesh, mesh_of
+from open_instruct.parallel.data_parallel import mesh_of
 from open_instruct.parallel.process import gathered
 from open_instruct.run.opened import Run
 from open_instruct.run.pretrained import Pretrained
@@ -34,9 +33,9 @@ from open_instruct.training.backend import (
     GRAD_NORM,
     Metrics,
     ShardedModule,
+    build_empty_model,
     has_part,
-    refuse_others,
-    unfilled,
+    require_same_setting,
 )
 from open_instruct.training.deepspeed.library import deepspeed
 from open_instruct.training.deepspeed.settings import engine_settings
@@ -47,6 +46,7 @@ from open_instruct.training.optim.optimizers import (
     build_optimizer_config,
     build_scheduler,
 )
+from open_instruct.training.parallelize import Parallelism, parallelize
 from open_instruct.training.reference import Reference
 
 OF_ZERO = "zero"
@@ -89,14 +89,21 @@ def build_backend(
     """
     mesh, settings = set_up(run, config)
     optim, device, max_seq_length = config.optim, run.process.device, config.data.max_seq_length
-    transformer = unfilled(pretrained, config, init_device="meta")
+    transformer = build_empty_model(pretrained, config, init_device="meta")
     if isinstance(transformer.lm_head, ValueHead):
         # DeepSpeed takes one dtype for all, and steps float32 ones.
         transformer.lm_head.keeps_float32 = False
     transformer.to(getattr(torch, config.model.param_dtype))  # adapters too
     adamw = build_optimizer_config(optim, device=device, names=pretrained.names.olmo_core_names)
-    keep_mesh(None)  # OLMo-core's train module makes a mesh of its own, which nothing reads
+    # DeepSpeed shards, and splits matrices, by itself.
+    parallelism = Parallelism(
+        mesh=mesh,
+        context_parallel=run.layout.context_parallel_degree > 1,
+        checkpointing=choose_kernels(transformer, run=run, config=uncompiled(config)),
+    )
+    parallelize(transformer, parallelism)
     module = ZeroBackend(
+        mesh=mesh,
         settings=settings,
         model=transformer,
         optim=choose_adam(
@@ -107,16 +114,9 @@ def build_backend(
         scheduler=build_scheduler(optim, num_steps=num_steps),
         rank_microbatch_size=max_seq_length,
         max_sequence_length=max_seq_length,
-        ac_config=choose_kernels(transformer, run=run, config=uncompiled(config)),
         max_grad_norm=optim.max_grad_norm or math.inf,
         device=device,
     )
-    # DeepSpeed does not know which ranks split rows: it averages over all ranks. Frozen models
-    # beside the policy are sharded by FSDP2 over the same ranks.
-    module.world_mesh = mesh
-    keep_mesh(mesh)
-    if run.layout.context_parallel_degree > 1:
-        module.model.apply_cp(olmo_core_parallel.get_cp_mesh(mesh))
     module.fill(pretrained, run=run, config=config)
     run.console.say(f"optimizer: {type(module.optim).__name__}")
     dist.barrier()  # no rank is ready before all are
@@ -198,7 +198,7 @@ class HeldReference(Reference):
     places to compute.
 
     So there is no second model: a rank holds 4 bytes more for each weight that it steps. `model` is
-    the policy's own, with the weights of the policy or, within `in_place`, of the reference.
+    the policy's own, with the weights of the policy or, within `activated`, of the reference.
     """
 
     masters: Masters
@@ -214,7 +214,7 @@ class HeldReference(Reference):
                 ours.lerp_(self.masters.own[name].weights, self.alpha)
 
     @contextmanager
-    def in_place(self) -> Iterator[None]:
+    def activated(self) -> Iterator[None]:
         self.wait_for_copy()
         self._swap()
         yield
@@ -289,7 +289,8 @@ class ZeroBackend(ShardedModule):
         return nullcontext()
 
     def backward(self, loss: torch.Tensor) -> None:
-        # DeepSpeed averages over all ranks but those that split matrices.
+        # DeepSpeed averages over all ranks but those that split matrices: it does not know which
+        # ranks split rows.
         num_averaged = dist.get_world_size() // self._split_over
         self.engine.backward(loss * num_averaged, scale_wrt_gas=False)
 
@@ -347,7 +348,7 @@ class ZeroBackend(ShardedModule):
         )
 
     def state_dict_to_save(self, *, optim: bool | None = None) -> dict[str, Any]:
-        return self._own_state() | self.state_of_others()
+        return self._own_state()
 
     def _own_state(self) -> dict[str, Any]:
         """The state as flat ranges, the same for every stage: a run may go on under another stage
@@ -367,15 +368,14 @@ class ZeroBackend(ShardedModule):
         self, metadata: Metadata, *, optim: bool | None = None
     ) -> dict[str, Any]:
         names = metadata.state_dict_metadata
-        refuse_others("--backend", "deepspeed", has_part(names, OF_ZERO))
-        refuse_others(
+        require_same_setting("--backend", "deepspeed", has_part(names, OF_ZERO))
+        require_same_setting(
             "--tensor_parallel_degree",
             self._split_over,
             has_part(names, f"{OF_ZERO}.weights{self._over}"),
         )
-        return self._own_state() | self.state_of_others(metadata)
+        return self._own_state()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over a state dict whose parts were filled in place."""
         self.masters.changed(num_steps=state_dict[OF_ZERO]["num_steps"])
-        self.load_critic(state_dict)

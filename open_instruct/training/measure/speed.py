@@ -69,7 +69,7 @@ class StepClock:
         return event
 
 
-class OwnPace:
+class ComputeTimer:
     """Measures the time that this rank takes for a token in the forward pass of the head.
 
     The head is the part of a step that waits for no other rank: its weights are gathered before it

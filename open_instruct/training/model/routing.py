@@ -1,5 +1,4 @@
-"""How evenly routers spread tokens over experts: metrics of a pass, and the loss that config.json
-may ask for.
+"""How evenly routers spread tokens over experts: metrics, and the loss that config.json asks for.
 
 T tokens of a microbatch, E experts, K of them for each token.
 """
@@ -20,17 +19,17 @@ from open_instruct.models.transformer import SegmentTransformer
 
 
 @contextmanager
-def noted_routers(
+def record_routing(
     model: nn.Module, *, with_gradient: bool = True
 ) -> Iterator[list[RoutedFeedForward]]:
-    """A context in which routers note what they decide: not those of blocks that a backward pass
-    runs again.
+    """A context in which routers note what they decide, but not while blocks are recomputed.
 
     Passes without gradient are of other models, but where `with_gradient` says that there is none.
     """
     layers = [each for each in model.modules() if isinstance(each, RoutedFeedForward)]
     for layer in layers:
-        layer.is_noted, layer.notes_gradient = True, with_gradient
+        layer.is_noted = True
+        layer.notes_gradient = with_gradient
     try:
         yield layers
     finally:
@@ -39,8 +38,7 @@ def noted_routers(
 
 
 class StepRouting:
-    """How many tokens each expert has in a whole step, over its microbatches and the ranks of
-    `group`.
+    """The tokens of each expert in a whole step, over its microbatches and the ranks of `group`.
 
     A step of several microbatches is counted before the first of them is learned, by
     `count_microbatches`; of a single one, its own forward pass tells.
@@ -59,7 +57,7 @@ class StepRouting:
     ) -> None:
         """Run the forward pass of each of a step's microbatches, and count."""
         counted: list[torch.Tensor] = []
-        with noted_routers(model, with_gradient=False) as layers:
+        with record_routing(model, with_gradient=False) as layers:
             for batch in batches:
                 run_forward(batch)
                 counted.append(count_tokens(_without_padding(layers, batch), batch))
@@ -76,9 +74,7 @@ class StepRouting:
 
 
 def check_balance_scope(model: nn.Module, scope: BalanceScope) -> None:
-    """:raises InputError: the flag is given for a model whose config.json asks for no balance
-    loss.
-    """
+    """:raises InputError: the flag is given, and the model's config.json asks for no such loss."""
     if scope == "step" and not cast(SegmentTransformer, model).balance_coefficient:
         raise InputError(
             "--router_balance step: config.json asks for no balance loss of routers "
@@ -95,15 +91,14 @@ def balance(
     share: float | torch.Tensor,
     step_routing: StepRouting | None = None,
 ) -> tuple[torch.Tensor | float, Mapping[str, Metric]]:
-    """The microbatch's part of the balance loss, to be added to the objective's, and the metrics of
-    the routers.
+    """The microbatch's part of the balance loss, and the metrics of the routers.
 
-    The loss is that of transformers' `load_balancing_loss_func` (Fedus et al. 2021,
-    arXiv:2101.03961, equations 4 to 6), E * sum over experts of f P, with f the tokens of an expert
-    and P its mean probability over all layers. As it is no sum over tokens, that of a step is the
-    mean over its microbatches on all ranks, as transformers' trainer has it. With `step_routing`, f
-    is the whole step's, and so is the loss, however the step is cut: given f it is a sum over
-    tokens.
+    The loss, to be added to the objective's, is that of transformers' `load_balancing_loss_func`
+    (Fedus et al. 2021, arXiv:2101.03961, equations 4 to 6), E * sum over experts of f P, with f the
+    tokens of an expert and P its mean probability over all layers. As it is no sum over tokens,
+    that of a step is the mean over its microbatches on all ranks, as transformers' trainer has it.
+    With `step_routing`, f is the whole step's, and so is the loss, however the step is cut: given f
+    it is a sum over tokens.
 
     :param layers: what they have noted of `batch` is taken from them.
     :param share: 1 / the number of these microbatches.
@@ -115,18 +110,19 @@ def balance(
     chosen = [experts_TK for _, experts_TK in noted]
     with torch.no_grad():
         loads = torch.stack(list(map(_tokens_of_experts, probs, chosen)))
-        entropy = torch.stack(
-            [torch.special.entr(probs_TE).sum(dim=-1).mean() for probs_TE in probs]
-        ).mean()
+        entropies = [torch.special.entr(probs_TE).sum(dim=-1).mean() for probs_TE in probs]
+        entropy = torch.stack(entropies).mean()
     metrics = {
         "router/entropy": entropy,
         "router/max_load": (loads.amax(dim=1) / loads.mean(dim=1)).mean(),
     }
-    if (told_TK := layers[0].told_TK) is not None:
+    forced_experts_TK = layers[0].forced_experts_TK
+    if forced_experts_TK is not None:
         metrics["router/differing"] = torch.stack(list(map(_differing, probs, chosen))).mean()
-        metrics["router/replayed"] = (told_TK[: len(probs[0]), 0] >= 0).float().mean()
+        metrics["router/replayed"] = (forced_experts_TK[: len(probs[0]), 0] >= 0).float().mean()
     loss: torch.Tensor | float = 0.0
-    if coefficient := cast(SegmentTransformer, model).balance_coefficient:
+    coefficient = cast(SegmentTransformer, model).balance_coefficient
+    if coefficient:
         mean_probs_E = torch.stack([probs_TE.mean(dim=0) for probs_TE in probs]).mean(dim=0)
         mean_loads_E = loads.mean(dim=0)
         if step_routing is not None:
@@ -144,9 +140,7 @@ def balance(
 
 
 def _without_padding(layers: Sequence[RoutedFeedForward], batch: PackedBatch) -> list[Routing]:
-    """What the layers have noted of a microbatch, without the padding at its end, unless there is
-    nothing else.
-    """
+    """What the layers noted of a microbatch, without its padding unless there is nothing else."""
     noted = [routing for layer in layers for routing in layer.taken()]
     if not noted:
         return []
@@ -159,9 +153,7 @@ def _without_padding(layers: Sequence[RoutedFeedForward], batch: PackedBatch) ->
 
 @torch.no_grad()
 def count_tokens(noted: Sequence[Routing], batch: PackedBatch) -> torch.Tensor:
-    """The tokens of each expert in a microbatch, over all layers; none of a microbatch without
-    documents.
-    """
+    """The tokens of each expert in a microbatch, over all layers; 0 without documents."""
     # bincount would have a GPU's host wait.
     counts = [
         torch.zeros_like(probs_TE, dtype=torch.float64).scatter_(1, experts_TK, 1.0).sum(dim=0)

@@ -15,6 +15,7 @@ import torch
 from olmo_core.distributed.utils import get_world_size
 from olmo_core.nn.transformer import Transformer
 from olmo_core.optim import SkipStepOptimizer
+from olmo_core.train.train_module.transformer import TransformerDataParallelConfig
 from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict import StateDictOptions
@@ -30,15 +31,14 @@ from open_instruct.run.pretrained import Pretrained
 from open_instruct.training.backend import (
     Metrics,
     ShardedModule,
+    build_empty_model,
     has_part,
-    kept_of_weights,
-    refuse_others,
-    unfilled,
+    optimizer_state_keys,
+    require_same_setting,
 )
-from open_instruct.training.model.float8 import float8_config
-from open_instruct.training.model.kernels import choose_kernels, compiles
 from open_instruct.training.optim.optimizers import build_optimizer_config, build_scheduler
-from open_instruct.training.reference import Reference, build_reference, build_replica, sharding
+from open_instruct.training.parallelize import Parallelism, parallelize, plan_trained
+from open_instruct.training.reference import Reference, build_reference, build_replica
 
 # Checkpoints of adapters hold no frozen weights; `strict` is of loading alone.
 OF_ADAPTERS = StateDictOptions(
@@ -50,42 +50,36 @@ STATE_OF_ADAPTERS = {"state_dict_save_opts": OF_ADAPTERS, "state_dict_load_opts"
 def build_backend(
     pretrained: Pretrained, *, run: Run, config: LearnerConfig, num_steps: int
 ) -> FSDP2Backend:
-    """FSDP-first: build without weights, parallelize, then stream the checkpoint into the
-    shards.
-    """
+    """FSDP-first: build without weights, parallelize, then stream the checkpoint into shards."""
     model, optim, device = config.model, config.optim, run.process.device
-    transformer = unfilled(pretrained, config, init_device=model.init_device)
-    transformer.splits_experts = run.layout.expert_parallel_degree > 1
-    transformer.on_host = config.parallel.offload
-    kernels = {
-        "ac_config": choose_kernels(transformer, run=run, config=config),
-        "float8_config": float8_config(model.float8_linears, model=transformer, device=device),
-    }
+    transformer = build_empty_model(pretrained, config, init_device=model.init_device)
+    parallelism = plan_trained(transformer, run=run, config=config)
     # FSDP gathers in the compute dtype; on a single device a copy in that dtype computes, unless
     # the model is frozen.
     has_copy = (
         run.layout.single_device and model.param_dtype != "float32" and config.adapters is None
     )
-    is_compiled = not has_copy and compiles(config.memory, layout=run.layout, device=device)
-    transformer.compiles_on_cpu = is_compiled and device.type == "cpu"
+    if not has_copy:
+        parallelize(transformer, parallelism)
     # An optimizer keeps its states where weights are, unless it is told otherwise.
     on_host = config.parallel.adam_offload and device.type == "cuda" and not config.parallel.offload
     module = FSDP2Backend(
+        parallelism=parallelism,
         reduces_last=config.parallel.gradient_reduction == "last",
         model=transformer,
         optim=build_optimizer_config(
             optim, device=device, names=pretrained.names.olmo_core_names, on_host=on_host
         ),
         scheduler=build_scheduler(optim, num_steps=num_steps),
-        compile_model=is_compiled and device.type == "cuda",
         # Infinity clips nothing and still measures the norm.
         max_grad_norm=optim.max_grad_norm or math.inf,
-        **sharding(run, config),
-        **({} if has_copy else kernels),
+        device=device,
+        max_sequence_length=config.data.max_seq_length,
+        rank_microbatch_size=config.data.max_seq_length,
         **({} if config.adapters is None else STATE_OF_ADAPTERS),
     )
     if has_copy:
-        module.compute_with(build_replica(pretrained, run=run, config=config, **kernels))
+        module.compute_with(build_replica(pretrained, parallelism, run=run, config=config))
     module.fill(pretrained, run=run, config=config)
     return module
 
@@ -114,13 +108,22 @@ class FSDP2Backend(ShardedModule):
     """A `Backend`: a model that FSDP2 shards as HSDP, and OLMo-core's optimizer.
 
     Args:
+        parallelism: of a model that `parallelize` has seen; None: OLMo-core parallelizes it, by its
+            own arguments.
         reduces_last: gradients stay whole on each rank, in float32, until the last microbatch of an
             update is done.
         olmo_core: arguments of `TransformerTrainModule`.
     """
 
-    def __init__(self, *, reduces_last: bool = False, **olmo_core: Any) -> None:
-        super().__init__(**olmo_core)
+    def __init__(
+        self,
+        *,
+        parallelism: Parallelism | None = None,
+        reduces_last: bool = False,
+        **olmo_core: Any,
+    ) -> None:
+        self.parallelism = parallelism
+        super().__init__(mesh=None if parallelism is None else parallelism.mesh, **olmo_core)
         # Tensors are copied from a GPU while the training goes on, not when they are listed.
         self.state_dict_save_opts.cpu_offload = False
         self.reduces_last = reduces_last
@@ -138,6 +141,10 @@ class FSDP2Backend(ShardedModule):
         """
         self._copy = model
         hand_gradients_over(model, self.model)
+
+    @property
+    def dp_config(self) -> TransformerDataParallelConfig | None:
+        return super().dp_config if self.parallelism is None else self.parallelism.sharding
 
     @property
     def computing_model(self) -> Transformer:
@@ -198,38 +205,35 @@ class FSDP2Backend(ShardedModule):
 
     def state_dict_to_save(self, *, optim: bool | None = None) -> dict[str, Any]:
         if optim is False or self.optim is None:
-            state = super().state_dict_to_save(optim=optim)
-        else:
-            # PyTorch's own functions would have an optimizer without a state take a step of zero
-            # gradients, which AdamW counts. They also take five times as long, and the training
-            # waits for that.
-            state = state_of(self.model, self.optim)
-        return state | self.state_of_others()
+            return super().state_dict_to_save(optim=optim)
+        # PyTorch's own functions would have an optimizer without a state take a step of zero
+        # gradients, which AdamW counts. They also take five times as long, and the training waits
+        # for that.
+        return state_of(self.model, self.optim)
 
     def state_dict_to_load(
         self, metadata: Metadata, *, optim: bool | None = None
     ) -> dict[str, Any]:
         saved = metadata.state_dict_metadata
-        refuse_others("--backend", "olmo_core", has_part(saved, "model"))
+        require_same_setting("--backend", "olmo_core", has_part(saved, "model"))
         # Saved before the optimizer's first step.
-        if self.optim is not None and not kept_of_weights(saved):
+        if self.optim is not None and not optimizer_state_keys(saved):
             self.optim.state.clear()
-            return state_of(self.model, self.optim) | self.state_of_others(metadata)
+            return state_of(self.model, self.optim)
         state = super().state_dict_to_load(metadata, optim=optim)
-        refuse_others(
+        require_same_setting(
             "--optimizer",
             "this command's",
-            kept_of_weights(state["optim"]) == kept_of_weights(saved),
+            optimizer_state_keys(state["optim"]) == optimizer_state_keys(saved),
         )
-        return state | self.state_of_others(metadata)
+        return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        if not kept_of_weights(state_dict["optim"]):
+        if not optimizer_state_keys(state_dict["optim"]):
             # PyTorch would give the optimizer the state of a step, see `state_dict_to_save`.
             state_dict = {name: part for name, part in state_dict.items() if name != "optim"}
         super().load_state_dict(state_dict)
         self.weights_changed()
-        self.load_critic(state_dict)
 
 
 def state_of(model: nn.Module, optim: torch.optim.Optimizer) -> dict[str, Any]:

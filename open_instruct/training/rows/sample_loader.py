@@ -69,7 +69,7 @@ class SampleLoader:
         size = self.num_samples_per_step
         # A step that the thread has built ahead is not given out yet, so a checkpoint does not
         # count it.
-        for step in built_ahead(
+        for step in build_ahead(
             build, range(self.batches_processed * size, len(self.samples), size)
         ):
             self.batches_processed += 1
@@ -125,7 +125,7 @@ def check_place_of_samples(
     )
 
 
-def built_ahead(build: Callable[[T], V], items: Iterable[T]) -> Generator[V]:
+def build_ahead(build: Callable[[T], V], items: Iterable[T]) -> Generator[V]:
     """`build` of each of `items`, in order; while the caller is busy with one, a thread builds the
     next, and no more.
 

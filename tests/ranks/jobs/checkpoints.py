@@ -122,7 +122,9 @@ def state_of(learner: Learner) -> dict[str, Any]:
     """Of every tensor of policy, optimizer and reference the bits of the whole, of the rest the
     value.
     """
-    tensors, values = split(learner.policy.backend.train_module.state_dict_to_save())
+    tensors, values = split(
+        learner.loop.checkpointer.state_to_save(learner.policy.backend.train_module)
+    )
     trainer = learner.loop.trainer.state_dict()
     own_random_state = hashlib.sha256(json.dumps(to_json(trainer.pop("rng"))).encode()).hexdigest()
     del trainer["world_size"]

@@ -37,11 +37,8 @@ def _run(
     for num_completions in completions[learner.loop.step : stop_after]:
         row = learner.take_step(num_completions)
         policy = learner.policy.model
-        reference = (
-            None
-            if learner.policy.backend.reference is None
-            else learner.policy.backend.reference.model
-        )
+        beside = learner.policy.reference
+        reference = None if beside is None else beside.model
         rows.append(
             {name: row[name] for name in ("loss", "policy_loss", "kl", "grad_norm") if name in row}
             | {

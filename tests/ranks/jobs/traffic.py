@@ -38,8 +38,8 @@ from open_instruct.training import policy as policy_module
 from open_instruct.training.loop import Loop
 from open_instruct.training.olmo_core.fsdp2 import build_backend
 from open_instruct.training.policy import Policy
-from open_instruct.training.reference import Comparison, Reference, build_reference
-from open_instruct.training.scoring import compare_with
+from open_instruct.training.reference import Reference, build_reference
+from open_instruct.training.teacher import TeacherComparison, build_comparison
 from open_instruct.weight_sync.sender import WeightSender
 from tests.ranks.collectives import RecordCollectives, calls_by_group
 from tests.ranks.jobs import grpo_steps
@@ -82,7 +82,22 @@ def _steps(
 ) -> dict[str, Rows]:
     pretrained = open_pretrained(config, run.directory.hf_model)
     backend = build_backend(pretrained, run=run, config=config, num_steps=2)
-    policy = Policy(backend, objective.bind(config))
+    reference: Reference | None = None
+    if (moves := objective.reference_moves(config)).get("update_freq"):
+        reference = Reference(model=build_reference(pretrained, run=run, config=config), **moves)
+    comparison: TeacherComparison | None = None
+    if (named := objective.teacher(config)) is not None:
+        opened = TeacherComparison.open(named, pretrained, config=config, layout=run.layout)
+        rows: Any = None
+        comparison, _ = build_comparison(
+            opened, rows, student=pretrained, backend=backend, run=run, config=config
+        )
+    policy = Policy(
+        backend,
+        objective.bind(config),
+        reference=reference,
+        comparison=comparison,
+    )
     if logits_per_chunk is not None:
         assert isinstance(policy.model.lm_head, LogprobHead)
         policy.model.lm_head.max_logits_bytes = (
@@ -91,17 +106,6 @@ def _steps(
     # No plan counts the numbers that `BoundLoss.prepare` brings together of all ranks.
     policy_module.gather_rows = lambda rows, **_: rows
     policy._check = lambda loss, counts: None  # the reference log-probs are made up
-    if (moves := objective.reference_moves(config)).get("update_freq"):
-        backend.reference = Reference(
-            model=build_reference(pretrained, run=run, config=config), **moves
-        )
-    if (named := objective.teacher(config)) is not None:
-        teacher = Comparison.of(named, pretrained, config=config, layout=run.layout)
-        rows: Any = None
-        scorer: Any = SimpleNamespace(policy=policy, run=run, config=config)
-        (policy.comparison, *_) = compare_with(
-            teacher, rows, None, student=pretrained, scorer=scorer
-        )
     settings: Any = {"start_model": "", "cadence": Cadence(num_steps=2, save_every=1)}
     place: Any = SimpleNamespace(state_dict=dict, load_state_dict=None)
     loop = Loop(policy, place, run=run, config=config, **settings)

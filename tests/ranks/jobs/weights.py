@@ -17,7 +17,6 @@ from olmo_core.train.train_module.transformer import (
     TransformerDataParallelConfig,
     TransformerTensorParallelConfig,
 )
-from olmo_core.train.train_module.transformer.common import parallelize_model
 from torch.distributed.tensor import DTensor
 
 from open_instruct.config.lora import LoRASection
@@ -32,6 +31,7 @@ from open_instruct.models.hf.names import TensorNames, clean_name
 from open_instruct.models.load import check_cover, parameter_shapes, stream_load
 from open_instruct.models.lora.adapters import adapt
 from open_instruct.models.shards import held_of, held_run, own_box, rows_of
+from open_instruct.training.parallelize import Parallelism, parallelize
 
 CPU = torch.device("cpu")
 NUM_TOKENS = 12
@@ -55,7 +55,6 @@ def sharded(
     lora: LoRASection | None = None,
 ) -> Any:
     model = build_model(hf_config).to(getattr(torch, dtype))
-    model.splits_experts = splits_experts
     if lora is not None:
         adapt(model, lora, dtype=getattr(torch, dtype))
     dp = TransformerDataParallelConfig(
@@ -69,16 +68,17 @@ def sharded(
     ac = TransformerActivationCheckpointingConfig(mode=TransformerActivationCheckpointingMode.full)
     # OLMo-core allows one mesh a process; this one tries several.
     olmo_core_parallel._WORLD_MESH = None
-    return parallelize_model(
-        model,
-        world_mesh=build_world_mesh(dp=dp, tp=tp, cp=cp, device_type="cpu"),
-        device=CPU,
-        max_sequence_length=64,
-        dp_config=dp,
-        tp_config=tp,
-        cp_config=cp,
-        ac_config=ac if checkpointing else None,
+    parallelism = Parallelism(
+        mesh=build_world_mesh(dp=dp, tp=tp, cp=cp, device_type="cpu"),
+        context_parallel=context > 1,
+        tensor_parallel=tensor > 1,
+        checkpointing=ac if checkpointing else None,
+        sharding=dp,
+        splits_experts=splits_experts,
     )
+    parallelize(model, parallelism)
+    model.init_weights(max_seq_len=64, device=CPU)
+    return model
 
 
 def unsharded(hf_config: Any, *, dtype: str) -> Any:

@@ -14,7 +14,7 @@ from open_instruct.models.build import build_model
 from open_instruct.models.hf.names import TensorNames, unpacked
 from open_instruct.models.shards import held_of
 from open_instruct.models.transformer import SegmentTransformer
-from open_instruct.training.model.routing import StepRouting, balance, noted_routers
+from open_instruct.training.model.routing import StepRouting, balance, record_routing
 from tests.unit.models.test_family import VOCAB_SIZE, hf_config, hf_model, same_model
 from tests.unit.small_models import segments_of
 
@@ -109,7 +109,7 @@ def test_balance_loss_is_that_of_transformers() -> None:
     assert theirs.aux_loss > 1.01
 
     packed = packed_of(ids[0].tolist(), pad_to_multiple_of=32)
-    with noted_routers(model) as routers:
+    with record_routing(model) as routers:
         logits_BTV = model(packed.input_ids_BT, segments=segments_of(packed.document_lengths))
     ours = F.cross_entropy(logits_BTV[0, : ids.shape[1] - 1], ids[0, 1:])
     added, metrics = balance(model, routers, packed, share=1.0)
@@ -147,7 +147,7 @@ def test_balance_loss_of_a_step_does_not_depend_on_its_microbatches() -> None:
             step_routing.count_microbatches(model, batches, run_forward)
         parts = []
         for batch in batches:
-            with noted_routers(model) as routers:
+            with record_routing(model) as routers:
                 run_forward(batch)
             added, _ = balance(
                 model, routers, batch, share=1 / len(batches), step_routing=step_routing
@@ -175,7 +175,7 @@ def test_recomputed_blocks_note_their_routers_once_and_have_the_same_gradient() 
         if is_recomputed:
             model.apply_activation_checkpointing(TransformerActivationCheckpointingMode.full)
         packed = packed_of(list(range(3, 40)))
-        with noted_routers(model) as routers:
+        with record_routing(model) as routers:
             with torch.no_grad():  # as a teacher that is the policy without its adapters
                 model(packed.input_ids_BT.flip(1), segments=segments_of(packed.document_lengths))
             logits_BTV = model(packed.input_ids_BT, segments=segments_of(packed.document_lengths))
@@ -201,7 +201,7 @@ def test_metrics_of_routers_by_hand(logits: list[float], max_load: float, entrop
         hf_config("olmoe", num_experts=4, num_experts_per_tok=2, num_hidden_layers=1)
     )
     packed = packed_of([5, 6, 7])
-    with noted_routers(model) as routers:
+    with record_routing(model) as routers:
         probs_TE = torch.tensor([logits] * 3).softmax(dim=-1)
         routers[0]._note(probs_TE, probs_TE.topk(2).indices)
     loss, metrics = balance(model, routers, packed, share=1.0)

@@ -31,8 +31,13 @@ def shard_blocks(
     mesh = init_device_mesh(
         "cpu", (1, dist.get_world_size()), mesh_dim_names=("dp_replicate", "dp_shard")
     )
-    model.splits_experts = True
-    model.apply_fsdp(mesh, torch.bfloat16, torch.float32, prefetch_factor=prefetch_factor)
+    model.apply_fsdp(
+        mesh,
+        torch.bfloat16,
+        torch.float32,
+        prefetch_factor=prefetch_factor,
+        splits_experts=True,
+    )
     return model
 
 

@@ -38,8 +38,8 @@ from open_instruct.planning.subject.read_shape import model_shape
 from open_instruct.planning.subject.workload import Scoring
 from open_instruct.run.pretrained import open_pretrained
 from open_instruct.training.model.forward import beside_labels, hidden_at_labels, token_logprobs
-from open_instruct.training.reference import Comparison
-from open_instruct.training.scoring import RowCache
+from open_instruct.training.row_cache import RowCache
+from open_instruct.training.teacher import TeacherComparison
 from tests.refusals import refused
 from tests.unit.objective_runs import config_of, train_module
 from tests.unit.small_models import (
@@ -192,10 +192,12 @@ def flags(*words: str) -> DistillConfig:
     return config
 
 
-def comparison_of(config: DistillConfig, *, vocab_size: int = VOCAB_SIZE) -> Comparison:
+def comparison_of(config: DistillConfig, *, vocab_size: int = VOCAB_SIZE) -> TeacherComparison:
     """With a teacher of another family, its rows of the head beyond `vocab_size` being padding."""
     model = deepcopy(random_model("qwen3")).requires_grad_(False)  # other tests share it
-    opened = Comparison(teacher=describe_teacher(config), pretrained=None, vocab_size=vocab_size)  # type: ignore[arg-type]
+    opened = TeacherComparison(
+        teacher=describe_teacher(config), pretrained=None, vocab_size=vocab_size
+    )  # type: ignore[arg-type]
     if config.distillation.teacher_top_k is not None:
         return opened
     return replace(opened, model=model, head_VD=model.lm_head.w_out.weight.detach())
@@ -350,11 +352,11 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def opened(folders: Path, *words: str) -> Comparison:
+def opened(folders: Path, *words: str) -> TeacherComparison:
     config = flags(*words)
     config.model.model_name_or_path = str(folders / "student")
     student = open_pretrained(config, folders / "out")
-    return Comparison.of(
+    return TeacherComparison.open(
         describe_teacher(config),
         student,
         config=config,

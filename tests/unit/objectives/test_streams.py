@@ -33,7 +33,7 @@ from open_instruct.objectives.objective import BoundLoss, LossOutputs, TokenLogp
 from open_instruct.objectives.policy_gradient import bind
 from open_instruct.rl.samples import sft_samples
 from open_instruct.run.pretrained import open_pretrained
-from open_instruct.training.reference import open_beside
+from open_instruct.training.open_companion import open_companion_model
 from tests.unit.fake_rollouts import grpo_config
 
 PAGE = (Path(__file__).parents[3] / "docs" / "losses.md").read_text(encoding="utf-8")
@@ -502,7 +502,7 @@ def test_model_with_other_tokens_is_refused(tmp_path: Path, kind: Any) -> None:
     ):
         config = grpo_config("--response_length", "8", "--max_prompt_token_length", longest)
         with pytest.raises(InputError, match=told):
-            open_beside(kind, str(tmp_path / "t"), student, config=config, layout=layout)
+            open_companion_model(kind, str(tmp_path / "t"), student, config=config, layout=layout)
 
 
 def test_teacher_with_experts_is_not_asked_what_only_training_them_cannot_do(
@@ -521,7 +521,7 @@ def test_teacher_with_experts_is_not_asked_what_only_training_them_cannot_do(
     tokenizer = load_tokenizer(str(tmp_path / "t"))
     student: Any = SimpleNamespace(tokenizer=tokenizer, hf_config=SimpleNamespace(vocab_size=512))
     assert (
-        open_beside(
+        open_companion_model(
             "teacher", str(tmp_path / "t"), student, config=config, layout=layout
         ).hf_config.num_experts
         == 8

@@ -14,7 +14,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from olmo_core.distributed.parallel import build_world_mesh
-from olmo_core.train.train_module.transformer.common import parallelize_model
 from torch.distributed.tensor import DTensor
 
 from open_instruct.batching.prefixes import FullRows
@@ -35,6 +34,7 @@ from open_instruct.planning.subject.read_shape import shape_from_fields
 from open_instruct.planning.subject.workload import Scoring, Workload
 from open_instruct.training.olmo_core.fsdp2 import hand_gradients_over
 from open_instruct.training.optim.optimizers import build_optimizer_config
+from open_instruct.training.parallelize import Parallelism, parallelize
 from tests.tiers import mark_extended
 from tests.unit.conftest import JoinAs
 from tests.unit.planning.test_planning_memory import phases_of
@@ -110,18 +110,17 @@ def sharded_model(hf_config: Any, layout: ShardLayout, *, lora: LoRASection | No
     configs = parallel_configs(layout, param_dtype="bfloat16")
     dp, tp = configs["dp"], configs["tp"]
     model = build_model(hf_config)
-    model.splits_experts = layout.expert_parallel_degree > 1
     if lora is not None:
         adapt(model, lora, dtype=torch.bfloat16)
-    return parallelize_model(
-        model,
-        world_mesh=build_world_mesh(dp=dp, tp=tp, device_type="cpu"),
-        device=CPU,
-        max_sequence_length=NUM_TOKENS,
-        rank_microbatch_size=NUM_TOKENS,
-        dp_config=dp,
-        tp_config=tp,
+    parallelism = Parallelism(
+        mesh=build_world_mesh(dp=dp, tp=tp, device_type="cpu"),
+        tensor_parallel=tp is not None,
+        sharding=dp,
+        splits_experts=layout.expert_parallel_degree > 1,
     )
+    parallelize(model, parallelism)
+    model.init_weights(max_seq_len=NUM_TOKENS, device=CPU)
+    return model
 
 
 def storage_bytes(tensors: Iterable[torch.Tensor | None]) -> int:

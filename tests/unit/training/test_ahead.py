@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from open_instruct.core.records import StepBatch
-from open_instruct.training.rows.sample_loader import SampleLoader, built_ahead
+from open_instruct.training.rows.sample_loader import SampleLoader, build_ahead
 from tests.unit.conftest import JoinAs
 from tests.unit.training.test_training_pieces import make_pairs, shape_of
 
@@ -36,7 +36,7 @@ def threads() -> set[threading.Thread]:
 
 def test_next_is_built_while_the_caller_is_busy_and_no_more() -> None:
     build = Built()
-    for item, value in zip(range(5), built_ahead(build, range(100)), strict=False):
+    for item, value in zip(range(5), build_ahead(build, range(100)), strict=False):
         assert value == 10 * item
         # Here a device would be busy: nothing is asked for, and it is built all the same.
         assert build.is_done[item + 1].wait(timeout=60)
@@ -44,14 +44,14 @@ def test_next_is_built_while_the_caller_is_busy_and_no_more() -> None:
 
 
 def test_all_come_in_order() -> None:
-    assert list(built_ahead(Built(), range(12))) == [10 * item for item in range(12)]
-    assert list(built_ahead(Built(), [7])) == [70]
-    assert list(built_ahead(Built(), [])) == []
+    assert list(build_ahead(Built(), range(12))) == [10 * item for item in range(12)]
+    assert list(build_ahead(Built(), [7])) == [70]
+    assert list(build_ahead(Built(), [])) == []
 
 
 def test_error_is_raised_where_its_item_is_asked_for() -> None:
     others = threads()  # of tests before this one
-    values = built_ahead(Built(), [11, 12, 13, 14])
+    values = build_ahead(Built(), [11, 12, 13, 14])
     assert [next(values), next(values)] == [110, 120]
     with pytest.raises(ValueError, match=r"^row 13 is damaged$"):
         next(values)
@@ -60,7 +60,7 @@ def test_error_is_raised_where_its_item_is_asked_for() -> None:
 
 def test_loader_ahead_leaves_no_thread_when_closed_early() -> None:
     others = threads()
-    values = built_ahead(Built(), range(100))
+    values = build_ahead(Built(), range(100))
     next(values)
     assert threads() - others
     values.close()  # type: ignore[attr-defined]

@@ -278,9 +278,9 @@ def test_compiled_blocks_route_tokens_as_they_are_told() -> None:
     plain, model = new_model("qwen3_moe"), new_model("qwen3_moe")
     model.apply_compile()
     rng = random.Random(0)
-    for is_told in (True, False, True, True):
+    for has_forced_experts in (True, False, True, True):
         batch = row(rng, shares=False)
-        if is_told:
+        if has_forced_experts:
             drawn = [rng.sample(range(8), 3) for _ in range(4 * batch.input_ids_BT.numel())]
             batch = replace(batch, routes_TR=torch.tensor(drawn, dtype=torch.int16).view(-1, 12))
         assert_same(outcome(model, batch, learned=True), outcome(plain, batch, learned=True))

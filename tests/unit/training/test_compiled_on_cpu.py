@@ -10,6 +10,7 @@ import torch
 from open_instruct.core.records import PackedBatch
 from open_instruct.models import compiled
 from open_instruct.models.build import build_model
+from open_instruct.training.parallelize import Parallelism, parallelize
 from tests.unit.batching.test_prefix_sharing import assert_same
 from tests.unit.small_models import CPU, hf_config, new_model
 from tests.unit.training.test_compiled import (
@@ -53,7 +54,7 @@ def test_few_versions_without_a_break_serve_rows_on_a_cpu(
 @pytest.mark.parametrize("is_asked", [True, False])
 def test_blocks_are_compiled_when_they_are_made_where_that_is_asked(is_asked: bool) -> None:
     model = build_model(hf_config("llama"), init_device="meta")
-    model.compiles_on_cpu = is_asked
+    parallelize(model, Parallelism(mesh=None, compiles=is_asked))
     model.init_weights(device=CPU, max_seq_len=64)
     assert model.compile_enabled == is_asked
     assert all(

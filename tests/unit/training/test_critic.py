@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.checkpoint.metadata import Metadata
 
 from open_instruct.batching.rollouts import (
     counts_of,
@@ -13,13 +12,14 @@ from open_instruct.batching.rollouts import (
     rollout_batch,
     rollout_minibatches,
 )
+from open_instruct.checkpoints.parts import as_metadata, names_of_part
 from open_instruct.config.policy_sections import CriticSection
 from open_instruct.core.batch_values import RLValues
 from open_instruct.core.errors import InputError
 from open_instruct.core.records import Batch, Document, Episode, RolloutSample, Span, StepBatch
 from open_instruct.objectives.objective import TokenLogprobs
 from open_instruct.rl.samples import add_answer_loss
-from open_instruct.training.backend import critics
+from open_instruct.training.checkpoint_parts import CriticPart
 from open_instruct.training.critic import Critic, ValueLoss, select_critic_part
 
 GAMMA, LAMBDA = 0.9, 0.8
@@ -149,9 +149,13 @@ def test_step_without_completions_leaves_the_critic_alone() -> None:
 
 
 def test_checkpoint_without_a_critic_is_refused() -> None:
-    names = dict.fromkeys(["model.a", "optim.a", "critic.model.a", "critic.optim.a"])
-    own = critics(Metadata(state_dict_metadata=names))  # type: ignore[arg-type]
-    assert [*own.state_dict_metadata] == ["model.a", "optim.a"]
-    del names["critic.model.a"], names["critic.optim.a"]
+    names = ["model.a", "optim.a", "critic.model.a", "critic.optim.a"]
+    of_critic = names_of_part("critic", names)
+    assert of_critic == ["model.a", "optim.a"]
+    module: Any = SimpleNamespace(
+        state_dict_to_load=lambda saved: dict.fromkeys(saved.state_dict_metadata)
+    )
+    assert [*CriticPart(module).state_to_load(as_metadata(of_critic))] == of_critic
+    without = as_metadata(names_of_part("critic", names[:2]))
     with pytest.raises(InputError, match="are of another --advantages than gae: give theirs again"):
-        critics(Metadata(state_dict_metadata=names))  # type: ignore[arg-type]
+        CriticPart(module).state_to_load(without)

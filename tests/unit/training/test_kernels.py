@@ -13,11 +13,13 @@ from torch.nn.attention import _registry
 from open_instruct.commands.run_flags import parse_run
 from open_instruct.config.sharding_sections import MemorySection
 from open_instruct.models.build import build_model
+from open_instruct.models.transformer import SegmentTransformer
 from open_instruct.objectives.dpo import DPOConfig
 from open_instruct.parallel.layout import resolve_layout
-from open_instruct.training import reference
 from open_instruct.training.model import kernels
 from open_instruct.training.model.kernels import FA3, compiler_problem, compiles, kernel_warnings
+from open_instruct.training.parallelize import Parallelism, plan_frozen
+from open_instruct.training.reference import build_replica
 from tests.refusals import refused
 from tests.unit.small_models import hf_config
 
@@ -106,17 +108,11 @@ class TestCompiling:
             compiler_problem.cache_clear()
 
 
-def parallelized(
+def built_replica(
     words: list[str], device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> dict[str, Any]:
-    """What OLMo-core's `parallelize_model` is given of a run on one device with these flags."""
-    asked: list[dict[str, Any]] = []
-    monkeypatch.setattr(reference, "mesh_of", lambda layout, device: None)
-    monkeypatch.setattr(
-        reference,
-        "parallelize_model",
-        lambda model, **options: asked.append({"model": model, **options}),
-    )
+) -> tuple[SegmentTransformer, Parallelism]:
+    """The model of a run on one device with these flags, on no device yet, and how it is made."""
+    monkeypatch.setattr(SegmentTransformer, "init_weights", lambda *_, **__: None)
     monkeypatch.setattr(kernels, "compiler_problem", works)
     required = [
         "--model_name_or_path",
@@ -134,19 +130,19 @@ def parallelized(
     start: Any = SimpleNamespace(
         build=lambda init_device: build_model(hf_config("llama"), init_device=init_device)
     )
-    reference.build_replica(start, run=run, config=config)
-    (given,) = asked
-    assert given["device"] == device
-    return given
+    parallelism = plan_frozen(run, config)
+    model: Any = build_replica(start, parallelism, run=run, config=config)
+    return model, parallelism
 
 
 @pytest.mark.parametrize(("words", "is_compiled"), [([], True), (["--no_compile_model"], False)])
 def test_one_gpu_computes_in_bfloat16_and_compiled_by_default(
     words: list[str], is_compiled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    given = parallelized(words, CUDA, monkeypatch)
-    assert given["compile_model"] == is_compiled
-    assert {parameter.dtype for parameter in given["model"].parameters()} == {torch.bfloat16}
+    model, parallelism = built_replica(words, CUDA, monkeypatch)
+    assert model.compile_enabled == parallelism.compiles == is_compiled
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    assert parallelism.sharding is None
 
 
 @pytest.mark.parametrize(("words", "is_compiled"), [([], False), (["--compile_model"], True)])
@@ -154,9 +150,8 @@ def test_model_compiles_itself_on_a_cpu_where_it_is_asked_to(
     words: list[str], is_compiled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """OLMo-core would not compile it, and say so in its log alone."""
-    given = parallelized(words, CPU, monkeypatch)
-    assert given["model"].compiles_on_cpu == is_compiled
-    assert not given["compile_model"]
+    model, parallelism = built_replica(words, CPU, monkeypatch)
+    assert model.compile_enabled == parallelism.compiles == is_compiled
 
 
 @pytest.mark.parametrize(

@@ -32,9 +32,9 @@ from open_instruct.models.experts.routed import RoutedFeedForward
 from open_instruct.models.transformer import SegmentTransformer
 from open_instruct.rl.checked_run import open_rollout_run
 from open_instruct.rl.episodes.conversations import _EpisodeRecord
-from open_instruct.training.model import forward
+from open_instruct.training.model import forward_inputs
 from open_instruct.training.model.forward import token_logprobs
-from open_instruct.training.model.routing import balance, noted_routers
+from open_instruct.training.model.routing import balance, record_routing
 from open_instruct.training.policy import Policy
 from tests.fleet.grpo_case import GRPOCase, write_prompts
 from tests.ranks.shallow import write_shallow_model
@@ -76,7 +76,7 @@ def packed_of(lengths: Sequence[int] = (9, 5)) -> PackedBatch:
 def own_choice(model: SegmentTransformer, packed: PackedBatch) -> torch.Tensor:
     """What the model chooses by itself, (T, layers * K), -1 in dense layers."""
     layers = layers_of(model)
-    with noted_routers(model):
+    with record_routing(model):
         token_logprobs(model, packed, device=CPU)
     chosen_TLK = torch.full((packed.input_ids_BT.numel(), NUM_LAYERS, TOP_K), -1, dtype=torch.int16)
     for number, layer in layers:
@@ -95,7 +95,7 @@ def other_experts(num_tokens: int) -> torch.Tensor:
 
 
 def tell(layer: RoutedFeedForward, routes_TR: torch.Tensor) -> None:
-    layer.told_TK, layer.is_told = routes_TR[:, :TOP_K], True
+    layer.forced_experts_TK, layer.has_forced_experts = routes_TR[:, :TOP_K], True
 
 
 def loss_and_gradients(model: SegmentTransformer, packed: PackedBatch) -> list[torch.Tensor]:
@@ -136,13 +136,15 @@ def test_weights_and_the_routers_gradient_are_those_of_the_told_experts_in_the_f
     gradient, layer.router.weight.grad = layer.router.weight.grad, None
 
     probs_TE = layer.router(x_TD).softmax(dim=-1)
-    weights_TK = probs_TE.gather(1, layer.told_TK.long())
+    weights_TK = probs_TE.gather(1, layer.forced_experts_TK.long())
     weights_TK = weights_TK / weights_TK.sum(dim=-1, keepdim=True) if normalized else weights_TK
     w1, w3, w2 = (
         stack.detach() for stack in (layer.experts.w1, layer.experts.w3, layer.experts.w2)
     )
     rows = []
-    for x_D, weights_K, told_K in zip(x_TD, weights_TK, layer.told_TK.tolist(), strict=True):
+    for x_D, weights_K, told_K in zip(
+        x_TD, weights_TK, layer.forced_experts_TK.tolist(), strict=True
+    ):
         mlps = [w2[e] @ (torch.nn.functional.silu(w1[e] @ x_D) * (w3[e] @ x_D)) for e in told_K]
         rows.append(sum(weight * mlp for weight, mlp in zip(weights_K, mlps, strict=True)))
     theirs = torch.stack(rows)
@@ -159,7 +161,7 @@ def test_token_of_which_nothing_is_told_has_its_own_experts() -> None:
     own = layer(x_TD)
     tell(layer, other_experts(6))
     told = layer(x_TD)
-    layer.told_TK[::2] = -1
+    layer.forced_experts_TK[::2] = -1
     mixed = layer(x_TD)
     torch.testing.assert_close(mixed[::2], own[::2])
     torch.testing.assert_close(mixed[1::2], told[1::2])
@@ -182,8 +184,8 @@ def test_blocks_that_are_computed_again_have_the_same_experts() -> None:
 def test_rank_that_has_a_part_of_a_row_has_the_experts_of_that_part() -> None:
     packed = replace(packed_of(), routes_TR=other_experts(14))
     context = SimpleNamespace(part_of=lambda num_tokens: slice(7, num_tokens))
-    with patch.object(forward, "context_of", lambda model: context):
-        own, _ = forward._own(MagicMock(tp_enabled=True), packed)
+    with patch.object(forward_inputs, "context_of", lambda model: context):
+        own, _ = forward_inputs.local_slice(MagicMock(tp_enabled=True), packed)
     assert torch.equal(own.routes_TR, packed.routes_TR[7:])
 
 
@@ -196,8 +198,8 @@ def test_routing_replay_counts_replayed_tokens() -> None:
     others = [e for e in range(4) if e not in torch.tensor(alike).topk(2).indices.tolist()]
     ((_, layer),) = layers_of(model)
     routes_TR = torch.tensor([[1, 0], [0, 2], others, [-1, -1]], dtype=torch.int16)
-    layer.told_TK, layer.is_told = routes_TR, True
-    with noted_routers(model) as routers:
+    layer.forced_experts_TK, layer.has_forced_experts = routes_TR, True
+    with record_routing(model) as routers:
         probs_TE = torch.tensor([apart, apart, alike, apart]).softmax(dim=-1)
         layer._note(probs_TE, layer.route(layer.allowed(probs_TE))[1])
     # Of a row of eight tokens another rank has the rest, of which nothing is told.
@@ -247,20 +249,22 @@ def test_model_without_experts_is_refused_before_anything_is_started(tmp_path: P
 class TestPacking:
     """Two experts a token, in one layer: the document's number, and the place in it."""
 
-    def sample(self, number: int, ids: Sequence[int], *, is_told: bool = True) -> RolloutSample:
+    def sample(
+        self, number: int, ids: Sequence[int], *, has_forced_experts: bool = True
+    ) -> RolloutSample:
         routes = np.array([[number, place] for place in range(len(ids) - 1)], dtype=np.int16)
         return RolloutSample(
             document=Document(token_ids=tuple(ids), responses=(Span(start=3, stop=len(ids)),)),
             engine_logprobs=(-1.0,) * (len(ids) - 3),
             advantage=1.0,
-            routes=routes.tobytes() if is_told else b"",
+            routes=routes.tobytes() if has_forced_experts else b"",
         )
 
     def test_each_token_has_its_own_and_a_shared_one_those_of_the_first(self) -> None:
         samples = [
             self.sample(0, [1, 2, 3, 4, 5]),
             self.sample(1, [1, 2, 3, 6]),
-            self.sample(2, [7, 8, 9, 10], is_told=False),
+            self.sample(2, [7, 8, 9, 10], has_forced_experts=False),
         ]
         packed = rollout_batch(
             samples, pad_to_multiple_of=8, prefix_sharing="on", num_routes=2
@@ -272,7 +276,10 @@ class TestPacking:
 
     def test_every_rank_knows_how_many_there_are(self) -> None:
         """One rank has the sample with routes, one that without, and two have none."""
-        samples = [self.sample(0, [1, 2, 3, 4]), self.sample(1, [5, 6, 7, 8, 9], is_told=False)]
+        samples = [
+            self.sample(0, [1, 2, 3, 4]),
+            self.sample(1, [5, 6, 7, 8, 9], has_forced_experts=False),
+        ]
         steps = plan_steps_of_ranks(
             samples, num_ranks=4, max_tokens_per_microbatch=40, num_mini_batches=1
         )
@@ -281,7 +288,7 @@ class TestPacking:
         assert sum(int((batch.packed.routes_TR >= 0).any(dim=1).sum()) for batch in batches) == 3
 
     def test_batch_has_no_routes_when_none_were_recorded(self) -> None:
-        samples = [self.sample(0, [1, 2, 3, 4], is_told=False)]
+        samples = [self.sample(0, [1, 2, 3, 4], has_forced_experts=False)]
         (step,) = plan_steps_of_ranks(
             samples, num_ranks=1, max_tokens_per_microbatch=40, num_mini_batches=1
         )

@@ -10,7 +10,7 @@ from open_instruct.models.build import build_model
 from open_instruct.training.measure import speed
 from open_instruct.training.measure.speed import (
     LEAST_TOKENS,
-    OwnPace,
+    ComputeTimer,
     StepClock,
     flops_of_step,
     peak_flops_per_second,
@@ -59,7 +59,7 @@ def test_pace_of_a_rank_is_that_of_its_head(host_clock: HostClock) -> None:
 
     head = Head()
     head.register_forward_pre_hook(lambda *_: host_clock.wait(0.1), prepend=True)
-    pace = OwnPace(head, torch.device("cpu"))
+    pace = ComputeTimer(head, torch.device("cpu"))
     head.register_forward_hook(lambda *_: host_clock.wait(0.1))
     assert pace.read() is None
     head(torch.zeros(1, 400, 2))

@@ -27,7 +27,7 @@ from open_instruct.models.build import build_model
 from open_instruct.parallel.reduce import over_microbatches, reduce_metrics
 from open_instruct.run.metrics_log import MetricsLog
 from open_instruct.run.run_directory import RunDirectory
-from open_instruct.training.loop import merged
+from open_instruct.training.loop import merge_rows
 from open_instruct.training.measure.speed import memory_so_far
 from open_instruct.training.model import kernels
 from open_instruct.training.model.kernels import build_activation_checkpointing, kernel_warnings
@@ -39,7 +39,8 @@ from open_instruct.training.optim.optimizers import (
     build_scheduler,
 )
 from open_instruct.training.policy import token_fractions
-from open_instruct.training.scoring import RowCache, open_reference_cache
+from open_instruct.training.row_cache import RowCache
+from open_instruct.training.scoring import open_reference_cache
 from tests.refusals import refused
 
 CPU = torch.device("cpu")
@@ -425,5 +426,5 @@ def test_gpus_memory_is_its_allocators(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: stats)
     of_gpu = memory_so_far(torch.device("cuda", 0))
     assert of_gpu == {"peak_memory_gib": 3.0, "peak_reserved_gib": 5.0, "allocation_retries/max": 2}
-    assert merged([dict.fromkeys(of_gpu, 0.0), of_gpu]) == of_gpu
+    assert merge_rows([dict.fromkeys(of_gpu, 0.0), of_gpu]) == of_gpu
     assert set(memory_so_far(CPU)) == {"peak_memory_gib"}

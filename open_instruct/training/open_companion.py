@@ -1,0 +1,65 @@
+"""Open the checkpoint of a model that stands beside the policy: a teacher or a critic."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal
+
+from open_instruct.config.lora import LoRASection
+from open_instruct.config.training import LearnerConfig
+from open_instruct.core.errors import InputError
+from open_instruct.core.shard_layout import ShardLayout
+from open_instruct.run.pretrained import Pretrained, open_pretrained
+from open_instruct.run.run_directory import RunDirectory
+
+
+def open_companion_model(
+    kind: Literal["teacher", "critic"],
+    name: str | None,
+    student: Pretrained,
+    *,
+    config: LearnerConfig,
+    layout: ShardLayout,
+) -> Pretrained:
+    """Open the model of --KIND_model_name_or_path; without a `name` the start model.
+
+    A critic is trained, and has the head of a score. `build_teacher` builds a teacher.
+
+    :raises InputError: it cannot be opened, or its vocabulary is not the student's.
+    """
+    model, directory = config.model, RunDirectory(path=Path(config.run.output_dir))
+    if name is not None:
+        model = replace(model, model_name_or_path=name, tokenizer_name_or_path=None)
+    config = replace(config, model=model, lora=LoRASection())
+    if kind == "critic":
+        beside = open_pretrained(config, directory.critic, layout=layout, head="score")
+    else:
+        # A teacher may be dense: its experts are split where they divide, see
+        # `SegmentTransformer.apply_fsdp`.
+        layout = replace(layout, expert_parallel_degree=1)
+        beside = open_pretrained(config, directory.hf_model, layout=layout, is_trained=False)
+    require_same_vocabulary(kind, beside, student)
+    return beside
+
+
+def require_same_vocabulary(kind: str, beside: Pretrained, student: Pretrained) -> None:
+    """:raises InputError: the tokenizers differ; it names the first token that does."""
+    ours = student.tokenizer.get_vocab()
+    theirs = beside.tokenizer.get_vocab()
+    if ours == theirs:
+        return
+    differing = dict(ours.items() ^ theirs.items())
+    first = min(differing, key=lambda word: min(ours.get(word, 1e9), theirs.get(word, 1e9)))
+    there = describe_token(first, theirs)
+    here = describe_token(first, ours)
+    raise InputError(
+        f"--{kind}_model_name_or_path {beside.folder}: its tokenizer has {len(theirs):,} tokens "
+        f"(its head {beside.hf_config.vocab_size:,} rows), the student's {len(ours):,} (its head "
+        f"{student.hf_config.vocab_size:,}), and they are not the same: {first!r} is {there} "
+        f"there and {here} here. Take a {kind} with the student's vocabulary",
+        kind="conflict",
+    )
+
+
+def describe_token(word: str, vocabulary: Mapping[str, int]) -> str:
+    return f"id {vocabulary[word]}" if word in vocabulary else "no token"

@@ -1,0 +1,109 @@
+"""The numbers that a frozen model gave rows, in a file: they are computed once and read again.
+
+A row's key covers its token ids and spans, so tokenizer, template and truncation. The name of the
+file covers the weights, the configuration, the precision, and the layout of rows (padded, packed,
+or with shared prompts), since layouts differ by rounding.
+
+Legend: N rows of a data set, D numbers of a row.
+"""
+
+import logging
+from copy import copy
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import torch.distributed as dist
+
+from open_instruct.data.files.array_file import read_arrays, write_arrays
+from open_instruct.data.token_dataset import TokenDataset
+from open_instruct.models.hf.hf_config import fingerprint_with
+from open_instruct.run.pretrained import Pretrained
+
+log = logging.getLogger(__name__)
+
+KEY_NUM_BYTES = 32
+
+
+class RowCache:
+    """A file that maps each row's key to any number of float32 values; the same on every rank.
+
+    It is empty where there is no file, or a damaged one, which the next `write` replaces.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._values: list[np.ndarray] = []  # those of the file, and of each row behind them
+        # Start and stop among the values, in the order of the file.
+        self._place_of: dict[str, tuple[int, int]] = {}
+
+        try:
+            arrays, _ = read_arrays(self.path)
+            keys = [key.tobytes().hex() for key in arrays["keys"]]
+            self._place_of = dict(zip(keys, pairwise(arrays["edges"].tolist()), strict=True))
+            self._values = [arrays["values"]]
+        except FileNotFoundError:
+            return
+        except (KeyError, ValueError) as error:
+            log.warning("%s cannot be read (%s): computing it again", self.path, error)
+
+    def __len__(self) -> int:
+        return len(self._place_of)
+
+    def missing(self, dataset: TokenDataset) -> list[int]:
+        """The first row of `dataset` for every key that the cache lacks."""
+        first_of = {dataset.key(row): row for row in reversed(range(len(dataset)))}
+        return sorted(row for key, row in first_of.items() if key not in self._place_of)
+
+    def add(self, key: str, values: np.ndarray) -> None:
+        """Add a row, unless the cache has it; `write` puts it on disk."""
+        if key not in self._place_of:
+            start = next(reversed(self._place_of.values()), (0, 0))[1]
+            self._place_of[key] = (start, start + values.size)
+            self._values.append(values.reshape(-1))
+
+    def write(self) -> None:
+        """Put the whole file in place."""
+        keys = np.frombuffer(bytes.fromhex("".join(self._place_of)), dtype=np.uint8).reshape(
+            -1, KEY_NUM_BYTES
+        )
+        edges = np.array([0, *(stop for _, stop in self._place_of.values())], dtype=np.int64)
+        write_arrays(self.path, {"keys": keys, "edges": edges, "values": self._all()}, {})
+
+    def numbers(self, dataset: TokenDataset) -> np.ndarray:
+        """The numbers of all rows of `dataset`, float32 (N, D); the cache must have D numbers for
+        each row.
+        """
+        places_N2, values = self._places(dataset), self._all()
+        return np.array([values[start:stop] for start, stop in places_N2], dtype=np.float32)
+
+    def beside(self, dataset: TokenDataset) -> TokenDataset:
+        """`dataset` with the numbers of its rows as their values; the cache must have all rows."""
+        rows, values = copy(dataset), self._all()
+        rows.details_C = values.view(np.uint8)
+        rows.bounds_N4 = np.concatenate(
+            [dataset.bounds_N4[:, :2], self._places(dataset) * values.itemsize], axis=1
+        )
+        return rows
+
+    def _places(self, dataset: TokenDataset) -> np.ndarray:
+        return np.array(
+            [self._place_of[dataset.key(row)] for row in range(len(dataset))], dtype=np.int64
+        )
+
+    def _all(self) -> np.ndarray:
+        if len(self._values) > 1:
+            self._values = [np.concatenate(self._values)]
+        return self._values[0]
+
+
+def open_row_cache(folder: Path, model: Pretrained, *words: str) -> RowCache:
+    """Open the cache of a frozen model's numbers; `words` name everything else that the numbers
+    depend on.
+
+    Collective: all ranks see the same rows before any of them writes.
+    """
+    fingerprint = fingerprint_with(model.hf_config.to_dict(), model.files.fingerprint)
+    cache = RowCache(folder / f"{'-'.join([fingerprint[:32], *words])}.safetensors")
+    dist.barrier()
+    return cache

@@ -1,0 +1,237 @@
+"""The teacher of a distillation: frozen, sharded as the policy, compared with it at every label.
+
+The matrix of the teacher's head is gathered once and stays: the policy's head multiplies with it
+chunk by chunk, in the forward and again in the backward pass, when the teacher's own parameters
+have long been shards again. Where only a part of each distribution is kept, rows carry the numbers
+and the teacher is freed.
+
+Legend: N labelled tokens, V vocabulary, D width of the teacher, C numbers kept of a distribution.
+"""
+
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Self
+
+import torch
+import torch.nn.functional as F
+from olmo_core.nn.transformer import Transformer
+
+from open_instruct.config.training import LearnerConfig, TrainingConfig
+from open_instruct.core.batch_values import TeacherValues
+from open_instruct.core.errors import InputError
+from open_instruct.core.records import Batch
+from open_instruct.core.shard_layout import ShardLayout
+from open_instruct.core.text import counted
+from open_instruct.data.files.array_file import find_cache_folder
+from open_instruct.data.token_dataset import TokenDataset
+from open_instruct.models.heads.logprob_head import Measure
+from open_instruct.models.lora.adapters import adapters_off
+from open_instruct.models.shards import reshard, whole_of
+from open_instruct.objectives.objective import Teacher
+from open_instruct.parallel.process import gathered, on_main_process
+from open_instruct.parallel.status import this_process
+from open_instruct.run.opened import Run
+from open_instruct.run.pretrained import Pretrained
+from open_instruct.training.backend import Backend
+from open_instruct.training.model.forward import (
+    hidden_at_labels,
+    token_logprobs,
+)
+from open_instruct.training.model.forward_inputs import beside_labels
+from open_instruct.training.open_companion import open_companion_model
+from open_instruct.training.reference import build_reference
+from open_instruct.training.row_cache import RowCache, open_row_cache
+from open_instruct.training.rows.scoring_batches import scoring_batches
+from open_instruct.training.rows.training_rows import TrainingRows
+
+
+def build_teacher(
+    teacher: Pretrained,
+    student: Pretrained,
+    policy: Transformer,
+    *,
+    run: Run,
+    config: LearnerConfig,
+) -> Transformer:
+    """Build the model that `open_companion_model` opened. Collective.
+
+    Where the teacher is the `student`'s start model and the student only trains adapters, the
+    result is `policy` itself; call it within `adapters_off`.
+    """
+    this_process.begin("loading the teacher")
+    if config.adapters is not None and teacher.is_same_as(student):
+        run.console.say(
+            "the teacher is the start model: the policy with its adapters off, so no second one "
+            "is loaded"
+        )
+        return policy
+    model = build_reference(teacher, run=run, config=config)
+    run.console.say(f"loaded the teacher ({model.num_params / 1e6:,.1f}M parameters)")
+    return model
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TeacherComparison:
+    """A policy is compared with a teacher, whose checkpoint is opened and checked, at every label.
+
+    The teacher is a `model` with its head's matrix (`head_VD`, whole, in the compute dtype).
+    Without a `model` the rows carry the numbers that were kept of the teacher's distributions. Both
+    heads have `vocab_size` rows; where one has more, the rest is padding.
+    """
+
+    teacher: Teacher
+    pretrained: Pretrained
+    vocab_size: int
+    model: Transformer | None = None
+    head_VD: torch.Tensor | None = None
+
+    @classmethod
+    def open(
+        cls, teacher: Teacher, student: Pretrained, *, config: TrainingConfig, layout: ShardLayout
+    ) -> Self:
+        """Open the teacher's checkpoint with `open_companion_model`; `model` comes later.
+
+        :raises InputError: also where --teacher_top_k is not smaller than the vocabulary.
+        """
+        pretrained = open_companion_model(
+            "teacher", teacher.model_name_or_path, student, config=config, layout=layout
+        )
+        vocab_size = min(student.hf_config.vocab_size, pretrained.hf_config.vocab_size)
+        if teacher.num_kept >= vocab_size:
+            raise InputError(
+                f"--teacher_top_k {teacher.num_kept}: the vocabulary has {vocab_size:,} tokens, "
+                "of which fewer must be kept; leave it out to compare all of them",
+                kind="conflict",
+            )
+        return cls(teacher=teacher, pretrained=pretrained, vocab_size=vocab_size)
+
+    def shared_logits(self, logits_NV: torch.Tensor) -> torch.Tensor:
+        return logits_NV[:, : self.vocab_size]
+
+    def measure(self, policy: Transformer, batch: Batch, *, device: torch.device) -> Measure:
+        """The `Measure` that a forward pass of `policy` over a microbatch computes of its
+        logits.
+        """
+        if self.model is None:
+            num_labels = len(batch.packed.sequence_ids_N)
+            stored = TeacherValues.read(batch.values).stored_numbers
+            assert stored is not None, "rows carry what is stored where there is no model"
+            kept_NC = stored.view(num_labels, -1 if num_labels else 1)
+            return Measure(
+                self.compare_kept, (beside_labels(policy, batch.packed, kept_NC, device=device),)
+            )
+        with torch.no_grad(), adapters_off(self.model):
+            hidden_BKD = hidden_at_labels(self.model, batch.packed, policy, device)
+        # A forward pass without a backward leaves FSDP's root parameters gathered.
+        reshard(self.model)
+        return Measure(self.compare_logits, (hidden_BKD,))
+
+    def compare_kept(self, logits_NV: torch.Tensor, kept_NC: torch.Tensor) -> torch.Tensor:
+        return self.teacher.compare(self.shared_logits(logits_NV), kept_NC)
+
+    def compare_logits(self, logits_NV: torch.Tensor, hidden_ND: torch.Tensor) -> torch.Tensor:
+        assert self.head_VD is not None
+        teacher_NV = F.linear(hidden_ND, self.head_VD).float()
+        return self.teacher.compare(self.shared_logits(logits_NV), self.shared_logits(teacher_NV))
+
+
+def build_comparison(
+    opened: TeacherComparison,
+    rows: TrainingRows,
+    *,
+    student: Pretrained,
+    backend: Backend,
+    run: Run,
+    config: LearnerConfig,
+) -> tuple[TeacherComparison, TrainingRows]:
+    """The teacher to compare the policy of `backend` with, and the rows. Collective.
+
+    Where only a part of each distribution is kept, the rows carry it, from the cache or from a pass
+    of the teacher, which is freed afterwards.
+    """
+    build = partial(
+        build_teacher,
+        opened.pretrained,
+        student,
+        backend.computing_model,
+        run=run,
+        config=config,
+    )
+    if opened.teacher.keep is None:
+        model = build()
+        compute_dtype = getattr(torch, config.model.param_dtype)
+        head_VD = whole_of(model.lm_head.w_out.weight, compute_dtype).to(model.device)
+        return replace(opened, model=model, head_VD=head_VD), rows
+    cache = open_teacher_cache(opened, rows, config)
+    datasets = [each for each in (rows.dataset, rows.heldout) if each is not None]
+    num_missing = len(missing_keys(cache, datasets))
+    run.console.say(
+        f"teacher's distributions: {counted(len(cache), 'row')} cached, {num_missing:,} to compute"
+    )
+    if num_missing:
+        model = build()
+        with adapters_off(model):
+            for dataset in datasets:
+                add_distributions(
+                    cache, opened, model, dataset, rows=rows, backend=backend, run=run
+                )
+        on_main_process(cache.write)
+    heldout = None if rows.heldout is None else cache.beside(rows.heldout)
+    return opened, replace(rows, dataset=cache.beside(rows.dataset), heldout=heldout)
+
+
+def open_teacher_cache(
+    opened: TeacherComparison, rows: TrainingRows, config: LearnerConfig
+) -> RowCache:
+    """The file of the numbers that are kept of the teacher's distributions. Collective."""
+    return open_row_cache(
+        find_cache_folder(config.data.cache_dir) / "teacher_distributions",
+        opened.pretrained,
+        config.frozen_as,
+        "packed" if rows.shape.packing else "padded",
+        opened.teacher.kept_as,
+        str(opened.vocab_size),
+    )
+
+
+def missing_keys(cache: RowCache, datasets: list[TokenDataset]) -> set[str]:
+    keys: set[str] = set()
+    for dataset in datasets:
+        keys |= {dataset.key(row) for row in cache.missing(dataset)}
+    return keys
+
+
+@torch.no_grad()
+def add_distributions(
+    cache: RowCache,
+    opened: TeacherComparison,
+    model: Transformer,
+    dataset: TokenDataset,
+    *,
+    rows: TrainingRows,
+    backend: Backend,
+    run: Run,
+) -> None:
+    """Run the teacher over the rows that `cache` lacks, and add what is kept, on every rank."""
+    keep = opened.teacher.keep
+    assert keep is not None
+    measure = Measure(lambda logits_NV: keep(opened.shared_logits(logits_NV)))
+    batches = scoring_batches(
+        dataset,
+        cache.missing(dataset),
+        shape=rows.shape,
+        dp_process_group=backend.dp_process_group,
+        run=run,
+        title="teacher's distributions",
+    )
+    for batch in batches:
+        scores = token_logprobs(model, batch.packed, device=backend.device, measure=measure)
+        assert scores.measured_N is not None
+        kept_NC = scores.measured_N.float().cpu()
+        lengths = dataset.num_label_tokens[list(batch.row_ids)].tolist()
+        by_row = zip(batch.row_ids, kept_NC.split(lengths), strict=True)
+        values_by_key = {dataset.key(row): values_NC.numpy() for row, values_NC in by_row}
+        for values_of_rank in gathered(values_by_key, backend.dp_process_group):
+            for key, values_NC in values_of_rank.items():
+                cache.add(key, values_NC)
+    reshard(model)
