@@ -12,7 +12,7 @@ from open_instruct.commands.check import CheckFlags
 from open_instruct.commands.plan import PlanFlags
 from open_instruct.commands.preview import PreviewFlags
 from open_instruct.config.flags import Flag, flags_of, section_title, sections_of, spelled
-from open_instruct.config.help import told_of
+from open_instruct.config.help import docstring_parts
 from open_instruct.objectives.registry import OBJECTIVES, objective_named
 
 MARKDOWN_HEAD = """\
@@ -90,7 +90,7 @@ def markdown(commands: Sequence[CommandFlags]) -> str:
     )
     parts = [MARKDOWN_HEAD.format(commands=pairs)]
     for command in commands:
-        parts.append(f"### {command.name}\n\n{told_of(command.config_class)[0]}\n")
+        parts.append(f"### {command.name}\n\n{docstring_parts(command.config_class)[0]}\n")
         parts.append(f"Sections: {links_to(command.name, sections)}.\n")
     for name, sentence in OTHERS_READ.items():
         parts.append(f"### {name}\n\n{sentence}, and {links_to(name, sections)}.\n")

@@ -11,13 +11,13 @@ from open_instruct.checkpoints.step_folder import INDEX
 from open_instruct.core.errors import InputError
 from open_instruct.models.box_files import part_of, read_parts
 from open_instruct.models.hf.checkpoint_files import DTYPES
-from open_instruct.models.shards import Held, held, rows_of
+from open_instruct.models.shards import LocalShard, held, rows_of
 
 # Before the names of weights: in checkpoints of FSDP2, and in DeepSpeed's, where each is flat.
 PREFIXES = ("model.", "zero.weights.")
 
 
-class SavedWeights(Mapping[str, Held]):
+class SavedWeights(Mapping[str, LocalShard]):
     """The weights of a checkpoint by OLMo-core's names, each read from all ranks' files on access.
 
     Example: `SavedWeights(Path("OUT/step4"), parameter_shapes(model))["embeddings.weight"]`, on the
@@ -51,7 +51,7 @@ class SavedWeights(Mapping[str, Held]):
                 kind="bad_checkpoint",
             )
 
-    def __getitem__(self, name: str) -> Held:
+    def __getitem__(self, name: str) -> LocalShard:
         name, index = self._rows[name]
         if self._last[0] != name:  # callers take the matrices of a stack one after the other
             self._last = (name, self._read_whole(name))

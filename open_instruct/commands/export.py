@@ -19,7 +19,7 @@ from open_instruct.run.saved_settings import read_settings
 if TYPE_CHECKING:
     from olmo_core.nn.transformer import Transformer
 
-    from open_instruct.models.shards import Held
+    from open_instruct.models.shards import LocalShard
     from open_instruct.run.pretrained import Pretrained
 
 
@@ -88,7 +88,7 @@ def main(words: Sequence[str]) -> int:
 
 def _trained_weights(
     folder: Path, model: Transformer, pretrained: Pretrained, lora: LoRASection | None
-) -> Mapping[str, Held]:
+) -> Mapping[str, LocalShard]:
     """The weights in a checkpoint; with adapters, the start model's with these added."""
     from open_instruct.checkpoints.saved_weights import SavedWeights
     from open_instruct.checkpoints.step_folder import refuse_another_start_model

@@ -70,7 +70,8 @@ class Flag:
     is_path: bool = False  # `~` and `$NAME` in it are filled in
     takes_own: bool = False  # beside the choices, `FILE.py:function` or `module:function`
     replaces: str = ""  # flags of a file whose place this one takes where it is on the command line
-    # Another flag, perhaps with its values, without which nothing reads this one; see `is_met`.
+    # Another flag, perhaps with its values, without which nothing reads this one
+    # (`requirement_met`).
     read_with: str = ""
     # The range that a number must lie in, and the end of the message of one that does not.
     minimum: float | None = None
@@ -198,7 +199,7 @@ class Flag:
         return f" (write {int(number)})"
 
 
-def is_met(condition: str, values: Mapping[str, Any]) -> bool:
+def requirement_met(condition: str, values: Mapping[str, Any]) -> bool:
     """Whether the `values` of flags meet a `Flag.read_with`.
 
     `use_lora` is met by any value that is not false, empty or none, `eval_mixer_list|eval_split`

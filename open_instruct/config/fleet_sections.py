@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from open_instruct.config.sections import Switch, flag, free_flag
+from open_instruct.config.sections import Switch, flag, resumable_flag
 from open_instruct.config.sharding_sections import ParallelSection
 
 THROUGH_FOLDER = "weight_sync_backend files"
@@ -16,7 +16,7 @@ class LearnerParallelSection(ParallelSection):
 
     more_ranks: ClassVar[str] = "--num_learners_per_node {0} starts them"
 
-    num_learners_per_node: list[int] = free_flag(
+    num_learners_per_node: list[int] = resumable_flag(
         "learner processes on each node, such as '8 8' or '2 4'", [1]
     )
 
@@ -27,96 +27,98 @@ class FleetSection:
 
     title: ClassVar[str] = "Fleet"
 
-    vllm_num_engines: int = free_flag("vLLM engines", 1, minimum=1)
-    vllm_tensor_parallel_size: int = free_flag("GPUs of one engine", 1, minimum=1)
-    vllm_gpu_memory_utilization: float = free_flag(
+    vllm_num_engines: int = resumable_flag("vLLM engines", 1, minimum=1)
+    vllm_tensor_parallel_size: int = resumable_flag("GPUs of one engine", 1, minimum=1)
+    vllm_gpu_memory_utilization: float = resumable_flag(
         "an engine's share of a GPU's memory", 0.9, above=0, maximum=1
     )
-    vllm_kv_cache_mib: int | None = free_flag(
+    vllm_kv_cache_mib: int | None = resumable_flag(
         "MiB of an engine's key-value cache; default: 256 on a CPU, the rest on CUDA",
         None,
         minimum=1,
     )
-    vllm_max_num_seqs: int | None = free_flag(
+    vllm_max_num_seqs: int | None = resumable_flag(
         "completions in an engine at once; default: 256 on CUDA, 64 on a CPU", None, minimum=1
     )
-    vllm_max_num_batched_tokens: int | None = free_flag(
+    vllm_max_num_batched_tokens: int | None = resumable_flag(
         "tokens in a step of an engine; default: vLLM's on CUDA, 4096 or a sample's on a CPU",
         None,
         minimum=1,
     )
-    vllm_async_scheduling: Switch = free_flag(
+    vllm_async_scheduling: Switch = resumable_flag(
         "schedule the next step during this one; 'auto': on CUDA", "auto"
     )
-    vllm_runner: Literal["auto", "v1", "v2"] = free_flag(
+    vllm_runner: Literal["auto", "v1", "v2"] = resumable_flag(
         "vLLM's model runner; 'auto': v2 on CUDA, v1 on a CPU", "auto"
     )
-    vllm_enable_prefix_caching: bool = free_flag(
+    vllm_enable_prefix_caching: bool = resumable_flag(
         "compute a prompt's keys and values once for its group", True
     )
     routing_replay: Literal["on", "off"] = flag(
         "route the learner's tokens to the experts that engines chose", "off"
     )
-    vllm_enforce_eager: bool = free_flag("run the engine without CUDA graphs", False)
+    vllm_enforce_eager: bool = resumable_flag("run the engine without CUDA graphs", False)
     vllm_dtype: Literal["bfloat16", "float32", "policy"] = flag(
         "dtype of the engines' weights; 'policy': --param_dtype", "policy"
     )
-    ray_address: str | None = free_flag(
+    ray_address: str | None = resumable_flag(
         "'auto' or the address of a Ray cluster; default: start a local one", None
     )
-    ray_dashboard_host: str | None = free_flag(
+    ray_dashboard_host: str | None = resumable_flag(
         "address that Ray's dashboard binds to; default: no dashboard", None
     )
-    cluster_timeout_s: int = free_flag(
+    cluster_timeout_s: int = resumable_flag(
         "seconds to wait for the nodes and GPUs that were asked for", 600, minimum=1
     )
-    engine_timeout_s: int = free_flag(
+    engine_timeout_s: int = resumable_flag(
         "seconds to wait for an engine's start or health check", 600, minimum=1
     )
-    step_timeout_s: int = free_flag(
+    step_timeout_s: int = resumable_flag(
         "seconds to wait for the learners to finish one step", 3600, minimum=1
     )
-    max_restarts: int = free_flag(
+    max_restarts: int = resumable_flag(
         "times that dead learners or engines are started again", 3, minimum=0
     )
-    weight_sync_backend: Literal["auto", "nccl", "gloo", "shm", "ipc", "files"] = free_flag(
+    weight_sync_backend: Literal["auto", "nccl", "gloo", "shm", "ipc", "files"] = resumable_flag(
         (
             "'auto': ipc on one shared device, nccl on CUDA, shm on one host, gloo across hosts; "
             "files: a folder"
         ),
         "auto",
     )
-    weight_sync_folder: str | None = free_flag(
+    weight_sync_folder: str | None = resumable_flag(
         "seen by all hosts, with room for 3 times the weights; default: in --output_dir",
         None,
         read_with=THROUGH_FOLDER,
         is_path=True,
     )
-    weight_sync_anchor_every: int = free_flag(
+    weight_sync_anchor_every: int = resumable_flag(
         "versions from one that is written whole to the next",
         16,
         read_with=THROUGH_FOLDER,
         minimum=1,
     )
-    weight_sync: Literal["auto", "dense", "delta"] = free_flag(
+    weight_sync: Literal["auto", "dense", "delta"] = resumable_flag(
         (
             "send all weights, or of each version what has changed; 'auto': delta of 16-bit "
             "weights across hosts"
         ),
         "auto",
     )
-    weight_sync_check: int = free_flag(
+    weight_sync_check: int = resumable_flag(
         "of how many delta versions one is compared with the learners' to the bit, by digests; 0 "
         "for none",
         1,
         read_with="weight_sync auto delta",
         minimum=0,
     )
-    weight_sync_bucket_mib: int = free_flag("MiB of weights that travel at once", 256, minimum=1)
-    weight_sync_timeout_s: int = free_flag(
+    weight_sync_bucket_mib: int = resumable_flag(
+        "MiB of weights that travel at once", 256, minimum=1
+    )
+    weight_sync_timeout_s: int = resumable_flag(
         "seconds to wait for an engine during a weight sync", 300, minimum=1
     )
-    lora_sync: Literal["merged", "adapter"] = free_flag(
+    lora_sync: Literal["merged", "adapter"] = resumable_flag(
         "send engines the whole model, or the adapter alone", "merged", read_with="use_lora"
     )
 

@@ -87,7 +87,7 @@ def help_page(
         usage: the usage line of a command that also takes the flags of a run.
         topic: the word behind `--help`.
     """
-    description, examples = told_of(config_class)
+    description, examples = docstring_parts(config_class)
     chosen = chosen_flags(config_class, topic)
     pages = pages_in(Path(__file__).parent, trim_blocks=True, lstrip_blocks=True)
     pages.globals |= {
@@ -142,7 +142,7 @@ def chosen_flags(config_class: type, topic: str | None) -> dict[str, list[Flag]]
     }
 
 
-def told_of(config_class: type) -> tuple[str, list[str]]:
+def docstring_parts(config_class: type) -> tuple[str, list[str]]:
     """The description and the examples in a config class's docstring."""
     description, _, examples = (inspect.getdoc(config_class) or "").partition("\n\nExamples:\n")
     return description, [

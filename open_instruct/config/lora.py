@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from open_instruct.config.sections import flag, free_flag
+from open_instruct.config.sections import flag, resumable_flag
 
 # The matrices of a block by the names that peft's `target_modules` and config files have for them.
 MODULES_OF_TARGETS = {
@@ -59,7 +59,7 @@ class LoRASection:
     adapter_name_or_path: str | None = flag(
         "folder of a peft adapter to go on from", None, is_path=True
     )
-    export: Literal["both", "merged", "adapter"] = free_flag(
+    export: Literal["both", "merged", "adapter"] = resumable_flag(
         "'merged' into hf_model, the 'adapter' by itself as peft writes it, or both", "both"
     )
 

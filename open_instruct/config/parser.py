@@ -14,7 +14,7 @@ import yaml
 from open_instruct.config.flags import Flag, flags_of, sections_of, spelled
 from open_instruct.config.name_hints import describe_name_here, find_flag_here, suggest_nearest
 from open_instruct.config.packaged import packaged_settings, settings_file
-from open_instruct.config.suites.upstream_flags import Fate, taken
+from open_instruct.config.suites.upstream_flags import Fate, translate_flag
 from open_instruct.config.yaml_depth import check_depth
 from open_instruct.core.errors import InputError, Kind, Problem
 from open_instruct.core.files import read_asked
@@ -200,7 +200,7 @@ class _Reader:
         for given in all_given:
             if self._passes_over(given):
                 continue
-            fate = taken(given.name, given.words, self.flags)
+            fate = translate_flag(given.name, given.words, self.flags)
             name = given.name
             if fate is not None:
                 if fate.ours is None:

@@ -5,7 +5,7 @@ from typing import ClassVar, Literal
 
 from open_instruct.config.flags import OWN
 from open_instruct.config.rollout_sections import WITH_CRITIC
-from open_instruct.config.sections import Switch, flag, free_flag
+from open_instruct.config.sections import Switch, flag, resumable_flag
 from open_instruct.losses.policy import OVER_TOKENS, POLICY_LOSSES
 
 R1_STYLE = "apply_r1_style_format_reward"
@@ -44,10 +44,10 @@ class RewardSection:
     several_verifiers: Literal["mean", "sum"] = flag(
         "how weighted scores of a prompt's verifiers are combined", "mean"
     )
-    verifier_timeout_s: float = free_flag(
+    verifier_timeout_s: float = resumable_flag(
         "seconds that one verdict may take before it counts as 0", 10.0, above=0
     )
-    code_sandbox: Literal["required", "auto"] = free_flag(
+    code_sandbox: Literal["required", "auto"] = resumable_flag(
         "walls around programs: all, or those there are", "required"
     )
     code_api_url: str | None = flag(
@@ -57,13 +57,13 @@ class RewardSection:
     code_pass_rate_reward_threshold: float = flag(
         "least share of tests that counts", 0.0, minimum=0, maximum=1
     )
-    num_verifier_processes: int = free_flag(
+    num_verifier_processes: int = resumable_flag(
         "processes for verifiers that run foreign code", 2, minimum=1
     )
     llm_judge_model: str | None = flag(
         "model that judges for the verifiers judge, rubric and general-…", None
     )
-    llm_judge_url: str | None = free_flag(
+    llm_judge_url: str | None = resumable_flag(
         "its server; default: $OPENAI_BASE_URL or OpenAI's", None, read_with=JUDGE
     )
     llm_judge_prompt: str | None = flag(
@@ -78,17 +78,19 @@ class RewardSection:
     llm_judge_max_context_length: int = flag(
         "tokens of a question and its verdict", 8192, read_with=JUDGE, minimum=1
     )
-    llm_judge_timeout: float = free_flag(
+    llm_judge_timeout: float = resumable_flag(
         "seconds that a verdict may take", 60.0, read_with=JUDGE, above=0
     )
-    llm_judge_max_retries: int = free_flag(
+    llm_judge_max_retries: int = resumable_flag(
         "times that a request is sent again", 3, read_with=JUDGE, minimum=0
     )
-    llm_judge_concurrency: int = free_flag("requests to it at once", 64, read_with=JUDGE, minimum=1)
-    llm_judge_requests_per_minute: int | None = free_flag(
+    llm_judge_concurrency: int = resumable_flag(
+        "requests to it at once", 64, read_with=JUDGE, minimum=1
+    )
+    llm_judge_requests_per_minute: int | None = resumable_flag(
         "none: no limit", None, read_with=JUDGE, minimum=1
     )
-    llm_judge_tokens_per_minute: int | None = free_flag(
+    llm_judge_tokens_per_minute: int | None = resumable_flag(
         "of questions and verdicts", None, read_with=JUDGE, minimum=1
     )
     max_length_verifier_max_length: int = flag(
@@ -236,7 +238,7 @@ class PolicyLossSection:
         "optimizer steps that a step's completions are split into", 1, minimum=1
     )
     num_epochs: int = flag("passes over the completions of a step", 1, minimum=1)
-    record_entropy: bool = free_flag("measure the policy's entropy at every token", False)
+    record_entropy: bool = resumable_flag("measure the policy's entropy at every token", False)
     alpha: float = flag(
         "share of the policy in the updated reference",
         0.6,
@@ -247,10 +249,10 @@ class PolicyLossSection:
     ref_policy_update_freq: int | None = flag(
         "steps between updates of the reference policy", None, read_with="beta >0", minimum=1
     )
-    pack_length: int | None = free_flag(
+    pack_length: int | None = resumable_flag(
         "tokens of a packed microbatch; default: 4096, or those of the longest sample if more", None
     )
-    prefix_sharing: Switch = free_flag(
+    prefix_sharing: Switch = resumable_flag(
         "compute once what completions of a group begin with, the prompt and any turns; 'auto': "
         "where that saves at least 5% of the tokens",
         "auto",

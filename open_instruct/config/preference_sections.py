@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from open_instruct.config.sections import flag, free_flag
+from open_instruct.config.sections import flag, resumable_flag
 from open_instruct.losses.preference import PREFERENCE_LOSSES
 from open_instruct.losses.preference_loss import F_DIVERGENCES
 
@@ -90,7 +90,7 @@ class PreferenceLossSection:
     ref_policy_update_freq: int | None = flag(
         "steps between updates of the reference policy; default: it stays frozen", None, minimum=1
     )
-    cache_logprobs_only: bool = free_flag(
+    cache_logprobs_only: bool = resumable_flag(
         "compute and store the reference log-probs, then stop", False
     )
 

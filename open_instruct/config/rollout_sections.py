@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from open_instruct.config.sections import RowsSection, flag, free_flag
+from open_instruct.config.sections import RowsSection, flag, resumable_flag
 from open_instruct.losses.advantages import ADVANTAGES
 
 # vLLM's `_MAX_TEMP`: vLLM raises any temperature between 0 and this to this.
@@ -27,10 +27,10 @@ class PromptDataSection(RowsSection):
         is_path=True,
     )
     dataset_mixer_list_splits: list[str] = flag("split of each data set, or one for all", ["train"])
-    dataset_mixer_eval_list: list[str] = free_flag(
+    dataset_mixer_eval_list: list[str] = resumable_flag(
         "held-out prompts, in the same form", [], is_path=True, replaces="eval_split"
     )
-    dataset_mixer_eval_list_splits: list[str] = free_flag(
+    dataset_mixer_eval_list_splits: list[str] = resumable_flag(
         "split of each held-out data set, or one for all", ["train"], read_with=HELD_OUT
     )
     eval_split: float | None = flag(
@@ -202,18 +202,18 @@ class EvaluationSection:
 
     all_read_with: ClassVar[str] = f"{HELD_OUT}|eval_split"
 
-    local_eval_every: int = free_flag(
+    local_eval_every: int = resumable_flag(
         "steps between evaluations; 0: only at the end", 100, minimum=0
     )
-    eval_on_step_0: bool = free_flag("evaluate before the first step too", False)
-    eval_num_samples: int | None = free_flag(
+    eval_on_step_0: bool = resumable_flag("evaluate before the first step too", False)
+    eval_num_samples: int | None = resumable_flag(
         "completions of each prompt; default: the largest --eval_pass_at_k", None, minimum=1
     )
-    eval_pass_at_k: list[int] = free_flag("report pass@k for each of these k", [1])
-    eval_temperature: float = free_flag(
+    eval_pass_at_k: list[int] = resumable_flag("report pass@k for each of these k", [1])
+    eval_temperature: float = resumable_flag(
         "temperature of sampling; 0: the likeliest token", 1.0, minimum=0
     )
-    eval_top_p: float = free_flag("nucleus sampling", 1.0, above=0, maximum=1)
+    eval_top_p: float = resumable_flag("nucleus sampling", 1.0, above=0, maximum=1)
 
     @property
     def num_samples(self) -> int:

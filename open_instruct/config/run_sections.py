@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from open_instruct.config.sections import ExportDtype, Switch, free_flag
+from open_instruct.config.sections import ExportDtype, Switch, resumable_flag
 
 TRACKERS = ("wandb", "trackio", "tensorboard", "mlflow", "swanlab")
 # The trackers whose runs have names and projects.
@@ -16,57 +16,59 @@ class RunSection:
 
     title: ClassVar[str] = "Run directory"
 
-    output_dir: str = free_flag(
+    output_dir: str = resumable_flag(
         "where checkpoints, metrics and the exported model go", is_path=True
     )
-    checkpointing_steps: int = free_flag(
+    checkpointing_steps: int = resumable_flag(
         "steps between checkpoints; 0, or the word epoch: one after each pass over the data",
         500,
         minimum=0,
     )
-    ephemeral_save_interval: int | None = free_flag(
+    ephemeral_save_interval: int | None = resumable_flag(
         ("steps between further checkpoints, each of which is removed once there is a newer one"),
         None,
         minimum=1,
     )
-    keep_last_n_checkpoints: int = free_flag(
+    keep_last_n_checkpoints: int = resumable_flag(
         "older ones are removed; 0 or -1 keeps all", 3, minimum=0, note=" (0 keeps all)"
     )
-    keep_best: str | None = free_flag(
+    keep_best: str | None = resumable_flag(
         "metric, such as eval/loss, by which the best checkpoint is kept, and exported at the "
         "end: an evaluation with the best value so far writes a checkpoint; of a metric of "
         "training the steps with a checkpoint are compared",
         None,
     )
-    async_checkpoints: Switch = free_flag(
+    async_checkpoints: Switch = resumable_flag(
         (
             "write checkpoints from a copy in host memory while the training goes on; 'auto': on "
             "GPUs"
         ),
         "auto",
     )
-    overwrite_output_dir: bool = free_flag(
+    overwrite_output_dir: bool = resumable_flag(
         "start afresh: remove the checkpoints and metrics found there", False
     )
-    export_dtype: ExportDtype = free_flag(
+    export_dtype: ExportDtype = resumable_flag(
         "dtype of the exported model; 'source': that of the start model", "source"
     )
-    push_to_hub: bool = free_flag(
+    push_to_hub: bool = resumable_flag(
         "upload the exported model to the Hugging Face hub at the end", False
     )
-    hub_model_id: str | None = free_flag(
+    hub_model_id: str | None = resumable_flag(
         "ORGANISATION/NAME on the hub; default: the output folder's name, yours",
         None,
         read_with="push_to_hub",
     )
-    hub_private: bool = free_flag("make a new repository private", False, read_with="push_to_hub")
+    hub_private: bool = resumable_flag(
+        "make a new repository private", False, read_with="push_to_hub"
+    )
 
 
 @dataclass(kw_only=True)
 class RolloutRunSection(RunSection):
     """The folder of a run that keeps its completions too."""
 
-    save_traces: bool | None = free_flag(
+    save_traces: bool | None = resumable_flag(
         (
             "keep all completions in OUT/traces, or none; default: those of the newest steps, up "
             "to 1 GiB"
@@ -81,18 +83,20 @@ class LoggingSection:
 
     title: ClassVar[str] = "Logging"
 
-    report_to: list[str] = free_flag(
+    report_to: list[str] = resumable_flag(
         "trackers that get the metrics, beside metrics.jsonl", [], choices=TRACKERS
     )
-    exp_name: str | None = free_flag(
+    exp_name: str | None = resumable_flag(
         "name of the run in the tracker; default: the output folder's", None, read_with=WITH_NAMES
     )
-    wandb_project_name: str = free_flag(
+    wandb_project_name: str = resumable_flag(
         "project in the tracker; mlflow calls it an experiment",
         "open_instruct",
         read_with=WITH_NAMES,
     )
-    wandb_entity: str | None = free_flag("user or team in wandb", None, read_with="report_to wandb")
-    profile_steps: list[int] = free_flag(
+    wandb_entity: str | None = resumable_flag(
+        "user or team in wandb", None, read_with="report_to wandb"
+    )
+    profile_steps: list[int] = resumable_flag(
         "first and last step to profile on rank 0, with its memory; written to OUT/profiler", []
     )

@@ -1,11 +1,11 @@
 """The flags, in the groups `--help` shows them in.
 
-Field names are flag names. Every field is made by `flag(help, default)`, or by `free_flag` where a
-run that resumes may have another value; a field without a default must be given. `read_with` names
-the flag without which nothing reads a flag, or is a function of the flag's name; `all_read_with` of
-a section holds for all its flags. Types are limited to what one command line word (or a list of
-words) can say: str, int, float, bool, Literal, `X | None`, `list[str]`, `list[int]`, `list[float]`,
-and `str | list[str]` for flags that mostly have one word.
+Field names are flag names. Every field is made by `flag(help, default)`, or by `resumable_flag`
+where a run that resumes may have another value; a field without a default must be given.
+`read_with` names the flag without which nothing reads a flag, or is a function of the flag's name;
+`all_read_with` of a section holds for all its flags. Types are limited to what one command line
+word (or a list of words) can say: str, int, float, bool, Literal, `X | None`, `list[str]`,
+`list[int]`, `list[float]`, and `str | list[str]` for flags that mostly have one word.
 """
 
 from dataclasses import MISSING, dataclass, field
@@ -34,7 +34,7 @@ def flag(help: str, default: Any = MISSING, **facts: Any) -> Any:
     return field(default=default, metadata=metadata)
 
 
-def free_flag(help: str, default: Any = MISSING, **facts: Any) -> Any:
+def resumable_flag(help: str, default: Any = MISSING, **facts: Any) -> Any:
     return flag(help, default, resume="free", **facts)
 
 
@@ -73,7 +73,7 @@ class ModelSection:
         "'microbatch', as in transformers, or of the whole 'step', which no cut of a batch changes",
         "microbatch",
     )
-    init_device: Literal["meta", "cpu"] = free_flag(
+    init_device: Literal["meta", "cpu"] = resumable_flag(
         ("'meta' builds the model without storage, 'cpu' with real storage before it is sharded"),
         "meta",
     )
@@ -96,10 +96,10 @@ class RowsSection:
         "a built-in template, or a Jinja file; default: the tokenizer's own", None, is_path=True
     )
     add_bos: bool = flag("write the tokenizer's bos token before the text of the template", False)
-    on_bad_row: Literal["error", "skip"] = free_flag(
+    on_bad_row: Literal["error", "skip"] = resumable_flag(
         "stop at the first malformed row, or skip and count it", "error"
     )
-    cache_dir: str | None = free_flag(
+    cache_dir: str | None = resumable_flag(
         "folder of tokenised rows and of frozen scores; default: $OPEN_INSTRUCT_CACHE or "
         "~/.cache/open_instruct",
         None,
@@ -119,7 +119,7 @@ class DataSection(RowsSection):
         is_path=True,
     )
     mixer_list_splits: list[str] = flag("split of each data set, or one for all", ["train"])
-    eval_mixer_list: list[str] = free_flag(
+    eval_mixer_list: list[str] = resumable_flag(
         "held-out rows, in the same form; scored before and after training",
         [],
         is_path=True,
@@ -132,17 +132,17 @@ class DataSection(RowsSection):
         below=1,
         replaces="eval_mixer_list eval_mixer_list_splits",
     )
-    eval_steps: int = free_flag(
+    eval_steps: int = resumable_flag(
         "steps between further scores; 0: none", 0, read_with=WITH_HELD_OUT, minimum=0
     )
-    eval_mixer_list_splits: list[str] = free_flag(
+    eval_mixer_list_splits: list[str] = resumable_flag(
         "split of each held-out data set, or one for all", ["train"], read_with="eval_mixer_list"
     )
     max_seq_length: int = flag("tokens; longer replies are cut on the right", 2048, minimum=2)
-    packing: bool = free_flag(
+    packing: bool = resumable_flag(
         "lay documents end to end in one row; --no_packing pads each to its own row", True
     )
-    cache_dataset_only: bool = free_flag(
+    cache_dataset_only: bool = resumable_flag(
         "tokenise and store the rows, then stop; no GPU is needed", False
     )
 
@@ -157,7 +157,7 @@ class DataSection(RowsSection):
 class PreferenceDataSection(DataSection):
     """Rows whose documents may share a prompt."""
 
-    prefix_sharing: PrefixSharing = free_flag(
+    prefix_sharing: PrefixSharing = resumable_flag(
         "compute once what both documents of a row begin with, the prompt above all (kto: those "
         "of a reply and the mismatched one, in the reference pass); 'auto': where that saves at "
         "least 5% of the tokens",

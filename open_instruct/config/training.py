@@ -89,7 +89,7 @@ class LearnerConfig:
         return self.lora if self.lora.use_lora else None
 
     @property
-    def frozen_as(self) -> str:
+    def reference_precision(self) -> str:
         """The precision of a start model that is not trained, which all it computes depends on."""
         return f"{self.model.param_dtype}-nf4" if self.lora.use_qlora else self.model.param_dtype
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
-from open_instruct.config.flags import flags_of, flags_of_section, is_met, spelled
+from open_instruct.config.flags import flags_of, flags_of_section, requirement_met, spelled
 from open_instruct.config.name_hints import suggest_nearest
 from open_instruct.config.sections import PreferenceDataSection, RowsSection
 from open_instruct.config.sharding_sections import MemorySection, ParallelSection
@@ -53,7 +53,7 @@ def idle_problems(*sections: Any, harmless: bool = False) -> Iterator[str]:
         for name, flag in flags_of_section(type(section)).items():
             if values[name] == flag.default:
                 continue
-            is_read = flag.other not in values or is_met(flag.read_with, values)
+            is_read = flag.other not in values or requirement_met(flag.read_with, values)
             if not is_read and harmless == (flag.other in WARNED_OF_WITHOUT):
                 yield f"--{name} {spelled(values[name])} is read only with {flag.condition}{remedy}"
 

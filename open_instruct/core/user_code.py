@@ -53,7 +53,7 @@ def own_function(word: str, *, flag: str, known: Container[str]) -> Callable[...
     return function
 
 
-def taken(function: Callable[..., Any], columns: Mapping[str, Any]) -> dict[str, Any]:
+def accepted_columns(function: Callable[..., Any], columns: Mapping[str, Any]) -> dict[str, Any]:
     """Those columns of a row that a function has parameters for; all of them where it takes any."""
     parameters = inspect.signature(function).parameters
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from open_instruct.core.user_code import taken
+from open_instruct.core.user_code import accepted_columns
 from open_instruct.environments.environment import (
     ChatMessage,
     Environment,
@@ -22,7 +22,7 @@ def make_environment(factory: Factory, row: Mapping[str, Any]) -> Environment:
     Raises:
         TypeError: the factory makes none of the three kinds.
     """
-    made = factory(**taken(factory, row))
+    made = factory(**accepted_columns(factory, row))
     if callable(getattr(made, "start", None)) and callable(getattr(made, "step", None)):
         return UserEnvironment(made)
     if callable(getattr(made, "step", None)) and callable(getattr(made, "reset", None)):

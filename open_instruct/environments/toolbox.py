@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from open_instruct.core.errors import InputError
-from open_instruct.core.user_code import taken
+from open_instruct.core.user_code import accepted_columns
 from open_instruct.environments.argument_types import read_arguments
 from open_instruct.environments.environment import (
     ChatMessage,
@@ -109,7 +109,9 @@ class Toolbox:
 
     async def start(self) -> Opening:
         resets = [each.reset for each in self._objects if hasattr(each, "reset")]
-        results = [await call_foreign(reset, **taken(reset, self._row)) for reset in resets]
+        results = [
+            await call_foreign(reset, **accepted_columns(reset, self._row)) for reset in resets
+        ]
         texts = [_read_reset_text(result) for result in results]
         schemas = [self._schema(name, tool) for name, tool in self._tools.items()]
         opening_text = "\n\n".join(str(text) for text in texts if text)
@@ -191,7 +193,7 @@ class ToolSet(Source):
         objects: list[Any] = []
         tools: dict[str, Tool] = {}
         for name, factory in self._parts:
-            toolbox = factory(**taken(factory, row))
+            toolbox = factory(**accepted_columns(factory, row))
             objects.append(toolbox)
             new_tools = find_tools(toolbox)
             if name and len(new_tools) == 1:

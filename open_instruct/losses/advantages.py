@@ -9,7 +9,7 @@ keyword-only arguments of the function, and named in `flags`.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import accumulate
 from typing import Literal
 
 from open_instruct.core.errors import InputError
@@ -194,10 +194,13 @@ def _over_the_step(advantages: Advantages) -> Advantages:
     """The advantages with mean 0 and standard deviation 1 over all completions; all 0 if they are
     equal.
     """
-    normalised = iter(
-        group_advantages([value for group in advantages for value in group], "standard")
-    )
-    return [tuple(islice(normalised, len(group))) for group in advantages]
+    together = [value for group in advantages for value in group]
+    normalised = group_advantages(together, "standard")
+    ends = list(accumulate(len(group) for group in advantages))
+    return [
+        tuple(normalised[end - len(group) : end])
+        for group, end in zip(advantages, ends, strict=True)
+    ]
 
 
 def _mean_and_std(values: Sequence[float]) -> tuple[float, float]:

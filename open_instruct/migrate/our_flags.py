@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from open_instruct.commands.run_flags import parse_run
-from open_instruct.config.flags import Flag, is_met
+from open_instruct.config.flags import Flag, requirement_met
 from open_instruct.core.errors import InputError
 from open_instruct.losses.preference import PREFERENCE_LOSSES
 from open_instruct.migrate.launch import Sheet
@@ -31,7 +31,7 @@ def drop_idle(flags: Mapping[str, Flag], values: dict[str, Any], sheet: Sheet) -
         idle = [
             name
             for name in values
-            if flags[name].read_with and not is_met(flags[name].read_with, everything)
+            if flags[name].read_with and not requirement_met(flags[name].read_with, everything)
         ]
         if not idle:
             return

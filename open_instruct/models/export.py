@@ -31,7 +31,7 @@ from open_instruct.models.hf.hf_config import without_code
 from open_instruct.models.hf.names import TensorNames
 from open_instruct.models.hf.rope import read_rope, with_rope_at_top
 from open_instruct.models.load import parameter_shapes, raise_together
-from open_instruct.models.shards import Held, deliver, held_of, reshard
+from open_instruct.models.shards import LocalShard, gather_to_owner, held_of, reshard
 from open_instruct.parallel.process import on_main_process
 
 MAX_FILE_BYTES = 2 * 2**30
@@ -65,7 +65,7 @@ def export_hf(
     chat_template: str | None = None,
     card: Callable[[], str | None] = lambda: None,
     more_config: Mapping[str, Any] | None = None,
-    weights: Mapping[str, Held] | None = None,
+    weights: Mapping[str, LocalShard] | None = None,
 ) -> int:
     """Write `model`, on any mesh, as a Hugging Face folder; returns the bytes of all its tensors.
 
@@ -120,7 +120,7 @@ def _prepare(source: Path, out: Path, num_bytes: int) -> None:
 
 
 def _write_weights(
-    folder: Path, plan: Sequence[export_files.PlannedFile], weights: Mapping[str, Held]
+    folder: Path, plan: Sequence[export_files.PlannedFile], weights: Mapping[str, LocalShard]
 ) -> list[str]:
     """Write every file of the plan: a tensor arrives while the one before it is written.
 
@@ -148,7 +148,7 @@ def _write_weights(
                 owner: (weights[tensor.name], tensor.dtype)
                 for owner, (_, tensor) in entries.items()
             }
-            whole = deliver(parts)
+            whole = gather_to_owner(parts)
             for earlier in writing:
                 earlier.result()  # at most one tensor waits for the disk while the next arrives
             if whole is not None and not problems:

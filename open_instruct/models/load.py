@@ -22,7 +22,7 @@ from open_instruct.models.build import find_not_finite
 from open_instruct.models.hf.checkpoint_files import CheckpointFiles
 from open_instruct.models.hf.head_kinds import LM_HEAD
 from open_instruct.models.hf.names import EMBEDDINGS, HF_LM_HEAD, TensorNames, is_harmless_extra
-from open_instruct.models.shards import Held, held_of
+from open_instruct.models.shards import LocalShard, held_of
 from open_instruct.parallel.process import gathered
 
 CHUNK_BYTES = 8 * 2**20
@@ -157,7 +157,7 @@ def stream_load(
 
 
 def _chunks(
-    held: Held, files: CheckpointFiles, hf_name: str, chunk_bytes: int
+    held: LocalShard, files: CheckpointFiles, hf_name: str, chunk_bytes: int
 ) -> Iterator[tuple[slice, torch.Tensor]]:
     """Pairs (some rows of the shard, their values in the file), of at most `chunk_bytes` but at
     least one row.

@@ -92,14 +92,14 @@ def reshard(model: nn.Module) -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Held:
+class LocalShard:
     """This rank's part of a tensor of `shape`: `local`, the values in `box` of it (see `at`), as
     they are `stored`.
 
     A matrix may be cut along its columns into `num_slabs`, whose values then lie slab after slab.
 
-    Example: row 1 of two, `Held(stored=tensor([3, 4]), shape=(2, 2), box=(slice(1, 2), slice(0,
-    2)), beside=…)`.
+    Example: row 1 of two,
+    `LocalShard(stored=tensor([3, 4]), shape=(2, 2), box=(slice(1, 2), slice(0, 2)), beside=…)`.
 
     :param beside: given a rank, the box of every one that shares a copy of the tensor with it; see
         `boxes_beside`.
@@ -133,13 +133,13 @@ class Held:
             self.scales[rows].copy_(scales)
         self.stored[rows].copy_(values)
 
-    def as_in_files(self, name: str) -> Iterator[tuple[str, "Held"]]:
+    def as_in_files(self, name: str) -> Iterator[tuple[str, "LocalShard"]]:
         """The part of each of `rows_of` a parameter."""
         stack = replace(self, beside=cache(self.beside))
         for own_name, index in rows_of(name, self.shape).items():
             yield own_name, self if index is None else stack._row(index)
 
-    def _row(self, index: int) -> "Held":
+    def _row(self, index: int) -> "LocalShard":
         assert self.num_slabs == 1, "stacks are not cut along their columns"
         num_values = math.prod(self.shape[1:])
         if len(self.box) == 1:
@@ -158,7 +158,7 @@ class Held:
                 rank: _of_row(box, index, num_values) for rank, box in self.beside(owner).items()
             }
 
-        return Held(
+        return LocalShard(
             stored=local,
             shape=self.shape[1:],
             box=_of_row(self.box, index, num_values),
@@ -190,15 +190,15 @@ def in_order(values: torch.Tensor, num_slabs: int) -> torch.Tensor:
     return values.view(num_slabs, *values.shape[:-1], -1).movedim(0, -2).reshape(values.shape)
 
 
-def held(parameter: torch.Tensor) -> Held:
+def held(parameter: torch.Tensor) -> LocalShard:
     """The part of a parameter on this rank: its own shard, or the `held` that a backend attached to
     it.
     """
-    elsewhere: Held | None = getattr(parameter, "held", None)
+    elsewhere: LocalShard | None = getattr(parameter, "held", None)
     if elsewhere is not None:
         return elsewhere
     beside = partial(boxes_beside, parameter)
-    return Held(
+    return LocalShard(
         stored=local_part(parameter),
         shape=tuple(parameter.shape),
         box=own_box(parameter),
@@ -206,7 +206,7 @@ def held(parameter: torch.Tensor) -> Held:
     )
 
 
-def held_in_4_bits(codes: torch.Tensor, scales: torch.Tensor) -> Held:
+def held_in_4_bits(codes: torch.Tensor, scales: torch.Tensor) -> LocalShard:
     """The part on this rank of the matrix that two parameters of a `FrozenLinear` hold, cut alike,
     by rows alone.
     """
@@ -222,18 +222,19 @@ def held_in_4_bits(codes: torch.Tensor, scales: torch.Tensor) -> Held:
     )
 
 
-def held_run(
+def flat_shard(
     local: torch.Tensor,
     shape: tuple[int, ...],
     ranges: Sequence[tuple[int, int]],
     *,
     rank: int,
     num_slabs: int = 1,
-) -> Held:
-    """The `Held` of a tensor of which each rank has a run of values, `ranges[rank]`; ranks may
-    share one.
+) -> LocalShard:
+    """The part of a tensor of which each rank has a run of values, `ranges[rank]`.
 
-    Example: the last two of three values on rank 1, `held_run(…, (3,), ((0, 1), (1, 3)), rank=1)`.
+    Ranks may share one.
+
+    Example: the last two of three values, `flat_shard(…, (3,), ((0, 1), (1, 3)), rank=1)`.
     """
 
     def beside(owner: int) -> Mapping[int, Box]:
@@ -241,10 +242,10 @@ def held_run(
         return {rank: (slice(*run),) for run, rank in holder.items()}
 
     box = (slice(*ranges[rank]),)
-    return Held(stored=local, shape=shape, box=box, beside=beside, num_slabs=num_slabs)
+    return LocalShard(stored=local, shape=shape, box=box, beside=beside, num_slabs=num_slabs)
 
 
-def held_of(model: nn.Module, *, adapters_only: bool = False) -> dict[str, Held]:
+def held_of(model: nn.Module, *, adapters_only: bool = False) -> dict[str, LocalShard]:
     """`held` of each tensor, by OLMo-core's names: of each parameter, or of each matrix of a stack
     of them.
 
@@ -270,12 +271,12 @@ def rows_of(name: str, shape: Sequence[int]) -> dict[str, int | None]:
     )
 
 
-def whole_of(parameter: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+def gather_full(parameter: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
     """The whole parameter on every rank, on its device, cast to `dtype` before it travels.
 
     Collective.
     """
-    if isinstance(elsewhere := getattr(parameter, "held", None), Held):
+    if isinstance(elsewhere := getattr(parameter, "held", None), LocalShard):
         whole = elsewhere.local.new_zeros(elsewhere.shape, dtype=dtype)
         if dist.get_rank() in elsewhere.beside(0):
             at(whole, elsewhere.box).copy_(elsewhere.local)
@@ -286,7 +287,7 @@ def whole_of(parameter: torch.Tensor, dtype: torch.dtype | None = None) -> torch
 
 
 @torch.no_grad()
-def deliver(tensors: Mapping[int, tuple[Held, torch.dtype]]) -> torch.Tensor | None:
+def gather_to_owner(tensors: Mapping[int, tuple[LocalShard, torch.dtype]]) -> torch.Tensor | None:
     """Gather tensors, cast to their dtypes, each on the CPU of the rank that owns it; return this
     rank's, if any.
 

@@ -19,7 +19,7 @@ from open_instruct.config.sections import (
     PreferenceDataSection,
     PrefixSharing,
     flag,
-    free_flag,
+    resumable_flag,
 )
 from open_instruct.config.training import TrainingConfig, with_held_out
 from open_instruct.core.batch_values import UnpairedValues
@@ -67,7 +67,7 @@ class KTOLossSection:
     )
     desirable_weight: float = flag("weight of a row whose label is true", 1.0, above=0)
     undesirable_weight: float = flag("weight of a row whose label is false", 1.0, above=0)
-    cache_logprobs_only: bool = free_flag(
+    cache_logprobs_only: bool = resumable_flag(
         "compute and store the reference log-probs, then stop", False
     )
 

@@ -12,7 +12,7 @@ from types import CodeType
 from typing import Any, ClassVar
 
 from open_instruct.core.errors import InputError
-from open_instruct.core.user_code import taken
+from open_instruct.core.user_code import accepted_columns
 from open_instruct.rewards.event_loop import await_entries
 from open_instruct.rewards.verifier import Verifier
 
@@ -60,7 +60,7 @@ class RewardFunction(Verifier):
         """The completions, the prompts and the row's columns, of these the ones it takes."""
         columns = {**row, "prompts": prompt}
         repeated = {name: [value] * len(completions) for name, value in columns.items()}
-        return taken(self.function, repeated | {"completions": list(completions)})
+        return accepted_columns(self.function, repeated | {"completions": list(completions)})
 
 
 def write_function_file(function: Callable[..., Any]) -> str:

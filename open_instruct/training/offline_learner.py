@@ -166,7 +166,9 @@ def score_frozen(
     folder = find_cache_folder(config.data.cache_dir) / "reference_logprobs"
     if policy.loss.ld_alpha is not None:
         folder /= f"ld-{policy.loss.ld_alpha}"
-    cache = open_reference_cache(folder, pretrained, precision=config.frozen_as, shape=rows.shape)
+    cache = open_reference_cache(
+        folder, pretrained, precision=config.reference_precision, shape=rows.shape
+    )
     training_ND: np.ndarray | None = None
     heldout_ND: np.ndarray | None = None
     with adapters_off(policy.model):

@@ -26,7 +26,7 @@ from open_instruct.data.files.array_file import find_cache_folder
 from open_instruct.data.token_dataset import TokenDataset
 from open_instruct.models.heads.logprob_head import Measure
 from open_instruct.models.lora.adapters import adapters_off
-from open_instruct.models.shards import reshard, whole_of
+from open_instruct.models.shards import gather_full, reshard
 from open_instruct.objectives.objective import Teacher
 from open_instruct.parallel.process import gathered, on_main_process
 from open_instruct.parallel.status import this_process
@@ -160,7 +160,7 @@ def build_comparison(
     if opened.teacher.keep is None:
         model = build()
         compute_dtype = getattr(torch, config.model.param_dtype)
-        head_VD = whole_of(model.lm_head.w_out.weight, compute_dtype).to(model.device)
+        head_VD = gather_full(model.lm_head.w_out.weight, compute_dtype).to(model.device)
         return replace(opened, model=model, head_VD=head_VD), rows
     cache = open_teacher_cache(opened, rows, config)
     datasets = [each for each in (rows.dataset, rows.heldout) if each is not None]
@@ -187,7 +187,7 @@ def open_teacher_cache(
     return open_row_cache(
         find_cache_folder(config.data.cache_dir) / "teacher_distributions",
         opened.pretrained,
-        config.frozen_as,
+        config.reference_precision,
         "packed" if rows.shape.packing else "padded",
         opened.teacher.kept_as,
         str(opened.vocab_size),

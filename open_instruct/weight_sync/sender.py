@@ -26,7 +26,7 @@ from open_instruct.core.errors import RunError
 from open_instruct.models.hf.names import TensorNames
 from open_instruct.models.lora.adapters import layers_of, scaled_adapters, weights_of
 from open_instruct.models.lora.files import file_name_of
-from open_instruct.models.shards import Held, held_of, reshard
+from open_instruct.models.shards import LocalShard, held_of, reshard
 from open_instruct.parallel.process import on_main_process
 from open_instruct.training.rows.sample_loader import build_ahead
 from open_instruct.weight_sync.changes import SentParts, build_change_bucket, build_change_manifest
@@ -101,7 +101,7 @@ class WeightSender:
         self._progress: SyncProgress | None = None
         self._outgoing: Outgoing | None = None
         self._sent: SentParts | None = None
-        self._held: Mapping[str, Held] | None = None
+        self._held: Mapping[str, LocalShard] | None = None
 
     def open(self, num_receivers: int) -> dict[str, Any]:
         """Offer a channel, after closing an earlier one; then call `join`.

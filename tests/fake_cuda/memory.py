@@ -126,7 +126,7 @@ class TracedCase(Case):
     def planned(self, folder: Path) -> dict[str, int]:
         """Bytes of each phase, by the plan of the same flags."""
         from open_instruct.commands.plan import parse_request
-        from open_instruct.planning.memory import activations
+        from open_instruct.planning.memory import block
         from open_instruct.planning.plan import make_plan
 
         config = folder / "config.json"
@@ -141,7 +141,7 @@ class TracedCase(Case):
             words += ["--shared_prompt_tokens", str(PROMPT)]
         # Without what attention's kernel needs, the worst moment of a backward pass may be another
         # one.
-        with patch.object(activations, "attention_scratch", lambda **_: 0):
+        with patch.object(block, "attention_scratch", lambda **_: 0):
             phases = make_plan(parse_request([self.objective, *words]).setting).phases
         return {
             phase.name: sum(size for part, size in phase.parts if part not in NO_TENSORS)

@@ -16,7 +16,7 @@ from open_instruct.commands.run_flags import parse_run
 from open_instruct.core.errors import InputError
 from open_instruct.core.shard_layout import ShardLayout
 from open_instruct.objectives.registry import OBJECTIVES, objective_named
-from open_instruct.parallel import layout
+from open_instruct.parallel.layout import find_layout
 from open_instruct.planning.plan import make_plan
 from open_instruct.planning.subject.read_shape import model_shape
 
@@ -57,10 +57,9 @@ def nodes(path: Path) -> list[int]:
 
 
 def layout_of(path: Path) -> ShardLayout:
-    parallel = read(path).parallel
-    return layout.layout_of(
-        parallel, parallel.num_learners_per_node if path in GRPO_FILES else nodes(path)
-    )
+    config = read(path)
+    num_gpus = config.parallel.num_learners_per_node if path in GRPO_FILES else nodes(path)
+    return find_layout(config.parallel, num_gpus, config.backend)
 
 
 def is_built_in(model: str) -> bool:

@@ -83,7 +83,7 @@ def _other_trainer(name: str) -> dict[str, Any]:
     return dict(read_table("step_launches.yaml").get(name, {}))
 
 
-def taken(name: str, words: Sequence[str], known: Collection[str]) -> Fate | None:
+def translate_flag(name: str, words: Sequence[str], known: Collection[str]) -> Fate | None:
     """The fate of upstream's flag `name` in a command with the flags `known`;
 
     None if upstream has no such flag.

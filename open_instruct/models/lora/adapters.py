@@ -31,7 +31,7 @@ from open_instruct.models.heads.value_head import ValueHead
 from open_instruct.models.hf.head_kinds import LM_HEAD, LM_HEAD_BIAS
 from open_instruct.models.hf.names import ADAPTER, clean_name, is_of_adapter
 from open_instruct.models.nf4 import FrozenLinear, quantized
-from open_instruct.models.shards import Held, held, held_of, local_part, reshard, whole_of
+from open_instruct.models.shards import LocalShard, gather_full, held, held_of, local_part, reshard
 
 A, B = ADAPTER
 
@@ -187,11 +187,11 @@ def whole_adapter(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     reshard(model)
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            yield clean_name(name), whole_of(parameter)
+            yield clean_name(name), gather_full(parameter)
 
 
 @torch.no_grad()
-def scaled_adapters(model: nn.Module) -> dict[str, Held]:
+def scaled_adapters(model: nn.Module) -> dict[str, LocalShard]:
     """This rank's parts of the adapters' matrices, A and `scale` x B, by OLMo-core's names."""
     scales = {f"{name}.{B}": layer.scale for name, layer in layers_of(model).items()}
     held = held_of(model, adapters_only=True).items()
@@ -199,7 +199,7 @@ def scaled_adapters(model: nn.Module) -> dict[str, Held]:
 
 
 @torch.no_grad()
-def weights_of(model: nn.Module) -> Mapping[str, Held]:
+def weights_of(model: nn.Module) -> Mapping[str, LocalShard]:
     """The weights for a checkpoint of `model`: those of `held_of` with any adapters added.
 
     Collective.
@@ -211,14 +211,14 @@ def weights_of(model: nn.Module) -> Mapping[str, Held]:
     halves: dict[str, torch.Tensor] = {}
     scale = next(iter(layers.values())).scale
     for name, layer in layers.items():
-        halves[f"{name}.{A}"] = whole_of(layer.lora_A)
+        halves[f"{name}.{A}"] = gather_full(layer.lora_A)
         # A rank holds the same rows of B as of the matrix.
         is_cut = isinstance(layer.lora_B, DTensor)
-        halves[f"{name}.{B}"] = local_part(layer.lora_B) if is_cut else whole_of(layer.lora_B)
+        halves[f"{name}.{B}"] = local_part(layer.lora_B) if is_cut else gather_full(layer.lora_B)
     return MergedWeights(held_of(model), halves, scale=scale)
 
 
-class MergedWeights(UserDict[str, Held]):
+class MergedWeights(UserDict[str, LocalShard]):
     """`plain` with adapters added, in float32; each matrix is made when it is asked for.
 
     :param halves: of adapters, by OLMo-core's names: the first whole; the second whole, or the rows
@@ -229,7 +229,7 @@ class MergedWeights(UserDict[str, Held]):
 
     def __init__(
         self,
-        plain: Mapping[str, Held],
+        plain: Mapping[str, LocalShard],
         halves: Mapping[str, torch.Tensor],
         *,
         scale: float,
@@ -239,7 +239,7 @@ class MergedWeights(UserDict[str, Held]):
         self._halves, self._scale, self._in_4_bits = halves, scale, in_4_bits or {}
 
     @torch.no_grad()
-    def __getitem__(self, name: str) -> Held:
+    def __getitem__(self, name: str) -> LocalShard:
         plain = self.data[name]
         if name in self._in_4_bits:
             codes, scales = quantized(plain.stored, self._in_4_bits[name])
@@ -256,7 +256,7 @@ class MergedWeights(UserDict[str, Held]):
         merged = plain.local.float().addmm(b_OR, a_RI[:, plain.box[1]], alpha=self._scale)
         return replace(plain, stored=merged, scales=None)
 
-    def _run(self, plain: Held, a_RI: torch.Tensor, b_OR: torch.Tensor) -> Held:
+    def _run(self, plain: LocalShard, a_RI: torch.Tensor, b_OR: torch.Tensor) -> LocalShard:
         """The product for the rows that a run of values touches; the run may begin and end within a
         row.
         """

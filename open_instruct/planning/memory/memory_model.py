@@ -383,7 +383,7 @@ class MemoryModel:
         return parts
 
     def export(self) -> Moment:
-        """`deliver` brings one tensor together at a time, cast already, on the CPU of its owner.
+        """`gather_to_owner` gathers a tensor at a time, cast already, on its owner's CPU.
 
         On the GPU are the parts that arrive, and those sent to other owners: together less than the
         tensor twice. A run on CPUs has a tensor that is written besides.

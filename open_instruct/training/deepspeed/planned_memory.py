@@ -140,7 +140,9 @@ class ZeroMemoryModel(MemoryModel):
         copied = MASTER_BYTES * min(own, MOST_AT_ONCE) if copies else 0
         if copied and self.stage == 2 and self.c < MASTER_BYTES:
             copied = 2 * MASTER_BYTES * min(own, self.largest)  # `get_norm_dtype`
-        made = 0 if self.workload.on_cuda else 2 * (own if self.stage else self.largest)
+        made = 0
+        if not self.workload.on_cuda:
+            made = 2 * (own if self.stage else self.largest)
         yield self.resident_parts(self.gradients) | {
             REDUCED: GRADIENT_BYTES * self._count_reduced(),
             TEMPORARIES: copied + MASTER_BYTES * made,

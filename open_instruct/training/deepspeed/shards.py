@@ -15,7 +15,7 @@ from torch import nn
 
 from open_instruct.models.box_files import Part
 from open_instruct.models.hf.names import clean_name
-from open_instruct.models.shards import held_run
+from open_instruct.models.shards import flat_shard
 from open_instruct.models.transformer import SegmentTransformer
 from open_instruct.parallel.process import gathered
 from open_instruct.training.deepspeed.library import deepspeed
@@ -173,7 +173,7 @@ class Masters:
             ranges = [ranges.get(name, (0, 0)) for ranges in rank_ranges]
             local = held[name][1] if name in held else nothing
             num_slabs = cuts[name].degree if cuts[name].dim else 1
-            named[name].held = held_run(
+            named[name].held = flat_shard(
                 local, self.shapes[name], ranges, rank=rank, num_slabs=num_slabs
             )
 

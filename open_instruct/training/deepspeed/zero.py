@@ -124,11 +124,10 @@ def build_backend(
 
 
 def adam_for(device: torch.device, *, adam_offload: bool) -> Adam:
-    """DeepSpeed's Adam on CUDA, for states on the device or in host memory;
-
-    PyTorch's on a CPU, without a compiler.
-    """
-    return "AdamW" if device.type != "cuda" else "CPUAdam" if adam_offload else "FusedAdam"
+    """DeepSpeed's Adam on CUDA, and PyTorch's on a CPU, where it needs no compiler."""
+    if device.type != "cuda":
+        return "AdamW"
+    return "CPUAdam" if adam_offload else "FusedAdam"  # states in host memory, or on the device
 
 
 def building_problem(adam: Adam) -> str | None:

@@ -30,7 +30,7 @@ from open_instruct.models.hf.hf_config import load_hf_config
 from open_instruct.models.hf.names import TensorNames, clean_name
 from open_instruct.models.load import check_cover, parameter_shapes, stream_load
 from open_instruct.models.lora.adapters import adapt
-from open_instruct.models.shards import held_of, held_run, own_box, rows_of
+from open_instruct.models.shards import flat_shard, held_of, own_box, rows_of
 from open_instruct.training.parallelize import Parallelism, parallelize
 
 CPU = torch.device("cpu")
@@ -97,7 +97,7 @@ def in_ranges(hf_config: Any, *, dtype: str) -> Any:
         local = torch.full(
             (ends[rank + 1] - ends[rank],), float("nan"), dtype=getattr(torch, dtype)
         )
-        parameter.held = held_run(  # type: ignore[attr-defined]
+        parameter.held = flat_shard(  # type: ignore[attr-defined]
             local, tuple(parameter.shape), list(itertools.pairwise(ends)), rank=rank
         )
     return model

@@ -17,7 +17,13 @@ from open_instruct.commands.run_flags import join_backend, parse_run
 from open_instruct.config import resolved
 from open_instruct.config.flags import LARGEST_INT, NONE_WORDS, Flag, flags_of
 from open_instruct.config.grpo import GRPOConfig
-from open_instruct.config.help import MOST_USED, chosen_flags, help_page, help_topic, told_of
+from open_instruct.config.help import (
+    MOST_USED,
+    chosen_flags,
+    docstring_parts,
+    help_page,
+    help_topic,
+)
 from open_instruct.config.resolved import (
     _git_state,
     as_flat_dict,
@@ -25,7 +31,7 @@ from open_instruct.config.resolved import (
     resume_conflicts,
     write_config,
 )
-from open_instruct.config.suites.upstream_flags import taken, upstream_table
+from open_instruct.config.suites.upstream_flags import translate_flag, upstream_table
 from open_instruct.core.errors import InputError
 from open_instruct.core.user_code import load_named
 from open_instruct.losses.preference import PREFERENCE_LOSSES
@@ -460,7 +466,7 @@ class TestHelp:
         assert "--max_seq_length INT [default: 2048]" in joined
         assert "--output_dir STR [required]" in joined
         assert "usage: program [FILE.yaml] --model_name_or_path STR" in joined
-        examples = told_of(DPOConfig)[1]
+        examples = docstring_parts(DPOConfig)[1]
         assert "--help all" not in joined
         assert len(examples) == 2 and all(example in text for example in examples)
 
@@ -477,7 +483,7 @@ class TestHelp:
         assert f"{len(chosen)} of {len(flags_of(config_class))} flags" in " ".join(page.split())
         assert all(
             "configs/" not in example and ".py" not in example
-            for example in told_of(config_class)[1]
+            for example in docstring_parts(config_class)[1]
         )
 
     def test_flags_most_runs_set_are_flags(self) -> None:
@@ -498,7 +504,7 @@ class TestHelp:
         assert "No flag is about 'nowhere'" in page and " 0 of " not in page
 
     def test_examples_are_told_apart_from_the_description(self, tmp_path: Path) -> None:
-        description, examples = told_of(GRPOConfig)
+        description, examples = docstring_parts(GRPOConfig)
         assert "Examples" not in description
         assert [example.split()[0] for example in examples] == ["open-instruct", "open-instruct"]
         assert "--model_name_or_path MODEL_DIR --dataset_mixer_list" in examples[0]
@@ -510,7 +516,7 @@ class TestHelp:
         )
         (tmp_path / "mine.py").write_text(own)
         objective = load_named(f"{tmp_path / 'mine.py'}:PULL", origin="--objective", what="NAME")
-        assert told_of(objective.config_class)[1][0].startswith(
+        assert docstring_parts(objective.config_class)[1][0].startswith(
             "open-instruct train --objective mine.py:PULL "
         )
 
@@ -574,7 +580,7 @@ def values_of(flag: Flag) -> st.SearchStrategy[Any]:
         strategy = st.lists(of_kinds[flag.item_kind]) if flag.kind is list else of_kinds[flag.kind]
         # 0 where upstream's 0 says `none`: no config holds it.
         strategy = strategy.filter(
-            lambda value: taken(flag.name, [str(value)], flags_of(DPOConfig)) is None
+            lambda value: translate_flag(flag.name, [str(value)], flags_of(DPOConfig)) is None
         )
     # In a config there is always a beta: without one given, the loss's own.
     return st.one_of(st.none(), strategy) if flag.optional and flag.name != "beta" else strategy

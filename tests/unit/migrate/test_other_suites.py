@@ -9,7 +9,7 @@ import pytest
 from open_instruct.commands.run_flags import parse_run
 from open_instruct.config.flags import flags_of
 from open_instruct.config.name_hints import names_of_other_suites
-from open_instruct.config.suites.upstream_flags import taken
+from open_instruct.config.suites.upstream_flags import translate_flag
 from open_instruct.core.errors import InputError
 from open_instruct.objectives.registry import OBJECTIVES, objective_named
 from tests.refusals import refused
@@ -45,7 +45,7 @@ def test_each_leads_to_a_flag_that_exists(
     without = [
         command
         for command, flags in FLAGS.items()
-        if name not in flags and taken(name, ["1"], flags) is None
+        if name not in flags and translate_flag(name, ["1"], flags) is None
     ]
     said = {refusal(command, name) for command in without}
     wanted = sentences or [f"is called --{hint[0]} here"]

@@ -30,7 +30,7 @@ from open_instruct.models.lora.files import (
     open_adapter,
 )
 from open_instruct.models.lora.peft_config import CONFIG_NAME
-from open_instruct.models.shards import held_of, held_run
+from open_instruct.models.shards import flat_shard, held_of
 from open_instruct.objectives.dpo import DPOConfig, validate_dpo
 from tests.refusals import refused
 from tests.unit.small_models import CPU, hf_config, new_model, with_random_weights
@@ -89,7 +89,7 @@ def test_ranks_that_hold_ranges_of_a_matrix_add_their_part() -> None:
     ]
     for rank, (start, stop) in enumerate(ranges):
         local, shape = layer.weight.detach().flatten()[start:stop], tuple(layer.weight.shape)
-        layer.weight.held = held_run(local, shape, ranges, rank=rank)  # type: ignore[attr-defined]
+        layer.weight.held = flat_shard(local, shape, ranges, rank=rank)  # type: ignore[attr-defined]
         part = weights_of(model)[name]
         assert part.box == (slice(start, stop),)
         torch.testing.assert_close(part.local, whole.flatten()[start:stop])

@@ -20,7 +20,7 @@ from open_instruct.core.errors import RunError
 from open_instruct.core.records import Batch, Metric, PackedBatch, StepBatch
 from open_instruct.models.build import build_model
 from open_instruct.models.lora.adapters import adapt
-from open_instruct.models.shards import held_run
+from open_instruct.models.shards import flat_shard
 from open_instruct.objectives.objective import BoundLoss, LossOutputs
 from open_instruct.olmo_core_train_modules import ObjectiveTrainModule
 from open_instruct.training.optim.optimizers import build_optimizer_config
@@ -229,7 +229,7 @@ def test_adapters_are_looked_at_where_ranks_hold_ranges_of_them(tmp_path: Path) 
             parameter.fill_(0.5)
     check_weights(model, what="it", folder=tmp_path)
     broken = next(parameter for name, parameter in model.named_parameters() if "lora_A" in name)
-    held = held_run(torch.tensor([math.nan]), tuple(broken.shape), [(0, 1)], rank=0)
+    held = flat_shard(torch.tensor([math.nan]), tuple(broken.shape), [(0, 1)], rank=0)
     broken.held = held  # type: ignore[attr-defined]
     broken.data = torch.empty(0)
     with pytest.raises(RunError, match="so it was not written"):

@@ -4,7 +4,7 @@ its columns.
 
 import torch
 
-from open_instruct.models.shards import at, held, held_run, in_order
+from open_instruct.models.shards import at, flat_shard, held, in_order
 
 MATRIX = torch.arange(12).view(3, 4)
 LEFT, RIGHT = [0, 1, 4, 5, 8, 9], [2, 3, 6, 7, 10, 11]
@@ -22,7 +22,7 @@ def test_parameter_is_held_whole_where_nobody_shares_it() -> None:
 
 def test_part_is_read_from_where_the_parameter_is_stored() -> None:
     parameter = torch.empty(0)
-    parameter.held = held_run(MATRIX.flatten()[2:5], (3, 4), [(0, 2), (2, 5), (5, 12)], rank=1)  # type: ignore[attr-defined]
+    parameter.held = flat_shard(MATRIX.flatten()[2:5], (3, 4), [(0, 2), (2, 5), (5, 12)], rank=1)  # type: ignore[attr-defined]
     assert held(parameter).values(MATRIX).tolist() == [2, 3, 4] == held(parameter).local.tolist()
     whole = torch.zeros(3, 4, dtype=torch.int64)
     at(whole, held(parameter).box).copy_(held(parameter).local)
@@ -32,7 +32,7 @@ def test_part_is_read_from_where_the_parameter_is_stored() -> None:
 def test_matrix_cut_by_columns_is_stored_slab_by_slab() -> None:
     runs = [(0, 5), (5, 6), (6, 12)]
     values = [
-        held_run(torch.empty(0), (3, 4), runs, rank=rank, num_slabs=2).values(MATRIX)
+        flat_shard(torch.empty(0), (3, 4), runs, rank=rank, num_slabs=2).values(MATRIX)
         for rank in range(3)
     ]
     assert [each.tolist() for each in values] == [LEFT[:5], LEFT[5:], RIGHT]
@@ -40,6 +40,6 @@ def test_matrix_cut_by_columns_is_stored_slab_by_slab() -> None:
 
 
 def test_shared_run_is_sent_once_and_preferably_by_its_owner() -> None:
-    beside = held_run(torch.empty(0), (4,), [(0, 2), (2, 4), (0, 2), (2, 4)], rank=0).beside
+    beside = flat_shard(torch.empty(0), (4,), [(0, 2), (2, 4), (0, 2), (2, 4)], rank=0).beside
     first, second = (slice(0, 2),), (slice(2, 4),)
     assert beside(0) == {0: first, 3: second} and beside(1) == {2: first, 1: second}
