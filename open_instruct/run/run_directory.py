@@ -74,7 +74,7 @@ class RunDirectory:
                 f"--output_dir {self.path} cannot be written: choose another folder",
                 kind="unreadable_file",
             )
-        self.require_same_setting()
+        self.refuse_foreign_files()
 
     def refuse_unusable(self) -> None:
         """Look, and make nothing.
@@ -89,9 +89,9 @@ class RunDirectory:
                 "folder",
                 kind="unreadable_file",
             )
-        self.require_same_setting()
+        self.refuse_foreign_files()
 
-    def require_same_setting(self) -> None:
+    def refuse_foreign_files(self) -> None:
         """:raises InputError: something else has the name of a run's file or checkpoint."""
         for name in (*OWN_FILES, "run.lock", "run.lease"):
             if kind := kind_of_other(self.path / name):

@@ -68,6 +68,15 @@ class Backend(Protocol):
 
     An update is: `microbatch` and in it `backward` for each microbatch, `clip`, then either
     `set_learning_rate` and `step`, or `leave_out_step`.
+
+    What no backend may do:
+
+    - know the objective, or divide by counts of a batch: the loss that it gets is divided already;
+    - give another gradient than that of the loss summed over ranks: one whose library averages
+      multiplies first;
+    - step from a gradient that is not finite, or change anything in `leave_out_step`;
+    - call a collective on some of the ranks alone;
+    - import another backend, or have its record (`config/training.py:BackendRecord`) import torch.
     """
 
     model: Transformer
