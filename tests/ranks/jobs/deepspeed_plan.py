@@ -58,7 +58,8 @@ def _measured(
     DPO.validate(config)
     run = join_run(config)
     pretrained = open_pretrained(config, run.directory.hf_model)
-    microbatch = _row(num_tokens, 2)
+    values_class = DPO.bind(config).values_class
+    microbatch = _row(num_tokens, 2, has_reference=True, values_class=values_class)
     num_rows = num_microbatches * run.layout.data_parallel_world_size
     step = StepBatch(
         microbatches=(microbatch,) * num_microbatches,
