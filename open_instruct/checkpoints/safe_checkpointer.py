@@ -265,7 +265,7 @@ class SafeCheckpointer(Checkpointer):
             return train_state
 
         train_state = together(fill, kind=RunError)
-        train_module.load_state_dict(own_state)
+        train_module.load_state_dict({name: state[name] for name in own_state})
         for name, part_state in part_states.items():
             self.parts[name].load_state(part_state)
         if load_trainer_state is False:

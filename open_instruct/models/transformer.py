@@ -158,7 +158,7 @@ class SegmentTransformer(Transformer):
         Adapters are made anew: OLMo-core would cut both halves along the same axis.
         """
         is_trained = {name: parameter.requires_grad for name, parameter in self.named_parameters()}
-        # Lora/adapters.py.
+        # lora/adapters.py.
         adapted: list[Any] = [each for each in self.modules() if hasattr(each, "register_adapter")]
         for layer in adapted:
             layer.remove_adapter()

@@ -85,7 +85,7 @@ class RunFiles:
     def read(cls, folder: Path) -> RunFiles:
         """:raises InputError: there is no run in the folder, or its config.yaml cannot be read."""
         directory = RunDirectory(path=folder)
-        directory.require_same_setting()
+        directory.refuse_foreign_files()
         if not (directory.config.is_file() or directory.metrics.is_file()):
             raise InputError(
                 f"{folder} holds no run: it has neither config.yaml nor metrics.jsonl; give the "

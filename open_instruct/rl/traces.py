@@ -249,6 +249,8 @@ def _make_completion(row: dict[str, Any]) -> dict[str, Any]:
     logprobs: list[float] = []
     versions: list[int] = []
     for reply in replies:
+        if not 0 <= reply["start"] <= reply["stop"] <= len(row["token_ids"]):
+            raise ValueError("a reply of an episode is not within its tokens")
         logprobs += row["logprobs"][reply["start"] : reply["stop"]]
         versions += row["versions"][reply["start"] : reply["stop"]]
     fields = {field: row[column] for column, field in OF_COMPLETION.items()}

@@ -48,7 +48,7 @@ def read_settings(run: Path) -> SavedSettings:
         read.
     """
     directory = RunDirectory(path=run)
-    directory.require_same_setting()
+    directory.refuse_foreign_files()
     path = directory.config
     try:
         values = yaml.safe_load(path.read_text(encoding="utf-8"))

@@ -21,6 +21,7 @@ from open_instruct.run.pretrained import Pretrained
 from open_instruct.training.backend import Backend
 from open_instruct.training.critic import Critic
 from open_instruct.training.loop import Loop
+from open_instruct.training.model.routing import check_balance_scope
 from open_instruct.training.policy import Policy
 from open_instruct.training.reference import Reference, build_reference
 from open_instruct.training.rows.training_rows import TrainingRows
@@ -104,6 +105,7 @@ def build_learner_state(
         rows: of an offline run.
     """
     backend = config.backend.build(pretrained, run=run, config=config, num_steps=cadence.num_steps)
+    check_balance_scope(backend.model, config.model.router_balance)  # before others are loaded
     comparison = companions.comparison
     if comparison is not None:
         assert rows is not None, "a teacher is compared on rows"
@@ -116,16 +118,7 @@ def build_learner_state(
         teacher = build_teacher(
             companions.teacher, pretrained, backend.computing_model, run=run, config=config
         )
-    critic: Critic | None = None
-    if companions.critic is not None:
-        assert companions.critic_flags is not None
-        critic = Critic(
-            companions.critic,
-            flags=companions.critic_flags,
-            run=run,
-            config=config,
-            num_steps=cadence.num_steps,
-        )
+    critic = build_critic(companions, run=run, config=config, num_steps=cadence.num_steps)
     policy = Policy(
         backend,
         loss,
@@ -142,6 +135,22 @@ def build_learner_state(
         rows=rows,
         cadence=cadence,
         start_model=start_model,
+    )
+
+
+def build_critic(
+    companions: CompanionModels, *, run: Run, config: LearnerConfig, num_steps: int
+) -> Critic | None:
+    """The critic of a run that has one."""
+    if companions.critic is None:
+        return None
+    assert companions.critic_flags is not None
+    return Critic(
+        companions.critic,
+        flags=companions.critic_flags,
+        run=run,
+        config=config,
+        num_steps=num_steps,
     )
 
 

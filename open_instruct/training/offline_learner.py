@@ -48,6 +48,7 @@ def build_offline_learner(
     :raises InputError: a row, a model or a checkpoint of the run will not do; most is found before
         a weight is read.
     """
+    loss = bind_loss(objective, config, pretrained)  # refuses words that are no single token
     start_model = fingerprint_start_model(pretrained, run)
     companions = open_companions(config, objective, pretrained, run)
     rows = read_training_rows(config, objective, pretrained, run)
@@ -56,7 +57,7 @@ def build_offline_learner(
         pretrained,
         run=run,
         config=config,
-        loss=bind_loss(objective, config, pretrained),
+        loss=loss,
         cadence=plan_cadence(config, rows.num_steps_per_epoch),
         start_model=start_model,
         companions=companions,

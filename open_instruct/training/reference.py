@@ -21,7 +21,7 @@ class Reference:
     """A reference policy; `update_freq` is None for one that never moves.
 
     One that never moves is the start model, and is built from its files again after a restart. One
-    that moves is part of the checkpoints, see `companions.py`.
+    that moves is part of the checkpoints, see `checkpoint_parts.py`.
     """
 
     model: Transformer

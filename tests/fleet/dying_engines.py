@@ -94,14 +94,14 @@ def arm_engines() -> None:
 
     def stage_or_die(self: Any, version: int) -> None:
         if count_versions(self) > 0:
-            change = self._mirror.change
+            change = self._mirror.apply_message
 
             def change_or_die(*args: Any) -> Any:
                 changed = change(*args)
                 die_in("stage")  # with a part in the copy, and others on their way
                 return changed
 
-            self._mirror.change = change_or_die
+            self._mirror.apply_message = change_or_die
         stage(self, version)
 
     def buckets_or_die(self: Any) -> Iterator[Any]:

@@ -55,7 +55,7 @@ class DyingLearner(PolicyTrainerOLMoCoreProcess):
         ]
         sender: Any = self.sender
         if "compare" in due:
-            sender._sent._message = dying(sender._sent._message, 1)
+            sender._sent._encode_message = dying(sender._sent._encode_message, 1)
         if "send" in due:
             sender._outgoing.put = dying(sender._outgoing.put, 1)
         super().broadcast_to_vllm(version)
@@ -71,7 +71,7 @@ def arm_receivers() -> None:
 
     def stage(self: Any, version: int) -> None:
         if is_due("stage", version):
-            self._mirror.change = dying(self._mirror.change, 2)
+            self._mirror.apply_message = dying(self._mirror.apply_message, 2)
         staged(self, version)
         if is_due("apply", version):
             read = dying(lambda weight: weight, 3)

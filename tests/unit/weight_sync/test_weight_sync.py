@@ -62,7 +62,7 @@ class TestBuckets:
             assert [stop - start for start, stop in map(bucket.span, range(4))] == [64] * 4
         assert [
             manifest.buckets[1].parts[2]["embeddings"].box[0],
-            manifest.buckets[1].parts[2]["embeddings"].own[0],
+            manifest.buckets[1].parts[2]["embeddings"].local_box[0],
         ] == [
             slice(36, 40),
             slice(4, 8),
