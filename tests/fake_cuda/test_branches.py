@@ -110,7 +110,7 @@ ELSEWHERE = {
         "tests/unit/training/test_float8.py",
         'GPU = torch.device("cuda", 0)',
     ),
-    "training/deepspeed/planned_memory.py": (
+    "training/deepspeed/planned": (
         "tests/unit/planning/test_deepspeed_plan.py",
         "on_cuda",
     ),
@@ -123,7 +123,10 @@ ELSEWHERE = {
         "tests/unit/generation/test_engine_choices.py",
         "explain_memory_error",
     ),
-    "check = check_plan(": ("tests/unit/commands/test_check.py", "where_there_is_a_driver_of_one"),
+    "planned = check_plan(": (
+        "tests/unit/commands/test_check.py",
+        "where_there_is_a_driver_of_one",
+    ),
     'remedy = "Install Triton': (
         "tests/unit/training/test_kernels.py",
         '"--compile_model", "Triton"',
