@@ -34,6 +34,7 @@ from open_instruct.parallel.wording import describe_layout
 from open_instruct.planning.plan import check_model
 from open_instruct.planning.shown import check_plan
 from open_instruct.planning.subject.build_workload import RunConfig, build_shape
+from open_instruct.planning.subject.devices import has_gpu_here
 from open_instruct.run.earlier_command import refuse_another_command
 from open_instruct.run.first_look import (
     check_first_rows,
@@ -50,7 +51,6 @@ if TYPE_CHECKING:
     from open_instruct.commands.checks.rewards import RewardChecks
 
 MOST_ROWS = 1000  # of each data set, that are tokenised
-GPU_DRIVERS = ("/proc/driver/nvidia/version", "/dev/kfd")
 
 
 def check_parts(
@@ -257,7 +257,7 @@ class RunChecks:
         folder = find_local_folder(config.model.model_name_or_path)
         if folder is None:
             return "not planned: the model is not here"
-        has_gpu = any(Path(driver).exists() for driver in GPU_DRIVERS)
+        has_gpu = has_gpu_here()
         is_elsewhere = isinstance(config, GRPOConfig) and config.fleet.ray_address is not None
         if is_elsewhere and not has_gpu:
             return (
