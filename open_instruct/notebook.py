@@ -26,7 +26,7 @@ from open_instruct.objectives.objective import Objective
 from open_instruct.objectives.policy_gradient import GRPO
 from open_instruct.rewards.function import write_function_file
 from open_instruct.run.hub.upload import open_repository, upload
-from open_instruct.run.run_directory import RunDirectory, exported_by, is_number, rows_of
+from open_instruct.run.run_directory import RunDirectory, find_export_folder, is_number, read_rows
 from open_instruct.train import preflight, train
 
 if TYPE_CHECKING:
@@ -91,9 +91,9 @@ def fit(
         raise InputError(_without_dashes(error), problems=problems) from error
     directory = RunDirectory(path=Path(output_dir))
     return Fitted(
-        model=exported_by(config),
-        metrics=_columns(list(rows_of(directory.metrics))),
-        held_out=_columns(list(rows_of(directory.evaluations))),
+        model=find_export_folder(config.run, config.adapters),
+        metrics=_columns(list(read_rows(directory.metrics))),
+        held_out=_columns(list(read_rows(directory.evaluations))),
     )
 
 
@@ -124,7 +124,7 @@ def _train(
             f"{output_dir}"
         )
     if config.run.push_to_hub:
-        print(upload(config.run, exported_by(config)))
+        print(upload(config.run, find_export_folder(config.run, config.adapters)))
     return config
 
 

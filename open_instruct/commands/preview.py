@@ -55,9 +55,9 @@ def main(argv: Sequence[str]) -> int:
 
     known = find_judges(config)  # users' own code, which may need torch
     hide_torch_from_transformers()
-    from open_instruct.report.preview.sample import html_page, print_sample, sample_of
+    from open_instruct.report.preview.sample import build_sample, html_page, print_sample
 
-    sample = sample_of(
+    sample = build_sample(
         config, objective, known, num_read=config.preview.read, num_shown=config.preview.rows
     )
     if config.preview.out is None:

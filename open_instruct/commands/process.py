@@ -42,7 +42,7 @@ from open_instruct.report.closing import describe_best_step, print_results
 from open_instruct.run import run_lock
 from open_instruct.run.cadence import set_handler, stop_signals_handled
 from open_instruct.run.hub.upload import open_repository, upload
-from open_instruct.run.run_directory import exported_by
+from open_instruct.run.run_directory import find_export_folder
 
 # Held by the thread that tells how the process ends: another must not speak, and end it, meanwhile.
 _last_words = threading.Lock()
@@ -176,9 +176,15 @@ def run_and_report(main: Callable[[ConfigT], int], config: ConfigT) -> int:
     began_s = time.monotonic()
     code = main(config)
     if code == 0 and current_rank() == 0:
-        print_results(config, took_s=time.monotonic() - began_s)
+        print_results(config.run, config.adapters, took_s=time.monotonic() - began_s)
         if config.run.push_to_hub:
-            print(upload(config.run, exported_by(config), step=describe_best_step(config)))
+            print(
+                upload(
+                    config.run,
+                    find_export_folder(config.run, config.adapters),
+                    step=describe_best_step(config.run),
+                )
+            )
     return code
 
 

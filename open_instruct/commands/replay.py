@@ -26,7 +26,7 @@ from open_instruct.core.errors import InputError
 from open_instruct.core.files import write_asked
 from open_instruct.core.records import RolloutGroup
 from open_instruct.data.files.foreign_json import read_object
-from open_instruct.run.run_directory import RunDirectory, rows_of
+from open_instruct.run.run_directory import RunDirectory, read_rows
 from open_instruct.run.saved_settings import read_settings
 
 if TYPE_CHECKING:
@@ -328,7 +328,7 @@ def recorded_row(metrics: Path, step: int) -> dict[str, float] | None:
         InputError: the file cannot be read.
     """
     try:
-        rows = list(rows_of(metrics))
+        rows = list(read_rows(metrics))
     except OSError as error:
         raise InputError(f"{metrics} cannot be read: {error}", kind="unreadable_file") from error
     return next((row for row in reversed(rows) if row.get("step") == step), None)

@@ -2,36 +2,35 @@
 
 import shlex
 from collections.abc import Mapping
-from itertools import islice
 from pathlib import Path
 
 from rich.panel import Panel
 from rich.table import Table
 
-from open_instruct.config.training import LearnerConfig
+from open_instruct.config.lora import LoRASection
+from open_instruct.config.run_sections import RunSection
 from open_instruct.core.metrics import followed, in_order
 from open_instruct.core.text import counted
 from open_instruct.data.files.foreign_json import read_object
 from open_instruct.report.ends import Rows, describe_ends, step_ends
 from open_instruct.run.console import Console, time_words
-from open_instruct.run.run_directory import RunDirectory, exported_by, rows_of
+from open_instruct.run.run_directory import RunDirectory, find_export_folder, read_rows
 
-ADAPTER_KIND = ("adapter_config.json", "task_type")
 FRAME_COLUMNS = 6  # of the frame and of the space between its two columns
 NUM_HELD_OUT = 3  # the first ones in the table of metrics, which say most about the objective
 
 
-def print_results(config: LearnerConfig, *, took_s: float) -> None:
+def print_results(run: RunSection, adapters: LoRASection | None, *, took_s: float) -> None:
     """Print the end of a run, in a frame on a terminal; nothing where it left no model."""
-    directory = RunDirectory(path=Path(config.run.output_dir))
-    model = exported_by(config)
-    rows = list(rows_of(directory.metrics))
+    directory = RunDirectory(path=Path(run.output_dir))
+    model = find_export_folder(run, adapters)
+    rows = list(read_rows(directory.metrics))
     if not rows or not model.exists():
         return
     facts = {
-        f"{counted(rows[-1]['step'], 'step')}": describe_learning(rows),
-        "held out": describe_held_out(list(rows_of(directory.evaluations))),
-        "exported": describe_best_step(config),
+        counted(rows[-1]["step"], "step"): describe_learning(rows),
+        "held out": describe_held_out(list(read_rows(directory.evaluations))),
+        "exported": describe_best_step(run),
         "time": time_words(took_s),
         "model": str(model),
         **_next_command(model),
@@ -51,7 +50,7 @@ def print_results(config: LearnerConfig, *, took_s: float) -> None:
 
 def _fits_in_frame(facts: Mapping[str, str], width: int) -> bool:
     """Whether each word, such as a path, stays whole in its line of the frame."""
-    longest_word = max(len(word) for words in facts.values() for word in words.split())
+    longest_word = max(map(len, " ".join(facts.values()).split()))
     return max(map(len, facts)) + longest_word + FRAME_COLUMNS <= width
 
 
@@ -62,17 +61,20 @@ def describe_learning(rows: Rows) -> str:
 
 def describe_held_out(evaluations: Rows) -> str:
     """The first and the last values of the first metrics of the evaluations."""
-    names = in_order({name for row in evaluations for name in row} - {"step", "samples"})
-    names = [name for name in names if not name.startswith("eval/num_")]
-    ends = {name: step_ends(evaluations, name) for name in names}
-    known = {name: pair for name, pair in ends.items() if pair}
-    return describe_ends(dict(islice(known.items(), NUM_HELD_OUT)))
+    names: set[str] = set().union(*evaluations)
+    known = []
+    for name in in_order(names - {"step", "samples"}):
+        pair = step_ends(evaluations, name)
+        if pair and not name.startswith("eval/num_"):
+            known.append((name, pair))
+    return describe_ends(dict(known[:NUM_HELD_OUT]))
 
 
-def describe_best_step(config: LearnerConfig) -> str:
+def describe_best_step(run: RunSection) -> str:
     """The step of the exported weights, where `--keep_best` has chosen it; empty otherwise."""
-    directory = RunDirectory(path=Path(config.run.output_dir))
-    best = directory.read_best_step() if config.run.keep_best else None
+    if not run.keep_best:
+        return ""
+    best = RunDirectory(path=Path(run.output_dir)).read_best_step()
     return str(best) if best else ""
 
 
@@ -84,11 +86,10 @@ def learning_metrics() -> list[str]:
 
 def _next_command(model: Path) -> dict[str, str]:
     """How to talk to a model, or to an adapter; a judge has no such command."""
-    name, field = (
-        ("config.json", "architectures") if (model / "config.json").exists() else ADAPTER_KIND
-    )
-    if not any(
-        word in str(read_object(model / name).get(field)) for word in ("CausalLM", "CAUSAL_LM")
-    ):
+    if (model / "config.json").exists():
+        kind = str(read_object(model / "config.json").get("architectures"))
+    else:
+        kind = str(read_object(model / "adapter_config.json").get("task_type"))
+    if "CausalLM" not in kind and "CAUSAL_LM" not in kind:
         return {}
     return {"talk": f"open-instruct chat {shlex.quote(str(model.parent))}"}

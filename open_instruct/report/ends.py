@@ -18,19 +18,18 @@ SMALL_SHARE = 0.01
 def step_ends(rows: Rows, name: str) -> tuple[float, float] | None:
     """The first and the last value of a metric; None if no row has it."""
     values = _find_values(rows, name)
-    return (_rounded(values[0]), _rounded(values[-1])) if values else None
+    if not values:
+        return None
+    return _round(values[0]), _round(values[-1])
 
 
 def mean_ends(rows: Rows, name: str) -> tuple[float, float] | None:
-    """The means of a metric over the first and the last fifth of the steps;
-
-    None if no row has it.
-    """
+    """The means of a metric over the first and last fifth of the steps; None if no row has it."""
     values = _find_values(rows, name)
     if not values:
         return None
     size = count_steps_of_mean(values)
-    return _rounded(fsum(values[:size]) / size), _rounded(fsum(values[-size:]) / size)
+    return _round(fsum(values[:size]) / size), _round(fsum(values[-size:]) / size)
 
 
 def count_steps_of_mean(rows: Sequence[Any]) -> int:
@@ -39,11 +38,11 @@ def count_steps_of_mean(rows: Sequence[Any]) -> int:
 
 def describe_ends(ends: dict[str, tuple[float, float] | None]) -> str:
     """Begin and end of each metric, such as `loss 0.6931 -> 0.4, reward 0 -> 1`."""
-    return ", ".join(
-        f"{name.removeprefix('eval/')} {pair[0]:.4g} -> {pair[1]:.4g}"
-        for name, pair in ends.items()
-        if pair
-    )
+    words = []
+    for name, pair in ends.items():
+        if pair:
+            words.append(f"{name.removeprefix('eval/')} {pair[0]:.4g} -> {pair[1]:.4g}")
+    return ", ".join(words)
 
 
 def _find_values(rows: Rows, name: str) -> list[float]:
@@ -63,6 +62,6 @@ def _begins_as_reference(rows: Rows) -> bool:
     return is_number(margins[0]) and sizes[0] <= SMALL_SHARE * max(sizes)
 
 
-def _rounded(value: float) -> float:
+def _round(value: float) -> float:
     """Without the noise of rounding around 0, and without -0."""
     return round(value, 6) + 0.0

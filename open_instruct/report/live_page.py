@@ -23,9 +23,9 @@ from open_instruct.run.run_directory import RunDirectory
 LOOPBACK = "127.0.0.1"
 HOST_NAMES = (LOOPBACK, "localhost")
 CHECK_INTERVAL_S = 1.0
-# The least time between two looks of a browser. A page that takes long to make is asked for less
-# often.
-REFRESH_S, REFRESH_PER_S = 3.0, 10.0
+# The least time between two looks of a browser; more for a page that takes long to make.
+REFRESH_S = 3.0
+REFRESH_PER_S = 10.0
 SOCKET_TIMEOUT_S = 30.0
 HEADERS = {
     "Cache-Control": "no-store",
@@ -55,7 +55,9 @@ class LivePage:
 
     def find_version(self) -> str:
         """A word that is another one after every change of the runs' files."""
-        marks = [mark for folder in self.folders for mark in _file_marks(RunDirectory(path=folder))]
+        marks: list[Any] = []
+        for folder in self.folders:
+            marks += _file_marks(RunDirectory(path=folder))
         return f"{hash(tuple(marks)) & (2**64 - 1):x}"
 
     def render(self) -> bytes:
@@ -77,10 +79,16 @@ class LivePage:
 
 def _file_marks(directory: RunDirectory) -> list[Any]:
     paths = (
-        *(directory.config, directory.metrics, directory.evaluations, directory.layout),
-        *(directory.plan, directory.hf_model, directory.adapter, directory.path / "traces"),
+        directory.config,
+        directory.metrics,
+        directory.evaluations,
+        directory.layout,
+        directory.plan,
+        directory.hf_model,
+        directory.adapter,
+        directory.path / "traces",
     )
-    return [_file_mark(path) for path in paths] + [directory.has_live_lease()]
+    return [*map(_file_mark, paths), directory.has_live_lease()]
 
 
 def _file_mark(path: Path) -> tuple[int, int] | None:
@@ -131,25 +139,25 @@ class _PageHandler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         host = self.headers.get("Host", "").rsplit(":", 1)[0]
         if host not in HOST_NAMES:
-            self._answer(HTTPStatus.FORBIDDEN, b"not a name of this machine\n", "text/plain")
+            self._answer_text(HTTPStatus.FORBIDDEN, "not a name of this machine\n")
         elif self.path == f"/{self.server.secret}/version":
-            self._answer(HTTPStatus.OK, self.server.page.find_version().encode(), "text/plain")
+            self._answer_text(HTTPStatus.OK, self.server.page.find_version())
         elif self.path == f"/{self.server.secret}/":
             self._answer_page()
         else:
-            self._answer(
-                HTTPStatus.NOT_FOUND,
-                b"the address is the one that the command has printed\n",
-                "text/plain",
-            )
+            remedy = "the address is the one that the command has printed\n"
+            self._answer_text(HTTPStatus.NOT_FOUND, remedy)
 
     def _answer_page(self) -> None:
         try:
             content = self.server.page.render()
         except InputError as error:
-            self._answer(HTTPStatus.SERVICE_UNAVAILABLE, f"{error}\n".encode(), "text/plain")
+            self._answer_text(HTTPStatus.SERVICE_UNAVAILABLE, f"{error}\n")
             return
         self._answer(HTTPStatus.OK, content, "text/html")
+
+    def _answer_text(self, status: HTTPStatus, text: str) -> None:
+        self._answer(status, text.encode(), "text/plain")
 
     def _answer(self, status: HTTPStatus, content: bytes, kind: str) -> None:
         self.send_response(status)
@@ -188,6 +196,7 @@ def _print_ends(folders: Sequence[Path]) -> None:
             state = RunDirectory(path=folder).find_state()
             if state != states.get(folder) and state != "running":
                 rows = RunFiles.read(folder).rows
-                print(f"{folder}: {state} at step {rows[-1]['step'] if rows else 0:g}", flush=True)
+                step = rows[-1]["step"] if rows else 0
+                print(f"{folder}: {state} at step {step:g}", flush=True)
             states[folder] = state
         time.sleep(CHECK_INTERVAL_S)

@@ -1,6 +1,6 @@
 """The page of a run, or of several beside each other, as one HTML file.
 
-Words and bars stand in it, a script of ours draws curves and shows rollouts.
+It contains words and bars, and a script of ours that draws curves and shows rollouts.
 """
 
 import base64
@@ -17,24 +17,35 @@ from markupsafe import Markup
 
 from open_instruct.core.metrics import in_order, metric_entry
 from open_instruct.planning.subject.units import GIB
-from open_instruct.report.charts import histograms_of, series_of
+from open_instruct.report.charts import build_histograms, build_series
 from open_instruct.report.closing import describe_held_out, learning_metrics
 from open_instruct.report.ends import count_steps_of_mean, describe_ends, mean_ends
-from open_instruct.report.health import findings_of, parts_of_step, planned_bytes
-from open_instruct.report.run_files import RunFiles, differing_flags, packed_rollouts, read_rollouts
-from open_instruct.report.templates import rendered
+from open_instruct.report.health import diagnose, find_planned_bytes, mean_seconds_by_part
+from open_instruct.report.run_files import (
+    RunFiles,
+    find_differing_flags,
+    pack_rollouts,
+    read_rollouts,
+)
+from open_instruct.report.templates import render_template
 from open_instruct.run.console import time_words
 
-# One after the other they are the page's script.
+# The parts of the page's script, in order.
 SCRIPTS = ("marks.js", "curves.js", "rollouts.js", "live.js", "start.js")
 
 
 def report_page(
     folders: Sequence[Path], *, max_rollouts: int, version: str = "", refresh_s: float = 0.0
 ) -> str:
-    """The page about the runs in `folders`; a served one has a `version`, and follows the server's.
+    """Render the page about the runs in `folders`.
 
     Nothing in it but our script can run: the page's policy names the digest of that script alone.
+
+    Args:
+        folders: the runs, beside each other.
+        max_rollouts: completions of each run to show at most.
+        version: of a page that is served, which reloads when the server has another version.
+        refresh_s: how often a served page asks for the version.
 
     :raises InputError: a folder holds no run.
     """
@@ -42,27 +53,16 @@ def report_page(
     names = [folder.resolve().name for folder in folders]
     if len(set(names)) < len(names):
         names = [str(folder) for folder in folders]
-    shown = [_shown(run, name, max_rollouts) for run, name in zip(runs, names, strict=True)]
-    script = "\n".join(
-        (Path(__file__).parent / name).read_text(encoding="utf-8") for name in SCRIPTS
-    )
+    views = [_build_view(run, name, max_rollouts) for run, name in zip(runs, names, strict=True)]
+    folder = Path(__file__).parent
+    script = "\n".join((folder / name).read_text(encoding="utf-8") for name in SCRIPTS)
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode("ascii")
-    columns = {
-        name for run in shown for name in (*run["curves"]["columns"], *run["held_out"]["columns"])
-    }
-    # What the script reads; it finds the blocks by their ids.
-    data = {
-        "metrics": {name: asdict(metric_entry(name)) for name in in_order(columns)},
-        "runs": [
-            {key: run[key] for key in ("name", "objective", "curves", "held_out")} for run in shown
-        ],
-    }
-    return rendered(
+    return render_template(
         "page.html.jinja",
-        runs=shown,
-        differing=list(differing_flags(runs)),
+        runs=views,
+        differing=list(find_differing_flags(runs)),
         made=time.strftime("%Y-%m-%d %H:%M"),
-        data=data,
+        data=_build_script_data(views),
         script=Markup(script),
         digest=digest,
         version=version,
@@ -70,10 +70,21 @@ def report_page(
     )
 
 
-def _shown(run: RunFiles, name: str, max_rollouts: int) -> dict[str, Any]:
+def _build_script_data(views: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The values that the page's script reads; it finds the blocks by their ids."""
+    names: set[str] = set()
+    runs = []
+    for view in views:
+        names |= view["curves"]["columns"].keys() | view["held_out"]["columns"].keys()
+        runs.append({key: view[key] for key in ("name", "objective", "curves", "held_out")})
+    metrics = {name: asdict(metric_entry(name)) for name in in_order(names)}
+    return {"metrics": metrics, "runs": runs}
+
+
+def _build_view(run: RunFiles, name: str, max_rollouts: int) -> dict[str, Any]:
     """The values of one run for the page's template."""
     table, notes = read_rollouts(run.folder, most=max_rollouts)
-    parts = parts_of_step(run)
+    parts = mean_seconds_by_part(run)
     # Rows of a GRPO run repeat its evaluations.
     steps = [{key: row[key] for key in row if not key.startswith("eval/")} for row in run.rows]
     return {
@@ -82,16 +93,16 @@ def _shown(run: RunFiles, name: str, max_rollouts: int) -> dict[str, Any]:
         "objective": _objective(run),
         "headline": _headline(run),
         "subject": _subject(run),
-        "findings": findings_of(run),
-        "curves": series_of(steps),
-        "held_out": series_of(run.evaluations),
+        "findings": diagnose(run),
+        "curves": build_series(steps),
+        "held_out": build_series(run.evaluations),
         "parts": parts,
         "step_s": fsum(parts.values()),
-        "planned_bytes": planned_bytes(run),
+        "planned_bytes": find_planned_bytes(run),
         "measured_bytes": max(run.numbers("peak_memory_gib"), default=0.0) * GIB,
-        "histograms": histograms_of(run, table),
+        "histograms": build_histograms(run, table),
         "notes": notes,
-        "blocks": packed_rollouts(run, table),
+        "blocks": pack_rollouts(run, table),
     }
 
 
@@ -105,7 +116,7 @@ def _subject(run: RunFiles) -> dict[str, str]:
     """What was trained, how, on what and how long."""
     mixture = run.config.get("mixer_list") or run.config.get("dataset_mixer_list")
     sources = mixture[::2] if isinstance(mixture, list) else []
-    seconds = _seconds(run)
+    seconds = _sum_seconds(run)
     facts = {
         "model": str(run.config.get("model_name_or_path", "")),
         "objective": _objective(run),
@@ -119,18 +130,18 @@ def _describe_means(run: RunFiles) -> str:
     """The means that findings judge by, so that both have the same numbers."""
     words = describe_ends({name: mean_ends(run.rows, name) for name in learning_metrics()})
     size = count_steps_of_mean(run.rows)
-    return (
-        f"{words} (means of the first and of the last {size} steps)"
-        if words and size > 1
-        else words
-    )
+    if not words or size == 1:
+        return words
+    return f"{words} (means of the first and of the last {size} steps)"
 
 
-def _seconds(run: RunFiles) -> float:
+def _sum_seconds(run: RunFiles) -> float:
     """The seconds of all steps, from their times, or from their tokens and speeds."""
-    if durations := run.numbers("time/step"):
+    durations = run.numbers("time/step")
+    if durations:
         return fsum(durations)
-    totals, speeds = run.numbers("num_tokens"), run.numbers("tokens_per_second")
+    totals = run.numbers("num_tokens")
+    speeds = run.numbers("tokens_per_second")
     steps = zip(pairwise([0.0, *totals]), speeds, strict=False)
     return fsum((after - before) / speed for (before, after), speed in steps if speed)
 
@@ -143,6 +154,8 @@ def _objective(run: RunFiles) -> str:
     words = []
     for name in ("command", "loss_type", "loss_fn", "kd_loss"):
         value = run.config.get(name)
+        if isinstance(value, list):
+            value = " + ".join(map(str, value))
         if value:
-            words.append(" + ".join(map(str, value)) if isinstance(value, list) else str(value))
+            words.append(str(value))
     return " ".join(words)

@@ -1,7 +1,7 @@
 """A plan as a person reads it: on one screen, whole, or as a page.
 
-The screen is plan_short.txt.jinja; plan.txt.jinja is the whole (the layout drawn, a bar of a GPU's
-memory for every phase, traffic, time, advice); plan.html.jinja is the page.
+The template plan_short.txt.jinja is for one screen, plan.txt.jinja for the whole (the layout drawn,
+a bar of a GPU's memory for every phase, traffic, time, advice), and plan.html.jinja for the page.
 """
 
 from pathlib import Path
@@ -18,7 +18,7 @@ from open_instruct.planning.advice import Advice
 from open_instruct.planning.memory.phases import Phase
 from open_instruct.planning.plan import Plan
 from open_instruct.planning.subject import units
-from open_instruct.report.templates import rendered
+from open_instruct.report.templates import render_template
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -32,11 +32,13 @@ _ASCII = str.maketrans({"▕": "|", "·": ".", "×": "x", "◀": "<", "▶": ">"
 
 def html_page(plan: Plan, advice: Advice) -> str:
     """The plan as one HTML file with tables and drawings; it has no script and fetches nothing."""
-    return rendered("plan.html.jinja", plan=plan, advice=advice, said=shown.said, shown=shown)
+    return render_template(
+        "plan.html.jinja", plan=plan, advice=advice, said=shown.said, shown=shown
+    )
 
 
 def print_plan(plan: Plan, advice: Advice, console: Console, *, is_short: bool = False) -> None:
-    """Print it, with colours where the console has them and in plain lines elsewhere.
+    """Print the plan, with colours where the console has them and in plain lines elsewhere.
 
     Args:
         is_short: print what fits into `MAX_LINES` of 80 columns, and otherwise everything.
@@ -50,11 +52,10 @@ def print_plan(plan: Plan, advice: Advice, console: Console, *, is_short: bool =
         "shown": shown,
     }
     pages.globals |= {"styled": _styled, "drawn": draw_layout, "bar": _bar}
-    text = (
-        _shorten(pages, plan, advice)
-        if is_short
-        else _render(pages, "plan.txt.jinja", plan, advice)
-    )
+    if is_short:
+        text = _shorten(pages, plan, advice)
+    else:
+        text = _render(pages, "plan.txt.jinja", plan, advice)
     for line in Text.from_markup(text, emoji=False).split("\n"):
         line.rstrip()
         if console.options.ascii_only:
@@ -85,13 +86,15 @@ def _styled(text: str, style: str) -> str:
 def _bar(phase: Phase, plan: Plan) -> Text:
     """Letters for what is there, dots for what is free, and a mark where the GPU ends."""
     bar = Text()
-    done, scale = 0, max(plan.setting.device.memory_bytes, plan.peak.total_bytes)
+    memory_bytes = plan.setting.device.memory_bytes
+    scale = max(memory_bytes, plan.peak.total_bytes)
+    sum_bytes = 0
     for label, num_bytes in shown.parts_of(phase, plan):
-        done += num_bytes
+        sum_bytes += num_bytes
         # By the running sum, so that rounding never makes the row longer or shorter than the whole.
-        upto = round(done / scale * BAR_WIDTH)
-        bar.append(shown.LETTERS[label] * (upto - len(bar)), style=shown.PARTS[label]["style"])
-    end = round(plan.setting.device.memory_bytes / scale * BAR_WIDTH)
+        end = round(sum_bytes / scale * BAR_WIDTH)
+        bar.append(shown.LETTERS[label] * (end - len(bar)), style=shown.PARTS[label]["style"])
+    end = round(memory_bytes / scale * BAR_WIDTH)
     if len(bar) <= end:
         bar.append("·" * (end - len(bar)) + "▕", style="dim")
     else:

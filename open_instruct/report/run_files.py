@@ -1,5 +1,6 @@
-"""The files in a run's folder, read for its page. Damaged lines and files are passed over; nothing
-is written.
+"""Reads the files in a run's folder for its page.
+
+Damaged lines and files are passed over, and nothing is written.
 
 Saved rollouts are packed for the page: text as one JSON, numbers of each token as arrays, all
 compressed. An array has the tokens of all completions, one after the other; `num_tokens` in the
@@ -14,6 +15,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -30,25 +32,30 @@ from open_instruct.core.shard_layout import ShardLayout
 from open_instruct.core.text import counted
 from open_instruct.data.files.unfolding import check_unfolding
 from open_instruct.report.run_forms import PlannedMemory, parse_layout, parse_plan, read_form
-from open_instruct.run.run_directory import RunDirectory, RunState, is_number, rows_of
+from open_instruct.run.run_directory import RunDirectory, RunState, is_number, read_rows
 
 FOLDER = "traces"
 MAX_BYTES = 256 * 2**20  # of the files' columns; a page of more would be slow to open
-OF_TOKENS = ("token_ids", "logprobs", "versions")
-TEXTS = (
-    *(
-        "step",
-        "ticket",
-        "sample_index",
-        "row_id",
-        "prompt",
-        "checks",
-        "completion",
-        "finish_reason",
-    ),
-    *("reward", "scores", "problems", "advantage", "used_in_training", "rejected"),
+TOKEN_COLUMNS = ("token_ids", "logprobs", "versions")
+TEXT_COLUMNS = (
+    "step",
+    "ticket",
+    "sample_index",
+    "row_id",
+    "prompt",
+    "checks",
+    "completion",
+    "finish_reason",
+    "reward",
+    "scores",
+    "problems",
+    "advantage",
+    "used_in_training",
+    "rejected",
 )
-COLUMNS = (*TEXTS, *OF_TOKENS, "episode")
+COLUMNS = (*TEXT_COLUMNS, *TOKEN_COLUMNS, "episode")
+# What the page shows of a held-out answer.
+SAMPLE_FIELDS = ("row_id", "prompt", "completion", "finish_reason", "reward")
 ABSENT = "(no such flag)"
 UNREADABLE = (pyarrow.ArrowException, OSError, ValueError)
 
@@ -83,7 +90,10 @@ class RunFiles:
 
     @classmethod
     def read(cls, folder: Path) -> RunFiles:
-        """:raises InputError: there is no run in the folder, or its config.yaml cannot be read."""
+        """Read the files of a run.
+
+        :raises InputError: there is no run in the folder, or its config.yaml cannot be read.
+        """
         directory = RunDirectory(path=folder)
         directory.refuse_foreign_files()
         if not (directory.config.is_file() or directory.metrics.is_file()):
@@ -94,15 +104,16 @@ class RunFiles:
             )
         layout, no_layout = read_form(directory.layout, parse_layout)
         plan, no_plan = read_form(directory.plan, parse_plan)
-        config, made_with = (
-            _settings_in(directory.config) if directory.config.is_file() else ({}, ())
-        )
+        config: dict[str, Any] = {}
+        made_with: tuple[str, ...] = ()
+        if directory.config.is_file():
+            config, made_with = _read_config(directory.config)
         return cls(
             folder=folder,
             config=config,
             made_with=made_with,
-            rows=list(rows_of(directory.metrics)),
-            evaluations=list(rows_of(directory.evaluations)),
+            rows=list(read_rows(directory.metrics)),
+            evaluations=list(read_rows(directory.evaluations)),
             layout=layout,
             plan=plan,
             left_out={"layout": no_layout, "plan": no_plan},
@@ -114,13 +125,13 @@ class RunFiles:
         """The number of steps of the whole run; None if the flags alone do not say it."""
         with suppress(KeyError, TypeError, ZeroDivisionError):
             num_steps = self.config.get("max_train_steps")
-            if self.config.get("total_episodes"):
-                per_step = (
-                    self.config["num_unique_prompts_rollout"]
-                    * self.config["num_samples_per_prompt_rollout"]
-                )
-                num_steps = max(1, self.config["total_episodes"] // per_step)
-            return num_steps if is_number(num_steps) else None
+            num_episodes = self.config.get("total_episodes")
+            if num_episodes:
+                num_prompts = self.config["num_unique_prompts_rollout"]
+                num_samples = self.config["num_samples_per_prompt_rollout"]
+                num_steps = max(1, num_episodes // (num_prompts * num_samples))
+            if is_number(num_steps):
+                return num_steps
         return None
 
     def numbers(self, name: str) -> list[float]:
@@ -128,19 +139,15 @@ class RunFiles:
         return [row[name] for row in self.rows if is_number(row.get(name))]
 
 
-def differing_flags(runs: list[RunFiles]) -> Iterator[tuple[str, list[Any]]]:
-    """Yields every flag that differs, and its value in each run:
-
-    `ABSENT` where a run has no such flag.
-    """
-    names = dict.fromkeys(name for run in runs for name in run.config)
-    for name in names:
+def find_differing_flags(runs: list[RunFiles]) -> Iterator[tuple[str, list[Any]]]:
+    """Yield every flag that differs, and its value in each run (`ABSENT` without such a flag)."""
+    for name in dict.fromkeys(chain.from_iterable(run.config for run in runs)):
         values = [run.config.get(name, ABSENT) for run in runs]
         if any(value != values[0] for value in values):
             yield name, values
 
 
-def _settings_in(path: Path) -> tuple[dict[str, Any], tuple[str, ...]]:
+def _read_config(path: Path) -> tuple[dict[str, Any], tuple[str, ...]]:
     """The flags in config.yaml, and the lines of the comment at its head.
 
     :raises InputError: it cannot be read, or is made to cost a reader more than its size.
@@ -148,9 +155,8 @@ def _settings_in(path: Path) -> tuple[dict[str, Any], tuple[str, ...]]:
     try:
         text = read_whole(path, most=MAX_YAML_BYTES).decode("utf-8", "replace")
         check_depth(text)
-        if any(
-            isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, Loader=yaml.SafeLoader)
-        ):
+        events = yaml.parse(text, Loader=yaml.SafeLoader)
+        if any(isinstance(event, yaml.AliasEvent) for event in events):
             raise ValueError("it has aliases, of which a small file makes a large page")
         config = yaml.safe_load(text)
         str(config)  # fails where a number has more digits than Python writes
@@ -161,9 +167,8 @@ def _settings_in(path: Path) -> tuple[dict[str, Any], tuple[str, ...]]:
             kind="unreadable_file",
         ) from error
     head = text.partition("\n\n")[0].splitlines()
-    return config if isinstance(config, dict) else {}, tuple(
-        line.removeprefix("# ") for line in head
-    )
+    made_with = tuple(line.removeprefix("# ") for line in head)
+    return config if isinstance(config, dict) else {}, made_with
 
 
 def read_rollouts(folder: Path, *, most: int) -> tuple[pyarrow.Table | None, list[str]]:
@@ -173,10 +178,12 @@ def read_rollouts(folder: Path, *, most: int) -> tuple[pyarrow.Table | None, lis
     """
     if most == 0:
         return None, []
-    files, unreadable = [], []
+    files = []
+    unreadable = []
     for path in (folder / FOLDER).glob("step*.parquet"):
         try:
-            files.append((int(path.stem.removeprefix("step")), path, parquet.read_metadata(path)))
+            step = int(path.stem.removeprefix("step"))
+            files.append((step, path, parquet.read_metadata(path)))
         except UNREADABLE:
             unreadable.append(path.name)
     files.sort(key=lambda file: file[0])
@@ -186,7 +193,7 @@ def read_rollouts(folder: Path, *, most: int) -> tuple[pyarrow.Table | None, lis
     tables = []
     for _, path, _ in files[::-every][::-1]:  # the last one always
         try:
-            tables.append(_read(path))
+            tables.append(_read_table(path))
         except UNREADABLE:
             unreadable.append(path.name)
     notes = [f"{FOLDER}/{name} cannot be read, and is left out" for name in unreadable]
@@ -202,46 +209,54 @@ def read_rollouts(folder: Path, *, most: int) -> tuple[pyarrow.Table | None, lis
     return table, notes
 
 
-def packed_rollouts(run: RunFiles, table: pyarrow.Table | None) -> dict[str, str]:
+def pack_rollouts(run: RunFiles, table: pyarrow.Table | None) -> dict[str, str]:
     """Blocks of gzip in base64 by name; empty if the run left nothing to read."""
-    blocks = {}
+    blocks: dict[str, str] = {}
     rows: list[dict[str, Any]] = []
     pieces: dict[int, str] = {}
     if table is not None:
-        rows = table.select([*TEXTS, "episode"]).to_pylist()
-        for row, num_tokens in zip(rows, lengths_of(table).tolist(), strict=True):
-            row["num_tokens"] = num_tokens
-            if (episode := row.pop("episode")) is not None:
-                row["completion"] = _conversation(episode)
-        token_ids = flat(table, "token_ids").astype("<u4")
-        thousandths = numpy.nan_to_num(flat(table, "logprobs") * 1000, neginf=-numpy.inf)
-        blocks["token_ids"] = packed(token_ids.tobytes())
-        blocks["logprobs"] = packed(thousandths.clip(-32768, 32767).round().astype("<i2").tobytes())
-        blocks["versions"] = packed(flat(table, "versions").astype("<u4").tobytes())
-        pieces = _texts_of_tokens(run, numpy.unique(token_ids).tolist())
-    rows += [_held_out(row["step"], sample) for row in run.evaluations for sample in _samples(row)]
+        rows = _build_rows(table)
+        token_ids = flatten_column(table, "token_ids").astype("<u4")
+        thousandths = numpy.nan_to_num(flatten_column(table, "logprobs") * 1000, neginf=-numpy.inf)
+        logprobs = thousandths.clip(-32768, 32767).round().astype("<i2")
+        versions = flatten_column(table, "versions").astype("<u4")
+        blocks["token_ids"] = _compress(token_ids.tobytes())
+        blocks["logprobs"] = _compress(logprobs.tobytes())
+        blocks["versions"] = _compress(versions.tobytes())
+        pieces = _decode_tokens(run, numpy.unique(token_ids).tolist())
+    for evaluation in run.evaluations:
+        rows += [_build_held_out_row(evaluation["step"], each) for each in _samples(evaluation)]
     for row in rows:
-        row |= {
-            name: row[name] if is_number(row[name]) else None for name in ("reward", "advantage")
-        }
+        for name in ("reward", "advantage"):
+            if not is_number(row[name]):
+                row[name] = None
     if rows:
-        blocks["text"] = packed(
-            json.dumps({"rows": rows, "pieces": pieces}, allow_nan=False).encode()
-        )
+        text = json.dumps({"rows": rows, "pieces": pieces}, allow_nan=False)
+        blocks["text"] = _compress(text.encode())
     return blocks
+
+
+def _build_rows(table: pyarrow.Table) -> list[dict[str, Any]]:
+    """The texts of completions; that of an episode is its whole conversation."""
+    rows: list[dict[str, Any]] = table.select([*TEXT_COLUMNS, "episode"]).to_pylist()
+    for row, num_tokens in zip(rows, list_lengths(table).tolist(), strict=True):
+        row["num_tokens"] = num_tokens
+        episode = row.pop("episode")
+        if episode is not None:
+            row["completion"] = _write_conversation(episode)
+    return rows
 
 
 def _samples(evaluation: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     samples = evaluation.get("samples")
-    return [each for each in samples if isinstance(each, dict)] if isinstance(samples, list) else []
+    if not isinstance(samples, list):
+        return []
+    return [sample for sample in samples if isinstance(sample, dict)]
 
 
-def _held_out(step: float, sample: Mapping[str, Any]) -> dict[str, Any]:
+def _build_held_out_row(step: float, sample: Mapping[str, Any]) -> dict[str, Any]:
     """The answer of an evaluation as a row, which is without a group and without tokens."""
-    row = {
-        name: sample.get(name)
-        for name in ("row_id", "prompt", "completion", "finish_reason", "reward")
-    }
+    row = {name: sample.get(name) for name in SAMPLE_FIELDS}
     texts = {
         "scores": json.dumps(sample.get("scores", {})),
         "checks": json.dumps(sample.get("ground_truth")),
@@ -249,61 +264,61 @@ def _held_out(step: float, sample: Mapping[str, Any]) -> dict[str, Any]:
     return row | texts | {"step": step, "advantage": None, "num_tokens": 0, "held_out": True}
 
 
-def _conversation(episode: str) -> str:
-    """The turns of an episode behind the row's own, to be read one after the other."""
+def _write_conversation(episode: str) -> str:
+    """The turns of an episode after the row's prompt, as one text."""
     fields = json.loads(episode)
     turns = fields["turns"]
-    first = next((at for at, turn in enumerate(turns) if turn["role"] == "assistant"), len(turns))
+    roles = [turn["role"] for turn in turns]
+    first = roles.index("assistant") if "assistant" in roles else len(turns)
     opening = turns[first - 1 : first] if fields["prompt_token_ids"] else []
-    said = [f"[{turn['role']}]\n{turn['content']}" for turn in (*opening, *turns[first:])]
-    return "\n\n".join([*said, f"[{fields['status']}]"])
+    texts = [f"[{turn['role']}]\n{turn['content']}" for turn in (*opening, *turns[first:])]
+    return "\n\n".join([*texts, f"[{fields['status']}]"])
 
 
-def packed(content: bytes) -> str:
+def _compress(content: bytes) -> str:
+    """The content as gzip in base64."""
     return base64.b64encode(gzip.compress(content, compresslevel=1, mtime=0)).decode("ascii")
 
 
-def flat(table: pyarrow.Table, column: str) -> numpy.ndarray:
+def flatten_column(table: pyarrow.Table, column: str) -> numpy.ndarray:
     """The values of a column of lists, end to end."""
     return table[column].combine_chunks().flatten().fill_null(0).to_numpy(zero_copy_only=False)
 
 
-def lengths_of(table: pyarrow.Table, column: str = "token_ids") -> numpy.ndarray:
-    return (
-        compute.list_value_length(table[column].combine_chunks())
-        .fill_null(0)
-        .to_numpy(zero_copy_only=False)
-    )
+def list_lengths(table: pyarrow.Table, column: str = "token_ids") -> numpy.ndarray:
+    """The length of each list in a column; 0 where there is none."""
+    lengths = compute.list_value_length(table[column].combine_chunks())
+    return lengths.fill_null(0).to_numpy(zero_copy_only=False)
 
 
 def _num_bytes(metadata: parquet.FileMetaData) -> int:
-    return sum(
-        metadata.row_group(index).total_byte_size for index in range(metadata.num_row_groups)
-    )
+    groups = map(metadata.row_group, range(metadata.num_row_groups))
+    return sum(group.total_byte_size for group in groups)
 
 
-def _read(path: Path) -> pyarrow.Table:
+def _read_table(path: Path) -> pyarrow.Table:
     check_unfolding(path)
     table = parquet.read_table(path, columns=list(COLUMNS))  # which refuses a file that lacks one
-    if any((lengths_of(table, name) != lengths_of(table)).any() for name in OF_TOKENS):
+    lengths = list_lengths(table)
+    if any((list_lengths(table, name) != lengths).any() for name in TOKEN_COLUMNS):
         raise ValueError("a row has token_ids, logprobs and versions of different lengths")
     return table
 
 
-def _texts_of_tokens(run: RunFiles, token_ids: Sequence[int]) -> dict[int, str]:
+def _decode_tokens(run: RunFiles, token_ids: Sequence[int]) -> dict[int, str]:
     """The text of each token; empty if no tokenizer of the run is left."""
     from tokenizers import Tokenizer
 
     folders = [run.folder / "hf_model", run.folder / "adapter"]
-    names = [run.config.get(name) for name in ("tokenizer_name_or_path", "model_name_or_path")]
-    for folder in [*folders, *(Path(name) for name in names if isinstance(name, str))]:
+    for flag in ("tokenizer_name_or_path", "model_name_or_path"):
+        name = run.config.get(flag)
+        if isinstance(name, str):
+            folders.append(Path(name))
+    for folder in folders:
         # A file that is not there, or damaged: the library's errors have no class.
         with suppress(Exception):
             tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-            known = tokenizer.get_vocab_size()
-            return {
-                each: tokenizer.decode([each], skip_special_tokens=False)
-                for each in token_ids
-                if each < known
-            }
+            vocab_size = tokenizer.get_vocab_size()
+            known = [each for each in token_ids if each < vocab_size]
+            return {each: tokenizer.decode([each], skip_special_tokens=False) for each in known}
     return {}

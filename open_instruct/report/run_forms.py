@@ -53,13 +53,12 @@ def parse_plan(content: bytes) -> PlannedMemory:
 
 
 def parse_layout(content: bytes) -> ShardLayout:
-    """Where the ranks stand; the groups are computed anew.
+    """The layout of the ranks; the groups are computed anew.
 
     :raises ValueError: it is no layout, or one of more ranks than there are.
     """
-    layout = _LAYOUT.validate_json(
-        content, strict=True
-    )  # which fails, too, where the degrees are not those of the ranks
+    # This fails, too, where the degrees are not those of the ranks.
+    layout = _LAYOUT.validate_json(content, strict=True)
     degrees = (
         layout.shard_degree,
         layout.num_replicas,
@@ -72,7 +71,7 @@ def parse_layout(content: bytes) -> ShardLayout:
 
 
 def read_form(path: Path, parse: Callable[[bytes], T]) -> tuple[T | None, str]:
-    """What is in a file, or None, and the sentence that it is left out; "" without a file."""
+    """The content of a file, or None with the sentence that it is left out ("" without a file)."""
     if not path.exists():
         return None, ""
     try:

@@ -13,11 +13,12 @@ from open_instruct.parallel.wording import group_name
 from open_instruct.planning.shown import LETTERS
 from open_instruct.planning.subject import units
 
-MAX_NODES_DRAWN, NODES_DRAWN_FIRST = 8, 4
+MAX_NODES_DRAWN = 8
+NODES_DRAWN_FIRST = 4
 MAX_RANKS_DRAWN = 16
 
 
-def rendered(template: str, **values: Any) -> str:
+def render_template(template: str, **values: Any) -> str:
     """The text of a template in this folder, with `values` in it."""
     pages = pages_in(Path(__file__).parent, autoescape=True, keep_trailing_newline=True)
     pages.policies["json.dumps_kwargs"] = {"sort_keys": False}  # curves have an order
@@ -27,7 +28,7 @@ def rendered(template: str, **values: Any) -> str:
         "num_colours": len(LETTERS),
         "units": units,
         "part_colours": colours,
-        "nodes_drawn": nodes_drawn,
+        "draw_nodes": draw_nodes,
     }
     return pages.get_template(template).render(values)
 
@@ -37,24 +38,23 @@ def _with_flags(text: str) -> Markup:
     return Markup(re.sub(r"--\w+", r"<code>\g<0></code>", str(escape(text))))
 
 
-def nodes_drawn(
+def draw_nodes(
     gpus_per_node: Sequence[int], shard_groups: Sequence[Sequence[int]]
 ) -> Iterator[dict[str, Any]]:
     """Yields each node with its `title`, and numbers and shard groups of its first `ranks`."""
-    groups = {rank: index for index, group in enumerate(shard_groups) for rank in group}
+    group_of_rank: dict[int, int] = {}
+    for index, group in enumerate(shard_groups):
+        group_of_rank |= dict.fromkeys(group, index)
     nodes = list(enumerate(pairwise(accumulate(gpus_per_node, initial=0))))
     if len(nodes) > MAX_NODES_DRAWN:
         nodes = [*nodes[:NODES_DRAWN_FIRST], nodes[-1]]
     for node, (start, stop) in nodes:
-        ranks = range(start, stop)
-        more = (
-            f", {len(ranks) - MAX_RANKS_DRAWN} more not drawn"
-            if len(ranks) > MAX_RANKS_DRAWN
-            else ""
-        )
-        yield {
-            "title": f"node {node}: ranks {ranks[0]} to {ranks[-1]}{more}",
-            "ranks": [
-                (rank, groups[rank], group_name(groups[rank])) for rank in ranks[:MAX_RANKS_DRAWN]
-            ],
-        }
+        title = f"node {node}: ranks {start} to {stop - 1}"
+        num_hidden = stop - start - MAX_RANKS_DRAWN
+        if num_hidden > 0:
+            title += f", {num_hidden} more not drawn"
+        ranks = []
+        for rank in range(start, stop)[:MAX_RANKS_DRAWN]:
+            index = group_of_rank[rank]
+            ranks.append((rank, index, group_name(index)))
+        yield {"title": title, "ranks": ranks}

@@ -10,7 +10,7 @@ LEVELS = len(BLOCKS) - 1
 def draw_curve(
     values: Sequence[float], *, width: int = 60, height: int = 8, title: str = ""
 ) -> str:
-    """`values`, evenly spaced from left to right, as lines of text.
+    """Draw `values`, evenly spaced from left to right, as lines of text.
 
     The axis on the left names the largest and the smallest value. More values than columns are
     averaged; fewer are as many columns wide as there are. Values that are not finite leave a gap.
@@ -32,21 +32,22 @@ def draw_curve(
         0 ┤▁▁▆▆████
     """
     assert height >= 1, "a plot has at least one line"
-    heading = [title] if title else []
+    lines = [title] if title else []
     finite = [value for value in values if math.isfinite(value)]
     if not finite:
-        return "\n".join([*heading, "(no values)"])
-    low, high = min(finite), max(finite)
+        return "\n".join([*lines, "(no values)"])
+    low = min(finite)
+    high = max(finite)
     label_of_line = {height - 1: f"{low:.3g}", 0: f"{high:.3g}"}
     margin = max(map(len, label_of_line.values()))
-    num_columns, num_levels = max(1, width - margin - len(" ┤")), height * LEVELS
-    levels = [_level(mean, low, high, num_levels) for mean in _means(values, num_columns)]
-    lines = []
+    num_columns = max(1, width - margin - len(" ┤"))
+    means = _means(values, num_columns)
+    levels = [_level(mean, low, high, height * LEVELS) for mean in means]
     for line in range(height):
         below = (height - 1 - line) * LEVELS
         blocks = "".join(BLOCKS[min(LEVELS, max(0, level - below))] for level in levels)
         lines.append(f"{label_of_line.get(line, ''):>{margin}} ┤{blocks}".rstrip())
-    return "\n".join([*heading, *lines])
+    return "\n".join(lines)
 
 
 def _means(values: Sequence[float], num_columns: int) -> Iterator[float]:

@@ -9,7 +9,7 @@ import yaml
 
 from open_instruct.core.text import pages_in
 from open_instruct.data.files.opening import looks_like_a_file
-from open_instruct.run.run_directory import RunDirectory, rows_of
+from open_instruct.run.run_directory import RunDirectory, read_rows
 
 PIPELINES = {"reward_model": "text-classification", "prm": "token-classification"}
 
@@ -51,7 +51,7 @@ def card_of(
             data=data,
             evaluations=[
                 row
-                for row in rows_of(directory.evaluations)
+                for row in read_rows(directory.evaluations)
                 if until is None or row["step"] <= until
             ],
             settings=settings,

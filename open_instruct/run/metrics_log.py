@@ -14,7 +14,7 @@ from open_instruct.core.files import replace_text
 from open_instruct.core.metrics import followed
 from open_instruct.run.alarms import GrowthWatch, SlownessWatch, phrase_of
 from open_instruct.run.opened import Run
-from open_instruct.run.run_directory import rows_of
+from open_instruct.run.run_directory import read_rows
 from open_instruct.run.trackers import Tracker, build_trackers
 
 log = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ class MetricsLog:
 
     def rows(self) -> list[dict[str, Any]]:
         """The rows written so far, without lines that a crash cut short or a disk damaged."""
-        return list(rows_of(self.path))
+        return list(read_rows(self.path))
 
     def write(self, row: Mapping[str, Any]) -> None:
         """Add a row; a number that JSON lacks, such as NaN, is null.

@@ -12,7 +12,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
 
-from open_instruct.config.training import LearnerConfig
+from open_instruct.config.lora import LoRASection
+from open_instruct.config.run_sections import RunSection
 from open_instruct.core.errors import InputError
 from open_instruct.core.files import kind_of_other, replace_text
 from open_instruct.core.records import BestStep
@@ -211,16 +212,17 @@ class RunDirectory:
     def write_evaluation(self, row: dict[str, Any]) -> None:
         """One row a step: a second evaluation of the same step replaces the first."""
         rows = [
-            earlier for earlier in rows_of(self.evaluations) if earlier["step"] < row["step"]
+            earlier for earlier in read_rows(self.evaluations) if earlier["step"] < row["step"]
         ] + [row]
         replace_text(self.evaluations, "".join(json.dumps(each) + "\n" for each in rows))
 
 
-def exported_by(config: LearnerConfig) -> Path:
-    """The folder that the run of these flags ends with."""
-    directory = RunDirectory(path=Path(config.run.output_dir))
-    exports_adapter = config.adapters is not None and config.adapters.export == "adapter"
-    return directory.adapter if exports_adapter else directory.hf_model
+def find_export_folder(run: RunSection, adapters: LoRASection | None) -> Path:
+    """The folder of the model or adapter that the run of these flags ends with."""
+    directory = RunDirectory(path=Path(run.output_dir))
+    if adapters is not None and adapters.export == "adapter":
+        return directory.adapter
+    return directory.hf_model
 
 
 def is_number(value: Any) -> bool:
@@ -232,7 +234,7 @@ def is_number(value: Any) -> bool:
     )
 
 
-def rows_of(path: Path) -> Iterator[dict[str, Any]]:
+def read_rows(path: Path) -> Iterator[dict[str, Any]]:
     """The rows of a JSONL file whose objects have a `step`; damaged and half lines are skipped."""
     if not path.exists():
         return

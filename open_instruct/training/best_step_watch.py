@@ -14,7 +14,7 @@ from open_instruct.core.records import BestStep
 from open_instruct.core.text import counted
 from open_instruct.parallel.process import on_main_process
 from open_instruct.run.cadence import Cadence
-from open_instruct.run.run_directory import RunDirectory, is_number, rows_of
+from open_instruct.run.run_directory import RunDirectory, is_number, read_rows
 
 
 def find_idle_watch(metric: str, cadence: Cadence, *, flag: str) -> str | None:
@@ -103,7 +103,7 @@ class BestStepWatch:
         steps = {step_of(path) for path in find_checkpoints(self.directory.path)}
         is_held_out = self.metric.startswith(HELD_OUT_PREFIX)
         best: BestStep | None = None
-        for row in rows_of(self.directory.evaluations if is_held_out else self.directory.metrics):
+        for row in read_rows(self.directory.evaluations if is_held_out else self.directory.metrics):
             if row["step"] <= until and row["step"] in steps:
                 best = better_step(best, int(row["step"]), row, metric=self.metric)
         self.directory.write_best_step(best)

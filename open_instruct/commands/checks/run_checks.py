@@ -175,7 +175,7 @@ class RunChecks:
 
         check_tokenizer(self.config)
         model = self.config.model
-        self.tokenizer, self.chat = open_chat(self.config)
+        self.tokenizer, self.chat = open_chat(model, self.config.data)
         self.chat.turn_end_token_ids()
         folder = find_local_folder(model.model_name_or_path)
         if folder is not None:
@@ -236,13 +236,13 @@ class RunChecks:
             check_first_rows(form, self.config, flag, check=check_row)
 
     def _build_rows(self, flag: str, side: Side | None) -> list[str]:
-        from open_instruct.report.preview.sample import build_rows, builder_of_run, open_sources
+        from open_instruct.report.preview.sample import build_rows, make_row_builder, open_sources
 
         config = self.config
-        builder = builder_of_run(config, self.objective, self.chat, self.known)
-        opened = open_sources(config, flag)
+        builder = make_row_builder(config, self.objective, self.chat, self.known)
+        sources = open_sources(config.data, flag)
         arrays, report = build_rows(
-            builder, opened, num_read=MOST_ROWS, seed=config.optim.seed, side=side
+            builder, sources, num_read=MOST_ROWS, seed=config.optim.seed, side=side
         )
         if report.bad and config.data.on_bad_row == "error":
             raise builder.bad_rows_error(report.num_rows)

@@ -1,11 +1,12 @@
-"""The first rows of a run, built as the run builds them, then split into tokens and shown: in the
-terminal, or as one HTML file without a script, for which nothing is fetched.
+"""Shows the first rows of a run as the run builds them, token by token.
+
+They are shown in the terminal, or as one HTML file that has no script and fetches nothing.
 """
 
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
+from itertools import chain, groupby
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,6 +17,8 @@ from rich.text import Text
 from transformers import PreTrainedTokenizerFast
 
 from open_instruct.config.grpo import GRPOConfig
+from open_instruct.config.rollout_sections import PromptDataSection
+from open_instruct.config.sections import DataSection, ModelSection
 from open_instruct.config.training import LearnerConfig
 from open_instruct.core.errors import InputError
 from open_instruct.core.records import Document
@@ -36,14 +39,14 @@ from open_instruct.objectives.objective import Objective
 
 LEARNED_STYLE = "bold green"
 BAR_WIDTH = 40
-MOST_BARS = 16
+MAX_BARS = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Token:
-    """A token, or a few that only together are characters:
+    """A token, or a few that only together are characters.
 
-    `Token(text="é", ids=(195, 169), is_learned=True)`.
+    Example: `Token(text="é", ids=(195, 169), is_learned=True)`.
     """
 
     text: str
@@ -52,7 +55,7 @@ class Token:
 
 
 class ShownDocument(NamedTuple):
-    """One document of a row;
+    """One document of a row.
 
     `title` says which, where there are several, and then the first alone shows the prompt.
     """
@@ -64,9 +67,9 @@ class ShownDocument(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShownRow:
-    """A row, its place among those read (from 1), and what goes with it:
+    """A row, its place among those read (from 1), and a note on what goes with it.
 
-    `note="judged by gsm8k: \\"42\\""`.
+    Example of a note: `judged by gsm8k: "42"`.
     """
 
     place: int
@@ -78,9 +81,9 @@ class ShownRow:
 class Sample:
     """The rows and counts of a preview.
 
-    `lengths` are the tokens of every document that was read, `learned` those of them that are
-    learned, and `limit_flag` says how long a document may be. `refusal` is the message with which a
-    run would refuse these rows.
+    `lengths` are the tokens of every document that was read, `learned` the learned ones among them,
+    and `limit_flag` says how long a document may be. `refusal` is the message with which a run
+    would refuse these rows.
     """
 
     template: str
@@ -92,7 +95,7 @@ class Sample:
     refusal: InputError | None
 
 
-def sample_of(
+def build_sample(
     config: LearnerConfig,
     objective: Objective,
     known: dict[str, Any],
@@ -106,101 +109,121 @@ def sample_of(
         InputError: a file, the tokenizer or the template will not do, or no row can be used.
     """
     flag = "dataset_mixer_list" if isinstance(config, GRPOConfig) else "mixer_list"
-    opened = open_sources(config, flag)
-    folder = Path(config.model.model_name_or_path).expanduser()
-    if (folder / "config.json").is_file():
-        fields = config_fields(folder)  # which refuses a model that the run would refuse
-        check_head(fields["model_type"], objective.choose_head(config))
-    tokenizer, chat = open_chat(config)
-    builder = builder_of_run(config, objective, chat, known)
-    share, seed = config.data.eval_split, config.optim.seed
-    side = None if share is None else Side(share=share, is_held_out=False)
-    arrays, report = build_rows(
-        builder, opened, num_read=num_read, seed=seed, side=side, of_part_too=True
-    )
-    if share is not None:  # a run refuses a share that holds out none
-        held_out = Side(share=share, is_held_out=True)
-        build_rows(
-            builder_of_run(config, objective, chat, known),
-            opened,
-            num_read=num_read,
-            seed=seed,
-            side=held_out,
-        )
+    sources = open_sources(config.data, flag)
+    _check_model(config, objective)
+    tokenizer, chat = open_chat(config.model, config.data)
+    builder = make_row_builder(config, objective, chat, known)
+    arrays, report = _build_training_rows(config, builder, sources, num_read=num_read)
+    if config.data.eval_split is not None:
+        # A run refuses a share that holds out no row.
+        side = Side(share=config.data.eval_split, is_held_out=True)
+        other = make_row_builder(config, objective, chat, known)
+        build_rows(other, sources, num_read=num_read, seed=config.optim.seed, side=side)
     dataset = TokenDataset(
         documents_per_row=builder.documents_per_row, reads_ends=builder.reads_ends, **arrays
     )
-    documents = [document for row in range(len(dataset)) for document in dataset[row]]
-    chosen = np.unique(
-        np.linspace(0, len(dataset) - 1, num=min(num_shown, len(dataset))).round().astype(int)
-    )
+    num_rows = len(dataset)
+    documents = list(chain.from_iterable(dataset[row] for row in range(num_rows)))
+    chosen = np.linspace(0, num_rows - 1, num=min(num_shown, num_rows)).round().astype(int)
+    titles = builder.document_titles
+    refusal = None
+    if report.bad and config.data.on_bad_row == "error":
+        refusal = builder.bad_rows_error(report.num_rows)
     return Sample(
         template=chat.template.name,
-        rows=tuple(_shown(dataset, int(row), builder.document_titles, tokenizer) for row in chosen),
+        rows=tuple(_show_row(dataset, int(row), titles, tokenizer) for row in np.unique(chosen)),
         lengths=tuple(map(len, documents)),
         learned=tuple(document.num_label_tokens for document in documents),
         limit_flag=builder.describe_limit(),
         report=report,
-        refusal=builder.bad_rows_error(report.num_rows)
-        if report.bad and config.data.on_bad_row == "error"
-        else None,
+        refusal=refusal,
     )
 
 
-def open_chat(config: LearnerConfig) -> tuple[PreTrainedTokenizerFast, ChatFormat]:
+def _check_model(config: LearnerConfig, objective: Objective) -> None:
+    """:raises InputError: the model's folder holds one that the run would refuse."""
+    folder = Path(config.model.model_name_or_path).expanduser()
+    if (folder / "config.json").is_file():
+        fields = config_fields(folder)
+        check_head(fields["model_type"], objective.choose_head(config))
+
+
+def _build_training_rows(
+    config: LearnerConfig, builder: RowBuilder, sources: "Sources", *, num_read: int
+) -> tuple[dict[str, np.ndarray], DataReport]:
+    share = config.data.eval_split
+    side = None
+    if share is not None:
+        side = Side(share=share, is_held_out=False)
+    return build_rows(
+        builder,
+        sources,
+        num_read=num_read,
+        seed=config.optim.seed,
+        side=side,
+        splits_parts=True,
+    )
+
+
+def open_chat(
+    model: ModelSection, data: DataSection | PromptDataSection
+) -> tuple[PreTrainedTokenizerFast, ChatFormat]:
     """The tokenizer of a run, and its chat template.
 
     Raises:
         InputError: one of them will not do.
     """
-    name = config.model.tokenizer_name_or_path or config.model.model_name_or_path
-    tokenizer = load_tokenizer(name, revision=config.model.revision_of_tokenizer)
-    data = config.data
+    name = model.tokenizer_name_or_path or model.model_name_or_path
+    tokenizer = load_tokenizer(name, revision=model.revision_of_tokenizer)
     return tokenizer, ChatFormat.choose(tokenizer, data.chat_template_name, add_bos=data.add_bos)
 
 
-Opened = Sequence[tuple[MixerEntry, RowSource]]
+Sources = Sequence[tuple[MixerEntry, RowSource]]
 
 
-def open_sources(config: LearnerConfig, flag: str) -> Opened:
+def open_sources(data: DataSection | PromptDataSection, flag: str) -> Sources:
     """The data sets of the mixer list `flag`, and their rows.
 
     Raises:
         InputError: one of them cannot be read.
     """
-    return [(entry, entry.open(config.data.columns)) for entry in find_entries(config.data, flag)]
+    return [(entry, entry.open(data.columns)) for entry in find_entries(data, flag)]
 
 
 def build_rows(
     builder: RowBuilder,
-    opened: Opened,
+    sources: Sources,
     *,
     num_read: int,
     seed: int,
     side: Side | None = None,
-    of_part_too: bool = False,
+    splits_parts: bool = False,
 ) -> tuple[dict[str, np.ndarray], DataReport]:
     """Build the first `num_read` rows of each data set: arrays of a `TokenDataset`, and a report.
 
     Args:
-        side: of `--eval_split`; whether it has any rows shows only where all of them are read, so
-            otherwise it is not looked at.
-        of_part_too: give the rows of that side also where a part of them is read.
+        sources: the data sets, see `open_sources`.
+        num_read: rows to read of each at most.
+        seed: of the run.
+        side: the side of `--eval_split` to build. A part of the rows does not show whether the side
+            is empty, so that parts are built whole by default.
+        splits_parts: build that side alone also where only a part of the rows is read.
 
     Raises:
-        InputError: no row can be used, or none of that part is on the side.
+        InputError: no row can be used, or none of those that are read is on the side.
     """
-    taken = [entry.count(len(source)) for entry, source in opened]
-    entries = [  # the first rows of a large data set; the run takes them too
-        entry if count <= num_read else replace(entry, amount=num_read)
-        for (entry, _), count in zip(opened, taken, strict=True)
-    ]
-    sources = [source for _, source in opened]
-    is_whole = max(taken) <= num_read
-    if not is_whole and not of_part_too:
+    entries = []
+    is_whole = True
+    for entry, source in sources:
+        if entry.count(len(source)) > num_read:
+            is_whole = False
+            # The first rows of a large data set; the run takes them too.
+            entry = replace(entry, amount=num_read)
+        entries.append(entry)
+    if not is_whole and not splits_parts:
         side = None
     try:
-        return builder.build(entries, sources, seed=seed, side=side)
+        return builder.build(entries, [source for _, source in sources], seed=seed, side=side)
     except InputError as error:
         if is_whole or error.flag != "eval_split":
             raise
@@ -212,53 +235,48 @@ def build_rows(
         ) from error
 
 
-def builder_of_run(
+def make_row_builder(
     config: LearnerConfig, objective: Objective, chat: ChatFormat, known: dict[str, Any]
 ) -> RowBuilder:
     """The run's builder, which counts bad rows whatever --on_bad_row is, to show good ones."""
     if isinstance(config, GRPOConfig):
-        most = config.data.max_prompt_token_length
         return PromptBuilder(
             chat,
-            max_prompt_token_length=most,
+            max_prompt_token_length=config.data.max_prompt_token_length,
             on_bad_row="skip",
             **known,
             **build_row_settings(config),
         )
-    builder_of: Callable[..., RowBuilder] = objective.choose_rows(config)
-    own: Any = objective.row_arguments(config)
-    return builder_of(chat, max_seq_length=config.data.max_seq_length, on_bad_row="skip", **own)
+    make: Callable[..., RowBuilder] = objective.choose_rows(config)
+    settings: Any = objective.row_arguments(config)
+    return make(chat, max_seq_length=config.data.max_seq_length, on_bad_row="skip", **settings)
 
 
-def _shown(
+def _show_row(
     dataset: TokenDataset, row: int, titles: Sequence[str], tokenizer: PreTrainedTokenizerFast
 ) -> ShownRow:
-    documents = dataset[row]
-    # Behind the prompt, shown once.
-    starts = [0, *(document.responses[0].start for document in documents[1:])]
-    return ShownRow(
-        place=row + 1,
-        documents=tuple(
-            ShownDocument(title, document, tuple(_tokens(document, tokenizer, start=start)))
-            for title, document, start in zip(titles, documents, starts, strict=True)
-        ),
-        note=_note(dataset, row),
-    )
+    shown: list[ShownDocument] = []
+    for title, document in zip(titles, dataset[row], strict=True):
+        # The prompt is shown once.
+        start = document.responses[0].start if shown else 0
+        tokens = tuple(_tokens(document, tokenizer, start=start))
+        shown.append(ShownDocument(title, document, tokens))
+    return ShownRow(place=row + 1, documents=tuple(shown), note=_describe_values(dataset, row))
 
 
-def _note(dataset: TokenDataset, row: int) -> str:
+def _describe_values(dataset: TokenDataset, row: int) -> str:
+    """What goes with a row: its environment and checks, or the numbers for the loss."""
     details = dataset.details(row)
-    if details.startswith(b"{"):
-        told = json.loads(details)
-        notes = [
-            f"judged by {check['verifier']}: {shorten_value(check['ground_truth'])}"
-            for check in told["checks"]
-        ]
-        return "; ".join(
-            [f"answered by {told['environment']}", *notes] if "environment" in told else notes
-        )
-    values = dataset.values(row).tolist()
-    return f"given to the loss: {', '.join(f'{value:g}' for value in values)}" if values else ""
+    if not details.startswith(b"{"):
+        numbers = ", ".join(f"{value:g}" for value in dataset.values(row).tolist())
+        return f"given to the loss: {numbers}" if numbers else ""
+    fields = json.loads(details)
+    notes = []
+    if "environment" in fields:
+        notes.append(f"answered by {fields['environment']}")
+    for check in fields["checks"]:
+        notes.append(f"judged by {check['verifier']}: {shorten_value(check['ground_truth'])}")
+    return "; ".join(notes)
 
 
 def _tokens(
@@ -269,14 +287,16 @@ def _tokens(
     for span in document.responses:
         first = span.stop - 1 if document.reads_ends else span.start
         learned[first : span.stop] = [True] * (span.stop - first)
-    held: list[int] = []
+    ids: list[int] = []
     for at in range(start, len(document)):
-        held.append(document.token_ids[at])
-        text = tokenizer.backend_tokenizer.decode(held, skip_special_tokens=False)
-        # What no character needs more tokens for; at the latest where learning begins or ends.
-        if not text.endswith("\ufffd") or learned[at : at + 1] != learned[at + 1 : at + 2]:
-            yield Token(text=text, ids=tuple(held), is_learned=learned[at])
-            held = []
+        ids.append(document.token_ids[at])
+        text = tokenizer.backend_tokenizer.decode(ids, skip_special_tokens=False)
+        is_whole = not text.endswith("\ufffd")
+        is_last = at + 1 == len(document) or learned[at] != learned[at + 1]
+        # A character that is not whole ends at the latest where learning begins or ends.
+        if is_whole or is_last:
+            yield Token(text=text, ids=tuple(ids), is_learned=learned[at])
+            ids = []
 
 
 def print_sample(sample: Sample, console: Console) -> None:
@@ -291,12 +311,10 @@ def print_sample(sample: Sample, console: Console) -> None:
         console.print(Text(f"\nrow {row.place} of {sample.report.num_pairs}", style="bold"))
         for document in row.documents:
             title = f"{document.title}: " if document.title else ""
-            numbers = (
-                f"{counted(len(document.whole), 'token')}, {document.whole.num_label_tokens:,} "
-                "learned"
-            )
-            console.print(Text(f"{title}{numbers}", style="dim"))
-            console.print(_text_of(document, is_plain=not console.is_terminal))
+            num_tokens = counted(len(document.whole), "token")
+            num_learned = f"{document.whole.num_label_tokens:,} learned"
+            console.print(Text(f"{title}{num_tokens}, {num_learned}", style="dim"))
+            console.print(_style_document(document, is_plain=not console.is_terminal))
         if row.note:
             console.print(Text(escaped(row.note), style="cyan"))
     for line in (*_length_lines(sample), *sample.report.lines()):
@@ -304,48 +322,47 @@ def print_sample(sample: Sample, console: Console) -> None:
 
 
 def html_page(sample: Sample, *, title: str) -> str:
-    """The whole file."""
-    page = pages_in(Path(__file__).parent, autoescape=True, trim_blocks=True).get_template(
-        "page.html.jinja"
-    )
-    return page.render(sample=sample, title=title, bars=bars_of(sample.lengths), summary=_summary)
+    """The sample as the whole text of an HTML file."""
+    pages = pages_in(Path(__file__).parent, autoescape=True, trim_blocks=True)
+    page = pages.get_template("page.html.jinja")
+    bars = count_by_length(sample.lengths)
+    return page.render(sample=sample, title=title, bars=bars, summary=_summarize)
 
 
-def _text_of(document: ShownDocument, *, is_plain: bool) -> Text:
+def _style_document(document: ShownDocument, *, is_plain: bool) -> Text:
     """The text of a document, without control characters; what is learned is set apart."""
     text = Text()
     for is_learned, tokens in groupby(document.tokens, key=attrgetter("is_learned")):
         shown = escaped("".join(token.text for token in tokens), "\n\t").replace("\n", "⏎\n")
-        if is_learned:
-            text.append(f"⟦{shown}⟧" if is_plain else shown, style=LEARNED_STYLE)
-        else:
-            text.append(shown)
+        if is_learned and is_plain:
+            shown = f"⟦{shown}⟧"
+        text.append(shown, style=LEARNED_STYLE if is_learned else None)
     return text
 
 
 def _length_lines(sample: Sample) -> Iterator[str]:
-    yield (
-        f"\ntokens of {counted(len(sample.lengths), 'document')} ({_summary(sample.lengths)}; "
-        f"{sample.limit_flag})"
-    )
-    bars = bars_of(sample.lengths)
+    documents = counted(len(sample.lengths), "document")
+    yield f"\ntokens of {documents} ({_summarize(sample.lengths)}; {sample.limit_flag})"
+    bars = count_by_length(sample.lengths)
     width = len(f"{max(bars):,}")
     for first, count in bars.items():
-        drawn = "█" * round(BAR_WIDTH * count / max(bars.values())) or ("▏" if count else "")
-        yield f"  from {first:>{width},}  {drawn} {count:,}"
+        bar = "█" * round(BAR_WIDTH * count / max(bars.values()))
+        if count and not bar:
+            bar = "▏"
+        yield f"  from {first:>{width},}  {bar} {count:,}"
     if any(sample.learned):
-        yield f"learned of each: {_summary(sample.learned)}"
+        yield f"learned of each: {_summarize(sample.learned)}"
 
 
-def _summary(lengths: Sequence[int]) -> str:
+def _summarize(lengths: Sequence[int]) -> str:
     """`median 120, 90% up to 310, longest 512`."""
     median, high = np.percentile(lengths, [50, 90], method="lower")
     return f"median {median:,}, 90% up to {high:,}, longest {max(lengths):,}"
 
 
-def bars_of(lengths: Sequence[int]) -> dict[int, int]:
+def count_by_length(lengths: Sequence[int]) -> dict[int, int]:
     """The number of documents in each of a few bars of equal width, by the bar's least length."""
     low = min(lengths)
-    width = max(1, -(-(max(lengths) - low + 1) // MOST_BARS))
+    width = max(1, -(-(max(lengths) - low + 1) // MAX_BARS))
     counts = np.bincount((np.asarray(lengths) - low) // width)
     return {low + index * width: int(count) for index, count in enumerate(counts)}

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from open_instruct.core.metrics import in_order, metric_entry, metric_table
-from open_instruct.report.charts import series_of
+from open_instruct.report.charts import build_series
 from open_instruct.run.metrics_log import step_words
 from tests.docs.pages import REPOSITORY
 
@@ -114,7 +114,7 @@ class TestOrder:
 
     def test_number_of_ones_own_is_drawn_without_a_meaning(self) -> None:
         rows = [{"step": step, "mine/b": step, "loss": 1.0 / step} for step in (1, 2)]
-        assert list(series_of(rows)["columns"]) == ["loss", "mine/b"]
+        assert list(build_series(rows)["columns"]) == ["loss", "mine/b"]
         assert (metric_entry("mine/b").group, metric_entry("mine/b").meaning) == ("Others", "")
 
     def test_steps_line_has_the_followed_ones_in_its_order(self) -> None:

@@ -40,7 +40,7 @@ def test_closing_names_results_and_next_steps(
     config = finished(folder, architectures=["Olmo2ForCausalLM"])
     evaluations = [{"step": step, "eval/preference_accuracy": step / 4} for step in (0, 2)]
     (folder / "eval.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in evaluations))
-    print_results(config, took_s=130)
+    print_results(config.run, config.adapters, took_s=130)
     assert capsys.readouterr().out.splitlines() == [
         "2 steps: loss 0.7 -> 0.25, rewards/margin 0 -> 1",
         "held out: preference_accuracy 0 -> 0.5",
@@ -67,9 +67,8 @@ def test_accuracy_begins_where_the_policy_has_left_its_reference() -> None:
 
 
 def test_judge_is_not_talked_to(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    print_results(
-        finished(tmp_path / "out", architectures=["Olmo2ForSequenceClassification"]), took_s=7200
-    )
+    config = finished(tmp_path / "out", architectures=["Olmo2ForSequenceClassification"])
+    print_results(config.run, config.adapters, took_s=7200)
     said = capsys.readouterr().out
     assert "time: 2.0 h" in said and "talk: " not in said
 
@@ -79,5 +78,5 @@ def test_run_without_a_model_says_nothing(
 ) -> None:
     config = finished(tmp_path / "out")
     (tmp_path / "out" / "metrics.jsonl").unlink()
-    print_results(config, took_s=1)
+    print_results(config.run, config.adapters, took_s=1)
     assert capsys.readouterr().out == ""

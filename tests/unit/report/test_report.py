@@ -30,9 +30,9 @@ from open_instruct.core.records import Check, Completion, Prompt, RolloutGroup, 
 from open_instruct.objectives.dpo import DPOConfig
 from open_instruct.parallel.layout import resolve_layout
 from open_instruct.report import health, page
-from open_instruct.report.charts import MAX_POINTS, histograms_of, series_of
-from open_instruct.report.health import Finding, findings_of, parts_of_step
-from open_instruct.report.run_files import ABSENT, RunFiles, differing_flags, read_rollouts
+from open_instruct.report.charts import MAX_POINTS, build_histograms, build_series
+from open_instruct.report.health import Finding, diagnose, mean_seconds_by_part
+from open_instruct.report.run_files import ABSENT, RunFiles, find_differing_flags, read_rollouts
 from open_instruct.report.run_forms import PlannedMemory, PlannedPhase
 from open_instruct.rl.samples import RolloutStepBatch, training_samples
 from open_instruct.rl.traces import write_traces
@@ -314,12 +314,12 @@ class TestPage:
     def test_flags_that_differ(self) -> None:
         a = RunFiles(folder=Path(), config={"beta": None, "seed": 1, "loss_fn": "dapo"})
         b = RunFiles(folder=Path(), config={"beta": 0.5, "seed": 1, "packing": True})
-        assert list(differing_flags([a, b])) == [
+        assert list(find_differing_flags([a, b])) == [
             ("beta", [None, 0.5]),
             ("loss_fn", ["dapo", ABSENT]),
             ("packing", [ABSENT, True]),
         ]
-        assert list(differing_flags([a])) == []
+        assert list(find_differing_flags([a])) == []
 
     def test_run_that_has_only_begun(self, tmp_path: Path) -> None:
         write_config(grpo_config(tmp_path), tmp_path / "config.yaml")
@@ -437,13 +437,13 @@ class TestHistograms:
         rewards = [index / 100 for index in range(101)]
         lists = {name: [[0]] * 101 for name in ("token_ids", "versions", "logprobs")}
         table = pyarrow.table({"step": [1] * 101, "reward": rewards, **lists})
-        of_rewards = histograms_of(RunFiles(folder=Path()), table)[1]
+        of_rewards = build_histograms(RunFiles(folder=Path()), table)[1]
         assert len(of_rewards["labels"]) == 24 and of_rewards["early"] is None
         assert sum(of_rewards["late"]) == pytest.approx(1, abs=1e-4)
 
 
 def shown_histograms(run: Path) -> list[dict[str, Any]]:
-    return histograms_of(RunFiles.read(run), read_rollouts(run, most=100)[0])
+    return build_histograms(RunFiles.read(run), read_rollouts(run, most=100)[0])
 
 
 def rows_with(num_steps: int = 40, **columns: Any) -> list[dict[str, Any]]:
@@ -456,7 +456,7 @@ def rows_with(num_steps: int = 40, **columns: Any) -> list[dict[str, Any]]:
 
 
 def said_of(rows: list[dict[str, Any]], **more: Any) -> list[Finding]:
-    return findings_of(RunFiles(folder=Path("a"), rows=rows, state="ended", **more))
+    return diagnose(RunFiles(folder=Path("a"), rows=rows, state="ended", **more))
 
 
 CASES: dict[str, tuple[dict[str, Any], str]] = {
@@ -610,7 +610,7 @@ class TestHealth:
             num_steps=3,
             **{"time/forward": lambda step: 9.0 if step == 1 else 1.0, "time/backward": 2.0},
         )
-        assert parts_of_step(RunFiles(folder=Path(), rows=rows)) == {
+        assert mean_seconds_by_part(RunFiles(folder=Path(), rows=rows)) == {
             "forward": 1.0,
             "backward": 2.0,
         }
@@ -622,7 +622,7 @@ class TestSeries:
             {"step": step, "loss": float(step % 2), "word": "a"}
             for step in range(1, 2 * MAX_POINTS + 2)
         ]
-        series = series_of(rows)
+        series = build_series(rows)
         assert (
             series["steps_in_a_point"] == 3
             and series["step"][:2] == [3, 6]
@@ -639,14 +639,19 @@ class TestSeries:
             {"step": 2, "a": None},
             {"step": 3, "a": math.inf},
         ]
-        assert series_of(rows)["columns"] == {"a": [0.333333, None, None]}
-        assert series_of([]) == {"step": [], "columns": {}, "constants": {}, "steps_in_a_point": 1}
+        assert build_series(rows)["columns"] == {"a": [0.333333, None, None]}
+        assert build_series([]) == {
+            "step": [],
+            "columns": {},
+            "constants": {},
+            "steps_in_a_point": 1,
+        }
 
     def test_constant_values_have_no_curve(self) -> None:
         rows = [{"step": step, "loss": 0.5, "z": step, "reward": step} for step in (1, 2)]
-        series = series_of(rows)
+        series = build_series(rows)
         assert (series["constants"], list(series["columns"])) == ({"loss": 0.5}, ["reward", "z"])
-        assert series_of(rows[:1])["constants"] == {}
+        assert build_series(rows[:1])["constants"] == {}
 
 
 class TestCommand:

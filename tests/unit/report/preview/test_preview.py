@@ -22,7 +22,13 @@ from open_instruct.core.errors import EXIT_INPUT, InputError
 from open_instruct.data.token_dataset import load_token_dataset
 from open_instruct.data.tokenizer import load_tokenizer
 from open_instruct.objectives.registry import objective_named
-from open_instruct.report.preview.sample import Sample, bars_of, html_page, print_sample, sample_of
+from open_instruct.report.preview.sample import (
+    Sample,
+    build_sample,
+    count_by_length,
+    html_page,
+    print_sample,
+)
 from tests.refusals import refused
 from tests.unit.token_data import byte_tokenizer, load_rows, write_rows
 
@@ -54,7 +60,9 @@ def sample(
     argv = ["--model_name_or_path", str(model), flag, str(rows), "1.0", "--output_dir", "x", *words]
     objective = objective_named(name)
     config: Any = parse_run(objective.config_class, argv)
-    return sample_of(config, objective, find_judges(config), num_read=num_read, num_shown=num_shown)
+    return build_sample(
+        config, objective, find_judges(config), num_read=num_read, num_shown=num_shown
+    )
 
 
 def test_rows_to_train_on_are_shown_under_eval_split_and_the_others_counted(
@@ -298,7 +306,7 @@ def test_page_is_whole_and_runs_nothing(model: Path, pairs: Path) -> None:
 
 @given(st.lists(st.integers(1, 5000), min_size=1, max_size=50))
 def test_bars_count_every_document_once(lengths: list[int]) -> None:
-    bars = bars_of(lengths)
+    bars = count_by_length(lengths)
     assert sum(bars.values()) == len(lengths) and len(bars) <= 16
     assert min(bars) == min(lengths)
     stops = [*bars, max(lengths) + 1][1:]
