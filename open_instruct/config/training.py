@@ -94,6 +94,12 @@ class LearnerConfig:
         return f"{self.model.param_dtype}-nf4" if self.lora.use_qlora else self.model.param_dtype
 
     @property
+    def shares_prompts(self) -> bool:
+        """Whether rows may share a prompt, by `--prefix_sharing` of whichever section has it."""
+        values = [getattr(section, "prefix_sharing", "off") for section in self.all_sections]
+        return any(value != "off" for value in values)
+
+    @property
     def quality_metrics(self) -> tuple[str, ...]:
         """The metrics that say how good the policy is, by name or pattern; those behind `eval/` are
         of held-out rows.

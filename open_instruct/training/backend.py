@@ -1,12 +1,12 @@
 """A backend holds the weights of a policy and steps its optimizer, with a library that shards.
 
-`Backend` says what a policy asks of it. Our two have in common OLMo-core's train module, filled
-from a start model.
+`Backend` says what a policy asks of it. Both of ours are OLMo-core's train module, filled from a
+start model.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from math import prod
 from typing import Any, Literal, Protocol
@@ -18,7 +18,8 @@ from olmo_core.optim import SkipStepOptimizer
 from olmo_core.train.train_module import TrainModule, TransformerTrainModule
 from torch.distributed.device_mesh import DeviceMesh
 
-from open_instruct.config.training import LearnerConfig
+from open_instruct.config.lora import LoRASection
+from open_instruct.config.sharding_sections import MemorySection
 from open_instruct.core.errors import InputError
 from open_instruct.core.text import counted
 from open_instruct.models.load import parameter_shapes, stream_load
@@ -118,8 +119,9 @@ class Backend(Protocol):
         """Set the scheduled learning rate of the coming step, and return it."""
 
     def step(self, *, loss: float, grad_norm: float) -> Metrics:
-        """Take the optimizer's step. Returns `grad_norm` if it is known only now, and
-        `step_skipped` if that can be.
+        """Take the optimizer's step, and return what is known of it.
+
+        That is `grad_norm` if it is known only now, and `step_skipped` if steps may be skipped.
 
         :param loss: the update's, over all ranks; an optimizer may recognise an outlier by it.
         :param grad_norm: the norm that `clip` returned.
@@ -130,20 +132,22 @@ class Backend(Protocol):
 
     def zero_grads(self) -> None: ...
 
-    def moving_reference(
-        self, pretrained: Pretrained, *, run: Run, config: LearnerConfig, **moves: Any
-    ) -> Reference:
-        """A reference that starts from `pretrained`; `moves` are arguments of `Reference`."""
+    def moving_reference(self, build_model: Callable[[], Transformer], **moves: Any) -> Reference:
+        """A reference that starts from the start model, and follows the policy.
+
+        :param build_model: builds the start model, frozen; not called where none is needed.
+        :param moves: arguments of `Reference`.
+        """
 
 
 def build_empty_model(
-    pretrained: Pretrained, config: LearnerConfig, *, init_device: str
+    pretrained: Pretrained, *, adapters: LoRASection | None, param_dtype: str, init_device: str
 ) -> SegmentTransformer:
     """Build the start model without its weights, with the adapters that the flags ask for."""
     this_process.begin("loading the start model")
     model = pretrained.build(init_device=init_device)
-    if config.adapters is not None:
-        adapt(model, config.adapters, dtype=getattr(torch, config.model.param_dtype))
+    if adapters is not None:
+        adapt(model, adapters, dtype=getattr(torch, param_dtype))
     return model
 
 
@@ -180,18 +184,24 @@ class ShardedModule(TransformerTrainModule):
     def train_module(self) -> TransformerTrainModule:
         return self
 
-    def weights_changed(self) -> None:
+    def refresh_computing_weights(self) -> None:
         """Have the passes compute with weights that were written from outside."""
 
-    def fill(self, pretrained: Pretrained, *, run: Run, config: LearnerConfig) -> None:
+    def fill(
+        self,
+        pretrained: Pretrained,
+        *,
+        run: Run,
+        memory: MemorySection,
+        adapters: LoRASection | None,
+        seed: int,
+    ) -> None:
         """Stream the start model into the shards. Collective."""
-        offload_inputs(self.computing_model, config.memory, run.process.device)
+        offload_inputs(self.computing_model, memory, run.process.device)
         report = stream_load(self.model, pretrained.files, pretrained.names)
-        if config.adapters is not None:
-            fill_adapter(
-                self.model, config.adapters, seed=config.optim.seed, start=pretrained.adapter
-            )
-        self.weights_changed()
+        if adapters is not None:
+            fill_adapter(self.model, adapters, seed=seed, start=pretrained.adapter)
+        self.refresh_computing_weights()
         num_params = sum(map(prod, parameter_shapes(self.model).values()))
         run.console.say(
             f"loaded {counted(report.num_tensors, 'tensor')} ({num_params / 1e6:,.1f}M parameters) "

@@ -6,6 +6,7 @@ Offline runs and GRPO are wired here alike. Which models there are follows from 
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from olmo_core.nn.transformer import Transformer
@@ -166,7 +167,7 @@ def build_companion_reference(
         return None
     if config.adapters is not None:
         return Reference(model=backend.computing_model)
+    build_model = partial(build_reference, start, run=run, config=config)
     if companions.reference_moves:
-        moves = companions.reference_moves
-        return backend.moving_reference(start, run=run, config=config, **moves)
-    return Reference(model=build_reference(start, run=run, config=config))
+        return backend.moving_reference(build_model, **companions.reference_moves)
+    return Reference(model=build_model())

@@ -17,7 +17,7 @@ from open_instruct.config.training import LearnerConfig
 from open_instruct.models.transformer import SegmentTransformer
 from open_instruct.parallel.data_parallel import mesh_of, parallel_configs
 from open_instruct.run.opened import Run
-from open_instruct.training.model.float8 import float8_config
+from open_instruct.training.model.float8 import build_float8_config
 from open_instruct.training.model.kernels import choose_kernels, compiles
 
 
@@ -106,7 +106,13 @@ def plan_trained(model: SegmentTransformer, *, run: Run, config: LearnerConfig) 
 
     :raises InputError: a flag cannot be had for this model, or on this device.
     """
-    checkpointing = choose_kernels(model, run=run, config=config)
+    checkpointing = choose_kernels(
+        model,
+        run=run,
+        memory=config.memory,
+        param_dtype=config.model.param_dtype,
+        shares_prompts=config.shares_prompts,
+    )
     recipe = config.model.float8_linears
-    float8 = float8_config(recipe, model=model, device=run.process.device)
+    float8 = build_float8_config(recipe, model=model, device=run.process.device)
     return replace(plan_frozen(run, config), float8=float8, checkpointing=checkpointing)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from olmo_core.nn.transformer import Transformer
 
+from open_instruct.config.sections import ModelSection
 from open_instruct.config.training import LearnerConfig
 from open_instruct.models.hf.names import clean_name
 from open_instruct.models.load import stream_load
@@ -55,19 +56,30 @@ class Reference:
 
 
 def build_replica(
-    pretrained: Pretrained, parallelism: Parallelism, *, run: Run, config: LearnerConfig
+    pretrained: Pretrained,
+    parallelism: Parallelism,
+    *,
+    run: Run,
+    flags: ModelSection,
+    max_seq_length: int,
 ) -> Transformer:
     """Build the model without its weights; on a single device, in the compute dtype."""
-    model = pretrained.build(init_device=config.model.init_device)
+    model = pretrained.build(init_device=flags.init_device)
     if run.layout.single_device:
-        model = model.to(getattr(torch, config.model.param_dtype))
+        model = model.to(getattr(torch, flags.param_dtype))
     parallelize(model, parallelism)
-    model.init_weights(max_seq_len=config.data.max_seq_length, device=run.process.device)
+    model.init_weights(max_seq_len=max_seq_length, device=run.process.device)
     return model
 
 
 def build_reference(pretrained: Pretrained, *, run: Run, config: LearnerConfig) -> Transformer:
     """Build a frozen model, sharded as the policy is, and fill it from its files. Collective."""
-    model = build_replica(pretrained, plan_frozen(run, config), run=run, config=config)
+    model = build_replica(
+        pretrained,
+        plan_frozen(run, config),
+        run=run,
+        flags=config.model,
+        max_seq_length=config.data.max_seq_length,
+    )
     stream_load(model, pretrained.files, pretrained.names)
     return model.requires_grad_(False).eval()

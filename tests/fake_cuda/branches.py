@@ -455,10 +455,12 @@ def adams(folder: Path) -> Any:
     from open_instruct.training.deepspeed import zero
 
     device, warnings = torch.device("cuda", 0), list[str]()
-    with patch.object(zero, "building_problem", lambda adam: None):
+    with patch.object(zero, "find_build_problem", lambda adam: None):
         kinds = [
-            zero.choose_adam(
-                AdamWConfig(), zero.adam_for(device, adam_offload=offloads), warn=warnings.append
+            zero.choose_adam_config(
+                AdamWConfig(),
+                zero.choose_adam_kind(device, adam_offload=offloads),
+                warn=warnings.append,
             )
             for offloads in (False, True)
         ]

@@ -12,6 +12,7 @@ import tempfile
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -279,7 +280,7 @@ def run(case: Case, folder: Path) -> dict[str, Any]:
         WAITS.taken()
         seen["waits"] = take_steps()
         seen["fused"] = bool(policy.backend.optim.defaults.get("fused"))
-        own = policy.backend.masters.own.values() if hasattr(policy.backend, "masters") else ()
+        own = policy.backend.masters.parts.values() if hasattr(policy.backend, "masters") else ()
         seen["masters"] = sorted(
             {_kind(held) for each in own for held in (each.weights, *each.moments.values())}
         )
@@ -443,7 +444,8 @@ def _offline(case: Case, config: Any, run: Any) -> tuple[Any, TakeSteps]:
     backend = build_backend(pretrained, run=run, config=config, num_steps=NUM_STEPS)
     reference = comparison = None
     if moves := objective.reference_moves(config).get("update_freq"):
-        reference = backend.moving_reference(pretrained, run=run, config=config, update_freq=moves)
+        build_model = partial(build_reference, pretrained, run=run, config=config)
+        reference = backend.moving_reference(build_model, update_freq=moves)
     if teacher := objective.teacher(config):
         model = (
             None if case.kept_of_teacher else build_reference(pretrained, run=run, config=config)
@@ -550,7 +552,7 @@ def _build_zero(*arguments: Any, **more: Any) -> Any:
         return module if is_device else move(module, *where, **more)
 
     with (
-        patch.object(zero, "adam_for", lambda *_, **__: "AdamW"),
+        patch.object(zero, "choose_adam_kind", lambda *_, **__: "AdamW"),
         patch.object(torch.nn.Module, "to", stays),
     ):
         return zero.build_backend(*arguments, **more)

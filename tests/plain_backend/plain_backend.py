@@ -6,7 +6,7 @@ for checkpoints.
 """
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
@@ -107,9 +107,7 @@ class Plain:
             def zero_grads(self) -> None:
                 self.optim.zero_grad(set_to_none=True)
 
-            def moving_reference(
-                self, pretrained: Any, *, run: Any, config: LearnerConfig, **moves: Any
-            ) -> Reference:
+            def moving_reference(self, build_model: Callable[[], Any], **moves: Any) -> Reference:
                 return Reference(model=copy.deepcopy(self.model).requires_grad_(False), **moves)
 
         optim, length = config.optim, config.data.max_seq_length

@@ -20,8 +20,8 @@ from open_instruct.planning.subject.build_workload import build_shape, build_wor
 from open_instruct.training.deepspeed import planned_memory, planned_traffic
 from open_instruct.training.deepspeed.planned import DeepSpeed
 from open_instruct.training.deepspeed.planned_memory import ZeroMemoryModel
-from open_instruct.training.deepspeed.planned_traffic import exchanges_of
-from open_instruct.training.deepspeed.settings import zpg_of
+from open_instruct.training.deepspeed.planned_traffic import plan_exchanges
+from open_instruct.training.deepspeed.settings import effective_zpg
 from tests.ranks.jobs.deepspeed_runs import OF_LARGE_MODELS
 from tests.ranks.launch import run_ranks
 from tests.ranks.shallow import write_shallow_model
@@ -203,8 +203,8 @@ def test_plan_counts_the_bytes_that_are_there_before_the_step(
     planned = measured.planned(name)
     expected = sum(planned.state_bytes()) + planned.resident_parts(0)[BUFFERS]
     expected += planned.passes.bucket_bytes if planned.stage == 1 else 0
-    if zpg_of(planned.flags) > 1:
-        expected += planned.c * sum(planned.sizes.values()) // zpg_of(planned.flags)
+    if effective_zpg(planned.flags) > 1:
+        expected += planned.c * sum(planned.sizes.values()) // effective_zpg(planned.flags)
     least = 1 - (TOUCHED if planned.stage == 2 and planned.c == 4 else FILLED_UP)
     for rank, found in enumerate(measured.by_case[name]):
         assert found["between"] <= found["with_gradients"]
@@ -222,7 +222,7 @@ def test_sums_of_what_is_exchanged(measured: Measured, name: str) -> None:
     )
     for rank, found in enumerate(measured.by_case[name]):
         sums: Counter[tuple[str, tuple[int, ...]]] = Counter()
-        for exchange in exchanges_of(planned):
+        for exchange in plan_exchanges(planned):
             (group,) = (
                 group for group in axis_groups(planned.layout, exchange.axis) if rank in group
             )

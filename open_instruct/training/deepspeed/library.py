@@ -14,7 +14,7 @@ import torch
 from open_instruct.training.deepspeed.settings import refuse_unfit
 
 
-def _loaded() -> Any:
+def _load() -> Any:
     refuse_unfit()
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # which it would find out with a warning
@@ -30,4 +30,4 @@ def _loaded() -> Any:
     return library
 
 
-deepspeed = _loaded()
+deepspeed = _load()

@@ -1,6 +1,6 @@
 """The DeepSpeed backend's answers to the planner, without torch and without DeepSpeed.
 
-`planned_memory.py` has the bytes of a rank, `planned_traffic.py` what it sends; here are the
+`planned_memory.py` has the bytes of a rank and `planned_traffic.py` what it sends. Here are the
 settings that a plan compares and proposes.
 """
 
@@ -17,8 +17,15 @@ from open_instruct.planning.setting import Backend, FlagChange, Setting
 from open_instruct.planning.subject.model import ModelShape
 from open_instruct.planning.subject.workload import Workload
 from open_instruct.training.deepspeed.planned_memory import ZeroMemoryModel
-from open_instruct.training.deepspeed.planned_traffic import exchanges_of
-from open_instruct.training.deepspeed.settings import zpg_of
+from open_instruct.training.deepspeed.planned_traffic import plan_exchanges
+from open_instruct.training.deepspeed.settings import effective_zpg
+
+SHARED_BY_STAGE = (
+    "nothing",
+    "optimizer states",
+    "optimizer states and gradients",
+    "everything",
+)
 
 
 class DeepSpeed(Backend):
@@ -26,7 +33,7 @@ class DeepSpeed(Backend):
 
     def __init__(self, config: LearnerConfig) -> None:
         self.parallel = config.parallel
-        self.sharing = describe_sharing(config.parallel)
+        self.sharing = describe_setting(config.parallel)
 
     def memory_model(
         self, shape: ModelShape, layout: ShardLayout, workload: Workload
@@ -34,7 +41,7 @@ class DeepSpeed(Backend):
         return ZeroMemoryModel(self.parallel, shape, layout, workload)
 
     def exchanges(self, run: MemoryModel) -> Iterator[Exchange]:
-        return exchanges_of(cast(ZeroMemoryModel, run))
+        return plan_exchanges(cast(ZeroMemoryModel, run))
 
     def cells(self, layout: ShardLayout) -> dict[str, object]:
         on_host = "-"
@@ -44,55 +51,77 @@ class DeepSpeed(Backend):
             on_host = "all"
         return {
             "stage": self.parallel.deepspeed_stage,
-            "zpg": zpg_of(self.parallel),
+            "zpg": effective_zpg(self.parallel),
             "host": on_host,
         }
 
     def others(self, setting: Setting) -> Iterator[dict[str, Any]]:
-        """Settings of every stage, with and without second copies within a node; other flags stay
-        where they can.
+        """Settings of every stage, with and without second copies of the weights within a node.
+
+        Other flags stay where they can.
         """
-        flags, sizes = self.parallel, set(setting.layout.gpus_per_node)
-        in_nodes = sizes if len(setting.layout.nodes) > 1 and len(sizes) == 1 else set()
-        for stage in range(4):
-            for zpg in sorted({1, flags.deepspeed_zpg} | in_nodes if stage == 3 else {1}):
-                offload = {
-                    "adam_offload": flags.adam_offload and stage > 0,
-                    "offload": flags.offload and stage == 3,
-                }
-                yield {"deepspeed_stage": stage, "deepspeed_zpg": zpg} | offload
+        flags = self.parallel
+        adam_offload = flags.adam_offload
+        for stage in range(3):
+            yield {
+                "deepspeed_stage": stage,
+                "deepspeed_zpg": 1,
+                "adam_offload": adam_offload and stage > 0,
+                "offload": False,
+            }
+        for zpg in sorted({1, flags.deepspeed_zpg} | find_node_sizes(setting.layout)):
+            yield {
+                "deepspeed_stage": 3,
+                "deepspeed_zpg": zpg,
+                "adam_offload": adam_offload,
+                "offload": flags.offload,
+            }
 
     def ways_to_need_less(self, setting: Setting) -> Iterator[FlagChange]:
-        """Later stages (kind 0), the optimizer in host memory (4), the weights too (5), then a
-        tensor degree (6).
-        """
+        """Later stages of ZeRO (kind 0), then host memory (4 and 5), then a tensor degree (6)."""
         now = self.parallel
-        on_host = {"adam_offload": True}
-        remedies: list[tuple[int, int, dict[str, Any]]] = []
         if setting.layout.world_size > 1:
-            remedies += [(0, stage, {}) for stage in range(now.deepspeed_stage + 1, 4)]
+            for stage in range(now.deepspeed_stage + 1, 4):
+                yield change_stage(0, stage)
         if setting.on_cuda and not now.adam_offload:
-            remedies += [(4, stage, on_host) for stage in range(max(1, now.deepspeed_stage), 4)]
+            for stage in range(max(1, now.deepspeed_stage), 4):
+                yield change_stage(4, stage, adam_offload=True)
         if setting.on_cuda and not now.offload:
-            remedies += [(5, 3, on_host | {"offload": True})]
-        degrees = divisors(setting.layout.world_size)
-        remedies += [
-            (6, 3, {"tensor_parallel_degree": n}) for n in degrees if n > now.tensor_parallel_degree
-        ]
-        for kind, stage, flags in remedies:
-            yield FlagChange(kind=kind, strength=stage, values={"deepspeed_stage": stage} | flags)
+            yield change_stage(5, 3, adam_offload=True, offload=True)
+        for degree in divisors(setting.layout.world_size):
+            if degree > now.tensor_parallel_degree:
+                yield change_stage(6, 3, tensor_parallel_degree=degree)
 
 
-def describe_sharing(flags: ParallelSection) -> str:
-    on_host = {"optimizer": flags.adam_offload, "weights": flags.offload}
-    kept = " and ".join(name for name, is_there in on_host.items() if is_there) or "nothing"
-    stage, degree = flags.deepspeed_stage, flags.tensor_parallel_degree
-    shared = ("nothing", "optimizer states", "optimizer states and gradients", "everything")[stage]
+def change_stage(kind: int, stage: int, **others: Any) -> FlagChange:
+    """The proposal to give `--deepspeed_stage`, with the values of `others`; see `FlagChange`."""
+    return FlagChange(kind=kind, strength=stage, values={"deepspeed_stage": stage} | others)
+
+
+def find_node_sizes(layout: ShardLayout) -> set[int]:
+    """The number of GPUs on a node, of several nodes that are alike; otherwise nothing."""
+    sizes = set(layout.gpus_per_node)
+    if len(layout.nodes) == 1 or len(sizes) > 1:
+        return set()
+    return sizes
+
+
+def describe_setting(flags: ParallelSection) -> str:
+    """One sentence about what ranks share, and what is in host memory."""
+    on_host = []
+    if flags.adam_offload:
+        on_host.append("optimizer")
+    if flags.offload:
+        on_host.append("weights")
+    stage = flags.deepspeed_stage
+    degree = flags.tensor_parallel_degree
+    shared = SHARED_BY_STAGE[stage]
     nearby = ""
-    neighbours = zpg_of(flags)
+    neighbours = effective_zpg(flags)
     if neighbours > 1:
         nearby = f", and {neighbours} neighbours a second copy of the weights"
+    there = " and ".join(on_host) or "nothing"
     who = "all ranks"
     if degree > 1:
         who = f"{degree} neighbours split matrices, and all with the same part"
-    return f"DeepSpeed ZeRO-{stage}: {who} share {shared}{nearby}; in host memory: {kept}"
+    return f"DeepSpeed ZeRO-{stage}: {who} share {shared}{nearby}; in host memory: {there}"

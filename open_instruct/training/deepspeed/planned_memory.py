@@ -11,7 +11,7 @@ pass is followed from stage 2 on, gradient by gradient.
 
 from collections import Counter
 from collections.abc import Iterator
-from itertools import accumulate, pairwise
+from itertools import pairwise
 
 from open_instruct.config.sharding_sections import ParallelSection
 from open_instruct.core.shard_layout import ShardLayout
@@ -35,7 +35,7 @@ from open_instruct.planning.memory.state import (
 )
 from open_instruct.planning.subject.model import ModelShape, ParameterShape, Unit
 from open_instruct.planning.subject.workload import Workload
-from open_instruct.training.deepspeed.settings import zpg_of
+from open_instruct.training.deepspeed.settings import effective_zpg
 
 # DeepSpeed's own sizes, in values; a test holds them equal.
 BUCKET = 500_000_000  # `reduce_bucket_size`, and stage 0's `MEMORY_OPT_ALLREDUCE_SIZE`
@@ -50,60 +50,71 @@ class ZeroMemoryModel(MemoryModel):
     def __init__(
         self, flags: ParallelSection, shape: ModelShape, layout: ShardLayout, workload: Workload
     ) -> None:
-        self.flags, self.stage, self.c = flags, flags.deepspeed_stage, workload.compute_bytes
+        self.flags = flags
+        self.stage = flags.deepspeed_stage
+        self.c = workload.compute_bytes
         self.num_ranks = layout.shard_group_size if self.stage else 1
         self.sizes = {
-            each.name: values_of(each, layout.tensor_parallel_degree) for each in shape.parameters
+            each.name: count_rank_values(each, layout.tensor_parallel_degree)
+            for each in shape.parameters
         }
         trained = [self.sizes[each.name] for each in shape.parameters if each.is_trained]
         self.num_trained = sum(trained)
         self.largest = max(trained)
         self.num_frozen = sum(self.sizes.values()) - self.num_trained
-        # Values of this rank's optimizer: all at stage 0, else P / N. `touched` counts whole
+        # Values of this rank's optimizer: all at stage 0, else P / N. `num_touched` counts whole
         # parameters in that range.
-        self.num_own = sum(-(-size // self.num_ranks) for size in trained)
-        self.touched = min(self.num_trained, self.num_own + self.largest)
+        self.num_stepped = sum(-(-size // self.num_ranks) for size in trained)
+        self.num_touched = min(self.num_trained, self.num_stepped + self.largest)
         # `BF16_Optimizer` is stage 1 in bfloat16, without host memory.
         self.is_flat = self.stage == 1 and self.c < MASTER_BYTES and not flags.adam_offload
-        self.device, self.host = self._state(on_cuda=workload.on_cuda)
+        self.device, self.host = self._count_state(on_cuda=workload.on_cuda)
         self.buffer_bytes = self.device[BUFFERS]
         # Stage 3 and `BF16_Optimizer` have buffers for them in float32; all others are freed in the
         # step.
-        in_buffer = self.device[GRADIENTS] if self.stage == 3 else 0
-        self.idle_gradient_bytes = GRADIENT_BYTES * self.num_trained if self.is_flat else in_buffer
+        if self.is_flat:
+            self.idle_gradient_bytes = GRADIENT_BYTES * self.num_trained
+        elif self.stage == 3:
+            self.idle_gradient_bytes = self.device[GRADIENTS]
         super().__init__(shape, layout, workload)
 
-    def _state(self, *, on_cuda: bool) -> tuple[Counter[str], Counter[str]]:
-        """Bytes that stay from step to step on the device and on its host, with gradients (ZeRO,
-        figure 1).
+    def _count_state(self, *, on_cuda: bool) -> tuple[Counter[str], Counter[str]]:
+        """Bytes that stay from step to step, on the device and on its host (ZeRO, figure 1).
 
-        Without CUDA the device is the host.
+        Gradients are among them. Without CUDA the device is the host.
         """
-        stage, c, own = self.stage, self.c, self.num_own
+        stage = self.stage
+        c = self.c
+        num_stepped = self.num_stepped
         is_exact = c == MASTER_BYTES
-        device, host = Counter[str](), Counter[str]()
+        device = Counter[str]()
+        host = Counter[str]()
         optimizer = host if self.flags.adam_offload else device
         weights = host if self.flags.offload else device
         # The optimizer's K = 12 bytes are shared from stage 1 on.
-        optimizer[PARAMETERS] += MASTER_BYTES * own
-        optimizer[OPTIMIZER] += ADAMW_MOMENTS * MOMENT_BYTES * own
+        optimizer[PARAMETERS] += MASTER_BYTES * num_stepped
+        optimizer[OPTIMIZER] += ADAMW_MOMENTS * MOMENT_BYTES * num_stepped
         weights[PARAMETERS] += c * self._count_compute_weights()
         if stage == 3 and self.num_ranks > 1:
             device[PARAMETERS] += c * sum(size for size in self.sizes.values() if size <= SMALL)
         # `BF16_Optimizer` has gradients in both dtypes.
-        gradients = optimizer if stage == 3 or (stage == 2 and is_exact) else device
+        gradients = device
+        if stage == 3 or (stage == 2 and is_exact):
+            gradients = optimizer
         gradients[GRADIENTS] += GRADIENT_BYTES * self._count_gradients()
         if self.is_flat:
             device[GRADIENTS] += c * self.num_trained
         if stage == 3:
             device[BUFFERS] += GRADIENT_BYTES * BUCKET
         if self.flags.adam_offload:
-            host[GRADIENTS] += GRADIENT_BYTES * own  # those that it steps with
+            host[GRADIENTS] += GRADIENT_BYTES * num_stepped  # for the step
         if self.flags.adam_offload and stage < 3:
             device[BUFFERS] += c * self.largest  # on the way to the host
             # The part that it stepped, and one on its way back.
-            host[PARAMETERS] += c * (own + self.largest)
-        return (device, host) if on_cuda else (device + host, Counter())
+            host[PARAMETERS] += c * (num_stepped + self.largest)
+        if on_cuda:
+            return device, host
+        return device + host, Counter()
 
     def _count_compute_weights(self) -> int:
         """Weights in the compute dtype: stage 0 trains in float32 alone, stage 3 shares them."""
@@ -111,22 +122,22 @@ class ZeroMemoryModel(MemoryModel):
             return self.num_frozen
         if self.stage < 3:
             return self.num_trained + self.num_frozen
-        return self.num_own + -(-self.num_frozen // self.num_ranks)
+        return self.num_stepped + -(-self.num_frozen // self.num_ranks)
 
     def _count_gradients(self) -> int:
         """Gradients in float32: shared from stage 2 on, there by whole parameters in float32."""
         if self.stage < 2:
             return self.num_trained
         if self.stage == 2 and self.c == MASTER_BYTES:
-            return self.touched
-        return self.num_own
+            return self.num_touched
+        return self.num_stepped
 
     def _count_reduced(self) -> int:
         """Gradients that are reduced before the step, in values: from stage 2 on none is left."""
         if self.stage == 0:
             return min(self.num_trained, BUCKET)
         if self.stage == 1 and not self.is_flat:
-            return max(BUCKET, self.touched)
+            return max(BUCKET, self.num_touched)
         return 0
 
     def optimizer_step(self) -> Iterator[Moment]:
@@ -135,17 +146,18 @@ class ZeroMemoryModel(MemoryModel):
         Stage 2 has that part in one piece, if not in float32; there the norm of each parameter, in
         float64, needs most.
         """
-        own = self.num_own
-        copies = self.stage > 0 and not self.flags.adam_offload and not self.is_flat
-        copied = MASTER_BYTES * min(own, MOST_AT_ONCE) if copies else 0
-        if copied and self.stage == 2 and self.c < MASTER_BYTES:
-            copied = 2 * MASTER_BYTES * min(own, self.largest)  # `get_norm_dtype`
-        made = 0
+        num_stepped = self.num_stepped
+        copied_bytes = 0
+        if self.stage > 0 and not self.flags.adam_offload and not self.is_flat:
+            copied_bytes = MASTER_BYTES * min(num_stepped, MOST_AT_ONCE)
+            if self.stage == 2 and self.c < MASTER_BYTES:
+                copied_bytes = 2 * MASTER_BYTES * min(num_stepped, self.largest)  # `get_norm_dtype`
+        num_temporary = 0
         if not self.workload.on_cuda:
-            made = 2 * (own if self.stage else self.largest)
+            num_temporary = 2 * (num_stepped if self.stage else self.largest)
         yield self.resident_parts(self.gradients) | {
             REDUCED: GRADIENT_BYTES * self._count_reduced(),
-            TEMPORARIES: copied + MASTER_BYTES * made,
+            TEMPORARIES: copied_bytes + MASTER_BYTES * num_temporary,
         }
 
     def state_bytes(self) -> tuple[int, int, int]:
@@ -191,11 +203,12 @@ class ZeroPasses(Passes):
             return GRADIENT_BYTES * BUCKET
         if run.stage != 2:
             return 0
-        adds_up = self.c == MASTER_BYTES and self.workload.num_microbatches > 1
-        apart = GRADIENT_BYTES * run.touched if adds_up else 0
-        return self.c * BUCKET + apart
+        num_bytes = self.c * BUCKET
+        if self.c == MASTER_BYTES and self.workload.num_microbatches > 1:
+            num_bytes += GRADIENT_BYTES * run.num_touched
+        return num_bytes
 
-    def _ahead(self, *units: Unit, keeps: bool = True) -> int:
+    def _count_gathered_bytes(self, *units: Unit, keeps: bool = True) -> int:
         """Bytes that stage 3 has gathered where `units`, and then the embeddings, are used next.
 
         Parameters are gathered one by one until there are as many as it wants, and released where
@@ -204,17 +217,23 @@ class ZeroPasses(Passes):
         et al. 2023, arXiv:2306.10209, section 3.2).
         """
         run = self.run
-        sizes = [run.sizes[each.name] for unit in units for each in unit.parameters]
-        wanted = max(MOST_AT_ONCE, sum(sizes) if keeps and not self.workload.recomputes("") else 0)
+        if run.stage < 3 or run.num_ranks == 1:
+            return 0
+        sizes: list[int] = []
+        for unit in units:
+            sizes += [run.sizes[each.name] for each in unit.parameters]
+        num_wanted = MOST_AT_ONCE
+        if keeps and not self.workload.recomputes(""):
+            num_wanted = max(MOST_AT_ONCE, sum(sizes))
         # Else its order is that of a forward pass alone.
         if all(each.stands_as for each in self.workload.scorings):
             sizes += [run.sizes[each.name] for each in self.embeddings.parameters]
-        num_values = next(
-            (together for together in accumulate(sizes) if together >= wanted), sum(sizes)
-        )
-        if run.stage < 3 or run.num_ranks == 1:
-            return 0
-        neighbours = zpg_of(run.flags)
+        num_values = 0
+        for size in sizes:
+            num_values += size
+            if num_values >= num_wanted:
+                break
+        neighbours = effective_zpg(run.flags)
         if neighbours > 1:
             num_values += sum(run.sizes.values()) // neighbours
         return self.c * num_values
@@ -222,38 +241,45 @@ class ZeroPasses(Passes):
     def forward(
         self, held: Moment, *, keeps: bool = True, runs_head: bool = True
     ) -> Iterator[Moment]:
-        gathered = self._ahead(self.root, *self.blocks, keeps=keeps)
+        gathered = self._count_gathered_bytes(self.root, *self.blocks, keeps=keeps)
         moments = super().forward(held, keeps=keeps, runs_head=runs_head)
         yield from ({**moment, GATHERED: gathered} for moment in moments)
 
     def backward(self, held: Moment) -> Iterator[Moment]:
-        """The moments of a backward pass, from stage 2 on with those at which a full bucket is
-        reduced.
+        """The moments of a backward pass, and from stage 2 on those when a full bucket is reduced.
 
         Source: `reduce_independent_p_g_buckets_and_remove_grads` of both stages. A bucket is made
         with the first gradient at stage 2, and emptied when the next gradient has no room in it, or
         at the end. What is larger than a bucket waits beside it; at stage 2 only for the last
         norm's gradient, which stage 3 hands over first.
         """
-        run, c, of_head = self.run, self.c, self.head_gradient
+        run = self.run
+        c = self.c
         if run.stage < 2:
             yield from ({**moment, REDUCED: self.bucket_bytes} for moment in super().backward(held))
             return
-        yield from (
-            {**moment, GATHERED: self._ahead(self.root, *self.blocks)}
-            for moment in self._through_head(held)
-        )
-        # The gradient of a matrix that is also that of the embeddings waits for theirs.
-        waiting = self.bucket_bytes + (of_head if self.shape.is_tied else 0)
-        filled = 0 if self.shape.is_tied else of_head // c
+        gathered = self._count_gathered_bytes(self.root, *self.blocks)
+        for moment in self._through_head(held):
+            yield {**moment, GATHERED: gathered}
+        waiting = self.bucket_bytes
+        filled = 0
+        if self.shape.is_tied:
+            # The gradient of a matrix that is also that of the embeddings waits for theirs.
+            waiting += self.head_gradient
+        else:
+            filled = self.head_gradient // c
         # Each value is copied to be reduced, at stage 2 once more if that is in another dtype.
-        copied = GRADIENT_BYTES + (c if run.stage == 2 and c < GRADIENT_BYTES else 0)
+        copied = GRADIENT_BYTES
+        if run.stage == 2 and c < GRADIENT_BYTES:
+            copied += c
         for layer in reversed(range(self.shape.num_layers)):
-            gathered = self._ahead(*self.blocks[: layer + 1])
+            gathered = self._count_gathered_bytes(*self.blocks[: layer + 1])
             moments = self.profiles[layer].backward
             for before, usage in pairwise((moments[0], *moments)):
                 newest = usage.weight_gradients - before.weight_gradients
-                reduced = waiting + newest + (c * filled if filled > BUCKET else 0)
+                reduced = waiting + newest
+                if filled > BUCKET:
+                    reduced += c * filled
                 if filled + newest // c > BUCKET and (newest or run.stage == 2):
                     reduced += copied * filled
                     filled = 0
@@ -261,20 +287,25 @@ class ZeroPasses(Passes):
                 yield {**self._in_block(held, layer, usage), GATHERED: gathered, REDUCED: reduced}
         looked_up = self._whole(self.looked_up)
         reduced = self.bucket_bytes + looked_up + copied * max(filled, looked_up // c)
-        yield {**held, GATHERED: self._ahead(), REDUCED: reduced, TEMPORARIES: self.stream_bytes}
+        yield {
+            **held,
+            GATHERED: self._count_gathered_bytes(),
+            REDUCED: reduced,
+            TEMPORARIES: self.stream_bytes,
+        }
 
     def _shard(self, unit: Unit) -> int:
         return GRADIENT_BYTES * sum(self.run.sizes[each.name] for each in unit.trained)
 
 
-def values_of(parameter: ParameterShape, degree: int) -> int:
-    """Values of `parameter` on each of `degree` ranks, split as by `split_matrices`: embeddings and
-    norms whole.
+def count_rank_values(parameter: ParameterShape, degree: int) -> int:
+    """Values of `parameter` on each of `degree` ranks, split as `split_matrices` does it.
+
+    Embeddings and norms are whole.
     """
     axis = parameter.tensor_axis
-    is_whole = (
-        axis is None
-        or parameter.name.startswith("embeddings")
-        or parameter.shape[axis] % degree > 0
-    )
-    return parameter.num_params // (1 if is_whole else degree)
+    if axis is None or parameter.name.startswith("embeddings"):
+        return parameter.num_params
+    if parameter.shape[axis] % degree > 0:
+        return parameter.num_params
+    return parameter.num_params // degree

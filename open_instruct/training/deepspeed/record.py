@@ -7,7 +7,6 @@ from dataclasses import replace
 from math import gcd
 from typing import TYPE_CHECKING, Any
 
-from open_instruct.config.flags import flags_of
 from open_instruct.config.fleet_sections import LearnerParallelSection
 from open_instruct.config.sharding_sections import ParallelSection
 from open_instruct.config.training import LearnerConfig
@@ -15,23 +14,31 @@ from open_instruct.config.validation import changed
 from open_instruct.core.errors import problems_of_kind
 from open_instruct.core.shard_layout import ShardLayout
 from open_instruct.parallel.layout import check_divides, layout_of_degrees
-from open_instruct.training.deepspeed.settings import refuse_unfit, zpg_of
+from open_instruct.training.deepspeed.settings import effective_zpg, refuse_unfit
 
 if TYPE_CHECKING:
     from open_instruct.training.deepspeed.planned import DeepSpeed as Planned
     from open_instruct.training.deepspeed.zero import ZeroBackend
 
-# Flags that only the other backend has, with a reason; and the first stage of ZeRO at which a flag
-# has a use.
-NOT_HAD = {
-    **dict.fromkeys(
-        ("fsdp_shard_degree", "fsdp_num_replicas", "expert_parallel_degree", "init_device"), ""
-    ),
-    **dict.fromkeys(("gradient_reduction", "fsdp_prefetch_factor", "compile_model"), ""),
-    **dict.fromkeys(("activation_memory_budget", "float8_linears", "use_qlora"), ""),
-    "optimizer": " (it steps AdamW alone here: its own Muon clips after matrices are made "
-    "orthogonal, and its shards have no rows for the blocks of 8-bit AdamW)",
-}
+# Flags that only the other backend has.
+FLAGS_OF_OTHERS = (
+    "activation_memory_budget",
+    "compile_model",
+    "expert_parallel_degree",
+    "float8_linears",
+    "fsdp_num_replicas",
+    "fsdp_prefetch_factor",
+    "fsdp_shard_degree",
+    "gradient_reduction",
+    "init_device",
+    "optimizer",
+    "use_qlora",
+)
+WHY_ADAMW = (
+    " (it steps AdamW alone here: its own Muon clips after matrices are made orthogonal, and its "
+    "shards have no rows for the blocks of 8-bit AdamW)"
+)
+# The first stage of ZeRO at which a flag has a use.
 FIRST_STAGE = {"adam_offload": 1, "offload": 3, "tensor_parallel_degree": 1}
 
 
@@ -50,46 +57,47 @@ class DeepSpeed:
         if parallel.deepspeed_stage is None:
             values["deepspeed_stage"] = 2
         if parallel.deepspeed_zpg is None:
-            values["deepspeed_zpg"] = neighbours_of(replace(parallel, **values))
+            values["deepspeed_zpg"] = default_zpg(replace(parallel, **values))
         if config.memory.activation_checkpointing == "auto":
             values["activation_checkpointing"] = "full"
         return values
 
     @problems_of_kind("conflict")
     def problems(self, config: LearnerConfig) -> Iterator[str]:
-        """The combinations of ZeRO's flags with each other, and with other flags, that cannot
-        work.
-        """
-        stage, flags = config.parallel.deepspeed_stage, flags_of(type(config))
-        for name, why in sorted(NOT_HAD.items()):
-            for given in changed(config, name) if name in flags else ():
-                yield (
-                    f"{given} cannot go with --backend deepspeed{why}; leave it out, or use "
-                    "--backend olmo_core"
-                )
-        if stage == 0 and config.model.param_dtype == "bfloat16":
-            lost = "keeps no float32 weights beside the bfloat16 ones, and small updates are lost"
+        """What cannot work of ZeRO's flags, with each other and with other flags."""
+        parallel = config.parallel
+        stage = parallel.deepspeed_stage
+        degree = parallel.tensor_parallel_degree
+        for flag in changed(config, *FLAGS_OF_OTHERS):
+            why = WHY_ADAMW if flag.startswith("--optimizer") else ""
             yield (
-                f"--deepspeed_stage 0 {lost}; use --deepspeed_stage 1, 2 or 3, or --param_dtype "
-                "float32"
+                f"{flag} cannot go with --backend deepspeed{why}; leave it out, or use "
+                "--backend olmo_core"
             )
-        if config.parallel.tensor_parallel_degree > 1 and (zpg := zpg_of(config.parallel)) > 1:
+        if stage == 0 and config.model.param_dtype == "bfloat16":
+            yield (
+                "--deepspeed_stage 0 keeps no float32 weights beside the bfloat16 ones, and small "
+                "updates are lost; use --deepspeed_stage 1, 2 or 3, or --param_dtype float32"
+            )
+        zpg = effective_zpg(parallel)
+        if degree > 1 and zpg > 1:
             yield (
                 f"--deepspeed_zpg {zpg}: neighbours that split matrices have no weights in "
                 "common; leave one out"
             )
-        if config.adapters is not None and config.parallel.tensor_parallel_degree > 1:
-            given = (
-                "--backend deepspeed --tensor_parallel_degree "
-                f"{config.parallel.tensor_parallel_degree}"
+        if degree > 1 and config.adapters is not None:
+            yield (
+                f"--backend deepspeed --tensor_parallel_degree {degree} cannot go with "
+                "--use_lora: use --backend olmo_core"
             )
-            yield f"{given} cannot go with --use_lora: use --backend olmo_core"
         for name, first in FIRST_STAGE.items():
-            for given in changed(config, name) if stage < first else ():
-                yield f"{given} has no use under --deepspeed_stage {stage}; use {first} or more"
+            if stage < first:
+                for flag in changed(config, name):
+                    yield f"{flag} has no use under --deepspeed_stage {stage}; use {first} or more"
 
     def warnings(self, config: LearnerConfig) -> Iterator[str]:
-        if (zpg := config.parallel.deepspeed_zpg) != zpg_of(config.parallel):
+        zpg = config.parallel.deepspeed_zpg
+        if zpg != effective_zpg(config.parallel):
             yield (
                 f"--deepspeed_zpg {zpg}: read only with --deepspeed_stage 3; nothing is gathered "
                 "below"
@@ -97,21 +105,23 @@ class DeepSpeed:
 
     def layout(self, parallel: ParallelSection, gpus_per_node: Sequence[int]) -> ShardLayout:
         """All ranks share the weights, on all nodes."""
-        degree, copies = (None, 1) if parallel.deepspeed_stage else (1, None)
-        layout = layout_of_degrees(
-            parallel, gpus_per_node, fsdp_shard_degree=degree, fsdp_num_replicas=copies
-        )
-        check_divides("--deepspeed_zpg", zpg_of(parallel), layout.gpus_per_node)
+        degrees: dict[str, int | None]
+        if parallel.deepspeed_stage:
+            degrees = {"fsdp_shard_degree": None, "fsdp_num_replicas": 1}
+        else:
+            degrees = {"fsdp_shard_degree": 1, "fsdp_num_replicas": None}
+        layout = layout_of_degrees(parallel, gpus_per_node, **degrees)
+        check_divides("--deepspeed_zpg", effective_zpg(parallel), layout.gpus_per_node)
         # A single rank is a shard group of its own: ZeRO casts its weights to the compute dtype, as
         # for several ranks.
         return replace(layout, single_device=False, warnings=())
 
     def sharing(self, parallel: ParallelSection, layout: ShardLayout) -> str:
-        nearby = zpg_of(parallel)
-        copies = (
-            f", second copies of the weights shared by {nearby} neighbours" if nearby > 1 else ""
-        )
-        return f"DeepSpeed ZeRO-{parallel.deepspeed_stage}{copies}"
+        sharing = f"DeepSpeed ZeRO-{parallel.deepspeed_stage}"
+        neighbours = effective_zpg(parallel)
+        if neighbours > 1:
+            sharing += f", second copies of the weights shared by {neighbours} neighbours"
+        return sharing
 
     def planned(self, config: LearnerConfig) -> Planned:
         from open_instruct.training.deepspeed import planned
@@ -124,17 +134,21 @@ class DeepSpeed:
         return build_backend(*pretrained, **run)
 
 
-def neighbours_of(parallel: ParallelSection) -> int:
+def default_zpg(parallel: ParallelSection) -> int:
     """The default of `deepspeed_zpg`: the number of ranks that share a second copy of the weights.
 
     It is 8, as upstream, or the most that a node has room for; and 1 on one node, where a second
     copy is no nearer.
     """
-    nodes = parallel.num_learners_per_node if isinstance(parallel, LearnerParallelSection) else [1]
-    has_second = (
-        parallel.deepspeed_stage == 3 and parallel.tensor_parallel_degree == 1 and len(nodes) > 1
-    )
-    return max(n for n in range(1, 9) if gcd(*nodes) % n == 0) if has_second else 1
+    if parallel.deepspeed_stage != 3 or parallel.tensor_parallel_degree != 1:
+        return 1
+    if not isinstance(parallel, LearnerParallelSection):
+        return 1
+    nodes = parallel.num_learners_per_node
+    if len(nodes) == 1:
+        return 1
+    num_shared = gcd(*nodes)
+    return max(n for n in range(1, 9) if num_shared % n == 0)
 
 
 DEEPSPEED = DeepSpeed()

@@ -24,7 +24,7 @@ from open_instruct.training.deepspeed.split_matrices import UNCUT, Cut, split_ma
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-def without_weights(settings: Mapping[str, Any], *, dtype: torch.dtype) -> Callable[..., None]:
+def make_init_weights(settings: Mapping[str, Any], *, dtype: torch.dtype) -> Callable[..., None]:
     """A substitute for `Transformer.init_weights`: every parameter is this rank's part, unfilled.
 
     `deepspeed.zero.Init` partitions modules while they are constructed, and patches torch for the
@@ -49,39 +49,40 @@ def without_weights(settings: Mapping[str, Any], *, dtype: torch.dtype) -> Calla
             init = deepspeed.zero.Init(
                 config_dict_or_path=dict(settings), dtype=dtype, data_parallel_group=group
             )
-        made: dict[nn.Parameter, nn.Parameter] = {}  # tied parameters stay tied
+        substitutes: dict[nn.Parameter, nn.Parameter] = {}  # tied parameters stay tied
         for meta in model.parameters():
             if stage == 3:
-                made[meta] = _shard(meta, init, dtype)
+                substitute = _shard(meta, init, dtype)
             else:
                 # NaN shows up in the loss if a weight is not read from the checkpoint.
                 values = torch.full(meta.shape, torch.nan, dtype=dtype, device=device)
-                made[meta] = nn.Parameter(values)
-            _take_over(meta, made[meta])
+                substitute = nn.Parameter(values)
+            _copy_attributes(meta, substitute)
+            substitutes[meta] = substitute
         for module in model.modules():
             for name, meta in [*module.named_parameters(recurse=False)]:
-                setattr(module, name, made[meta])
+                setattr(module, name, substitutes[meta])
         model.settle_on(device, max_seq_len=max_seq_len)
 
     return init_weights
 
 
-def _take_over(meta: nn.Parameter, made: nn.Parameter) -> None:
+def _copy_attributes(meta: nn.Parameter, substitute: nn.Parameter) -> None:
     """Copy the attributes of the meta device's parameter to the one that takes its place."""
-    vars(made).update(vars(meta) | vars(made))
-    group = getattr(made, "sums_over", None)
+    vars(substitute).update(vars(meta) | vars(substitute))
+    group = getattr(substitute, "sums_over", None)
     if group:
         sum_over = deepspeed.module_inject.layers.RowParallel.apply
-        made.register_hook(lambda gradient: sum_over(group, gradient.contiguous(), False))
+        substitute.register_hook(lambda gradient: sum_over(group, gradient.contiguous(), False))
 
 
 def _shard(meta: nn.Parameter, init: Any, dtype: torch.dtype) -> nn.Parameter:
-    """A parameter with this rank's part, not yet filled; the whole parameter is never allocated."""
+    """A parameter with this rank's part, unfilled; the whole parameter is never allocated."""
     placeholder = torch.empty((), dtype=dtype, device=init.local_device).expand(meta.shape)
     shard: Any = nn.Parameter(placeholder, requires_grad=meta.requires_grad)
     init._convert_to_deepspeed_param(shard)
     size = -(-shard.ds_numel // shard.ds_zero_partition_world_size)
-    start, stop = _range_of(shard, size)
+    start, stop = _find_range(shard, size)
     part: Any = torch.zeros(size, dtype=dtype, device=init.remote_device)
     part[: stop - start].fill_(float("nan"))  # shows up in the loss if it is not read
     available = deepspeed.runtime.zero.partition_parameters.PartitionedParamStatus.AVAILABLE
@@ -94,15 +95,16 @@ def _shard(meta: nn.Parameter, init: Any, dtype: torch.dtype) -> nn.Parameter:
     return shard
 
 
-def _range_of(shard: Any, size: int) -> tuple[int, int]:
+def _find_range(shard: Any, size: int) -> tuple[int, int]:
     """Start and stop of this rank's part of a parameter; the last may be shorter, or empty."""
     rank = shard.ds_zero_partition_rank
-    return min(rank * size, shard.ds_numel), min((rank + 1) * size, shard.ds_numel)
+    num_values = shard.ds_numel
+    return min(rank * size, num_values), min((rank + 1) * size, num_values)
 
 
 def _frozen_range(shard: Any) -> tuple[int, torch.Tensor]:
     """Start and values of this rank's range of a frozen parameter, in the compute dtype."""
-    start, stop = _range_of(shard, shard.ds_tensor.ds_numel)
+    start, stop = _find_range(shard, shard.ds_tensor.ds_numel)
     return start, shard.ds_tensor[: stop - start]
 
 
@@ -138,46 +140,54 @@ class Master:
 class Masters:
     """This rank's float32 weights and moments, as views of the optimizer's flat tensors.
 
-    Collective.
+    It is built collectively, and gives every parameter of the model its `held` attribute.
     """
 
     def __init__(self, engine: Any, *, rank: int) -> None:
         self._engine = engine
         stage = engine.zero_optimization_stage()
         self._optimizer = engine.optimizer if stage == 0 else engine.optimizer.optimizer
-        parameters = engine.module.named_parameters()
-        named = {clean_name(name): parameter for name, parameter in parameters}
-        cuts: dict[str, Cut] = {name: getattr(each, "cut", UNCUT) for name, each in named.items()}
-        parts = {name: tuple(getattr(each, "ds_shape", each.shape)) for name, each in named.items()}
-        self.shapes = {name: cuts[name].whole(part) for name, part in parts.items()}
-        name_of = {parameter: name for name, parameter in named.items()}
-        # The parts of a matrix that ranks split follow one another in the flat order of a
-        # checkpoint.
-        before = {name: cuts[name].index * math.prod(part) for name, part in parts.items()}
-        self.own: dict[str, Master] = {}
-        for place in _places(engine):
-            name = name_of[place.parameter]
-            self.own[name] = self._master(place, before[name])
-        held = {name: (master.start, master.weights) for name, master in self.own.items() if stage}
+        parameters = {clean_name(name): each for name, each in engine.module.named_parameters()}
+        names = {parameter: name for name, parameter in parameters.items()}
+        cuts: dict[str, Cut] = {}
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        num_before: dict[str, int] = {}
+        for name, parameter in parameters.items():
+            cut = getattr(parameter, "cut", UNCUT)
+            part_shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
+            cuts[name] = cut
+            self.shapes[name] = cut.whole(part_shape)
+            # The parts of a matrix that ranks split follow one another in the flat order of a
+            # checkpoint.
+            num_before[name] = cut.index * math.prod(part_shape)
+        self.parts: dict[str, Master] = {}
+        for place in _find_places(engine):
+            name = names[place.parameter]
+            self.parts[name] = self._view_part(place, num_before[name])
+        held: dict[str, tuple[int, torch.Tensor]] = {}
+        if stage > 0:
+            held = {name: (part.start, part.weights) for name, part in self.parts.items()}
         if stage == 3:
-            frozen = {name: each for name, each in named.items() if not each.requires_grad}
-            held |= {name: _frozen_range(each) for name, each in frozen.items()}
-        ends = {name: (start, start + local.numel()) for name, (start, local) in held.items()}
-        rank_ranges = gathered(ends)
+            for name, parameter in parameters.items():
+                if not parameter.requires_grad:
+                    held[name] = _frozen_range(parameter)
+        rank_ranges = gathered(
+            {name: (start, start + local.numel()) for name, (start, local) in held.items()}
+        )
         # An empty tensor on the device of the other ranks' weights, which is the host with
         # --adam_offload.
         nothing = torch.empty(0, device=engine.device)
-        if self.own:
-            nothing = next(iter(self.own.values())).weights[:0]
+        if self.parts:
+            nothing = next(iter(self.parts.values())).weights[:0]
         for name in set[str]().union(*rank_ranges):
             ranges = [ranges.get(name, (0, 0)) for ranges in rank_ranges]
             local = held[name][1] if name in held else nothing
             num_slabs = cuts[name].degree if cuts[name].dim else 1
-            named[name].held = flat_shard(
+            parameters[name].held = flat_shard(
                 local, self.shapes[name], ranges, rank=rank, num_slabs=num_slabs
             )
 
-    def _master(self, place: Place, num_before: int) -> Master:
+    def _view_part(self, place: Place, num_before: int) -> Master:
         """The optimizer's part at `place`, of a parameter with values of other ranks before it."""
         flat = place.flat
         state = self._optimizer.state[flat]
@@ -195,12 +205,12 @@ class Masters:
             moments={moment: place.view(state[moment]) for moment in MOMENTS},
         )
 
-    def parts(self, values: Mapping[str, torch.Tensor]) -> dict[str, Part]:
+    def list_parts(self, values: Mapping[str, torch.Tensor]) -> dict[str, Part]:
         """The parts of a checkpoint for `values`, which are laid out as the weights are."""
         parts: dict[str, Part] = {}
         for name, tensor in values.items():
             num_values = math.prod(self.shapes[name])
-            parts[name] = Part(local=tensor, start=(self.own[name].start,), shape=(num_values,))
+            parts[name] = Part(local=tensor, start=(self.parts[name].start,), shape=(num_values,))
         return parts
 
     @property
@@ -208,7 +218,7 @@ class Masters:
         """Steps that the optimizer has taken."""
         return float(next(iter(self._optimizer.state.values()))["step"])
 
-    def changed(self, *, num_steps: float | None = None) -> None:
+    def refresh_computing_weights(self, *, num_steps: float | None = None) -> None:
         """Have the forward pass compute with weights that were written from outside.
 
         :param num_steps: that the optimizer is to have taken; None leaves it its own number.
@@ -230,7 +240,7 @@ class Masters:
             zero.invalidate_secondary_tensor()
 
 
-def _places(engine: Any) -> Iterator[Place]:
+def _find_places(engine: Any) -> Iterator[Place]:
     """The place of each parameter that this rank has a part of."""
     stage = engine.zero_optimization_stage()
     if stage == 0:
@@ -238,12 +248,12 @@ def _places(engine: Any) -> Iterator[Place]:
             for parameter in group["params"]:
                 yield Place(parameter, parameter, 0, 0, parameter.numel())
     elif stage < 3:
-        yield from _places_of_fragments(engine.optimizer)
+        yield from _find_fragments(engine.optimizer)
     else:
-        yield from _places_of_partitions(engine.optimizer)
+        yield from _find_partitions(engine.optimizer)
 
 
-def _places_of_fragments(zero: Any) -> Iterator[Place]:
+def _find_fragments(zero: Any) -> Iterator[Place]:
     """Stages 1 and 2: a rank has a range of all parameters laid end to end."""
     if hasattr(zero, "fp32_groups_flat_partition"):  # `BF16_Optimizer`, at stage 1
         flats = zero.fp32_groups_flat_partition
@@ -260,12 +270,12 @@ def _places_of_fragments(zero: Any) -> Iterator[Place]:
                 yield Place(parameter, flat, offset, there.start, there.start + there.numel)
 
 
-def _places_of_partitions(zero: Any) -> Iterator[Place]:
+def _find_partitions(zero: Any) -> Iterator[Place]:
     """Stage 3: a rank has a range of each parameter."""
     for flat, parameters in zip(zero.fp32_partitioned_groups_flat, zero.fp16_groups, strict=True):
         offset = 0
         for parameter in parameters:
             size = parameter.ds_tensor.ds_numel
-            start, stop = _range_of(parameter, size)
+            start, stop = _find_range(parameter, size)
             yield Place(parameter, flat, offset, start, stop)
             offset += size

@@ -1,7 +1,4 @@
-"""The backend on DeepSpeed:
-
-ZeRO holds the shards of OLMo-core's model, filled from disk, and takes its steps.
-"""
+"""The backend on DeepSpeed: ZeRO holds the shards of OLMo-core's model and takes its steps."""
 
 from __future__ import annotations
 
@@ -23,6 +20,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.device_mesh import DeviceMesh
 
 from open_instruct.checkpoints.safe_checkpointer import SafeCheckpointer
+from open_instruct.config.sharding_sections import MemorySection
 from open_instruct.config.training import LearnerConfig
 from open_instruct.models.heads.value_head import ValueHead
 from open_instruct.parallel.data_parallel import mesh_of
@@ -39,7 +37,7 @@ from open_instruct.training.backend import (
 )
 from open_instruct.training.deepspeed.library import deepspeed
 from open_instruct.training.deepspeed.settings import engine_settings
-from open_instruct.training.deepspeed.shards import MOMENTS, Masters, without_weights
+from open_instruct.training.deepspeed.shards import MOMENTS, Masters, make_init_weights
 from open_instruct.training.model.kernels import choose_kernels
 from open_instruct.training.optim.optimizers import (
     AdamLikeConfig,
@@ -49,88 +47,100 @@ from open_instruct.training.optim.optimizers import (
 from open_instruct.training.parallelize import Parallelism, parallelize
 from open_instruct.training.reference import Reference
 
-OF_ZERO = "zero"
+ZERO_STATE = "zero"
 """The name of DeepSpeed's part of a checkpoint."""
 
 Adam = Literal["FusedAdam", "CPUAdam", "AdamW"]
 
 
-def set_up(run: Run, config: LearnerConfig) -> tuple[DeviceMesh, dict[str, Any]]:
-    """Set DeepSpeed up on the process group of `start_process`.
-
-    Returns the mesh and DeepSpeed's config.
-    """
-    parallel, process = config.parallel, run.process
+def start_deepspeed(run: Run, *, timeout_s: float) -> DeviceMesh:
+    """Set DeepSpeed up on the process group of `start_process`; returns the mesh."""
+    process = run.process
     # DeepSpeed reads a launcher's variables, and remembers the groups of an earlier run in this
     # process.
     os.environ.setdefault("LOCAL_RANK", str(process.local_rank))
     deepspeed.comm.comm.cdb = None
     deepspeed.utils.groups._release_process_group_references()
-    deepspeed.init_distributed(timeout=timedelta(seconds=parallel.dist_timeout_s))
+    deepspeed.init_distributed(timeout=timedelta(seconds=timeout_s))
     mesh = mesh_of(run.layout, process.device)
     assert mesh is not None
-    # The config names no gradient accumulation, so DeepSpeed does not divide by it.
-    return mesh, engine_settings(config, on_cuda=process.device.type == "cuda")
+    return mesh
 
 
-def uncompiled(config: LearnerConfig) -> LearnerConfig:
-    """The config without --compile_model:
+def without_compilation(memory: MemorySection) -> MemorySection:
+    """The flags without --compile_model.
 
     DeepSpeed compiles no blocks, so a broken compiler needs no warning.
     """
-    return replace(config, memory=replace(config.memory, compile_model=False))
+    return replace(memory, compile_model=False)
 
 
 def build_backend(
     pretrained: Pretrained, *, run: Run, config: LearnerConfig, num_steps: int
 ) -> ZeroBackend:
-    """Build without weights, partition, then stream the checkpoint into the shards of the trained
-    weights.
-    """
-    mesh, settings = set_up(run, config)
-    optim, device, max_seq_length = config.optim, run.process.device, config.data.max_seq_length
-    transformer = build_empty_model(pretrained, config, init_device="meta")
+    """Build without weights, partition, then stream the checkpoint into the shards."""
+    parallel = config.parallel
+    optim = config.optim
+    param_dtype = config.model.param_dtype
+    max_seq_length = config.data.max_seq_length
+    device = run.process.device
+    mesh = start_deepspeed(run, timeout_s=parallel.dist_timeout_s)
+    # They name no gradient accumulation, so DeepSpeed does not divide by it.
+    settings = engine_settings(
+        parallel,
+        param_dtype=param_dtype,
+        max_grad_norm=optim.max_grad_norm,
+        on_cuda=device.type == "cuda",
+    )
+    transformer = build_empty_model(
+        pretrained, adapters=config.adapters, param_dtype=param_dtype, init_device="meta"
+    )
     if isinstance(transformer.lm_head, ValueHead):
         # DeepSpeed takes one dtype for all, and steps float32 ones.
         transformer.lm_head.keeps_float32 = False
-    transformer.to(getattr(torch, config.model.param_dtype))  # adapters too
+    transformer.to(getattr(torch, param_dtype))  # adapters too
     adamw = build_optimizer_config(optim, device=device, names=pretrained.names.olmo_core_names)
+    adam = choose_adam_kind(device, adam_offload=parallel.adam_offload)
     # DeepSpeed shards, and splits matrices, by itself.
     parallelism = Parallelism(
         mesh=mesh,
         context_parallel=run.layout.context_parallel_degree > 1,
-        checkpointing=choose_kernels(transformer, run=run, config=uncompiled(config)),
+        checkpointing=choose_kernels(
+            transformer,
+            run=run,
+            memory=without_compilation(config.memory),
+            param_dtype=param_dtype,
+            shares_prompts=config.shares_prompts,
+        ),
     )
     parallelize(transformer, parallelism)
     module = ZeroBackend(
         mesh=mesh,
         settings=settings,
         model=transformer,
-        optim=choose_adam(
-            adamw,
-            adam_for(device, adam_offload=config.parallel.adam_offload),
-            warn=run.console.warn,
-        ),
+        optim=choose_adam_config(adamw, adam, warn=run.console.warn),
         scheduler=build_scheduler(optim, num_steps=num_steps),
         rank_microbatch_size=max_seq_length,
         max_sequence_length=max_seq_length,
         max_grad_norm=optim.max_grad_norm or math.inf,
         device=device,
     )
-    module.fill(pretrained, run=run, config=config)
+    module.fill(
+        pretrained, run=run, memory=config.memory, adapters=config.adapters, seed=optim.seed
+    )
     run.console.say(f"optimizer: {type(module.optim).__name__}")
     dist.barrier()  # no rank is ready before all are
     return module
 
 
-def adam_for(device: torch.device, *, adam_offload: bool) -> Adam:
+def choose_adam_kind(device: torch.device, *, adam_offload: bool) -> Adam:
     """DeepSpeed's Adam on CUDA, and PyTorch's on a CPU, where it needs no compiler."""
     if device.type != "cuda":
         return "AdamW"
     return "CPUAdam" if adam_offload else "FusedAdam"  # states in host memory, or on the device
 
 
-def building_problem(adam: Adam) -> str | None:
+def find_build_problem(adam: Adam) -> str | None:
     """Why the kernel of DeepSpeed's Adam cannot be compiled here.
 
     It takes a minute or two, once a machine.
@@ -158,7 +168,7 @@ class CPUAdamConfig(FusedAdamConfig):
         return deepspeed.ops.adam.DeepSpeedCPUAdam
 
 
-def choose_adam(
+def choose_adam_config(
     adamw: OptimConfig[Any], adam: Adam, *, warn: Callable[[str], None]
 ) -> OptimConfig[Any]:
     """The config of `adam` if every rank can compile its kernel, otherwise PyTorch's `adamw`.
@@ -167,7 +177,8 @@ def choose_adam(
     """
     if adam == "AdamW":
         return adamw
-    if problems := [why for why in gathered(building_problem(adam)) if why]:
+    problems = [why for why in gathered(find_build_problem(adam)) if why]
+    if problems:
         warn(f"DeepSpeed's {adam} cannot be compiled here ({problems[0]}); PyTorch's AdamW is used")
         return adamw
     kind = FusedAdamConfig if adam == "FusedAdam" else CPUAdamConfig
@@ -182,7 +193,8 @@ def _embeddings_alone(model: Transformer) -> Iterator[None]:
     At that time the embeddings have not yet added their part to a shared matrix, so DeepSpeed must
     see it as the embeddings' alone.
     """
-    matrix, embeddings = model.lm_head.w_out, model.embeddings
+    matrix = model.lm_head.w_out
+    embeddings = model.embeddings
     is_shared = matrix.weight is embeddings.weight
     if is_shared:
         del matrix.weight
@@ -192,9 +204,8 @@ def _embeddings_alone(model: Transformer) -> Iterator[None]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HeldReference(Reference):
-    """A reference that follows the policy keeps its weights beside the trained ones, and swaps
-    places to compute.
+class SwappedReference(Reference):
+    """A reference that moves: its weights lie beside the trained ones, and swap places to compute.
 
     So there is no second model: a rank holds 4 bytes more for each weight that it steps. `model` is
     the policy's own, with the weights of the policy or, within `activated`, of the reference.
@@ -210,7 +221,7 @@ class HeldReference(Reference):
         del policy
         if self.update_freq is not None and step % self.update_freq == 0:
             for name, ours in self.weights.items():
-                ours.lerp_(self.masters.own[name].weights, self.alpha)
+                ours.lerp_(self.masters.parts[name].weights, self.alpha)
 
     @contextmanager
     def activated(self) -> Iterator[None]:
@@ -222,14 +233,14 @@ class HeldReference(Reference):
     @torch.no_grad()
     def _swap(self) -> None:
         for name, ours in self.weights.items():
-            theirs = self.masters.own[name].weights
-            kept = theirs.clone()
+            theirs = self.masters.parts[name].weights
+            before = theirs.clone()
             theirs.copy_(ours)
-            ours.copy_(kept)
-        self.masters.changed()
+            ours.copy_(before)
+        self.masters.refresh_computing_weights()
 
     def state(self) -> dict[str, Any]:
-        return dict(self.masters.parts(self.weights))
+        return dict(self.masters.list_parts(self.weights))
 
 
 class ZeroBackend(ShardedModule):
@@ -243,13 +254,16 @@ class ZeroBackend(ShardedModule):
     def __init__(
         self, *, settings: Mapping[str, Any], model: Transformer, **olmo_core: Any
     ) -> None:
-        self._split_over = settings["tensor_parallel"]["autotp_size"]
+        self._tensor_degree = settings["tensor_parallel"]["autotp_size"]
         # Added to names in a checkpoint where ranks split matrices, since values have another order
         # there.
-        self._over = f"_over_{self._split_over}" if self._split_over > 1 else ""
-        if settings["zero_optimization"]["stage"] == 3 or self._split_over > 1:
+        self._suffix = ""
+        if self._tensor_degree > 1:
+            self._suffix = f"_over_{self._tensor_degree}"
+        if settings["zero_optimization"]["stage"] == 3 or self._tensor_degree > 1:
             dtype = next(model.parameters()).dtype
-            model.init_weights = MethodType(without_weights(settings, dtype=dtype), model)  # type: ignore[method-assign]
+            init_weights = make_init_weights(settings, dtype=dtype)
+            model.init_weights = MethodType(init_weights, model)  # type: ignore[method-assign]
         # Ranks call the head a different number of times in a microbatch, so stage 3 gathers its
         # weights only once.
         deepspeed.utils.set_z3_leaf_modules(model, [type(model.lm_head)])
@@ -257,10 +271,15 @@ class ZeroBackend(ShardedModule):
         self._norm: float | None = None
         self._leaves_out = False
         assert self.optim is not None
-        step = self.optim.step
+        take_step = self.optim.step
+
+        def step_unless_refused() -> None:
+            if not self._refuses_step():
+                take_step()
+
         # DeepSpeed knows the gradient's norm only when it calls the optimizer, so the check has to
         # be there.
-        self.optim.step = lambda: None if self._is_held() else step()  # type: ignore[assignment, method-assign]
+        self.optim.step = step_unless_refused  # type: ignore[assignment, method-assign]
         with _embeddings_alone(self.model):
             self.engine: Any = deepspeed.initialize(
                 model=self.model,
@@ -268,20 +287,18 @@ class ZeroBackend(ShardedModule):
                 config=dict(settings),
                 dist_init_required=False,
             )[0]
-        if self._split_over > 1:
+        if self._tensor_degree > 1:
             # It would fail on one rank and leave the others waiting.
             self.engine.first_dataloader_check.remove()
         self.masters: Masters = Masters(self.engine, rank=dist.get_rank())
 
     @property
     def computing_model(self) -> Transformer:
-        """The engine, which is called like its model; only the engine gathers the weights that
-        stage 3 partitions.
-        """
+        """The engine, which is called like its model, and gathers what stage 3 partitions."""
         return cast(Transformer, self.engine)
 
-    def weights_changed(self) -> None:
-        self.masters.changed()
+    def refresh_computing_weights(self) -> None:
+        self.masters.refresh_computing_weights()
 
     def microbatch(self, index: int, num_microbatches: int) -> AbstractContextManager[None]:
         """A microbatch needs no context of its own: gradients add up until the engine steps."""
@@ -290,7 +307,7 @@ class ZeroBackend(ShardedModule):
     def backward(self, loss: torch.Tensor) -> None:
         # DeepSpeed averages over all ranks but those that split matrices: it does not know which
         # ranks split rows.
-        num_averaged = dist.get_world_size() // self._split_over
+        num_averaged = dist.get_world_size() // self._tensor_degree
         self.engine.backward(loss * num_averaged, scale_wrt_gas=False)
 
     def clip(self) -> None:
@@ -307,9 +324,7 @@ class ZeroBackend(ShardedModule):
         return {GRAD_NORM: self._norm}
 
     def leave_out_step(self) -> None:
-        """Call the engine's step with the optimizer held, as DeepSpeed drops the gradients in its
-        step only.
-        """
+        """Call the engine's step without the optimizer's: DeepSpeed drops gradients only there."""
         self._leaves_out = True
         self._take_step()
         self._leaves_out = False
@@ -321,60 +336,63 @@ class ZeroBackend(ShardedModule):
         self._norm = None
         self.engine.step()
         # DeepSpeed does not ask if it found by itself that the gradient is not finite.
-        self._is_held()
+        self._refuses_step()
 
-    def _is_held(self) -> bool:
-        """Whether the optimizer's step is held; asked within the engine's step, after gradients are
-        reduced.
-        """
+    def _refuses_step(self) -> bool:
+        """Whether the optimizer takes no step; called within the engine's, after the reduction."""
         if self._norm is None:
-            # Without ZeRO every rank has the whole gradient, and it is clipped here.
-            is_shared, most = self.engine.zero_optimization(), cast(float, self.max_grad_norm)
-            norm = None if is_shared else nn.utils.clip_grad_norm_(self.model.parameters(), most)
-            self._norm = float(self.engine.optimizer._global_grad_norm if norm is None else norm)
+            if self.engine.zero_optimization():
+                norm = self.engine.optimizer._global_grad_norm
+            else:
+                # Without ZeRO every rank has the whole gradient, and it is clipped here.
+                max_norm = cast(float, self.max_grad_norm)
+                norm = nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)
+            self._norm = float(norm)
         return self._leaves_out or not math.isfinite(self._norm)
 
-    def moving_reference(
-        self, pretrained: Pretrained, *, run: Run, config: LearnerConfig, **moves: Any
-    ) -> Reference:
-        del pretrained, run, config
-        return HeldReference(
+    def moving_reference(self, build_model: Callable[[], Transformer], **moves: Any) -> Reference:
+        """A `SwappedReference`, which builds no second model."""
+        del build_model
+        parts = self.masters.parts
+        return SwappedReference(
             model=self.computing_model,
             masters=self.masters,
-            weights={name: master.weights.clone() for name, master in self.masters.own.items()},
-            wait_for_copy=lambda: cast(SafeCheckpointer, self.trainer.checkpointer).wait_for_copy(),
+            weights={name: part.weights.clone() for name, part in parts.items()},
+            wait_for_copy=self._wait_for_copy,
             **moves,
         )
 
-    def state_dict_to_save(self, *, optim: bool | None = None) -> dict[str, Any]:
-        return self._own_state()
+    def _wait_for_copy(self) -> None:
+        cast(SafeCheckpointer, self.trainer.checkpointer).wait_for_copy()
 
-    def _own_state(self) -> dict[str, Any]:
-        """The state as flat ranges, the same for every stage: a run may go on under another stage
-        or on other ranks.
+    def state_dict_to_save(self, *, optim: bool | None = None) -> dict[str, Any]:
+        return self._flatten_state()
+
+    def _flatten_state(self) -> dict[str, Any]:
+        """The state as flat ranges, the same for every stage.
+
+        So a run may go on under another stage, or on other ranks.
         """
-        own = self.masters.own.items()
-        state: dict[str, Any] = {
-            f"weights{self._over}": self.masters.parts({name: each.weights for name, each in own})
-        }
+        parts = self.masters.parts
+        weights = {name: part.weights for name, part in parts.items()}
+        state: dict[str, Any] = {f"weights{self._suffix}": self.masters.list_parts(weights)}
         for moment in MOMENTS:
-            state[f"{moment}{self._over}"] = self.masters.parts(
-                {name: each.moments[moment] for name, each in own}
-            )
-        return {OF_ZERO: {**state, "num_steps": self.masters.num_steps}}
+            values = {name: part.moments[moment] for name, part in parts.items()}
+            state[f"{moment}{self._suffix}"] = self.masters.list_parts(values)
+        return {ZERO_STATE: {**state, "num_steps": self.masters.num_steps}}
 
     def state_dict_to_load(
         self, metadata: Metadata, *, optim: bool | None = None
     ) -> dict[str, Any]:
         names = metadata.state_dict_metadata
-        require_same_setting("--backend", "deepspeed", has_part(names, OF_ZERO))
+        require_same_setting("--backend", "deepspeed", has_part(names, ZERO_STATE))
         require_same_setting(
             "--tensor_parallel_degree",
-            self._split_over,
-            has_part(names, f"{OF_ZERO}.weights{self._over}"),
+            self._tensor_degree,
+            has_part(names, f"{ZERO_STATE}.weights{self._suffix}"),
         )
-        return self._own_state()
+        return self._flatten_state()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over a state dict whose parts were filled in place."""
-        self.masters.changed(num_steps=state_dict[OF_ZERO]["num_steps"])
+        self.masters.refresh_computing_weights(num_steps=state_dict[ZERO_STATE]["num_steps"])

@@ -49,7 +49,9 @@ class Recipe(AOFloat8LinearConfig):
         )
 
 
-def float8_config(recipe: str, *, model: Transformer, device: torch.device) -> Float8Config | None:
+def build_float8_config(
+    recipe: str, *, model: Transformer, device: torch.device
+) -> Float8Config | None:
     """OLMo-core's config of --float8_linears, None for "off". Without CUDA the products are
     emulated.
 

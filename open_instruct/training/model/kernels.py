@@ -1,5 +1,4 @@
-"""How blocks run on a device: compiled or not, with which attention, and what of them is
-recomputed.
+"""How blocks run on a device: compiled or not, with which attention, and what is recomputed.
 
 Settings without an effect are replaced, refused or warned of.
 
@@ -11,7 +10,6 @@ equal PyTorch's own.
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from importlib.util import find_spec
-from typing import cast
 
 import torch
 from olmo_core.nn.attention.flash_linear_attn_api import has_fla
@@ -20,9 +18,7 @@ from olmo_core.nn.transformer import TransformerActivationCheckpointingMode as M
 from olmo_core.train.train_module import TransformerActivationCheckpointingConfig
 from torch.nn import attention as torch_attention
 
-from open_instruct.config.resolved import as_flat_dict
 from open_instruct.config.sharding_sections import MemorySection
-from open_instruct.config.training import LearnerConfig
 from open_instruct.core.errors import InputError
 from open_instruct.core.shard_layout import ShardLayout
 from open_instruct.models.attention.attention import attend_over_segments
@@ -31,7 +27,8 @@ from open_instruct.models.delta_rule.mixer import DeltaRuleMixer
 from open_instruct.models.hf.names import names_module
 from open_instruct.run.opened import Run
 
-FA3, FA3_PACKAGE = "FA3", "flash_attn_interface"
+FA3 = "FA3"
+FA3_PACKAGE = "flash_attn_interface"
 HOPPER = 9
 WITHOUT_FA3 = (
     "attention by PyTorch's own kernels; FlashAttention 3 is faster on this GPU: "
@@ -42,23 +39,27 @@ TOLERANCE = 2e-2
 
 
 def choose_kernels(
-    model: Transformer, *, run: Run, config: LearnerConfig
+    model: Transformer,
+    *,
+    run: Run,
+    memory: MemorySection,
+    param_dtype: str,
+    shares_prompts: bool,
 ) -> TransformerActivationCheckpointingConfig | None:
-    """Choose the attention kernels, and return the activation checkpointing; the console warns of
-    replaced settings.
+    """Choose the attention kernels, and return the activation checkpointing.
+
+    The console warns of replaced settings.
     """
-    device, param_dtype = run.process.device, config.model.param_dtype
-    for warning in kernel_warnings(config.memory, param_dtype=param_dtype, device=device):
+    device = run.process.device
+    for warning in kernel_warnings(memory, param_dtype=param_dtype, device=device):
         run.console.warn(warning)
-    if device.type == "cuda" and any(
-        isinstance(module, DeltaRuleMixer) for module in model.modules()
-    ):
-        run.console.warn(
-            plain_rule(shares_prompts=as_flat_dict(config).get("prefix_sharing", "off") != "off")
-        )
-    if message := choose_attention(device, param_dtype=param_dtype):
+    has_delta_rule = any(isinstance(module, DeltaRuleMixer) for module in model.modules())
+    if has_delta_rule and device.type == "cuda":
+        run.console.warn(describe_delta_rule(shares_prompts=shares_prompts))
+    message = choose_attention(device, param_dtype=param_dtype)
+    if message is not None:
         run.console.say(message)
-    return build_activation_checkpointing(config.memory, model=model, device=device)
+    return build_activation_checkpointing(memory, model=model, device=device)
 
 
 def build_activation_checkpointing(
@@ -72,7 +73,8 @@ def build_activation_checkpointing(
 
     :raises InputError: a pattern of modules matches nothing in `model`.
     """
-    mode, budget = memory.activation_checkpointing, memory.activation_memory_budget
+    mode = memory.activation_checkpointing
+    budget = memory.activation_memory_budget
     if budget < 1.0 and device.type == "cuda":
         return TransformerActivationCheckpointingConfig(
             mode=Mode.budget, activation_memory_budget=budget
@@ -80,14 +82,15 @@ def build_activation_checkpointing(
     if budget < 1.0 or mode in ("full", "offload"):
         return TransformerActivationCheckpointingConfig(mode=Mode.full)
     if mode == "selected_modules":
-        modules = _selected(memory.activation_checkpointing_modules, model)
+        modules = _select_modules(memory.activation_checkpointing_modules, model)
         return TransformerActivationCheckpointingConfig(mode=Mode.selected_modules, modules=modules)
     return None
 
 
-def _selected(patterns: Sequence[str], model: Transformer) -> list[str]:
-    """The modules that `patterns` name, but none inside another; a * in OLMo-core's own patterns
-    also matches dots.
+def _select_modules(patterns: Sequence[str], model: Transformer) -> list[str]:
+    """The modules that `patterns` name, but none inside another.
+
+    OLMo-core is given names, since a * in its own patterns matches dots too.
     """
     names = [name for name, _ in model.named_modules() if name]
     for pattern in patterns:
@@ -100,9 +103,8 @@ def _selected(patterns: Sequence[str], model: Transformer) -> list[str]:
             )
     selected: list[str] = []
     for name in names:
-        if names_module(patterns, name) and not any(
-            name.startswith(f"{outer}.") for outer in selected
-        ):
+        is_inside_another = any(name.startswith(f"{outer}.") for outer in selected)
+        if names_module(patterns, name) and not is_inside_another:
             selected.append(name)
     return selected
 
@@ -152,7 +154,8 @@ def kernel_warnings(
 ) -> Iterator[str]:
     """Warnings about settings that have no effect on this device, or leave its speed unused."""
     if device.type != "cuda":
-        if (budget := memory.activation_memory_budget) < 1.0:
+        budget = memory.activation_memory_budget
+        if budget < 1.0:
             yield (
                 f"--activation_memory_budget {budget} is for CUDA: recomputing whole blocks "
                 "instead (--activation_checkpointing full)"
@@ -170,14 +173,15 @@ def kernel_warnings(
             "--param_dtype bfloat16 by estimate, which keeps what is trained in float32 all the "
             "same"
         )
-    if memory.compile_model is None and (what := compiler_problem(device)) is not None:
+    what = compiler_problem(device) if memory.compile_model is None else None
+    if what is not None:
         yield (
             f"PyTorch's compiler does not work here ({what}); blocks run uncompiled: install "
             "Triton and a C compiler"
         )
 
 
-def plain_rule(*, shares_prompts: bool) -> str:
+def describe_delta_rule(*, shares_prompts: bool) -> str:
     """What runs layers of the gated delta rule on CUDA in 16 bits."""
     slow = "in plain PyTorch, one chunk after the other"
     if not has_fla():
@@ -189,53 +193,49 @@ def plain_rule(*, shares_prompts: bool) -> str:
         "layers of the gated delta rule run by flash-linear-attention's kernel, which no test "
         "has run on a GPU"
     )
-    return (
-        f"{kernel}; rows that share prompts {slow}: compare --prefix_sharing off"
-        if shares_prompts
-        else kernel
-    )
+    if not shares_prompts:
+        return kernel
+    return f"{kernel}; rows that share prompts {slow}: compare --prefix_sharing off"
 
 
 def choose_attention(device: torch.device, *, param_dtype: str) -> str | None:
-    """Activate FlashAttention 3 where it is installed and right. Returns a message for the console,
-    or None.
+    """Activate FlashAttention 3 where it is installed and right; returns a message, or None.
 
     It is for GPUs of compute capability 9 alone.
     """
     has_door = hasattr(torch_attention, "restore_flash_attention_impl")
     if device.type != "cuda" or param_dtype == "float32" or not has_door:
         return None
-    if (
-        torch.cuda.get_device_capability(device)[0] != HOPPER
-        or FA3 not in torch_attention.list_flash_attention_impls()
-    ):
+    if torch.cuda.get_device_capability(device)[0] != HOPPER:
+        return None
+    if FA3 not in torch_attention.list_flash_attention_impls():
         return None
     if find_spec(FA3_PACKAGE) is None:
         return WITHOUT_FA3
-    expected = trial(device)
+    expected = try_attention(device)
     try:
         torch_attention.activate_flash_attention_impl(FA3)
-        off = float((trial(device) - expected).norm() / expected.norm())
-        if off <= TOLERANCE:
+        error = float((try_attention(device) - expected).norm() / expected.norm())
+        if error <= TOLERANCE:
             return (
-                f"attention by FlashAttention 3 ({FA3_PACKAGE}), as close as {off:.0e} to "
+                f"attention by FlashAttention 3 ({FA3_PACKAGE}), as close as {error:.0e} to "
                 "PyTorch's own in a trial"
             )
-        what = f"in a trial it is {off:.0e} from PyTorch's own"
-    except Exception as error:
-        what = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        what = f"in a trial it is {error:.0e} from PyTorch's own"
+    except Exception as failure:
+        what = f"{type(failure).__name__}: {' '.join(str(failure).split())[:200]}"
     if torch_attention.current_flash_attention_impl() is not None:
         torch_attention.restore_flash_attention_impl()
     return f"FlashAttention 3 is installed ({FA3_PACKAGE}) but left out: {what}"
 
 
-def trial(device: torch.device) -> torch.Tensor:
+def try_attention(device: torch.device) -> torch.Tensor:
     """Output and gradients, in one row, of attention over two documents whose heads share keys."""
     generator = torch.Generator().manual_seed(0)
-    drawn = (torch.randn(256, heads, 64, generator=generator) for heads in (4, 2, 2))
-    qkv = QKV(*(each.to(device, torch.bfloat16).requires_grad_() for each in drawn))
-    output = attend_over_segments(qkv, Segments.of((200, 56), (0, 0), device=device))
-    gradients = torch.autograd.grad(
-        output.float().square().sum(), cast(tuple[torch.Tensor, ...], qkv)
-    )
+    tensors: list[torch.Tensor] = []
+    for num_heads in (4, 2, 2):
+        values = torch.randn(256, num_heads, 64, generator=generator)
+        tensors.append(values.to(device, torch.bfloat16).requires_grad_())
+    output = attend_over_segments(QKV(*tensors), Segments.of((200, 56), (0, 0), device=device))
+    gradients = torch.autograd.grad(output.float().square().sum(), tensors)
     return torch.cat([each.detach().float().flatten() for each in (output, *gradients)])

@@ -1,12 +1,9 @@
-"""The backend on FSDP2:
-
-OLMo-core's train module, whose model serves any loss, filled from a checkpoint on disk.
-"""
+"""The backend on FSDP2: OLMo-core's train module, whose model serves any loss."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -38,31 +35,41 @@ from open_instruct.training.backend import (
 )
 from open_instruct.training.optim.optimizers import build_optimizer_config, build_scheduler
 from open_instruct.training.parallelize import Parallelism, parallelize, plan_trained
-from open_instruct.training.reference import Reference, build_reference, build_replica
+from open_instruct.training.reference import Reference, build_replica
 
 # Checkpoints of adapters hold no frozen weights; `strict` is of loading alone.
-OF_ADAPTERS = StateDictOptions(
+ADAPTER_STATE_OPTIONS = StateDictOptions(
     flatten_optimizer_state_dict=True, strict=False, ignore_frozen_params=True
 )
-STATE_OF_ADAPTERS = {"state_dict_save_opts": OF_ADAPTERS, "state_dict_load_opts": OF_ADAPTERS}
 
 
 def build_backend(
     pretrained: Pretrained, *, run: Run, config: LearnerConfig, num_steps: int
 ) -> FSDP2Backend:
     """FSDP-first: build without weights, parallelize, then stream the checkpoint into shards."""
-    model, optim, device = config.model, config.optim, run.process.device
-    transformer = build_empty_model(pretrained, config, init_device=model.init_device)
+    flags = config.model
+    optim = config.optim
+    device = run.process.device
+    transformer = build_empty_model(
+        pretrained,
+        adapters=config.adapters,
+        param_dtype=flags.param_dtype,
+        init_device=flags.init_device,
+    )
     parallelism = plan_trained(transformer, run=run, config=config)
     # FSDP gathers in the compute dtype; on a single device a copy in that dtype computes, unless
     # the model is frozen.
     has_copy = (
-        run.layout.single_device and model.param_dtype != "float32" and config.adapters is None
+        run.layout.single_device and flags.param_dtype != "float32" and config.adapters is None
     )
     if not has_copy:
         parallelize(transformer, parallelism)
     # An optimizer keeps its states where weights are, unless it is told otherwise.
     on_host = config.parallel.adam_offload and device.type == "cuda" and not config.parallel.offload
+    state_options: dict[str, StateDictOptions] = {}
+    if config.adapters is not None:
+        state_options["state_dict_save_opts"] = ADAPTER_STATE_OPTIONS
+        state_options["state_dict_load_opts"] = ADAPTER_STATE_OPTIONS
     module = FSDP2Backend(
         parallelism=parallelism,
         reduces_last=config.parallel.gradient_reduction == "last",
@@ -76,17 +83,25 @@ def build_backend(
         device=device,
         max_sequence_length=config.data.max_seq_length,
         rank_microbatch_size=config.data.max_seq_length,
-        **({} if config.adapters is None else STATE_OF_ADAPTERS),
+        **state_options,
     )
     if has_copy:
-        module.compute_with(build_replica(pretrained, parallelism, run=run, config=config))
-    module.fill(pretrained, run=run, config=config)
+        copy = build_replica(
+            pretrained,
+            parallelism,
+            run=run,
+            flags=flags,
+            max_seq_length=config.data.max_seq_length,
+        )
+        module.compute_with(copy)
+    module.fill(
+        pretrained, run=run, memory=config.memory, adapters=config.adapters, seed=optim.seed
+    )
     return module
 
 
 def hand_gradients_over(copy: Transformer, masters: Transformer) -> None:
-    """Have the gradients of `copy`, which computes in another dtype, go to `masters`, the trained
-    float32 model.
+    """Have the gradients of `copy`, which computes in another dtype, go to the float32 `masters`.
 
     FSDP casts a sharded model unit by unit. On a single device the whole copy stays, and the
     masters are updated, saved and exported: an update that is small beside a weight would be lost
@@ -101,7 +116,10 @@ def _hand_over(master: torch.Tensor, parameter: torch.Tensor) -> None:
     gradient = parameter.grad
     assert gradient is not None
     parameter.grad = None
-    master.grad = gradient.to(master.dtype) if master.grad is None else master.grad.add_(gradient)
+    if master.grad is None:
+        master.grad = gradient.to(master.dtype)
+    else:
+        master.grad.add_(gradient)
 
 
 class FSDP2Backend(ShardedModule):
@@ -131,14 +149,12 @@ class FSDP2Backend(ShardedModule):
         # FSDP averages gradients over the ranks that split rows too, though each has only its own
         # tokens' part.
         context = context_of(self.model)
-        self._num_averaged = get_world_size(self.dp_process_group) * (
-            1 if context is None else context.degree
-        )
+        self._num_averaged = get_world_size(self.dp_process_group)
+        if context is not None:
+            self._num_averaged *= context.degree
 
     def compute_with(self, model: Transformer) -> None:
-        """Run the passes with `model`, a copy of the trained `self.model` in another dtype; fill
-        the copy next.
-        """
+        """Run the passes with `model`, an unfilled copy of the trained model in another dtype."""
         self._copy = model
         hand_gradients_over(model, self.model)
 
@@ -179,29 +195,25 @@ class FSDP2Backend(ShardedModule):
             self.optim.latest_grad_norm = torch.tensor(grad_norm)
         self.optim.step()
         self.model.post_optim_step()
-        self.weights_changed()
-        return (
-            {"step_skipped": self.optim.step_skipped}
-            if isinstance(self.optim, SkipStepOptimizer)
-            else {}
-        )
+        self.refresh_computing_weights()
+        if isinstance(self.optim, SkipStepOptimizer):
+            return {"step_skipped": self.optim.step_skipped}
+        return {}
 
     def leave_out_step(self) -> None:
         """Nothing is left to do: `zero_grads` drops the gradients."""
 
-    def moving_reference(
-        self, pretrained: Pretrained, *, run: Run, config: LearnerConfig, **moves: Any
-    ) -> Reference:
-        return Reference(model=build_reference(pretrained, run=run, config=config), **moves)
+    def moving_reference(self, build_model: Callable[[], Transformer], **moves: Any) -> Reference:
+        return Reference(model=build_model(), **moves)
 
     @torch.no_grad()
-    def weights_changed(self) -> None:
+    def refresh_computing_weights(self) -> None:
         """Update the copy that computes; call it after every change of the weights of `model`."""
-        if self._copy is not None:
-            for parameter, master in zip(
-                self._copy.parameters(), self.model.parameters(), strict=True
-            ):
-                local_part(parameter).copy_(local_part(master))
+        if self._copy is None:
+            return
+        masters = self.model.parameters()
+        for parameter, master in zip(self._copy.parameters(), masters, strict=True):
+            local_part(parameter).copy_(local_part(master))
 
     def state_dict_to_save(self, *, optim: bool | None = None) -> dict[str, Any]:
         if optim is False or self.optim is None:
@@ -209,7 +221,7 @@ class FSDP2Backend(ShardedModule):
         # PyTorch's own functions would have an optimizer without a state take a step of zero
         # gradients, which AdamW counts. They also take five times as long, and the training waits
         # for that.
-        return state_of(self.model, self.optim)
+        return flatten_state(self.model, self.optim)
 
     def state_dict_to_load(
         self, metadata: Metadata, *, optim: bool | None = None
@@ -219,7 +231,7 @@ class FSDP2Backend(ShardedModule):
         # Saved before the optimizer's first step.
         if self.optim is not None and not optimizer_state_keys(saved):
             self.optim.state.clear()
-            return state_of(self.model, self.optim)
+            return flatten_state(self.model, self.optim)
         state = super().state_dict_to_load(metadata, optim=optim)
         require_same_setting(
             "--optimizer",
@@ -233,26 +245,28 @@ class FSDP2Backend(ShardedModule):
             # PyTorch would give the optimizer the state of a step, see `state_dict_to_save`.
             state_dict = {name: part for name, part in state_dict.items() if name != "optim"}
         super().load_state_dict(state_dict)
-        self.weights_changed()
+        self.refresh_computing_weights()
 
 
-def state_of(model: nn.Module, optim: torch.optim.Optimizer) -> dict[str, Any]:
-    """The present state of both, by the names of PyTorch's distributed checkpoints: without frozen
-    weights, and flat.
+def flatten_state(model: nn.Module, optim: torch.optim.Optimizer) -> dict[str, Any]:
+    """The present state of both, flat, by the names of PyTorch's distributed checkpoints.
 
-    An optimizer that has not taken a step has settings (`param_groups`) and no state.
+    Frozen weights are left out. An optimizer that has not taken a step has settings
+    (`param_groups`) and no state.
     """
     names = {parameter: clean_name(name) for name, parameter in model.named_parameters()}
     frozen = {name for parameter, name in names.items() if not parameter.requires_grad}
-    held = {clean_name(name): tensor for name, tensor in model.state_dict().items()}
-    return {
-        "model": {name: tensor for name, tensor in held.items() if name not in frozen},
-        "optim": {
-            f"{kind}.{names[parameter]}.{key}": value
-            for group in optim.param_groups
-            for parameter in group["params"]
-            for kind, values in (("state", optim.state.get(parameter, {})), ("param_groups", group))
-            for key, value in values.items()
-            if key != "params"
-        },
-    }
+    weights: dict[str, Any] = {}
+    for name, tensor in model.state_dict().items():
+        if clean_name(name) not in frozen:
+            weights[clean_name(name)] = tensor
+    states: dict[str, Any] = {}
+    for group in optim.param_groups:
+        settings = {key: value for key, value in group.items() if key != "params"}
+        for parameter in group["params"]:
+            name = names[parameter]
+            for key, value in optim.state.get(parameter, {}).items():
+                states[f"state.{name}.{key}"] = value
+            for key, value in settings.items():
+                states[f"param_groups.{name}.{key}"] = value
+    return {"model": weights, "optim": states}

@@ -20,9 +20,9 @@ FLAGS_OF_OTHERS = ("deepspeed_stage", "deepspeed_zpg")
 
 
 class OlmoCore:
-    """A `BackendRecord`:
+    """A `BackendRecord`: OLMo-core's train module, sharded by FSDP2 as HSDP.
 
-    OLMo-core's train module, sharded by FSDP2 as HSDP, with tensor and context parallel.
+    It has tensor, context and expert parallelism too.
     """
 
     def default_values(self, config: LearnerConfig) -> dict[str, Any]:
@@ -48,9 +48,10 @@ class OlmoCore:
             )
 
     def warnings(self, config: LearnerConfig) -> Iterator[str]:
-        if idle := changed(config, *FLAGS_OF_OTHERS):
+        unread = changed(config, *FLAGS_OF_OTHERS)
+        if unread:
             yield (
-                f"{', '.join(idle)}: read only with --backend deepspeed; FSDP2 shards all that "
+                f"{', '.join(unread)}: read only with --backend deepspeed; FSDP2 shards all that "
                 "is trained"
             )
         if config.parallel.offload and config.parallel.adam_offload:
@@ -63,12 +64,15 @@ class OlmoCore:
         return layout_of_degrees(parallel, gpus_per_node)
 
     def sharing(self, parallel: ParallelSection, layout: ShardLayout) -> str:
-        copies, each = "one copy of the model", ""
+        sharing = "one copy of the model"
         if layout.num_replicas > 1:
-            copies, each = f"{layout.num_replicas} copies of the model", "each "
-        split = f", {each}split over {layout.shard_degree}" if layout.shard_degree > 1 else ""
-        experts = ", experts too" if layout.expert_parallel_degree > 1 else ""
-        return f"{copies}{split}{experts}"
+            sharing = f"{layout.num_replicas} copies of the model"
+        if layout.shard_degree > 1:
+            each = "each " if layout.num_replicas > 1 else ""
+            sharing += f", {each}split over {layout.shard_degree}"
+        if layout.expert_parallel_degree > 1:
+            sharing += ", experts too"
+        return sharing
 
     def planned(self, config: LearnerConfig) -> Planned:
         from open_instruct.planning.setting import Backend

@@ -135,7 +135,7 @@ def stepped_by(adam: str) -> Iterator[None]:
     )
     builder = getattr(deepspeed.ops.op_builder, f"{adam}Builder")
     with (
-        mock.patch.object(zero, "adam_for", return_value=adam),
+        mock.patch.object(zero, "choose_adam_kind", return_value=adam),
         mock.patch.object(builder, "load", return_value=kernels),
     ):
         yield
@@ -186,7 +186,7 @@ def policy_of(trainer: Any) -> Policy:
 
 
 def weights_of(policy: Any) -> torch.Tensor:
-    return torch.cat([master.weights.flatten() for master in policy.backend.masters.own.values()])
+    return torch.cat([master.weights.flatten() for master in policy.backend.masters.parts.values()])
 
 
 class _Broken(torch.autograd.Function):

@@ -16,6 +16,7 @@ from open_instruct import grpo_fast
 from open_instruct.cluster.placement import FleetShape
 from open_instruct.commands.run_flags import parse_run
 from open_instruct.config.grpo import GRPOConfig, validate_grpo
+from open_instruct.config.sharding_sections import MemorySection
 from open_instruct.core.errors import EXIT_INPUT, InputError
 from open_instruct.core.shard_layout import ShardLayout
 from open_instruct.objectives.dpo import DPOConfig, validate_dpo
@@ -23,7 +24,7 @@ from open_instruct.parallel.layout import find_layout
 from open_instruct.parallel.wording import describe_layout
 from open_instruct.rl import checked_run
 from open_instruct.training.deepspeed.grpo_flags import GRPOFastConfig
-from open_instruct.training.deepspeed.settings import engine_settings, refuse_unfit, zpg_of
+from open_instruct.training.deepspeed.settings import effective_zpg, engine_settings, refuse_unfit
 from open_instruct.training.model import kernels
 from open_instruct.training.model.kernels import kernel_warnings
 from open_instruct.training.optim.optimizers import build_optimizer_config
@@ -52,7 +53,12 @@ def layout_of_flags(config: Any, gpus_per_node: list[int]) -> ShardLayout:
 def settings_of(words: str, stage: int = 2, *, on_cuda: bool = False) -> dict[str, Any]:
     config = config_of(words, stage)
     validate_dpo(config)
-    return engine_settings(config, on_cuda=on_cuda)
+    return engine_settings(
+        config.parallel,
+        param_dtype=config.model.param_dtype,
+        max_grad_norm=config.optim.max_grad_norm,
+        on_cuda=on_cuda,
+    )
 
 
 @pytest.mark.parametrize("stage", range(4))
@@ -133,8 +139,10 @@ def test_neighbours_hold_a_second_copy_where_there_are_several_nodes(words: str,
     stage = [] if "stage" in words else ["--deepspeed_stage", "3"]
     config = parse_run(GRPOFastConfig, [*GRPO_REQUIRED, *stage, *words.split()])
     assert validate_grpo(config) == []
-    assert zpg_of(config.parallel) == zpg
-    settings = engine_settings(config, on_cuda=False)
+    assert effective_zpg(config.parallel) == zpg
+    settings = engine_settings(
+        config.parallel, param_dtype="bfloat16", max_grad_norm=1.0, on_cuda=False
+    )
     assert settings["zero_optimization"]["zero_hpz_partition_size"] == zpg
     told = describe_layout(
         find_layout(config.parallel, config.parallel.num_learners_per_node, config.backend),
@@ -277,7 +285,7 @@ def test_deepspeed_of_another_version_is_refused(
     # And nothing of it is imported then.
     monkeypatch.setitem(sys.modules, "deepspeed", None)
     with pytest.raises(InputError):
-        library._loaded()
+        library._load()
 
 
 def test_driver_asks_for_the_version_alone(with_version: Callable[[str | None], None]) -> None:
@@ -330,13 +338,13 @@ class TestAdam:
     ) -> None:
         from open_instruct.training.deepspeed import zero
 
-        monkeypatch.setattr(zero, "building_problem", lambda adam: None)
-        assert zero.adam_for(device, adam_offload=adam_offload) == adam
+        monkeypatch.setattr(zero, "find_build_problem", lambda adam: None)
+        assert zero.choose_adam_kind(device, adam_offload=adam_offload) == adam
         optim = config_of(
             "--weight_decay 0.1 --learning_rate 0.5 --adam_beta2 0.95 --adam_epsilon 1e-5"
         ).optim
         torchs = build_optimizer_config(optim, device=device, names=("norm.weight",))
-        chosen = zero.choose_adam(torchs, adam, warn=pytest.fail)
+        chosen = zero.choose_adam_config(torchs, adam, warn=pytest.fail)
         assert chosen.optimizer().__name__ == name
         for one in ("lr", "betas", "eps", "weight_decay", "group_overrides"):
             assert getattr(chosen, one) == getattr(torchs, one)
@@ -346,12 +354,12 @@ class TestAdam:
     ) -> None:
         from open_instruct.training.deepspeed import zero
 
-        monkeypatch.setattr(zero, "building_problem", lambda adam: COMPILER_IS_MISSING)
+        monkeypatch.setattr(zero, "find_build_problem", lambda adam: COMPILER_IS_MISSING)
         torchs, said = (
             build_optimizer_config(config_of("").optim, device=CPU, names=()),
             list[str](),
         )
-        chosen = zero.choose_adam(torchs, "FusedAdam", warn=said.append)
+        chosen = zero.choose_adam_config(torchs, "FusedAdam", warn=said.append)
         assert chosen is torchs
         assert said == [
             "DeepSpeed's FusedAdam cannot be compiled here (RuntimeError: no nvcc); PyTorch's "
@@ -359,24 +367,24 @@ class TestAdam:
         ]
 
     def test_error_of_the_builder_is_the_reason(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        from open_instruct.training.deepspeed.zero import building_problem, deepspeed
+        from open_instruct.training.deepspeed.zero import deepspeed, find_build_problem
 
         def load(builder: object) -> None:
             raise RuntimeError("no\n  nvcc")
 
         monkeypatch.setattr(deepspeed.ops.op_builder.FusedAdamBuilder, "load", load)
-        assert building_problem("FusedAdam") == COMPILER_IS_MISSING
+        assert find_build_problem("FusedAdam") == COMPILER_IS_MISSING
         monkeypatch.setattr(deepspeed.ops.op_builder.FusedAdamBuilder, "load", lambda builder: None)
-        assert building_problem("FusedAdam") is None
+        assert find_build_problem("FusedAdam") is None
 
 
 def test_compiler_is_not_mentioned_when_nothing_needs_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    from open_instruct.training.deepspeed.zero import uncompiled
+    from open_instruct.training.deepspeed.zero import without_compilation
 
-    def warnings(config: DPOConfig) -> list[str]:
-        return list(kernel_warnings(config.memory, param_dtype="bfloat16", device=CUDA))
+    def warnings(memory: MemorySection) -> list[str]:
+        return list(kernel_warnings(memory, param_dtype="bfloat16", device=CUDA))
 
     monkeypatch.setattr(kernels, "compiler_problem", lambda device: COMPILER_IS_MISSING)
-    config = config_of("")
-    assert ["compiler does not work" in warning for warning in warnings(config)] == [True]
-    assert warnings(uncompiled(config)) == []
+    memory = config_of("").memory
+    assert ["compiler does not work" in warning for warning in warnings(memory)] == [True]
+    assert warnings(without_compilation(memory)) == []

@@ -13,7 +13,7 @@ import torch
 from open_instruct.batching.documents import pack_documents
 from open_instruct.core.errors import RunError
 from open_instruct.training.model import float8
-from open_instruct.training.model.float8 import float8_config, float8_off
+from open_instruct.training.model.float8 import build_float8_config, float8_off
 from open_instruct.training.model.forward import token_logprobs
 from open_instruct.training.policy import Policy
 from tests.refusals import refused
@@ -25,18 +25,20 @@ GPU = torch.device("cuda", 0)
 
 def test_float8_is_refused_where_it_cannot_work(monkeypatch: pytest.MonkeyPatch) -> None:
     model = new_model("olmo2")
-    assert float8_config("off", model=model, device=GPU) is None
+    assert build_float8_config("off", model=model, device=GPU) is None
     monkeypatch.setattr(float8, "find_spec", lambda name: None)
     with refused("missing_package", "float8_linears", "torchao"):
-        float8_config("rowwise", model=model, device=CPU)
+        build_float8_config("rowwise", model=model, device=CPU)
     monkeypatch.setattr(float8, "find_spec", lambda name: name)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
     with refused("machine", "float8_linears", "8.9", "8.6"):
-        float8_config("tensorwise", model=model, device=GPU)
+        build_float8_config("tensorwise", model=model, device=GPU)
     with refused("unsupported_model", "float8_linears", "feed_forward.w1", "40 x 32", "16"):
-        float8_config("tensorwise", model=new_model("olmo2", intermediate_size=40), device=CPU)
+        build_float8_config(
+            "tensorwise", model=new_model("olmo2", intermediate_size=40), device=CPU
+        )
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    on_gpu = float8_config("tensorwise", model=model, device=GPU)
+    on_gpu = build_float8_config("tensorwise", model=model, device=GPU)
     assert on_gpu is not None and on_gpu.ao is not None and not on_gpu.ao.emulate
 
 
@@ -60,7 +62,7 @@ def test_model_is_unchanged_without_float8(family: str) -> None:
         return token_logprobs(model, batch, device=CPU).logprobs_N.detach()
 
     plain, names = logprobs(), [*model.state_dict()]
-    config = float8_config("tensorwise", model=model, device=CPU)
+    config = build_float8_config("tensorwise", model=model, device=CPU)
     assert config is not None
     model.apply_fp8(config)
     assert [*model.state_dict()] == names

@@ -131,7 +131,13 @@ def built_replica(
         build=lambda init_device: build_model(hf_config("llama"), init_device=init_device)
     )
     parallelism = plan_frozen(run, config)
-    model: Any = build_replica(start, parallelism, run=run, config=config)
+    model: Any = build_replica(
+        start,
+        parallelism,
+        run=run,
+        flags=config.model,
+        max_seq_length=config.data.max_seq_length,
+    )
     return model, parallelism
 
 
@@ -232,8 +238,13 @@ def test_kernel_of_the_gated_delta_rule_is_named(
         "o",
         *flags,
     ]
+    config = parse_run(DPOConfig, given)
     kernels.choose_kernels(
-        build_model(hf_config(family)), run=run, config=parse_run(DPOConfig, given)
+        build_model(hf_config(family)),
+        run=run,
+        memory=config.memory,
+        param_dtype=config.model.param_dtype,
+        shares_prompts=config.shares_prompts,
     )
     assert len(warned) == (words is not None)
     assert words is None or re.search(words, warned[0])
@@ -254,7 +265,7 @@ class TestFlashAttention3:
         monkeypatch.setitem(_registry._FLASH_ATTENTION_IMPLS, FA3, register)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
         monkeypatch.setattr(kernels, "find_spec", lambda name: "a spec")
-        monkeypatch.setattr(kernels, "trial", lambda device: torch.ones(4))
+        monkeypatch.setattr(kernels, "try_attention", lambda device: torch.ones(4))
         yield happened
         if torch_attention.current_flash_attention_impl() is not None:
             torch_attention.restore_flash_attention_impl()
@@ -329,12 +340,12 @@ class TestFlashAttention3:
                 raise TypeError("fwd takes others")
             return torch.ones(4) + off
 
-        monkeypatch.setattr(kernels, "trial", trial)
+        monkeypatch.setattr(kernels, "try_attention", trial)
         said = kernels.choose_attention(CUDA, param_dtype="bfloat16")
         assert said is not None and ("left out" in said) is not is_kept
         assert said.endswith("TypeError: fwd takes others") is (off is None)
         assert pretended == (["registered"] if is_kept else ["registered", "removed"])
 
     def test_trial_has_output_and_gradients(self) -> None:
-        values = kernels.trial(CPU)
+        values = kernels.try_attention(CPU)
         assert values.shape == (256 * 64 * (4 + 4 + 2 + 2),) and values.isfinite().all()
