@@ -20,7 +20,6 @@ from open_instruct.planning.subject.workload import Workload
 # What, by which collective, bytes of a call, calls in one pass over a microbatch.
 Calls = tuple[str, Collective, int, int]
 
-
 WHOLE = "activations, whole for a matrix"
 SUMMED = "activations, summed and split again"
 SWAPPED = "features and logits, split otherwise"
@@ -76,12 +75,12 @@ def tensor_calls(
     item_bytes = workload.compute_bytes
     num_tokens = workload.tokens_per_microbatch // layout.context_parallel_degree
     hidden = num_tokens * shape.d_model * item_bytes
-    backward = 1 if trains else 0
+    backward = int(trains)
     # Embeddings that are frozen: no gradient goes below the first adapters.
-    to_embeddings = backward if shape.adapters is None else 0
-    attention_again, feed_forward_again, blocks_again = (
-        backward * workload.recomputes(module) for module in ("attention", "feed_forward", "")
-    )
+    to_embeddings = int(trains and shape.adapters is None)
+    attention_again = backward * workload.recomputes("attention")
+    feed_forward_again = backward * workload.recomputes("feed_forward")
+    blocks_again = backward * workload.recomputes("")
 
     # Each sublayer gathers its input, and scatters the sum of what its ranks put out; backwards the
     # other way round. Recomputation stops at the last tensor that is needed: that is before a
@@ -100,15 +99,26 @@ def tensor_calls(
         for width in (shape.q_width, shape.kv_width):
             yield SWAPPED, *_swap(num_tokens * width * item_bytes, degree, workload), num_swaps
 
-    chunks = logit_chunks(shape, num_head_positions(layout, workload)) if num_values else ()
-    again = backward if len(chunks) > 1 else 0
+    if num_values > 0:
+        yield from _head_calls(shape, layout, workload, trains=trains)
+    yield "log-probs", "all_gather", num_tokens * FLOAT32, num_values
+
+
+def _head_calls(
+    shape: ModelShape, layout: ShardLayout, workload: Workload, *, trains: bool
+) -> Iterator[Calls]:
+    """The calls of the head, chunk by chunk of its logits."""
+    degree = layout.tensor_parallel_degree
+    backward = int(trains)
+    chunks = logit_chunks(shape, num_head_positions(layout, workload))
+    again = int(trains and len(chunks) > 1)
     vocabulary = -(-shape.vocab_size // degree) * degree
     for positions in chunks:
-        position_bytes = positions * degree * item_bytes
-        yield WHOLE, "all_gather", position_bytes * shape.d_model, 1 + again
-        yield SUMMED, "reduce_scatter", position_bytes * shape.d_model, backward
+        position_bytes = positions * degree * workload.compute_bytes
+        hidden = position_bytes * shape.d_model
+        yield WHOLE, "all_gather", hidden, 1 + again
+        yield SUMMED, "reduce_scatter", hidden, backward
         yield SWAPPED, *_swap(position_bytes * vocabulary, degree, workload), 1 + again + backward
-    yield "log-probs", "all_gather", num_tokens * FLOAT32, num_values
 
 
 def _swap(whole_bytes: int, degree: int, workload: Workload) -> tuple[Collective, int]:
@@ -121,20 +131,22 @@ def _swap(whole_bytes: int, degree: int, workload: Workload) -> tuple[Collective
 def context_calls(
     shape: ModelShape, layout: ShardLayout, workload: Workload, num_values: int, *, trains: bool
 ) -> Iterator[Calls]:
-    """Ulysses: around attention, tokens are swapped for heads (Jacobs et al. 2023,
-    arXiv:2309.14509, section 3.2).
+    """Ulysses: around attention, tokens are swapped for heads.
 
-    At the end of a forward pass every rank gets the losses of the whole row, and the entropies if
-    they are recorded.
+    Source: Jacobs et al. 2023, arXiv:2309.14509, section 3.2. At the end of a forward pass every
+    rank gets the losses of the whole row, and the entropies if they are recorded.
     """
     num_tokens = workload.tokens_per_microbatch // layout.context_parallel_degree
     # Queries, keys and values, and what attention puts out; so also what is remembered, with two
     # numbers for each head.
     widths = Counter([shape.q_width + 2 * shape.kv_width, shape.q_width] * len(shape.windows))
     for layer in shape.layers:
-        if delta := layer.delta:
+        delta = layer.delta
+        if delta is not None:
             widths.update([sum(delta.widths) + 2 * delta.num_value_heads, delta.widths[-1]])
-    num_passes = 2 + workload.recomputes("attention") if trains else 1
+    num_passes = 1
+    if trains:
+        num_passes = 2 + workload.recomputes("attention")
     for width, num_calls in widths.items():
         # Heads are split between tensor ranks already.
         num_bytes = num_tokens * width * workload.compute_bytes // layout.tensor_parallel_degree
@@ -143,10 +155,9 @@ def context_calls(
 
 
 def expert_calls(shape: ModelShape, workload: Workload, *, trains: bool) -> Iterator[Calls]:
-    """Tokens to the ranks of their experts, and back (`models/experts/routed.py`), where each
-    expert gets as many.
+    """Tokens to the ranks of their experts, and back, where each expert gets as many.
 
-    How many go to each is told first, in 32 bits.
+    Source: `models/experts/routed.py`. The numbers of tokens travel before them, in 32 bits.
     """
     again = int(trains and workload.recomputes("feed_forward"))
     num_layers = sum(layer.num_experts > 0 for layer in shape.layers)

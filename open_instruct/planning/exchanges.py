@@ -9,17 +9,14 @@ from typing import Literal
 from open_instruct.core.shard_layout import ShardLayout
 
 Collective = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast"]
-
-
 Axis = Literal["shard", "replica", "tensor", "context", "expert", "sync", "world", "all"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exchange:
-    """Calls of one collective with the same bytes, as one rank issues them in a step: the first
-    rank of the layout.
+    """Calls of one collective with the same bytes, as the first rank issues them in a step.
 
-    Where sizes do not divide, the first rank has the most.
+    Where sizes do not divide, that rank has the most.
 
     `bytes_per_call` is, of an all-gather, what comes out of it; of every other collective, what
     goes in: so of a reduce-scatter the whole gradient, of an all-reduce its tensor. `wire_bytes` is
@@ -53,23 +50,27 @@ class Exchange:
     @property
     def sent_bytes(self) -> int:
         """Bytes that this rank sends, over all calls."""
-        return self.num_bytes if self.collective == "broadcast" else self.wire_bytes
+        if self.collective == "broadcast":
+            return self.num_bytes
+        return self.wire_bytes
 
     @property
     def reach(self) -> str:
         """Among how many GPUs, and whether they leave the node."""
-        return f"{self.group_size} {'across nodes' if self.crosses_nodes else 'in a node'}"
+        if self.crosses_nodes:
+            return f"{self.group_size} across nodes"
+        return f"{self.group_size} in a node"
 
 
 def ring_bytes(collective: Collective, num_bytes: int, group_size: int) -> int:
-    """Bytes that each rank sends in a ring collective of `num_bytes` among `group_size` ranks: the
-    lower bound.
+    """Bytes that each rank sends at least in a collective of `num_bytes`, in a ring.
 
     A ring passes every part but one on from each rank; an all-reduce does so twice, to add up and
     to hand out (Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce algorithms for clusters of
     workstations").
     """
-    return (2 if collective == "all_reduce" else 1) * num_bytes * (group_size - 1) // group_size
+    num_rounds = 2 if collective == "all_reduce" else 1
+    return num_rounds * num_bytes * (group_size - 1) // group_size
 
 
 def build_exchange(
@@ -81,8 +82,10 @@ def build_exchange(
     num_calls: int,
     within: int = 0,
 ) -> Exchange:
-    """Calls of `num_bytes` each in the groups of one axis of the layout, or `within` so many
-    neighbours of each.
+    """Calls of `num_bytes` each in the groups of one axis of the layout.
+
+    Args:
+        within: so many neighbours of each group exchange instead; 0: all of it.
     """
     group_size, crosses_nodes, ranks_on_a_node = group_span(layout, axis, within)
     return Exchange(
@@ -100,14 +103,10 @@ def build_exchange(
 
 @lru_cache(maxsize=1024)
 def group_span(layout: ShardLayout, axis: Axis, within: int = 0) -> tuple[int, bool, int]:
-    """Size of an axis's groups, whether any crosses nodes, and the fewest ranks that such a group
-    has on a node.
-    """
+    """Size of an axis's groups, whether any crosses nodes, and its fewest ranks on a node."""
     groups = axis_groups(layout, axis)
     if within:
-        groups = [
-            group[at : at + within] for group in groups for at in range(0, len(group), within)
-        ]
+        groups = _split_groups(groups, within)
     straddling = layout.straddling(groups)
     rank_nodes = layout.rank_nodes
     ranks_by_node = [Counter(rank_nodes[rank] for rank in group) for group in straddling]
@@ -115,11 +114,21 @@ def group_span(layout: ShardLayout, axis: Axis, within: int = 0) -> tuple[int, b
     return len(groups[0]), bool(straddling), fewest
 
 
+def _split_groups(groups: Sequence[tuple[int, ...]], num_members: int) -> Sequence[tuple[int, ...]]:
+    """Groups of so many neighbours, of which each of `groups` is made."""
+    parts = []
+    for group in groups:
+        for first in range(0, len(group), num_members):
+            parts.append(group[first : first + num_members])
+    return parts
+
+
 def axis_groups(layout: ShardLayout, axis: Axis) -> Sequence[tuple[int, ...]]:
     """The global ranks of every group of an axis."""
     # Those that have the same part of a matrix that ranks split.
     strides = {"world": layout.tensor_parallel_degree, "all": 1}
-    if (stride := strides.get(axis)) is not None:
+    stride = strides.get(axis)
+    if stride is not None:
         return [tuple(range(first, layout.world_size, stride)) for first in range(stride)]
     groups: Sequence[tuple[int, ...]] = getattr(layout, f"{axis}_groups")
     return groups

@@ -18,7 +18,7 @@ from open_instruct.planning.exchanges import Exchange
 from open_instruct.planning.memory.block import BLOCK_MODULES
 from open_instruct.planning.memory.memory_model import MemoryModel
 from open_instruct.planning.memory.phases import Phase, find_worst, memory_by_phase
-from open_instruct.planning.memory.state import sync_buckets
+from open_instruct.planning.memory.sync_buckets import sync_buckets
 from open_instruct.planning.setting import Setting
 from open_instruct.planning.step_time import ON_THE_PATH, StepTime, SyncCost, step_time, sync_costs
 from open_instruct.planning.subject.build_workload import RunConfig

@@ -14,12 +14,13 @@ from open_instruct.models.hf.names import is_stack
 from open_instruct.planning.activation_traffic import num_head_positions
 from open_instruct.planning.exchanges import Exchange
 from open_instruct.planning.memory.head import logit_chunks, num_kept_chunks
-from open_instruct.planning.memory.state import sync_buckets
+from open_instruct.planning.memory.sync_buckets import sync_buckets
 from open_instruct.planning.subject.devices import Device
 from open_instruct.planning.subject.model import ModelShape, ParameterShape
-from open_instruct.planning.subject.workload import Workload
+from open_instruct.planning.subject.workload import Scoring, Workload
 
-GIGA, TERA = 10**9, 10**12
+GIGA = 10**9
+TERA = 10**12
 
 # Axes whose exchanges arithmetic waits for, with their names; FSDP's exchanges overlap with it.
 ON_THE_PATH = {
@@ -54,9 +55,7 @@ class StepTime:
 
     @property
     def step_s(self) -> float:
-        """A lower bound of the step's time, in which everything that can overlap does so in
-        full.
-        """
+        """A lower bound of the step's time: everything that can overlap does so in full."""
         return max(self._parts.values())
 
     @property
@@ -88,17 +87,15 @@ def step_time(
         mfu: share of the peak that arithmetic reaches, above 0 and at most 1. Recomputed work
             counts as work.
     """
+    flops_per_second = device.peak_tflops_bf16 * TERA * mfu
+    in_node = [exchange for exchange in exchanges if not exchange.crosses_nodes]
+    cross_node = [exchange for exchange in exchanges if exchange.crosses_nodes]
+    waiting = [exchange for exchange in exchanges if exchange.axis in ON_THE_PATH]
     return StepTime(
-        compute_s=flops_per_step(shape, layout, work) / (device.peak_tflops_bf16 * TERA * mfu),
-        in_node_s=seconds_of(
-            (exchange for exchange in exchanges if not exchange.crosses_nodes), device
-        ),
-        cross_node_s=seconds_of(
-            (exchange for exchange in exchanges if exchange.crosses_nodes), device
-        ),
-        waiting_s=seconds_of(
-            (exchange for exchange in exchanges if exchange.axis in ON_THE_PATH), device
-        ),
+        compute_s=flops_per_step(shape, layout, work) / flops_per_second,
+        in_node_s=transfer_seconds(in_node, device),
+        cross_node_s=transfer_seconds(cross_node, device),
+        waiting_s=transfer_seconds(waiting, device),
     )
 
 
@@ -132,17 +129,25 @@ def sync_costs(
     Args:
         exchanges: of a step, with all weights.
     """
-    own_bytes, all_bytes = map(sum, zip(*sync_buckets(shape, layout, work), strict=True))
-    travel_s = seconds_of((exchange for exchange in exchanges if exchange.axis == "sync"), device)
+    own_bytes = 0
+    all_bytes = 0
+    for own_bucket_bytes, bucket_bytes in sync_buckets(shape, layout, work):
+        own_bytes += own_bucket_bytes
+        all_bytes += bucket_bytes
+    sends = [exchange for exchange in exchanges if exchange.axis == "sync"]
+    travel_s = transfer_seconds(sends, device)
     yield SyncCost(changed=1.0, num_bytes=all_bytes, seconds=travel_s)
-    compared_gb_s = LOADED_GB_S if work.on_cuda else COMPARED_GB_S
-    load_s = all_bytes / work.engine_tensor_degree / (LOADED_GB_S * GIGA) if work.on_cuda else 0.0
+    if work.on_cuda:
+        compare_s = own_bytes / (LOADED_GB_S * GIGA)
+        load_s = all_bytes / work.engine_tensor_degree / (LOADED_GB_S * GIGA)
+    else:
+        compare_s = own_bytes / (COMPARED_GB_S * GIGA)
+        load_s = 0.0
     num_parts = len(shape.parameters) * layout.shard_group_size * layout.tensor_parallel_degree
     for share in SHARES:
-        num_bytes = num_parts * ROW_BYTES + round(
-            all_bytes * share * (1 + PLACE_BYTES / work.sync_bytes_per_param)
-        )
-        seconds = max(own_bytes / (compared_gb_s * GIGA), travel_s * num_bytes / all_bytes) + load_s
+        bytes_with_places = all_bytes * share * (1 + PLACE_BYTES / work.sync_bytes_per_param)
+        num_bytes = num_parts * ROW_BYTES + round(bytes_with_places)
+        seconds = max(compare_s, travel_s * num_bytes / all_bytes) + load_s
         yield SyncCost(changed=share, num_bytes=num_bytes, seconds=seconds)
 
 
@@ -157,7 +162,7 @@ def gb_per_second(exchange: Exchange, device: Device) -> float:
     return min(device.in_node_gb_s, exchange.ranks_on_a_node * device.cross_node_gb_s)
 
 
-def seconds_of(exchanges: Iterable[Exchange], device: Device) -> float:
+def transfer_seconds(exchanges: Iterable[Exchange], device: Device) -> float:
     """Seconds of exchanges one after the other."""
     return sum(
         exchange.wire_bytes / (gb_per_second(exchange, device) * GIGA) for exchange in exchanges
@@ -173,60 +178,77 @@ def flops_per_step(shape: ModelShape, layout: ShardLayout, workload: Workload) -
     more. Embeddings are looked up; the head runs where there are labels (under tensor parallelism
     everywhere). One in float8 counts half, as it takes half the time.
     """
-    blocks, head = _flops_of_blocks(shape, workload), _head_flops(shape, layout, workload)
+    blocks = _block_flops(shape, workload)
+    head = _head_flops(shape, layout, workload)
+    recomputed = _repeated_head_flops(shape, layout, workload, head)
+    recomputed += sum(flops for module, flops in blocks.items() if workload.recomputes(module))
+    # The gradients of frozen matrices, which are not made.
+    num_frozen = 0
+    for count, matrix in _block_matrices(shape):
+        if not matrix.is_trained:
+            num_frozen += count * shape.active_params(matrix)
+    left_out = 2 * workload.tokens_per_microbatch * num_frozen
+    if num_frozen and not shape.scores:
+        left_out += head
     forward = sum(blocks.values()) + head
-    chunks = logit_chunks(shape, num_head_positions(layout, workload))
-    keeps = workload.on_cuda and layout.tensor_parallel_degree == 1
-    num_kept = num_kept_chunks(shape, chunks, workload.compute_bytes if keeps else 0)
-    again = head * sum(chunks[num_kept:]) // sum(chunks) if len(chunks) > 1 else 0
-    again += sum(flops for module, flops in blocks.items() if workload.recomputes(module))
-    num_frozen = sum(
-        count * shape.active_params(matrix)
-        for count, matrix in _block_matrices(shape)
-        if not matrix.is_trained
-    )
-    unmade = 2 * workload.tokens_per_microbatch * num_frozen
-    unmade += head if num_frozen and not shape.scores else 0
-    total = workload.num_updates * workload.num_microbatches * (3 * forward - unmade + again)
+    num_passes = workload.num_updates * workload.num_microbatches
+    total = num_passes * (3 * forward - left_out + recomputed)
     for scoring in workload.scorings:
-        # A frozen model does not multiply in float8; the policy that scores does.
-        work = replace(
-            workload, multiplies_in_float8=workload.multiplies_in_float8 and not scoring.stands_as
-        )
-        block_flops = sum(_flops_of_blocks(scoring.shape, work).values())
-        # A head that the policy's multiplies with runs again in the backward pass.
-        head_flops = (1 if scoring.num_values else 2) * _head_flops(scoring.shape, layout, workload)
-        total += scoring.num_rounds * workload.num_microbatches * (block_flops + head_flops)
-    of_critic = (
-        flops_per_step(workload.critic.shape, layout, workload.of_critic) if workload.critic else 0
-    )
-    return total // layout.model_parallel_degree + of_critic
+        num_passes = scoring.num_rounds * workload.num_microbatches
+        total += num_passes * _scoring_flops(scoring, layout, workload)
+    total //= layout.model_parallel_degree
+    if workload.critic is not None:
+        total += flops_per_step(workload.critic.shape, layout, workload.of_critic)
+    return total
+
+
+def _repeated_head_flops(
+    shape: ModelShape, layout: ShardLayout, workload: Workload, head_flops: int
+) -> int:
+    """Operations of the head in backward, which computes logits of chunks again unless kept."""
+    chunks = logit_chunks(shape, num_head_positions(layout, workload))
+    if len(chunks) < 2:
+        return 0
+    num_kept = 0
+    if workload.on_cuda and layout.tensor_parallel_degree == 1:
+        num_kept = num_kept_chunks(shape, chunks, workload.compute_bytes)
+    return head_flops * sum(chunks[num_kept:]) // sum(chunks)
+
+
+def _scoring_flops(scoring: Scoring, layout: ShardLayout, workload: Workload) -> int:
+    """Operations of a pass without gradients over a whole microbatch."""
+    # A frozen model does not multiply in float8; the policy that scores does.
+    in_float8 = workload.multiplies_in_float8 and not scoring.stands_as
+    blocks = _block_flops(scoring.shape, replace(workload, multiplies_in_float8=in_float8))
+    # A head that the policy's multiplies with runs again in the backward pass.
+    num_heads = 1 if scoring.num_values else 2
+    return sum(blocks.values()) + num_heads * _head_flops(scoring.shape, layout, workload)
 
 
 def attended_pairs(length: int, window: int | None) -> int:
-    """Pairs of a query and a key that it sees, in one causal document; a window counts the query
-    itself.
+    """Pairs of a query and a key that it sees, in one causal document.
+
+    A window counts the query itself.
     """
     if window is None or window >= length:
         return length * (length + 1) // 2
     return window * (window + 1) // 2 + (length - window) * window
 
 
-def _flops_of_blocks(shape: ModelShape, workload: Workload) -> dict[str, int]:
+def _block_flops(shape: ModelShape, workload: Workload) -> dict[str, int]:
     """Operations of a forward pass of all blocks over a whole microbatch, by module."""
     num_tokens = workload.tokens_per_microbatch
-    attention, feed_forward = (
-        sum(
-            count * shape.active_params(matrix)
-            for count, matrix in _block_matrices(shape)
-            if module in matrix.name
-        )
-        for module in (".attention.", ".feed_forward.")
-    )
-    num_layers_by_window = Counter(shape.windows)
-    num_pairs = sum(
-        count * _pairs(workload, window) for window, count in num_layers_by_window.items()
-    )
+    attention = 0
+    feed_forward = 0
+    for count, matrix in _block_matrices(shape):
+        num_values = count * shape.active_params(matrix)
+        if ".attention." in matrix.name:
+            attention += num_values
+        if ".feed_forward." in matrix.name:
+            feed_forward += num_values
+    num_pairs = 0
+    for window, num_layers in Counter(shape.windows).items():
+        num_pairs += num_layers * _count_pairs(workload, window)
     per_number = 1 if workload.multiplies_in_float8 else 2
     # Attention is two products: queries with keys, and attention weights with values.
     products = per_number * num_tokens * attention + 2 * 2 * shape.q_width * num_pairs
@@ -235,9 +257,7 @@ def _flops_of_blocks(shape: ModelShape, workload: Workload) -> dict[str, int]:
 
 
 def _block_matrices(shape: ModelShape) -> Iterator[tuple[int, ParameterShape]]:
-    """The matrices and stacks of matrices of all blocks: of blocks that are alike once, with their
-    number.
-    """
+    """Matrices, and stacks of them, of the blocks: of blocks alike once, with their number."""
     for unit in shape.units:
         for parameter in unit.parameters:
             is_in_block = parameter.layer is not None
@@ -245,10 +265,8 @@ def _block_matrices(shape: ModelShape) -> Iterator[tuple[int, ParameterShape]]:
                 yield unit.count, parameter
 
 
-def _pairs(workload: Workload, window: int | None) -> int:
-    """Pairs of queries and keys in a row: of whole groups, of one that is cut, and of a document
-    that is cut.
-    """
+def _count_pairs(workload: Workload, window: int | None) -> int:
+    """Pairs of queries and keys in a row: of whole groups, and of a group or document cut short."""
     groups, rest = workload.rows.groups_in(workload.tokens_per_microbatch)
     # A shared prefix attends to itself once for its group.
     prefix_pairs = attended_pairs(workload.rows.prefix, window)
@@ -258,8 +276,7 @@ def _pairs(workload: Workload, window: int | None) -> int:
 
 def _head_flops(shape: ModelShape, layout: ShardLayout, workload: Workload) -> int:
     """Operations of a forward pass of the head over a whole microbatch."""
-    is_everywhere = layout.tensor_parallel_degree > 1
-    positions = (
-        workload.tokens_per_microbatch if is_everywhere else workload.label_tokens_per_microbatch
-    )
-    return 2 * shape.d_model * shape.num_outputs * positions
+    num_positions = workload.label_tokens_per_microbatch
+    if layout.tensor_parallel_degree > 1:
+        num_positions = workload.tokens_per_microbatch
+    return 2 * shape.d_model * shape.num_outputs * num_positions

@@ -25,8 +25,8 @@ from open_instruct.planning.subject.workload import Scoring, Workload
 
 # Muon orthogonalises in bfloat16.
 MUON_BYTES = 2
-# Ways of the weights to the engines that use the network.
-SENT_BY = ("nccl", "gloo")
+# Transports of the weights to the engines that use the network.
+NETWORK_TRANSPORTS = ("nccl", "gloo")
 
 
 def traffic_per_step(
@@ -59,56 +59,73 @@ def scoring_pass(scoring: Scoring, layout: ShardLayout, workload: Workload) -> I
 def _updates(shape: ModelShape, layout: ShardLayout, workload: Workload) -> Iterator[Exchange]:
     num_updates = workload.num_updates
     num_passes = num_updates * workload.num_microbatches
-    num_reductions = num_updates if workload.reduces_last else num_passes
+    num_reductions = num_passes
+    if workload.reduces_last:
+        num_reductions = num_updates
     for unit in shape.units:
         # Every unit is freed after its forward pass (`reshard_after_forward`, also of the root),
         # and gathered again in the backward pass; checkpointing does not add to that, since
         # recomputation happens within. Embeddings of their own are not needed backwards.
         num_gathers = 1 if unit.name == "embeddings" else 2
         yield from _gathers(layout, workload, unit, num_passes * num_gathers)
-        # `parallel_configs`: gradients are reduced in float32 whatever they are computed in.
-        for axis, parameters in _by_axis(unit.trained, layout).items():
-            gradient_bytes = gathered_bytes(parameters, layout, FLOAT32)
-            if group_span(layout, axis)[0] > 1:
-                what = "gradients of a block, after it"
-                num_calls = num_reductions * unit.count
-                yield build_exchange(
-                    layout, axis, what, "reduce_scatter", gradient_bytes, num_calls
-                )
-            if axis == "shard":
-                # OLMo-core lets the replicas' sum wait for the last microbatch of an update.
-                shard_bytes = gradient_bytes // layout.shard_group_size
-                what = "gradients of a shard, over replicas"
-                num_calls = num_updates * unit.count
-                yield build_exchange(layout, "replica", what, "all_reduce", shard_bytes, num_calls)
+        yield from _reductions(layout, unit, num_reductions, num_updates)
     yield from activation_exchanges(
         shape, layout, workload, num_passes, workload.num_values, trains=True
     )
-    # Tensor ranks have whole norms, which see a part of the tokens each, and whole halves of
-    # adapters, beside which a matrix is split. Whole gradients are added up in float32.
-    whole: Counter[int] = Counter()
-    if layout.tensor_parallel_degree > 1:
-        trained = (each for each in shape.parameters if each.is_trained)
-        whole.update(each.num_params for each in trained if each.tensor_axis is None)
-    adds_up = workload.reduces_last and workload.num_microbatches > 1
-    item_bytes = FLOAT32 if adds_up else workload.compute_bytes
-    for num_values, count in whole.items():
-        num_bytes = num_values * item_bytes
-        num_calls = num_reductions * count
-        yield build_exchange(
-            layout, "tensor", "gradients of norms", "all_reduce", num_bytes, num_calls
-        )
+    yield from _whole_gradients(shape, layout, workload, num_reductions)
     # One norm for every parameter, which DTensor stacks and adds up along each axis that cuts some
     # of them. Replicas that have parts of experts are among them.
     cutting: Axis = "world" if layout.expert_parallel_degree > 1 else "shard"
     axes: tuple[Axis, ...] = (cutting, "tensor")
+    what = "norm of the gradient"
+    num_bytes = FLOAT32 * sum(each.is_trained for each in shape.parameters)
     for axis in axes:
         if group_span(layout, axis)[0] > 1:
-            num_bytes = FLOAT32 * sum(each.is_trained for each in shape.parameters)
-            yield build_exchange(
-                layout, axis, "norm of the gradient", "all_reduce", num_bytes, num_updates
-            )
+            yield build_exchange(layout, axis, what, "all_reduce", num_bytes, num_updates)
     yield from _muon(shape, layout, workload)
+
+
+def _reductions(
+    layout: ShardLayout, unit: Unit, num_reductions: int, num_updates: int
+) -> Iterator[Exchange]:
+    """Gradients of a unit to their shards, and the sums of shards over replicas.
+
+    Source: `parallel_configs`: gradients are reduced in float32 whatever they are computed in.
+    """
+    for axis, parameters in _by_axis(unit.trained, layout).items():
+        gradient_bytes = gathered_bytes(parameters, layout, FLOAT32)
+        if group_span(layout, axis)[0] > 1:
+            what = "gradients of a block, after it"
+            num_calls = num_reductions * unit.count
+            yield build_exchange(layout, axis, what, "reduce_scatter", gradient_bytes, num_calls)
+        if axis == "shard":
+            # OLMo-core lets the replicas' sum wait for the last microbatch of an update.
+            shard_bytes = gradient_bytes // layout.shard_group_size
+            what = "gradients of a shard, over replicas"
+            num_calls = num_updates * unit.count
+            yield build_exchange(layout, "replica", what, "all_reduce", shard_bytes, num_calls)
+
+
+def _whole_gradients(
+    shape: ModelShape, layout: ShardLayout, workload: Workload, num_reductions: int
+) -> Iterator[Exchange]:
+    """Sums over tensor ranks of the gradients of what each of them has whole.
+
+    That are norms, which see a part of the tokens each, and halves of adapters, beside which a
+    matrix is split. Whole gradients are added up in float32.
+    """
+    if layout.tensor_parallel_degree == 1:
+        return
+    item_bytes = workload.compute_bytes
+    if workload.reduces_last and workload.num_microbatches > 1:
+        item_bytes = FLOAT32
+    trained = (each for each in shape.parameters if each.is_trained)
+    sizes = Counter(each.num_params for each in trained if each.tensor_axis is None)
+    what = "gradients of norms"
+    for num_values, count in sizes.items():
+        num_bytes = num_values * item_bytes
+        num_calls = num_reductions * count
+        yield build_exchange(layout, "tensor", what, "all_reduce", num_bytes, num_calls)
 
 
 def _muon(shape: ModelShape, layout: ShardLayout, workload: Workload) -> Iterator[Exchange]:
@@ -120,7 +137,7 @@ def _muon(shape: ModelShape, layout: ShardLayout, workload: Workload) -> Iterato
     the group of all ranks, where other copies are sent nothing.
     """
     matrices = [each for each in shape.parameters if uses_muon(each, workload)]
-    matrices.sort(key=lambda matrix: -matrix.num_params)
+    matrices.sort(key=lambda matrix: matrix.num_params, reverse=True)
     num_owners = layout.shard_group_size * layout.tensor_parallel_degree
     calls: Counter[int] = Counter()
     for first in range(0, len(matrices), num_owners):
@@ -138,13 +155,12 @@ def _muon(shape: ModelShape, layout: ShardLayout, workload: Workload) -> Iterato
 def _gathers(
     layout: ShardLayout, workload: Workload, unit: Unit, num_times: int
 ) -> Iterator[Exchange]:
+    what = "weights of a block, before it runs"
+    num_calls = num_times * unit.count
     for axis, parameters in _by_axis(unit.parameters, layout).items():
         if group_span(layout, axis)[0] > 1:
-            what = "weights of a block, before it runs"
             num_bytes = gathered_bytes(parameters, layout, workload.compute_bytes)
-            yield build_exchange(
-                layout, axis, what, "all_gather", num_bytes, num_times * unit.count
-            )
+            yield build_exchange(layout, axis, what, "all_gather", num_bytes, num_calls)
 
 
 def _by_axis(
@@ -163,13 +179,16 @@ def traffic_of_merging(shape: ModelShape, layout: ShardLayout) -> Iterator[Excha
     calls: Counter[tuple[Axis, int]] = Counter()
     for half in shape.first_halves:
         local = local_size(half, layout)
-        num_parts = layout.tensor_parallel_degree if half.tensor_axis else 1
-        calls["tensor", FLOAT32 * num_parts * local.own] += num_parts > 1
-        calls["shard", FLOAT32 * num_parts * local.gathered] += layout.shard_group_size > 1
-    for (axis, num_bytes), num_calls in (+calls).items():
-        yield build_exchange(
-            layout, axis, "adapters, to be added", "all_gather", num_bytes, num_calls
-        )
+        num_parts = 1
+        if half.tensor_axis:
+            num_parts = layout.tensor_parallel_degree
+        if num_parts > 1:
+            calls["tensor", FLOAT32 * num_parts * local.own] += 1
+        if layout.shard_group_size > 1:
+            calls["shard", FLOAT32 * num_parts * local.gathered] += 1
+    what = "adapters, to be added"
+    for (axis, num_bytes), num_calls in calls.items():
+        yield build_exchange(layout, axis, what, "all_gather", num_bytes, num_calls)
 
 
 def traffic_of_weight_sync(
@@ -181,18 +200,20 @@ def traffic_of_weight_sync(
     or a piece of one (weight_sync/manifest.py), in one message to all processes of the engines. A
     receiver takes the whole bucket. Through memory that they share nothing is sent.
     """
-    if workload.sync_backend not in SENT_BY:
+    if workload.sync_backend not in NETWORK_TRANSPORTS:
         return ()
-    return tuple(
-        Exchange(
+    num_receivers = workload.num_engines * workload.engine_tensor_degree
+    exchanges = []
+    for (own_bytes, whole_bytes), num_calls in Counter(buckets).items():
+        exchange = Exchange(
             what="weights to the engines",
             collective="broadcast",
             axis="sync",
             num_calls=num_calls,
             bytes_per_call=own_bytes,
-            group_size=workload.num_engines * workload.engine_tensor_degree + 1,
+            group_size=num_receivers + 1,
             wire_bytes=num_calls * whole_bytes,
             crosses_nodes=workload.sync_crosses_nodes,
         )
-        for (own_bytes, whole_bytes), num_calls in Counter(buckets).items()
-    )
+        exchanges.append(exchange)
+    return tuple(exchanges)

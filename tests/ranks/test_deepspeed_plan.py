@@ -15,7 +15,7 @@ from open_instruct.objectives.registry import objective_named
 from open_instruct.parallel.layout import find_layout
 from open_instruct.planning.exchanges import axis_groups
 from open_instruct.planning.memory.parts import BUFFERS
-from open_instruct.planning.memory.state import sync_buckets
+from open_instruct.planning.memory.sync_buckets import sync_buckets
 from open_instruct.planning.subject.build_workload import build_shape, build_workload
 from open_instruct.training.deepspeed import planned_memory, planned_traffic
 from open_instruct.training.deepspeed.planned import DeepSpeed

@@ -19,7 +19,7 @@ from open_instruct.objectives.registry import objective_named
 from open_instruct.parallel.layout import find_layout
 from open_instruct.planning.exchanges import Exchange, axis_groups
 from open_instruct.planning.memory import head
-from open_instruct.planning.memory.state import sync_buckets
+from open_instruct.planning.memory.sync_buckets import sync_buckets
 from open_instruct.planning.subject.build_workload import build_shape, build_workload
 from open_instruct.planning.subject.workload import Scoring
 from open_instruct.planning.traffic import (

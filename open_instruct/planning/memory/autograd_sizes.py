@@ -80,7 +80,9 @@ class Profile:
 
     def find_forward_peak(self, *, keeps: bool) -> Usage:
         """The peak of a forward pass; without `keeps` no backward pass follows."""
-        return self.forward_peak if keeps else self.scoring_peak
+        if keeps:
+            return self.forward_peak
+        return self.scoring_peak
 
     @cached_property
     def backward_peak(self) -> Usage:
@@ -126,10 +128,18 @@ class Tape:
         elif any(tensor.kind == "frozen" for tensor in inputs):
             saved = ()
             gradients = [gradient for gradient in gradients if gradient.of.kind != "frozen"]
-        kept = (*saved, output) if saves_output else tuple(saved)
-        self.operations.append(
-            Operation(inputs, output, kept, tuple(gradients), scratch_bytes, self._region)
+        kept = [*saved]
+        if saves_output:
+            kept.append(output)
+        operation = Operation(
+            inputs=inputs,
+            output=output,
+            saved=tuple(kept),
+            gradients=tuple(gradients),
+            scratch_bytes=scratch_bytes,
+            region=self._region,
         )
+        self.operations.append(operation)
         return output
 
     def hold(self, *tensors: Tensor) -> None:

@@ -66,8 +66,9 @@ class Block(Piece):
 
     def _sublayer(self, norm: str, run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         """A sublayer with its norm: OLMo normalises the output, other families the input."""
-        is_after = self.shape.traits.norm_after and self.layer.delta is None
-        return self._norm_stream(norm, run(x)) if is_after else run(self._norm_stream(norm, x))
+        if self.shape.traits.norm_after and self.layer.delta is None:
+            return self._norm_stream(norm, run(x))
+        return run(self._norm_stream(norm, x))
 
     def _norm_stream(self, module: str, x: Tensor) -> Tensor:
         with self.recomputed(module):
@@ -160,9 +161,11 @@ class Block(Piece):
                 return self._delta_rule(self.layer.delta, x)
             x = self.cast(x, self.num_tokens * d_model, self.item_bytes)
             is_gated = self.shape.traits.gates_attention
-            gate_width = q_width if is_gated else 0
-            gate = self.linear("attention.w_q", x, d_model, q_width + gate_width)
-            query = self.tape.run(0, gate) if is_gated else gate  # both halves are views
+            num_halves = 2 if is_gated else 1
+            gate = self.linear("attention.w_q", x, d_model, num_halves * q_width)
+            query = gate
+            if is_gated:
+                query = self.tape.run(0, gate)  # both halves are views
             key = self.linear("attention.w_k", x, d_model, kv_width)
             value = self.linear("attention.w_v", x, d_model, kv_width)
             if self.shape.traits.qk_norm != "none":
@@ -240,8 +243,9 @@ class Block(Piece):
 
     def _qk_norm(self, module: str, x: Tensor, width: int) -> Tensor:
         """Over all features (OLMo), or head by head with one weight for all heads (Qwen 3)."""
-        is_full = self.shape.traits.qk_norm == "full"
-        num_parts = 1 if is_full else width // self.shape.head_dim
+        num_parts = 1
+        if self.shape.traits.qk_norm != "full":
+            num_parts = width // self.shape.head_dim
         with self.recomputed(module):
             return self.norm(x, self.num_tokens * num_parts, width // num_parts)
 
@@ -250,7 +254,9 @@ class Block(Piece):
     ) -> tuple[Tensor, Tensor]:
         """RoPE; cosine and sine of every token are kept, once for both."""
         num_tokens = self.num_tokens
-        item_bytes = FLOAT32 if self.shape.traits.in_float32 else self.item_bytes
+        item_bytes = self.item_bytes
+        if self.shape.traits.in_float32:
+            item_bytes = FLOAT32
         angle_bytes = num_tokens * self.shape.turned_dim * item_bytes
         sine, cosine = (self.tape.run(angle_bytes, gradients=()) for _ in range(2))
 

@@ -105,7 +105,9 @@ class Passes:
         if self.adds_up:
             whole_bytes = sum(unit.count * self._whole(unit) for unit in self.shape.units)
             return whole_bytes * FLOAT32 // self.c
-        return shards if self.accumulates else 0
+        if self.accumulates:
+            return shards
+        return 0
 
     def forward(
         self, held: Moment, *, keeps: bool = True, runs_head: bool = True
@@ -113,7 +115,9 @@ class Passes:
         """The moments of a forward pass; without `keeps` no backward pass follows."""
         root = self._gathered(self.root)
         now = dict(held)
-        now[REDUCED] = self._left_over() if keeps else 0
+        now[REDUCED] = 0
+        if keeps:
+            now[REDUCED] = self._left_over()
         looked_up = self._cast(self.embeddings) + self._buffer(self.embeddings)
         yield {**now, GATHERED: root + self._buffer(self.root) + looked_up}
         now[TEMPORARIES] = self.stream_bytes
@@ -122,18 +126,24 @@ class Passes:
         num_ahead = self.workload.gathered_ahead
         for layer, block in enumerate(self.blocks):
             peak = self.profiles[layer].find_forward_peak(keeps=keeps)
-            kept_before = self._kept(layer) if keeps else 0
             buffers = sum(map(self._buffer, self.blocks[layer : layer + 1 + num_ahead]))
+            activations = peak.activations
+            if keeps:
+                activations += self._kept(layer)
             yield {
                 **now,
                 GATHERED: root + buffers + self._gathered(block),
-                ACTIVATIONS: kept_before + peak.activations,
+                ACTIVATIONS: activations,
                 TEMPORARIES: peak.temporaries + self.stream_bytes,
             }
         now[GATHERED] = root + self._buffer(self.blocks[-1])
-        now[ACTIVATIONS] = self._kept(len(self.blocks)) if keeps else 0
-        head_peak = self.head.find_forward_peak(keeps=keeps)
-        yield {**now, HEAD: sum(head_peak) if runs_head else 0}
+        now[ACTIVATIONS] = 0
+        if keeps:
+            now[ACTIVATIONS] = self._kept(len(self.blocks))
+        now[HEAD] = 0
+        if runs_head:
+            now[HEAD] = sum(self.head.find_forward_peak(keeps=keeps))
+        yield now
 
     def backward(self, held: Moment) -> Iterator[Moment]:
         """The moments of a backward pass: head, blocks from the last on, embeddings and root."""
@@ -149,18 +159,24 @@ class Passes:
         # The whole gradients of a unit are freed once they are copied into the input of its
         # reduce-scatter, whose output comes on top. The matrix of a score is a unit of its own,
         # which is reduced before the blocks.
-        reduced = 0 if self.shape.scores else self._left_over()
+        reduced = 0
+        if not self.shape.scores:
+            reduced = self._left_over()
         for layer in reversed(range(len(self.blocks))):
             block = self.blocks[layer]
             peak = self.profiles[layer].backward_peak
-            prefetched = self._prefetched(self.blocks[layer - 1]) if layer else 0
+            gathered = root + self._gathered(block)
+            if layer > 0:
+                gathered += self._prefetched(self.blocks[layer - 1])
             yield {
                 **self._in_block({**held, GRADIENTS: gradients}, layer, peak),
-                GATHERED: root + prefetched + self._gathered(block),
+                GATHERED: gathered,
                 REDUCED: waiting + reduced + self._unreduced(peak.weight_gradients),
                 TEMPORARIES: peak.temporaries + self._made_in_place(peak.weight_gradients),
             }
-            reduced = self.shards[block.name] if self.adds_up else self._reduced(block)
+            reduced = self._reduced(block)
+            if self.adds_up:
+                reduced = self.shards[block.name]
             if not self.accumulates:
                 gradients += self.shards[block.name]
 
@@ -188,13 +204,18 @@ class Passes:
 
     def _through_head(self, held: Moment) -> Iterator[Moment]:
         """The moments of the head's backward pass."""
-        head_stream = self.stream_bytes if self.head.keeps_source else 0
-        before = {**held, REDUCED: self._left_over(), ACTIVATIONS: self._kept(len(self.blocks))}
-        gathered = self._gathered(self.root) + self._buffer(self.root) + self._cast(self.root)
-        yield {**before, GATHERED: gathered, HEAD: self.head.kept_bytes + head_stream}
-        gathered = self._gathered(self.root) + self._prefetched(self.blocks[-1])
+        root = self._gathered(self.root)
+        head_stream = self._source(self.head)
+        now = dict(held)
+        now[REDUCED] = self._left_over()
+        now[ACTIVATIONS] = self._kept(len(self.blocks))
+        now[GATHERED] = root + self._prefetched(self.root)
+        now[HEAD] = self.head.kept_bytes + head_stream
+        yield dict(now)
+        now[GATHERED] = root + self._prefetched(self.blocks[-1])
         worst_bytes = sum(self.head.backward_peak) + self._handed_over(self.head_gradient)
-        yield {**before, GATHERED: gathered, HEAD: worst_bytes + head_stream}
+        now[HEAD] = worst_bytes + head_stream
+        yield now
 
     def _in_block(self, held: Moment, layer: int, usage: Usage) -> Moment:
         """A moment of a block's backward pass, but for weights and their gradients."""
@@ -206,9 +227,11 @@ class Passes:
             SCRATCH: held[SCRATCH] + usage.kernels,
         }
 
-    def _source(self, block: Profile) -> int:
-        """Bytes of a block's input, where that is kept."""
-        return self.stream_bytes if block.keeps_source else 0
+    def _source(self, piece: Profile) -> int:
+        """Bytes of the input of a block or of the head, where that is kept."""
+        if piece.keeps_source:
+            return self.stream_bytes
+        return 0
 
     def _kept(self, num_blocks: int) -> int:
         """Bytes that the first blocks keep on the device: one input, where others are offloaded."""
@@ -220,10 +243,15 @@ class Passes:
 
     def _gathered(self, unit: Unit) -> int:
         """Bytes of a unit's gathered parameters, and of the buffer that they are gathered in."""
-        return self.gathered[unit.name] if self.is_sharded else 0
+        if self.is_sharded:
+            return self.gathered[unit.name]
+        return 0
 
     def _buffer(self, unit: Unit) -> int:
-        return self._gathered(unit) if self.layout.shard_group_size > 1 else 0
+        """Bytes of the buffer that a unit is gathered into; a shard group of one has none."""
+        if self.layout.shard_group_size > 1:
+            return self._gathered(unit)
+        return 0
 
     def _cast(self, unit: Unit) -> int:
         """The flat buffer of this rank's shards in the dtype that is gathered."""
@@ -237,19 +265,26 @@ class Passes:
 
     def _reduced(self, unit: Unit) -> int:
         """Bytes of the float32 input of a unit's reduce-scatter."""
-        return self.reduced[unit.name] if self.is_sharded else 0
+        if self.is_sharded:
+            return self.reduced[unit.name]
+        return 0
 
     def _left_over(self) -> int:
         """Bytes of the input of the previous microbatch's last reduce-scatter."""
-        return self._reduced(self.reduced_last) if self.accumulates and not self.adds_up else 0
+        if self.accumulates and not self.adds_up:
+            return self._reduced(self.reduced_last)
+        return 0
 
     def _whole(self, unit: Unit) -> int:
         """Bytes of a unit's gradients in backward: a tensor rank's parts, without padding."""
-        return sum(prod(gathered_shape(each, self.layout)) for each in unit.trained) * self.c
+        num_values = sum(prod(gathered_shape(each, self.layout)) for each in unit.trained)
+        return num_values * self.c
 
     def _unreduced(self, num_bytes: int) -> int:
         """Bytes of gradients before their reduction; 0 without FSDP, which reduces none."""
-        return num_bytes if self.is_sharded else 0
+        if self.is_sharded:
+            return num_bytes
+        return 0
 
     def _handed_over(self, num_bytes: int) -> int:
         """Bytes by which gradients grow on their way from the compute copy to the float32 masters.
@@ -262,7 +297,9 @@ class Passes:
 
     def _made_in_place(self, num_bytes: int) -> int:
         """Bytes of gradients that the optimizer reads unreduced: all without FSDP, 0 with it."""
-        return 0 if self.is_sharded else num_bytes + self._handed_over(num_bytes)
+        if self.is_sharded:
+            return 0
+        return num_bytes + self._handed_over(num_bytes)
 
     def _shard(self, unit: Unit) -> int:
         """Bytes of a unit's reduced gradients, which the optimizer reads."""

@@ -22,8 +22,10 @@ def logit_chunks(shape: ModelShape, num_positions: int) -> tuple[int, ...]:
     """Positions in each chunk of the head; of several, backward recomputes the logits."""
     most = max(1, MAX_LOGITS_BYTES // (FLOAT32 * shape.num_outputs))
     num_whole, rest = divmod(num_positions, most)
-    whole_chunks = (most,) * num_whole
-    return (*whole_chunks, rest) if rest else whole_chunks
+    chunks = [most] * num_whole
+    if rest > 0:
+        chunks.append(rest)
+    return tuple(chunks)
 
 
 def num_kept_chunks(shape: ModelShape, chunks: Sequence[int], item_bytes: int) -> int:
@@ -52,8 +54,9 @@ class Head(Piece):
             hidden = self.cast(hidden, num_positions * d_model, FLOAT32)
 
         all_chunks = logit_chunks(self.shape, num_positions)
-        keeps = self.workload.on_cuda and is_whole
-        num_kept = num_kept_chunks(self.shape, all_chunks, self.item_bytes if keeps else 0)
+        num_kept = 0
+        if self.workload.on_cuda and is_whole:
+            num_kept = num_kept_chunks(self.shape, all_chunks, self.item_bytes)
         # Of chunks that keep nothing any two will do; of those that do, the last, beside which all
         # others are kept.
         last_are_kept = num_kept == len(all_chunks)

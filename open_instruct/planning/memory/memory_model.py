@@ -16,7 +16,7 @@ The state from step to step is `state.py`'s, and what a forward and a backward p
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 
 from open_instruct.core.shard_layout import ShardLayout
@@ -40,30 +40,13 @@ from open_instruct.planning.memory.parts import (
 )
 from open_instruct.planning.memory.piece import FLOAT32
 from open_instruct.planning.memory.scratch import BLOCK_BYTES, CUBLAS_BYTES, library_bytes
+from open_instruct.planning.memory.sync_buckets import sync_buckets
+from open_instruct.planning.memory.trained_shard import TrainedShard, pinned
 from open_instruct.planning.subject.model import ModelShape, ParameterShape
 from open_instruct.planning.subject.workload import Scoring, Workload
 
 # `weight_sync.way.NUM_SLOTS`, which cannot be imported without torch; a test holds the two equal.
 NUM_SYNC_SLOTS = 2
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainedShard:
-    """A rank's shard of a trained parameter, of which `count` are alike."""
-
-    count: int
-    num_values: int
-    moment_bytes: tuple[int, ...]  # of each tensor of the optimizer's moments
-
-    @property
-    def weight_bytes(self) -> int:
-        """Bytes of the shard in float32, and of its gradient."""
-        return self.num_values * state.MASTER_BYTES
-
-
-def pinned(num_bytes: int) -> int:
-    """Host memory of a pinned tensor: the next power of two (`CachingHostAllocator.h`)."""
-    return 1 << (num_bytes - 1).bit_length() if num_bytes else 0
 
 
 class MemoryModel:
@@ -88,7 +71,9 @@ class MemoryModel:
         self.passes = self.build_passes(workload)
         self.parameters, self.gradients, self.optimizer = self.state_bytes()
         # Gradients once all are reduced.
-        self.reduced_gradients = 0 if workload.has_weights_on_host else self.gradients
+        self.reduced_gradients = self.gradients
+        if workload.has_weights_on_host:
+            self.reduced_gradients = 0
 
     def build_other(self, shape: ModelShape, workload: Workload) -> MemoryModel:
         """The memory of another model that is trained in the same run."""
@@ -141,8 +126,9 @@ class MemoryModel:
             for scoring in self.workload.scorings:
                 if scoring.stands_as:
                     parts[scoring.stands_as] = self._pinned_weights(scoring.shape)
-        inputs = self.passes.kept_by_blocks if self.passes.offloads else []
-        parts[INPUTS] = sum(map(pinned, inputs))
+        parts[INPUTS] = 0
+        if self.passes.offloads:
+            parts[INPUTS] = sum(map(pinned, self.passes.kept_by_blocks))
         if self.workload.on_cuda:
             parts |= self.host_copies()
         return parts
@@ -182,9 +168,11 @@ class MemoryModel:
         """
         sent_bytes = 0
         if self.workload.sync_choice[0] == "delta":
-            buckets = state.sync_buckets(self.shape, self.layout, self.workload)
+            buckets = sync_buckets(self.shape, self.layout, self.workload)
             sizes = [own_bytes for own_bytes, _ in buckets]
-            copies = map(pinned, sizes) if self.workload.on_cuda else sizes
+            copies = sizes
+            if self.workload.on_cuda:
+                copies = [pinned(size) for size in sizes]
             sent_bytes = sum(copies) + (NUM_SYNC_SLOTS + 2) * max(sizes)
         return {CHECKPOINT: self.checkpoint_copy(), SENT: sent_bytes}
 
@@ -205,8 +193,9 @@ class MemoryModel:
         else:
             copied = num_models * self.num_trained_values * state.MASTER_BYTES + self.optimizer
         # Of experts that are split no replica has another's part.
-        is_split = self.layout.expert_parallel_degree > 1
-        return copied if is_split else copied // self.layout.num_replicas
+        if self.layout.expert_parallel_degree > 1:
+            return copied
+        return copied // self.layout.num_replicas
 
     # What is there throughout a phase.
 
@@ -218,7 +207,9 @@ class MemoryModel:
         parts = self._resident_alone(gradients, is_training=is_training)
         if self.other is None:
             return parts
-        idle_gradients = self.other.idle_gradient_bytes if is_training else 0
+        idle_gradients = 0
+        if is_training:
+            idle_gradients = self.other.idle_gradient_bytes
         at_rest = self.other._resident_alone(idle_gradients, is_training=is_training)
         cuda_bytes = max(parts[CUDA], at_rest[CUDA])  # of both models and the engines
         num_bytes = sum(at_rest.values()) - at_rest[SCRATCH] - at_rest[CUDA]
@@ -227,21 +218,21 @@ class MemoryModel:
 
     def _resident_alone(self, gradients: int, *, is_training: bool) -> dict[str, int]:
         """`resident_parts` without a model that is at rest."""
-        parts = {
-            PARAMETERS: self.parameters,
-            GRADIENTS: gradients,
-            OPTIMIZER: self.optimizer if is_training else 0,
-        }
+        parts = {PARAMETERS: self.parameters, GRADIENTS: gradients, OPTIMIZER: 0}
         if is_training:
+            parts[OPTIMIZER] = self.optimizer
             for scoring in self.workload.scorings:
                 if scoring.stands_as:
                     parts[scoring.stands_as] = self._frozen_bytes(scoring)
         parts[ENGINE] = self._engine_bytes()
         parts[BUFFERS] = self._rope_bytes() + self.buffer_bytes
-        if is_training and not self.workload.on_cuda:
+        parts[SCRATCH] = 0
+        parts[CUDA] = 0
+        if self.workload.on_cuda:
+            parts[SCRATCH] = self.scratch_bytes
+            parts[CUDA] = self.library_bytes
+        elif is_training:
             parts[BUFFERS] += sum(self.host_copies().values())
-        parts[SCRATCH] = self.scratch_bytes if self.workload.on_cuda else 0
-        parts[CUDA] = self.library_bytes if self.workload.on_cuda else 0
         return parts
 
     def _engine_bytes(self) -> int:
@@ -319,7 +310,9 @@ class MemoryModel:
             if scoring.stands_as:
                 passes = Passes(scoring.shape, self.layout, self.workload)
             runs_head = scoring.num_values > 0
-            gradients = 0 if runs_head else self.passes.accumulated(self.gradients)
+            gradients = 0
+            if not runs_head:
+                gradients = self.passes.accumulated(self.gradients)
             resident = self.resident_parts(gradients)
             yield from passes.forward(resident, keeps=False, runs_head=runs_head)
 
@@ -338,7 +331,9 @@ class MemoryModel:
         adamw_bytes = 2 * max(shard.weight_bytes for shard in self.trained_shards)
         if optimizer == "adamw_8bit" or self.workload.has_moments_on_host:
             return min(3 * adamw_bytes, state.CHUNK_BYTES)
-        return max(adamw_bytes, self._muon_bytes()) if optimizer == "muon" else 0
+        if optimizer == "muon":
+            return max(adamw_bytes, self._muon_bytes())
+        return 0
 
     def _muon_bytes(self) -> int:
         """Bytes of the largest matrix that a rank orthogonalises whole, in bfloat16.
@@ -378,7 +373,7 @@ class MemoryModel:
         else:
             parts |= self._merging()
         if self.workload.sync_backend not in ("shm", "files"):
-            buckets = state.sync_buckets(self.shape, self.layout, self.workload)
+            buckets = sync_buckets(self.shape, self.layout, self.workload)
             parts[BUFFERS] += NUM_SYNC_SLOTS * max(own_bytes for own_bytes, _ in buckets)
         return parts
 

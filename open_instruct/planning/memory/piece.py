@@ -45,8 +45,9 @@ class Piece:
         # Of the model's own parameters.
         self.kind: Kind = "weight" if shape.adapters is None else "frozen"
         self.num_tokens = -(-workload.tokens_per_microbatch // degrees.context_degree)
-        # Tokens between matrices.
-        self.num_rows = self.split(self.num_tokens) if splits_rows else self.num_tokens
+        self.num_rows = self.num_tokens  # between matrices
+        if splits_rows:
+            self.num_rows = self.split(self.num_tokens)
         self.tape = Tape(Tensor(self.num_rows * shape.d_model * self.item_bytes, kind="source"))
 
     def split(self, count: int) -> int:
@@ -63,7 +64,9 @@ class Piece:
     def cast(self, tensor: Tensor, num_elements: int, to_bytes: int) -> Tensor:
         """A copy of `num_elements` in another dtype; the tensor itself if it has that size."""
         num_bytes = num_elements * to_bytes
-        return tensor if tensor.num_bytes == num_bytes else self.tape.run(num_bytes, tensor)
+        if tensor.num_bytes == num_bytes:
+            return tensor
+        return self.tape.run(num_bytes, tensor)
 
     def copy(self, tensor: Tensor, *saved: Tensor) -> Tensor:
         """A tensor as large as the given one, whose operation keeps `saved`."""
@@ -79,7 +82,9 @@ class Piece:
         output = self.product(x, num_inputs, num_outputs, self.kind)
         if adapters is None or module not in adapters.modules:
             return output
-        dropped = self._dropout(x, num_inputs) if adapters.drops else x
+        dropped = x
+        if adapters.drops:
+            dropped = self._dropout(x, num_inputs)
         low = self.product(dropped, num_inputs, adapters.rank)
         high = self.product(low, adapters.rank, num_outputs)
         output = self.sum(output, self.copy(high))

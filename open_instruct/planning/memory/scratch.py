@@ -32,7 +32,8 @@ CUBLAS_BYTES = 2 * 32 * MIB
 BLOCK_BYTES = 512
 # NCCL's own choice on eight GPUs of an NVSwitch; it logs it as "24 coll channels, 16 nvls
 # channels".
-NUM_CHANNELS, NUM_NVLS_CHANNELS = 24, 16
+NUM_CHANNELS = 24
+NUM_NVLS_CHANNELS = 16
 # Received: 0.5 + 4.7 + 4 MiB and the tail, to the next multiple; sent: the head.
 CHANNEL_BYTES = (10 + 2) * MIB
 NVLS_CHANNEL_BYTES = 2 * 8 * MIB // 8
@@ -51,9 +52,12 @@ def attention_scratch(
     """
     num_heads, num_kv_heads = heads
     step = 32 if dim <= QUERY_BLOCK else 64
+    num_columns = -(-dim // step) * step + 1  # of `dq_accum`, and of `softmax_d`
     num_rows = (num_queries + QUERY_BLOCK * num_documents) * num_heads
-    expanded = 2 * num_keys * num_heads * dim * 2 if num_kv_heads != num_heads else 0
-    return num_rows * (-(-dim // step) * step + 1) * ACCUMULATOR_BYTES + expanded
+    num_bytes = num_rows * num_columns * ACCUMULATOR_BYTES
+    if num_kv_heads != num_heads:
+        num_bytes += 2 * num_keys * num_heads * dim * 2  # `dk_expanded` and `dv_expanded`
+    return num_bytes
 
 
 def parts_scratch(num_bytes: int, bytes_per_number: int, share_of_longest: float) -> int:
@@ -74,8 +78,10 @@ def communicator_bytes(num_members: int, num_in_node: int) -> int:
     """Of one communicator of NCCL; `num_in_node` of its members are on this GPU's node."""
     if num_members == 1:
         return 0
-    nvls_bytes = NUM_NVLS_CHANNELS * NVLS_CHANNEL_BYTES * num_in_node if num_in_node > 2 else 0
-    return NUM_CHANNELS * CHANNEL_BYTES + nvls_bytes
+    num_bytes = NUM_CHANNELS * CHANNEL_BYTES
+    if num_in_node > 2:
+        num_bytes += NUM_NVLS_CHANNELS * NVLS_CHANNEL_BYTES * num_in_node
+    return num_bytes
 
 
 def library_bytes(layout: ShardLayout, *, sends_weights: bool, num_trained: int = 1) -> int:
@@ -92,7 +98,10 @@ def library_bytes(layout: ShardLayout, *, sends_weights: bool, num_trained: int 
         layout.context_groups,
     )
     groups = [range(layout.world_size), *(groups[0] for groups in kinds * num_trained)]
-    in_groups = sum(
-        communicator_bytes(len(group), bisect_left(group, node.stop)) for group in groups
-    )
-    return CONTEXT_BYTES + in_groups + (communicator_bytes(2, 1) if sends_weights else 0)
+    num_bytes = CONTEXT_BYTES
+    for group in groups:
+        num_in_node = bisect_left(group, node.stop)
+        num_bytes += communicator_bytes(len(group), num_in_node)
+    if sends_weights:
+        num_bytes += communicator_bytes(2, 1)
+    return num_bytes

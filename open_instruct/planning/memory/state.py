@@ -1,6 +1,4 @@
-"""The state that a rank holds from step to step (shards of parameters, gradients and optimizer
-states), and the buckets in which the parameters go to the engines, cut as `weight_sync/manifest.py`
-cuts them.
+"""The state that a rank holds from step to step: shards of weights, gradients and moments.
 
 Sources, in PyTorch 2.13 and OLMo-core 3.0:
 
@@ -23,16 +21,12 @@ Sources, in PyTorch 2.13 and OLMo-core 3.0:
   and a float32 scale for each block of them.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from math import ceil, gcd, prod
-from types import SimpleNamespace
 from typing import NamedTuple
 
-from open_instruct.core.families import FULL, LINEAR
 from open_instruct.core.shard_layout import ShardLayout
-from open_instruct.core.weight_buckets import plan_buckets
-from open_instruct.models.hf.names import TensorNames, is_of_adapter, is_stack
+from open_instruct.models.hf.names import is_stack
 from open_instruct.planning.subject.model import ModelShape, ParameterShape
 from open_instruct.planning.subject.workload import Workload
 
@@ -68,26 +62,26 @@ def state_bytes(
 
     Rank 0 never has least.
     """
+    item_bytes = workload.compute_bytes
+    trained_bytes = MASTER_BYTES
     # A single device that computes in another dtype has a copy in that.
-    has_copy = (
-        layout.single_device and workload.compute_bytes < MASTER_BYTES and shape.adapters is None
-    )
-    trained_bytes = MASTER_BYTES + (workload.compute_bytes if has_copy else 0)
-    parameters = gradients = optimizer = 0
+    if layout.single_device and item_bytes < MASTER_BYTES and shape.adapters is None:
+        trained_bytes += item_bytes
+    parameters = 0
+    gradients = 0
+    optimizer = 0
     for unit in shape.units:
         for parameter in unit.parameters:
             local = local_size(parameter, layout, rank=rank)
             if not parameter.is_trained:
-                parameters += unit.count * sum(
-                    parameter.bytes_of(local.padded, workload.compute_bytes)
-                )
+                parameters += unit.count * sum(parameter.bytes_of(local.padded, item_bytes))
                 continue
             parameters += unit.count * local.padded * trained_bytes
             gradients += unit.count * local.padded * GRADIENT_BYTES
-            step_bytes = 0 if uses_muon(parameter, workload) else STEP_BYTES
-            optimizer += unit.count * (
-                sum(moment_bytes(parameter, local.own, layout, workload)) + step_bytes
-            )
+            optimizer_bytes = sum(moment_bytes(parameter, local.own, layout, workload))
+            if not uses_muon(parameter, workload):
+                optimizer_bytes += STEP_BYTES
+            optimizer += unit.count * optimizer_bytes
     return parameters, gradients, optimizer
 
 
@@ -97,14 +91,16 @@ def moment_bytes(
     """Bytes of each tensor of the optimizer's moments, of a parameter of which a rank has so many
     values as its own.
     """
-    num_cuts = (
-        layout.tensor_parallel_degree if parameter.tensor_axis == len(parameter.shape) - 1 else 1
-    )
-    if workload.optimizer == "adamw_8bit" and (size := values_in_block(parameter.shape, num_cuts)):
-        return (own, own // size * MASTER_BYTES) * ADAMW_MOMENTS
-    return (own * MOMENT_BYTES,) * (
-        MUON_MOMENTS if uses_muon(parameter, workload) else ADAMW_MOMENTS
-    )
+    if uses_muon(parameter, workload):
+        return (own * MOMENT_BYTES,) * MUON_MOMENTS
+    if workload.optimizer == "adamw_8bit":
+        num_cuts = 1
+        if parameter.tensor_axis == len(parameter.shape) - 1:
+            num_cuts = layout.tensor_parallel_degree
+        block_values = values_in_block(parameter.shape, num_cuts)
+        if block_values > 0:
+            return (own, own // block_values * MASTER_BYTES) * ADAMW_MOMENTS
+    return (own * MOMENT_BYTES,) * ADAMW_MOMENTS
 
 
 def values_in_block(shape: Sequence[int], num_cuts: int) -> int:
@@ -113,9 +109,14 @@ def values_in_block(shape: Sequence[int], num_cuts: int) -> int:
 
     It depends on no number of ranks, unless these cut rows of the matrix, into `num_cuts` parts.
     """
+    is_small = len(shape) < 2 or prod(shape) < LEAST_VALUES
+    if is_small or shape[-1] % num_cuts:
+        return 0
     least, most = BLOCK_SIZES
-    size = gcd(most, shape[-1] // num_cuts) if shape[-1] % num_cuts == 0 else 0
-    return size if size >= least and len(shape) > 1 and prod(shape) >= LEAST_VALUES else 0
+    size = gcd(most, shape[-1] // num_cuts)
+    if size < least:
+        return 0
+    return size
 
 
 def uses_muon(parameter: ParameterShape, workload: Workload) -> bool:
@@ -145,7 +146,8 @@ def tensor_local_shape(
     parameter: ParameterShape, tensor_degree: int, tensor_rank: int
 ) -> tuple[int, ...]:
     """The shape of a parameter's part on one tensor rank."""
-    if (axis := parameter.tensor_axis) is None:
+    axis = parameter.tensor_axis
+    if axis is None:
         return parameter.shape
     rows = chunk_rows(parameter.shape[axis], tensor_degree, tensor_rank)
     return (*parameter.shape[:axis], rows, *parameter.shape[axis + 1 :])
@@ -155,9 +157,12 @@ def local_size(parameter: ParameterShape, layout: ShardLayout, *, rank: int = 0)
     """The sizes of `parameter` on `rank`, by its places in its tensor group and in its shard
     group.
     """
-    neighbours, num_shards = layout.tensor_parallel_degree, layout.shard_group_size
     if is_split_stack(parameter, layout):
-        neighbours, num_shards = layout.shard_degree, layout.num_replicas
+        neighbours = layout.shard_degree
+        num_shards = layout.num_replicas
+    else:
+        neighbours = layout.tensor_parallel_degree
+        num_shards = layout.shard_group_size
     rows, *others = gathered_shape(parameter, layout, rank=rank)
     own_rows = chunk_rows(rows, num_shards, rank // neighbours % num_shards)
     padded = ceil(rows / num_shards) * prod(others)
@@ -176,84 +181,8 @@ def gathered_bytes(
     parameters: tuple[ParameterShape, ...], layout: ShardLayout, bytes_each: int
 ) -> int:
     """Bytes of a unit that was gathered on rank 0, padding included."""
-    return sum(
-        sum(each.bytes_of(local_size(each, layout).gathered, bytes_each)) for each in parameters
-    )
-
-
-def sync_buckets(
-    shape: ModelShape, layout: ShardLayout, workload: Workload
-) -> Iterator[tuple[int, int]]:
-    """The bytes of the first rank and of all ranks in each bucket."""
-    sent = _sent(shape, workload)
-    rows = {each.name: list(rows_of_ranks(layout, each)) for each in sent}
-    each_bytes = workload.sync_bytes_per_param
-    sizes = {
-        each.name: (each.num_params * each_bytes, max(n for _, n, _ in rows[each.name]))
-        for each in sent
-    }
-    for names, piece, num_pieces in plan_buckets(sizes, workload.sync_bucket_bytes):
-        own = whole = 0
-        for name in names:
-            cut = [
-                ((piece + 1) * n // num_pieces - piece * n // num_pieces) * width
-                for _, n, width in rows[name]
-            ]
-            own += cut[0]
-            whole += sum(
-                num_ranks * size for (num_ranks, *_), size in zip(rows[name], cut, strict=True)
-            )
-        yield own * each_bytes, whole * each_bytes
-
-
-def _sent(shape: ModelShape, workload: Workload) -> list[ParameterShape]:
-    """The parameters that travel, in their order: adapters in the model's, others in that of the
-    names.
-    """
-    if workload.sends_adapter:
-        return [each for each in shape.parameters if is_of_adapter(each.name)]
-    by_name = {each.name: each for parameter in shape.parameters for each in _in_files(parameter)}
-    fields = {
-        "model_type": shape.family,
-        "tie_word_embeddings": shape.is_tied,
-        "num_hidden_layers": shape.num_layers,
-    }
-    fields["layer_types"] = [LINEAR if layer.delta else FULL for layer in shape.layers]
-    fields["mlp_only_layers"] = [
-        number for number, layer in enumerate(shape.layers) if not layer.num_experts
-    ]
-    fields["num_experts"] = shape.num_experts
-    return [by_name[name] for name in TensorNames(SimpleNamespace(**fields)).olmo_core_names]
-
-
-def _in_files(parameter: ParameterShape) -> list[ParameterShape]:
-    """The parameter, or each matrix of a stack of them, which is whole on one rank."""
-    if not is_stack(parameter.name):
-        return [parameter]
-    number, *shape = parameter.shape
-    return [
-        replace(parameter, name=f"{parameter.name}.{row}", shape=tuple(shape), row_of=(row, number))
-        for row in range(number)
-    ]
-
-
-def rows_of_ranks(layout: ShardLayout, parameter: ParameterShape) -> Iterator[tuple[int, int, int]]:
-    """(number of ranks, rows of each, width of a row) of one parameter, in the order of ranks.
-
-    Counts one copy of a model that FSDP2 shards, where the first rank has most rows.
-    """
-    degree = layout.tensor_parallel_degree
-    if parameter.row_of is not None:
-        row, number = parameter.row_of
-        num_shards = (
-            layout.world_size if layout.expert_parallel_degree > 1 else layout.shard_group_size
-        )
-        if row >= chunk_rows(number, num_shards, 0):
-            yield 1, 0, 0
-        yield 1, *parameter.shape  # type: ignore[misc]
-        return
-    for tensor_rank in range(1 if parameter.tensor_axis is None else degree):
-        num_rows, *others = tensor_local_shape(parameter, degree, tensor_rank)
-        size = chunk_rows(num_rows, layout.shard_group_size, 0)
-        yield num_rows // max(1, size), size, prod(others)
-        yield 1, num_rows % max(1, size), prod(others)
+    num_bytes = 0
+    for parameter in parameters:
+        num_values = local_size(parameter, layout).gathered
+        num_bytes += sum(parameter.bytes_of(num_values, bytes_each))
+    return num_bytes

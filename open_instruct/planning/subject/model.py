@@ -27,7 +27,7 @@ class ParameterShape:
     layer: int | None = None  # None outside the blocks
     # The axis that tensor parallelism splits; None: every tensor rank has all of it.
     tensor_axis: int | None = None
-    row_of: tuple[int, int] | None = None  # it is this row of a stack of so many
+    stack_place: tuple[int, int] | None = None  # its index in a stack of matrices, and their number
     is_trained: bool = True  # else it has no gradient, and stays in the dtype that is computed in
     in_4_bits: bool = False  # two to a byte, with a scale in that dtype for every 64
 

@@ -11,9 +11,10 @@ from open_instruct.commands.plan import parse_request
 from open_instruct.commands.run_flags import parse_run
 from open_instruct.config.grpo import GRPOConfig
 from open_instruct.models.shards import at
-from open_instruct.planning.memory.memory_model import MemoryModel, pinned
+from open_instruct.planning.memory.memory_model import MemoryModel
 from open_instruct.planning.memory.parts import SENT
-from open_instruct.planning.memory.state import sync_buckets
+from open_instruct.planning.memory.sync_buckets import sync_buckets
+from open_instruct.planning.memory.trained_shard import pinned
 from open_instruct.planning.plan import Plan, make_plan
 from open_instruct.planning.shown import said
 from open_instruct.planning.step_time import SHARES
