@@ -3,7 +3,8 @@
 The last turn is the user's (an answer behind it is left out); row_forms.py has the other forms of a
 prompt. `dataset` names the verifier that judges the answers; without it the verifiers of
 `--verifier` do. A list of several pairs up with a list of as many ground truths, or shares one
-ground truth. `weights` (or `weight`) says how much each verifier counts, 1 where it is missing.
+ground truth; of one verifier a list may also be the ground truth itself, such as several right
+answers. `weights` (or `weight`) says how much each verifier counts, 1 where it is missing.
 `env_config` names the environment that answers the replies, and `tools` those of its tools that the
 row has. Where there is none, `tools` may be the JSON schemas of tools that the prompt describes.
 """
@@ -91,15 +92,9 @@ def _parse_checks(
             missing_key="ground_truth",
         )
     if not isinstance(names, list):
-        truths = [truths]  # one verifier: the list itself is its ground truth
-    elif not isinstance(truths, list):
-        truths = [truths] * len(verifiers)
-    if len(truths) != len(verifiers):
-        raise MalformedRow(
-            "unpaired_ground_truth",
-            f"'ground_truth' has {len(truths)} entries for the {len(verifiers)} verifiers in "
-            "'dataset'; give one each, or one that is not a list for all",
-        )
+        truths = [truths]
+    else:
+        truths = _pair_ground_truths(truths, [known[name] for name in verifiers])
     weights = _parse_weights(row, len(verifiers))
     checks = []
     for name, truth, weight in zip(verifiers, truths, weights, strict=True):
@@ -109,6 +104,35 @@ def _parse_checks(
         _check_ground_truth(check, known[name])
         checks.append(check)
     return tuple(checks)
+
+
+def _pair_ground_truths(truths: Any, verifiers: Sequence[Verifier]) -> list[Any]:
+    """The ground truth of each verifier in a list.
+
+    A list that is not an entry for the one verifier is that verifier's ground truth as a whole.
+
+    Raises:
+        MalformedRow: there are more entries or fewer than verifiers.
+    """
+    if not isinstance(truths, list):
+        return [truths] * len(verifiers)
+    if len(verifiers) == 1 and not (len(truths) == 1 and _is_usable(truths[0], verifiers[0])):
+        return [truths]
+    if len(truths) != len(verifiers):
+        raise MalformedRow(
+            "unpaired_ground_truth",
+            f"'ground_truth' has {len(truths)} entries for the {len(verifiers)} verifiers in "
+            "'dataset'; give one each, or one that is not a list for all",
+        )
+    return truths
+
+
+def _is_usable(truth: Any, verifier: Verifier) -> bool:
+    try:
+        verifier.check_ground_truth(truth)
+    except Exception:  # the verifier may be foreign code; what it says is reported later
+        return False
+    return True
 
 
 def _check_ground_truth(check: Check, verifier: Verifier) -> None:

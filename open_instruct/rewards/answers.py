@@ -4,6 +4,7 @@ Expressions are the same however they are written. Where a completion has `<answ
 stands between the last of these tags is judged.
 """
 
+import math
 import re
 from typing import Any, ClassVar, Literal
 
@@ -14,11 +15,10 @@ from open_instruct.rewards.mathematics.answers import are_equal
 from open_instruct.rewards.mathematics.text import clean
 from open_instruct.rewards.verifier import Verifier
 from open_instruct.rewards.words import (
-    check_truths,
     compute_f1,
     find_last_number,
     find_tagged_answer,
-    matches_any,
+    have_same_words,
     split_words,
 )
 
@@ -26,7 +26,46 @@ _FINISHED = re.compile(r"<finish>(.*?)</finish>", flags=re.IGNORECASE | re.DOTAL
 _FINAL = re.compile(r"Final Answer: The final answer is(.*?). I hope it is correct.")
 
 
-class GSM8K(Verifier):
+class AnswerVerifier(Verifier):
+    """Compares the answer of a completion with a ground truth.
+
+    Of a list of ground truths each is right, and the best score counts.
+    """
+
+    def list_truths(self, ground_truth: Any) -> list[Any]:
+        """The ground truths in one of them or in a list of them."""
+        return ground_truth if isinstance(ground_truth, list) else [ground_truth]
+
+    def check_ground_truth(self, ground_truth: Any) -> None:
+        truths = self.list_truths(ground_truth)
+        if not truths:
+            raise ValueError("it is an empty list, so no answer equals it")
+        for truth in truths:
+            if not isinstance(truth, str | int | float):
+                raise ValueError(
+                    f"it must be a text or a number, or a list of these, and has {truth!r:.60}"
+                )
+            self.check_truth(str(truth))
+
+    def check_truth(self, truth: str) -> None:
+        """Refuse a ground truth that no answer could equal.
+
+        Raises:
+            ValueError: with the reason.
+        """
+        if not truth.strip():
+            raise ValueError("it is empty, so no answer equals it")
+
+    def score(self, completion: str, ground_truth: Any) -> float:
+        scores = [self.compare(completion, str(each)) for each in self.list_truths(ground_truth)]
+        return max(scores, default=0.0)
+
+    def compare(self, completion: str, truth: str) -> float:
+        """The score of a completion by one ground truth."""
+        raise NotImplementedError
+
+
+class GSM8K(AnswerVerifier):
     """1 if the last number of the completion equals the last number of the ground truth.
 
     Of either, the number behind a last "####" comes first. Thousands separators, a leading $ and a
@@ -37,19 +76,19 @@ class GSM8K(Verifier):
     name: ClassVar[str] = "gsm8k"
     isolated: ClassVar[bool] = False
 
-    def check_ground_truth(self, ground_truth: Any) -> None:
-        if find_last_number(str(ground_truth)) is None:
+    def check_truth(self, truth: str) -> None:
+        if find_last_number(truth) is None:
             raise ValueError("it has no number, so no answer equals it")
 
-    def score(self, completion: str, ground_truth: Any) -> float:
-        expected = find_last_number(str(ground_truth))
+    def compare(self, completion: str, truth: str) -> float:
+        expected = find_last_number(truth)
         if expected is None:
             return 0.0
         return float(find_last_number(find_tagged_answer(completion)) == expected)
 
 
-class StringMatcher(Verifier):
-    """1 if the answer is the ground truth, or one of a list of them.
+class StringMatcher(AnswerVerifier):
+    """1 if the answer is the ground truth.
 
     Case, articles, punctuation and spaces do not count. The answer is what follows the last
     "Answer:" on its line; without one, the whole completion. Signs and points of numbers count.
@@ -58,11 +97,8 @@ class StringMatcher(Verifier):
     name: ClassVar[str] = "string_matcher"
     isolated: ClassVar[bool] = False
 
-    def check_ground_truth(self, ground_truth: Any) -> None:
-        check_truths(ground_truth)
-
-    def score(self, completion: str, ground_truth: Any) -> float:
-        return float(matches_any(find_stated_answer(completion), ground_truth))
+    def compare(self, completion: str, truth: str) -> float:
+        return float(have_same_words(find_stated_answer(completion), truth))
 
 
 class Flan(StringMatcher):
@@ -70,9 +106,9 @@ class Flan(StringMatcher):
 
     name: ClassVar[str] = "flan"
 
-    def score(self, completion: str, ground_truth: Any) -> float:
+    def compare(self, completion: str, truth: str) -> float:
         _, _, answer = find_tagged_answer(completion).rpartition("The answer is: ")
-        return float(matches_any(answer, ground_truth))
+        return float(have_same_words(answer, truth))
 
 
 class Puzzle(StringMatcher):
@@ -80,12 +116,12 @@ class Puzzle(StringMatcher):
 
     name: ClassVar[str] = "puzzle"
 
-    def score(self, completion: str, ground_truth: Any) -> float:
-        return float(matches_any(find_tagged_answer(completion), ground_truth))
+    def compare(self, completion: str, truth: str) -> float:
+        return float(have_same_words(find_tagged_answer(completion), truth))
 
 
-class StringF1(Verifier):
-    """Harmonic mean of precision and recall over words, the best over a list of ground truths.
+class StringF1(AnswerVerifier):
+    """Harmonic mean of precision and recall over words.
 
     As SQuAD counts it (Rajpurkar et al., arXiv 1606.05250, section 6.1).
     """
@@ -93,12 +129,9 @@ class StringF1(Verifier):
     name: ClassVar[str] = "string_f1"
     isolated: ClassVar[bool] = False
 
-    def check_ground_truth(self, ground_truth: Any) -> None:
-        check_truths(ground_truth)
-
-    def score(self, completion: str, ground_truth: Any) -> float:
-        truths = ground_truth if isinstance(ground_truth, list) else [ground_truth]
-        return find_best_f1(find_stated_answer(completion), truths)
+    def compare(self, completion: str, truth: str) -> float:
+        words = split_words(find_stated_answer(completion))
+        return compute_f1(words, split_words(truth))
 
 
 class ReSearch(StringMatcher):
@@ -106,14 +139,15 @@ class ReSearch(StringMatcher):
 
     name: ClassVar[str] = "re_search"
 
-    def check_ground_truth(self, ground_truth: Any) -> None:
-        check_truths(read_truths(ground_truth))
+    def list_truths(self, ground_truth: Any) -> list[Any]:
+        truths = json_or_text(ground_truth)
+        return truths if isinstance(truths, list) else [ground_truth]
 
-    def score(self, completion: str, ground_truth: Any) -> float:
+    def compare(self, completion: str, truth: str) -> float:
         found = _FINISHED.search(completion)
         if found is None or not found[1].strip():
             return 0.0
-        return float(matches_any(found[1], read_truths(ground_truth)))
+        return float(have_same_words(found[1], truth))
 
 
 class ReSearchF1(ReSearch):
@@ -124,12 +158,12 @@ class ReSearchF1(ReSearch):
 
     name: ClassVar[str] = "re_search_f1"
 
-    def score(self, completion: str, ground_truth: Any) -> float:
+    def compare(self, completion: str, truth: str) -> float:
         _, _, answer = completion.rpartition("<finish>")
         answer, _, _ = answer.partition("</finish>")
         if not answer or answer == completion:
             return 0.0
-        return find_best_f1(answer, read_truths(ground_truth)) or 0.1
+        return compute_f1(split_words(answer), split_words(truth)) or 0.1
 
 
 class MaxLength(Verifier):
@@ -147,7 +181,12 @@ class MaxLength(Verifier):
         self._max_difference = flags.max_length_verifier_max_length
 
     def check_ground_truth(self, ground_truth: Any) -> None:
-        float(ground_truth)
+        try:
+            is_length = 0 <= float(ground_truth) < math.inf
+        except (TypeError, ValueError):
+            is_length = False
+        if not is_length:
+            raise ValueError(f"it must be a number of tokens, and is {ground_truth!r:.60}")
 
     def score(self, completion: Any, ground_truth: Any) -> float:
         difference = abs(len(completion) - float(ground_truth))
@@ -171,6 +210,10 @@ class Passthrough(Verifier):
     name: ClassVar[str] = "passthrough"
     isolated: ClassVar[bool] = False
 
+    @property
+    def needs_ground_truth(self) -> bool:
+        return False
+
     def score(self, completion: str, ground_truth: Any) -> float:
         return 0.0
 
@@ -181,11 +224,15 @@ class R1Format(Verifier):
     name: ClassVar[str] = "r1_format"
     sees_thinking: ClassVar[bool] = True
 
+    @property
+    def needs_ground_truth(self) -> bool:
+        return False
+
     def score(self, completion: str, ground_truth: Any) -> float:
         return float(has_r1_format(completion))
 
 
-class Math(Verifier):
+class Math(AnswerVerifier):
     """1 if the answer and the ground truth are the same in mathematics.
 
     They may be expressions, tuples, intervals, sets, matrices, relations or texts. Where a
@@ -195,13 +242,13 @@ class Math(Verifier):
 
     name: ClassVar[str] = "math"
 
-    def check_ground_truth(self, ground_truth: Any) -> None:
-        if not clean(_find_truth(ground_truth)):
+    def check_truth(self, truth: str) -> None:
+        if not clean(_find_truth(truth)):
             raise ValueError("it is empty, so no answer equals it")
 
-    def score(self, completion: str, ground_truth: Any) -> float:
+    def compare(self, completion: str, truth: str) -> float:
         answers = find_answers(completion)
-        expected = _find_truth(ground_truth)
+        expected = _find_truth(truth)
         if not answers or not answers[-1].strip():
             return 0.0
         is_right = any(are_equal(reading, expected) for reading in find_readings(completion))
@@ -210,12 +257,11 @@ class Math(Verifier):
         return float(is_right)
 
 
-def _find_truth(ground_truth: Any) -> str:
+def _find_truth(truth: str) -> str:
     """The answer that a ground truth says, which may be a whole solution."""
-    text = str(ground_truth)
-    if "\\boxed" in text:
-        return find_answer(text) or ""
-    return text
+    if "\\boxed" in truth:
+        return find_answer(truth) or ""
+    return truth
 
 
 class StrictMath(Math):
@@ -226,11 +272,11 @@ class StrictMath(Math):
 
     name: ClassVar[str] = "strict_math"
 
-    def score(self, completion: str, ground_truth: Any) -> float:
+    def compare(self, completion: str, truth: str) -> float:
         completion = find_tagged_answer(completion)
         final = _FINAL.search(completion + "I hope it is correct.")
         answer = final[1] if final else completion
-        return float(are_equal(answer, str(ground_truth)))
+        return float(are_equal(answer, truth))
 
 
 def has_r1_format(text: str) -> bool:
@@ -244,23 +290,11 @@ def has_r1_format(text: str) -> bool:
     return answer.lstrip().startswith("<answer>") and answer.endswith("</answer>")
 
 
-def read_truths(ground_truth: Any) -> list[Any]:
-    """A ground truth as a list, which may be written as JSON."""
-    truths = json_or_text(ground_truth)
-    return truths if isinstance(truths, list) else [truths]
-
-
 def find_stated_answer(completion: str) -> str:
     """The rest of the line behind the last "Answer:", in any case; else the whole answer."""
     completion = find_tagged_answer(completion)
     answers = re.findall(r"answer:[ \t]*([^\n]*)", completion, flags=re.IGNORECASE)
     return answers[-1] if answers else completion
-
-
-def find_best_f1(answer: str, truths: list[Any]) -> float:
-    """The best F1 of an answer's words over a list of ground truths."""
-    words = split_words(answer)
-    return max((compute_f1(words, split_words(str(truth))) for truth in truths), default=0.0)
 
 
 MATCHERS = (StringMatcher, Flan, Puzzle, ReSearch, ReSearchF1, StringF1)

@@ -12,7 +12,6 @@ import re
 import string
 from collections import Counter
 from decimal import Decimal
-from typing import Any
 
 _ARTICLES = {"a", "an", "the"}
 # The minus sign, and the hyphens and dashes that are written for it.
@@ -76,23 +75,6 @@ def have_same_words(text: str, other: str) -> bool:
     if words or split_words(other):
         return words == split_words(other)
     return bool(text.strip()) and text.strip() == other.strip()
-
-
-def matches_any(text: str, truths: Any) -> bool:
-    """Whether a text has the words of the one truth, or of one of a list."""
-    texts = truths if isinstance(truths, list) else [truths]
-    return any(have_same_words(text, str(truth)) for truth in texts)
-
-
-def check_truths(truths: Any) -> None:
-    """Refuse truths that no answer could equal.
-
-    Raises:
-        ValueError: there is none, or an empty one.
-    """
-    texts = truths if isinstance(truths, list) else [truths]
-    if not texts or not all(str(each).strip() for each in texts):
-        raise ValueError("it is empty, so no answer equals it")
 
 
 def compute_f1(words: list[str], expected: list[str]) -> float:

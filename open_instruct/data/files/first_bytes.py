@@ -1,5 +1,6 @@
 """Refuse a file whose first bytes show that it is of another kind than its name says."""
 
+from codecs import BOM_UTF8
 from pathlib import Path
 
 from open_instruct.core.errors import InputError
@@ -25,12 +26,13 @@ def refuse_list_of_rows(path: Path, name: str, *, flag: str) -> None:
     """
     with open_unpacked(path) as file:
         lines = (line.strip() for line in file if line.strip())
-        first = next(lines, b"")
+        first = next(lines, b"").removeprefix(BOM_UTF8)
         if not first.startswith(b"["):
             return
         is_one_list = not first.endswith(b"]") or next(lines, None) is None
     if is_one_list:
-        remedy = "give it a name that ends in .json"
+        ending = ".json.gz" if path.suffix.lower() == ".gz" else ".json"
+        remedy = f"give it a name that ends in {ending}"
         raise InputError(
             f"{flag}: {name} is one JSON list: {remedy}", kind="unreadable_file", remedy=remedy
         )

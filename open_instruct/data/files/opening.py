@@ -21,7 +21,11 @@ from open_instruct.data.files.rows import (
 )
 from open_instruct.data.files.tables import open_column_file, open_text_table
 
-SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".csv", ".csv.gz", ".tsv", ".parquet", ".arrow")
+JSON_SUFFIXES = (".json", ".json.gz")
+SUFFIXES = (
+    *(".jsonl", ".jsonl.gz", *JSON_SUFFIXES),
+    *(".csv", ".csv.gz", ".tsv", ".parquet", ".arrow"),
+)
 # Endings that no data set on the hub has. A dot alone decides nothing: names such as llama-3.1-tulu
 # have one.
 _FILE_ENDING = re.compile(
@@ -100,9 +104,9 @@ def _open_file(path: Path, name: str, flag: str) -> RowSource:
             refuse_other_kinds(path, name, flag=flag)
         if suffix.startswith(".jsonl"):
             refuse_list_of_rows(path, name, flag=flag)
-        if suffix.startswith(".jsonl") or (suffix == ".json" and is_json_lines(path)):
+        if suffix.startswith(".jsonl") or (suffix in JSON_SUFFIXES and is_json_lines(path)):
             return open_json_lines(path, name)
-        if suffix == ".json":
+        if suffix in JSON_SUFFIXES:
             return open_json_list(path, name, flag)
         if suffix in (".parquet", ".arrow"):
             return open_column_file(path, name, flag)

@@ -146,7 +146,8 @@ def open_json_list(path: Path, name: str, flag: str) -> RowSource:
     value: Any = None
     problem = "holds no list of rows"
     try:
-        value = parse_json(path.read_bytes().removeprefix(BOM_UTF8))
+        with open_unpacked(path) as file:
+            value = parse_json(file.read().removeprefix(BOM_UTF8))
     except MalformedRow as error:
         problem = f"is {error.reason}"
     if isinstance(value, dict):
@@ -166,7 +167,7 @@ def open_json_list(path: Path, name: str, flag: str) -> RowSource:
 
 def is_json_lines(path: Path) -> bool:
     """Whether a file that is called .json has an object a line."""
-    with path.open("rb") as file:
+    with open_unpacked(path) as file:
         first = next((line for line in file if line.strip()), b"")
     try:
         row = json.loads(first)

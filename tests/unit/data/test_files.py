@@ -155,8 +155,10 @@ def test_packed_lines(tmp_path: Path) -> None:
         ("rows.csv", b"PK\x03\x04" + bytes(9), "CSV"),
         ("rows.jsonl", b"PAR1" + bytes(9), ".parquet"),
         ("rows.jsonl.gz", gzip.compress(b"\xff\xfe{\x00"), "iconv"),
+        ("rows.jsonl.gz", gzip.compress(b'[{"n": 0}, {"n": 1}]\n'), ".json.gz"),
+        ("rows.jsonl.gz", gzip.compress(b'\xef\xbb\xbf[{"n": 0},\n{"n": 1}]\n'), ".json.gz"),
     ],
-    ids=range(9),  # what gzip packs has the time in it
+    ids=range(11),  # what gzip packs has the time in it
 )
 def test_file_of_another_kind_is_refused_by_its_first_bytes(
     tmp_path: Path, name: str, content: bytes, remedy: str
@@ -198,6 +200,7 @@ def test_json_files(tmp_path: Path, text: str) -> None:
     path = write(tmp_path / "rows.json", text)
     assert values(path) == ROWS
     assert values(path, [1, 4]) == [ROWS[1], ROWS[4]]
+    assert values(write(tmp_path / "rows.json.gz", gzip.compress(text.encode()))) == ROWS
 
 
 @given(

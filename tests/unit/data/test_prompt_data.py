@@ -76,6 +76,10 @@ HEAD = len("BU\n") + len("\nA\n")  # bos, the role tokens and their line breaks
 # --------------------------------------------------------------------------------------------
 
 
+TEST = "assert add(1, 2) == 3"
+PASSTHROUGH = ("passthrough", None, 1.0)
+
+
 @pytest.mark.parametrize(
     ("keys", "checks"),
     [
@@ -97,12 +101,24 @@ HEAD = len("BU\n") + len("\nA\n")  # bos, the role tokens and their line breaks
             [("gsm8k", 42, 2.0), ("string_matcher", 42, 2.0)],
         ),
         ({"ground_truth": "42", "dataset": "GSM8K", "weights": None}, [("gsm8k", "42", 1.0)]),
+        # Of one verifier in a list: an entry for it, several right answers, or a list of tests.
+        ({"ground_truth": ["a"], "dataset": ["string_matcher"]}, [("string_matcher", "a", 1.0)]),
+        (
+            {"ground_truth": ["a", "b"], "dataset": ["string_matcher"]},
+            [("string_matcher", ["a", "b"], 1.0)],
+        ),
+        ({"ground_truth": [TEST], "dataset": ["code"]}, [("code", [TEST], 1.0)]),
+        ({"ground_truth": [[TEST]], "dataset": ["code"]}, [("code", [TEST], 1.0)]),
+        # Those that compare with nothing.
+        ({"dataset": "passthrough"}, [("passthrough", None, 1.0)]),
+        ({"dataset": ["r1_format", "passthrough"]}, [("r1_format", None, 1.0), PASSTHROUGH]),
     ],
 )
 def test_verifiers_and_ground_truths_pair_up(
     keys: dict[str, Any], checks: list[tuple[str, Any, float]]
 ) -> None:
-    messages, found, _ = parse_prompt_row({"prompt": "?"} | keys, VERIFIERS)
+    verifiers = known_verifiers(RewardSection())
+    messages, found, _ = parse_prompt_row({"prompt": "?"} | keys, verifiers)
     assert messages == ({"role": "user", "content": "?"},)
     assert [(check.verifier, check.ground_truth, check.weight) for check in found] == checks
 

@@ -337,6 +337,11 @@ def test_fields_that_nothing_knows_are_named(tmp_path: Path) -> None:
         json.dumps(fields | {"residual_scale": 0.5, "qk_clip": True})
     )
     assert unknown_fields(load_hf_config(str(tmp_path))) == ["residual_scale", "qk_clip"]
+    # Ids of special tokens, as transformers and converters write them.
+    names = ("unk", "sep", "cls", "mask", "image")
+    ids = {f"{name}_token_id": 3 for name in names}
+    (tmp_path / "config.json").write_text(json.dumps(fields | ids))
+    assert unknown_fields(load_hf_config(str(tmp_path))) == []
     # As the released text parts have them.
     fields = hf_config("qwen3_5_text").to_dict() | {
         "attn_output_gate": True,

@@ -149,6 +149,32 @@ def test_scores(verifier: str, completion: str, ground_truth: Any, expected: flo
     ) == pytest.approx(expected)
 
 
+WRAPPED = {"re_search": "<finish>{}</finish>", "re_search_f1": "<finish>{}</finish>"}
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["gsm8k", "math", "strict_math", "string_matcher", "string_f1", "flan", "puzzle", *WRAPPED],
+)
+def test_each_verifier_of_answers_takes_any_of_a_list(name: str) -> None:
+    verifier = known_verifiers(RewardSection())[name]
+    truths: list[Any] = [41, "42"]
+    verifier.check_ground_truth(truths)
+    for answer, expected in (("41", 1.0), ("42", 1.0), ("43", 0.0)):
+        score = verifier.score(WRAPPED.get(name, "{}").format(answer), truths)
+        # F1 of ReSearch is 0.1 for an answer of the right form.
+        assert score == expected or (expected, score) == (0.0, 0.1)
+    for useless in ([], [" "], ["42", ""], ["42", None], [["42"]], {"answer": "42"}, None):
+        with pytest.raises(ValueError):
+            verifier.check_ground_truth(useless)
+
+
+@pytest.mark.parametrize("length", [["7"], {}, "long", -1, "nan", None])
+def test_length_that_is_none_is_refused(length: Any) -> None:
+    with pytest.raises(ValueError, match="number of tokens"):
+        known_verifiers(RewardSection())["max_length"].check_ground_truth(length)
+
+
 @pytest.mark.parametrize(
     ("completion", "ground_truth", "expected"),
     [
