@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from open_instruct.commands.talking.models import TalkingModel, find_model, find_start_model
 from open_instruct.config.parser import parse
 from open_instruct.config.sections import Dtype, flag
-from open_instruct.config.validation import limit_problems, refuse
+from open_instruct.config.validation import limit_problems, refuse, template_variable_problems
 from open_instruct.core.errors import InputError
 from open_instruct.core.text import escaped
 from open_instruct.data.chat import ChatFormat
@@ -70,6 +70,11 @@ class ChatFlags:
     chat_template_name: str | None = flag(
         "a built-in template, or a Jinja file; default: the model's own", None
     )
+    chat_template_kwargs: list[str] = flag(
+        "variables of the chat template, each KEY=VALUE: 'enable_thinking=false'; else as the "
+        "template has them",
+        [],
+    )
     param_dtype: Dtype | None = flag(
         "dtype of the computation; default: bfloat16 on CUDA, float32 on a CPU", None
     )
@@ -122,7 +127,7 @@ def main(words: Sequence[str]) -> int:
             kind="stray_word",
         )
     flags = parse(ChatFlags, words[1:])
-    refuse(limit_problems(flags))
+    refuse([*limit_problems(flags), *template_variable_problems(flags.chat_template_kwargs)])
     models = [find_model(words[0])]
     if flags.beside is not None:
         models.append(
@@ -142,7 +147,9 @@ def open_speaker(model: TalkingModel, flags: ChatFlags, *, is_alone: bool) -> Sp
             flag="engine",
         )
     tokenizer = load_tokenizer(str(model.tokenizer_folder))
-    chat = ChatFormat.choose(tokenizer, flags.chat_template_name)
+    chat = ChatFormat.choose(
+        tokenizer, flags.chat_template_name, variables=flags.chat_template_kwargs
+    )
     # torch is loaded once everything else is known to be good.
     from open_instruct.commands.talking.transformers_replies import TransformersEngine
     from open_instruct.generation.vllm_replies import VLLMEngine, has_vllm_for_gpu

@@ -13,7 +13,7 @@ from typing import Any
 
 from open_instruct.config.parser import parse
 from open_instruct.config.sections import Dtype, flag
-from open_instruct.config.validation import limit_problems, refuse
+from open_instruct.config.validation import limit_problems, refuse, template_variable_problems
 from open_instruct.core.errors import InputError
 from open_instruct.core.text import counted
 from open_instruct.data.files.opening import open_rows
@@ -52,6 +52,11 @@ class ScoreFlags:
     chat_template_name: str | None = flag(
         "a built-in template, or a Jinja file; default: the model's own", None
     )
+    chat_template_kwargs: list[str] = flag(
+        "variables of the chat template, each KEY=VALUE: 'enable_thinking=false'; else as the "
+        "template has them",
+        [],
+    )
     param_dtype: Dtype | None = flag(
         "dtype of the computation; default: bfloat16 on CUDA, float32 on a CPU", None
     )
@@ -66,7 +71,7 @@ def main(words: Sequence[str]) -> int:
             kind="stray_word",
         )
     flags = parse(ScoreFlags, words[2:])
-    refuse(limit_problems(flags))
+    refuse([*limit_problems(flags), *template_variable_problems(flags.chat_template_kwargs)])
     folder, out = local_folder(words[0]), Path(flags.output).expanduser()
     if out.exists() and Path(words[1]).exists() and out.samefile(words[1]):
         raise InputError(
@@ -80,6 +85,7 @@ def main(words: Sequence[str]) -> int:
         normalize=flags.normalize,
         max_seq_length=flags.max_seq_length,
         chat_template_name=flags.chat_template_name,
+        chat_template_kwargs=flags.chat_template_kwargs,
         dtype=flags.param_dtype,
     )
     partial = out.with_name(f".{out.name}.partial")

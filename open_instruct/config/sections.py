@@ -95,6 +95,11 @@ class RowsSection:
     chat_template_name: str | None = flag(
         "a built-in template, or a Jinja file; default: the tokenizer's own", None, is_path=True
     )
+    chat_template_kwargs: list[str] = flag(
+        "variables of the chat template, each KEY=VALUE: 'enable_thinking=false'; the exported "
+        "model's template has them as defaults",
+        [],
+    )
     add_bos: bool = flag("write the tokenizer's bos token before the text of the template", False)
     on_bad_row: Literal["error", "skip"] = resumable_flag(
         "stop at the first malformed row, or skip and count it", "error"

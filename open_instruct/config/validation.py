@@ -158,6 +158,19 @@ def column_problems(words: Sequence[str]) -> Iterator[str]:
         yield f"--columns: '{name}' is given {names.count(name)} times; name one column for it"
 
 
+@problems_of_kind("bad_value")
+def template_variable_problems(words: Sequence[str]) -> Iterator[str]:
+    """Problems of the words of `--chat_template_kwargs`, whatever the template is."""
+    names = [word.partition("=")[0] for word in words]
+    for word, name in zip(words, names, strict=True):
+        if "=" not in word or not name.isidentifier():
+            yield (f"--chat_template_kwargs {word}: takes KEY=VALUE, such as enable_thinking=false")
+    for name in sorted({name for name in names if names.count(name) > 1}):
+        yield (
+            f"--chat_template_kwargs: '{name}' is given {names.count(name)} times; give one value"
+        )
+
+
 def _amount(word: str) -> float:
     """A fraction if it has a dot, else a count; 0 if it is neither."""
     try:
@@ -276,6 +289,7 @@ def learner_problems(config: LearnerConfig) -> Iterator[str]:
     yield from split_problems(config.data)
     yield from keep_best_problems(config)
     yield from column_problems(config.data.columns)
+    yield from template_variable_problems(config.data.chat_template_kwargs)
     yield from parallel_problems(config.parallel)
     yield from config.backend.problems(config)
     yield from lora_problems(config)

@@ -46,6 +46,8 @@ from open_instruct.data.tokenizer_panics import refuse_panics
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
+    from open_instruct.config.sections import RowsSection
+
 _SYSTEM: Message = {"role": "system", "content": "."}
 
 # A template that comes with a model runs in Jinja's sandbox, where it could still loop, or write
@@ -75,13 +77,23 @@ class ChatFormat:
 
     @classmethod
     def choose(
-        cls, tokenizer: PreTrainedTokenizerFast, name: str | None, *, add_bos: bool = False
+        cls, tokenizer: PreTrainedTokenizerFast, name: str | None, **choices: Any
     ) -> ChatFormat:
         """The format with the template `name`, or with the tokenizer's own where that is None.
 
-        See `choose_chat_template` for `add_bos` and what is refused.
+        See `choose_chat_template` for the other choices, and for what is refused.
         """
-        return cls(tokenizer, choose_chat_template(tokenizer, name, add_bos=add_bos))
+        return cls(tokenizer, choose_chat_template(tokenizer, name, **choices))
+
+    @classmethod
+    def from_flags(cls, tokenizer: PreTrainedTokenizerFast, rows: RowsSection) -> ChatFormat:
+        """The format that the flags of a run choose."""
+        return cls.choose(
+            tokenizer,
+            rows.chat_template_name,
+            add_bos=rows.add_bos,
+            variables=rows.chat_template_kwargs,
+        )
 
     @property
     def fingerprint(self) -> str:

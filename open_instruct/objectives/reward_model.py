@@ -271,7 +271,7 @@ class RewardObjective(Objective[RewardModelConfig]):
                 no_class_problem(hf_config.model_type, "score"), kind="unsupported_model"
             )
         pad, data = tokenizer.pad_token_id, config.data
-        chat = ChatFormat.choose(tokenizer, data.chat_template_name, add_bos=data.add_bos)
+        chat = ChatFormat.from_flags(tokenizer, data)
         try:
             _, (reply,) = chat.render(
                 [{"role": "user", "content": "?"}], [{"role": "assistant", "content": "!"}]

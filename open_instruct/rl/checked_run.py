@@ -100,10 +100,7 @@ def open_rollout_run(config: GRPOConfig) -> Iterator[RolloutRun]:
         console.say(describe_layout(layout, config.parallel, config.backend, who="learner"))
         pretrained = _open_policy(config, directory, layout)
         config = _apply_plan(config, pretrained.folder, console, directory)
-        data = config.data
-        chat = ChatFormat.choose(
-            pretrained.tokenizer, data.chat_template_name, add_bos=data.add_bos
-        )
+        chat = ChatFormat.from_flags(pretrained.tokenizer, config.data)
         for warning in _find_warnings(config, pretrained, chat, verifiers):
             console.warn(warning)
         prompts, held_out = _read_prompts(config, pretrained, verifiers, environments, console)

@@ -24,7 +24,6 @@ from open_instruct.config.sections import DataSection, ModelSection
 from open_instruct.config.training import LearnerConfig
 from open_instruct.core.shard_layout import ShardLayout
 from open_instruct.data.chat import ChatFormat
-from open_instruct.data.templates.chat_templates import choose_chat_template
 from open_instruct.data.tokenizer import load_tokenizer
 from open_instruct.models.build import build_model
 from open_instruct.models.export import export_hf
@@ -205,7 +204,7 @@ def _with_exported_settings(
     tokenizer = pretrained.tokenizer
     chat = None
     if pretrained.names.head == "vocabulary":
-        chat = ChatFormat.choose(tokenizer, data.chat_template_name, add_bos=data.add_bos)
+        chat = ChatFormat.from_flags(tokenizer, data)
     settings = exported_settings(pretrained.folder, pretrained.tokenizer_folder, tokenizer, chat)
     return replace(pretrained, **settings)
 
@@ -260,6 +259,6 @@ def _find_other_template(
     tokenizer: PreTrainedTokenizerFast, data: DataSection | PromptDataSection
 ) -> str | None:
     """The chat template to export in place of the tokenizer's own; None keeps that."""
-    if not (data.chat_template_name or data.add_bos):
+    if not (data.chat_template_name or data.add_bos or data.chat_template_kwargs):
         return None
-    return choose_chat_template(tokenizer, data.chat_template_name, add_bos=data.add_bos).text
+    return ChatFormat.from_flags(tokenizer, data).template.text

@@ -204,6 +204,7 @@ def open_scorer(
     normalize: bool,
     max_seq_length: int | None,
     chat_template_name: str | None,
+    chat_template_kwargs: Sequence[str],
     dtype: str | None,
 ) -> Scorer:
     """The model in a folder, on the GPU or, where there is none, the CPU.
@@ -221,7 +222,7 @@ def open_scorer(
             kind="conflict",
         )
     tokenizer = load_tokenizer(str(folder), flag="MODEL")
-    chat = ChatFormat.choose(tokenizer, chat_template_name)
+    chat = ChatFormat.choose(tokenizer, chat_template_name, variables=chat_template_kwargs)
     model = open_model(folder, class_name, dtype)
     longest = getattr(model.config, "max_position_embeddings", None) or 2**31
     common: Any = {

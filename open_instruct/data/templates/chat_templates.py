@@ -22,6 +22,12 @@ from open_instruct.core.errors import InputError
 from open_instruct.core.files import read_asked
 from open_instruct.data.conversations.messages import Message
 from open_instruct.data.templates.template_trial import refuse_endless
+from open_instruct.data.templates.template_variables import (
+    Variable,
+    check_variables,
+    parse_variables,
+    write_defaults,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -61,7 +67,11 @@ class ChatTemplate:
 
 
 def choose_chat_template(
-    tokenizer: PreTrainedTokenizerFast, name: str | None, *, add_bos: bool = False
+    tokenizer: PreTrainedTokenizerFast,
+    name: str | None,
+    *,
+    add_bos: bool = False,
+    variables: Sequence[str] = (),
 ) -> ChatTemplate:
     """The template that a run uses.
 
@@ -69,12 +79,14 @@ def choose_chat_template(
         tokenizer: with a template of its own, where there is no `name`.
         name: of a built-in template or a file; None for the tokenizer's own.
         add_bos: whether a bos token is put in front.
+        variables: words `KEY=VALUE` of `--chat_template_kwargs`.
 
     Raises:
         InputError: no such name or file; no name and no template of its own; the tokenizer lacks a
-            token that the template needs; or the template cannot be parsed, or not in any
-            reasonable time.
+            token that the template needs; the template does not read one of the variables; or it
+            cannot be parsed, or not in any reasonable time.
     """
+    values = parse_variables(variables)
     if name is None:
         template = _take_tokenizer_template(tokenizer)
     else:
@@ -82,9 +94,13 @@ def choose_chat_template(
         template = ChatTemplate(name=name, text=read_template(name), is_foreign=is_foreign)
         _check_tokens(tokenizer, template)
     if template.is_foreign:
-        template = _try_on_plain_conversations(tokenizer, template)
+        template = _try_on_plain_conversations(tokenizer, template, values)
     check_syntax(f"{template.name} chat template", template.text)
-    return _put_behind_bos(tokenizer, template) if add_bos else template
+    if add_bos:
+        template = _put_behind_bos(tokenizer, template)
+    if values:
+        template = _set_variables(template, values)
+    return template
 
 
 def _take_tokenizer_template(tokenizer: PreTrainedTokenizerFast) -> ChatTemplate:
@@ -105,7 +121,9 @@ def _take_tokenizer_template(tokenizer: PreTrainedTokenizerFast) -> ChatTemplate
 
 
 def _try_on_plain_conversations(
-    tokenizer: PreTrainedTokenizerFast, template: ChatTemplate
+    tokenizer: PreTrainedTokenizerFast,
+    template: ChatTemplate,
+    values: Mapping[str, Variable],
 ) -> ChatTemplate:
     """The template, once it is known that rendering the plainest conversations ends.
 
@@ -116,10 +134,24 @@ def _try_on_plain_conversations(
     forms = set()
     for messages, asks in ((QUESTION, True), (QUESTION, False), (ANSWERED, False)):
         variables = build_variables(None, add_generation_prompt=asks)
-        renderings.append({**tokenizer.special_tokens_map, **variables, "messages": messages})
+        renderings.append(
+            {**values, **tokenizer.special_tokens_map, **variables, "messages": messages}
+        )
         forms.add(find_form(messages, None, add_generation_prompt=asks))
     refuse_endless(template.text, renderings, template=template.name, remedy=suggest_template())
     return replace(template, forms_tried=frozenset(forms))
+
+
+def _set_variables(template: ChatTemplate, values: dict[str, Variable]) -> ChatTemplate:
+    from jinja2 import TemplateError
+
+    try:
+        check_variables(template.name, template.text, list(values))
+    except (TemplateError, RecursionError) as error:
+        raise InputError(
+            f"{template.name} chat template cannot be parsed: {error}", kind="bad_value"
+        ) from error
+    return replace(template, text=write_defaults(template.text, values))
 
 
 def find_form(

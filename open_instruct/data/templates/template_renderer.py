@@ -12,7 +12,7 @@ from contextlib import suppress
 from datetime import datetime
 from typing import Any
 
-from jinja2 import Template, TemplateError, nodes
+from jinja2 import Environment, TemplateError, nodes
 from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -39,7 +39,8 @@ def to_json(value: Any, ensure_ascii: bool = False, **settings: Any) -> str:
     return json.dumps(value, ensure_ascii=ensure_ascii, **settings)
 
 
-def compile_template(text: str) -> Template:
+def build_environment() -> Environment:
+    """Jinja with what transformers adds to it for templates."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True,
         lstrip_blocks=True,
@@ -48,12 +49,12 @@ def compile_template(text: str) -> Template:
     environment.filters["tojson"] = to_json
     environment.globals["raise_exception"] = refuse
     environment.globals["strftime_now"] = DAY.strftime
-    return environment.from_string(text)
+    return environment
 
 
 def render(text: str, renderings: list[dict[str, Any]]) -> None:
     """Compile a template, and write it with each of these sets of variables."""
-    template = compile_template(text)
+    template = build_environment().from_string(text)
     for variables in renderings:
         with suppress(Exception):  # whoever renders it next meets it too, and tells the user
             template.render(variables)

@@ -175,7 +175,7 @@ def open_chat(
     """
     name = model.tokenizer_name_or_path or model.model_name_or_path
     tokenizer = load_tokenizer(name, revision=model.revision_of_tokenizer)
-    return tokenizer, ChatFormat.choose(tokenizer, data.chat_template_name, add_bos=data.add_bos)
+    return tokenizer, ChatFormat.from_flags(tokenizer, data)
 
 
 Sources = Sequence[tuple[MixerEntry, RowSource]]

@@ -74,7 +74,7 @@ def reading(
     )
     return {
         "entries": find_entries(data, flag),
-        "chat": ChatFormat.choose(tokenizer, data.chat_template_name, add_bos=data.add_bos),
+        "chat": ChatFormat.from_flags(tokenizer, data),
         "on_bad_row": data.on_bad_row,
         "seed": config.optim.seed,
         "cache_dir": data.cache_dir,

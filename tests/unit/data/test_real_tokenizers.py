@@ -128,6 +128,19 @@ def test_rows_that_a_template_cannot_write_are_refused(real: Real) -> None:
         assert caught.value.kind == "template"
 
 
+def test_qwen_3_does_not_think_where_a_variable_says_so() -> None:
+    real = Real("qwen3")
+    chat = ChatFormat.choose(real.tokenizer, None, variables=["enable_thinking=false"])
+    prompt, reply = ROWS["plain"]["messages"][-2:]
+    text, (reply_text,) = chat.render([prompt], [reply])
+    rendered = real.tokenizer.apply_chat_template(
+        [prompt], tokenize=False, add_generation_prompt=True, enable_thinking=False
+    )
+    assert text == rendered and text.endswith(NO_THOUGHTS["qwen3"])
+    assert reply_text == reply["content"] + ENDS["qwen3"]
+    assert real.chat.render([prompt], [reply])[1] == (NO_THOUGHTS["qwen3"] + reply_text,)
+
+
 def test_what_is_learned_is_the_reply_and_its_end(real: Real, tmp_path: Path) -> None:
     """In a text that is the start of what transformers renders, with the ids of the file."""
     rows = {name: row for name, row in ROWS.items() if name not in REFUSED[real.name]}
