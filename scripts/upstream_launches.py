@@ -15,8 +15,9 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from open_instruct.core.errors import InputError
-from open_instruct.migrate.launch import ENDS_OF_COMMANDS, TRAINERS, read_launch, script_of
+from open_instruct.migrate.launch import TRAINERS, find_trainer, read_launch
 from open_instruct.migrate.migration import migrate
+from open_instruct.migrate.suites.settings import ENDS_OF_COMMANDS
 
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 ASSIGNMENT = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)=(.*)", re.DOTALL)
@@ -180,7 +181,7 @@ def _of_words(file: Path, words: list[str]) -> Iterator[Launch]:
     """Of one statement; a launcher's `-- … && …` holds several, and a quoted word may hold a whole
     line.
     """
-    at = next((index for index, word in enumerate(words) if script_of(word)), None)
+    at = next((index for index, word in enumerate(words) if find_trainer(word)), None)
     if at is not None:
         end = next(
             (index for index in range(at, len(words)) if words[index] in ENDS_OF_COMMANDS),
@@ -188,7 +189,7 @@ def _of_words(file: Path, words: list[str]) -> Iterator[Launch]:
         )
         if words[0] not in READERS:
             known = tuple(word.replace(*OF_JOBS) for word in words[at:end])
-            yield Launch(file=file, trainer=script_of(words[at]), words=known)
+            yield Launch(file=file, trainer=find_trainer(words[at]), words=known)
         yield from _of_words(file, words[end + 1 :])
         return
     for word in words:

@@ -19,7 +19,7 @@ from open_instruct.config.suites.upstream_flags import (
     upstream_behaviours,
     upstream_table,
 )
-from open_instruct.migrate.launch import DEFAULTS_OF, TRAINERS, read_launch
+from open_instruct.migrate.launch import DEFAULTS_FROM, TRAINERS, read_launch
 from open_instruct.migrate.migration import migrate
 
 # What makes each of upstream's sections count.
@@ -150,8 +150,8 @@ def default_differences() -> dict[str, dict[tuple[str, str], list[str]]]:
                 trainers_of = found.setdefault(name, {}).setdefault((theirs, ours), [])
                 trainers_of += (
                     []
-                    if DEFAULTS_OF.get(trainer, trainer) in trainers_of
-                    else [DEFAULTS_OF.get(trainer, trainer)]
+                    if DEFAULTS_FROM.get(trainer, trainer) in trainers_of
+                    else [DEFAULTS_FROM.get(trainer, trainer)]
                 )
     return found
 

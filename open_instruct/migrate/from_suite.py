@@ -18,7 +18,7 @@ from open_instruct.migrate.suites import axolotl, llamafactory, openrlhf, trl, v
 from open_instruct.migrate.suites.settings import Settings
 from open_instruct.migrate.suites.tables import find_suite_name, find_table, find_trainers
 from open_instruct.migrate.translation import Translation, translate
-from open_instruct.migrate.yaml_words import yaml_lines
+from open_instruct.migrate.yaml_words import write_yaml_lines
 
 READERS: dict[str, Callable[[list[str]], Settings]] = {
     "trl": trl.read_settings,
@@ -35,7 +35,7 @@ WIDTH = 110
 
 @dataclass(slots=True, kw_only=True)
 class Request:
-    """What the words of the command ask for: `launch` are those that are the suite's."""
+    """The command's words, parsed: our options, and in `launch` the words of the suite."""
 
     suite: str
     trainer: str = ""
@@ -58,28 +58,27 @@ def migrate_from(request: Request) -> int:
             problem = f"the launch does not say which trainer of {name} it is for"
         remedy = f"write migrate-args --from {suite} TRAINER ..., with {one_of(trainers)}"
         raise InputError(f"{problem}: {remedy}", kind="stray_word", remedy=remedy)
-    known = dict(request.numbers)
+    numbers = dict(request.numbers)
     if settings.num_gpus is not None:
-        known.setdefault("num_gpus", settings.num_gpus)
-    translation = translate(find_table(suite, trainer), settings, known)
-    is_yaml = "--yaml" in request.switches or _is_yaml_file(request.launch)
+        numbers.setdefault("num_gpus", settings.num_gpus)
+    translation = translate(find_table(suite, trainer), settings, numbers)
     if "--json" in request.switches:
         print(json.dumps(asdict(translation), indent=2))
+    elif "--yaml" in request.switches or _is_yaml_file(request.launch):
+        print(_write_yaml(translation))
     else:
-        print(_as_yaml(translation) if is_yaml else _as_command(translation))
+        print(_write_command(translation))
     return 0 if translation.is_whole else EXIT_INPUT
 
 
 def read_request(words: Sequence[str]) -> Request:
-    """The words behind `migrate-args`: our options, then the suite's words.
+    """Parse the words after `migrate-args`: our options, then the suite's words.
 
     :raises InputError: the suite is not one that is known, or a number is none.
     """
-    left = [
-        part
-        for word in words
-        for part in (word.split("=", 1) if word.startswith("--from=") else [word])
-    ]
+    left: list[str] = []
+    for word in words:
+        left += word.split("=", 1) if word.startswith("--from=") else [word]
     request = Request(suite="")
     while left:
         word = left.pop(0)
@@ -92,11 +91,10 @@ def read_request(words: Sequence[str]) -> Request:
         if word in SWITCHES:
             request.switches.add(word)
         elif word == "--from":
-            request.suite = _find_suite(left.pop(0) if left else "")
+            request.suite = _find_suite(_take_first(left))
         elif word in NUMBERS:
-            request.numbers[word.removeprefix("--")] = _whole_number(
-                word, left.pop(0) if left else ""
-            )
+            number = _parse_whole_number(word, _take_first(left))
+            request.numbers[word.removeprefix("--")] = number
         elif _names_a_trainer(word, request):
             request.trainer = word
         else:
@@ -104,11 +102,14 @@ def read_request(words: Sequence[str]) -> Request:
             request.switches |= {word for word in left if word in SWITCHES}
             break
     if not request.launch:
-        raise InputError(
-            (f"nothing to translate: write migrate-args --from {request.suite} FILE, or its flags"),
-            kind="stray_word",
-        )
+        remedy = f"write migrate-args --from {request.suite} FILE, or its flags"
+        raise InputError(f"nothing to translate: {remedy}", kind="stray_word")
     return request
+
+
+def _take_first(words: list[str]) -> str:
+    """Remove and return the first of the words; "" without any."""
+    return words.pop(0) if words else ""
 
 
 def _names_a_trainer(word: str, request: Request) -> bool:
@@ -131,7 +132,7 @@ def _find_suite(word: str) -> str:
     return names[suite]
 
 
-def _whole_number(flag: str, word: str) -> float:
+def _parse_whole_number(flag: str, word: str) -> float:
     if not word.isdecimal() or not int(word):
         raise InputError(f"{flag} takes a whole number above 0, not '{word}'", kind="bad_value")
     return float(word)
@@ -141,33 +142,26 @@ def _is_yaml_file(launch: Sequence[str]) -> bool:
     return len(launch) == 1 and launch[0].lower().endswith(YAML_SUFFIXES)
 
 
-def _as_command(translation: Translation) -> str:
+def _write_command(translation: Translation) -> str:
     lines = [f"open-instruct {translation.command}"]
-    lines += [
-        f"    --{name} {shlex.join(words)}".rstrip()
-        for name, words in translation.arguments.items()
-    ]
-    return " \\\n".join(lines) + "\n" + _notes(translation)
+    for name, words in translation.arguments.items():
+        lines.append(f"    --{name} {shlex.join(words)}".rstrip())
+    return " \\\n".join(lines) + "\n" + _write_notes(translation)
 
 
-def _as_yaml(translation: Translation) -> str:
-    """A file of flags, with all that is said of it in comments."""
-    notes = "\n".join(f"# {line}".rstrip() for line in _notes(translation).splitlines())
-    head = (
-        f"# Translated from {translation.suite}. To run it: open-instruct {translation.command} "
-        "FILE.yaml"
-    )
-    return "\n".join([head, *yaml_lines(translation.arguments), notes])
+def _write_yaml(translation: Translation) -> str:
+    """The text of a file of flags, with the notes in comments."""
+    notes = "\n".join(f"# {line}".rstrip() for line in _write_notes(translation).splitlines())
+    command = f"open-instruct {translation.command} FILE.yaml"
+    head = f"# Translated from {translation.suite}. To run it: {command}"
+    return "\n".join([head, *write_yaml_lines(translation.arguments), notes])
 
 
-def _notes(translation: Translation) -> str:
+def _write_notes(translation: Translation) -> str:
     pages = pages_in(Path(__file__).parent, trim_blocks=True, lstrip_blocks=True)
     names = {"translation": translation, "spelled": spelled}
     text = pages.get_template("translation.txt.jinja").render(names)
-    lines = [
-        textwrap.fill(
-            line, WIDTH, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False
-        )
-        for line in text.splitlines()
-    ]
-    return "\n".join(lines)
+    wrapper = textwrap.TextWrapper(
+        WIDTH, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False
+    )
+    return "\n".join(map(wrapper.fill, text.splitlines()))

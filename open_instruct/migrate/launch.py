@@ -1,14 +1,15 @@
 """A launch of open-instruct: its trainer, its flags, and what becomes of them."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from open_instruct.config.parser import YAML_SUFFIXES, groups_of, nodes_of, words_of
 from open_instruct.config.suites.upstream_flags import upstream_defaults
 from open_instruct.core.errors import InputError, Problem
+from open_instruct.migrate.suites.settings import first_command
 
-# Of each of our commands upstream's trainers, the one first that is meant where none is named.
+# Upstream's trainers by our command; the first is meant where none is named.
 TRAINERS = {
     "dpo": ("dpo", "dpo_tune_cache", "dpo_tune"),
     "sft": ("finetune", "olmo_core_finetune"),
@@ -18,33 +19,34 @@ TRAINERS = {
 # The same of other suites' trainers, where open-instruct has none.
 OTHER_TRAINERS = {"prm": ("trl_prm", "train_prm")}
 ALL_TRAINERS = TRAINERS | OTHER_TRAINERS
-# Whose defaults they have.
-DEFAULTS_OF = {"dpo_tune_cache": "dpo", "dpo_tune": "dpo", "grpo_fast": "grpo"}
-ENDS_OF_COMMANDS = ("&&", "||", ";", "|", "&")
+# Trainers that have the defaults of another.
+DEFAULTS_FROM = {"dpo_tune_cache": "dpo", "dpo_tune": "dpo", "grpo_fast": "grpo"}
 SCRIPT = re.compile(r"(?:.*/)?open_instruct/(\w+)\.py")
 OTHER_SCRIPTS = {
     "trl_prm": re.compile(r"(?:.*/)?scripts/prm\.py"),
     "train_prm": re.compile(r"(?:.*/)?openrlhf[./]cli[./]train_prm(?:\.py)?"),
 }
 # Flags by which OpenRLHF's launch is known where it names no script.
-OF_OPENRLHF = {"pretrain", "placeholder_token", "input_key", "max_len"}
+OPENRLHF_FLAGS = {"pretrain", "placeholder_token", "input_key", "max_len"}
 
 
 @dataclass(slots=True, kw_only=True)
 class Sheet:
-    """Flags by upstream's names, given and by default, and what became of those that are done with.
+    """A launch on its way from upstream's flags to ours.
 
     Attributes:
-        asked: words of each flag that is left, those that were given first.
-        given: names of the flags that the launch gives.
-        ours: of our flags the words, and upstream's flag that they come from.
-        dropped, refused: the reasons, by upstream's names.
+        theirs: the words of each of upstream's flags that is left, defaults after those of the
+            launch.
+        launch_flags: names of the flags that the launch gives.
+        ours: the words of each of our flags, and upstream's flag that they come from.
+        dropped: why a flag is left out, by upstream's names.
+        refused: why a flag cannot be had, by upstream's names.
         deepspeed: words that say the same to DeepSpeed, where the launch names a stage.
     """
 
     trainer: str
-    asked: dict[str, list[str]]
-    given: frozenset[str]
+    theirs: dict[str, list[str]]
+    launch_flags: frozenset[str]
     ours: dict[str, tuple[list[str], str]] = field(default_factory=dict)
     dropped: dict[str, str] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
@@ -52,11 +54,11 @@ class Sheet:
 
     def word(self, name: str, default: str = "none") -> str:
         """The value of a flag of one word, in small letters."""
-        return " ".join(self.asked.get(name, [default])).lower()
+        return " ".join(self.theirs.get(name, [default])).lower()
 
     def is_on(self, name: str) -> bool:
         """Whether a flag that is true or false is true."""
-        return name in self.asked and self.word(name) in ("true", "")
+        return name in self.theirs and self.word(name) in ("true", "")
 
     def number(self, name: str, default: float = 0.0) -> float:
         try:
@@ -67,11 +69,15 @@ class Sheet:
     def drop(self, why: str, *names: str) -> None:
         """Leave flags out, with the reason for those that the launch gives."""
         for name in names:
-            if self.asked.pop(name, None) is not None and name in self.given:
+            if self.theirs.pop(name, None) is not None and name in self.launch_flags:
                 self.dropped[name] = why
 
+    def find_first(self, names: Sequence[str]) -> str:
+        """The first of these flags that the launch gives; "" if it gives none."""
+        return next((name for name in names if name in self.launch_flags), "")
+
     def refuse(self, name: str, why: str) -> None:
-        self.asked.pop(name, None)
+        self.theirs.pop(name, None)
         self.refused[name] = why
 
     def set(self, flag: str, words: Sequence[str], source: str) -> None:
@@ -79,71 +85,90 @@ class Sheet:
 
         A value of the launch goes before a default.
         """
-        if flag in self.ours and source not in self.given and self.ours[flag][1] in self.given:
-            return
-        if flag in self.ours and (before := self.ours[flag][1]) in self.given and before != source:
-            self.dropped[before] = f"says what --{source} says, which is taken"
+        _, earlier = self.ours.get(flag, ([], ""))
+        if earlier in self.launch_flags:
+            if source not in self.launch_flags:
+                return
+            if earlier != source:
+                self.dropped[earlier] = f"says what --{source} says, which is taken"
         self.ours[flag] = (list(words), source)
 
 
 def read_launch(command: str, words: Sequence[str]) -> Sheet:
     """Read the words behind `migrate-args COMMAND`: flags, a YAML file, or a whole command line.
 
-    Of the launchers before upstream's script nothing is read: they say where a run stands, and not
-    what it learns.
+    The words of launchers before upstream's script are not read: they say where a run takes place,
+    and not what it learns.
 
     Raises:
         InputError: they are no flags, or the script is of another command.
     """
-    trainer = ALL_TRAINERS[command][0]
-    words = list(words)
-    scripts = [index for index, word in enumerate(words) if script_of(word)]
-    if scripts:
-        trainer = script_of(words[scripts[0]])
-        if trainer not in ALL_TRAINERS[command]:
-            ours = next(
-                (name for name, trainers in ALL_TRAINERS.items() if trainer in trainers), None
-            )
-            raise InputError(
-                f"{words[scripts[0]]} is not what {command} is here; "
-                + (
-                    f"use migrate-args {ours}"
-                    if ours
-                    else "there is no command here that does the same"
-                ),
-                kind="stray_word",
-            )
-        words = words[scripts[0] + 1 :]
-    end = next((index for index, word in enumerate(words) if word in ENDS_OF_COMMANDS), len(words))
-    words = words[:end]
-    asked: dict[str, list[str]] = {}
+    trainer, words = _split_at_script(command, words)
+    flags: dict[str, list[str]] = {}
+    words = first_command(words)
     if words and words[0].lower().endswith(YAML_SUFFIXES):
-        asked |= {key.value: words_of(value) for key, value in nodes_of(words.pop(0))}
+        flags |= {key.value: words_of(value) for key, value in nodes_of(words.pop(0))}
     problems: list[Problem] = []
     for spelling, its_words in groups_of(words, problems):
-        asked[spelling.removeprefix("--").replace("-", "_")] = its_words
-    if problems and not scripts:
+        flags[spelling.removeprefix("--").replace("-", "_")] = its_words
+    if problems and not trainer:
         ways = f"give its flags to `open-instruct {command}`, which says what each is called here"
         other = f"no launch of allenai's open-instruct; of another trainer, {ways}"
         problems.append(Problem(other, kind="stray_word"))
     if problems:
         raise InputError("\n".join(problems), problems=problems)
-    if not scripts and command == "sft" and asked.keys() & {"mixer_list", "num_epochs"}:
-        trainer = "olmo_core_finetune"  # whose flags those are
-    if not scripts and command == "prm" and asked.keys() & OF_OPENRLHF:
-        trainer = "train_prm"
-    for name in [name for name in asked if name.startswith("no_") and not asked[name]]:
-        asked[name.removeprefix("no_")] = ["false"]
-        del asked[name]
-    given = frozenset(asked)
-    defaults = upstream_defaults(DEFAULTS_OF.get(trainer, trainer))
-    asked |= {name: words for name, words in defaults.items() if name not in given}
-    return Sheet(trainer=trainer, asked=asked, given=given)
+    trainer = trainer or _guess_trainer(command, flags)
+    for name in list(flags):
+        if name.startswith("no_") and not flags[name]:
+            flags[name.removeprefix("no_")] = ["false"]
+            del flags[name]
+    launch_flags = frozenset(flags)
+    for name, default in upstream_defaults(DEFAULTS_FROM.get(trainer, trainer)).items():
+        flags.setdefault(name, default)
+    return Sheet(trainer=trainer, theirs=flags, launch_flags=launch_flags)
 
 
-def script_of(word: str) -> str:
-    """The trainer that a script is: `dpo` of `open_instruct/dpo.py`; "" of any other word."""
+def _split_at_script(command: str, words: Sequence[str]) -> tuple[str, list[str]]:
+    """The trainer whose script the words name ("" if none), and the words after the script.
+
+    :raises InputError: the script is of another command.
+    """
+    for index, word in enumerate(words):
+        trainer = find_trainer(word)
+        if trainer in ALL_TRAINERS[command]:
+            return trainer, list(words[index + 1 :])
+        if trainer:
+            other = find_command(trainer)
+            remedy = "there is no command here that does the same"
+            if other:
+                remedy = f"use migrate-args {other}"
+            raise InputError(f"{word} is not what {command} is here; {remedy}", kind="stray_word")
+    return "", list(words)
+
+
+def _guess_trainer(command: str, flags: Mapping[str, list[str]]) -> str:
+    """The trainer of a launch that names no script, by its flags."""
+    if command == "sft" and flags.keys() & {"mixer_list", "num_epochs"}:
+        return "olmo_core_finetune"
+    if command == "prm" and flags.keys() & OPENRLHF_FLAGS:
+        return "train_prm"
+    return ALL_TRAINERS[command][0]
+
+
+def find_trainer(word: str) -> str:
+    """The trainer that a script is, `dpo` of `open_instruct/dpo.py`; "" for any other word."""
     match = SCRIPT.fullmatch(word)
     if match:
         return match[1]
-    return next((name for name, script in OTHER_SCRIPTS.items() if script.fullmatch(word)), "")
+    for trainer, script in OTHER_SCRIPTS.items():
+        if script.fullmatch(word):
+            return trainer
+    return ""
+
+
+def find_command(trainer: str) -> str:
+    """Our command for one of upstream's trainers; "" if there is none."""
+    for command, trainers in ALL_TRAINERS.items():
+        if trainer in trainers:
+            return command
+    return ""

@@ -19,18 +19,20 @@ class LaunchValues:
     def find_name(self, name: str) -> str:
         """The name by which the launch gives a setting: an older one, where it has that."""
         older = self.table.older_names.get(name, name)
-        return older if older in self.sheet.given else name
+        if older in self.sheet.launch_flags:
+            return older
+        return name
 
     def meets(self, condition: str) -> bool:
         """Whether a setting has a value: `packing true` is a condition, and `num_epochs >0`."""
         name, value = condition.rsplit(" ", 1)
         if value == ">0":
             return self.read_number(name) is not None
-        return " ".join(self.sheet.asked.get(self.find_name(name), [])).lower() == value
+        return " ".join(self.sheet.theirs.get(self.find_name(name), [])).lower() == value
 
     def read_number(self, name: str) -> float | None:
         """A number above 0: itself, one of `known`, or a setting; None if it is none."""
-        words = self.sheet.asked.get(self.find_name(name), [name])
+        words = self.sheet.theirs.get(self.find_name(name), [name])
         try:
             number = float(self.known.get(name, " ".join(words)))
         except ValueError:
@@ -54,11 +56,13 @@ class LaunchValues:
             result = result * number if operator == "*" else result / number
         if result.is_integer():
             return str(int(result))
-        return f"{result:g}" if is_fraction else None
+        if is_fraction:
+            return f"{result:g}"
+        return None
 
     def find_source(self, product: Product) -> str:
         """The setting that a product is said to come from: a given one before a default."""
         names = [self.find_name(part) for part in product.product.split()]
-        factors = [name for name in names if name in self.sheet.asked]
-        given = [name for name in factors if name in self.sheet.given]
-        return next(iter([*given, *factors]), "num_gpus")
+        factors = [name for name in names if name in self.sheet.theirs]
+        of_launch = [name for name in factors if name in self.sheet.launch_flags]
+        return [*of_launch, *factors, "num_gpus"][0]

@@ -26,9 +26,15 @@ from open_instruct.migrate.from_suite import (
     migrate_from,
     read_request,
 )
-from open_instruct.migrate.launch import ALL_TRAINERS, Sheet, read_launch, script_of
-from open_instruct.migrate.our_flags import default_here, drop_idle, find_problems, read_values
-from open_instruct.migrate.rules import settle
+from open_instruct.migrate.launch import (
+    ALL_TRAINERS,
+    Sheet,
+    find_command,
+    find_trainer,
+    read_launch,
+)
+from open_instruct.migrate.our_flags import drop_idle, find_default, find_problems, read_values
+from open_instruct.migrate.rules import apply_rules
 from open_instruct.objectives.registry import objective_named
 
 USAGE = f"""\
@@ -51,13 +57,13 @@ class Migration:
     """A launch in our flags.
 
     Attributes:
-        arguments: the words behind `open-instruct COMMAND`; also what brings upstream's defaults.
-        deepspeed: the words after these that make it a run on DeepSpeed, where the launch names a
-            stage of that.
+        arguments: the words after `open-instruct COMMAND`; some set upstream's defaults.
+        deepspeed: further words that make it a run on DeepSpeed, where the launch names a stage of
+            DeepSpeed.
         renamed, dropped, refused: a sentence for each of upstream's flags. Where none is refused,
             the run is the same.
-        defaults: of our flags that the launch leaves out, the default `upstream` and `here`, where
-            they differ; and what differs by no flag.
+        defaults: for each of our flags that the launch leaves out, the default `upstream` and
+            `here`, where they differ; also what differs without a flag.
     """
 
     arguments: list[str] = field(default_factory=list)
@@ -75,63 +81,74 @@ def migrate_args(words: Sequence[str]) -> int:
         if request.asks_for_help:
             print(USAGE)
             return 0
-        if request.suite != OPEN_INSTRUCT and not _is_of_steps(request):
+        if request.suite != OPEN_INSTRUCT and not _trains_on_steps(request):
             return migrate_from(request)
-        words = _words_for_open_instruct(request)
-    end = words.index("--") if "--" in words else len(words)
-    ours, theirs = words[:end], words[end + 1 :]
-    if not ours or asks_for_help(ours):
+        words = _write_open_instruct_words(request)
+    ours, theirs = _split_at_dashes(words)
+    if not ours:
         print(USAGE)
-        return 0 if ours else EXIT_INPUT
-    as_json = "--json" in ours
+        return EXIT_INPUT
+    if asks_for_help(ours):
+        print(USAGE)
+        return 0
     command, *rest = [word for word in ours if word != "--json"]
     if command not in ALL_TRAINERS:
         raise InputError(
             f"'{command}' has no launches upstream; use one of {', '.join(ALL_TRAINERS)}",
             kind="stray_word",
         )
-    if flags := [word for word in rest if word.startswith("--")]:
+    flags = [word for word in rest if word.startswith("--")]
+    if flags:
         raise InputError(
             f"{flags[0]} stands before --: write migrate-args {command} [--json] -- ARGS...",
             kind="unreadable_file",
         )
     migration = migrate(command, read_launch(command, [*rest, *theirs]))
-    if as_json:
+    if "--json" in ours:
         print(json.dumps(asdict(migration), indent=2))
     else:
-        pages = pages_in(Path(__file__).parent, trim_blocks=True, lstrip_blocks=True)
-        without_a_flag = [
-            name for name in migration.defaults if f"--{name}" not in migration.arguments
-        ]
-        names = {"command": command, "migration": migration, "spelled": spelled, "shlex": shlex}
-        names["without_a_flag"] = without_a_flag
-        print(pages.get_template("migration.txt.jinja").render(names))
+        print(_describe_migration(command, migration))
     return EXIT_INPUT if migration.refused else 0
 
 
-def _names_a_suite(words: Sequence[str]) -> bool:
-    """Whether `--from` stands among the words that are ours."""
+def _describe_migration(command: str, migration: Migration) -> str:
+    pages = pages_in(Path(__file__).parent, trim_blocks=True, lstrip_blocks=True)
+    without_a_flag = [name for name in migration.defaults if f"--{name}" not in migration.arguments]
+    return pages.get_template("migration.txt.jinja").render(
+        command=command,
+        migration=migration,
+        spelled=spelled,
+        shlex=shlex,
+        without_a_flag=without_a_flag,
+    )
+
+
+def _split_at_dashes(words: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
+    """The words before and after `--`."""
     end = words.index("--") if "--" in words else len(words)
-    return any(word.split("=", 1)[0] == "--from" for word in words[:end])
+    return words[:end], words[end + 1 :]
 
 
-def _is_of_steps(request: Request) -> bool:
+def _names_a_suite(words: Sequence[str]) -> bool:
+    """Whether `--from` is one of our words."""
+    ours, _ = _split_at_dashes(words)
+    return any(word.split("=", 1)[0] == "--from" for word in ours)
+
+
+def _trains_on_steps(request: Request) -> bool:
     """Whether a launch trains a process reward model, which has tables of its own."""
-    scripts = {script_of(word) for word in request.launch}
-    return request.suite in ("trl", "openrlhf") and (
-        request.trainer == "prm" or bool(scripts & {"trl_prm", "train_prm"})
-    )
+    if request.suite not in ("trl", "openrlhf"):
+        return False
+    trainers = {find_trainer(word) for word in request.launch}
+    return request.trainer == "prm" or bool(trainers & {"trl_prm", "train_prm"})
 
 
-def _words_for_open_instruct(request: Request) -> list[str]:
-    """The words of the form without `--from`, which needs the command: it is named, or read from
-    the script's name.
-    """
-    scripts = [script for word in request.launch if (script := script_of(word))]
-    found = next(
-        (name for name, trainers in ALL_TRAINERS.items() if scripts and scripts[0] in trainers), ""
-    )
-    command = request.trainer or found
+def _write_open_instruct_words(request: Request) -> list[str]:
+    """The words of the form without `--from`, with a command that is named or the script's."""
+    trainers = list(filter(None, map(find_trainer, request.launch)))
+    command = request.trainer
+    if not command and trainers:
+        command = find_command(trainers[0])
     if not command:
         raise InputError(
             f"the launch names no script: write migrate-args --from {request.suite} COMMAND ..., "
@@ -143,38 +160,27 @@ def _words_for_open_instruct(request: Request) -> list[str]:
         raise InputError(
             f"{unused[0]} is not read for such a launch; leave it out", kind="foreign_flag"
         )
-    return [command, *(["--json"] if "--json" in request.switches else []), "--", *request.launch]
+    json_switch = sorted(request.switches & {"--json"})
+    return [command, *json_switch, "--", *request.launch]
 
 
 def migrate(command: str, sheet: Sheet) -> Migration:
-    """The flags of `open-instruct COMMAND` for the run of a launch;
-
-    `sheet` comes from `read_launch`.
-    """
+    """The flags of `open-instruct COMMAND` for a launch; `sheet` comes from `read_launch`."""
     objective = objective_named(command)
     flags = flags_of(objective.config_class)
-    settle(command, sheet)
-    for name in list(sheet.asked):
+    apply_rules(command, sheet)
+    for name in list(sheet.theirs):
         _translate(command, name, flags, sheet)
     values = read_values(flags, sheet)
     drop_idle(flags, values, sheet)
     migration = Migration(dropped=sheet.dropped, refused=sheet.refused)
-    for ours in sorted(values, key=lambda name: sheet.ours[name][1] not in sheet.given):
-        words, source = sheet.ours[ours]
-        here = default_here(flags[ours], sheet)
-        if source not in sheet.given:
-            if values[ours] == here:
-                continue
-            migration.defaults[ours] = {"upstream": values[ours], "here": here}
-        elif source != ours:
-            migration.renamed[source] = f"is --{' '.join([ours, *words])} here"
-        migration.arguments.extend([f"--{ours}", *words])
-    for what, (theirs, here) in (
-        upstream_behaviours(command) | upstream_behaviours(sheet.trainer)
-    ).items():
+    for ours in sorted(values, key=lambda name: sheet.ours[name][1] not in sheet.launch_flags):
+        _write_flag(ours, values[ours], find_default(flags[ours], sheet), sheet, migration)
+    behaviours = upstream_behaviours(command) | upstream_behaviours(sheet.trainer)
+    for what, (theirs, here) in behaviours.items():
         migration.defaults[what] = {"upstream": theirs, "here": here}
     if not sheet.refused:
-        # What a run would refuse is not had.
+        # What a run would refuse cannot be had.
         for line in find_problems(objective, migration.arguments):
             flag, _, rest = line.partition(" ")
             _, source = sheet.ours.get(flag.removeprefix("--"), ([], flag.strip("-:")))
@@ -185,20 +191,39 @@ def migrate(command: str, sheet: Sheet) -> Migration:
     return migration
 
 
-def _translate(command: str, name: str, flags: Mapping[str, Flag], sheet: Sheet) -> None:
-    words = sheet.asked[name]
-    tables = (upstream_table(sheet.trainer), upstream_table(command), upstream_table(EVERY))
-    known = next((table[name] for table in tables if name in table), None)
-    known = Entry(ours=name) if known is None and name in flags else known
-    if known is None:
-        sheet.refused[name] = (
-            describe_name_here(name, flags, "--") or "is a flag neither of upstream's nor here"
-        )
+def _write_flag(flag: str, value: Any, here: Any, sheet: Sheet, migration: Migration) -> None:
+    """Add a flag of ours to the arguments, unless it has its default `here` without the launch."""
+    words, source = sheet.ours[flag]
+    if source in sheet.launch_flags:
+        if source != flag:
+            migration.renamed[source] = f"is --{' '.join([flag, *words])} here"
+    elif value == here:
         return
-    becomes = fate(known, words)
+    else:
+        migration.defaults[flag] = {"upstream": value, "here": here}
+    migration.arguments.extend([f"--{flag}", *words])
+
+
+def _find_entry(command: str, name: str, flags: Mapping[str, Flag], sheet: Sheet) -> Entry | None:
+    """What becomes of one of upstream's flags; None if it is known neither there nor here."""
+    for table in (upstream_table(sheet.trainer), upstream_table(command), upstream_table(EVERY)):
+        if name in table:
+            return table[name]
+    if name in flags:
+        return Entry(ours=name)
+    return None
+
+
+def _translate(command: str, name: str, flags: Mapping[str, Flag], sheet: Sheet) -> None:
+    entry = _find_entry(command, name, flags, sheet)
+    if entry is None:
+        hint = describe_name_here(name, flags, "--")
+        sheet.refused[name] = hint or "is a flag neither of upstream's nor here"
+        return
+    becomes = fate(entry, sheet.theirs[name])
     if becomes.ours is not None:
         sheet.set(becomes.ours, becomes.words, name)
     elif becomes.refused is not None:
         sheet.refused[name] = becomes.refused
-    elif name in sheet.given:
+    elif name in sheet.launch_flags:
         sheet.dropped[name] = becomes.unneeded or ""

@@ -1,4 +1,4 @@
-"""What our parser makes of a sheet's flags: values, flags that nothing reads, refusals."""
+"""Reads a sheet's flags of ours as our parser does: values, flags nothing reads, refusals."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -12,43 +12,44 @@ from open_instruct.objectives.objective import Objective
 
 
 def read_values(flags: Mapping[str, Flag], sheet: Sheet) -> dict[str, Any]:
-    """The values of our flags that the launch sets; one that is no value of its flag is refused."""
+    """The values of our flags that the launch sets; the sheet refuses what a flag does not take."""
     values: dict[str, Any] = {}
     for ours, (words, source) in sheet.ours.items():
         try:
             values[ours] = flags[ours].value_of(words)
         except InputError as error:
-            sheet.refused[source] = (
-                str(error) if source == ours else f"is --{ours} here, which {error}"
-            )
+            sheet.refused[source] = str(error)
+            if source != ours:
+                sheet.refused[source] = f"is --{ours} here, which {error}"
     return values
 
 
 def drop_idle(flags: Mapping[str, Flag], values: dict[str, Any], sheet: Sheet) -> None:
     """Leave out the flags that a run would not read, until all that are left are read."""
     while True:
-        everything = {name: flag.default for name, flag in flags.items()} | values
-        idle = [
-            name
-            for name in values
-            if flags[name].read_with and not requirement_met(flags[name].read_with, everything)
-        ]
+        all_values = {name: flag.default for name, flag in flags.items()} | values
+        idle = []
+        for name in values:
+            requirement = flags[name].read_with
+            if requirement and not requirement_met(requirement, all_values):
+                idle.append(name)
         if not idle:
             return
         for name in idle:
             del values[name]
             _, source = sheet.ours.pop(name)
-            if source in sheet.given:
+            if source in sheet.launch_flags:
                 sheet.dropped[source] = f"is read only with {flags[name].condition}"
 
 
-def default_here(flag: Flag, sheet: Sheet) -> Any:
+def find_default(flag: Flag, sheet: Sheet) -> Any:
     """The default of our flag in this run; that of beta is the loss's own."""
-    if flag.name == "beta" and flag.default is None:
-        words, _ = sheet.ours.get("loss_type", (["dpo_norm"], ""))
-        loss = next(iter(words), "")
-        return PREFERENCE_LOSSES[loss].beta if loss in PREFERENCE_LOSSES else None
-    return flag.default
+    if flag.name != "beta" or flag.default is not None:
+        return flag.default
+    words, _ = sheet.ours.get("loss_type", (["dpo_norm"], ""))
+    if not words or words[0] not in PREFERENCE_LOSSES:
+        return None
+    return PREFERENCE_LOSSES[words[0]].beta
 
 
 def find_problems(objective: Objective, arguments: list[str]) -> list[str]:

@@ -1,4 +1,4 @@
-"""From the settings of another suite's launch to flags of ours, by the tables of `suites`."""
+"""Translates the settings of another suite's launch into our flags, by the tables of `suites`."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -9,21 +9,21 @@ from open_instruct.config.flags import Flag, flags_of
 from open_instruct.config.name_hints import suggest_nearest
 from open_instruct.migrate.launch import Sheet
 from open_instruct.migrate.launch_values import LaunchValues
-from open_instruct.migrate.our_flags import default_here, drop_idle, find_problems, read_values
-from open_instruct.migrate.rules import family_problem
+from open_instruct.migrate.our_flags import drop_idle, find_default, find_problems, read_values
+from open_instruct.migrate.rules import find_family_problem
 from open_instruct.migrate.suites.rule_values import (
     LEFT_OUT,
+    divide_by_steps,
     is_refused,
-    share_of_steps,
-    words_here,
+    translate_words,
 )
 from open_instruct.migrate.suites.settings import Settings
 from open_instruct.migrate.suites.tables import Product, Rule, Table
 from open_instruct.objectives.objective import Objective
 from open_instruct.objectives.registry import objective_named
 
-MOST_NODES = 10_000
-# What stands in the command for a flag that a run needs and the launch does not give.
+MAX_NODES = 10_000
+# Words for a flag that a run needs and the launch does not give.
 PLACEHOLDERS = {
     "model_name_or_path": ["MODEL"],
     "mixer_list": ["ROWS.jsonl", "1.0"],
@@ -38,7 +38,8 @@ class Translation:
     """A launch of another suite in our flags.
 
     Attributes:
-        suite, command: whose launch it is, and the command of ours that does the same.
+        suite: the suite that the launch is for.
+        command: the command of ours that does the same.
         arguments: the words of each flag; first those of settings that the launch gives.
         renamed: for each setting that is given and translated, what it is here.
         dropped: for each that is left out, why nothing is learned differently.
@@ -107,14 +108,15 @@ class _Translator:
         for name, how in self.settings.unreadable.items():
             self._refuse_unreadable(name, how)
         self._compute()
-        rules = {name: self._find_rule(name) for name in sheet.asked}
-        for name in sorted(rules, key=lambda name: _turn(rules[name])):
+        rules = {name: self._find_rule(name) for name in sheet.theirs}
+        for name in sorted(rules, key=lambda name: _find_turn(rules[name])):
             self._translate(name, rules[name])
         self._set_columns()
         values = read_values(self.flags, sheet)
         self._refuse_unknown_family()
         self._drop_idle(values)
-        for flag in sorted(values, key=lambda name: sheet.ours[name][1] not in sheet.given):
+        # Flags of the launch come first, then defaults.
+        for flag in sorted(values, key=lambda name: sheet.ours[name][1] not in sheet.launch_flags):
             self._write_flag(flag, values[flag])
         for what, (there, here, *conditions) in self.table.differs.items():
             if all(map(self.values.meets, conditions)):
@@ -133,7 +135,7 @@ class _Translator:
 
     def _refuse_unknown_family(self) -> None:
         words, source = self.sheet.ours.get("model_name_or_path", ([], ""))
-        reason = family_problem(" ".join(words))
+        reason = find_family_problem(" ".join(words))
         if reason:
             self.sheet.refused[source] = reason
 
@@ -164,7 +166,7 @@ class _Translator:
         return None
 
     def _translate(self, name: str, rule: Rule | None) -> None:
-        words = self.sheet.asked[name]
+        words = self.sheet.theirs[name]
         if rule is not None and rule.when and not self.values.meets(rule.when):
             self._leave_unread(name, rule, words)
         elif rule is None:
@@ -181,7 +183,7 @@ class _Translator:
             self._refuse(name, f"is --{rule.flag} of other commands, which {command} has not")
         elif rule.flag is None and rule.differs is not None:
             self._note_difference(name, rule, words)
-        elif rule.flag is None or words_here(rule, words) == [LEFT_OUT]:
+        elif rule.flag is None or translate_words(rule, words) == [LEFT_OUT]:
             self._drop(name, rule.unneeded or "asks for nothing")
         else:
             self._set_flags(name, rule, words)
@@ -197,47 +199,50 @@ class _Translator:
         assert rule.flag is not None
         if rule.share_of is not None:
             steps = self.values.read_number(rule.share_of)
-            share = share_of_steps(words, steps)
+            share = divide_by_steps(words, steps)
             if share is None:
                 share_form = f"here --{rule.flag} is their share of all: 10 of 200 steps are 0.05"
                 self._refuse(name, f"is a number of steps, and {share_form}")
                 return
             words = [share]
-        words = words_here(rule, words)
+        words = translate_words(rule, words)
         amount_name = self.values.find_name(rule.amount or "")
-        if amount_name in self.sheet.given and self.values.read_number(amount_name) is not None:
-            amount = self.sheet.asked[amount_name]
+        if (
+            amount_name in self.sheet.launch_flags
+            and self.values.read_number(amount_name) is not None
+        ):
+            amount = self.sheet.theirs[amount_name]
             data_sets = words[::2]
             words = []
             for data_set in data_sets:
                 words += [data_set, *amount]
         if rule.repeat is not None:
-            words = words * min(int(self.values.read_number(rule.repeat) or 1), MOST_NODES)
+            words = words * min(int(self.values.read_number(rule.repeat) or 1), MAX_NODES)
         for place, flag in enumerate(rule.flags):
             its_words = words[place : place + 1] if rule.form == "each" else words
             self.sheet.set(flag, its_words, name)
-        if rule.differs is not None and name in self.sheet.given:
+        if rule.differs is not None and name in self.sheet.launch_flags:
             self.result.differs[name] = rule.differs
 
     def _refuse(self, name: str, why: str) -> None:
         """A default that cannot be had is nothing that the launch asks for."""
-        if name in self.sheet.given:
+        if name in self.sheet.launch_flags:
             self.sheet.refused[name] = why
 
     def _drop(self, name: str, why: str) -> None:
-        if name in self.sheet.given:
+        if name in self.sheet.launch_flags:
             self.sheet.dropped[name] = why
 
     def _note_difference(self, name: str, rule: Rule, words: list[str]) -> None:
         if " ".join(words).lower() in rule.unless:
             self._drop(name, "is how it is here")
-        elif name in self.sheet.given:
+        elif name in self.sheet.launch_flags:
             self.result.differs[name] = rule.differs
 
     def _note_part(self, name: str, rule: Rule, flag: str) -> None:
-        if name not in self.sheet.given:
+        if name not in self.sheet.launch_flags:
             return
-        if " ".join(self.sheet.asked[name]).lower() in rule.unless:
+        if " ".join(self.sheet.theirs[name]).lower() in rule.unless:
             self.sheet.dropped[name] = "asks for nothing"
         elif flag in self.sheet.ours:
             value = " ".join(self.sheet.ours[flag][0])
@@ -268,10 +273,10 @@ class _Translator:
     def _set_columns(self) -> None:
         if not self.columns:
             return
-        pairs = [f"{column}={self.sheet.asked[name][0]}" for column, name in self.columns.items()]
+        pairs = [f"{column}={self.sheet.theirs[name][0]}" for column, name in self.columns.items()]
         self.sheet.set("columns", pairs, next(iter(self.columns.values())))
         for pair, name in zip(pairs, self.columns.values(), strict=True):
-            if name in self.sheet.given:
+            if name in self.sheet.launch_flags:
                 self.result.renamed[name] = f"is --columns {pair}"
 
     def _compute(self) -> None:
@@ -298,11 +303,11 @@ class _Translator:
     def _write_flag(self, flag: str, value: Any) -> None:
         """Write a flag: with the value that the launch gives, or a default that differs here."""
         words, source = self.sheet.ours[flag]
-        here = default_here(self.flags[flag], self.sheet)
+        here = find_default(self.flags[flag], self.sheet)
         is_as_given = source == flag and words == self.settings.values.get(source)
         if source == "num_gpus":
             self.result.renamed[source] = f"is --{' '.join([flag, *words])} here"
-        elif source not in self.sheet.given:
+        elif source not in self.sheet.launch_flags:
             if value == here:
                 return
             self.result.defaults[flag] = {"there": value, "here": here}
@@ -351,17 +356,17 @@ class _Translator:
 def _open_sheet(table: Table, settings: Settings) -> Sheet:
     """The sheet of a launch, with the suite's defaults for what the launch does not set."""
     unset = [name for name, words in settings.values.items() if words == [table.unset]]
-    given = (settings.values.keys() | settings.unreadable.keys()) - set(unset)
-    asked = {name: list(words) for name, words in settings.values.items() if name in given}
+    names = frozenset(settings.values.keys() | settings.unreadable.keys()) - set(unset)
+    theirs = {name: list(words) for name, words in settings.values.items() if name in names}
     for name, value in table.defaults.items():
-        if name not in given:
-            asked[name] = value.split()
-    sheet = Sheet(trainer=settings.trainer, asked=asked, given=frozenset(given))
+        if name not in names:
+            theirs[name] = value.split()
+    sheet = Sheet(trainer=settings.trainer, theirs=theirs, launch_flags=names)
     sheet.dropped.update(dict.fromkeys(unset, "has no value"))
     return sheet
 
 
-def _turn(rule: Rule | None) -> int:
+def _find_turn(rule: Rule | None) -> int:
     """When a rule is applied: first ordinary ones, then those that prevail, then parts of flags."""
     if rule is not None and rule.part_of is not None:
         return 2

@@ -7,18 +7,19 @@ from collections.abc import Mapping, Sequence
 PLAIN = re.compile(r"[\w./+-][\w./+@:=-]*(?<!:)")
 
 
-def yaml_lines(arguments: Mapping[str, Sequence[str]]) -> list[str]:
+def write_yaml_lines(arguments: Mapping[str, Sequence[str]]) -> list[str]:
     """A line for each flag: its word, or a list of its words."""
     lines = []
     for name, words in arguments.items():
-        spelled = [_scalar(word) for word in words]
-        lines.append(
-            f"{name}: {spelled[0]}" if len(spelled) == 1 else f"{name}: [{', '.join(spelled)}]"
-        )
+        value = ", ".join(map(_quote, words))
+        if len(words) != 1:
+            value = f"[{value}]"
+        lines.append(f"{name}: {value}")
     return lines
 
 
-def _scalar(word: str) -> str:
-    """A word as YAML has it: bare where it can stand so, else in quotes."""
-    is_plain = PLAIN.fullmatch(word) and not word.startswith("- ") and word != "-"
-    return word if is_plain else json.dumps(word, ensure_ascii=False)
+def _quote(word: str) -> str:
+    """A word as YAML has it: without quotes where they are not needed."""
+    if PLAIN.fullmatch(word) and word != "-":
+        return word
+    return json.dumps(word, ensure_ascii=False)

@@ -12,7 +12,7 @@ from open_instruct.migrate.suites.settings import (
     read_yaml,
 )
 
-WORDS_OF_PROGRAM = ("axolotl", "train", "axolotl.cli.train")
+PROGRAM_WORDS = ("axolotl", "train", "axolotl.cli.train")
 KIND = "rl"
 # Switches that name a trainer in a file without `rl`.
 SWITCHES = {"reward_model": "reward_model", "process_reward_model": "prm"}
@@ -23,17 +23,25 @@ def read_settings(words: list[str]) -> Settings:
 
     :raises InputError: they name no YAML file, or it cannot be read.
     """
-    start = next(
-        (index for index, word in enumerate(words) if word.lower().endswith(YAML_SUFFIXES)), -1
-    )
-    if start < 0:
+    files = [word for word in words if word.lower().endswith(YAML_SUFFIXES)]
+    if not files:
         raise InputError(
             "axolotl takes a YAML file: name it, as in axolotl train FILE.yaml", kind="stray_word"
         )
-    launcher = [word for word in words[:start] if Path(word).name not in WORDS_OF_PROGRAM]
+    start = words.index(files[0])
+    launcher = [word for word in words[:start] if Path(word).name not in PROGRAM_WORDS]
     values = read_yaml(words[start]) | read_flags(words[start + 1 :])
     name_configurations(values, "datasets.path", "datasets.name")
-    kind = " ".join(values.pop(KIND, ["none"])).lower()
-    switched = [trainer for name, trainer in SWITCHES.items() if values.get(name) == ["true"]]
-    trainer = kind if kind not in ("none", "false") else next(iter(switched), "sft")
+    trainer = _find_trainer(values)
     return Settings(trainer=trainer, values=values, num_gpus=count_gpus(launcher))
+
+
+def _find_trainer(values: dict[str, list[str]]) -> str:
+    """Take the kind of training out of the settings; supervised tuning where none is named."""
+    kind = " ".join(values.pop(KIND, ["none"])).lower()
+    if kind not in ("none", "false"):
+        return kind
+    for name, trainer in SWITCHES.items():
+        if values.get(name) == ["true"]:
+            return trainer
+    return "sft"

@@ -13,7 +13,7 @@ from open_instruct.migrate.suites.shell_script import expand_script
 
 PROGRAMS = ("llamafactory-cli", "lmf", "train.py", "train_bash.py")
 KIND = "stage"
-LIST_OF_DATA = "dataset_info.json"
+DATA_LIST_FILE = "dataset_info.json"
 MAX_LIST_BYTES = 2**24
 
 
@@ -22,59 +22,64 @@ def read_settings(words: list[str]) -> Settings:
 
     :raises InputError: a file cannot be read, or a word is no setting.
     """
-    words = expand_script(
-        words, lambda command: any(Path(word).name in PROGRAMS for word in command)
-    )
-    start = next((index for index, word in enumerate(words) if Path(word).name in PROGRAMS), -1)
-    launcher, rest = (
-        words[: max(start, 0)],
-        [word for word in words[start + 1 :] if word != "train"],
-    )
+    words = expand_script(words, _starts_trainer)
+    launcher, rest = _split_at_program(words)
+    rest = [word for word in rest if word != "train"]
     values: dict[str, list[str]] = {}
     folder = Path()
     if rest and rest[0].lower().endswith(YAML_SUFFIXES):
         folder = Path(rest[0]).parent
         values |= read_yaml(rest.pop(0))
     pairs = [word for word in rest if "=" in word and not word.startswith("--")]
-    values |= {name: [value] for name, _, value in (pair.partition("=") for pair in pairs)}
+    for pair in pairs:
+        name, _, value = pair.partition("=")
+        values[name] = [value]
     values |= read_flags([word for word in rest if word not in pairs])
     for name in ("dataset", "eval_dataset"):
         if name in values:
-            names = [part.strip() for word in values[name] for part in word.split(",")]
-            values[name] = [_place_of_data(each, values, folder) for each in names]
+            data_sets = ",".join(values[name]).split(",")
+            values[name] = [_find_data(each.strip(), values, folder) for each in data_sets]
     trainer = " ".join(values.pop(KIND, ["sft"]))
-    return Settings(
-        trainer=trainer,
-        values=values,
-        num_gpus=count_gpus(launcher) or _gpus_of_environment(launcher),
-    )
+    num_gpus = count_gpus(launcher) or _count_visible_gpus(launcher)
+    return Settings(trainer=trainer, values=values, num_gpus=num_gpus)
 
 
-def _place_of_data(name: str, values: dict[str, list[str]], folder: Path) -> str:
-    """The file or the hub's name that a name stands for in the list of data sets; the name itself
-    without a list.
-    """
-    folders = [Path(" ".join(values.get("dataset_dir", ["data"])))]
-    folders.append(folder / folders[0])
-    listed = next(
-        (place / LIST_OF_DATA for place in folders if (place / LIST_OF_DATA).is_file()), None
-    )
-    if listed is None:
+def _split_at_program(words: list[str]) -> tuple[list[str], list[str]]:
+    """The launcher's words, and those after the program; without one, all are after it."""
+    for index, word in enumerate(words):
+        if Path(word).name in PROGRAMS:
+            return words[:index], words[index + 1 :]
+    return [], words
+
+
+def _starts_trainer(words: list[str]) -> bool:
+    return any(Path(word).name in PROGRAMS for word in words)
+
+
+def _find_data(name: str, values: dict[str, list[str]], folder: Path) -> str:
+    """The file, or the hub's name, of an entry in the list of data sets; else the name itself."""
+    data_folder = Path(" ".join(values.get("dataset_dir", ["data"])))
+    path = data_folder / DATA_LIST_FILE
+    if not path.is_file():
+        path = folder / path
+    if not path.is_file():
         return name
     try:
-        facts: Any = json.loads(read_asked(str(listed), where=str(listed), most=MAX_LIST_BYTES))
+        data_sets: Any = json.loads(read_asked(str(path), where=str(path), most=MAX_LIST_BYTES))
     except (ValueError, RecursionError) as error:
-        raise InputError(f"{listed}: not valid JSON: {error}", kind="unreadable_file") from None
-    entry = facts.get(name, {}) if isinstance(facts, dict) else {}
+        raise InputError(f"{path}: not valid JSON: {error}", kind="unreadable_file") from None
+    entry = data_sets.get(name, {}) if isinstance(data_sets, dict) else {}
     if "hf_hub_url" in entry:
         return str(entry["hf_hub_url"])
-    return os.fspath(listed.parent / entry["file_name"]) if "file_name" in entry else name
+    if "file_name" in entry:
+        return os.fspath(path.parent / entry["file_name"])
+    return name
 
 
-def _gpus_of_environment(launcher: list[str]) -> int | None:
+def _count_visible_gpus(launcher: list[str]) -> int | None:
     """GPUs that `CUDA_VISIBLE_DEVICES=0,1` in front of a command lists."""
-    listed = next(
-        (word.partition("=")[2] for word in launcher if word.startswith("CUDA_VISIBLE_DEVICES=")),
-        "",
-    )
-    return len(listed.split(",")) if listed else None
+    for word in launcher:
+        variable, _, devices = word.partition("=")
+        if variable == "CUDA_VISIBLE_DEVICES":
+            return len(devices.split(",")) if devices else None
+    return None

@@ -13,8 +13,8 @@ from open_instruct.migrate.suites.settings import (
 from open_instruct.migrate.suites.shell_script import expand_script
 
 PROGRAM = re.compile(r"(?:.*openrlhf[./]cli[./])?train_(dpo|sft|rm|kto|ppo_ray|ppo|kd)(?:\.py)?")
-# Flags by which a launch that names no program is known.
-OF_TRAINERS = {
+# Flags that show the trainer of a launch that names no program.
+TRAINER_FLAGS = {
     "ppo_ray": (
         "prompt_data",
         "data.prompt_dataset",
@@ -36,22 +36,24 @@ def read_settings(words: list[str]) -> Settings:
         values |= read_yaml(rest.pop(0))
     values |= read_flags(rest)
     if not trainer:
-        trainer = next(
-            (name for name, flags in OF_TRAINERS.items() if any(flag in values for flag in flags)),
-            "",
-        )
-    trainer = "ppo_ray" if trainer == "ppo" else trainer
-    for name, words_of_value in values.items():
-        values[name] = [part for word in words_of_value for part in _parts(name, word)]
+        trainer = _guess_trainer(values)
+    if trainer == "ppo":
+        trainer = "ppo_ray"
+    for name, its_words in values.items():
+        # OpenRLHF writes several data sets in one word, with commas between.
+        if its_words and ("dataset" in name or name == "prompt_data"):
+            values[name] = ",".join(its_words).split(",")
     return Settings(trainer=trainer, values=values, num_gpus=count_gpus(launcher))
 
 
-def _parts(name: str, word: str) -> list[str]:
-    """The names of several data sets, which OpenRLHF writes in one word, with commas between."""
-    return word.split(",") if "dataset" in name or name == "prompt_data" else [word]
+def _guess_trainer(values: dict[str, list[str]]) -> str:
+    for trainer, flags in TRAINER_FLAGS.items():
+        if any(flag in values for flag in flags):
+            return trainer
+    return ""
 
 
 def _starts_trainer(words: list[str]) -> bool:
-    """Whether a command of a script has a program and flags; deepspeed's own come before it."""
-    start = next((index for index, word in enumerate(words) if PROGRAM.fullmatch(word)), len(words))
-    return any(word.startswith("--") for word in words[start:])
+    """Whether a command of a script has a program with flags; deepspeed's flags come before it."""
+    _, trainer, rest = split_at_program(words, PROGRAM)
+    return bool(trainer) and any(word.startswith("--") for word in rest)

@@ -1,4 +1,4 @@
-"""What a Python script calls with which arguments, read from its syntax and never executed."""
+"""Reads the calls in a Python script, and their arguments, without executing it."""
 
 import ast
 import json
@@ -14,7 +14,7 @@ MAX_SHOWN = 60
 MAX_DEPTH = 20
 # Calls whose first argument says all that a setting needs.
 NAMING = ("from_pretrained", "load_dataset", "load_from_disk")
-# Of the datasets library: what reads files, which stand in another argument.
+# First arguments with which the datasets library reads the files of another argument.
 FILE_READERS = ("arrow", "csv", "json", "parquet")
 
 
@@ -38,7 +38,7 @@ class _Unknown(Exception):
 
 
 def read_calls(path: str) -> list[Call]:
-    """Every call in a script, in the order of its lines.
+    """Read every call in a script, in the order of its lines.
 
     :raises InputError: the file cannot be read, or is no Python.
     """
@@ -46,41 +46,33 @@ def read_calls(path: str) -> list[Call]:
     try:
         tree = ast.parse(text)
     except (SyntaxError, ValueError, RecursionError) as error:
-        line = f" line {error.lineno}" if isinstance(error, SyntaxError) else ""
-        raise InputError(
-            f"{path}{line}: not valid Python: {error}", kind="unreadable_file"
-        ) from None
-    names = dict(_functions(tree, path)) | dict(_assignments(tree))
+        place = f"{path} line {error.lineno}" if isinstance(error, SyntaxError) else path
+        raise InputError(f"{place}: not valid Python: {error}", kind="unreadable_file") from None
+    names = dict(_find_functions(tree, path)) | dict(_find_assignments(tree))
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
-    return [
-        _read_call(node, names)
-        for node in sorted(calls, key=lambda node: (node.lineno, node.col_offset))
-    ]
+    calls.sort(key=lambda call: (call.lineno, call.col_offset))
+    return [_read_call(call, names) for call in calls]
 
 
-def _assignments(tree: ast.Module) -> Iterator[tuple[str, ast.expr]]:
+def _find_assignments(tree: ast.Module) -> Iterator[tuple[str, ast.expr]]:
     """The expression of each name that is assigned exactly once."""
     found: dict[str, list[ast.expr]] = {}
     for node in ast.walk(tree):
-        if (
-            isinstance(node, ast.Assign)
-            and len(node.targets) == 1
-            and isinstance(node.targets[0], ast.Name)
-        ):
-            found.setdefault(node.targets[0].id, []).append(node.value)
-        elif (
-            isinstance(node, ast.AnnAssign)
-            and isinstance(node.target, ast.Name)
-            and node.value is not None
-        ):
-            found.setdefault(node.target.id, []).append(node.value)
+        if isinstance(node, ast.Assign) and len(node.targets) == 1:
+            target: ast.expr | None = node.targets[0]
+        elif isinstance(node, ast.AnnAssign):
+            target = node.target
+        else:
+            continue
+        if isinstance(target, ast.Name) and node.value is not None:
+            found.setdefault(target.id, []).append(node.value)
     for name, expressions in found.items():
         if len(expressions) == 1:
             yield name, expressions[0]
 
 
-def _functions(tree: ast.Module, path: str) -> Iterator[tuple[str, ast.expr]]:
-    """Functions of the script as FILE.py:NAME, and what it imports as module:NAME."""
+def _find_functions(tree: ast.Module, path: str) -> Iterator[tuple[str, ast.expr]]:
+    """Functions of the script as FILE.py:NAME, and imported ones as module:NAME."""
     for node in tree.body:
         if isinstance(node, ast.FunctionDef):
             yield node.name, ast.Constant(f"{path}:{node.name}")
@@ -94,26 +86,27 @@ def _read_call(node: ast.Call, names: Mapping[str, ast.expr]) -> Call:
     unreadable: dict[str, str] = {}
     for keyword in node.keywords:
         if keyword.arg is None:
-            unreadable[f"**{_shown(keyword.value)}"] = "several arguments at once"
+            unreadable[f"**{_shorten(keyword.value)}"] = "several arguments at once"
             continue
         try:
-            value = _value(keyword.value, names, 0)
+            value = _evaluate(keyword.value, names, 0)
         except (_Unknown, ArithmeticError, TypeError, ValueError):
-            unreadable[keyword.arg] = _shown(_resolve(keyword.value, names))
+            unreadable[keyword.arg] = _shorten(_resolve(keyword.value, names))
             continue
         if isinstance(value, dict):
-            values |= {f"{keyword.arg}.{key}": _words(item) for key, item in value.items()}
+            for key, item in value.items():
+                values[f"{keyword.arg}.{key}"] = _write_words(item)
             continue
-        values[keyword.arg] = _words(value)
-        for name, value in _loading_arguments(keyword.value, names).items():
+        values[keyword.arg] = _write_words(value)
+        for name, value in _find_loading_arguments(keyword.value, names).items():
             values[f"{keyword.arg}.{name}"] = [value]
-    return Call(name=_called(node), values=values, unreadable=unreadable)
+    return Call(name=_find_called_name(node), values=values, unreadable=unreadable)
 
 
-def _loading_arguments(node: ast.expr, names: Mapping[str, ast.expr]) -> dict[str, str]:
-    """The named arguments of the call that loads a model or rows:
+def _find_loading_arguments(node: ast.expr, names: Mapping[str, ast.expr]) -> dict[str, str]:
+    """The named arguments of the call that loads a model or rows.
 
-    `split` of `load_dataset("a", split="train")`.
+    Example: `split` of `load_dataset("a", split="train")`.
     """
     found: dict[str, str] = {}
     for _ in range(MAX_DEPTH):
@@ -122,13 +115,11 @@ def _loading_arguments(node: ast.expr, names: Mapping[str, ast.expr]) -> dict[st
         elif isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
             found["split"] = str(node.slice.value)
             node = node.value
-    if isinstance(node, ast.Call) and _called(node) in NAMING:
-        found |= {
-            keyword.arg: _shown(keyword.value).strip("'")
-            for keyword in node.keywords
-            if keyword.arg
-        }
-        found.pop("name", None)  # of a configuration of rows: `_named_thing` has it
+    if isinstance(node, ast.Call) and _find_called_name(node) in NAMING:
+        for keyword in node.keywords:
+            if keyword.arg:
+                found[keyword.arg] = _shorten(keyword.value).strip("'")
+        found.pop("name", None)  # of a configuration of rows: `_find_loaded_name` has it
         if found.pop("data_files", None) is not None and found.get("split") == "train":
             del found["split"]  # all rows of files are its "train"
     return found
@@ -143,49 +134,51 @@ def _resolve(node: ast.expr, names: Mapping[str, ast.expr]) -> ast.expr:
     return node
 
 
-def _called(node: ast.Call) -> str:
+def _find_called_name(node: ast.Call) -> str:
     """The last name of what is called: `from_pretrained` of `AutoTokenizer.from_pretrained`."""
     if isinstance(node.func, ast.Attribute):
         return node.func.attr
-    return node.func.id if isinstance(node.func, ast.Name) else ""
+    if isinstance(node.func, ast.Name):
+        return node.func.id
+    return ""
 
 
-def _value(node: ast.expr, names: Mapping[str, ast.expr], depth: int) -> Any:
+def _evaluate(node: ast.expr, names: Mapping[str, ast.expr], depth: int) -> Any:
     """The value of an expression of constants, assigned names, and arithmetic on numbers."""
     if depth > MAX_DEPTH:
         raise _Unknown
     if isinstance(node, ast.Constant):
         return node.value
     if isinstance(node, ast.Name) and node.id in names:
-        return _value(names[node.id], names, depth + 1)
+        return _evaluate(names[node.id], names, depth + 1)
     if isinstance(node, ast.List | ast.Tuple):
-        return [_value(item, names, depth + 1) for item in node.elts]
+        return [_evaluate(item, names, depth + 1) for item in node.elts]
     if isinstance(node, ast.Dict):
         if None in node.keys:
             raise _Unknown
-        keys = [_value(key, names, depth + 1) for key in node.keys if key is not None]
-        return dict(
-            zip(keys, [_value(value, names, depth + 1) for value in node.values], strict=True)
-        )
+        keys = [_evaluate(key, names, depth + 1) for key in node.keys if key is not None]
+        values = [_evaluate(value, names, depth + 1) for value in node.values]
+        return dict(zip(keys, values, strict=True))
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
-        return -_value(node.operand, names, depth + 1)
+        return -_evaluate(node.operand, names, depth + 1)
     if isinstance(node, ast.BinOp):
-        return _arithmetic(node, names, depth)
-    if (
-        isinstance(node, ast.Attribute)
-        and isinstance(node.value, ast.Name)
-        and node.value.id == "torch"
-    ):
+        return _compute(node, names, depth)
+    if isinstance(node, ast.Attribute) and _is_torch(node.value):
         return node.attr  # torch.bfloat16
     if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
-        return _value(node.value, names, depth + 1)
-    if isinstance(node, ast.Call) and _called(node) in NAMING and node.args:
-        return _named_thing(node, names, depth)
+        return _evaluate(node.value, names, depth + 1)
+    if isinstance(node, ast.Call) and _find_called_name(node) in NAMING and node.args:
+        return _find_loaded_name(node, names, depth)
     raise _Unknown
 
 
-def _arithmetic(node: ast.BinOp, names: Mapping[str, ast.expr], depth: int) -> Any:
-    left, right = _value(node.left, names, depth + 1), _value(node.right, names, depth + 1)
+def _is_torch(node: ast.expr) -> bool:
+    return isinstance(node, ast.Name) and node.id == "torch"
+
+
+def _compute(node: ast.BinOp, names: Mapping[str, ast.expr], depth: int) -> Any:
+    left = _evaluate(node.left, names, depth + 1)
+    right = _evaluate(node.right, names, depth + 1)
     if not all(isinstance(side, int | float) for side in (left, right)):
         raise _Unknown
     if isinstance(node.op, ast.Mult):
@@ -201,33 +194,33 @@ def _arithmetic(node: ast.BinOp, names: Mapping[str, ast.expr], depth: int) -> A
     raise _Unknown
 
 
-def _named_thing(node: ast.Call, names: Mapping[str, ast.expr], depth: int) -> str | list[str]:
+def _find_loaded_name(node: ast.Call, names: Mapping[str, ast.expr], depth: int) -> str | list[str]:
     """The name of a model or of rows that a call loads; a configuration of rows is put behind it.
 
     Of `load_dataset("json", data_files="pairs.jsonl")` that is the file, or a list of files.
     """
     arguments = {keyword.arg: keyword.value for keyword in node.keywords}
-    parts = [_value(part, names, depth + 1) for part in node.args[:2]]
-    if _called(node) == "load_dataset" and "name" in arguments:
-        parts.append(_value(arguments["name"], names, depth + 1))
+    parts = [_evaluate(part, names, depth + 1) for part in node.args[:2]]
+    if _find_called_name(node) == "load_dataset" and "name" in arguments:
+        parts.append(_evaluate(arguments["name"], names, depth + 1))
     if not all(isinstance(part, str) for part in parts):
         raise _Unknown
     if "data_files" not in arguments:
         return ":".join(parts)
-    files = _value(arguments["data_files"], names, depth + 1)
+    files = _evaluate(arguments["data_files"], names, depth + 1)
     if isinstance(files, dict) or parts[0] not in FILE_READERS:
         # A file for each split, or some files of a folder or of a data set of the hub.
         raise _Unknown
     return files
 
 
-def _words(value: Any) -> list[str]:
+def _write_words(value: Any) -> list[str]:
     if isinstance(value, list):
-        return [_word(item) for item in value]
-    return [_word(value)]
+        return [_write_word(item) for item in value]
+    return [_write_word(value)]
 
 
-def _word(value: Any) -> str:
+def _write_word(value: Any) -> str:
     if value is None:
         return "none"
     if isinstance(value, bool):
@@ -237,6 +230,8 @@ def _word(value: Any) -> str:
     return str(value)
 
 
-def _shown(node: ast.expr) -> str:
+def _shorten(node: ast.expr) -> str:
     text = ast.unparse(node)
-    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}…"
+    if len(text) <= MAX_SHOWN:
+        return text
+    return f"{text[:MAX_SHOWN]}…"

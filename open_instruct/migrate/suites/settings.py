@@ -4,7 +4,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import chain, pairwise, takewhile
 from typing import Any
 
 import yaml
@@ -13,7 +13,7 @@ from open_instruct.config.parser import YAML_NULL, groups_of, nodes_of
 from open_instruct.core.errors import InputError, Problem
 
 ENDS_OF_COMMANDS = ("&&", "||", ";", "|", "&")
-# The flags by which launchers are told how many processes they start.
+# Flags of launchers that say how many processes to start.
 GPU_FLAGS = (
     "--num_processes",
     "--num-processes",
@@ -52,14 +52,18 @@ def read_flags(words: Sequence[str]) -> dict[str, list[str]]:
     :raises InputError: a word belongs to no flag.
     """
     problems: list[Problem] = []
-    end = next((index for index, word in enumerate(words) if word in ENDS_OF_COMMANDS), len(words))
-    groups = groups_of(words[:end], problems)
+    groups = groups_of(first_command(words), problems)
     if problems:
         raise InputError("\n".join(problems), problems=problems)
-    return {
-        spelling.removeprefix("--").replace("-", "_"): its_words or ["true"]
-        for spelling, its_words in groups
-    }
+    flags = {}
+    for spelling, its_words in groups:
+        flags[spelling.removeprefix("--").replace("-", "_")] = its_words or ["true"]
+    return flags
+
+
+def first_command(words: Sequence[str]) -> list[str]:
+    """The words before the first one that ends a command, such as `&&`."""
+    return list(takewhile(lambda word: word not in ENDS_OF_COMMANDS, words))
 
 
 def split_at_program(
@@ -70,14 +74,15 @@ def split_at_program(
     Where no word is the program, all words are behind it.
     """
     for index, word in enumerate(words):
-        if match := program.fullmatch(word):
+        match = program.fullmatch(word)
+        if match:
             return list(words[:index]), match[1], list(words[index + 1 :])
     return [], "", list(words)
 
 
 def count_gpus(launcher: Sequence[str]) -> int | None:
     """The processes that a launcher's words start on one node; None where they do not say."""
-    words = [part for word in launcher for part in word.split("=", 1)]
+    words = chain.from_iterable(word.split("=", 1) for word in launcher)
     for flag, count in pairwise(words):
         if flag in GPU_FLAGS and count.isdecimal():
             return int(count)
@@ -125,8 +130,9 @@ def plain_value(node: Any, path: str) -> Any:
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, list[str]]:
-    """The words of nested settings. Of a list of mappings each key has a word for every mapping:
-    none where it is not.
+    """The words of nested settings, by their keys with dots between.
+
+    A key of a list of mappings has a word for every mapping; it is none where the key is missing.
 
     Example: `{"datasets": [{"path": "a", "split": "train"}, {"path": "b"}]}` is::
 
@@ -140,8 +146,7 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, list[str]]
         elif isinstance(value, dict):
             words |= flatten(value, f"{name}.")
         elif isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
-            keys = list(dict.fromkeys(inner for item in value for inner in item))
-            for inner in keys:
+            for inner in dict.fromkeys(chain.from_iterable(value)):
                 words[f"{name}.{inner}"] = [_one_word(item.get(inner, "none")) for item in value]
         elif isinstance(value, list):
             words[name] = [_one_word(item) for item in value]

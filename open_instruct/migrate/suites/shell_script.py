@@ -1,4 +1,4 @@
-"""The command of a shell script, with its variables filled in; nothing is executed."""
+"""Reads the command of a shell script, with its variables filled in, without executing it."""
 
 import ast
 import operator
@@ -43,16 +43,17 @@ def read_command(path: str, starts_trainer: Callable[[list[str]], bool]) -> list
     text = read_asked(path, where=path, most=MAX_SCRIPT_BYTES)
     variables: dict[str, str] = {}
     for line in _logical_lines(text, variables):
-        array, assignment = ARRAY.fullmatch(line), ASSIGNMENT.fullmatch(line)
+        array = ARRAY.fullmatch(line)
         if array is not None:
-            variables[array[1]] = (
-                f"{variables.get(array[1], '')} {_fill_in(array[2], variables)}".strip()
-            )
+            items = _fill_in(array[2], variables)
+            variables[array[1]] = f"{variables.get(array[1], '')} {items}".strip()
             continue
-        value = _split(_fill_in(assignment[2], variables)) if assignment is not None else []
-        if assignment is not None and len(value) <= 1:
-            variables[assignment[1]] = " ".join(value)
-            continue
+        assignment = ASSIGNMENT.fullmatch(line)
+        if assignment is not None:
+            value = _split(_fill_in(assignment[2], variables))
+            if len(value) <= 1:
+                variables[assignment[1]] = " ".join(value)
+                continue
         words = _split(_fill_in(line, variables))
         if starts_trainer(words):
             return words
@@ -64,8 +65,9 @@ def read_command(path: str, starts_trainer: Callable[[list[str]], bool]) -> list
 
 
 def _logical_lines(text: str, variables: dict[str, str]) -> list[str]:
-    """Lines with those that they go on in, without comments; a text that is read into a variable is
-    put there.
+    """The lines of a script without comments, each joined with those that continue it.
+
+    A text that the script reads into a variable is put into `variables`.
     """
     lines: list[str] = []
     left = [re.sub(r"\\\s+$", r"\\", line) for line in text.splitlines()]
@@ -87,9 +89,9 @@ def _logical_lines(text: str, variables: dict[str, str]) -> list[str]:
 
 def _is_open(line: str) -> bool:
     """Whether a list in brackets goes on in the next line."""
-    return re.match(r"\s*(?:export\s+)?\w+\+?=\(", line) is not None and not line.rstrip().endswith(
-        ")"
-    )
+    if re.match(r"\s*(?:export\s+)?\w+\+?=\(", line) is None:
+        return False
+    return not line.rstrip().endswith(")")
 
 
 def _without_comment(line: str) -> str:
@@ -101,16 +103,21 @@ def _fill_in(text: str, variables: Mapping[str, str]) -> str:
     text = QUOTED_ARRAY.sub(r"\1", text)  # whose own words have quotes where they need them
     for _ in range(MAX_ROUNDS):
         before = text
-        text = VARIABLE.sub(lambda match: _value(match, variables), text)
+        text = VARIABLE.sub(lambda match: _look_up(match, variables), text)
         text = _fill_in_arithmetic(text, variables)
         if text == before:
             break
     return text
 
 
-def _value(match: re.Match[str], variables: Mapping[str, str]) -> str:
+def _look_up(match: re.Match[str], variables: Mapping[str, str]) -> str:
+    """The value of a variable; else its default in the script, or the text as it is."""
     name = match[1] or match[2]
-    return variables.get(name, match[0] if match[3] is None else match[3].strip("'\""))
+    if name in variables:
+        return variables[name]
+    if match[3] is not None:
+        return match[3].strip("'\"")
+    return match[0]
 
 
 def _fill_in_arithmetic(text: str, variables: Mapping[str, str]) -> str:
@@ -130,25 +137,21 @@ def _fill_in_arithmetic(text: str, variables: Mapping[str, str]) -> str:
 
 
 def _compute(expression: str, variables: Mapping[str, str]) -> int | None:
-    """The whole number of an expression of numbers, variables, brackets and `+ - * /`;
-
-    None where it is another.
-    """
+    """The value of an expression of whole numbers, variables, brackets and `+ - * /`, or None."""
     try:
-        return _number(ast.parse(expression.strip(), mode="eval").body, variables)
+        return _evaluate(ast.parse(expression.strip(), mode="eval").body, variables)
     except (SyntaxError, ValueError, ArithmeticError, RecursionError):
         return None
 
 
-def _number(node: ast.expr, variables: Mapping[str, str]) -> int:
+def _evaluate(node: ast.expr, variables: Mapping[str, str]) -> int:
     if isinstance(node, ast.Constant):
         return int(node.value)  # type: ignore[arg-type]
     if isinstance(node, ast.Name):
         return int(variables.get(node.id, ""))
     if isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
-        return OPERATORS[type(node.op)](
-            _number(node.left, variables), _number(node.right, variables)
-        )
+        compute = OPERATORS[type(node.op)]
+        return compute(_evaluate(node.left, variables), _evaluate(node.right, variables))
     raise ValueError
 
 

@@ -1,4 +1,4 @@
-"""What each setting of another suite is called here, from the YAML files of this folder.
+"""Tables of what each setting of another suite is called here, from this folder's YAML files.
 
 A file has the suite's `name`, the files whose sections it goes on from (`like`), its `trainers` (of
 each our command and the sections that hold for it, the most special first), the `older_names` of
@@ -127,23 +127,20 @@ def find_table(suite: str, trainer: str) -> Table:
     """The rules of the suite's `trainer`; of several sections, the first with a setting holds."""
     facts = _read(suite)
     trainer_facts = facts["trainers"][trainer]
-    sections = [
-        _read(suite)["sections"].get(name, {})
-        for name in [*trainer_facts.get("sections", [trainer]), "every"]
-    ]
-    sections += [
-        section for other in facts.get("like", []) for section in _read(other)["sections"].values()
-    ]
+    names = [*trainer_facts.get("sections", [trainer]), "every"]
+    sections = [facts["sections"].get(name, {}) for name in names]
+    for other in facts.get("like", []):
+        sections += _read(other)["sections"].values()
+    computed = []
+    for section in sections:
+        computed += [Product(**product) for product in section.get("computed", [])]
     rules: dict[str, Rule] = {}
     defaults: dict[str, str] = {}
     needs: dict[str, str] = {}
     differs: dict[str, Sequence[str]] = {}
     for section in reversed(sections):
-        rules |= {
-            name: _rule(**rule)
-            for names, rule in section.get("keys", {}).items()
-            for name in names.split(", ")
-        }
+        for keys, rule in section.get("keys", {}).items():
+            rules |= dict.fromkeys(keys.split(", "), _build_rule(**rule))
         defaults |= section.get("defaults", {})
         needs |= section.get("needs", {})
         differs |= section.get("differs", {})
@@ -154,21 +151,19 @@ def find_table(suite: str, trainer: str) -> Table:
         older_names=facts.get("older_names", {}),
         unset=facts.get("unset"),
         defaults=defaults,
-        computed=[
-            Product(**product) for section in sections for product in section.get("computed", [])
-        ],
+        computed=computed,
         needs=needs,
         differs=differs,
     )
 
 
-def _rule(**facts: Any) -> Rule:
-    times = facts.pop("times", None)
+def _build_rule(**facts: Any) -> Rule:
+    """A rule from its entry in a file, whose values are all texts."""
+    if "times" in facts:
+        facts["times"] = float(facts["times"])
     prevails = facts.pop("prevails", "false") == "true"
     flags = tuple(facts.pop("as", "").split())
-    return Rule(
-        flags=flags, times=None if times is None else float(times), prevails=prevails, **facts
-    )
+    return Rule(flags=flags, prevails=prevails, **facts)
 
 
 def _read(suite: str) -> dict[str, Any]:

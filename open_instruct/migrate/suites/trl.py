@@ -1,6 +1,6 @@
-"""TRL's launches:
+"""TRL's launches: its command or scripts with flags or YAML, and Python scripts of one's own.
 
-`trl dpo --config FILE.yaml --flag value`, its scripts with flags, YAML, and Python scripts.
+Example: `trl dpo --config FILE.yaml --flag value`.
 """
 
 import re
@@ -18,8 +18,7 @@ from open_instruct.migrate.suites.settings import (
     read_yaml,
 )
 
-# Classes of which arguments are settings, by the end of their names: TRL has a config and a trainer
-# of each kind.
+# Classes whose arguments are settings: TRL has a config and a trainer of each kind.
 CONFIG = re.compile(r"(\w+?)Config")
 TRAINER = re.compile(r"(\w+?)Trainer")
 TRAINERS_OF_CLASSES = {
@@ -38,10 +37,9 @@ TRAINERS_OF_CLASSES = {
     "Distillation": "distillation",
     "BCO": "bco",
 }
-# Names of what a script of TRL's own reads from its flags: what follows from these is not given by
-# the script.
+# Variables that a script of TRL's own reads from its flags, so that the script does not set them.
 FROM_FLAGS = re.compile(r"\b(script_args|training_args|model_args)\b")
-# Of other classes in a script what is put before the names of their arguments.
+# The prefix of the arguments of other classes in a script.
 OTHER_CLASSES = {
     "LoraConfig": "LoraConfig.",
     "BitsAndBytesConfig": "BitsAndBytesConfig.",
@@ -79,7 +77,8 @@ def read_settings(words: list[str]) -> Settings:
     name_configurations(values, "dataset_name", "dataset_config")
     name_configurations(values, "datasets.path", "datasets.name")
     unreadable = {name: how for name, how in unreadable.items() if name not in values}
-    trainer = "reward" if trainer == "reward_modeling" else trainer  # the name of an older script
+    if trainer == "reward_modeling":  # the name of an older script
+        trainer = "reward"
     return Settings(trainer=trainer, values=values, unreadable=unreadable, num_gpus=num_gpus)
 
 
@@ -107,9 +106,11 @@ def _read_script(path: str) -> tuple[str, dict[str, list[str]], dict[str, str]]:
             prefix = "trainer." if is_trainer else ""
         if prefix is None:
             continue
-        values |= {f"{prefix}{name}": words for name, words in call.values.items()}
-        unknown = {name: how for name, how in call.unreadable.items() if not FROM_FLAGS.search(how)}
-        unreadable |= {f"{prefix}{name}": how for name, how in unknown.items()}
+        for name, words in call.values.items():
+            values[f"{prefix}{name}"] = words
+        for name, how in call.unreadable.items():
+            if not FROM_FLAGS.search(how):
+                unreadable[f"{prefix}{name}"] = how
     if len(set(trainers)) > 1:
         raise InputError(
             f"{path} has several trainers, {', '.join(dict.fromkeys(trainers))}: give a script "
@@ -118,4 +119,5 @@ def _read_script(path: str) -> tuple[str, dict[str, list[str]], dict[str, str]]:
         )
     if any(name.startswith("LoraConfig.") for name in (*values, *unreadable)):
         values["use_peft"] = ["true"]
-    return (trainers[0] if trainers else Path(path).stem), values, unreadable
+    trainer = trainers[0] if trainers else Path(path).stem
+    return trainer, values, unreadable

@@ -1,6 +1,6 @@
-"""verl's launches:
+"""verl's launches: Hydra's `a.b=c` after its program, a shell script, or nested YAML.
 
-Hydra's `a.b=c` behind `python3 -m verl.trainer.main_ppo`, a shell script, or nested YAML.
+Example: `python3 -m verl.trainer.main_ppo data.train_files=rows.parquet`.
 """
 
 import json
@@ -9,9 +9,9 @@ import re
 from open_instruct.config.parser import YAML_SUFFIXES
 from open_instruct.core.errors import InputError
 from open_instruct.migrate.suites.settings import (
-    ENDS_OF_COMMANDS,
     Settings,
     count_gpus,
+    first_command,
     read_yaml,
     split_at_program,
 )
@@ -22,10 +22,10 @@ TRAINERS = {"main_ppo": "ppo", "main_dapo": "ppo", "fsdp_sft_trainer": "sft", "s
 OVERRIDE = re.compile(r"(?:\+\+|\+|~)?([A-Za-z_][\w.@/]*)=(.*)", re.DOTALL)
 REFERENCE = re.compile(r"\$\{([a-z_]+\.[\w.]+)\}")
 # Settings that only a run of reinforcement learning has.
-OF_PPO = ("actor_rollout_ref.", "algorithm.")
+PPO_PREFIXES = ("actor_rollout_ref.", "algorithm.")
 # Settings that only supervised tuning has.
-OF_SFT = ("model.partial_pretrain", "data.multiturn.messages_key")
-# Words of Hydra's own, which choose where it writes and which file it reads.
+SFT_NAMES = ("model.partial_pretrain", "data.multiturn.messages_key")
+# Flags of Hydra's own, which choose where it writes and which file it reads.
 HYDRA_FLAGS = ("--config-path", "--config-name", "--config-dir")
 
 
@@ -37,24 +37,22 @@ def read_settings(words: list[str]) -> Settings:
     launcher, program, rest = split_at_program(expand_script(words, _starts_trainer), PROGRAM)
     trainer = TRAINERS.get(program, "")
     values: dict[str, list[str]] = {}
-    end = next((index for index, word in enumerate(rest) if word in ENDS_OF_COMMANDS), len(rest))
-    rest = rest[:end]
+    rest = first_command(rest)
     if rest and rest[0].lower().endswith(YAML_SUFFIXES):
         values |= read_yaml(rest.pop(0))
     values |= _read_overrides(rest)
-    if not trainer and any(name.startswith(OF_PPO) for name in values):
+    if not trainer and any(name.startswith(PPO_PREFIXES) for name in values):
         trainer = "ppo"
-    elif not trainer and any(name in values for name in OF_SFT):
+    elif not trainer and any(name in values for name in SFT_NAMES):
         trainer = "sft"
     if trainer == "ppo" and values.get("algorithm.adv_estimator", ["gae"]) != ["gae"]:
         trainer = "grpo"
-    values = {
-        name: [_fill_in(word, values) for word in its_words] for name, its_words in values.items()
-    }
-    values.pop("defaults", None)  # Hydra's list of files, whose settings are defaults
-    return Settings(
-        trainer=trainer, values=values, num_gpus=_count_gpus(values) or count_gpus(launcher)
-    )
+    settings = {}
+    for name, its_words in values.items():
+        settings[name] = [_fill_in(word, values) for word in its_words]
+    settings.pop("defaults", None)  # Hydra's list of files, whose settings are defaults
+    num_gpus = _count_gpus(settings) or count_gpus(launcher)
+    return Settings(trainer=trainer, values=settings, num_gpus=num_gpus)
 
 
 def _fill_in(word: str, values: dict[str, list[str]]) -> str:
@@ -63,19 +61,16 @@ def _fill_in(word: str, values: dict[str, list[str]]) -> str:
 
 
 def _starts_trainer(words: list[str]) -> bool:
-    return any(PROGRAM.fullmatch(word) for word in words) and any(
-        OVERRIDE.fullmatch(word) for word in words
-    )
+    return any(map(PROGRAM.fullmatch, words)) and any(map(OVERRIDE.fullmatch, words))
 
 
 def _count_gpus(values: dict[str, list[str]]) -> int | None:
     """GPUs of all nodes, on which learners and engines take turns."""
-    numbers = [
-        " ".join(values.get(name, ["1"])) for name in ("trainer.nnodes", "trainer.n_gpus_per_node")
-    ]
-    if "trainer.n_gpus_per_node" not in values or not all(number.isdecimal() for number in numbers):
-        return None
-    return int(numbers[0]) * int(numbers[1])
+    num_nodes = " ".join(values.get("trainer.nnodes", ["1"]))
+    gpus_per_node = " ".join(values.get("trainer.n_gpus_per_node", []))
+    if num_nodes.isdecimal() and gpus_per_node.isdecimal():
+        return int(num_nodes) * int(gpus_per_node)
+    return None
 
 
 def _read_overrides(words: list[str]) -> dict[str, list[str]]:
@@ -100,7 +95,9 @@ def _read_overrides(words: list[str]) -> dict[str, list[str]]:
 
 def _read_value(text: str) -> list[str]:
     """The words of a value as Hydra writes it: a list in brackets, or one word."""
-    text = text.strip().strip("'\"") if not text.strip().startswith(("[", "{")) else text.strip()
+    text = text.strip()
+    if not text.startswith(("[", "{")):
+        text = text.strip("'\"")
     if text.startswith("[") and text.endswith("]"):
         return [part.strip().strip("'\"") for part in text[1:-1].split(",") if part.strip()]
     if text.lower() in ("null", "none", "~"):

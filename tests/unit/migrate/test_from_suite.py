@@ -15,7 +15,7 @@ from open_instruct.commands.run_flags import parse_run
 from open_instruct.config.flags import Flag, flags_of
 from open_instruct.config.resolved import as_flat_dict
 from open_instruct.migrate.from_suite import READERS
-from open_instruct.migrate.suites.rule_values import LEFT_OUT, words_here
+from open_instruct.migrate.suites.rule_values import LEFT_OUT, translate_words
 from open_instruct.migrate.suites.settings import Settings
 from open_instruct.migrate.suites.tables import Rule, Table, find_table, find_trainers
 from open_instruct.migrate.translation import Translation, translate
@@ -135,7 +135,7 @@ class TestTables:
 
 def _accept(flags: dict[str, Flag], rule: Rule, value: str) -> bool:
     """Whether our flags take the words that a value becomes."""
-    words = words_here(rule, value.split())
+    words = translate_words(rule, value.split())
     for place, name in enumerate(rule.flags if words != [LEFT_OUT] else ()):
         if name in flags:
             flags[name].value_of(words[place : place + 1] if rule.form == "each" else words)

@@ -15,7 +15,7 @@ from open_instruct.config.flags import flags_of
 from open_instruct.config.grpo import GRPOConfig, validate_grpo
 from open_instruct.config.resolved import as_flat_dict
 from open_instruct.config.suites.upstream_flags import upstream_defaults, upstream_table
-from open_instruct.migrate.launch import ALL_TRAINERS, DEFAULTS_OF, read_launch
+from open_instruct.migrate.launch import ALL_TRAINERS, DEFAULTS_FROM, read_launch
 from open_instruct.migrate.migration import Migration, migrate
 from open_instruct.objectives.dpo import DPOConfig
 from open_instruct.objectives.registry import objective_named
@@ -125,7 +125,9 @@ class TestDefaults:
 
     @pytest.mark.parametrize(
         "trainer",
-        sorted({DEFAULTS_OF.get(name, name) for names in ALL_TRAINERS.values() for name in names}),
+        sorted(
+            {DEFAULTS_FROM.get(name, name) for names in ALL_TRAINERS.values() for name in names}
+        ),
     )
     def test_each_default_is_of_a_flag_that_is_known(self, trainer: str) -> None:
         command = next(name for name, names in ALL_TRAINERS.items() if trainer in names)
