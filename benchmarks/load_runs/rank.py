@@ -20,12 +20,12 @@ from transformers import AutoModelForCausalLM, Olmo2ForCausalLM
 
 from open_instruct.models.build import build_model
 from open_instruct.models.export import export_hf
-from open_instruct.models.family import transformer_config
+from open_instruct.models.family import build_transformer_config
 from open_instruct.models.hf.checkpoint_files import CheckpointFiles
 from open_instruct.models.hf.hf_config import load_hf_config
 from open_instruct.models.hf.names import TensorNames
-from open_instruct.models.load import check_cover, parameter_shapes, stream_load
-from open_instruct.models.shards import own_box
+from open_instruct.models.load import check_cover, find_parameter_shapes, stream_load
+from open_instruct.models.shards import find_local_box
 
 del AutoModelForCausalLM, Olmo2ForCausalLM  # imported so that nobody's time includes the import
 
@@ -40,20 +40,20 @@ def run_rank(task: str, way: str, checkpoint: Path, scratch: Path) -> None:
     def load_ours() -> Any:
         model = build_model(hf_config)
         files = CheckpointFiles.open(checkpoint)
-        check_cover(names, files, parameter_shapes(model))
+        check_cover(names, files, find_parameter_shapes(model))
         model = sharded(model)
         stream_load(model, files, names)
         return model
 
     def load_olmo_core() -> Any:
-        model = sharded(transformer_config(hf_config).build(init_device="meta"))
+        model = sharded(build_transformer_config(hf_config).build(init_device="meta"))
         state = model.state_dict()
         load_hf_model(str(checkpoint), state)
         model.load_state_dict(state)
         return model
 
     def export_ours() -> None:
-        num_params = sum(map(math.prod, parameter_shapes(model).values()))
+        num_params = sum(map(math.prod, find_parameter_shapes(model).values()))
         export_hf(
             model,
             names,
@@ -108,7 +108,7 @@ def wrong_shards(model: Any, files: CheckpointFiles, names: TensorNames) -> list
         for name, parameter in model.named_parameters()
         if isinstance(parameter, DTensor)
         and not torch.equal(
-            parameter.to_local(), files.read(names.hf_name(name), own_box(parameter)).float()
+            parameter.to_local(), files.read(names.hf_name(name), find_local_box(parameter)).float()
         )
     ]
 

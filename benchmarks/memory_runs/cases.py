@@ -13,7 +13,7 @@ from open_instruct.config.sections import OptimSection
 from open_instruct.config.sharding_sections import MemorySection
 from open_instruct.core.shard_layout import ShardLayout
 from open_instruct.models.build import build_model
-from open_instruct.models.lora.adapters import adapt
+from open_instruct.models.lora.adapters import add_adapters
 from open_instruct.parallel.data_parallel import parallel_configs
 from open_instruct.parallel.layout import resolve_layout
 from open_instruct.planning.memory.memory_model import MemoryModel
@@ -158,7 +158,7 @@ def build(case: Case) -> tuple[Any, dict[str, Any]]:
     """
     model = build_model(case.hf_config)
     if case.lora is not None:
-        adapt(model, case.lora, dtype=getattr(torch, case.param_dtype))
+        add_adapters(model, case.lora, dtype=getattr(torch, case.param_dtype))
     memory = MemorySection(activation_checkpointing=case.checkpointing)
     return model, {
         "rank_microbatch_size": sum(case.lengths),

@@ -52,7 +52,9 @@ def _peak(case: Case, model: Any, optimizer: Any) -> dict[str, int]:
     num_tokens = sum(case.lengths)
     ids_BT = torch.zeros(1, num_tokens, dtype=torch.long)
     positions_BK = torch.zeros(1, num_tokens - len(case.lengths), dtype=torch.long)
-    segments = Segments.of(case.lengths, (0,) * len(case.lengths), device=torch.device("cpu"))
+    segments = Segments.from_lengths(
+        case.lengths, (0,) * len(case.lengths), device=torch.device("cpu")
+    )
     tracker = FSDPMemTracker(model, optimizer)
     tracker.track_inputs((ids_BT, positions_BK, segments.positions_T))
     with tracker:

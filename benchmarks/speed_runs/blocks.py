@@ -79,7 +79,9 @@ def compiled_block(
         for module in block.modules():
             for name, parameter in list(module.named_parameters(recurse=False)):
                 setattr(module, name, torch.nn.Parameter(torch.empty_like(parameter, device="cpu")))
-        segments = Segments.of(tuple(lengths), (0,) * len(lengths), device=torch.device("cpu"))
+        segments = Segments.from_lengths(
+            tuple(lengths), (0,) * len(lengths), device=torch.device("cpu")
+        )
         for rope in model.ropes:
             rope.warmup_cache(segments.max_keys, torch.device("cpu"))
         x = torch.empty(1, num_tokens, model.d_model, dtype=torch.bfloat16, requires_grad=True)

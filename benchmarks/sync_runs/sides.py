@@ -16,7 +16,7 @@ from open_instruct.commands.tiny_model import SIZES, tiny_config
 from open_instruct.config.lora import LoRASection
 from open_instruct.models.build import build_model
 from open_instruct.models.hf.names import TensorNames
-from open_instruct.models.lora.adapters import adapt
+from open_instruct.models.lora.adapters import add_adapters
 from open_instruct.weight_sync.receiver import IncomingWeights
 from open_instruct.weight_sync.sender import WeightSender
 from sync_runs.bare import Bare
@@ -73,7 +73,7 @@ def sender_of(sync: Sync) -> WeightSender:
     hf_config = tiny_config("olmo2", SIZES[sync.size], vocab_size=vocab_size, tie=False)
     model = build_model(hf_config)
     if sync.lora_sync not in ("", "plain"):
-        adapt(model, LoRASection(use_lora=True), dtype=dtype)
+        add_adapters(model, LoRASection(use_lora=True), dtype=dtype)
     model = sharder(NUM_LEARNERS)(model)
     with torch.no_grad():
         for parameter in model.parameters():

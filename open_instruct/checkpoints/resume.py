@@ -19,7 +19,7 @@ from olmo_core.train import Trainer
 from open_instruct.checkpoints import step_folder
 from open_instruct.checkpoints.background import in_background
 from open_instruct.core.errors import InputError, RunError
-from open_instruct.models.shards import held_of
+from open_instruct.models.shards import find_local_shards
 from open_instruct.parallel.process import gathered, on_main_process
 
 log = logging.getLogger(__name__)
@@ -43,8 +43,11 @@ def check_weights(
         RunError: a weight is not finite, is not finite in `dtype`, or exceeds `LARGEST_WEIGHT`.
     """
     limit = min(LARGEST_WEIGHT, torch.finfo(dtype).max)
-    held = [*held_of(model).values(), *held_of(model, adapters_only=True).values()]
-    shards = [each.limits for each in held if each.limits.numel()]
+    held = [
+        *find_local_shards(model).values(),
+        *find_local_shards(model, adapters_only=True).values(),
+    ]
+    shards = [each.values_to_check for each in held if each.values_to_check.numel()]
     # A NaN is passed on by each of these, and is not at most the limit. None makes a temporary of a
     # shard's size.
     bounds = torch.zeros(1)

@@ -42,7 +42,14 @@ from open_instruct.checkpoints.step_folder import (
     write_own_files,
 )
 from open_instruct.core.errors import RunError
-from open_instruct.models.box_files import Claim, Part, WrittenFile, part_of, read_parts, share_out
+from open_instruct.models.box_files import (
+    Claim,
+    Part,
+    WrittenFile,
+    assign_boxes,
+    make_part,
+    read_parts,
+)
 from open_instruct.models.load import raise_together
 from open_instruct.parallel.process import gathered
 
@@ -123,7 +130,7 @@ class SafeCheckpointer(Checkpointer):
         self.finish()  # one at a time
         rank = get_rank()
         tensors, values = split(self.state_to_save(train_module))
-        parts = {name: part_of(tensor) for name, tensor in tensors.items()}
+        parts = {name: make_part(tensor) for name, tensor in tensors.items()}
         index = self._assign_boxes(parts)
         local_tensors: dict[str, torch.Tensor] = {}
         for name, entry in index.items():
@@ -250,7 +257,7 @@ class SafeCheckpointer(Checkpointer):
 
         def fill() -> dict[str, Any]:
             tensors, _ = split(state)
-            parts = {name: part_of(tensor) for name, tensor in tensors.items()}
+            parts = {name: make_part(tensor) for name, tensor in tensors.items()}
             read_parts(folder, index["tensors"], parts)
             # Fused AdamW has settings that AdamW with moments on the host lacks: these stay.
             for name, holder, key in _find_leaves(state):
@@ -281,7 +288,7 @@ class SafeCheckpointer(Checkpointer):
         claims = {name: part.claim for name, part in parts.items()}
         if self._claims != claims:
             self._claims = claims
-            self._index = share_out(gathered(claims))
+            self._index = assign_boxes(gathered(claims))
         return self._index
 
 

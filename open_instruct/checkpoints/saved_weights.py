@@ -9,9 +9,9 @@ import torch
 
 from open_instruct.checkpoints.step_folder import INDEX
 from open_instruct.core.errors import InputError
-from open_instruct.models.box_files import part_of, read_parts
+from open_instruct.models.box_files import make_part, read_parts
 from open_instruct.models.hf.checkpoint_files import DTYPES
-from open_instruct.models.shards import LocalShard, held, rows_of
+from open_instruct.models.shards import LocalShard, find_local_shard, find_stack_rows
 
 # Before the names of weights: in checkpoints of FSDP2, and in DeepSpeed's, where each is flat.
 PREFIXES = ("model.", "zero.weights.")
@@ -20,8 +20,9 @@ PREFIXES = ("model.", "zero.weights.")
 class SavedWeights(Mapping[str, LocalShard]):
     """The weights of a checkpoint by OLMo-core's names, each read from all ranks' files on access.
 
-    Example: `SavedWeights(Path("OUT/step4"), parameter_shapes(model))["embeddings.weight"]`, on the
-    CPU.
+    Example, on the CPU::
+
+        SavedWeights(Path("OUT/step4"), find_parameter_shapes(model))["embeddings.weight"]
 
     Args:
         shapes: of the parameters; the checkpoint may hold fewer, as after training adapters.
@@ -40,7 +41,7 @@ class SavedWeights(Mapping[str, LocalShard]):
             self._full_names |= {name: prefix + name for name in names}
         self._rows: dict[str, tuple[str, int | None]] = {}
         for name in self._full_names:
-            for row, index in rows_of(name, shapes[name]).items():
+            for row, index in find_stack_rows(name, shapes[name]).items():
                 self._rows[row] = (name, index)
         self._last = ("", torch.empty(0))
         if not self._full_names:
@@ -58,13 +59,13 @@ class SavedWeights(Mapping[str, LocalShard]):
         _, whole = self._last
         if index is not None:
             whole = whole[index]
-        return held(whole)
+        return find_local_shard(whole)
 
     def _read_whole(self, name: str) -> torch.Tensor:
         full_name = self._full_names[name]
         entry = self._index[full_name]
         whole = torch.empty(entry["shape"], dtype=DTYPES[entry["dtype"]])
-        read_parts(self._folder, self._index, {full_name: part_of(whole)})
+        read_parts(self._folder, self._index, {full_name: make_part(whole)})
         return whole.view(self._shapes[name])
 
     def __iter__(self) -> Iterator[str]:

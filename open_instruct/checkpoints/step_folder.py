@@ -25,7 +25,7 @@ from olmo_core.utils import wait_for
 
 from open_instruct.core.errors import InputError
 from open_instruct.core.files import sync_folder
-from open_instruct.models.box_files import WrittenFile, digest_of, write_hashed, write_tensors
+from open_instruct.models.box_files import WrittenFile, hash_file, write_hashed, write_tensors
 
 FORMAT = 3
 PART = "-tmp"
@@ -132,7 +132,7 @@ def find_file_damage(path: Path, written: WrittenFile) -> str | None:
     try:
         if not path.is_file():
             return f"{path} is missing"
-        if path.stat().st_size != written.num_bytes or digest_of(path) != written.xxh3:
+        if path.stat().st_size != written.num_bytes or hash_file(path) != written.xxh3:
             return f"{path} is not what was written"
     except OSError as error:
         return f"{path} cannot be read: {error.strerror}"

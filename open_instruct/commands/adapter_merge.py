@@ -21,11 +21,11 @@ from open_instruct.models.hf.checkpoint_files import CheckpointFiles
 from open_instruct.models.hf.head_kinds import HEAD_TENSORS, Head
 from open_instruct.models.hf.hf_config import load_hf_config
 from open_instruct.models.hf.names import TensorNames
-from open_instruct.models.load import check_cover, parameter_shapes
+from open_instruct.models.load import check_cover, find_parameter_shapes
 from open_instruct.models.lora.adapters import MergedWeights
 from open_instruct.models.lora.files import check_base, open_adapter, read_head, read_model_fields
 from open_instruct.models.lora.peft_config import read_settings
-from open_instruct.models.shards import held
+from open_instruct.models.shards import find_local_shard
 from open_instruct.objectives import prm, reward_model
 from open_instruct.run.turn_ends import exported_settings
 
@@ -49,7 +49,7 @@ def merge_adapter(
         # A head that the base lacks is drawn, and then replaced by the adapter's.
         files = open_head_files(base, hf_config, head, seed=0)
     model = build_model(hf_config, init_device="meta", head=head)
-    shapes = parameter_shapes(model)
+    shapes = find_parameter_shapes(model)
     check_cover(names, files, shapes)
     check_exportable(names, shapes)
     check_destination(base, out_folder)
@@ -60,10 +60,10 @@ def merge_adapter(
         print(f"warning: {warning}", file=sys.stderr)
 
     # Views: nothing is read before its use.
-    weights = {name: held(files.read(hf_name)) for name, hf_name in names}
+    weights = {name: find_local_shard(files.read(hf_name)) for name, hf_name in names}
     for name in HEAD_TENSORS.get(head, {}):
         if name in adapter:
-            weights[name] = held(adapter[name])
+            weights[name] = find_local_shard(adapter[name])
     dtype = files.main_dtype if export_dtype == "source" else getattr(torch, export_dtype)
     return export_hf(
         model.to(dtype),

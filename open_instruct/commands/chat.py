@@ -19,7 +19,7 @@ from open_instruct.data.chat import ChatFormat
 from open_instruct.data.files.rows import MalformedRow
 from open_instruct.data.tokenizer import load_tokenizer
 from open_instruct.generation.replies import Sampling
-from open_instruct.models.hf.hf_config import config_fields
+from open_instruct.models.hf.hf_config import read_config_fields
 from open_instruct.run.cadence import set_handler
 
 if TYPE_CHECKING:
@@ -169,7 +169,7 @@ def open_speaker(model: TalkingModel, flags: ChatFlags, *, is_alone: bool) -> Sp
         seed=flags.seed,
         end_token_ids=chat.turn_end_token_ids(),
     )
-    longest = config_fields(model.folder).get("max_position_embeddings")
+    longest = read_config_fields(model.folder).get("max_position_embeddings")
     return Speaker(
         name=model.name,
         engine=engine,

@@ -58,7 +58,7 @@ def main(words: Sequence[str]) -> int:
     config, objective = saved.config, saved.objective
 
     from open_instruct.checkpoints.step_folder import step_of
-    from open_instruct.models.lora.adapters import adapt
+    from open_instruct.models.lora.adapters import add_adapters
     from open_instruct.run.pretrained import open_pretrained
 
     folder = checkpoint_of(run, step_name)
@@ -70,7 +70,7 @@ def main(words: Sequence[str]) -> int:
     dtype = pretrained.dtype_named(flags.export_dtype or config.run.export_dtype)
     model = pretrained.build(init_device="meta")
     if config.adapters is not None:
-        adapt(model, config.adapters, dtype=pretrained.dtype_named(config.model.param_dtype))
+        add_adapters(model, config.adapters, dtype=pretrained.dtype_named(config.model.param_dtype))
     weights = _trained_weights(folder, model, pretrained, config.adapters)
     num_bytes = pretrained.export(
         model.to(dtype),
@@ -95,7 +95,7 @@ def _trained_weights(
     from open_instruct.models.hf.head_kinds import LM_HEAD, LM_HEAD_BIAS
     from open_instruct.models.hf.names import clean_name
     from open_instruct.models.lora.adapters import MergedWeights
-    from open_instruct.models.shards import held, held_of
+    from open_instruct.models.shards import find_local_shard, find_local_shards
 
     trained = {
         clean_name(name): tuple(each.shape)
@@ -106,11 +106,15 @@ def _trained_weights(
     if lora is None:
         return saved
     refuse_another_start_model(folder, pretrained.fingerprint)
-    plain = {name: held(pretrained.files.read(hf_name)) for name, hf_name in pretrained.names}
+    plain = {
+        name: find_local_shard(pretrained.files.read(hf_name)) for name, hf_name in pretrained.names
+    }
     plain |= {name: saved[name] for name in (LM_HEAD, LM_HEAD_BIAS) if name in saved}
     halves = {name: each.local for name, each in saved.items()}
     scales = {
-        name: each.scales.dtype for name, each in held_of(model).items() if each.scales is not None
+        name: each.scales.dtype
+        for name, each in find_local_shards(model).items()
+        if each.scales is not None
     }
     return MergedWeights(plain, halves, scale=lora.scale, in_4_bits=scales)
 

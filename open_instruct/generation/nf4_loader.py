@@ -15,8 +15,8 @@ import torch
 from open_instruct.config.lora import MATRICES_IN_4_BITS
 from open_instruct.core.errors import InputError
 from open_instruct.generation.requests import EngineSettings
-from open_instruct.models.hf.names import TensorNames, unpacked
-from open_instruct.models.nf4 import dequantized, quantized
+from open_instruct.models.hf.names import TensorNames, unpack_tensor
+from open_instruct.models.nf4 import dequantize, quantize
 
 PLUGIN = "open_instruct_nf4"
 LOAD_FORMAT = "nf4_values"
@@ -65,8 +65,8 @@ def register() -> None:
             names = TensorNames(model_config.hf_text_config)
             rounded = {hf_name for name, hf_name in names if name.endswith(MATRICES_IN_4_BITS)}
             for name, whole in super().get_all_weights(model_config, model):
-                if unpacked(name, whole.shape).keys() <= rounded:
-                    yield name, dequantized(*quantized(whole, self._dtype))
+                if unpack_tensor(name, whole.shape).keys() <= rounded:
+                    yield name, dequantize(*quantize(whole, self._dtype))
                 else:
                     yield name, whole
 

@@ -19,10 +19,10 @@ import xxhash
 from open_instruct.models.hf.checkpoint_files import (
     DTYPE_NAMES,
     CheckpointFiles,
-    header_of,
+    make_header,
     read_header,
 )
-from open_instruct.models.shards import local_part, own_box
+from open_instruct.models.shards import find_local_box, local_part
 
 PIECE_BYTES = 16 * 2**20  # hashed while it is still in the processor's cache
 
@@ -75,15 +75,15 @@ class WrittenFile:
     xxh3: str
 
 
-def part_of(tensor: torch.Tensor | Part) -> Part:
+def make_part(tensor: torch.Tensor | Part) -> Part:
     """The tensor as a part; an ordinary tensor is whole, and the same on every rank."""
     if isinstance(tensor, Part):
         return tensor
-    start = tuple(cut.start for cut in own_box(tensor))
+    start = tuple(cut.start for cut in find_local_box(tensor))
     return Part(local=local_part(tensor).detach(), start=start, shape=tuple(tensor.shape))
 
 
-def share_out(claims_of_ranks: Sequence[Mapping[str, Claim]]) -> dict[str, dict[str, Any]]:
+def assign_boxes(claims_of_ranks: Sequence[Mapping[str, Claim]]) -> dict[str, dict[str, Any]]:
     """Assign each box to one writer: the holder with the fewest bytes to write so far.
 
     Returns, for each tensor, what a reader needs: dtype, shape, and its boxes as (rank, start,
@@ -116,7 +116,7 @@ def share_out(claims_of_ranks: Sequence[Mapping[str, Claim]]) -> dict[str, dict[
 
 def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> WrittenFile:
     """A safetensors file of `tensors` in their order; no second copy of them is made on the CPU."""
-    header = header_of(
+    header = make_header(
         (name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()
     )
     raw = (t.cpu().contiguous().view(-1).view(torch.uint8).numpy().data for t in tensors.values())
@@ -139,7 +139,7 @@ def write_hashed(path: Path, contents: Iterable[bytes | memoryview]) -> WrittenF
     return WrittenFile(num_bytes=num_bytes, xxh3=bits.hexdigest())
 
 
-def digest_of(path: Path) -> str:
+def hash_file(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
 
@@ -159,7 +159,7 @@ class _Piece:
 def read_parts(
     folder: Path, index: Mapping[str, Mapping[str, Any]], parts: Mapping[str, Part]
 ) -> None:
-    """Fill `parts` from the files of `share_out`'s ranks in `folder`, `rank0.safetensors` and so
+    """Fill `parts` from the files of `assign_boxes`'s ranks in `folder`, `rank0.safetensors` and so
     on.
 
     :raises ValueError: a tensor is missing, has another shape or dtype, or is not there whole.

@@ -5,11 +5,11 @@ checkpoint is read.
 import torch
 from transformers import PretrainedConfig
 
-from open_instruct.models.family import transformer_config
+from open_instruct.models.family import build_transformer_config
 from open_instruct.models.heads.logprob_head import LogprobHead
 from open_instruct.models.heads.value_head import ValueHead
 from open_instruct.models.hf.head_kinds import HEAD_SIZES, HEAD_TENSORS, LM_HEAD_BIAS, Head
-from open_instruct.models.shards import held_of
+from open_instruct.models.shards import find_local_shards
 from open_instruct.models.transformer import SegmentTransformer
 
 
@@ -30,7 +30,7 @@ def build_model(
     Raises:
         InputError: the configuration is not supported.
     """
-    config = transformer_config(hf_config)
+    config = build_transformer_config(hf_config)
     model = SegmentTransformer(
         d_model=config.d_model,
         vocab_size=config.vocab_size,
@@ -64,8 +64,8 @@ def find_not_finite(model: torch.nn.Module) -> dict[str, str]:
     NaN is also the value where nothing was read.
     """
     not_finite = {}
-    for name, held in held_of(model).items():
-        local = held.limits
+    for name, held in find_local_shards(model).items():
+        local = held.values_to_check
         if local.numel() == 0:
             continue
         # aminmax propagates NaN, and needs no mask of the tensor's size.

@@ -27,11 +27,11 @@ from open_instruct.core.families import family_of
 from open_instruct.data.files.foreign_json import read_object
 from open_instruct.models import export_files
 from open_instruct.models.export_checks import check_destination
-from open_instruct.models.hf.hf_config import without_code
+from open_instruct.models.hf.hf_config import remove_code_fields
 from open_instruct.models.hf.names import TensorNames
-from open_instruct.models.hf.rope import read_rope, with_rope_at_top
-from open_instruct.models.load import parameter_shapes, raise_together
-from open_instruct.models.shards import LocalShard, gather_to_owner, held_of, reshard
+from open_instruct.models.hf.rope import export_rope_fields, read_rope
+from open_instruct.models.load import find_parameter_shapes, raise_together
+from open_instruct.models.shards import LocalShard, find_local_shards, gather_to_owner, reshard
 from open_instruct.parallel.process import on_main_process
 
 MAX_FILE_BYTES = 2 * 2**30
@@ -77,12 +77,12 @@ def export_hf(
             that name code) and generation_config.json are kept.
         out_folder: replaced as a whole in the end, if it is an earlier export.
         dtype, max_file_bytes: of all tensors, and of tensor data in one file.
-        tokenizer_folder: the tokenizer's files are copied from here; default: `source_folder`.
+        tokenizer_folder: holds the tokenizer's files; default: `source_folder`.
         tokenizer_config, generation_config: fields of these files; None: the files as they are.
         chat_template: Jinja text to store instead of the tokenizer's own chat template.
         card: gives the text of README.md; only rank 0 calls it.
         more_config: fields of config.json in place of the source's; None leaves one out.
-        weights: the written shard of each parameter; default: `held_of(model)`.
+        weights: the written shard of each parameter; default: `find_local_shards(model)`.
 
     Raises:
         InputError: `out_folder` is the source, or cannot be replaced or written.
@@ -91,14 +91,14 @@ def export_hf(
     reshard(model)
     source = Path(source_folder)
     out = Path(out_folder).absolute()
-    num_ranks = get_world_size()
+    shapes = find_parameter_shapes(model)
     plan = export_files.plan_files(
-        names, parameter_shapes(model), dtype, max_file_bytes=max_file_bytes, num_ranks=num_ranks
+        names, shapes, dtype, max_file_bytes=max_file_bytes, num_ranks=get_world_size()
     )
     num_bytes = sum(tensor.num_bytes for file in plan for tensor in file.tensors)
     on_main_process(partial(_prepare, source, out, num_bytes))
-    folder = export_files.partial_folder_of(out)
-    problems = _write_weights(folder, plan, weights or held_of(model))
+    folder = export_files.find_partial_folder(out)
+    problems = _write_weights(folder, plan, weights or find_local_shards(model))
 
     def finish() -> None:
         export_files.write_index(folder, plan)
@@ -114,7 +114,7 @@ def export_hf(
 
 
 def _prepare(source: Path, out: Path, num_bytes: int) -> None:
-    with export_files.disk_errors(out, InputError):
+    with export_files.translate_disk_errors(out, InputError):
         check_destination(source, out)
         export_files.prepare_folder(out, num_bytes)
 
@@ -139,11 +139,11 @@ def _write_weights(
         try:
             export_files.append_tensor(folder, file, tensor, values)
         except OSError as error:  # kept until the end, since peers still wait to send
-            problems.append(export_files.disk_problem(folder / file.file_name, error))
+            problems.append(export_files.explain_disk_error(folder / file.file_name, error))
 
     with ThreadPoolExecutor(max_workers=1) as disk:
         writing: list[Future[None]] = []
-        for entries in export_files.writing_rounds(plan):
+        for entries in export_files.plan_rounds(plan):
             parts = {
                 owner: (weights[tensor.name], tensor.dtype)
                 for owner, (_, tensor) in entries.items()
@@ -165,12 +165,12 @@ def _finish(out: Path, write_other_files: Callable[[], None], problems: list[str
         try:
             write_other_files()
         except OSError as error:
-            problems.append(export_files.disk_problem(out, error))
+            problems.append(export_files.explain_disk_error(out, error))
     try:
         raise_together(problems, kind=RunError)
     except RunError:
         if get_rank() == 0:
-            shutil.rmtree(export_files.partial_folder_of(out), ignore_errors=True)
+            shutil.rmtree(export_files.find_partial_folder(out), ignore_errors=True)
         raise
     on_main_process(partial(export_files.put_in_place, out))
 
@@ -187,13 +187,15 @@ def _write_config(
 
     hf_config = names.hf_config
     path = source / "config.json"
-    fields = without_code(read_object(path) if path.is_file() else hf_config.to_dict()) | dict(more)
+    fields = remove_code_fields(
+        read_object(path) if path.is_file() else hf_config.to_dict()
+    ) | dict(more)
     fields = {
         name: value for name, value in fields.items() if value is not None or name not in more
     }
     family = family_of(hf_config.model_type)
     read = read_rope(hf_config.to_dict(), family, str(path))
-    fields = with_rope_at_top(fields, family, read)
+    fields = export_rope_fields(fields, family, read)
     if names.head == "vocabulary":
         fields["architectures"] = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[hf_config.model_type]]
     # transformers 5 writes "dtype", older ones and most other readers know "torch_dtype"; both are

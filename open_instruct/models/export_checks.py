@@ -11,9 +11,9 @@ from open_instruct.core.errors import InputError
 from open_instruct.core.text import counted
 from open_instruct.data.files.foreign_json import one_line
 from open_instruct.models import export_files
-from open_instruct.models.hf.head_kinds import HEAD_SIZES, Head, find_class, no_class_problem
-from open_instruct.models.hf.names import HF_LM_HEAD, TensorNames, as_in_files
-from open_instruct.models.load import listing
+from open_instruct.models.hf.head_kinds import HEAD_SIZES, Head, explain_missing_class, find_class
+from open_instruct.models.hf.names import HF_LM_HEAD, TensorNames, split_as_in_files
+from open_instruct.models.load import list_some
 
 
 def check_exportable(names: TensorNames, expected_shapes: Mapping[str, tuple[int, ...]]) -> None:
@@ -21,7 +21,7 @@ def check_exportable(names: TensorNames, expected_shapes: Mapping[str, tuple[int
 
     Args:
         names: of the model that config.json describes.
-        expected_shapes: the model's parameters, as `parameter_shapes` gives them.
+        expected_shapes: the model's parameters, as `find_parameter_shapes` gives them.
 
     Raises:
         InputError: names or shapes of the export differ from what transformers builds from
@@ -40,7 +40,7 @@ def check_exportable(names: TensorNames, expected_shapes: Mapping[str, tuple[int
     ]
     raise InputError(
         "an export of this model would not open in transformers: what config.json asks for "
-        f"is not met by {listing(mismatches)}. Is config.json of the same model?",
+        f"is not met by {list_some(mismatches)}. Is config.json of the same model?",
         kind="bad_model",
     )
 
@@ -61,7 +61,7 @@ def _find_transformers_shapes(names: TensorNames) -> dict[str, tuple[int, ...]]:
         with_head = f", with a head of {counted(num_rows, 'row')}"
         config.num_labels = num_rows
         if find_class(names.hf_config, names.head) is None:
-            problem = no_class_problem(names.hf_config, names.head)
+            problem = explain_missing_class(names.hf_config, names.head)
             raise InputError(problem, kind="unsupported_model")
     try:
         with torch.device("meta"):
@@ -78,7 +78,7 @@ def _find_transformers_shapes(names: TensorNames) -> dict[str, tuple[int, ...]]:
         ) from error
     return {
         hf_name: tuple(tensor.shape)
-        for hf_name, tensor in as_in_files(model.state_dict()).items()
+        for hf_name, tensor in split_as_in_files(model.state_dict()).items()
         if not (names.tied and hf_name == HF_LM_HEAD)
     }
 
@@ -92,7 +92,7 @@ def check_destination(source_folder: str | Path, out_folder: str | Path) -> None
     """
     source = Path(source_folder)
     out = Path(out_folder)
-    if problem := export_files.replacing_problem(out):
+    if problem := export_files.find_replace_problem(out):
         raise InputError(f"cannot export to {out}: {problem}", kind="unreadable_file")
     if out.exists() and source.is_dir() and out.samefile(source):
         raise InputError(

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from open_instruct.core.errors import RunError
-from open_instruct.models.hf.checkpoint_files import header_of
+from open_instruct.models.hf.checkpoint_files import make_header
 from open_instruct.models.hf.hf_config import INDEX_NAME, SINGLE_NAME
 from open_instruct.models.hf.names import TensorNames
 
@@ -97,7 +97,7 @@ def plan_files(
     )
 
 
-def writing_rounds(
+def plan_rounds(
     files: Sequence[PlannedFile],
 ) -> Iterator[dict[int, tuple[PlannedFile, PlannedTensor]]]:
     """Rounds that all ranks go through together, by owner: in each, every one with tensors left
@@ -127,7 +127,7 @@ def append_tensor(
     with (folder / file.file_name).open("ab") as opened:
         if tensor is file.tensors[0]:
             tensors = ((each.hf_name, each.dtype, each.shape) for each in file.tensors)
-            opened.write(header_of(tensors, metadata={"format": "pt"}))
+            opened.write(make_header(tensors, metadata={"format": "pt"}))
         opened.write(values.flatten().view(torch.uint8).numpy().data)
         if tensor is file.tensors[-1]:
             opened.flush()
@@ -151,11 +151,11 @@ def write_texts(folder: Path, *, chat_template: str | None, card: str | None) ->
             (folder / name).write_text(text, encoding="utf-8")
 
 
-def partial_folder_of(out: Path) -> Path:
+def find_partial_folder(out: Path) -> Path:
     return out.with_name(f".{out.name}.partial")
 
 
-def _previous_folder_of(out: Path) -> Path:
+def _find_previous_folder(out: Path) -> Path:
     return out.with_name(f".{out.name}.previous")
 
 
@@ -166,21 +166,21 @@ def prepare_folder(out: Path, num_bytes: int) -> None:
         OSError: it cannot be made, or the disk has no room for `num_bytes`.
     """
     out.parent.mkdir(parents=True, exist_ok=True)
-    if _previous_folder_of(out).exists() and not out.exists():
-        _previous_folder_of(out).rename(out)
-    for leftover in (partial_folder_of(out), _previous_folder_of(out)):
+    if _find_previous_folder(out).exists() and not out.exists():
+        _find_previous_folder(out).rename(out)
+    for leftover in (find_partial_folder(out), _find_previous_folder(out)):
         if leftover.exists():
             shutil.rmtree(leftover)
     if shutil.disk_usage(out.parent).free < num_bytes:
         raise OSError(errno.ENOSPC, f"no room for {num_bytes / 1e9:.1f} GB")
-    partial_folder_of(out).mkdir()
+    find_partial_folder(out).mkdir()
 
 
-def replacing_problem(out: Path) -> str | None:
+def find_replace_problem(out: Path) -> str | None:
     """Why a finished export could not be moved to `out`, as far as known beforehand; changes
     nothing.
     """
-    for path in (out, partial_folder_of(out), _previous_folder_of(out)):
+    for path in (out, find_partial_folder(out), _find_previous_folder(out)):
         if path.is_symlink():
             return (
                 f"{path} is a link to {os.readlink(path)}; an export takes the place of a "
@@ -204,25 +204,27 @@ def put_in_place(out: Path) -> None:
     Raises:
         RunError: the disk failed.
     """
-    previous = _previous_folder_of(out)
-    with disk_errors(out, RunError, hint=f" (the finished export is in {partial_folder_of(out)})"):
+    previous = _find_previous_folder(out)
+    with translate_disk_errors(
+        out, RunError, hint=f" (the finished export is in {find_partial_folder(out)})"
+    ):
         if out.exists():
             out.rename(previous)
-        partial_folder_of(out).rename(out)
+        find_partial_folder(out).rename(out)
         if previous.exists():
             shutil.rmtree(previous)
 
 
 @contextmanager
-def disk_errors(path: Path, kind: type[Exception], *, hint: str = "") -> Iterator[None]:
+def translate_disk_errors(path: Path, kind: type[Exception], *, hint: str = "") -> Iterator[None]:
     """A context whose OSErrors are raised as `kind`, with what would help."""
     try:
         yield
     except OSError as error:
-        raise kind(disk_problem(path, error) + hint) from None
+        raise kind(explain_disk_error(path, error) + hint) from None
 
 
-def disk_problem(path: Path, error: OSError) -> str:
+def explain_disk_error(path: Path, error: OSError) -> str:
     """The failure and its remedy, in one sentence."""
     remedy = REMEDIES.get(error.errno or 0, "choose another folder or disk")
     return f"cannot export to {path}: {error.strerror or error}; {remedy}"

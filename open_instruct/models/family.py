@@ -27,9 +27,9 @@ from open_instruct.core.errors import InputError
 from open_instruct.core.families import FULL, LINEAR, SLIDING, Family, family_of
 from open_instruct.models.attention.gated import GatedAttentionConfig, NormFromZeroConfig
 from open_instruct.models.delta_rule.mixer import DeltaRuleConfig
-from open_instruct.models.delta_rule.shape import delta_shape
+from open_instruct.models.delta_rule.shape import read_delta_shape
 from open_instruct.models.experts.routed import ExpertsConfig
-from open_instruct.models.hf.config_values import FIELDS, PART_TURNED, check_number, size_of
+from open_instruct.models.hf.config_values import FIELDS, PART_TURNED, check_number, read_size
 from open_instruct.models.hf.rope import check_rope_scaling
 from open_instruct.models.hf.supported import NO_EXPERTS, REQUIRED_VALUES, check_fields
 
@@ -57,7 +57,7 @@ class RoPEScaling(RoPEScalingConfig):
         return dict(self.parameters)
 
 
-def transformer_config(hf_config: PretrainedConfig) -> TransformerConfig:
+def build_transformer_config(hf_config: PretrainedConfig) -> TransformerConfig:
     """The OLMo-core model that computes what transformers computes for `hf_config`.
 
     Logits agree with transformers' to 1e-5 in float32. Parameters are float32 (the master weights);
@@ -77,12 +77,12 @@ def transformer_config(hf_config: PretrainedConfig) -> TransformerConfig:
         getattr(hf_config, "layer_types", None), hf_config.num_hidden_layers
     )
     if SLIDING in layer_types:
-        size_of(vars(hf_config), "config.json", "sliding_window")
+        read_size(vars(hf_config), "config.json", "sliding_window")
     kinds = [
         (layer_type, family.is_sparse(hf_config, layer))
         for layer, layer_type in enumerate(layer_types)
     ]
-    blocks = {kind: _block(hf_config, family, norm, *kind) for kind in set(kinds)}
+    blocks = {kind: _build_block(hf_config, family, norm, *kind) for kind in set(kinds)}
     return TransformerConfig(
         d_model=hf_config.hidden_size,
         vocab_size=hf_config.vocab_size,
@@ -98,7 +98,7 @@ def transformer_config(hf_config: PretrainedConfig) -> TransformerConfig:
     )
 
 
-def unknown_fields(hf_config: PretrainedConfig) -> list[str]:
+def find_unknown_fields(hf_config: PretrainedConfig) -> list[str]:
     """Fields of config.json that neither transformers nor this package reads for this family."""
     given = (
         name for name, value in vars(hf_config).items() if value is not None and value is not False
@@ -107,7 +107,7 @@ def unknown_fields(hf_config: PretrainedConfig) -> list[str]:
     return [name for name in unknown if not name.startswith("_")]
 
 
-def _block(
+def _build_block(
     hf_config: PretrainedConfig,
     family: Family,
     norm: LayerNormConfig,
@@ -124,7 +124,9 @@ def _block(
     mixer: AttentionConfig | DeltaRuleConfig
     if layer_type == LINEAR:
         mixer = DeltaRuleConfig(
-            shape=delta_shape(vars(hf_config), "config.json", is_fused=family.delta == "fused"),
+            shape=read_delta_shape(
+                vars(hf_config), "config.json", is_fused=family.delta == "fused"
+            ),
             norm_eps=family.delta_norm_eps or hf_config.rms_norm_eps,
             doubles_rates=family.delta_may_negate and hf_config.linear_allow_neg_eigval,
         )
@@ -132,9 +134,9 @@ def _block(
         mixer = (GatedAttentionConfig if family.gates_attention else AttentionConfig)(
             n_heads=hf_config.num_attention_heads,
             n_kv_heads=hf_config.num_key_value_heads,
-            head_dim=head_dim(hf_config),
+            head_dim=find_head_dim(hf_config),
             bias=family.qkv_bias,
-            rope=_rope(hf_config, family, layer_type),
+            rope=_build_rope(hf_config, family, layer_type),
             qk_norm=None if family.qk_norm == "none" else norm,
             use_head_qk_norm=family.qk_norm == "head",
             backend=AttentionBackendName.torch,
@@ -145,12 +147,12 @@ def _block(
     return TransformerBlockConfig(
         name=TransformerBlockType.reordered_norm if norm_after else TransformerBlockType.default,
         sequence_mixer=mixer,
-        feed_forward=_feed_forward(hf_config, family, is_sparse),
+        feed_forward=_build_feed_forward(hf_config, family, is_sparse),
         layer_norm=norm,
     )
 
 
-def _feed_forward(
+def _build_feed_forward(
     hf_config: PretrainedConfig, family: Family, is_sparse: bool
 ) -> FeedForwardConfig:
     if not is_sparse or family.expert_size is None:
@@ -165,13 +167,13 @@ def _feed_forward(
     )
 
 
-def head_dim(hf_config: PretrainedConfig) -> int:
+def find_head_dim(hf_config: PretrainedConfig) -> int:
     """Size of one attention head; Qwen 3 gives it apart from hidden_size / num_attention_heads."""
     given: int | None = getattr(hf_config, "head_dim", None)
     return given or hf_config.hidden_size // hf_config.num_attention_heads
 
 
-def _rope(hf_config: PretrainedConfig, family: Family, layer_type: str) -> RoPEConfig | None:
+def _build_rope(hf_config: PretrainedConfig, family: Family, layer_type: str) -> RoPEConfig | None:
     # transformers keeps one set of parameters for all layers, or (OLMo 3) one for each layer type.
     parameters = hf_config.rope_parameters or {}
     where = "rope_parameters"
@@ -186,8 +188,8 @@ def _rope(hf_config: PretrainedConfig, family: Family, layer_type: str) -> RoPEC
     if family.may_not_turn and parameters.get("rope_theta") is None:
         return None
     part = parameters.get(PART_TURNED, 1.0) if family.turned_share else 1.0
-    num_turned = int(head_dim(hf_config) * check_number(f"{where}.{PART_TURNED}", part))
-    if num_turned not in range(2, head_dim(hf_config) + 1, 2):
+    num_turned = int(find_head_dim(hf_config) * check_number(f"{where}.{PART_TURNED}", part))
+    if num_turned not in range(2, find_head_dim(hf_config) + 1, 2):
         raise InputError(
             f"config.json: {where}.{PART_TURNED} = {part!r} of a head is no even number of "
             "features",

@@ -5,7 +5,7 @@ The steps, with a model that `build_model` made on the meta device and `parallel
 
     names = TensorNames(hf_config)
     files = CheckpointFiles.open(folder)
-    check_cover(names, files, parameter_shapes(model))    # before anything is allocated
+    check_cover(names, files, find_parameter_shapes(model))    # before anything is allocated
     report = stream_load(model, files, names)             # after the model is sharded
 """
 
@@ -22,7 +22,7 @@ from open_instruct.models.build import find_not_finite
 from open_instruct.models.hf.checkpoint_files import CheckpointFiles
 from open_instruct.models.hf.head_kinds import LM_HEAD
 from open_instruct.models.hf.names import EMBEDDINGS, HF_LM_HEAD, TensorNames, is_harmless_extra
-from open_instruct.models.shards import LocalShard, held_of
+from open_instruct.models.shards import LocalShard, find_local_shards
 from open_instruct.parallel.process import gathered
 
 CHUNK_BYTES = 8 * 2**20
@@ -40,9 +40,9 @@ class LoadReport:
     wall_time_s: float
 
 
-def parameter_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
+def find_parameter_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
     """Full shape of every parameter by its OLMo-core name; works on meta and on sharded models."""
-    shapes = {name: held.shape for name, held in held_of(model).items()}
+    shapes = {name: held.shape for name, held in find_local_shards(model).items()}
     if getattr(model, "tie_word_embeddings", False):
         shapes.pop(LM_HEAD, None)
     return shapes
@@ -56,7 +56,7 @@ def check_cover(
     Args:
         names: of the model that config.json describes.
         files: the opened checkpoint.
-        expected_shapes: the model's parameters, as `parameter_shapes` gives them.
+        expected_shapes: the model's parameters, as `find_parameter_shapes` gives them.
 
     Raises:
         InputError: tensors are missing, extra, of another shape, or of a dtype that cannot be
@@ -67,13 +67,13 @@ def check_cover(
     wanted = {hf_name: expected_shapes[name] for name, hf_name in names}
     if names.tied and HF_LM_HEAD in files:
         wanted[HF_LM_HEAD] = expected_shapes[EMBEDDINGS]
-    if problem := cover_problem(files, wanted):
+    if problem := find_cover_problem(files, wanted):
         raise InputError(
             f"{files.folder} {problem}. Is config.json of the same model?", kind="bad_model"
         )
 
 
-def cover_problem(files: CheckpointFiles, wanted: Mapping[str, tuple[int, ...]]) -> str:
+def find_cover_problem(files: CheckpointFiles, wanted: Mapping[str, tuple[int, ...]]) -> str:
     """The difference between `files` and the wanted names and shapes, in words; "" if there is
     none.
     """
@@ -81,7 +81,7 @@ def cover_problem(files: CheckpointFiles, wanted: Mapping[str, tuple[int, ...]])
     stored = [name for name in wanted if name in files]
 
     def where(name: str) -> str:
-        return f"(in {files.file_of(name).name})"
+        return f"(in {files.find_file(name).name})"
 
     listed = {
         "has no tensor": [name for name in wanted if name not in files],
@@ -104,11 +104,11 @@ def cover_problem(files: CheckpointFiles, wanted: Mapping[str, tuple[int, ...]])
             if dtypes[name] not in LOADABLE_DTYPES
         ],
     }
-    problems = [f"{problem} {listing(names)}" for problem, names in listed.items() if names]
+    problems = [f"{problem} {list_some(names)}" for problem, names in listed.items() if names]
     return "; and it ".join(problems)
 
 
-def listing(items: list[str]) -> str:
+def list_some(items: list[str]) -> str:
     """The first items, and the number of further ones."""
     more = f" and {len(items) - MAX_NAMED} more" if len(items) > MAX_NAMED else ""
     return f"{', '.join(items[:MAX_NAMED])}{more}"
@@ -131,23 +131,23 @@ def stream_load(
     started_s = time.perf_counter()
     num_bytes_read = 0
     loaded = []
-    for name, held in held_of(model).items():
+    for name, held in find_local_shards(model).items():
         if names.tied and name == LM_HEAD:
             continue
         assert files.shapes[names.hf_name(name)] == held.shape, f"{name}: call check_cover first"
-        for rows, stored in _chunks(held, files, names.hf_name(name), chunk_bytes):
+        for rows, stored in _read_chunks(held, files, names.hf_name(name), chunk_bytes):
             held.fill(rows, stored)
             num_bytes_read += stored.numel() * stored.element_size()
         loaded.append(name)
     missed = set(names.olmo_core_names) - set(loaded)
     assert not missed, f"the model has no parameter {sorted(missed)[:MAX_NAMED]}"
     problems = [
-        f"{files.file_of(names.hf_name(name))}: tensor {names.hf_name(name)} holds {value}: the "
+        f"{files.find_file(names.hf_name(name))}: tensor {names.hf_name(name)} holds {value}: the "
         "checkpoint is damaged; fetch it again, or start from another"
         for name, value in find_not_finite(model).items()
     ]
     if names.tied and HF_LM_HEAD in files:
-        problems += _untied_head(model, files, chunk_bytes)
+        problems += _check_tied_head(model, files, chunk_bytes)
     raise_together(problems)
     return LoadReport(
         num_bytes_read=num_bytes_read,
@@ -156,7 +156,7 @@ def stream_load(
     )
 
 
-def _chunks(
+def _read_chunks(
     held: LocalShard, files: CheckpointFiles, hf_name: str, chunk_bytes: int
 ) -> Iterator[tuple[slice, torch.Tensor]]:
     """Pairs (some rows of the shard, their values in the file), of at most `chunk_bytes` but at
@@ -173,16 +173,16 @@ def _chunks(
         yield rows, stored[rows]
 
 
-def _untied_head(model: nn.Module, files: CheckpointFiles, chunk_bytes: int) -> list[str]:
+def _check_tied_head(model: nn.Module, files: CheckpointFiles, chunk_bytes: int) -> list[str]:
     """A problem if the file's lm_head differs from the embeddings, which were loaded in its
     place.
     """
-    held = held_of(model)[EMBEDDINGS]
-    pairs = _chunks(held, files, HF_LM_HEAD, chunk_bytes)
+    held = find_local_shards(model)[EMBEDDINGS]
+    pairs = _read_chunks(held, files, HF_LM_HEAD, chunk_bytes)
     if all(torch.equal(held.stored[rows], stored.to(held.stored)) for rows, stored in pairs):
         return []
     return [
-        f"{files.file_of(HF_LM_HEAD)}: {HF_LM_HEAD} differs from the embeddings, but config.json "
+        f"{files.find_file(HF_LM_HEAD)}: {HF_LM_HEAD} differs from the embeddings, but config.json "
         "ties them: set tie_word_embeddings to false there to keep a head of its own"
     ]
 

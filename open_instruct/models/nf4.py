@@ -42,7 +42,7 @@ LEVELS = (
 AS_WIDE_AS_TWO = {torch.bfloat16: torch.int32, torch.float32: torch.int64}
 
 
-def quantized(values_OI: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize(values_OI: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """The codes (O, P), two to a byte with the first in its high half, and the scales (O, K), of
     `dtype`.
     """
@@ -57,25 +57,25 @@ def quantized(values_OI: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor
     return codes_OI[:, ::2] << 4 | codes_OI[:, 1::2], scales_OK.to(dtype)
 
 
-def dequantized(
+def dequantize(
     codes_OP: torch.Tensor, scales_OK: torch.Tensor, pairs: torch.Tensor | None = None
 ) -> torch.Tensor:
     """The values (O, I), in the dtype of the scales;
 
-    `pairs` are those of `pairs_in`, where they are there already.
+    `pairs` are those of `make_level_pairs`, where they are there already.
     """
-    pairs = pairs_in(scales_OK.dtype).to(codes_OP.device) if pairs is None else pairs
+    pairs = make_level_pairs(scales_OK.dtype).to(codes_OP.device) if pairs is None else pairs
     values = pairs.index_select(0, codes_OP.flatten().int()).view(scales_OK.dtype)
     return values.view(*scales_OK.shape, BLOCK).mul_(scales_OK.unsqueeze(-1)).flatten(1)
 
 
-def pairs_in(dtype: torch.dtype) -> torch.Tensor:
+def make_level_pairs(dtype: torch.dtype) -> torch.Tensor:
     """The two levels of each byte, as one number of their width: half as many are looked up."""
     levels = torch.tensor(LEVELS, dtype=dtype)
     return torch.cartesian_prod(levels, levels).view(AS_WIDE_AS_TWO[dtype]).flatten()
 
 
-class Product(torch.autograd.Function):
+class QuantizedProduct(torch.autograd.Function):
     """x W^T + bias of a frozen W in 4 bits, whose values are made in each pass and dropped, and a
     frozen bias.
     """
@@ -83,11 +83,11 @@ class Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, bias_O, *in_4_bits):  # type: ignore[no-untyped-def]
         ctx.save_for_backward(*in_4_bits)
-        return F.linear(x, dequantized(*in_4_bits), bias_O)
+        return F.linear(x, dequantize(*in_4_bits), bias_O)
 
     @staticmethod
     def backward(ctx, gradient):  # type: ignore[no-untyped-def]
-        return gradient @ dequantized(*ctx.saved_tensors), None, None, None, None
+        return gradient @ dequantize(*ctx.saved_tensors), None, None, None, None
 
 
 class FrozenLinear(nn.Linear):
@@ -112,12 +112,14 @@ class FrozenLinear(nn.Linear):
             self.scales = nn.Parameter(
                 empty(self.in_features // BLOCK, dtype=dtype), requires_grad=False
             )
-            self.register_buffer("pairs", pairs_in(dtype).to(self.codes.device), persistent=False)
+            self.register_buffer(
+                "pairs", make_level_pairs(dtype).to(self.codes.device), persistent=False
+            )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if not self.in_4_bits:
             return super().forward(x)
-        y: torch.Tensor = Product.apply(x, self.bias, self.codes, self.scales, self.pairs)
+        y: torch.Tensor = QuantizedProduct.apply(x, self.bias, self.codes, self.scales, self.pairs)
         return y
 
 
@@ -126,4 +128,4 @@ def fill_pairs(module: nn.Module, device: torch.device) -> None:
     memory.
     """
     if isinstance(module, FrozenLinear) and module.in_4_bits:
-        module.pairs = pairs_in(module.scales.dtype).to(device)
+        module.pairs = make_level_pairs(module.scales.dtype).to(device)

@@ -13,8 +13,14 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-from open_instruct.models.hf.names import CODES, SCALES, clean_name, is_of_adapter, is_stack
-from open_instruct.models.nf4 import dequantized, quantized
+from open_instruct.models.hf.names import (
+    CODES,
+    SCALES,
+    clean_name,
+    is_adapter_name,
+    is_expert_stack,
+)
+from open_instruct.models.nf4 import dequantize, quantize
 
 Box = tuple[slice, ...]
 """One range for every dim of a tensor."""
@@ -54,7 +60,7 @@ def box_shape(box: Box) -> tuple[int, ...]:
     return tuple(part.stop - part.start for part in box)
 
 
-def at(whole: torch.Tensor, box: Box) -> torch.Tensor:
+def select_box(whole: torch.Tensor, box: Box) -> torch.Tensor:
     """The part of `whole` in `box`.
 
     A box of one range is a run of the flattened values of any tensor.
@@ -67,7 +73,7 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
 
 
-def own_box(tensor: torch.Tensor) -> Box:
+def find_local_box(tensor: torch.Tensor) -> Box:
     """The box of `tensor` that this rank holds; all of an ordinary tensor."""
     if not isinstance(tensor, DTensor):
         return tuple(slice(0, size) for size in tensor.shape)
@@ -93,33 +99,33 @@ def reshard(model: nn.Module) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LocalShard:
-    """This rank's part of a tensor of `shape`: `local`, the values in `box` of it (see `at`), as
-    they are `stored`.
+    """This rank's part of a tensor: the values in `box` of it (see `select_box`).
 
     A matrix may be cut along its columns into `num_slabs`, whose values then lie slab after slab.
 
     Example: row 1 of two,
-    `LocalShard(stored=tensor([3, 4]), shape=(2, 2), box=(slice(1, 2), slice(0, 2)), beside=…)`.
+    `LocalShard(stored=tensor([3, 4]), shape=(2, 2), box=(slice(1, 2), slice(0, 2)), find_boxes=…)`.
 
-    :param beside: given a rank, the box of every one that shares a copy of the tensor with it; see
-        `boxes_beside`.
+    :param shape: of the whole tensor.
+    :param find_boxes: given a rank, the box of each rank that shares a copy of the tensor with it;
+        see `find_copy_boxes`.
     :param scales: of a matrix in 4 bits, which is stored as codes; see `nf4.py`.
     """
 
     stored: torch.Tensor
     shape: tuple[int, ...]
     box: Box
-    beside: Callable[[int], Mapping[int, Box]]
+    find_boxes: Callable[[int], Mapping[int, Box]]
     num_slabs: int = 1
     scales: torch.Tensor | None = None
 
     @property
     def local(self) -> torch.Tensor:
         """The values: of a matrix in 4 bits new ones at each call, else those that are stored."""
-        return self.stored if self.scales is None else dequantized(self.stored, self.scales)
+        return self.stored if self.scales is None else dequantize(self.stored, self.scales)
 
     @property
-    def limits(self) -> torch.Tensor:
+    def values_to_check(self) -> torch.Tensor:
         """A cheap upper bound of `local`, for a check that all values are finite:
 
         NaN where these have one.
@@ -129,14 +135,14 @@ class LocalShard:
     def fill(self, rows: slice, values: torch.Tensor) -> None:
         """Store `values` in some rows of `local`."""
         if self.scales is not None:
-            values, scales = quantized(values.to(self.stored.device), self.scales.dtype)
+            values, scales = quantize(values.to(self.stored.device), self.scales.dtype)
             self.scales[rows].copy_(scales)
         self.stored[rows].copy_(values)
 
-    def as_in_files(self, name: str) -> Iterator[tuple[str, "LocalShard"]]:
-        """The part of each of `rows_of` a parameter."""
-        stack = replace(self, beside=cache(self.beside))
-        for own_name, index in rows_of(name, self.shape).items():
+    def split_rows(self, name: str) -> Iterator[tuple[str, "LocalShard"]]:
+        """The part of each of `find_stack_rows` a parameter."""
+        stack = replace(self, find_boxes=cache(self.find_boxes))
+        for own_name, index in find_stack_rows(name, self.shape).items():
             yield own_name, self if index is None else stack._row(index)
 
     def _row(self, index: int) -> "LocalShard":
@@ -153,22 +159,23 @@ class LocalShard:
                 else self.local[:0].flatten(0, 1)
             )
 
-        def beside(owner: int) -> Mapping[int, Box]:
+        def find_boxes(owner: int) -> Mapping[int, Box]:
             return {
-                rank: _of_row(box, index, num_values) for rank, box in self.beside(owner).items()
+                rank: _of_row(box, index, num_values)
+                for rank, box in self.find_boxes(owner).items()
             }
 
         return LocalShard(
             stored=local,
             shape=self.shape[1:],
             box=_of_row(self.box, index, num_values),
-            beside=beside,
+            find_boxes=find_boxes,
         )
 
     def values(self, whole: torch.Tensor) -> torch.Tensor:
         """The values of the contiguous tensor `whole` that belong in `local`."""
         slabs = whole.unflatten(-1, (self.num_slabs, -1)).movedim(-2, 0)
-        return at(slabs.reshape(whole.shape), self.box)
+        return select_box(slabs.reshape(whole.shape), self.box)
 
 
 def _of_row(box: Box, index: int, num_values: int) -> Box:
@@ -183,42 +190,44 @@ def _of_row(box: Box, index: int, num_values: int) -> Box:
     return box[1:] if box[0].start <= index < box[0].stop else (slice(0, 0), *box[2:])
 
 
-def in_order(values: torch.Tensor, num_slabs: int) -> torch.Tensor:
+def join_slabs(values: torch.Tensor, num_slabs: int) -> torch.Tensor:
     """Values that lie slab after slab, reordered as the tensor, whose shape they have; a view for
     one slab.
     """
     return values.view(num_slabs, *values.shape[:-1], -1).movedim(0, -2).reshape(values.shape)
 
 
-def held(parameter: torch.Tensor) -> LocalShard:
-    """The part of a parameter on this rank: its own shard, or the `held` that a backend attached to
-    it.
-    """
-    elsewhere: LocalShard | None = getattr(parameter, "held", None)
+def find_local_shard(parameter: torch.Tensor) -> LocalShard:
+    """This rank's part of a parameter; a backend may have attached it as `local_shard`."""
+    elsewhere: LocalShard | None = getattr(parameter, "local_shard", None)
     if elsewhere is not None:
         return elsewhere
-    beside = partial(boxes_beside, parameter)
+    find_boxes = partial(find_copy_boxes, parameter)
     return LocalShard(
         stored=local_part(parameter),
         shape=tuple(parameter.shape),
-        box=own_box(parameter),
-        beside=beside,
+        box=find_local_box(parameter),
+        find_boxes=find_boxes,
     )
 
 
-def held_in_4_bits(codes: torch.Tensor, scales: torch.Tensor) -> LocalShard:
+def make_4_bit_shard(codes: torch.Tensor, scales: torch.Tensor) -> LocalShard:
     """The part on this rank of the matrix that two parameters of a `FrozenLinear` hold, cut alike,
     by rows alone.
     """
-    own = held(codes)
+    own = find_local_shard(codes)
     columns = slice(0, 2 * codes.shape[1])
 
-    def beside(owner: int) -> Mapping[int, Box]:
-        return {rank: (rows, columns) for rank, (rows, _) in own.beside(owner).items()}
+    def find_boxes(owner: int) -> Mapping[int, Box]:
+        return {rank: (rows, columns) for rank, (rows, _) in own.find_boxes(owner).items()}
 
     shape = (codes.shape[0], columns.stop)
     return replace(
-        own, shape=shape, box=(own.box[0], columns), beside=beside, scales=local_part(scales)
+        own,
+        shape=shape,
+        box=(own.box[0], columns),
+        find_boxes=find_boxes,
+        scales=local_part(scales),
     )
 
 
@@ -237,37 +246,46 @@ def flat_shard(
     Example: the last two of three values, `flat_shard(…, (3,), ((0, 1), (1, 3)), rank=1)`.
     """
 
-    def beside(owner: int) -> Mapping[int, Box]:
+    def find_boxes(owner: int) -> Mapping[int, Box]:
         holder = {run: rank for rank, run in enumerate(ranges)} | {ranges[owner]: owner}
         return {rank: (slice(*run),) for run, rank in holder.items()}
 
     box = (slice(*ranges[rank]),)
-    return LocalShard(stored=local, shape=shape, box=box, beside=beside, num_slabs=num_slabs)
+    return LocalShard(
+        stored=local, shape=shape, box=box, find_boxes=find_boxes, num_slabs=num_slabs
+    )
 
 
-def held_of(model: nn.Module, *, adapters_only: bool = False) -> dict[str, LocalShard]:
-    """`held` of each tensor, by OLMo-core's names: of each parameter, or of each matrix of a stack
-    of them.
+def find_local_shards(model: nn.Module, *, adapters_only: bool = False) -> dict[str, LocalShard]:
+    """This rank's shard of each tensor of `model`, by OLMo-core's names.
 
-    A checkpoint is read into, and written from, the model without its adapters; with
-    `adapters_only`, theirs alone.
+    A stack of experts' matrices is a tensor for each expert. A checkpoint is read into, and
+    written from, the model without its adapters; with `adapters_only`, theirs alone.
     """
     parameters = {clean_name(name): each for name, each in model.named_parameters()}
-    own = {name: each for name, each in parameters.items() if is_of_adapter(name) == adapters_only}
-    by_name = {name: held(each) for name, each in own.items() if not name.endswith((CODES, SCALES))}
+    own = {
+        name: each for name, each in parameters.items() if is_adapter_name(name) == adapters_only
+    }
+    by_name = {
+        name: find_local_shard(each)
+        for name, each in own.items()
+        if not name.endswith((CODES, SCALES))
+    }
     for name in (name.removesuffix(CODES) for name in own if name.endswith(CODES)):
-        by_name[f"{name}.weight"] = held_in_4_bits(own[f"{name}{CODES}"], own[f"{name}{SCALES}"])
+        by_name[f"{name}.weight"] = make_4_bit_shard(own[f"{name}{CODES}"], own[f"{name}{SCALES}"])
     return {
-        own_name: row for name, each in by_name.items() for own_name, row in each.as_in_files(name)
+        own_name: row for name, each in by_name.items() for own_name, row in each.split_rows(name)
     }
 
 
-def rows_of(name: str, shape: Sequence[int]) -> dict[str, int | None]:
+def find_stack_rows(name: str, shape: Sequence[int]) -> dict[str, int | None]:
     """The tensors that a parameter is in files: itself, or of a stack of matrices each, with its
     number.
     """
     return (
-        {f"{name}.{index}": index for index in range(shape[0])} if is_stack(name) else {name: None}
+        {f"{name}.{index}": index for index in range(shape[0])}
+        if is_expert_stack(name)
+        else {name: None}
     )
 
 
@@ -276,12 +294,12 @@ def gather_full(parameter: torch.Tensor, dtype: torch.dtype | None = None) -> to
 
     Collective.
     """
-    if isinstance(elsewhere := getattr(parameter, "held", None), LocalShard):
+    if isinstance(elsewhere := getattr(parameter, "local_shard", None), LocalShard):
         whole = elsewhere.local.new_zeros(elsewhere.shape, dtype=dtype)
-        if dist.get_rank() in elsewhere.beside(0):
-            at(whole, elsewhere.box).copy_(elsewhere.local)
+        if dist.get_rank() in elsewhere.find_boxes(0):
+            select_box(whole, elsewhere.box).copy_(elsewhere.local)
         dist.all_reduce(whole)
-        return in_order(whole, elsewhere.num_slabs)
+        return join_slabs(whole, elsewhere.num_slabs)
     own = parameter.detach().to(dtype or parameter.dtype)
     return own.full_tensor() if isinstance(own, DTensor) else own
 
@@ -303,7 +321,7 @@ def gather_to_owner(tensors: Mapping[int, tuple[LocalShard, torch.dtype]]) -> to
     posted: list[dist.P2POp] = []
     arriving: list[tuple[torch.Tensor, torch.Tensor]] = []
     for owner, (tensor, dtype) in tensors.items():
-        boxes = tensor.beside(owner)
+        boxes = tensor.find_boxes(owner)
         if rank not in boxes:
             continue
         local = tensor.local
@@ -316,7 +334,7 @@ def gather_to_owner(tensors: Mapping[int, tuple[LocalShard, torch.dtype]]) -> to
         whole = torch.empty(tensor.shape, dtype=dtype, device="cpu")
         num_slabs = tensor.num_slabs
         for peer, box in boxes.items():
-            part = at(whole, box)
+            part = select_box(whole, box)
             if peer == rank:
                 part.copy_(local)
             elif part.numel() > 0:
@@ -334,10 +352,10 @@ def gather_to_owner(tensors: Mapping[int, tuple[LocalShard, torch.dtype]]) -> to
             work.wait()
     for part, received in arriving:
         part.copy_(received)
-    return None if whole is None else in_order(whole, num_slabs)
+    return None if whole is None else join_slabs(whole, num_slabs)
 
 
-def boxes_beside(tensor: torch.Tensor, owner: int) -> dict[int, Box]:
+def find_copy_boxes(tensor: torch.Tensor, owner: int) -> dict[int, Box]:
     """The box of every rank that shares one copy of `tensor` with `owner`; none if its mesh has no
     `owner`.
 
@@ -345,7 +363,7 @@ def boxes_beside(tensor: torch.Tensor, owner: int) -> dict[int, Box]:
     the owner gathers in its own.)
     """
     if not isinstance(tensor, DTensor):
-        return {owner: own_box(tensor)}
+        return {owner: find_local_box(tensor)}
     ranks = tensor.device_mesh.mesh
     places = dict(zip(ranks.flatten().tolist(), product(*map(range, ranks.shape)), strict=True))
     if owner not in places:

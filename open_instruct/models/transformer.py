@@ -62,9 +62,9 @@ class SegmentTransformer(Transformer):
         for attention in self.attentions:
             # OLMo-core has a bias on all four projections or on none; no family has one here.
             attention.w_out.register_parameter("bias", None)
-            attention.backend = SegmentAttention.like(attention.backend)
+            attention.backend = SegmentAttention.from_stock(attention.backend)
             if attention.rope is not None:
-                attention.rope = SegmentRotaryEmbedding.like(
+                attention.rope = SegmentRotaryEmbedding.from_stock(
                     cast(RotaryEmbedding, attention.rope), tables=tables
                 )
 
@@ -94,7 +94,7 @@ class SegmentTransformer(Transformer):
         head_kwargs["settings"] = head_settings
         if segments is None:
             num_rows, row_len = ids_on_device.shape
-            segments = Segments.of(
+            segments = Segments.from_lengths(
                 (row_len,) * num_rows, (0,) * num_rows, device=ids_on_device.device
             )
         for rope in self.ropes:
@@ -126,9 +126,9 @@ class SegmentTransformer(Transformer):
             local_part(parameter).fill_(torch.nan if parameter.is_floating_point() else 0)
         if self.tie_word_embeddings:
             self.lm_head.w_out.weight = self.embeddings.weight  # to_empty separated them
-        self.settle_on(device, max_seq_len=max_seq_len)
+        self.set_device(device, max_seq_len=max_seq_len)
 
-    def settle_on(self, device: torch.device, *, max_seq_len: int | None) -> None:
+    def set_device(self, device: torch.device, *, max_seq_len: int | None) -> None:
         """Take `device` for the model's own, and make the tables of RoPE and of matrices in 4 bits
         there.
         """
@@ -225,7 +225,7 @@ class SegmentRotaryEmbedding(RotaryEmbedding):
     """
 
     @classmethod
-    def like(cls, stock: RotaryEmbedding, *, tables: BufferCache) -> SegmentRotaryEmbedding:
+    def from_stock(cls, stock: RotaryEmbedding, *, tables: BufferCache) -> SegmentRotaryEmbedding:
         """The replacement of `stock`, with its tables in the cache `tables`, which layers share."""
         return cls(
             head_size=stock.rotary_dim,

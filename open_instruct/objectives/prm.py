@@ -21,7 +21,7 @@ from open_instruct.core.records import Batch, mean_metrics
 from open_instruct.core.text import counted
 from open_instruct.data.row_builder import RowBuilder
 from open_instruct.data.step_rows import PlaceholderBuilder, StepBuilder
-from open_instruct.models.hf.head_kinds import HEAD_SIZES, Head, find_class, no_class_problem
+from open_instruct.models.hf.head_kinds import HEAD_SIZES, Head, explain_missing_class, find_class
 from open_instruct.objectives.objective import (
     BoundLoss,
     Evaluation,
@@ -193,7 +193,7 @@ def fields_of_class(hf_config: PretrainedConfig) -> dict[str, Any]:
     class_name = find_class(hf_config, "classes")
     if class_name is None:
         raise InputError(
-            no_class_problem(hf_config.model_type, "classes"), kind="unsupported_model"
+            explain_missing_class(hf_config.model_type, "classes"), kind="unsupported_model"
         )
     return {
         "architectures": [class_name],

@@ -26,7 +26,7 @@ from open_instruct.data.files.rows import MalformedRow, kind_of
 from open_instruct.data.preference_rows import PreferenceBuilder, parse_preference_row
 from open_instruct.data.row_builder import RenderedRow
 from open_instruct.losses.logprobs import sum_by_sequence
-from open_instruct.models.hf.head_kinds import Head, find_class, no_class_problem
+from open_instruct.models.hf.head_kinds import Head, explain_missing_class, find_class
 from open_instruct.objectives.objective import (
     BoundLoss,
     Evaluation,
@@ -268,7 +268,7 @@ class RewardObjective(Objective[RewardModelConfig]):
         fields = fields_of_class(hf_config)
         if not fields:
             raise InputError(
-                no_class_problem(hf_config.model_type, "score"), kind="unsupported_model"
+                explain_missing_class(hf_config.model_type, "score"), kind="unsupported_model"
             )
         pad, data = tokenizer.pad_token_id, config.data
         chat = ChatFormat.from_flags(tokenizer, data)

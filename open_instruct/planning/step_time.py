@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from open_instruct.core.shard_layout import ShardLayout
 from open_instruct.core.weight_buckets import PLACE_BYTES, ROW_BYTES
-from open_instruct.models.hf.names import is_stack
+from open_instruct.models.hf.names import is_expert_stack
 from open_instruct.planning.activation_traffic import num_head_positions
 from open_instruct.planning.exchanges import Exchange
 from open_instruct.planning.memory.head import logit_chunks, num_kept_chunks
@@ -261,7 +261,7 @@ def _block_matrices(shape: ModelShape) -> Iterator[tuple[int, ParameterShape]]:
     for unit in shape.units:
         for parameter in unit.parameters:
             is_in_block = parameter.layer is not None
-            if is_in_block and (len(parameter.shape) == 2 or is_stack(parameter.name)):
+            if is_in_block and (len(parameter.shape) == 2 or is_expert_stack(parameter.name)):
                 yield unit.count, parameter
 
 

@@ -22,7 +22,7 @@ from open_instruct.data.report import BadRowLog
 from open_instruct.data.row_builder import RowBuilder
 from open_instruct.data.templates.chat_templates import check_syntax, read_template
 from open_instruct.data.tokenizer import check_tokenizer_folder, find_local_folder
-from open_instruct.models.hf.hf_config import config_fields, weights_file
+from open_instruct.models.hf.hf_config import find_weights_file, read_config_fields
 
 # Larger files and further rows are checked a little later, by the run itself.
 MOST_BYTES = 2**25
@@ -49,8 +49,8 @@ def check_models(config: LearnerConfig) -> None:
             and value is not None
             and (folder := find_local_folder(value)) is not None
         ):
-            config_fields(folder)
-            weights_file(folder)
+            read_config_fields(folder)
+            find_weights_file(folder)
 
 
 def check_row_files(config: LearnerConfig, *flags: str) -> None:

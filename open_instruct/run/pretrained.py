@@ -28,14 +28,14 @@ from open_instruct.data.tokenizer import load_tokenizer
 from open_instruct.models.build import build_model
 from open_instruct.models.export import export_hf
 from open_instruct.models.export_checks import check_destination, check_exportable
-from open_instruct.models.family import unknown_fields
+from open_instruct.models.family import find_unknown_fields
 from open_instruct.models.heads.value_head import open_head_files
 from open_instruct.models.hf.checkpoint_files import CheckpointFiles
-from open_instruct.models.hf.convolutions import join_equal_parts
+from open_instruct.models.hf.convolutions import recut_convolutions
 from open_instruct.models.hf.head_kinds import Head
-from open_instruct.models.hf.hf_config import fingerprint_with, load_hf_config
+from open_instruct.models.hf.hf_config import fingerprint_model, load_hf_config
 from open_instruct.models.hf.names import TensorNames
-from open_instruct.models.load import check_cover, parameter_shapes
+from open_instruct.models.load import check_cover, find_parameter_shapes
 from open_instruct.models.lora.files import check_base, open_adapter
 from open_instruct.models.lora.peft_config import CONFIG_NAME
 from open_instruct.models.transformer import SegmentTransformer
@@ -110,7 +110,7 @@ class Pretrained:
         more defaults.
         """
         config = json.loads((self.folder / "config.json").read_text(encoding="utf-8"))
-        return fingerprint_with(config, self.files.fingerprint)
+        return fingerprint_model(config, self.files.fingerprint)
 
     def is_same_as(self, other: Pretrained) -> bool:
         """Whether both have the same weights and config.json.
@@ -122,7 +122,7 @@ class Pretrained:
     @property
     def warnings(self) -> list[str]:
         """Warnings about the start model."""
-        unknown = ", ".join(ascii(name)[:60] for name in unknown_fields(self.hf_config)[:10])
+        unknown = ", ".join(ascii(name)[:60] for name in find_unknown_fields(self.hf_config)[:10])
         warnings: list[str] = []
         if unknown:
             file = self.folder / "config.json"
@@ -215,9 +215,9 @@ def _check_tensors(pretrained: Pretrained, model: nn.Module) -> None:
     :raises InputError: naming the tensor that is missing, damaged or does not fit.
     """
     names = pretrained.names
-    shapes = parameter_shapes(model)
+    shapes = find_parameter_shapes(model)
     hf_shapes = {hf_name: shapes[name] for name, hf_name in names if name in shapes}
-    join_equal_parts(pretrained.files, hf_shapes)
+    recut_convolutions(pretrained.files, hf_shapes)
     check_cover(names, pretrained.files, shapes)
     check_exportable(names, shapes)
 

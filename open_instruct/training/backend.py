@@ -22,8 +22,8 @@ from open_instruct.config.lora import LoRASection
 from open_instruct.config.sharding_sections import MemorySection
 from open_instruct.core.errors import InputError
 from open_instruct.core.text import counted
-from open_instruct.models.load import parameter_shapes, stream_load
-from open_instruct.models.lora.adapters import adapt, fill_adapter
+from open_instruct.models.load import find_parameter_shapes, stream_load
+from open_instruct.models.lora.adapters import add_adapters, fill_adapter
 from open_instruct.models.transformer import SegmentTransformer
 from open_instruct.parallel.data_parallel import keep_mesh
 from open_instruct.parallel.status import this_process
@@ -147,7 +147,7 @@ def build_empty_model(
     this_process.begin("loading the start model")
     model = pretrained.build(init_device=init_device)
     if adapters is not None:
-        adapt(model, adapters, dtype=getattr(torch, param_dtype))
+        add_adapters(model, adapters, dtype=getattr(torch, param_dtype))
     return model
 
 
@@ -202,7 +202,7 @@ class ShardedModule(TransformerTrainModule):
         if adapters is not None:
             fill_adapter(self.model, adapters, seed=seed, start=pretrained.adapter)
         self.refresh_computing_weights()
-        num_params = sum(map(prod, parameter_shapes(self.model).values()))
+        num_params = sum(map(prod, find_parameter_shapes(self.model).values()))
         run.console.say(
             f"loaded {counted(report.num_tensors, 'tensor')} ({num_params / 1e6:,.1f}M parameters) "
             f"in {report.wall_time_s:.1f} s"

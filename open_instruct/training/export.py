@@ -7,7 +7,7 @@ from typing import Any
 from open_instruct.checkpoints.resume import check_weights
 from open_instruct.config.training import LearnerConfig
 from open_instruct.core.records import BestStep
-from open_instruct.models.lora.adapters import weights_of, whole_adapter
+from open_instruct.models.lora.adapters import find_merged_weights, gather_adapter
 from open_instruct.models.lora.files import write_adapter
 from open_instruct.parallel.status import this_process
 from open_instruct.run.card import card_of
@@ -43,7 +43,7 @@ def export_policy(
     if lora is not None and lora.export != "merged":
         write_adapter(
             run.directory.adapter,
-            whole_adapter(policy.model),
+            gather_adapter(policy.model),
             pretrained.names,
             lora,
             base=str(pretrained.folder),
@@ -58,7 +58,7 @@ def export_policy(
     num_bytes = pretrained.export(
         policy.model,
         run.directory.hf_model,
-        weights=weights_of(policy.model),
+        weights=find_merged_weights(policy.model),
         dtype=dtype,
         card=card,
         more_config=more_config,

@@ -7,7 +7,7 @@ import numpy as np
 from open_instruct.config.training import TrainingConfig
 from open_instruct.core.text import counted
 from open_instruct.data.files.array_file import find_cache_folder
-from open_instruct.models.lora.adapters import adapters_off
+from open_instruct.models.lora.adapters import disable_adapters
 from open_instruct.objectives.objective import BoundLoss, Objective
 from open_instruct.run.cadence import Cadence
 from open_instruct.run.opened import Run
@@ -172,7 +172,7 @@ def score_frozen(
     )
     training_ND: np.ndarray | None = None
     heldout_ND: np.ndarray | None = None
-    with adapters_off(policy.model):
+    with disable_adapters(policy.model):
         if not reference_moves:
             title = "reference log-probs"
             training_ND = reference_logprobs(scorer, rows.dataset, cache=cache, title=title)

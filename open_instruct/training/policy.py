@@ -25,7 +25,7 @@ from open_instruct.core.batch_values import LogprobsField
 from open_instruct.core.errors import RunError
 from open_instruct.core.records import Batch, Metric, PackedBatch, StepBatch
 from open_instruct.models.compiled import FALLBACKS
-from open_instruct.models.lora.adapters import adapters_off
+from open_instruct.models.lora.adapters import disable_adapters
 from open_instruct.models.shards import reshard
 from open_instruct.objectives.objective import BoundLoss, LossOutputs, TokenLogprobs
 from open_instruct.parallel.process import gathered
@@ -157,7 +157,7 @@ class Policy:
                     # what it is with experts of its own choice, whichever the policy's engine
                     # chose.
                     packed = replace(packed, routes_TR=None)
-                    as_it_was = adapters_off(model)
+                    as_it_was = disable_adapters(model)
                 with as_it_was:
                     scored = token_logprobs(
                         model, packed, device=self.device, temperature=self.loss.temperature

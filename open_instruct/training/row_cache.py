@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from open_instruct.data.files.array_file import read_arrays, write_arrays
 from open_instruct.data.token_dataset import TokenDataset
-from open_instruct.models.hf.hf_config import fingerprint_with
+from open_instruct.models.hf.hf_config import fingerprint_model
 from open_instruct.run.pretrained import Pretrained
 
 log = logging.getLogger(__name__)
@@ -103,7 +103,7 @@ def open_row_cache(folder: Path, model: Pretrained, *words: str) -> RowCache:
 
     Collective: all ranks see the same rows before any of them writes.
     """
-    fingerprint = fingerprint_with(model.hf_config.to_dict(), model.files.fingerprint)
+    fingerprint = fingerprint_model(model.hf_config.to_dict(), model.files.fingerprint)
     cache = RowCache(folder / f"{'-'.join([fingerprint[:32], *words])}.safetensors")
     dist.barrier()
     return cache

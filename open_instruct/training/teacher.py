@@ -25,7 +25,7 @@ from open_instruct.core.text import counted
 from open_instruct.data.files.array_file import find_cache_folder
 from open_instruct.data.token_dataset import TokenDataset
 from open_instruct.models.heads.logprob_head import Measure
-from open_instruct.models.lora.adapters import adapters_off
+from open_instruct.models.lora.adapters import disable_adapters
 from open_instruct.models.shards import gather_full, reshard
 from open_instruct.objectives.objective import Teacher
 from open_instruct.parallel.process import gathered, on_main_process
@@ -56,7 +56,7 @@ def build_teacher(
     """Build the model that `open_companion_model` opened. Collective.
 
     Where the teacher is the `student`'s start model and the student only trains adapters, the
-    result is `policy` itself; call it within `adapters_off`.
+    result is `policy` itself; call it within `disable_adapters`.
     """
     this_process.begin("loading the teacher")
     if config.adapters is not None and teacher.is_same_as(student):
@@ -120,7 +120,7 @@ class TeacherComparison:
             return Measure(
                 self.compare_kept, (beside_labels(policy, batch.packed, kept_NC, device=device),)
             )
-        with torch.no_grad(), adapters_off(self.model):
+        with torch.no_grad(), disable_adapters(self.model):
             hidden_BKD = hidden_at_labels(self.model, batch.packed, policy, device)
         # A forward pass without a backward leaves FSDP's root parameters gathered.
         reshard(self.model)
@@ -170,7 +170,7 @@ def build_comparison(
     )
     if num_missing:
         model = build()
-        with adapters_off(model):
+        with disable_adapters(model):
             for dataset in datasets:
                 add_distributions(
                     cache, opened, model, dataset, rows=rows, backend=backend, run=run

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore
 
 from open_instruct.cluster.addresses import address_towards
-from open_instruct.models.shards import at
+from open_instruct.models.shards import select_box
 from open_instruct.weight_sync.channel import (
     NUM_SLOTS,
     FindLocal,
@@ -169,7 +169,7 @@ class PartReceiver(Incoming):
                 # Otherwise the tensor need not have memory yet.
                 if len(parts) == 1 and self.device.type == "cpu":
                     wholes = find_wholes(position)
-                    values = [at(wholes[name], part.box) for name, part in parts.items()]
+                    values = [select_box(wholes[name], part.box) for name, part in parts.items()]
                 flat = find_flat_bytes(values, message.dtype, self.device)
                 if flat is None:
                     work = broadcast(self._groups[rank], memory)

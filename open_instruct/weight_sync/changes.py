@@ -21,7 +21,7 @@ import torch
 import xxhash
 
 from open_instruct.core.weight_buckets import PLACE_BYTES, ROW_BYTES
-from open_instruct.models.shards import at, in_order
+from open_instruct.models.shards import join_slabs, select_box
 from open_instruct.weight_sync.channel import FindLocal
 from open_instruct.weight_sync.manifest import Bucket, Manifest, Part, WeightManifest
 
@@ -101,7 +101,7 @@ class Mirror:
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield all tensors by name, as a checkpoint has their values."""
         for name, tensor in self.tensors.items():
-            yield name, in_order(tensor, self._manifest.slabs.get(name, 1))
+            yield name, join_slabs(tensor, self._manifest.slabs.get(name, 1))
 
     def apply_message(self, index: int, rank: int, message: torch.Tensor) -> str | None:
         """Put in place what `rank` sent of a bucket.
@@ -113,7 +113,7 @@ class Mirror:
         rows: list[list[int]] = message[:start].view(torch.int64).view(-1, 4).tolist()
         for (name, part), row in zip(parts.items(), rows, strict=True):
             form, num_entries, num_values, digest = row
-            values = at(self.tensors[name], part.box)
+            values = select_box(self.tensors[name], part.box)
             bits_N = view_bits(values)
             entries, start = read_values(message, start, num_entries, torch.int32)
             values_C, start = read_values(message, start, num_values, bits_N.dtype)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from open_instruct.core.weight_buckets import plan_buckets
-from open_instruct.models.shards import Box, at, box_shape
+from open_instruct.models.shards import Box, box_shape, select_box
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,7 +105,7 @@ class Bucket:
             flat: bytes of the bucket, from `first_byte` on.
         """
         for name, part in self.parts.get(rank, {}).items():
-            at(wholes[name], part.box).copy_(part.view(flat, self.dtype, first_byte))
+            select_box(wholes[name], part.box).copy_(part.view(flat, self.dtype, first_byte))
 
 
 class Manifest:

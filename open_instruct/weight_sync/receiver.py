@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from open_instruct.core.errors import RunError
-from open_instruct.models.shards import in_order
+from open_instruct.models.shards import join_slabs
 from open_instruct.weight_sync.changes import Mirror, build_change_bucket, build_change_manifest
 from open_instruct.weight_sync.channel import CPU, wait_for_device
 from open_instruct.weight_sync.folder import FolderWeights
@@ -174,7 +174,7 @@ class IncomingWeights:
     def _hand_over(self, wholes: dict[str, torch.Tensor]) -> Weights:
         """Yield each tensor and drop it here, so that its memory is free for the next bucket."""
         for name in list(wholes):
-            yield name, in_order(wholes.pop(name), self._manifest.slabs.get(name, 1))
+            yield name, join_slabs(wholes.pop(name), self._manifest.slabs.get(name, 1))
 
     def fail(self, error: BaseException) -> None:
         """Tell everybody that this receiver has failed, and leave the channel."""

@@ -24,9 +24,13 @@ from torch import nn
 from open_instruct.cluster.addresses import outward_address
 from open_instruct.core.errors import RunError
 from open_instruct.models.hf.names import TensorNames
-from open_instruct.models.lora.adapters import layers_of, scaled_adapters, weights_of
-from open_instruct.models.lora.files import file_name_of
-from open_instruct.models.shards import LocalShard, held_of, reshard
+from open_instruct.models.lora.adapters import (
+    find_adapted_layers,
+    find_merged_weights,
+    scale_adapters,
+)
+from open_instruct.models.lora.files import find_peft_name
+from open_instruct.models.shards import LocalShard, find_local_shards, reshard
 from open_instruct.parallel.process import on_main_process
 from open_instruct.training.rows.sample_loader import build_ahead
 from open_instruct.weight_sync.changes import SentParts, build_change_bucket, build_change_manifest
@@ -79,20 +83,20 @@ class WeightSender:
         self._adapter_alone = adapter_alone
         self._changes_alone = changes_alone
         self._check_every = check_every
-        held_by_name = held_of(model, adapters_only=adapter_alone)
+        held_by_name = find_local_shards(model, adapters_only=adapter_alone)
         if adapter_alone:
-            self._names = {file_name_of(name, names): name for name in held_by_name}
+            self._names = {find_peft_name(name, names): name for name in held_by_name}
         else:
             self._names = {hf_name: name for name, hf_name in names}
         self._rank = dist.get_rank()
         self._backend = backend
         self._learners = [learner_name(rank) for rank in range(dist.get_world_size())]
         self._timeout_s = timeout_s
-        self._computes = adapter_alone or bool(layers_of(model))
+        self._computes = adapter_alone or bool(find_adapted_layers(model))
         held = {hf_name: held_by_name[name] for hf_name, name in self._names.items()}
         self.manifest = WeightManifest(
             {name: each.shape for name, each in held.items()},
-            {name: each.beside(HOST_RANK) for name, each in held.items()},
+            {name: each.find_boxes(HOST_RANK) for name, each in held.items()},
             dtype=dtype,
             bucket_bytes=bucket_bytes,
             slabs={name: each.num_slabs for name, each in held.items()},
@@ -197,7 +201,7 @@ class WeightSender:
         reshard(self._model)
         weights = self._held
         if weights is None:
-            find_weights = scaled_adapters if self._adapter_alone else weights_of
+            find_weights = scale_adapters if self._adapter_alone else find_merged_weights
             weights = find_weights(self._model)
         # Shards stay where they are, and to find them again would take milliseconds.
         self._held = None if self._computes else weights

@@ -213,15 +213,15 @@ def export(folder: Path) -> Any:
     from open_instruct.models.export import _write_weights
     from open_instruct.models.export_files import plan_files
     from open_instruct.models.hf.names import TensorNames
-    from open_instruct.models.load import parameter_shapes
-    from open_instruct.models.shards import held_of, reshard
+    from open_instruct.models.load import find_parameter_shapes
+    from open_instruct.models.shards import find_local_shards, reshard
 
     case = Case("--compile_model false")
     folder.mkdir()
     first: list[str] = []
     with opened(case, folder / "run") as (policy, _), torch.no_grad():
         reshard(policy.model)
-        held, shapes = held_of(policy.model), parameter_shapes(policy.model)
+        held, shapes = find_local_shards(policy.model), find_parameter_shapes(policy.model)
         plan = plan_files(
             TensorNames(case.hf_config()),
             shapes,

@@ -58,7 +58,7 @@ def compiled(case: KernelCase, folder: Path, assembled: list[Kernel]) -> dict[st
     from torch._dynamo.utils import counters
 
     from open_instruct.models import compiled as versions
-    from open_instruct.models.heads.logprob_head import losses_of_logits
+    from open_instruct.models.heads.logprob_head import compute_label_losses
     from open_instruct.training.model.forward import token_logprobs
     from tests.unit.training.test_compiled import row, versions_of, versions_of_blocks
 
@@ -78,7 +78,7 @@ def compiled(case: KernelCase, folder: Path, assembled: list[Kernel]) -> dict[st
             "kernels": [asdict(kernel) for kernel in assembled[num_before:]],
             "versions": {
                 "block": versions_of_blocks(policy.model) / len(windows),
-                "head": versions_of(losses_of_logits),
+                "head": versions_of(compute_label_losses),
             },
             "fallbacks": versions.FALLBACKS.count - fallbacks,
             "graph_breaks": dict(counters["graph_break"]),

@@ -100,7 +100,7 @@ def chosen_experts(folder: Path, token_ids: tuple[int, ...]) -> np.ndarray:
     document = Document(token_ids=token_ids, responses=(Span(start=1, stop=len(token_ids)),))
     with record_routing(learner(folder)) as layers:
         token_logprobs(learner(folder), pack_documents([document]), device=CPU)
-    return np.stack([np.sort(layer.taken()[0][1].numpy()) for layer in layers], axis=1)
+    return np.stack([np.sort(layer.take_routing()[0][1].numpy()) for layer in layers], axis=1)
 
 
 @torch.no_grad()

@@ -47,7 +47,7 @@ def test_values_and_gradients(
     def attended(where: torch.device, computed_in: torch.dtype) -> list[torch.Tensor]:
         qkv = QKV(*(tensor.to(where, computed_in, copy=True).requires_grad_() for tensor in given))
         output = attend_over_segments(
-            qkv, Segments.of(lengths, prefix_lengths, device=where), left=left
+            qkv, Segments.from_lengths(lengths, prefix_lengths, device=where), left=left
         )
         gradients = torch.autograd.grad(output, list(qkv), upstream.to(where, computed_in))
         return [tensor.detach().float().cpu() for tensor in (output, *gradients)]

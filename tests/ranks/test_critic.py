@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from transformers import AutoModel, AutoModelForCausalLM
 
 from open_instruct.core.records import RolloutSample
-from open_instruct.models.heads.value_head import drawn_score
+from open_instruct.models.heads.value_head import draw_score_matrix
 from tests.ranks.grpo_case import GRPOCase, Rows
 from tests.ranks.jobs.grpo_steps import make_samples
 from tests.ranks.launch import run_ranks
@@ -156,7 +156,7 @@ def plain_steps(folder: Path) -> list[dict[str, float]]:
     """
     policy = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     trunk = AutoModel.from_pretrained(folder, dtype=torch.float32)
-    score = torch.nn.Parameter(drawn_score(trunk.config.hidden_size, seed=SEED))
+    score = torch.nn.Parameter(draw_score_matrix(trunk.config.hidden_size, seed=SEED))
     of_critic = [*trunk.parameters(), score]
     policy_steps = torch.optim.AdamW(policy.parameters(), lr=1e-4, weight_decay=0)
     critic_steps = torch.optim.AdamW(of_critic, lr=CRITIC_LR, weight_decay=0)

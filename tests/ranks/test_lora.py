@@ -19,7 +19,7 @@ from open_instruct.models.hf.checkpoint_files import CheckpointFiles
 from open_instruct.models.hf.hf_config import load_hf_config
 from open_instruct.models.hf.names import TensorNames
 from open_instruct.models.load import stream_load
-from open_instruct.models.lora.adapters import adapters_off, fill_adapter
+from open_instruct.models.lora.adapters import disable_adapters, fill_adapter
 from open_instruct.models.lora.files import BASE_FINGERPRINT, WEIGHTS_NAME, open_adapter
 from open_instruct.models.lora.peft_config import CONFIG_NAME
 from tests.ranks.grpo_case import GRPOCase, RunRanks
@@ -163,7 +163,7 @@ def test_peft_and_transformers_compute_what_we_do(runs: dict[str, TrainCase], fa
     torch.testing.assert_close(
         exported(IDS).logits.log_softmax(-1), with_adapter, atol=1e-5, rtol=0
     )
-    with adapters_off(ours):
+    with disable_adapters(ours):
         torch.testing.assert_close(ours(IDS).log_softmax(-1), plain, atol=1e-5, rtol=0)
 
 

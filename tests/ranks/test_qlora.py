@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from open_instruct.models.hf.checkpoint_files import CheckpointFiles
 from open_instruct.models.lora.files import PREFIX, WEIGHTS_NAME
-from open_instruct.models.nf4 import dequantized, quantized
+from open_instruct.models.nf4 import dequantize, quantize
 from tests.ranks.launch import run_ranks as start
 from tests.ranks.objective_rows import write_conversations
 from tests.ranks.shallow import write_shallow_model
@@ -89,7 +89,7 @@ def test_export_is_the_base_of_4_bits_with_the_adapter(runs: TrainCase) -> None:
     for name, merged in exported.named_parameters():
         expected = base.read(name)
         if "_proj" in name:
-            values = dequantized(*quantized(expected, torch.float32))
+            values = dequantize(*quantize(expected, torch.float32))
             rounded.add(name)
             assert 0.05 < (values - expected).norm() / expected.norm() < 0.12
             a_RI, b_OR = (

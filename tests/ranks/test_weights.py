@@ -19,11 +19,11 @@ from open_instruct.core.errors import InputError
 from open_instruct.models.build import build_model
 from open_instruct.models.export import export_hf
 from open_instruct.models.export_checks import check_destination, check_exportable
-from open_instruct.models.export_files import partial_folder_of, prepare_folder
+from open_instruct.models.export_files import find_partial_folder, prepare_folder
 from open_instruct.models.hf.checkpoint_files import CheckpointFiles
 from open_instruct.models.hf.hf_config import INDEX_NAME, SINGLE_NAME, load_hf_config
 from open_instruct.models.hf.names import TensorNames
-from open_instruct.models.load import parameter_shapes
+from open_instruct.models.load import find_parameter_shapes
 from open_instruct.models.shards import box_shape, shard_box
 from tests.ranks.shallow import write_shallow_model
 from tests.unit.models.test_checkpoint_files import write_indexed
@@ -248,7 +248,7 @@ def test_export_never_replaces_what_is_no_export(checkpoints, tmp_path):
 
 def test_export_that_would_not_load_is_refused(checkpoints):
     hf_config = load_hf_config(str(checkpoints["qwen3_tied_bf16"]))
-    names, shapes = TensorNames(hf_config), parameter_shapes(build_model(hf_config))
+    names, shapes = TensorNames(hf_config), find_parameter_shapes(build_model(hf_config))
     check_exportable(names, shapes)
     for changed, word in (
         (
@@ -272,7 +272,7 @@ def test_interrupted_swap_is_undone_by_the_next_export(tmp_path):
     (tmp_path / ".hf_model.previous" / "config.json").write_text("{}")
     prepare_folder(out, num_bytes=1)
     assert (out / "config.json").read_text() == "{}"
-    assert list(partial_folder_of(out).iterdir()) == []
+    assert list(find_partial_folder(out).iterdir()) == []
 
 
 def test_chosen_chat_template_is_the_one_that_tokenizers_find(checkpoints, tmp_path):

@@ -61,4 +61,4 @@ random_model = cache(new_model)
 
 def segments_of(lengths: tuple[int, ...]) -> Segments:
     """Documents of these lengths, which share nothing."""
-    return Segments.of(lengths, (0,) * len(lengths), device=CPU)
+    return Segments.from_lengths(lengths, (0,) * len(lengths), device=CPU)

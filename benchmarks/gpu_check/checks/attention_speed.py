@@ -25,7 +25,7 @@ OWN_TURNS = (1, 2, 1, 3, 1, 2, 1, 4, 1, 2, 1, 3, 1, 2, 1)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """A packed row: its segments as `Segments.of` takes them, heads, and the window's tokens to the
+    """A packed row: its segments as `Segments.from_lengths` takes them, heads, and the window's tokens to the
     left (-1: all).
     """
 
@@ -138,7 +138,7 @@ def check(findings: Findings, work: Path, rehearse: bool) -> None:
         BACKWARD_OF_ATTENTION,
     )
     for row in rows(64 if rehearse else 1):
-        segments = Segments.of(row.lengths, row.prefix_lengths, device=device)
+        segments = Segments.from_lengths(row.lengths, row.prefix_lengths, device=device)
         num_tokens = sum(row.lengths)
         heads = (row.num_heads, row.num_kv_heads, row.num_kv_heads)
         qkv = QKV(*(leaf(num_tokens, count, row.head_dim, device=device) for count in heads))

@@ -50,7 +50,7 @@ class SegmentAttention(TorchAttentionBackend):
     """The ranks that rows are split over (context_parallel.py), if they are."""
 
     @classmethod
-    def like(cls, stock: AttentionBackend) -> SegmentAttention:
+    def from_stock(cls, stock: AttentionBackend) -> SegmentAttention:
         return cls(
             head_dim=stock.head_dim,
             n_heads=stock.n_heads,
@@ -76,16 +76,16 @@ class SegmentAttention(TorchAttentionBackend):
         )
         qkv_T = QKV(*qkv).each(lambda tensor: tensor.flatten(0, 1))
         if self.context is not None:
-            qkv_T = QKV(*self.context.heads_of_whole_row(*qkv_T))
+            qkv_T = QKV(*self.context.scatter_heads(*qkv_T))
         attended = attend_over_segments(
             qkv_T, cu_doc_lens, left=self.window_size[0], scale=self.scale
         )
         if self.context is not None:
-            attended = self.context.tokens_of_all_heads(attended)
+            attended = self.context.gather_heads(attended)
         return attended.unflatten(0, qkv[0].shape[:2]).contiguous()
 
 
-def context_of(model: Transformer) -> ContextGroup | None:
+def find_context_group(model: Transformer) -> ContextGroup | None:
     """The ranks that the rows of `model` are split over; None where each rank has whole rows."""
     return cast(ContextGroup | None, getattr(model, "context", None))
 
@@ -166,7 +166,7 @@ def attend_over_segments(
         return attend_in_parts(qkv_T, segments, scale=scale)
     query, keys, values = qkv_T
     if segments.key_index_K is not None:
-        keys, values = (Gathered.apply(tensor, segments.key_index_K) for tensor in (keys, values))
+        keys, values = (GatherRows.apply(tensor, segments.key_index_K) for tensor in (keys, values))
     if not has_varlen:
         return attend_by_segment(QKV(query, keys, values), segments, left=left, scale=scale)
     # The kernel aligns the causal diagonal to the last query and the last key of a document, and
@@ -179,7 +179,7 @@ def attend_over_segments(
     return cast(torch.Tensor, varlen_attn(query, keys, values, *lengths, **flags))
 
 
-class Gathered(torch.autograd.Function):
+class GatherRows(torch.autograd.Function):
     """Gathers rows of a tensor, some several times, and adds up their gradients in float32.
 
     A shared token gets a gradient from each segment that sees it; a sum of many in 16 bits would

@@ -22,7 +22,7 @@ class ContextGroup:
         self.degree = dist.get_world_size(group)
         self.rank = dist.get_rank(group)
 
-    def part_of(self, num_tokens: int) -> slice:
+    def local_slice(self, num_tokens: int) -> slice:
         """This rank's tokens of a row of `num_tokens`, a multiple of the degree."""
         num_local = num_tokens // self.degree
         assert num_local * self.degree == num_tokens, (
@@ -30,7 +30,7 @@ class ContextGroup:
         )
         return slice(self.rank * num_local, (self.rank + 1) * num_local)
 
-    def whole_row(self, values: torch.Tensor) -> torch.Tensor:
+    def gather_row(self, values: torch.Tensor) -> torch.Tensor:
         """The values of all ranks' tokens, shape (T, ...), from those of this rank's own, shape (T
         / C, ...).
 
@@ -39,13 +39,13 @@ class ContextGroup:
         """
         row = values.new_empty(len(values) * self.degree, *values.shape[1:])
         dist.all_gather_into_tensor(row, values.detach().contiguous(), group=self.group)
-        own = self.part_of(len(row))
+        own = self.local_slice(len(row))
         return torch.cat([row[: own.start], values, row[own.stop :]])
 
     # PyTorch's compiler would give up a whole block with an all-to-all in it, so the all-to-alls
     # are left out.
     @torch.compiler.disable
-    def heads_of_whole_row(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def scatter_heads(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Each (T / C, H, ...) into (T, H / C, ...); heads may be laid end to end, with their
         features.
         """
@@ -54,7 +54,7 @@ class ContextGroup:
         return received.flatten(0, 1).split([tensor.shape[2] for tensor in per_rank], dim=1)
 
     @torch.compiler.disable
-    def tokens_of_all_heads(self, attended: torch.Tensor) -> torch.Tensor:
+    def gather_heads(self, attended: torch.Tensor) -> torch.Tensor:
         """(T, H / C, D) into (T / C, H, D)."""
         return (
             all_to_all_single(self.group, attended.unflatten(0, (self.degree, -1)))

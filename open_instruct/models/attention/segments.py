@@ -67,7 +67,7 @@ class Segments(NamedTuple):
     max_keys: int
 
     @classmethod
-    def of(
+    def from_lengths(
         cls, lengths: tuple[int, ...], prefix_lengths: tuple[int, ...], *, device: torch.device
     ) -> Segments:
         """From the lengths of the segments and of their prefixes.

@@ -23,12 +23,12 @@ from torch.distributed import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor import parallel as tp
 
-from open_instruct.models.attention.attention import Gathered
+from open_instruct.models.attention.attention import GatherRows
 from open_instruct.models.attention.context_parallel import ContextGroup
 from open_instruct.models.attention.segments import Segments
-from open_instruct.models.delta_rule.rule import Inputs, exact, gated_delta_rule
+from open_instruct.models.delta_rule.rule import DeltaRuleInputs, gated_delta_rule, to_float32
 from open_instruct.models.delta_rule.shape import DeltaShape
-from open_instruct.models.delta_rule.walk import Walk, walk_on_device
+from open_instruct.models.delta_rule.walk import Walk, plan_walk
 
 
 @dataclass
@@ -83,12 +83,14 @@ class DeltaRuleMixer(SequenceMixer):
         *projected, a_TH, b_TH = (
             given if self.context is None else self._exchanged(given, self.context)
         )
-        log_decay_H, bias_H = (own_heads(each, self.context) for each in (self.A_log, self.dt_bias))
+        log_decay_H, bias_H = (
+            select_local_heads(each, self.context) for each in (self.A_log, self.dt_bias)
+        )
         rate_TH = b_TH.sigmoid() * (2 if self.doubles_rates else 1)
-        decay_TH = -exact(log_decay_H).exp() * F.softplus(exact(a_TH) + bias_H)
+        decay_TH = -to_float32(log_decay_H).exp() * F.softplus(to_float32(a_TH) + bias_H)
         read_THV = self._remember(projected, decay_TH, rate_TH, cu_doc_lens)
         if self.context is not None:
-            read_THV = self.context.tokens_of_all_heads(read_THV)
+            read_THV = self.context.gather_heads(read_THV)
         gate_THV = self.get_submodule("w_g")(x).flatten(0, 1).unflatten(-1, read_THV.shape[1:])
         normed = self.o_norm(read_THV, gate_THV).flatten(1).unflatten(0, x.shape[:2])
         return cast(torch.Tensor, self.get_submodule(self.shape.output)(normed))
@@ -97,7 +99,7 @@ class DeltaRuleMixer(SequenceMixer):
         *projected, a, b = given
         if self.shape.is_fused:
             projected = [*projected[0].split(self.shape.widths, dim=-1)]
-        *projected, a, b = context.heads_of_whole_row(*projected, a, b)
+        *projected, a, b = context.scatter_heads(*projected, a, b)
         return [*([torch.cat(projected, dim=-1)] if self.shape.is_fused else projected), a, b]
 
     # Compiled blocks leave this out, as it differs with every row's lengths.
@@ -111,7 +113,7 @@ class DeltaRuleMixer(SequenceMixer):
     ) -> torch.Tensor:
         shape = self.shape
         lengths = segments.lengths, segments.prefix_lengths
-        walk = walk_on_device(*lengths, shape.conv_kernel_dim - 1, projected[0].device)
+        walk = plan_walk(*lengths, shape.conv_kernel_dim - 1, projected[0].device)
         convolutions = [self.get_submodule(f"{part}_conv1d") for part in shape.parts]
         mixed = [
             F.silu(convolve(*each, walk)) for each in zip(projected, convolutions, strict=True)
@@ -127,7 +129,9 @@ class DeltaRuleMixer(SequenceMixer):
             for each in mixed[:2]
         )
         value = mixed[2].unflatten(-1, (-1, shape.value_head_dim))
-        return gated_delta_rule(Inputs(query, key, value, decay_TH, rate_TH), segments, walk)
+        return gated_delta_rule(
+            DeltaRuleInputs(query, key, value, decay_TH, rate_TH), segments, walk
+        )
 
     def apply_tp(self, tp_mesh: DeviceMesh, *_: object, **style: Any) -> None:
         """Split matrices by heads over ranks, each of which walks rows for its own."""
@@ -144,14 +148,14 @@ class DeltaRuleMixer(SequenceMixer):
             output_layouts=style["output_layout"], use_local_output=False
         )
         tp.parallelize_module(self, tp_mesh, plan)
-        for module, name, parameter in self.small:
+        for module, name, parameter in self.small_parameters:
             placement = Replicate() if module is self.o_norm else Shard(0)
             module.register_parameter(
                 name, nn.Parameter(distribute_tensor(parameter, tp_mesh, [placement]))
             )
 
     @property
-    def small(self) -> list[tuple[nn.Module, str, nn.Parameter]]:
+    def small_parameters(self) -> list[tuple[nn.Module, str, nn.Parameter]]:
         """Parameters that are no matrices, as (module, name, parameter); all but the norm's have
         heads one by one.
         """
@@ -184,17 +188,17 @@ def convolve(x_TC: torch.Tensor, convolution: nn.Module, walk: Walk) -> torch.Te
     C).
     """
     with_zero = torch.cat([x_TC, x_TC.new_zeros(1, x_TC.shape[1])])
-    laid_out = Gathered.apply(with_zero, walk.history)
+    laid_out = GatherRows.apply(with_zero, walk.history)
     convolved = convolution(laid_out.T.unsqueeze(0))[0].T
     return convolved.index_select(0, walk.after_history_T)
 
 
-def own_heads(whole: torch.Tensor, context: ContextGroup | None) -> torch.Tensor:
+def select_local_heads(whole: torch.Tensor, context: ContextGroup | None) -> torch.Tensor:
     """What belongs to the heads that this rank walks, of a parameter with one head after
     another.
     """
     own = whole.to_local() if isinstance(whole, DTensor) else whole  # of those of a tensor rank
-    return own if context is None else own[context.part_of(len(own))]
+    return own if context is None else own[context.local_slice(len(own))]
 
 
 class ShortConvolution(nn.Conv1d):
@@ -210,7 +214,7 @@ class ShortConvolution(nn.Conv1d):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         parts = self.weight.split(self.widths) if self.is_fused else [self.weight]
-        own = torch.cat([own_heads(part, self.context) for part in parts])
+        own = torch.cat([select_local_heads(part, self.context) for part in parts])
         return F.conv1d(x, own, groups=len(own))
 
 
@@ -224,7 +228,7 @@ class GatedNorm(nn.Module):
         self.weight, self.eps = nn.Parameter(torch.ones(size, device=device)), eps
 
     def forward(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-        given = exact(x)
+        given = to_float32(x)
         # Tensor ranks have their own heads' part of its gradient each.
         weight = (
             self.weight.to_local(grad_placements=[Partial()])
@@ -234,4 +238,4 @@ class GatedNorm(nn.Module):
         normed = weight * (given * (given.square().mean(-1, keepdim=True) + self.eps).rsqrt()).to(
             x.dtype
         )
-        return (normed * F.silu(exact(gate))).to(x.dtype)
+        return (normed * F.silu(to_float32(gate))).to(x.dtype)

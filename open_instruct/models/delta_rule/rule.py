@@ -28,7 +28,7 @@ from open_instruct.models.delta_rule.walk import Walk
 NORM_EPS = 1e-6
 
 
-class Inputs(NamedTuple):
+class DeltaRuleInputs(NamedTuple):
     """What the rule is given for every token.
 
     Attributes:
@@ -45,23 +45,25 @@ class Inputs(NamedTuple):
     rate: torch.Tensor
 
 
-def gated_delta_rule(inputs: Inputs, segments: Segments, walk: Walk) -> torch.Tensor:
+def gated_delta_rule(inputs: DeltaRuleInputs, segments: Segments, walk: Walk) -> torch.Tensor:
     """What every token reads, (T, H, V).
 
     On CUDA by the kernel of flash-linear-attention where that is installed, which knows no
     prefixes, and multiplies float32 in TF32: it is given 16 bits alone.
     """
     can_be = inputs.value.dtype.itemsize == 2 and not any(segments.prefix_lengths)
-    return (_by_kernel if inputs.query.is_cuda and can_be and kernels.has_fla() else by_chunks)(
-        inputs, walk
-    )
+    return (
+        _compute_by_kernel
+        if inputs.query.is_cuda and can_be and kernels.has_fla()
+        else compute_by_chunks
+    )(inputs, walk)
 
 
-def by_chunks(inputs: Inputs, walk: Walk) -> torch.Tensor:
+def compute_by_chunks(inputs: DeltaRuleInputs, walk: Walk) -> torch.Tensor:
     """The rule in plain PyTorch, (T, H, V)."""
     with torch.autocast(inputs.query.device.type, enabled=False):
         query, key, value, decay, rate = (
-            _in_chunks(exact(each), walk.tokens_NC) for each in inputs
+            _gather_chunks(to_float32(each), walk.tokens_NC) for each in inputs
         )
         query, key = (
             each * (each.square().sum(-1, keepdim=True) + NORM_EPS).rsqrt() for each in (query, key)
@@ -84,19 +86,19 @@ def by_chunks(inputs: Inputs, walk: Walk) -> torch.Tensor:
         all_kept = kept_NHC1[:, :, -1:].exp() * torch.eye(
             key.shape[-1], dtype=key.dtype, device=key.device
         )
-        found_NHKV = _states(all_kept - leaves @ corrected, leaves @ written, walk)
+        found_NHKV = _find_states(all_kept - leaves @ corrected, leaves @ written, walk)
         read = reads @ written + (query * kept_NHC1.exp() - reads @ corrected) @ found_NHKV
         return (
             read.transpose(1, 2).flatten(0, 1).index_select(0, walk.places_T).to(inputs.value.dtype)
         )
 
 
-def exact(tensor: torch.Tensor) -> torch.Tensor:
+def to_float32(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor in float32 at least."""
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
-def _in_chunks(tensor: torch.Tensor, tokens_NC: torch.Tensor) -> torch.Tensor:
+def _gather_chunks(tensor: torch.Tensor, tokens_NC: torch.Tensor) -> torch.Tensor:
     """(T, H, ...) into (N, H, C, ...), with zeros after a chunk's last token; (T, H) into (N, H, C,
     1).
     """
@@ -107,7 +109,9 @@ def _in_chunks(tensor: torch.Tensor, tokens_NC: torch.Tensor) -> torch.Tensor:
     return chunks if tensor.dim() == 3 else chunks.unsqueeze(-1)
 
 
-def _states(changes_NHKK: torch.Tensor, additions_NHKV: torch.Tensor, walk: Walk) -> torch.Tensor:
+def _find_states(
+    changes_NHKK: torch.Tensor, additions_NHKV: torch.Tensor, walk: Walk
+) -> torch.Tensor:
     """The memory that each chunk finds, (N, H, K, V)."""
     nothing = torch.zeros_like(additions_NHKV[0])
     found, left = list[torch.Tensor](), list[torch.Tensor]()
@@ -119,7 +123,7 @@ def _states(changes_NHKK: torch.Tensor, additions_NHKV: torch.Tensor, walk: Walk
     return torch.stack(found)
 
 
-def _by_kernel(inputs: Inputs, walk: Walk) -> torch.Tensor:
+def _compute_by_kernel(inputs: DeltaRuleInputs, walk: Walk) -> torch.Tensor:
     query, key, value, decay, rate = (each.unsqueeze(0) for each in inputs)
     # Of borders the kernel makes indices, waiting for the device, once for a tensor: all layers
     # have the same.

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from open_instruct.models.hf.config_values import check_multiple, size_of
+from open_instruct.models.hf.config_values import check_multiple, read_size
 
 SIZES = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
 CHUNK = 64
@@ -63,7 +63,7 @@ class DeltaShape:
         return 2 * self.num_value_heads * (2 * keys * values + CHUNK * (3 * keys + 2 * values))
 
     @property
-    def numbers_of_chunk(self) -> tuple[int, int, int, int]:
+    def chunk_value_counts(self) -> tuple[int, int, int, int]:
         """Of the rule for a chunk: those that it keeps; those that it has in a forward pass,
         without what it keeps and beside it; and those beside it in a backward pass. Fitted to plain
         PyTorch with heads of 32 to 128 features.
@@ -93,13 +93,13 @@ class DeltaShape:
         }
 
 
-def delta_shape(fields: Mapping[str, Any], where: str, *, is_fused: bool) -> DeltaShape:
+def read_delta_shape(fields: Mapping[str, Any], where: str, *, is_fused: bool) -> DeltaShape:
     """The shape that the fields of a config.json give; `where` stands in errors.
 
     Raises:
         InputError: a size is none, or groups of value heads cannot share the key heads.
     """
-    sizes = {name: size_of(fields, where, f"linear_{name}") for name in SIZES}
+    sizes = {name: read_size(fields, where, f"linear_{name}") for name in SIZES}
     check_multiple(
         where, **{f"linear_{name}": sizes[name] for name in ("num_value_heads", "num_key_heads")}
     )

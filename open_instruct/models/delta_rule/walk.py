@@ -45,11 +45,11 @@ class Walk(NamedTuple):
 
 # Kept for all layers of a model, and for what is recomputed in a backward pass.
 @lru_cache(maxsize=4)
-def walk_on_device(
+def plan_walk(
     lengths: tuple[int, ...], prefix_lengths: tuple[int, ...], num_before: int, device: torch.device
 ) -> Walk:
     """The walk of a row, for a convolution that sees `num_before` tokens before its own."""
-    before = _before(lengths, prefix_lengths)
+    before = _find_predecessors(lengths, prefix_lengths)
     none = len(before)
     starts = sorted({*accumulate(lengths, initial=0)} - {none})  # segments may be empty
     begins = [start for start in starts if before[start] != start - 1]
@@ -78,7 +78,7 @@ def walk_on_device(
     return Walk(tuple(goes_on_from), *indices)
 
 
-def _before(lengths: tuple[int, ...], prefix_lengths: tuple[int, ...]) -> list[int]:
+def _find_predecessors(lengths: tuple[int, ...], prefix_lengths: tuple[int, ...]) -> list[int]:
     """Of each token of a row the one that it goes on from; the number of all tokens where it begins
     a document.
     """

@@ -54,9 +54,9 @@ class RoutedFeedForward(nn.Module):
     def __init__(self, config: ExpertsConfig, *, d_model: int, device: str) -> None:
         super().__init__()
         self.top_k, self.normalized = config.top_k, config.normalized
-        self.is_noted = False  # whether what the router decides is kept for `taken`
-        self.notes_gradient = True  # of passes with gradient; else of those without
-        self._noted: list[Routing] = []
+        self.records_routing = False  # whether what the router decides is kept for `taken`
+        self.records_with_gradient = True  # of passes with gradient; else of those without
+        self._recorded: list[Routing] = []
         # Experts that are chosen in place of its own; -1: its own.
         self.forced_experts_TK: torch.Tensor | None = None
         # Whether there are any; compiled code does not look at them.
@@ -69,12 +69,12 @@ class RoutedFeedForward(nn.Module):
         x_TD = x.flatten(0, -2)
         logits_TE = self.router(x_TD)
         probs_TE = logits_TE.softmax(dim=-1, dtype=torch.float32)
-        allowed_TE = self.allowed(probs_TE) if self.has_forced_experts else probs_TE
+        allowed_TE = self.mask_unforced(probs_TE) if self.has_forced_experts else probs_TE
         weights_TK, experts_TK = self.route(allowed_TE)
         if (
-            self.is_noted and torch.is_grad_enabled() == self.notes_gradient
+            self.records_routing and torch.is_grad_enabled() == self.records_with_gradient
         ):  # a teacher without gradient may be the policy itself
-            self._note(probs_TE, experts_TK)
+            self._record_routing(probs_TE, experts_TK)
         weights_TK = weights_TK.to(logits_TE.dtype)
         in_order_S, order_S = experts_TK.flatten().sort(stable=True)
         experts_E = torch.arange(logits_TE.shape[-1], device=x.device)
@@ -94,7 +94,7 @@ class RoutedFeedForward(nn.Module):
         return weights_TK, experts_TK
 
     @torch.compiler.disable
-    def allowed(self, probs_TE: torch.Tensor) -> torch.Tensor:
+    def mask_unforced(self, probs_TE: torch.Tensor) -> torch.Tensor:
         """The probabilities, -inf for an expert that is not told of a token of which some are.
 
         The router's gradient comes through those that are told, as it comes through those that it
@@ -116,12 +116,12 @@ class RoutedFeedForward(nn.Module):
         )
 
     @torch.compiler.disable  # a compiled block would be another one for every list
-    def _note(self, probs_TE: torch.Tensor, experts_TK: torch.Tensor) -> None:
-        self._noted.append((probs_TE, experts_TK))
+    def _record_routing(self, probs_TE: torch.Tensor, experts_TK: torch.Tensor) -> None:
+        self._recorded.append((probs_TE, experts_TK))
 
-    def taken(self) -> list[Routing]:
+    def take_routing(self) -> list[Routing]:
         """What was noted since the last call, with the gradient of the probabilities."""
-        noted, self._noted = self._noted, []
+        noted, self._recorded = self._recorded, []
         return noted
 
 
@@ -132,7 +132,7 @@ class ExpertGroup:
         self.group = mesh.get_group()
         self.degree = mesh.size()
 
-    def own(self, stack: torch.Tensor) -> torch.Tensor:
+    def select_local(self, stack: torch.Tensor) -> torch.Tensor:
         """This rank's matrices of a stack that FSDP has gathered from the replicas.
 
         Their gradient is of the whole group's tokens, and FSDP averages it over the replicas alone;
@@ -146,7 +146,7 @@ class ExpertGroup:
 
     # PyTorch's compiler would give up a whole block with an all-to-all in it.
     @torch.compiler.disable
-    def at_experts(
+    def dispatch(
         self, stacks: Sequence[torch.Tensor], x_SD: torch.Tensor, ends_E: torch.Tensor
     ) -> torch.Tensor:
         """What all experts make of this rank's rows, expert e of those from `ends_E[e - 1]` to
@@ -154,7 +154,7 @@ class ExpertGroup:
 
         :param stacks: see `_mlps`.
         """
-        own = [self.own(stack) for stack in stacks]
+        own = [self.select_local(stack) for stack in stacks]
         sent_RE = ends_E.diff(prepend=ends_E.new_zeros(1)).view(self.degree, -1)
         received_RE = all_to_all_single(sent_RE, None, None, self.group)
         num_sent, num_received = torch.stack((sent_RE, received_RE)).sum(dim=-1).tolist()
@@ -185,7 +185,7 @@ class Experts(nn.Module):
 
     def forward(self, x_SD: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
         """Expert by expert: expert e has the rows from `ends_E[e - 1]` to `ends_E[e]`."""
-        products = _mlps if self.group is None else self.group.at_experts
+        products = _mlps if self.group is None else self.group.dispatch
         return products((self.w1, self.w3, self.w2), x_SD, ends_E)
 
     def split(self, dp_mesh: DeviceMesh, **style: Any) -> None:

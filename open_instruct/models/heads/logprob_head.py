@@ -86,7 +86,7 @@ class LogprobHead(LMHead):
 
     max_logits_bytes = MAX_LOGITS_BYTES
     max_kept_bytes = MAX_KEPT_BYTES
-    # Replaces `losses_of_logits` where the model is compiled.
+    # Replaces `compute_label_losses` where the model is compiled.
     compute_losses: (
         Callable[..., tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]] | None
     ) = None
@@ -94,7 +94,7 @@ class LogprobHead(LMHead):
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compile the loss alone, and not the Python around it."""
-        self.compute_losses = compiled_losses()
+        self.compute_losses = compile_label_losses()
 
     def apply_tp(self, tp_mesh: DeviceMesh, *args: Any, **kwargs: Any) -> None:
         super().apply_tp(tp_mesh, *args, **kwargs)
@@ -185,12 +185,12 @@ class LogprobHead(LMHead):
             temperature = beside_N[-1].unsqueeze(-1)
             beside_N = beside_N[:-1]
         if settings.measure is not None or isinstance(temperature, torch.Tensor):
-            logits_NV = _scaled(logits_NV, temperature)
+            logits_NV = _scale_logits(logits_NV, temperature)
             temperature = 1.0
         measured = None
         if settings.measure is not None:
             measured = settings.measure.function(logits_NV, *beside_N)
-        compute_losses = self.compute_losses or losses_of_logits
+        compute_losses = self.compute_losses or compute_label_losses
         both = settings.with_entropy, settings.with_collisions
         return LabelLosses(
             *compute_losses(logits_NV, labels_N, ignored, temperature, *both), measured
@@ -202,14 +202,14 @@ class LogprobHead(LMHead):
             return DTensor.from_local(values_BK, self.tp_mesh, (Shard(1),), run_check=False)
         return values_BK
 
-    def own_positions(self, values_BT: torch.Tensor) -> torch.Tensor:
+    def select_local_positions(self, values_BT: torch.Tensor) -> torch.Tensor:
         """The values at the positions whose logits this rank computes; further axes may follow."""
         if self.tp_mesh is None:
             return values_BT
         return values_BT.chunk(self.tp_mesh.size(), dim=1)[self.tp_mesh.get_local_rank()]
 
 
-def losses_of_logits(
+def compute_label_losses(
     logits_NV: torch.Tensor,
     labels_N: torch.Tensor,
     ignored: int,
@@ -220,7 +220,7 @@ def losses_of_logits(
     """-log p of the labels with gradient, and entropy and collisions without, from one
     log-softmax.
     """
-    logprobs_NV = _scaled(logits_NV, temperature).log_softmax(dim=-1)
+    logprobs_NV = _scale_logits(logits_NV, temperature).log_softmax(dim=-1)
     # Computed first, because recomputation of a chunk stops at the last tensor that the backward
     # pass needs.
     loss_N = F.nll_loss(logprobs_NV, labels_N, ignore_index=ignored, reduction="none")
@@ -230,9 +230,9 @@ def losses_of_logits(
     return loss_N, entropy_N, collisions_N
 
 
-def compiled_losses() -> Callable[..., Any]:
-    """`losses_of_logits`, compiled in one version for any number of positions."""
-    compiled = torch.compile(losses_of_logits)
+def compile_label_losses() -> Callable[..., Any]:
+    """`compute_label_losses`, compiled in one version for any number of positions."""
+    compiled = torch.compile(compute_label_losses)
 
     def compute_losses(logits_NV: torch.Tensor, labels_N: torch.Tensor, *settings: Any) -> Any:
         for tensor in (logits_NV, labels_N):
@@ -242,7 +242,7 @@ def compiled_losses() -> Callable[..., Any]:
     return compute_losses
 
 
-def _scaled(logits_NV: torch.Tensor, temperature: float | torch.Tensor) -> torch.Tensor:
+def _scale_logits(logits_NV: torch.Tensor, temperature: float | torch.Tensor) -> torch.Tensor:
     logits_NV = logits_NV.float()
     return (
         logits_NV / temperature

@@ -89,7 +89,7 @@ class ValueHead(LMHead):
         """Nothing is worth compiling here."""
 
 
-def drawn_score(hidden_size: int, *, seed: int, num_rows: int = 1) -> torch.Tensor:
+def draw_score_matrix(hidden_size: int, *, seed: int, num_rows: int = 1) -> torch.Tensor:
     """A new matrix of shape (C, D): normal with standard deviation 1 / sqrt(D + 1), the same
     wherever it is drawn.
 
@@ -120,7 +120,7 @@ def open_head_files(
             files.tensors.pop(name, None)
     size = HEAD_SIZES[head]
     drawn = {
-        HF_SCORE: drawn_score(hf_config.hidden_size, seed=seed, num_rows=size),
+        HF_SCORE: draw_score_matrix(hf_config.hidden_size, seed=seed, num_rows=size),
         HF_SCORE_BIAS: torch.zeros(size),
     }
     for name in HEAD_TENSORS[head].values():

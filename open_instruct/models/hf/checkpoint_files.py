@@ -30,8 +30,8 @@ from safetensors import SafetensorError, safe_open
 
 from open_instruct.core.errors import InputError
 from open_instruct.data.files.foreign_json import one_line, read_object
-from open_instruct.models.hf.hf_config import INDEX_NAME, weights_file
-from open_instruct.models.hf.names import unpacked
+from open_instruct.models.hf.hf_config import INDEX_NAME, find_weights_file
+from open_instruct.models.hf.names import unpack_tensor
 from open_instruct.parallel.process import gathered
 
 DTYPES: dict[str, torch.dtype] = {
@@ -94,11 +94,11 @@ class CheckpointFiles:
                 f"{folder} is not a folder: give the folder of a Hugging Face checkpoint",
                 kind="missing_file",
             )
-        path = weights_file(folder)
+        path = find_weights_file(folder)
         stored = _read_indexed(path) if path.name == INDEX_NAME else read_header(path)
         tensors: dict[str, StoredTensor] = {}
         for tensor in stored.values():
-            for name, part in unpacked(tensor.stored, tensor.shape).items():
+            for name, part in unpack_tensor(tensor.stored, tensor.shape).items():
                 if name in tensors:
                     raise InputError(
                         f"{folder}: {name!r} is there twice, in {tensors[name].stored!r} and in "
@@ -156,7 +156,7 @@ class CheckpointFiles:
             b"".join(digests[number] for number in range(len(chunks)))
         ).hexdigest()
 
-    def file_of(self, name: str) -> Path:
+    def find_file(self, name: str) -> Path:
         tensor = self.tensors[name]
         assert isinstance(tensor, StoredTensor), f"{name} is in no file"
         return tensor.path
@@ -230,7 +230,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
     return tensors
 
 
-def header_of(
+def make_header(
     tensors: Iterable[tuple[str, torch.dtype, tuple[int, ...]]],
     *,
     metadata: Mapping[str, str] | None = None,

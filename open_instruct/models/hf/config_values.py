@@ -23,7 +23,8 @@ def check_size(name: str, value: Any, where: str, largest: int = MAX_SIZE) -> in
     """`value`; raises InputError unless it is a whole number from 1 to `largest`."""
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= largest:
         raise InputError(
-            f"{where}: {name} = {shown(value)}; it must be a whole number from 1 to {largest}",
+            f"{where}: {name} = {shorten_value(value)}; "
+            f"it must be a whole number from 1 to {largest}",
             kind="bad_model",
         )
     return value
@@ -55,7 +56,7 @@ def check_multiple(where: str, **sizes: int) -> None:
         )
 
 
-def size_of(fields: Mapping[str, Any], where: str, name: str, default: Any = None) -> int:
+def read_size(fields: Mapping[str, Any], where: str, name: str, default: Any = None) -> int:
     """The size `name` that the fields of a config.json give; raises InputError if it is none."""
     return check_size(
         name,
@@ -65,7 +66,7 @@ def size_of(fields: Mapping[str, Any], where: str, name: str, default: Any = Non
     )
 
 
-def shown(value: Any) -> str:
+def shorten_value(value: Any) -> str:
     """A value of any length as a few printable letters."""
     text = ascii(value)
     return text if len(text) <= 60 else f"{text[:57]}..."

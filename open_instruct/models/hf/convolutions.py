@@ -14,7 +14,7 @@ from open_instruct.models.hf.checkpoint_files import CheckpointFiles
 FIRST = "linear_attn.q_conv1d.weight"
 
 
-def join_equal_parts(files: CheckpointFiles, shapes: Mapping[str, tuple[int, ...]]) -> None:
+def recut_convolutions(files: CheckpointFiles, shapes: Mapping[str, tuple[int, ...]]) -> None:
     """Cut them anew, where a file has three of one size and the model wants others with as many
     rows in all.
 

@@ -60,10 +60,10 @@ def check_head(model_type: str, head: Head) -> None:
     :raises InputError: transformers has no class of this family with a head of this kind.
     """
     if head in FAMILIES[model_type].heads_without_class:
-        raise InputError(no_class_problem(model_type, head), kind="unsupported_model")
+        raise InputError(explain_missing_class(model_type, head), kind="unsupported_model")
 
 
-def no_class_problem(model_type: str, head: Head) -> str:
+def explain_missing_class(model_type: str, head: Head) -> str:
     """Why a model of this family cannot have a head of this kind, where transformers has no class,
     and what to do.
     """

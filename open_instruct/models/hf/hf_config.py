@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 from open_instruct.core.errors import InputError
 from open_instruct.core.families import family_of
 from open_instruct.data.files.foreign_json import check_files, one_line, read_object
-from open_instruct.models.hf.config_values import FIELDS, SIZES, check_size, shown
-from open_instruct.models.hf.rope import with_rope_by_layer_type
+from open_instruct.models.hf.config_values import FIELDS, SIZES, check_size, shorten_value
+from open_instruct.models.hf.rope import normalize_rope_fields
 from open_instruct.models.hf.supported import check_supported
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ DTYPES = ("float32", "bfloat16", "float16", "float64")
 CODE_FIELDS = {*FIELDS["naming_code"]}
 
 
-def without_code(fields: dict[str, Any]) -> dict[str, Any]:
+def remove_code_fields(fields: dict[str, Any]) -> dict[str, Any]:
     """The fields that describe a model, without those that name code (private ones, such as
     `_attn_implementation`, among them)."""
     return {
@@ -37,7 +37,7 @@ def without_code(fields: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def fingerprint_with(fields: Mapping[str, Any], weights: str) -> str:
+def fingerprint_model(fields: Mapping[str, Any], weights: str) -> str:
     """A fingerprint of weights and config: the same tensors with another window are another model.
 
     :param weights: their own fingerprint.
@@ -60,19 +60,19 @@ def load_hf_config(path: str) -> PretrainedConfig:
             supported family, a size is impossible, or transformers refuses a value in it.
     """
     folder = Path(path).expanduser()
-    fields, file = config_fields(folder), folder / "config.json"
+    fields, file = read_config_fields(folder), folder / "config.json"
     # Imported late, because transformers takes a second to import.
     from transformers import CONFIG_MAPPING, GenerationConfig
 
     family = family_of(fields["model_type"])
-    read = with_rope_by_layer_type(without_code(fields), family, str(file))
-    config = _built(CONFIG_MAPPING[fields["model_type"]], read, file)
+    read = normalize_rope_fields(remove_code_fields(fields), family, str(file))
+    config = _build_config(CONFIG_MAPPING[fields["model_type"]], read, file)
     if (generation := folder / "generation_config.json").is_file():
-        _built(GenerationConfig, read_object(generation), generation)
+        _build_config(GenerationConfig, read_object(generation), generation)
     return config
 
 
-def config_fields(folder: Path) -> dict[str, Any]:
+def read_config_fields(folder: Path) -> dict[str, Any]:
     """The fields of config.json, checked as far as possible without transformers.
 
     Raises:
@@ -109,13 +109,14 @@ def config_fields(folder: Path) -> dict[str, Any]:
     dtype = fields.get("dtype", fields.get("torch_dtype"))
     if dtype is not None and str(dtype).removeprefix("torch.") not in DTYPES:
         raise InputError(
-            f"{file}: dtype = {shown(dtype)}; use one of {', '.join(DTYPES)}", kind="bad_model"
+            f"{file}: dtype = {shorten_value(dtype)}; use one of {', '.join(DTYPES)}",
+            kind="bad_model",
         )
     check_supported(fields, str(file))
     return fields
 
 
-def weights_file(folder: Path) -> Path:
+def find_weights_file(folder: Path) -> Path:
     """The file that locates a checkpoint's weights: the index, or the one file that holds them all.
 
     Raises:
@@ -152,7 +153,7 @@ def weights_file(folder: Path) -> Path:
     )
 
 
-def _built(kind: Any, fields: dict[str, Any], file: Path) -> Any:
+def _build_config(kind: Any, fields: dict[str, Any], file: Path) -> Any:
     try:
         return kind.from_dict(fields)
     # Transformers' validators raise many types, all of them about a value in the file.

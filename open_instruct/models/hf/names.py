@@ -91,17 +91,17 @@ def clean_name(name: str) -> str:
     return name
 
 
-def is_of_adapter(name: str) -> bool:
+def is_adapter_name(name: str) -> bool:
     """Whether a parameter's name is an adapter's."""
     return name.rpartition(".")[2] in ADAPTER
 
 
-def is_stack(name: str) -> bool:
+def is_expert_stack(name: str) -> bool:
     """Whether a parameter is a matrix of each expert of a layer."""
     return ".experts." in name
 
 
-def names_module(patterns: Iterable[str], name: str) -> bool:
+def matches_module(patterns: Iterable[str], name: str) -> bool:
     """Whether one of `patterns` names the module: a shell's pattern for each part between dots, so
     a * stops at dots.
 
@@ -142,14 +142,14 @@ def _sparse(num_experts: int) -> dict[str, str]:
     }
 
 
-def unpacked(stored: str, shape: Sequence[int]) -> dict[str, tuple[Any, ...]]:
+def unpack_tensor(stored: str, shape: Sequence[int]) -> dict[str, tuple[Any, ...]]:
     """What a tensor of a file is here: its usual name; of one that packs experts' matrices each by
     name and place.
 
     So is one that cannot be divided into them, or into more than any model has: no model wants a
     tensor of its name.
 
-    Example: `unpacked("model.layers.0.mlp.experts.down_proj", (2, 64, 32))` is
+    Example: `unpack_tensor("model.layers.0.mlp.experts.down_proj", (2, 64, 32))` is
     `{"model.layers.0.mlp.experts.0.down_proj.weight": (0, slice(0, 64)), ...}`.
     """
     # Below `language_model` a model that also sees pictures has its text part.
@@ -169,7 +169,7 @@ def unpacked(stored: str, shape: Sequence[int]) -> dict[str, tuple[Any, ...]]:
     }
 
 
-def as_in_files(tensors: Mapping[str, Any]) -> dict[str, Any]:
+def split_as_in_files(tensors: Mapping[str, Any]) -> dict[str, Any]:
     """The tensors of a model of transformers as files have them: experts and convolutions one by
     one.
 
@@ -188,7 +188,8 @@ def as_in_files(tensors: Mapping[str, Any]) -> dict[str, Any]:
             }
         else:
             stored |= {
-                own_name: tensor[part] for own_name, part in unpacked(name, tensor.shape).items()
+                own_name: tensor[part]
+                for own_name, part in unpack_tensor(name, tensor.shape).items()
             }
     return stored
 
@@ -198,7 +199,7 @@ class TensorNames:
 
     A tensor is a parameter, or one expert's matrix of a stack of them: matrix 5 of
     `blocks.3.feed_forward.experts.w1` is `blocks.3.feed_forward.experts.w1.5`. Whoever asks
-    `held_of` for the parameters of a model finds them as these.
+    `find_local_shards` for the parameters of a model finds them as these.
 
     With tied embeddings the head is the embedding matrix: it has no pair, and a file may leave
     `lm_head.weight` out or hold a copy equal to the embeddings. A head that gives scores is tied to

@@ -43,17 +43,22 @@ def read_rope(fields: Mapping[str, Any], family: Family, where: str) -> dict[str
             kind="bad_model",
         )
     by_type = given if nested else {FULL: given}
-    full = _with_top(by_type.get(FULL), scaling, theta, f"{NAME}.{FULL}" if nested else NAME, where)
+    full = _merge_top_fields(
+        by_type.get(FULL), scaling, theta, f"{NAME}.{FULL}" if nested else NAME, where
+    )
     if not family.has_windows:
         return {FULL: full}
     sliding = by_type.get(SLIDING) or {
         "rope_type": "default",
         **{k: v for k, v in full.items() if k == THETA},
     }
-    return {FULL: full, SLIDING: _with_top(sliding, None, theta, f"{NAME}.{SLIDING}", where)}
+    return {
+        FULL: full,
+        SLIDING: _merge_top_fields(sliding, None, theta, f"{NAME}.{SLIDING}", where),
+    }
 
 
-def _with_top(
+def _merge_top_fields(
     own: Any, scaling: Mapping[str, Any] | None, theta: Any, name: str, where: str
 ) -> dict[str, Any]:
     """The parameters of one type of layers, with what stands at the top of the file.
@@ -64,9 +69,9 @@ def _with_top(
         raise InputError(
             f"{where}: {name} = {own!r}; an object with rope_theta is needed", kind="bad_model"
         )
-    parameters = _renamed(own or {})
+    parameters = _rename_type(own or {})
     for place, values in (
-        (SCALING, _renamed(scaling or {})),
+        (SCALING, _rename_type(scaling or {})),
         (THETA, {} if theta is None else {THETA: theta}),
     ):
         for field, value in values.items():
@@ -81,7 +86,7 @@ def _with_top(
     return parameters
 
 
-def _renamed(parameters: Mapping[str, Any]) -> dict[str, Any]:
+def _rename_type(parameters: Mapping[str, Any]) -> dict[str, Any]:
     """With `rope_type` in place of its older name, `type`; fields of null are as those that are not
     there.
     """
@@ -92,9 +97,7 @@ def _renamed(parameters: Mapping[str, Any]) -> dict[str, Any]:
     return given if kind is None else {"rope_type": kind} | given
 
 
-def with_rope_by_layer_type(
-    fields: Mapping[str, Any], family: Family, where: str
-) -> dict[str, Any]:
+def normalize_rope_fields(fields: Mapping[str, Any], family: Family, where: str) -> dict[str, Any]:
     """The fields of a config.json as transformers 5 reads RoPE of this family rightly.
 
     It loses a theta at the top on layers with windows, and one object for all layers.
@@ -105,7 +108,7 @@ def with_rope_by_layer_type(
     return others | {NAME: read_rope(fields, family, where)}
 
 
-def with_rope_at_top(
+def export_rope_fields(
     fields: Mapping[str, Any], family: Family, rope: Mapping[str, Mapping[str, Any]]
 ) -> dict[str, Any]:
     """The fields of an exported config.json, in which transformers 4, 5 and vLLM find the same

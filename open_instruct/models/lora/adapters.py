@@ -1,10 +1,10 @@
 """Low-rank adapters beside the matrices of the blocks (LoRA, Hu et al. 2021, arXiv:2106.09685,
 section 4.1).
 
-`adapt` adds them before the model is sharded. An adapter is two more parameters of a linear layer,
-and moves and is sharded with it. Adapters are float32 and trained; everything else is frozen,
-except the head of a score or of classes. Readers and writers of checkpoints (`held_of`) see the
-model without adapters.
+`add_adapters` adds them before the model is sharded. An adapter is two more parameters of a linear
+layer, and moves and is sharded with it. Adapters are float32 and trained; everything else is
+frozen, except the head of a score or of classes. Readers and writers of checkpoints
+(`find_local_shards`) see the model without adapters.
 
 Legend of the shape suffixes: O output features of a layer, I input features, R rank.
 """
@@ -29,9 +29,16 @@ from open_instruct.core.errors import InputError
 from open_instruct.models.experts.routed import RoutedFeedForward
 from open_instruct.models.heads.value_head import ValueHead
 from open_instruct.models.hf.head_kinds import LM_HEAD, LM_HEAD_BIAS
-from open_instruct.models.hf.names import ADAPTER, clean_name, is_of_adapter
-from open_instruct.models.nf4 import FrozenLinear, quantized
-from open_instruct.models.shards import LocalShard, gather_full, held, held_of, local_part, reshard
+from open_instruct.models.hf.names import ADAPTER, clean_name, is_adapter_name
+from open_instruct.models.nf4 import FrozenLinear, quantize
+from open_instruct.models.shards import (
+    LocalShard,
+    find_local_shard,
+    find_local_shards,
+    gather_full,
+    local_part,
+    reshard,
+)
 
 A, B = ADAPTER
 
@@ -79,7 +86,7 @@ class AdaptedLinear(FrozenLinear):
         return y + F.linear(low, self.lora_B.to(x.dtype)) * self.scale
 
 
-def adapt(model: Transformer, lora: LoRASection, *, dtype: torch.dtype) -> None:
+def add_adapters(model: Transformer, lora: LoRASection, *, dtype: torch.dtype) -> None:
     """Add adapters to `model` before it is sharded; its own parameters are frozen and cast to
     `dtype`.
 
@@ -114,13 +121,13 @@ def adapt(model: Transformer, lora: LoRASection, *, dtype: torch.dtype) -> None:
     for name, parameter in model.named_parameters():
         # The head of a score, or of classes, is new too, and therefore trained whole.
         is_of_head = clean_name(name) in (LM_HEAD, LM_HEAD_BIAS)
-        is_new = is_of_adapter(name) or (is_of_head and isinstance(model.lm_head, ValueHead))
+        is_new = is_adapter_name(name) or (is_of_head and isinstance(model.lm_head, ValueHead))
         parameter.requires_grad_(is_new)
         if not is_new and parameter.is_floating_point():
             parameter.data = parameter.data.to(dtype)
 
 
-def layers_of(model: nn.Module) -> dict[str, AdaptedLinear]:
+def find_adapted_layers(model: nn.Module) -> dict[str, AdaptedLinear]:
     """The layers that have adapters, by OLMo-core's names: `blocks.3.attention.w_q`."""
     return {
         clean_name(name): module
@@ -130,9 +137,9 @@ def layers_of(model: nn.Module) -> dict[str, AdaptedLinear]:
 
 
 @contextmanager
-def adapters_off(model: nn.Module) -> Iterator[None]:
+def disable_adapters(model: nn.Module) -> Iterator[None]:
     """A context in which `model` computes without its adapters."""
-    layers = layers_of(model).values()
+    layers = find_adapted_layers(model).values()
     for layer in layers:
         layer.is_off = True
     try:
@@ -152,20 +159,20 @@ def fill_adapter(
     Each matrix is drawn whole, from a seed of its name, so that it is the same on any number of
     ranks.
     """
-    layers = layers_of(model)
+    layers = find_adapted_layers(model)
     for full_name, parameter in model.named_parameters():
         name = clean_name(full_name)
-        ours = held(parameter)
+        ours = find_local_shard(parameter)
         if start is not None and parameter.requires_grad:
             ours.local.copy_(ours.values(start[name]))
         elif name.endswith(A):
             layer = name.removesuffix(f".{A}")
-            ours.local.copy_(ours.values(_drawn(layers[layer], layer, lora, seed)))
+            ours.local.copy_(ours.values(_draw_first_half(layers[layer], layer, lora, seed)))
         elif name.endswith(B):
             ours.local.zero_()
 
 
-def _drawn(layer: AdaptedLinear, name: str, lora: LoRASection, seed: int) -> torch.Tensor:
+def _draw_first_half(layer: AdaptedLinear, name: str, lora: LoRASection, seed: int) -> torch.Tensor:
     """First values by one of peft's two ways: uniform within 1 / sqrt(I), or normal with standard
     deviation 1 / R.
     """
@@ -179,7 +186,7 @@ def _drawn(layer: AdaptedLinear, name: str, lora: LoRASection, seed: int) -> tor
 
 
 @torch.no_grad()
-def whole_adapter(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+def gather_adapter(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Every trained matrix, whole, by OLMo-core's names.
 
     Collective: every rank iterates to the end.
@@ -191,22 +198,19 @@ def whole_adapter(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 @torch.no_grad()
-def scaled_adapters(model: nn.Module) -> dict[str, LocalShard]:
+def scale_adapters(model: nn.Module) -> dict[str, LocalShard]:
     """This rank's parts of the adapters' matrices, A and `scale` x B, by OLMo-core's names."""
-    scales = {f"{name}.{B}": layer.scale for name, layer in layers_of(model).items()}
-    held = held_of(model, adapters_only=True).items()
+    scales = {f"{name}.{B}": layer.scale for name, layer in find_adapted_layers(model).items()}
+    held = find_local_shards(model, adapters_only=True).items()
     return {name: replace(each, stored=each.local * scales.get(name, 1)) for name, each in held}
 
 
 @torch.no_grad()
-def weights_of(model: nn.Module) -> Mapping[str, LocalShard]:
-    """The weights for a checkpoint of `model`: those of `held_of` with any adapters added.
-
-    Collective.
-    """
-    layers = layers_of(model)
+def find_merged_weights(model: nn.Module) -> Mapping[str, LocalShard]:
+    """The weights for a checkpoint of `model`, with any adapters merged into them. Collective."""
+    layers = find_adapted_layers(model)
     if not layers:
-        return held_of(model)
+        return find_local_shards(model)
     reshard(model)
     halves: dict[str, torch.Tensor] = {}
     scale = next(iter(layers.values())).scale
@@ -215,7 +219,7 @@ def weights_of(model: nn.Module) -> Mapping[str, LocalShard]:
         # A rank holds the same rows of B as of the matrix.
         is_cut = isinstance(layer.lora_B, DTensor)
         halves[f"{name}.{B}"] = local_part(layer.lora_B) if is_cut else gather_full(layer.lora_B)
-    return MergedWeights(held_of(model), halves, scale=scale)
+    return MergedWeights(find_local_shards(model), halves, scale=scale)
 
 
 class MergedWeights(UserDict[str, LocalShard]):
@@ -242,7 +246,7 @@ class MergedWeights(UserDict[str, LocalShard]):
     def __getitem__(self, name: str) -> LocalShard:
         plain = self.data[name]
         if name in self._in_4_bits:
-            codes, scales = quantized(plain.stored, self._in_4_bits[name])
+            codes, scales = quantize(plain.stored, self._in_4_bits[name])
             plain = replace(plain, stored=codes, scales=scales)
         layer = name.removesuffix(".weight")
         if f"{layer}.{A}" not in self._halves:

@@ -24,8 +24,8 @@ from open_instruct.models import export_files
 from open_instruct.models.hf.checkpoint_files import CheckpointFiles, read_header
 from open_instruct.models.hf.head_kinds import HEAD_TENSORS, HF_SCORE, Head
 from open_instruct.models.hf.names import TensorNames, clean_name
-from open_instruct.models.load import cover_problem
-from open_instruct.models.lora.adapters import adapt
+from open_instruct.models.load import find_cover_problem
+from open_instruct.models.lora.adapters import add_adapters
 from open_instruct.models.lora.peft_config import CONFIG_NAME, read_settings
 from open_instruct.parallel.process import on_main_process
 
@@ -41,7 +41,7 @@ TASK_TYPES: dict[Head, str] = {
 }
 
 
-def file_name_of(name: str, names: TensorNames) -> str:
+def find_peft_name(name: str, names: TensorNames) -> str:
     """The name in an adapter's file, of a name such as `blocks.3.attention.w_q.lora_A`."""
     if name in HEAD_TENSORS.get(names.head, {}):
         return f"{PREFIX}{names.hf_name(name)}"
@@ -82,7 +82,7 @@ def open_adapter(
             ),
             kind="conflict",
         )
-    adapt(model, lora, dtype=torch.float32)
+    add_adapters(model, lora, dtype=torch.float32)
     shapes = {
         clean_name(name): tuple(each.shape)
         for name, each in model.named_parameters()
@@ -90,8 +90,8 @@ def open_adapter(
     }
     path = folder / WEIGHTS_NAME
     files = CheckpointFiles(folder, read_header(path))
-    wanted = {file_name_of(name, names): name for name in shapes}
-    if problem := cover_problem(
+    wanted = {find_peft_name(name, names): name for name in shapes}
+    if problem := find_cover_problem(
         files, {file_name: shapes[name] for file_name, name in wanted.items()}
     ):
         raise InputError(
@@ -166,12 +166,12 @@ def write_adapter(
     tensors = {}
     for name, whole in adapter:
         if dist.get_rank() == 0:
-            tensors[file_name_of(name, names)] = whole.to("cpu", torch.float32).contiguous()
+            tensors[find_peft_name(name, names)] = whole.to("cpu", torch.float32).contiguous()
 
     def write() -> None:
-        with export_files.disk_errors(folder, RunError):
+        with export_files.translate_disk_errors(folder, RunError):
             export_files.prepare_folder(folder, sum(tensor.nbytes for tensor in tensors.values()))
-            beside = export_files.partial_folder_of(folder)
+            beside = export_files.find_partial_folder(folder)
             header = {
                 "format": "pt",
                 BASE_FINGERPRINT: fingerprint,

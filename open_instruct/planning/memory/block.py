@@ -237,7 +237,7 @@ class Block(Piece):
         num_chunks = -(-row_tokens // CHUNK) + -(-row_tokens // document_tokens) // 2
         degree = self.degrees.tensor_degree * self.degrees.context_degree
         kept, alone, beside, backward = (
-            FLOAT32 * num_chunks * number // degree for number in delta.numbers_of_chunk
+            FLOAT32 * num_chunks * number // degree for number in delta.chunk_value_counts
         )
         return kept, alone, beside, backward
 

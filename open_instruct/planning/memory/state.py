@@ -26,7 +26,7 @@ from math import ceil, gcd, prod
 from typing import NamedTuple
 
 from open_instruct.core.shard_layout import ShardLayout
-from open_instruct.models.hf.names import is_stack
+from open_instruct.models.hf.names import is_expert_stack
 from open_instruct.planning.subject.model import ModelShape, ParameterShape
 from open_instruct.planning.subject.workload import Workload
 
@@ -129,7 +129,7 @@ def uses_muon(parameter: ParameterShape, workload: Workload) -> bool:
 def is_split_stack(parameter: ParameterShape, layout: ShardLayout) -> bool:
     """Whether ranks of a shard group have some of the matrices of a stack each."""
     degree = layout.expert_parallel_degree
-    return degree > 1 and is_stack(parameter.name) and parameter.shape[0] % degree == 0
+    return degree > 1 and is_expert_stack(parameter.name) and parameter.shape[0] % degree == 0
 
 
 def gathered_shape(

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from open_instruct.core.families import FULL, LINEAR
 from open_instruct.core.shard_layout import ShardLayout
 from open_instruct.core.weight_buckets import plan_buckets
-from open_instruct.models.hf.names import TensorNames, is_of_adapter, is_stack
+from open_instruct.models.hf.names import TensorNames, is_adapter_name, is_expert_stack
 from open_instruct.planning.memory.state import chunk_rows, tensor_local_shape
 from open_instruct.planning.subject.model import ModelShape, ParameterShape
 from open_instruct.planning.subject.workload import Workload
@@ -52,7 +52,7 @@ def sync_buckets(
 def _list_sent(shape: ModelShape, workload: Workload) -> list[ParameterShape]:
     """The parameters that travel: adapters in the model's order, others in that of the names."""
     if workload.sends_adapter:
-        return [each for each in shape.parameters if is_of_adapter(each.name)]
+        return [each for each in shape.parameters if is_adapter_name(each.name)]
     by_name: dict[str, ParameterShape] = {}
     for parameter in shape.parameters:
         by_name |= {each.name: each for each in _split_stack(parameter)}
@@ -71,7 +71,7 @@ def _list_sent(shape: ModelShape, workload: Workload) -> list[ParameterShape]:
 
 def _split_stack(parameter: ParameterShape) -> list[ParameterShape]:
     """The parameter, or each matrix of a stack of them, which is whole on one rank."""
-    if not is_stack(parameter.name):
+    if not is_expert_stack(parameter.name):
         return [parameter]
     num_matrices, *shape = parameter.shape
     return [

@@ -9,7 +9,7 @@ from open_instruct.config.lora import BLOCK, MATRICES_IN_4_BITS
 from open_instruct.core.families import FAMILIES, Family
 from open_instruct.models.delta_rule.shape import DeltaShape
 from open_instruct.models.hf.head_kinds import LM_HEAD, LM_HEAD_BIAS
-from open_instruct.models.hf.names import ADAPTER, EMBEDDINGS, is_of_adapter, is_stack
+from open_instruct.models.hf.names import ADAPTER, EMBEDDINGS, is_adapter_name, is_expert_stack
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,7 +139,7 @@ class ModelShape:
         ) -> ParameterShape:
             is_of_head = name in (LM_HEAD, LM_HEAD_BIAS)
             is_trained = (
-                self.adapters is None or is_of_adapter(name) or (self.scores > 0 and is_of_head)
+                self.adapters is None or is_adapter_name(name) or (self.scores > 0 and is_of_head)
             )
             in_4_bits = self.in_4_bits and name.endswith(MATRICES_IN_4_BITS)
             return ParameterShape(
@@ -225,7 +225,7 @@ class ModelShape:
     def active_params(self, parameter: ParameterShape) -> int:
         """Values of a matrix or stack of experts that one token is multiplied with."""
         num_values = parameter.num_params * self.experts_per_token
-        return num_values // parameter.shape[0] if is_stack(parameter.name) else num_values
+        return num_values // parameter.shape[0] if is_expert_stack(parameter.name) else num_values
 
     @cached_property
     def units(self) -> tuple[Unit, ...]:
@@ -293,7 +293,7 @@ class ModelShape:
     @cached_property
     def num_params(self) -> int:
         """The number of parameters of the model itself, without adapters."""
-        return sum(each.num_params for each in self.parameters if not is_of_adapter(each.name))
+        return sum(each.num_params for each in self.parameters if not is_adapter_name(each.name))
 
     @cached_property
     def first_halves(self) -> tuple[ParameterShape, ...]:

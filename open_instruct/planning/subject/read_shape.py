@@ -19,8 +19,13 @@ from typing import Any
 from open_instruct.core.errors import InputError
 from open_instruct.core.families import LINEAR, SLIDING, Family, family_of
 from open_instruct.data.files.foreign_json import read_object
-from open_instruct.models.delta_rule.shape import delta_shape
-from open_instruct.models.hf.config_values import PART_TURNED, check_multiple, check_number, size_of
+from open_instruct.models.delta_rule.shape import read_delta_shape
+from open_instruct.models.hf.config_values import (
+    PART_TURNED,
+    check_multiple,
+    check_number,
+    read_size,
+)
 from open_instruct.models.hf.supported import check_supported
 from open_instruct.planning.subject.model import LayerShape, ModelShape
 
@@ -41,7 +46,7 @@ def shape_from_fields(fields: dict[str, Any], *, name: str, where: str) -> Model
     """
     check_supported(fields, where)
     family = family_of(fields.get("model_type"), where)
-    count = partial(size_of, fields, where)
+    count = partial(read_size, fields, where)
     num_heads = count("num_attention_heads")
     d_model = count("hidden_size")
     num_kv_heads = count("num_key_value_heads", num_heads)
@@ -68,13 +73,15 @@ def shape_from_fields(fields: dict[str, Any], *, name: str, where: str) -> Model
 
 
 def _layers(fields: dict[str, Any], family: Family, where: str) -> Iterator[LayerShape]:
-    count = partial(size_of, fields, where)
+    count = partial(read_size, fields, where)
     window = (
         count("sliding_window")
         if family.has_windows and fields.get("sliding_window") is not None
         else None
     )
-    delta = delta_shape(fields, where, is_fused=family.delta == "fused") if family.delta else None
+    delta = (
+        read_delta_shape(fields, where, is_fused=family.delta == "fused") if family.delta else None
+    )
     count("decoder_sparse_step", 1)
     if not isinstance(dense := fields.get("mlp_only_layers") or [], list):
         raise InputError(

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from open_instruct.batching.prefixes import FullRows, saved_tokens
 from open_instruct.config.fleet_sections import FleetSection
-from open_instruct.models.hf.names import names_module
+from open_instruct.models.hf.names import matches_module
 from open_instruct.planning.subject.model import ModelShape
 from open_instruct.planning.subject.read_shape import BYTES_OF_DTYPE
 
@@ -191,4 +191,4 @@ def is_wrapped(patterns: Iterable[str], layer: int, module: str) -> bool:
     """Whether --activation_checkpointing_modules names this module of a layer; "" is the layer
     itself.
     """
-    return names_module(patterns, f"blocks.{layer}.{module}".rstrip("."))
+    return matches_module(patterns, f"blocks.{layer}.{module}".rstrip("."))

@@ -11,7 +11,7 @@ ranks split matrices, P and F count one rank's parts, and N the ranks with the s
 from collections import Counter
 from collections.abc import Iterator
 
-from open_instruct.models.hf.names import is_of_adapter
+from open_instruct.models.hf.names import is_adapter_name
 from open_instruct.planning.activation_traffic import Calls, context_calls, repeat_calls
 from open_instruct.planning.exchanges import Collective, Exchange, build_exchange
 from open_instruct.planning.memory.state import GRADIENT_BYTES
@@ -49,7 +49,7 @@ def plan_exchanges(run: ZeroMemoryModel) -> Iterator[Exchange]:
         num_bytes = run.c * run.num_trained * work.num_updates
         yield _world_exchange(run, "weights after the step", "all_gather", num_bytes)
     if stage and run.shape.adapters and work.merges_adapters:
-        halves = sum(size for name, size in run.sizes.items() if is_of_adapter(name))
+        halves = sum(size for name, size in run.sizes.items() if is_adapter_name(name))
         num_bytes = GRADIENT_BYTES * halves
         yield _world_exchange(run, "adapters, to be added", "all_reduce", num_bytes)
 

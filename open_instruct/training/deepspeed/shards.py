@@ -1,8 +1,8 @@
 """A rank's part of a model on DeepSpeed: what ZeRO shares of weights and optimizer.
 
 The optimizer trains flat float32 weights, a range of each parameter on each rank. A parameter's
-`held` attribute is this rank's range, so loading, saving and exporting read and write the ranges,
-and never gather. The forward pass computes with copies of these weights in its own dtype.
+`local_shard` attribute is this rank's range, so loading, saving and exporting read and write the
+ranges, and never gather. The forward pass computes with copies of these weights in its own dtype.
 """
 
 import math
@@ -62,7 +62,7 @@ def make_init_weights(settings: Mapping[str, Any], *, dtype: torch.dtype) -> Cal
         for module in model.modules():
             for name, meta in [*module.named_parameters(recurse=False)]:
                 setattr(module, name, substitutes[meta])
-        model.settle_on(device, max_seq_len=max_seq_len)
+        model.set_device(device, max_seq_len=max_seq_len)
 
     return init_weights
 
@@ -140,7 +140,7 @@ class Master:
 class Masters:
     """This rank's float32 weights and moments, as views of the optimizer's flat tensors.
 
-    It is built collectively, and gives every parameter of the model its `held` attribute.
+    It is built collectively, and gives every parameter of the model its `local_shard` attribute.
     """
 
     def __init__(self, engine: Any, *, rank: int) -> None:
@@ -183,7 +183,7 @@ class Masters:
             ranges = [ranges.get(name, (0, 0)) for ranges in rank_ranges]
             local = held[name][1] if name in held else nothing
             num_slabs = cuts[name].degree if cuts[name].dim else 1
-            parameters[name].held = flat_shard(
+            parameters[name].local_shard = flat_shard(
                 local, self.shapes[name], ranges, rank=rank, num_slabs=num_slabs
             )
 

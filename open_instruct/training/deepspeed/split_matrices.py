@@ -83,7 +83,7 @@ def _split_attention(attention: Any, group: Any, degree: int) -> None:
 
 
 def _split_delta_rule(mixer: Any, group: Any, degree: int) -> None:
-    for module, name, parameter in mixer.small:
+    for module, name, parameter in mixer.small_parameters:
         if module is not mixer.o_norm:
             setattr(module, name, _part(parameter, group, degree))
     mixer.o_norm.weight.sums_over = group

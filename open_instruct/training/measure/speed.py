@@ -15,7 +15,7 @@ import torch
 from olmo_core.distributed.utils import get_local_tensor
 from olmo_core.nn.transformer import Transformer
 
-from open_instruct.models.heads.logprob_head import LogprobHead, losses_of_logits
+from open_instruct.models.heads.logprob_head import LogprobHead, compute_label_losses
 from open_instruct.models.nf4 import FrozenLinear
 from open_instruct.planning.subject.devices import find_gpu
 
@@ -80,7 +80,9 @@ class ComputeTimer:
     def __init__(self, head: torch.nn.Module, device: torch.device) -> None:
         self._clock = StepClock(device, most=MOST_PASSES)
         if isinstance(head, LogprobHead) and head.tp_enabled:
-            head.compute_losses = self._timed(head.compute_losses or losses_of_logits, _num_logits)
+            head.compute_losses = self._timed(
+                head.compute_losses or compute_label_losses, _num_logits
+            )
         else:
             # Between the hooks that gather weights.
             head.forward = self._timed(head.forward, _num_positions)

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from open_instruct.batching.documents import on_device
 from open_instruct.core.records import IGNORE_INDEX, PackedBatch
-from open_instruct.models.attention.attention import context_of
+from open_instruct.models.attention.attention import find_context_group
 from open_instruct.models.experts.routed import RoutedFeedForward
 from open_instruct.models.heads.logprob_head import HeadSettings, LabelLosses, Measure
 from open_instruct.objectives.objective import TokenLogprobs
@@ -101,13 +101,13 @@ def values_at_labels(
     if isinstance(values, DTensor):  # each tensor-parallel rank holds a part
         values = values.full_tensor()
     values = values.flatten(0, 1)
-    context = context_of(model)
+    context = find_context_group(model)
     if context is not None:
         kept_BK = inputs.model_kwargs.get("logits_to_keep")
         if kept_BK is not None:
             local_T = values.new_zeros(inputs.input_ids_BT.numel(), *values.shape[1:])
             values = local_T.index_copy(0, kept_BK.flatten(), values)
-        values = context.whole_row(values)
+        values = context.gather_row(values)
     return values.index_select(0, inputs.labelled_N)
 
 

@@ -13,7 +13,7 @@ from olmo_core.nn.transformer import Transformer
 
 from open_instruct.batching.documents import kept_positions, on_device
 from open_instruct.core.records import IGNORE_INDEX, PackedBatch
-from open_instruct.models.attention.attention import context_of
+from open_instruct.models.attention.attention import find_context_group
 from open_instruct.models.attention.segments import Segments
 from open_instruct.models.heads.logprob_head import LogprobHead
 
@@ -42,7 +42,7 @@ def forward_inputs(model: Transformer, batch: PackedBatch) -> ForwardInputs:
     labelled_N = batch.label_positions_N
     if kept_BK is not None:
         model_kwargs["logits_to_keep"] = kept_BK
-        if context_of(model) is None:
+        if find_context_group(model) is None:
             labelled_N = places_among_kept(batch, kept_BK)
     return ForwardInputs(
         local.input_ids_BT, model_kwargs, labelled_N, batch.sequence_ids_N, local.routes_TR
@@ -54,10 +54,10 @@ def local_slice(model: Transformer, batch: PackedBatch) -> tuple[PackedBatch, to
 
     Under tensor parallelism these are None: it runs at all of them.
     """
-    context = context_of(model)
+    context = find_context_group(model)
     if context is not None:
         # Labels are shifted already, so none is lost where the row is cut.
-        part = context.part_of(batch.input_ids_BT.shape[1])
+        part = context.local_slice(batch.input_ids_BT.shape[1])
         routes_TR = None if batch.routes_TR is None else batch.routes_TR[part]
         batch = replace(
             batch,
@@ -83,12 +83,12 @@ def find_segments(model: Transformer, batch: PackedBatch) -> Segments:
         "a token of no document would be computed from nothing"
     )
     prefixes = batch.prefix_lengths or (0,) * len(lengths)
-    segments = Segments.of(lengths, prefixes, device=torch.device("cpu"))
-    context = context_of(model)
+    segments = Segments.from_lengths(lengths, prefixes, device=torch.device("cpu"))
+    context = find_context_group(model)
     if context is None:
         return segments
     assert batch.document_lengths is not None, "padded rows are not split over ranks"
-    return segments._replace(positions_T=segments.positions_T[context.part_of(row_len)])
+    return segments._replace(positions_T=segments.positions_T[context.local_slice(row_len)])
 
 
 def places_among_kept(batch: PackedBatch, kept_BK: torch.Tensor) -> torch.Tensor:
@@ -106,7 +106,7 @@ def values_at_head(model: Transformer, batch: PackedBatch, values_BT: torch.Tens
     """The values at the positions where the head of `model` runs on this rank."""
     _, kept_BK = local_slice(model, batch)
     if kept_BK is None:
-        return cast(LogprobHead, model.lm_head).own_positions(values_BT)
+        return cast(LogprobHead, model.lm_head).select_local_positions(values_BT)
     rows_B1 = torch.arange(len(values_BT), device=values_BT.device).unsqueeze(1)
     return values_BT[rows_B1, on_device(kept_BK, values_BT.device)]
 
@@ -124,7 +124,7 @@ def beside_labels(
         "documents share a position, but not its value"
     )
     values_BT = flat_T.unflatten(0, batch.labels_BT.shape)
-    context = context_of(model)
+    context = find_context_group(model)
     if context is not None:
-        values_BT = values_BT[:, context.part_of(values_BT.shape[1])]
+        values_BT = values_BT[:, context.local_slice(values_BT.shape[1])]
     return on_device(values_at_head(model, batch, values_BT), device)

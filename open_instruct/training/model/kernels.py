@@ -24,7 +24,7 @@ from open_instruct.core.shard_layout import ShardLayout
 from open_instruct.models.attention.attention import attend_over_segments
 from open_instruct.models.attention.segments import QKV, Segments
 from open_instruct.models.delta_rule.mixer import DeltaRuleMixer
-from open_instruct.models.hf.names import names_module
+from open_instruct.models.hf.names import matches_module
 from open_instruct.run.opened import Run
 
 FA3 = "FA3"
@@ -94,7 +94,7 @@ def _select_modules(patterns: Sequence[str], model: Transformer) -> list[str]:
     """
     names = [name for name, _ in model.named_modules() if name]
     for pattern in patterns:
-        if not any(names_module([pattern], name) for name in names):
+        if not any(matches_module([pattern], name) for name in names):
             parts = ", ".join(f"blocks.*.{name}" for name, _ in model.blocks["0"].named_children())
             raise InputError(
                 f"--activation_checkpointing_modules {pattern}: the model has no module of that "
@@ -104,7 +104,7 @@ def _select_modules(patterns: Sequence[str], model: Transformer) -> list[str]:
     selected: list[str] = []
     for name in names:
         is_inside_another = any(name.startswith(f"{outer}.") for outer in selected)
-        if names_module(patterns, name) and not is_inside_another:
+        if matches_module(patterns, name) and not is_inside_another:
             selected.append(name)
     return selected
 
@@ -236,6 +236,8 @@ def try_attention(device: torch.device) -> torch.Tensor:
     for num_heads in (4, 2, 2):
         values = torch.randn(256, num_heads, 64, generator=generator)
         tensors.append(values.to(device, torch.bfloat16).requires_grad_())
-    output = attend_over_segments(QKV(*tensors), Segments.of((200, 56), (0, 0), device=device))
+    output = attend_over_segments(
+        QKV(*tensors), Segments.from_lengths((200, 56), (0, 0), device=device)
+    )
     gradients = torch.autograd.grad(output.float().square().sum(), tensors)
     return torch.cat([each.detach().float().flatten() for each in (output, *gradients)])

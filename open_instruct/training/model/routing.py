@@ -28,13 +28,13 @@ def record_routing(
     """
     layers = [each for each in model.modules() if isinstance(each, RoutedFeedForward)]
     for layer in layers:
-        layer.is_noted = True
-        layer.notes_gradient = with_gradient
+        layer.records_routing = True
+        layer.records_with_gradient = with_gradient
     try:
         yield layers
     finally:
         for layer in layers:
-            layer.is_noted = False
+            layer.records_routing = False
 
 
 class StepRouting:
@@ -141,7 +141,7 @@ def balance(
 
 def _without_padding(layers: Sequence[RoutedFeedForward], batch: PackedBatch) -> list[Routing]:
     """What the layers noted of a microbatch, without its padding unless there is nothing else."""
-    noted = [routing for layer in layers for routing in layer.taken()]
+    noted = [routing for layer in layers for routing in layer.take_routing()]
     if not noted:
         return []
     is_whole_row = (

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.distributed.fsdp import FSDPModule
 
 from open_instruct.config.training import LearnerConfig
-from open_instruct.models.attention.attention import context_of
+from open_instruct.models.attention.attention import find_context_group
 from open_instruct.models.compiled import prepare_compiler
 from open_instruct.models.hf.names import clean_name
 from open_instruct.models.shards import local_part
@@ -148,7 +148,7 @@ class FSDP2Backend(ShardedModule):
         self._copy: Transformer | None = None
         # FSDP averages gradients over the ranks that split rows too, though each has only its own
         # tokens' part.
-        context = context_of(self.model)
+        context = find_context_group(self.model)
         self._num_averaged = get_world_size(self.dp_process_group)
         if context is not None:
             self._num_averaged *= context.degree

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from olmo_core.distributed.utils import get_rank
 from torch import nn
 
-from open_instruct.models.shards import box_shape, boxes_beside, local_part
+from open_instruct.models.shards import box_shape, find_copy_boxes, local_part
 
 MOMENTUM = "momentum_buffer"  # torch's name
 
@@ -47,7 +47,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
             # long for another.
             matrices = [matrix for matrix in group["params"] if matrix.grad is not None]
             matrices.sort(key=lambda matrix: -matrix.numel())
-            owners = [*boxes_beside(matrices[0], get_rank())] if matrices else []
+            owners = [*find_copy_boxes(matrices[0], get_rank())] if matrices else []
             for first in range(0, len(matrices), len(owners) or 1):
                 self._step_together(dict(zip(owners, matrices[first:], strict=False)), group)
         if self._adamw is not None:
@@ -58,7 +58,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
     def _step_together(self, by_owner: dict[int, Any], group: dict[str, Any]) -> None:
         """Step matrices that the same ranks share; each rank owns one of them, or none."""
         first, own = by_owner[min(by_owner)], by_owner.get(get_rank())
-        boxes = {} if own is None else boxes_beside(own, get_rank())
+        boxes = {} if own is None else find_copy_boxes(own, get_rank())
         parts = {owner: self._update(matrix, group) for owner, matrix in by_owner.items()}
         parts = _exchange(parts, {rank: box_shape(box) for rank, box in boxes.items()}, first)
         if own is not None:

@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 from open_instruct.models.export import export_hf
 from open_instruct.models.hf.checkpoint_files import CheckpointFiles
-from open_instruct.models.lora.adapters import weights_of as merged_weights_of
-from open_instruct.models.shards import held_of
+from open_instruct.models.lora.adapters import find_merged_weights as merged_weights_of
+from open_instruct.models.shards import find_local_shards
 from open_instruct.parallel.process import stop_process
 from open_instruct.training.deepspeed import zero
 from open_instruct.weight_sync.receiver import IncomingWeights
@@ -95,7 +95,7 @@ def weights_of(learner: grpo_steps.Learner) -> torch.Tensor:
     policies = (
         [learner.policy] if learner.critic is None else [learner.policy, learner.critic.policy]
     )
-    held = [each.local for policy in policies for each in held_of(policy.model).values()]
+    held = [each.local for policy in policies for each in find_local_shards(policy.model).values()]
     return torch.cat([local.detach().flatten().float() for local in held]).clone()
 
 

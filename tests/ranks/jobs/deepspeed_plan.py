@@ -13,7 +13,7 @@ import torch
 
 from open_instruct.commands.run_flags import parse_run
 from open_instruct.core.records import StepBatch
-from open_instruct.models.lora.adapters import weights_of
+from open_instruct.models.lora.adapters import find_merged_weights
 from open_instruct.objectives.dpo import DPO
 from open_instruct.parallel.process import stop_process
 from open_instruct.run.cadence import Cadence
@@ -100,7 +100,7 @@ def _measured(
             partial(loop.take_step, [step], num_tokens=num_rows * num_tokens)
         )
     model, hf_config = policy.model, pretrained.hf_config
-    measured["merging"] = _counted(lambda: weights_of(model))
+    measured["merging"] = _counted(lambda: find_merged_weights(model))
     measured["sync"] = messages(model, hf_config, bucket_bytes=bucket_bytes)
     if config.adapters is not None:
         measured["sync of adapters"] = messages(

@@ -10,7 +10,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from open_instruct.models.shards import own_box
+from open_instruct.models.shards import find_local_box
 from open_instruct.training.optim.muon import MOMENTUM, MuonWithAdamW
 
 NUM_STEPS = 3
@@ -45,7 +45,7 @@ def take_steps(
     fully_shard(model, mesh=mesh["replica", "shard"])
     sharded: list[Any] = list(model.parameters())
     for matrix, start in zip(sharded, starts, strict=True):
-        matrix.to_local().data.copy_(start[own_box(matrix)])
+        matrix.to_local().data.copy_(start[find_local_box(matrix)])
     settings = {"lr": 0.1, "weight_decay": 0.1}
     of_torch = torch.optim.Muon(alone, **settings, adjust_lr_fn="match_rms_adamw")
     ours = MuonWithAdamW([{"params": sharded, "use_muon": True}], **settings)
@@ -53,7 +53,7 @@ def take_steps(
         torch.manual_seed(1 + step)
         for matrix, whole in zip(sharded, alone, strict=True):
             whole.grad, matrix.grad = torch.randn_like(whole), torch.zeros_like(matrix)
-            matrix.grad.to_local().copy_(whole.grad[own_box(matrix)])
+            matrix.grad.to_local().copy_(whole.grad[find_local_box(matrix)])
         if step == 1:  # one of which nothing was learned
             alone[2].grad = sharded[2].grad = None
         of_torch.step()
@@ -63,7 +63,7 @@ def take_steps(
         momentum = ours.state[matrix][MOMENTUM]
         assert isinstance(momentum, DTensor)
         assert momentum.placements == matrix.placements  # as checkpoints save it
-        box = own_box(matrix)
+        box = find_local_box(matrix)
         same_weights &= torch.equal(matrix.to_local(), whole[box])
         same_momenta &= torch.equal(momentum.to_local(), of_torch.state[whole][MOMENTUM][box])
     return [len(matrix.to_local()) for matrix in sharded], same_weights, same_momenta

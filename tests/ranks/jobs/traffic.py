@@ -23,7 +23,7 @@ from open_instruct.core.batch_values import BatchValues
 from open_instruct.core.records import Batch, Document, RolloutSample, Span, StepBatch
 from open_instruct.models.heads.logprob_head import LogprobHead
 from open_instruct.models.hf.names import TensorNames
-from open_instruct.models.lora.adapters import weights_of
+from open_instruct.models.lora.adapters import find_merged_weights
 from open_instruct.objectives.objective import Objective
 from open_instruct.objectives.registry import objective_named
 from open_instruct.parallel.layout import find_layout
@@ -150,7 +150,7 @@ def _grpo(
     ]
     learner.learn_from(samples)
     counted = _counted(lambda: learner.learn_from(samples))
-    merging = _counted(lambda: weights_of(learner.policy.model))
+    merging = _counted(lambda: find_merged_weights(learner.policy.model))
     is_alone = learner.config.sent_adapter is not None
     sync = messages(
         learner.policy.model,

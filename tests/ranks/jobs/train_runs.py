@@ -43,7 +43,7 @@ def run_with_a_slow_rank(
     other hosts.
     """
     is_slow = int(os.environ["RANK"]) == slow_rank
-    own_losses, own_batch = logprob_head.losses_of_logits, sample_loader.step_batch
+    own_losses, own_batch = logprob_head.compute_label_losses, sample_loader.step_batch
 
     def slow_losses(logits_NV: Any, *others: Any) -> Any:
         time.sleep((1.5e-4 if is_slow else 5e-5) * len(logits_NV))
@@ -60,8 +60,8 @@ def run_with_a_slow_rank(
         if on_one_host
         else mock.patch.object(loop, "host_of_cores", return_value=os.environ["RANK"]),
         mock.patch.object(speed, "LEAST_TOKENS", 1),
-        mock.patch.object(logprob_head, "losses_of_logits", slow_losses),
-        mock.patch.object(speed, "losses_of_logits", slow_losses),
+        mock.patch.object(logprob_head, "compute_label_losses", slow_losses),
+        mock.patch.object(speed, "compute_label_losses", slow_losses),
         mock.patch.object(sample_loader, "step_batch", late_batch),
     ):
         return run_each(commands, ports, "sft")

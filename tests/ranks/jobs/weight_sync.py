@@ -27,9 +27,9 @@ from open_instruct.models.hf.checkpoint_files import CheckpointFiles
 from open_instruct.models.hf.hf_config import SINGLE_NAME, load_hf_config
 from open_instruct.models.hf.names import TensorNames
 from open_instruct.models.load import stream_load
-from open_instruct.models.lora.adapters import whole_adapter
-from open_instruct.models.lora.files import file_name_of
-from open_instruct.models.shards import held_of, reshard
+from open_instruct.models.lora.adapters import gather_adapter
+from open_instruct.models.lora.files import find_peft_name
+from open_instruct.models.shards import find_local_shards, reshard
 from open_instruct.training.model.forward import token_logprobs
 from open_instruct.weight_sync import broadcasts
 from open_instruct.weight_sync.folder_sender import FolderSender
@@ -150,7 +150,7 @@ def _send_twice(case: dict[str, Any], num_receivers: int, info_path: Path, *, ou
         adapter_alone=alone,
         changes_alone=case["changes_alone"],
     )
-    sent = held_of(model, adapters_only=alone)
+    sent = find_local_shards(model, adapters_only=alone)
     assert len(sender.manifest.buckets) >= case["min_buckets"]
     assert any(bucket.num_pieces > 1 for bucket in sender.manifest.buckets)
     assert sender.manifest.largest_bucket_bytes < 1.1 * case["bucket_bytes"]
@@ -202,8 +202,8 @@ def store_scaled(model: Any, names: TensorNames, out: Path, *, dtype: torch.dtyp
     """The adapters as an engine takes them, whose own factor is 1."""
     scale = {"lora_A": 1.0, "lora_B": LORA.scale}
     tensors = {
-        file_name_of(name, names): (whole * scale[name.rpartition(".")[2]]).to(dtype).clone()
-        for name, whole in whole_adapter(model)
+        find_peft_name(name, names): (whole * scale[name.rpartition(".")[2]]).to(dtype).clone()
+        for name, whole in gather_adapter(model)
     }
     if dist.get_rank() == 0:
         out.mkdir()
@@ -217,7 +217,7 @@ class OutOfOrder(RuntimeError):
 def move(model: Any, version: int) -> None:
     """Give the adapters the values that they have in a version: of 0 they add nothing."""
     reshard(model)
-    for name, held in held_of(model, adapters_only=True).items():
+    for name, held in find_local_shards(model, adapters_only=True).items():
         generator = torch.Generator().manual_seed(zlib.crc32(f"{name} {version}".encode()))
         held.local.copy_(
             torch.randn(held.shape, generator=generator)[held.box] * SPREAD * bool(version)

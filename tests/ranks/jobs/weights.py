@@ -28,9 +28,14 @@ from open_instruct.models.export_checks import check_exportable
 from open_instruct.models.hf.checkpoint_files import CheckpointFiles
 from open_instruct.models.hf.hf_config import load_hf_config
 from open_instruct.models.hf.names import TensorNames, clean_name
-from open_instruct.models.load import check_cover, parameter_shapes, stream_load
-from open_instruct.models.lora.adapters import adapt
-from open_instruct.models.shards import flat_shard, held_of, own_box, rows_of
+from open_instruct.models.load import check_cover, find_parameter_shapes, stream_load
+from open_instruct.models.lora.adapters import add_adapters
+from open_instruct.models.shards import (
+    find_local_box,
+    find_local_shards,
+    find_stack_rows,
+    flat_shard,
+)
 from open_instruct.training.parallelize import Parallelism, parallelize
 
 CPU = torch.device("cpu")
@@ -56,7 +61,7 @@ def sharded(
 ) -> Any:
     model = build_model(hf_config).to(getattr(torch, dtype))
     if lora is not None:
-        adapt(model, lora, dtype=getattr(torch, dtype))
+        add_adapters(model, lora, dtype=getattr(torch, dtype))
     dp = TransformerDataParallelConfig(
         name=DataParallelType.hsdp,
         num_replicas=replicas,
@@ -97,7 +102,7 @@ def in_ranges(hf_config: Any, *, dtype: str) -> Any:
         local = torch.full(
             (ends[rank + 1] - ends[rank],), float("nan"), dtype=getattr(torch, dtype)
         )
-        parameter.held = flat_shard(  # type: ignore[attr-defined]
+        parameter.local_shard = flat_shard(  # type: ignore[attr-defined]
             local, tuple(parameter.shape), list(itertools.pairwise(ends)), rank=rank
         )
     return model
@@ -121,21 +126,24 @@ def _differing(model: Any, files: CheckpointFiles, names: TensorNames) -> list[s
     """
     differing = []
     parameters = {clean_name(name): parameter for name, parameter in model.named_parameters()}
-    parts = held_of(model)
+    parts = find_local_shards(model)
     for name, parameter in parameters.items():
         if names.tied and name == "lm_head.w_out.weight":
             continue
-        held = shards.held(parameter)
-        rows = [files.read(names.hf_name(row)) for row in rows_of(name, held.shape)]
+        held = shards.find_local_shard(parameter)
+        rows = [files.read(names.hf_name(row)) for row in find_stack_rows(name, held.shape)]
         stored = (torch.stack(rows) if len(held.shape) > 2 else rows[0]).to(held.local.dtype)
-        if sum(parts[row].local.numel() for row in rows_of(name, held.shape)) != held.local.numel():
+        if (
+            sum(parts[row].local.numel() for row in find_stack_rows(name, held.shape))
+            != held.local.numel()
+        ):
             differing.append(name)
-        if hasattr(parameter, "held"):
+        if hasattr(parameter, "local_shard"):
             differing += [] if torch.equal(held.local, stored.view(-1)[held.box]) else [name]
             continue
         whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
         own = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-        box = own_box(parameter) if isinstance(parameter, DTensor) else ()
+        box = find_local_box(parameter) if isinstance(parameter, DTensor) else ()
         if not torch.equal(whole, stored) or not torch.equal(own, stored[box]):
             differing.append(name)
     return differing
@@ -162,12 +170,12 @@ def import_and_export(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
                 else sharded(hf_config, dtype=dtype, **layout)
             )
         files = CheckpointFiles.open(case["folder"])
-        check_cover(names, files, parameter_shapes(model))
-        check_exportable(names, parameter_shapes(model))
+        check_cover(names, files, find_parameter_shapes(model))
+        check_exportable(names, find_parameter_shapes(model))
         report = stream_load(model, files, names, chunk_bytes=case.get("chunk_bytes", 4096))
         differing = _differing(model, files, names)
         fingerprint = files.fingerprint
-        num_params = sum(held.local.numel() for held in held_of(model).values())
+        num_params = sum(held.local.numel() for held in find_local_shards(model).values())
         logits = (
             None if layout == "ranges" else _logits(model)
         )  # also leaves FSDP's root module gathered, in the compute dtype

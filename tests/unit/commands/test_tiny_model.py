@@ -24,7 +24,7 @@ from open_instruct.commands.tiny_model import (
 )
 from open_instruct.core.errors import EXIT_INPUT
 from open_instruct.core.families import FAMILIES
-from open_instruct.models.family import transformer_config
+from open_instruct.models.family import build_transformer_config
 from open_instruct.models.hf.hf_config import load_hf_config
 from tests.refusals import refused
 from tests.tiers import num_examples
@@ -61,7 +61,7 @@ def test_transformers_loads_and_generates(tmp_path: Path, family: str, tie: bool
         model.generate(**prompt, max_new_tokens=3, do_sample=False).shape[1]
         > prompt["input_ids"].shape[1]
     )
-    transformer_config(load_hf_config(str(folder)))
+    build_transformer_config(load_hf_config(str(folder)))
 
 
 @pytest.mark.extended
@@ -106,7 +106,9 @@ def test_sizes_are_what_they_say(size: str, millions: float) -> None:
     shape = SIZES[size]
     for family in ("olmo2", "olmo3", "llama"):
         config = tiny_config(family, shape, vocab_size=shape["vocab_size"], tie=False)
-        assert transformer_config(config).num_params / 1e6 == pytest.approx(millions, rel=0.05)
+        assert build_transformer_config(config).num_params / 1e6 == pytest.approx(
+            millions, rel=0.05
+        )
 
 
 @given(text=st.text())

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from open_instruct.checkpoints.step_folder import find_damage
-from open_instruct.models.export_files import replacing_problem
+from open_instruct.models.export_files import find_replace_problem
 from open_instruct.objectives.dpo import DPO
 from open_instruct.parallel.process import stop_process
 from open_instruct.train import run_objective
@@ -270,10 +270,10 @@ def test_mount_or_a_folder_that_cannot_be_written_takes_no_export(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "not" / "yet" / "there"
-    assert replacing_problem(out) is None
+    assert find_replace_problem(out) is None
     monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path)
-    assert f"{tmp_path} cannot be written" in str(replacing_problem(out))
-    assert "is a mount" in str(replacing_problem(Path("/proc")))
+    assert f"{tmp_path} cannot be written" in str(find_replace_problem(out))
+    assert "is a mount" in str(find_replace_problem(Path("/proc")))
 
 
 def test_checkpoint_that_cannot_be_written(

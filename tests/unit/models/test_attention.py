@@ -9,7 +9,7 @@ from open_instruct.core.families import FAMILIES
 from open_instruct.models.attention.attention import SegmentAttention
 from open_instruct.models.attention.segments import Segments
 from open_instruct.models.build import build_model
-from open_instruct.models.family import transformer_config
+from open_instruct.models.family import build_transformer_config
 from tests.unit.small_models import (
     CPU,
     VOCAB_SIZE,
@@ -121,7 +121,7 @@ def test_documents_do_not_see_each_other(family: str) -> None:
 )
 def test_attention_without_documents_equals_the_stock_backend(family: str) -> None:
     model = random_model(family)
-    stock = transformer_config(hf_config(family)).build(init_device="cpu")
+    stock = build_transformer_config(hf_config(family)).build(init_device="cpu")
     for block in stock.blocks.values():
         block.attention.w_out.register_parameter("bias", None)  # no family has one there
     with_random_weights(stock)
@@ -178,7 +178,7 @@ def test_attention_on_a_gpu_equals_that_on_a_cpu(dtype: torch.dtype, left: int) 
 
     def output_and_gradients(device: str, dtype: torch.dtype) -> list[torch.Tensor]:
         inputs = [tensor.to(device, dtype).requires_grad_() for tensor in qkv]
-        segments = Segments.of(lengths, (0,) * len(lengths), device=torch.device(device))
+        segments = Segments.from_lengths(lengths, (0,) * len(lengths), device=torch.device(device))
         output = backend(tuple(inputs), cu_doc_lens=segments)
         return [output, *torch.autograd.grad(output.square().sum(), inputs)]
 

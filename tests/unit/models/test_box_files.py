@@ -15,9 +15,9 @@ from safetensors.torch import load_file
 from open_instruct.models import box_files
 from open_instruct.models.box_files import (
     Part,
-    digest_of,
+    assign_boxes,
+    hash_file,
     read_parts,
-    share_out,
     write_hashed,
     write_tensors,
 )
@@ -64,7 +64,7 @@ def parts_of(layout: str, rank: int, *, fill: float | None = None) -> dict[str, 
 def write(folder: Path, layout: str) -> dict[str, dict[str, Any]]:
     """The index, once through JSON."""
     ranks = range(len(LAYOUTS[layout]))
-    index = share_out(
+    index = assign_boxes(
         [{name: part.claim for name, part in parts_of(layout, rank).items()} for rank in ranks]
     )
     for rank in ranks:
@@ -95,11 +95,11 @@ def test_each_box_is_written_once_and_the_work_is_shared() -> None:
     of_ranks = [
         {name: part.claim for name, part in parts_of("hsdp_2x2", rank).items()} for rank in range(4)
     ]
-    index = share_out(of_ranks)
+    index = assign_boxes(of_ranks)
     assert [owner for owner, *_ in index["embeddings"]["boxes"]] == [0, 1]
     # The replicas of those who write the large boxes write the small ones.
     assert [owner for owner, *_ in index["norm"]["boxes"]] == [2, 3]
-    assert list(index) == sorted(WHOLE) and share_out(of_ranks) == index
+    assert list(index) == sorted(WHOLE) and assign_boxes(of_ranks) == index
 
 
 def test_file_is_safetensors_and_the_same_every_time(tmp_path: Path) -> None:
@@ -110,7 +110,7 @@ def test_file_is_safetensors_and_the_same_every_time(tmp_path: Path) -> None:
             len(content),
             xxhash.xxh3_128(content).hexdigest(),
         )
-        assert digest_of(tmp_path / name) == written.xxh3
+        assert hash_file(tmp_path / name) == written.xxh3
     assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
     assert {name: raw(tensor) for name, tensor in load_file(tmp_path / "a").items()} == {
         name: raw(tensor) for name, tensor in WHOLE.items()
@@ -123,7 +123,7 @@ def test_pieces_add_up_and_are_on_the_disk(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(box_files, "PIECE_BYTES", 7)
     written = write_hashed(tmp_path / "file", [b"0123456789", b"", memoryview(b"abc" * 9)])
     assert (tmp_path / "file").read_bytes() == b"0123456789" + b"abc" * 9
-    assert (written.num_bytes, written.xxh3) == (37, digest_of(tmp_path / "file"))
+    assert (written.num_bytes, written.xxh3) == (37, hash_file(tmp_path / "file"))
     assert synced == [37]
 
 
@@ -166,4 +166,4 @@ def test_other_model_is_refused_before_anything_is_filled(
 def test_ranks_that_do_not_hold_the_whole_cannot_save() -> None:
     half = {"norm": parts_of("hsdp_2x2", 0)["norm"].claim}
     with pytest.raises(ValueError, match="'norm' once and whole"):
-        share_out([half, half])
+        assign_boxes([half, half])

@@ -16,16 +16,16 @@ from open_instruct.core.families import FAMILIES, FULL, SLIDING
 from open_instruct.models.build import build_model
 from open_instruct.models.export import _write_config
 from open_instruct.models.hf.checkpoint_files import CheckpointFiles
-from open_instruct.models.hf.convolutions import join_equal_parts
+from open_instruct.models.hf.convolutions import recut_convolutions
 from open_instruct.models.hf.hf_config import (
     INDEX_NAME,
     SINGLE_NAME,
-    config_fields,
+    find_weights_file,
     load_hf_config,
-    weights_file,
+    read_config_fields,
 )
 from open_instruct.models.hf.names import TensorNames
-from open_instruct.models.load import parameter_shapes
+from open_instruct.models.load import find_parameter_shapes
 from open_instruct.planning.subject.read_shape import model_shape, public_models
 from open_instruct.run.pretrained import Pretrained
 from open_instruct.run.untrained_rows import find_untrained_rows
@@ -44,7 +44,7 @@ def folder_of(tmp_path: Path, family: str, **changes: Any) -> Path:
 
 COMMANDS: dict[str, Callable[[Path], Any]] = {
     "plan": lambda folder: model_shape(str(folder)),
-    "preview, and what is looked at before torch": config_fields,
+    "preview, and what is looked at before torch": read_config_fields,
     "run": lambda folder: load_hf_config(str(folder)),
 }
 
@@ -246,16 +246,16 @@ def test_single_file_beside_an_index_of_others_is_refused(
     (tmp_path / SINGLE_NAME).touch()
     (tmp_path / INDEX_NAME).write_text(json.dumps({"weight_map": weight_map}))
     if is_taken:
-        assert weights_file(tmp_path).name == INDEX_NAME
+        assert find_weights_file(tmp_path).name == INDEX_NAME
     else:
         with pytest.raises(InputError, match=SINGLE_NAME):
-            weights_file(tmp_path)
+            find_weights_file(tmp_path)
 
 
 def test_convolutions_in_three_equal_parts_are_joined(tmp_path: Path) -> None:
     config = hf_config("olmo_hybrid")
     names = TensorNames(config)
-    shapes = parameter_shapes(build_model(config, init_device="meta"))
+    shapes = find_parameter_shapes(build_model(config, init_device="meta"))
     wanted = {hf_name: shapes[name] for name, hf_name in names}
     right = {name: torch.randn(shape) for name, shape in wanted.items()}
     stored = dict(right)
@@ -266,7 +266,7 @@ def test_convolutions_in_three_equal_parts_are_joined(tmp_path: Path) -> None:
         stored |= zip(parts, (each.contiguous() for each in cut), strict=True)
     save_file(stored, tmp_path / SINGLE_NAME)
     files = CheckpointFiles.open(tmp_path)
-    join_equal_parts(files, wanted)
+    recut_convolutions(files, wanted)
     assert all(torch.equal(files.read(name), right[name]) for name in wanted)
 
 

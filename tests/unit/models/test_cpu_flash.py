@@ -46,7 +46,7 @@ def trees(draw: Any) -> Segments:
         prefixes.append(draw(st.integers(0, num_seen)))
         lengths.append(draw(st.integers(0 if prefixes[-1] else 1, 20)))
         num_seen = prefixes[-1] + lengths[-1]
-    return Segments.of(tuple(lengths), tuple(prefixes), device=CPU)
+    return Segments.from_lengths(tuple(lengths), tuple(prefixes), device=CPU)
 
 
 def visible_pairs(segments: Segments) -> Counter[tuple[int, int]]:
@@ -106,7 +106,7 @@ def test_parts_give_the_values_and_gradients_of_the_definition(
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_operator_of_compiled_blocks_gives_the_same_bits(dtype: torch.dtype) -> None:
-    segments = Segments.of((300, 20, 200), (0, 250, 0), device=CPU)
+    segments = Segments.from_lengths((300, 20, 200), (0, 250, 0), device=CPU)
     generator = torch.Generator().manual_seed(0)
     drawn = (torch.randn(520, heads, 8, generator=generator).to(dtype) for heads in (4, 2, 2, 4))
     *qkv, grad = (tensor.requires_grad_() for tensor in drawn)
@@ -138,7 +138,7 @@ def test_errors_are_of_the_size_of_one_call_for_all(dtype: torch.dtype) -> None:
     """The kernel's own error, measured against float64, bounds that of long documents in parts."""
     generator = torch.Generator().manual_seed(0)
     exact = [torch.randn(700, 4, 16, dtype=torch.float64, generator=generator) for _ in range(4)]
-    segments = Segments.of((700,), (0,), device=CPU)
+    segments = Segments.from_lengths((700,), (0,), device=CPU)
 
     def compute(in_parts: bool, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
         *qkv, grad = (tensor.to(dtype) for tensor in exact)
@@ -160,7 +160,7 @@ def test_errors_are_of_the_size_of_one_call_for_all(dtype: torch.dtype) -> None:
 
 
 def test_windows_that_hide_keys_and_other_devices_go_another_way() -> None:
-    segments = Segments.of((30, 20), (0, 10), device=CPU)
+    segments = Segments.from_lengths((30, 20), (0, 10), device=CPU)
     query = torch.zeros(50, 2, 4)
     assert can_attend_in_parts(query, segments, left=-1)
     assert can_attend_in_parts(query, segments, left=29)

@@ -66,7 +66,7 @@ def test_any_row_any_window_any_heads(
 def test_gradients_of_many_branches_are_added_up_in_float32() -> None:
     """In bfloat16 a sum of ones ends at 256, where one more is rounded away."""
     prompt = torch.ones(2, 1, 8, dtype=torch.bfloat16, requires_grad=True)
-    gathered = attention.Gathered.apply(prompt, torch.tensor([0] * 1000 + [1]))
+    gathered = attention.GatherRows.apply(prompt, torch.tensor([0] * 1000 + [1]))
     (gradient,) = torch.autograd.grad(gathered.sum(), prompt)
     assert gradient.dtype == torch.bfloat16
     assert gradient[:, 0, 0].tolist() == [1000, 1]

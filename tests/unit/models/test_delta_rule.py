@@ -23,12 +23,16 @@ from open_instruct.core.families import FAMILIES
 from open_instruct.models.attention.segments import Segments
 from open_instruct.models.delta_rule import rule
 from open_instruct.models.delta_rule.mixer import DeltaRuleConfig, DeltaRuleMixer
-from open_instruct.models.delta_rule.rule import Inputs, by_chunks, gated_delta_rule
-from open_instruct.models.delta_rule.shape import CHUNK, DeltaShape, delta_shape
-from open_instruct.models.delta_rule.walk import walk_on_device
-from open_instruct.models.hf.names import TensorNames, as_in_files, clean_name
-from open_instruct.models.lora.adapters import adapt
-from open_instruct.models.lora.files import file_name_of
+from open_instruct.models.delta_rule.rule import (
+    DeltaRuleInputs,
+    compute_by_chunks,
+    gated_delta_rule,
+)
+from open_instruct.models.delta_rule.shape import CHUNK, DeltaShape, read_delta_shape
+from open_instruct.models.delta_rule.walk import plan_walk
+from open_instruct.models.hf.names import TensorNames, clean_name, split_as_in_files
+from open_instruct.models.lora.adapters import add_adapters
+from open_instruct.models.lora.files import find_peft_name
 from open_instruct.planning.subject.model import Adapters
 from open_instruct.planning.subject.read_shape import shape_from_fields
 from open_instruct.rl import run_checks
@@ -48,16 +52,18 @@ ROWS = {
 D_MODEL = 16
 
 
-def random_inputs(num_tokens: int, seed: int = 0) -> Inputs:
+def random_inputs(num_tokens: int, seed: int = 0) -> DeltaRuleInputs:
     generator = torch.Generator().manual_seed(seed)
     query, key, value, decay, rate = (
         torch.randn(num_tokens, 2, size, generator=generator, dtype=torch.float64)
         for size in (4, 4, 6, 1, 1)
     )
-    return Inputs(query, key, value, -F.softplus(decay[..., 0]), 2 * rate[..., 0].sigmoid())
+    return DeltaRuleInputs(
+        query, key, value, -F.softplus(decay[..., 0]), 2 * rate[..., 0].sigmoid()
+    )
 
 
-def token_by_token(inputs: Inputs) -> torch.Tensor:
+def token_by_token(inputs: DeltaRuleInputs) -> torch.Tensor:
     """The recurrence of one document as the paper has it."""
     memory, read = torch.zeros(2, 4, 6, dtype=torch.float64), []
     for query, key, value, decay, rate in zip(*inputs, strict=True):
@@ -81,7 +87,7 @@ def documents_of(lengths: tuple[int, ...], prefixes: tuple[int, ...]) -> list[li
 
 
 def test_walk_is_the_one_in_its_docstring() -> None:
-    walk = walk_on_device((6, 3, 2, 3), (0, 4, 6, 0), 2, CPU)
+    walk = plan_walk((6, 3, 2, 3), (0, 4, 6, 0), 2, CPU)
     chunks = [range(4), range(4, 6), range(6, 8), range(8, 9), range(9, 11), range(11, 14)]
     assert [[token for token in each if token < 14] for each in walk.tokens_NC.tolist()] == [
         *map(list, chunks)
@@ -114,7 +120,7 @@ def test_walk_is_the_one_in_its_docstring() -> None:
         13,
     ]
     assert walk.history[walk.after_history_T + 2].tolist() == [*range(14)]
-    with_empty = walk_on_device((6, 0, 3, 2, 0, 3, 0), (0, 5, 4, 6, 2, 0, 1), 2, CPU)
+    with_empty = plan_walk((6, 0, 3, 2, 0, 3, 0), (0, 5, 4, 6, 2, 0, 1), 2, CPU)
     assert with_empty.goes_on_from == walk.goes_on_from
     assert all(torch.equal(*both) for both in zip(with_empty[1:], walk[1:], strict=True))
 
@@ -124,9 +130,9 @@ def test_delta_rule_in_chunks_equals_token_by_token(
     lengths: tuple[int, ...], prefixes: tuple[int, ...]
 ) -> None:
     inputs = random_inputs(sum(lengths))
-    ours = by_chunks(inputs, walk_on_device(lengths, prefixes, 3, CPU))
+    ours = compute_by_chunks(inputs, plan_walk(lengths, prefixes, 3, CPU))
     for length, seen in zip(lengths, documents_of(lengths, prefixes), strict=True):
-        expected = token_by_token(Inputs(*(each[seen] for each in inputs)))[-length:]
+        expected = token_by_token(DeltaRuleInputs(*(each[seen] for each in inputs)))[-length:]
         torch.testing.assert_close(ours[seen[-length:]], expected, atol=1e-10, rtol=1e-10)
 
 
@@ -162,7 +168,7 @@ def test_packed_is_separate(
         rows: torch.Tensor, lengths: tuple[int, ...], prefixes: tuple[int, ...]
     ) -> torch.Tensor:
         return layer(
-            rows.unsqueeze(0), cu_doc_lens=Segments.of(lengths, prefixes, device=CPU)
+            rows.unsqueeze(0), cu_doc_lens=Segments.from_lengths(lengths, prefixes, device=CPU)
         ).squeeze(0)
 
     packed = run(x_TD, lengths, prefixes)
@@ -180,7 +186,7 @@ def test_loss_and_gradients_are_those_of_transformers(family: str) -> None:
     torch.manual_seed(0)
     reference = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     names, model = TensorNames(config), new_model(family)
-    theirs = as_in_files(reference.state_dict())
+    theirs = split_as_in_files(reference.state_dict())
     model.load_state_dict({name: theirs[hf_name] for name, hf_name in names})
     ids_BT = torch.randint(
         1, config.vocab_size, (2, CHUNK + 20), generator=torch.Generator().manual_seed(1)
@@ -195,7 +201,7 @@ def test_loss_and_gradients_are_those_of_transformers(family: str) -> None:
         for name, parameter in reference.named_parameters()
         if parameter.grad is not None
     }
-    gradients = as_in_files(of_theirs)
+    gradients = split_as_in_files(of_theirs)
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(
             parameter.grad, gradients[names.hf_name(name)], atol=1e-5, rtol=1e-5, msg=name
@@ -223,7 +229,7 @@ WHOLE = {"linear_value_head_dim": 8, "linear_conv_kernel_dim": 4}
 def test_shape_that_no_layer_has_is_refused(fields: dict[str, Any], named: tuple[Any, ...]) -> None:
     usual = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8}
     with refused(*named):
-        delta_shape(usual | fields, "config.json", is_fused=False)
+        read_delta_shape(usual | fields, "config.json", is_fused=False)
 
 
 @pytest.mark.parametrize(
@@ -242,7 +248,7 @@ def test_delta_rule_calls_the_kernel_on_cuda(
     prefix.
     """
     inputs, called = random_inputs(9), []
-    inputs = Inputs(*(each.to(dtype) for each in inputs[:3]), inputs.decay, inputs.rate)
+    inputs = DeltaRuleInputs(*(each.to(dtype) for each in inputs[:3]), inputs.decay, inputs.rate)
 
     def dispatch(**given: Any) -> tuple[torch.Tensor, None]:
         called.append(given)
@@ -250,12 +256,12 @@ def test_delta_rule_calls_the_kernel_on_cuda(
 
     monkeypatch.setattr(kernels, "has_fla", lambda: has_fla)
     monkeypatch.setattr(kernels, "dispatch_chunk_gated_delta_rule", dispatch)
-    monkeypatch.setattr(rule, "by_chunks", lambda inputs, walk: inputs.value + 1)
+    monkeypatch.setattr(rule, "compute_by_chunks", lambda inputs, walk: inputs.value + 1)
     on_cuda = inputs._replace(query=SimpleNamespace(is_cuda=True, unsqueeze=inputs.query.unsqueeze))  # type: ignore[arg-type]
     lengths, prefixes = (4, 5, 0), (0, prefix, 0)
     segments, walk = (
-        Segments.of(lengths, prefixes, device=CPU),
-        walk_on_device(lengths, prefixes, 3, CPU),
+        Segments.from_lengths(lengths, prefixes, device=CPU),
+        plan_walk(lengths, prefixes, 3, CPU),
     )
     read = gated_delta_rule(on_cuda, segments, walk)
     assert torch.equal(read, inputs.value if by_kernel else inputs.value + 1)
@@ -273,7 +279,7 @@ def test_adapters_stand_beside_the_matrices_that_a_layer_has(family: str) -> Non
     """In a plan, too, and under names that peft has for them."""
     config, lora = hf_config(family), LoRASection(use_lora=True, lora_r=2)
     model, names = new_model(family), TensorNames(config)
-    adapt(model, lora, dtype=torch.float32)
+    add_adapters(model, lora, dtype=torch.float32)
     shapes = {clean_name(name): tuple(each.shape) for name, each in model.named_parameters()}
     shape = replace(
         shape_from_fields(config.to_dict(), name="tiny", where="config.json"),
@@ -289,7 +295,7 @@ def test_adapters_stand_beside_the_matrices_that_a_layer_has(family: str) -> Non
     ]
     all_four = {"w_q", "w_k", "w_v", "w_out"}
     assert of_mixers == [set() if FAMILIES[family].delta == "fused" else all_four, all_four]
-    hf_modules = {file_name_of(f"{name}.lora_A", names).split(".")[-3] for name in adapted}
+    hf_modules = {find_peft_name(f"{name}.lora_A", names).split(".")[-3] for name in adapted}
     assert hf_modules == set(lora.targets)
 
 

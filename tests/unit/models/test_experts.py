@@ -11,8 +11,8 @@ from olmo_core.nn.transformer import TransformerActivationCheckpointingMode
 from open_instruct.batching.documents import pack_documents
 from open_instruct.core.records import Document, PackedBatch, Span
 from open_instruct.models.build import build_model
-from open_instruct.models.hf.names import TensorNames, unpacked
-from open_instruct.models.shards import held_of
+from open_instruct.models.hf.names import TensorNames, unpack_tensor
+from open_instruct.models.shards import find_local_shards
 from open_instruct.models.transformer import SegmentTransformer
 from open_instruct.training.model.routing import StepRouting, balance, record_routing
 from tests.unit.models.test_family import VOCAB_SIZE, hf_config, hf_model, same_model
@@ -46,7 +46,7 @@ def gradients_by_hf_name(model: SegmentTransformer, names: TensorNames) -> dict[
     for parameter in model.parameters():
         assert parameter.grad is not None
         parameter.data = parameter.grad
-    held = held_of(model)
+    held = find_local_shards(model)
     return {hf_name: held[name].local for name, hf_name in names}
 
 
@@ -54,7 +54,7 @@ def gradients_of_transformers(reference: torch.nn.Module) -> dict[str, torch.Ten
     return {
         name: parameter.grad[part]  # type: ignore[index]
         for hf_name, parameter in reference.named_parameters()
-        for name, part in unpacked(hf_name, parameter.shape).items()
+        for name, part in unpack_tensor(hf_name, parameter.shape).items()
     }
 
 
@@ -179,10 +179,10 @@ def test_recomputed_blocks_note_their_routers_once_and_have_the_same_gradient() 
             with torch.no_grad():  # as a teacher that is the policy without its adapters
                 model(packed.input_ids_BT.flip(1), segments=segments_of(packed.document_lengths))
             logits_BTV = model(packed.input_ids_BT, segments=segments_of(packed.document_lengths))
-        assert [len(layer._noted) for layer in routers] == [1] * len(routers)
+        assert [len(layer._recorded) for layer in routers] == [1] * len(routers)
         added, _ = balance(model, routers, packed, share=0.5)
         (logits_BTV.square().mean() + added).backward()
-        assert not any(layer.taken() for layer in routers), (
+        assert not any(layer.take_routing() for layer in routers), (
             "once, and not again in the backward pass"
         )
         gradients.append(gradients_by_hf_name(model, TensorNames(config)))
@@ -203,7 +203,7 @@ def test_metrics_of_routers_by_hand(logits: list[float], max_load: float, entrop
     packed = packed_of([5, 6, 7])
     with record_routing(model) as routers:
         probs_TE = torch.tensor([logits] * 3).softmax(dim=-1)
-        routers[0]._note(probs_TE, probs_TE.topk(2).indices)
+        routers[0]._record_routing(probs_TE, probs_TE.topk(2).indices)
     loss, metrics = balance(model, routers, packed, share=1.0)
     assert loss == 0.0 and metrics.keys() == {"router/entropy", "router/max_load"}
     assert float(metrics["router/max_load"].value) == max_load

@@ -21,10 +21,10 @@ from olmo_core.nn.transformer import Transformer
 from open_instruct.core.errors import InputError
 from open_instruct.core.families import FAMILIES, Family
 from open_instruct.models.build import build_model, find_not_finite
-from open_instruct.models.family import transformer_config, unknown_fields
+from open_instruct.models.family import build_transformer_config, find_unknown_fields
 from open_instruct.models.hf.hf_config import load_hf_config
-from open_instruct.models.hf.names import TensorNames, as_in_files
-from open_instruct.models.shards import held_of
+from open_instruct.models.hf.names import TensorNames, split_as_in_files
+from open_instruct.models.shards import find_local_shards
 from tests.refusals import refused
 from tests.tiers import mark_extended
 from tests.unit.small_models import CPU
@@ -79,11 +79,11 @@ def hf_model(config: transformers.PretrainedConfig) -> torch.nn.Module:
 def same_model(config: transformers.PretrainedConfig, reference: torch.nn.Module) -> Transformer:
     model = build_model(config)
     model.init_weights(device=CPU, max_seq_len=NUM_TOKENS)
-    theirs = as_in_files(reference.state_dict())
+    theirs = split_as_in_files(reference.state_dict())
     # What OLMo-core's own conversion does not know.
     family = FAMILIES[config.model_type]
     if family.qkv_bias or family.expert_size or family.delta or config.model_type == "mistral":
-        held = held_of(model)
+        held = find_local_shards(model)
         for name, hf_name in TensorNames(config):
             held[name].local.copy_(theirs[hf_name])
     else:
@@ -284,7 +284,7 @@ def test_every_field_of_a_config_is_read_or_refused(
         (tmp_path / "config.json").write_text(text)
         try:
             config = load_hf_config(str(tmp_path))
-            ours = transformer_config(config)
+            ours = build_transformer_config(config)
         except InputError as error:
             became["refused"] += 1
             # RoPE's are named by the name they have now.
@@ -332,16 +332,16 @@ def test_fields_that_nothing_knows_are_named(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(
         json.dumps(fields | {"use_mrope": False, "tokenizer_class": "T", "eos": None})
     )
-    assert unknown_fields(load_hf_config(str(tmp_path))) == []
+    assert find_unknown_fields(load_hf_config(str(tmp_path))) == []
     (tmp_path / "config.json").write_text(
         json.dumps(fields | {"residual_scale": 0.5, "qk_clip": True})
     )
-    assert unknown_fields(load_hf_config(str(tmp_path))) == ["residual_scale", "qk_clip"]
+    assert find_unknown_fields(load_hf_config(str(tmp_path))) == ["residual_scale", "qk_clip"]
     # Ids of special tokens, as transformers and converters write them.
     names = ("unk", "sep", "cls", "mask", "image")
     ids = {f"{name}_token_id": 3 for name in names}
     (tmp_path / "config.json").write_text(json.dumps(fields | ids))
-    assert unknown_fields(load_hf_config(str(tmp_path))) == []
+    assert find_unknown_fields(load_hf_config(str(tmp_path))) == []
     # As the released text parts have them.
     fields = hf_config("qwen3_5_text").to_dict() | {
         "attn_output_gate": True,
@@ -354,7 +354,7 @@ def test_fields_that_nothing_knows_are_named(tmp_path: Path) -> None:
         "layer_scale": True,
     }
     (tmp_path / "config.json").write_text(json.dumps(fields))
-    assert unknown_fields(load_hf_config(str(tmp_path))) == ["layer_scale"]
+    assert find_unknown_fields(load_hf_config(str(tmp_path))) == ["layer_scale"]
 
 
 @pytest.mark.parametrize("scaled", [LINEAR, LLAMA3, YARN], ids=lambda rope: rope["rope_type"])
@@ -380,7 +380,8 @@ def test_shape_of_a_large_model_follows_from_its_config() -> None:
     }
     heads = {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}
     assert (
-        transformer_config(transformers.Qwen3Config(**sizes, **heads)).num_params == 8_190_735_360
+        build_transformer_config(transformers.Qwen3Config(**sizes, **heads)).num_params
+        == 8_190_735_360
     )  # Qwen3-8B's published weights
 
 
@@ -463,7 +464,7 @@ def test_unsupported_field_is_refused_by_name(
     config: transformers.PretrainedConfig, named: tuple[Any, ...]
 ) -> None:
     with refused(*named):
-        transformer_config(config)
+        build_transformer_config(config)
 
 
 def test_config_survives_the_way_through_the_file_in_either_spelling(tmp_path: Path) -> None:
@@ -474,7 +475,8 @@ def test_config_survives_the_way_through_the_file_in_either_spelling(tmp_path: P
     nested.save_pretrained(tmp_path)
     loaded = load_hf_config(str(tmp_path))
     assert (
-        transformer_config(loaded).as_config_dict() == transformer_config(nested).as_config_dict()
+        build_transformer_config(loaded).as_config_dict()
+        == build_transformer_config(nested).as_config_dict()
     )
 
     fields = hf_config("llama", rope_parameters=LLAMA3).to_dict()
@@ -482,8 +484,8 @@ def test_config_survives_the_way_through_the_file_in_either_spelling(tmp_path: P
     fields["rope_theta"] = scaling.pop("rope_theta")
     fields["rope_scaling"] = scaling
     (tmp_path / "config.json").write_text(json.dumps(fields))
-    old = transformer_config(load_hf_config(str(tmp_path)))
-    new = transformer_config(hf_config("llama", rope_parameters=LLAMA3))
+    old = build_transformer_config(load_hf_config(str(tmp_path)))
+    new = build_transformer_config(hf_config("llama", rope_parameters=LLAMA3))
     assert old.as_config_dict() == new.as_config_dict()
 
 

@@ -28,11 +28,11 @@ from open_instruct.data.tokenizer import load_tokenizer
 from open_instruct.models.build import build_model
 from open_instruct.models.export import export_hf
 from open_instruct.models.export_checks import check_exportable
-from open_instruct.models.family import transformer_config
+from open_instruct.models.family import build_transformer_config
 from open_instruct.models.hf.checkpoint_files import CheckpointFiles
 from open_instruct.models.hf.hf_config import INDEX_NAME, SINGLE_NAME, load_hf_config
 from open_instruct.models.hf.names import TensorNames
-from open_instruct.models.load import parameter_shapes, stream_load
+from open_instruct.models.load import find_parameter_shapes, stream_load
 from open_instruct.objectives.dpo import DPOConfig
 from open_instruct.planning.subject.read_shape import model_shape
 from open_instruct.run.first_look import check_paths
@@ -106,11 +106,11 @@ def read_config(folder: Path) -> None:
     config = load_hf_config(str(folder))
     if config.vocab_size <= 512 and config.hidden_size <= 128 and config.intermediate_size <= 256:
         model = build_model(config)
-        check_exportable(TensorNames(config), parameter_shapes(model))
+        check_exportable(TensorNames(config), find_parameter_shapes(model))
         for block in list(model.blocks.values())[:1]:
             block.attention.rope.warmup_cache(16, torch.device("cpu"))
     else:
-        transformer_config(config)
+        build_transformer_config(config)
 
 
 def plan(folder: Path) -> None:
@@ -288,7 +288,7 @@ def test_fields_that_name_code_are_left_out(
 
     pretrained = opened(folder)
     pretrained.hf_config._attn_implementation = "evil/kernel"
-    check_exportable(pretrained.names, parameter_shapes(build_model(pretrained.hf_config)))
+    check_exportable(pretrained.names, find_parameter_shapes(build_model(pretrained.hf_config)))
     assert len(pretrained.tokenizer) == 512
     out = tmp_path / "out"
     export_hf(

@@ -15,22 +15,22 @@ from open_instruct.core.errors import InputError
 from open_instruct.models.build import build_model
 from open_instruct.models.hf.names import TensorNames, clean_name
 from open_instruct.models.lora.adapters import (
-    adapt,
-    adapters_off,
+    add_adapters,
+    disable_adapters,
     fill_adapter,
-    layers_of,
-    weights_of,
-    whole_adapter,
+    find_adapted_layers,
+    find_merged_weights,
+    gather_adapter,
 )
 from open_instruct.models.lora.files import (
     BASE_FINGERPRINT,
     WEIGHTS_NAME,
     check_base,
-    file_name_of,
+    find_peft_name,
     open_adapter,
 )
 from open_instruct.models.lora.peft_config import CONFIG_NAME
-from open_instruct.models.shards import flat_shard, held_of
+from open_instruct.models.shards import find_local_shards, flat_shard
 from open_instruct.objectives.dpo import DPOConfig, validate_dpo
 from tests.refusals import refused
 from tests.unit.small_models import CPU, hf_config, new_model, with_random_weights
@@ -42,7 +42,7 @@ IDS = torch.arange(3, 43).unsqueeze(0)
 
 def adapted(lora: LoRASection, *, family: str = "llama", seed: int = 0) -> Any:
     model = build_model(hf_config(family))
-    adapt(model, lora, dtype=torch.float32)
+    add_adapters(model, lora, dtype=torch.float32)
     model.init_weights(device=CPU, max_seq_len=64)
     with_random_weights(model)
     fill_adapter(model, lora, seed=seed, start=None)
@@ -55,12 +55,12 @@ def test_switched_off_it_is_the_model_that_it_was() -> None:
     plain = model(IDS)
     assert torch.equal(plain, untouched(IDS)), "a new adapter adds nothing"
     with torch.no_grad():
-        for layer in layers_of(model).values():
+        for layer in find_adapted_layers(model).values():
             layer.lora_B.normal_(std=0.1)
     assert (model(IDS) - plain).abs().max() > 1e-2
-    with adapters_off(model):
+    with disable_adapters(model):
         assert torch.equal(model(IDS), plain)
-    merged, without = weights_of(model), held_of(model)
+    merged, without = find_merged_weights(model), find_local_shards(model)
     assert list(merged) == list(without)
     layer = model.blocks["1"].feed_forward.w2
     torch.testing.assert_close(
@@ -76,10 +76,10 @@ def test_switched_off_it_is_the_model_that_it_was() -> None:
 def test_ranks_that_hold_ranges_of_a_matrix_add_their_part() -> None:
     """Ranges begin and end within rows, or hold nothing."""
     model, name = adapted(LoRASection(lora_r=3)), "blocks.1.feed_forward.w2.weight"
-    layer = layers_of(model)[name.removesuffix(".weight")]
+    layer = find_adapted_layers(model)[name.removesuffix(".weight")]
     with torch.no_grad():
         layer.lora_B.normal_(std=0.1)
-    whole, size = weights_of(model)[name].local, layer.weight.numel()
+    whole, size = find_merged_weights(model)[name].local, layer.weight.numel()
     ranges = [
         (0, 5),
         (5, 5),
@@ -89,15 +89,15 @@ def test_ranks_that_hold_ranges_of_a_matrix_add_their_part() -> None:
     ]
     for rank, (start, stop) in enumerate(ranges):
         local, shape = layer.weight.detach().flatten()[start:stop], tuple(layer.weight.shape)
-        layer.weight.held = flat_shard(local, shape, ranges, rank=rank)  # type: ignore[attr-defined]
-        part = weights_of(model)[name]
+        layer.weight.local_shard = flat_shard(local, shape, ranges, rank=rank)  # type: ignore[attr-defined]
+        part = find_merged_weights(model)[name]
         assert part.box == (slice(start, stop),)
         torch.testing.assert_close(part.local, whole.flatten()[start:stop])
 
 
 def test_only_adapters_are_trained_and_float32() -> None:
     model = build_model(hf_config("qwen2"))
-    adapt(model, LoRASection(lora_target_modules=["o_proj", "q_proj"]), dtype=torch.bfloat16)
+    add_adapters(model, LoRASection(lora_target_modules=["o_proj", "q_proj"]), dtype=torch.bfloat16)
     trained = {
         clean_name(name) for name, parameter in model.named_parameters() if parameter.requires_grad
     }
@@ -115,7 +115,7 @@ def test_only_adapters_are_trained_and_float32() -> None:
 
 def test_matrix_of_a_score_is_trained_whole() -> None:
     model = build_model(hf_config("llama"), head="score")
-    adapt(model, LoRASection(), dtype=torch.bfloat16)
+    add_adapters(model, LoRASection(), dtype=torch.bfloat16)
     whole = [
         name for name, each in model.named_parameters() if each.requires_grad and "lora" not in name
     ]
@@ -128,7 +128,7 @@ def test_matrix_of_a_score_is_trained_whole() -> None:
 )
 def test_initial_adapters_are_drawn_by_name(init: Any, spread: float) -> None:
     lora = LoRASection(lora_init=init)
-    first, again, other = (dict(whole_adapter(adapted(lora, seed=seed))) for seed in (0, 0, 1))
+    first, again, other = (dict(gather_adapter(adapted(lora, seed=seed))) for seed in (0, 0, 1))
     names = [name for name in first if name.endswith("w_q.lora_A")]
     assert torch.cat([first[name].flatten() for name in names]).std() == pytest.approx(
         spread, rel=0.1
@@ -175,7 +175,7 @@ def test_flags_that_cannot_work_are_refused(flags: str, problem: tuple[Any, ...]
 def stored(folder: Path, lora: LoRASection, **changes: Any) -> Path:
     folder.mkdir()
     names = TensorNames(hf_config("llama"))
-    tensors = {file_name_of(name, names): whole for name, whole in whole_adapter(adapted(lora))}
+    tensors = {find_peft_name(name, names): whole for name, whole in gather_adapter(adapted(lora))}
     save_file(tensors, folder / WEIGHTS_NAME)
     targets = list(lora.targets)
     fields = {
@@ -200,7 +200,7 @@ UP_OF_5 = LoRASection(lora_r=5, lora_target_modules=["up_proj"])
 
 def test_adapter_is_read_as_it_was_written(tmp_path: Path) -> None:
     written, read = (
-        dict(whole_adapter(adapted(UP_AND_Q))),
+        dict(gather_adapter(adapted(UP_AND_Q))),
         opened(stored(tmp_path / "adapter", UP_AND_Q), UP_AND_Q),
     )
     assert written.keys() == read.keys()

@@ -13,9 +13,14 @@ from open_instruct.config.lora import BLOCK, LoRASection
 from open_instruct.core.errors import InputError
 from open_instruct.core.families import FAMILIES
 from open_instruct.models.build import build_model, find_not_finite
-from open_instruct.models.lora.adapters import adapt, fill_adapter, layers_of, weights_of
-from open_instruct.models.nf4 import LEVELS, FrozenLinear, dequantized, quantized
-from open_instruct.models.shards import held_of
+from open_instruct.models.lora.adapters import (
+    add_adapters,
+    fill_adapter,
+    find_adapted_layers,
+    find_merged_weights,
+)
+from open_instruct.models.nf4 import LEVELS, FrozenLinear, dequantize, quantize
+from open_instruct.models.shards import find_local_shards
 from open_instruct.objectives.dpo import DPOConfig, validate_dpo
 from open_instruct.training.measure.speed import flops_of_step
 from tests.unit.small_models import CPU, hf_config, with_random_weights
@@ -43,13 +48,13 @@ def test_bytes_are_those_of_torchao() -> None:
     nf4_tensor = pytest.importorskip("torchao.quantization.quantize_.workflows.nf4.nf4_tensor")
     matrix = random_matrix()
     matrix[7] = matrix[8]  # it has no scale for a block of zeros
-    codes, scales = quantized(matrix, torch.float32)
+    codes, scales = quantize(matrix, torch.float32)
     theirs = nf4_tensor.to_nf4(matrix, BLOCK, 256)
     differ = codes.flatten() != theirs.quantized_data.flatten()
     # It rounds the quotient otherwise, and takes the other of two levels that are about as near.
     assert differ.float().mean() < 1e-3
     agree = ~differ.view_as(codes).repeat_interleave(2, 1)
-    difference = dequantized(codes, scales)[agree] - theirs.get_original_weight()[agree]
+    difference = dequantize(codes, scales)[agree] - theirs.get_original_weight()[agree]
     # Its scales are rounded to 8 bits once more.
     assert difference.abs().max() < 0.01 * matrix.abs().max()
 
@@ -60,7 +65,7 @@ def test_bytes_are_those_of_bitsandbytes() -> None:
     """
     matrix = torch.arange(256.0).square().sin().view(2, 128)
     matrix[1] = (2 * matrix[1]) ** 3
-    codes, scales = quantized(matrix, torch.float32)
+    codes, scales = quantize(matrix, torch.float32)
     assert bytes(codes.flatten().tolist()).hex() == BYTES_OF_BITSANDBYTES
     torch.testing.assert_close(scales, matrix.view(2, 2, 64).abs().amax(-1), rtol=0, atol=0)
 
@@ -68,8 +73,8 @@ def test_bytes_are_those_of_bitsandbytes() -> None:
 def test_bytes_of_a_float32_matrix_are_the_same_whatever_is_computed_in() -> None:
     """Of bitsandbytes too, which keeps its scales in float32."""
     matrix = random_matrix()
-    codes, scales = quantized(matrix, torch.float32)
-    rounded_codes, rounded_scales = quantized(matrix, torch.bfloat16)
+    codes, scales = quantize(matrix, torch.float32)
+    rounded_codes, rounded_scales = quantize(matrix, torch.bfloat16)
     assert torch.equal(rounded_codes, codes)
     assert torch.equal(rounded_scales, scales.bfloat16()) and not torch.equal(
         rounded_scales.float(), scales
@@ -79,7 +84,7 @@ def test_bytes_of_a_float32_matrix_are_the_same_whatever_is_computed_in() -> Non
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_value_is_the_nearest_level_times_its_scale(dtype: torch.dtype) -> None:
     matrix = random_matrix(dtype)
-    codes, scales = quantized(matrix, dtype)
+    codes, scales = quantize(matrix, dtype)
     assert (
         codes.nbytes * 2 == matrix.numel()
         and scales.numel() * BLOCK == matrix.numel()
@@ -91,12 +96,12 @@ def test_value_is_the_nearest_level_times_its_scale(dtype: torch.dtype) -> None:
     nearest = every_OIL.gather(-1, distances_OIL.argmin(-1, keepdim=True)).squeeze(-1)
     tolerance = 1e-6 if dtype == torch.float32 else 2**-7
     torch.testing.assert_close(
-        dequantized(codes, scales).float(), nearest, rtol=tolerance, atol=1e-9
+        dequantize(codes, scales).float(), nearest, rtol=tolerance, atol=1e-9
     )
     error = (nearest - matrix.float()).norm() / matrix.float().norm()
     assert 0.08 < error < 0.1
     for rows in (slice(0, 7), slice(7, 8), slice(8, 64)):  # by shards as whole
-        own_codes, own_scales = quantized(matrix[rows], dtype)
+        own_codes, own_scales = quantize(matrix[rows], dtype)
         assert torch.equal(own_codes, codes[rows]) and torch.equal(own_scales, scales[rows])
 
 
@@ -110,24 +115,24 @@ def with_values(lora: LoRASection, family: str) -> tuple[Any, Any]:
     models = []
     for own in (lora, replace(lora, use_qlora=False)):
         model = build_model(hf_config(family, **fields))
-        adapt(model, own, dtype=torch.float32)
+        add_adapters(model, own, dtype=torch.float32)
         model.init_weights(device=CPU, max_seq_len=64)
         models.append(model)
     ours, plain = models
-    assert set(find_not_finite(ours)) == set(held_of(ours)) == set(held_of(plain)), (
-        "NaN until it is filled"
-    )
+    assert (
+        set(find_not_finite(ours)) == set(find_local_shards(ours)) == set(find_local_shards(plain))
+    ), "NaN until it is filled"
     with_random_weights(plain)
-    for name, held in held_of(ours).items():
-        values = held_of(plain)[name].local
+    for name, held in find_local_shards(ours).items():
+        values = find_local_shards(plain)[name].local
         for rows in (slice(0, 3), slice(3, len(values))):
             held.fill(rows, values[rows])
     assert find_not_finite(ours) == {}
-    for name, held in held_of(plain).items():
-        held.stored.copy_(held_of(ours)[name].local)
+    for name, held in find_local_shards(plain).items():
+        held.stored.copy_(find_local_shards(ours)[name].local)
     for model in models:
         fill_adapter(model, lora, seed=1, start=None)
-        for name, layer in layers_of(model).items():
+        for name, layer in find_adapted_layers(model).items():
             layer.lora_B.data.normal_(std=0.1, generator=torch.Generator().manual_seed(len(name)))
     return ours, plain
 
@@ -155,7 +160,7 @@ def test_nf4_matrix_computes_as_its_dequantised_values(
         if type(each) is torch.nn.Linear
     }
     assert others == ({"w_a", "w_b"} if FAMILIES[family].delta else set())
-    assert len(layers_of(ours)) == num_adapters, (
+    assert len(find_adapted_layers(ours)) == num_adapters, (
         "all are in 4 bits, those with an adapter and others"
     )
     counts = {"tokens": 40, "labels": 30}
@@ -171,7 +176,7 @@ def test_nf4_matrix_computes_as_its_dequantised_values(
     assert len(trained) == num_adapters * 2
     for name, parameter in trained.items():
         torch.testing.assert_close(parameter.grad, theirs[name].grad, rtol=1e-5, atol=1e-6)
-    merged, expected = weights_of(ours), weights_of(plain)
+    merged, expected = find_merged_weights(ours), find_merged_weights(plain)
     assert set(merged) == set(expected)
     for name in merged:
         assert torch.equal(merged[name].local, expected[name].local), name
@@ -182,7 +187,7 @@ def test_layer_is_compiled_as_one_piece() -> None:
         torch.nn.Linear(128, 8).requires_grad_(False), in_4_bits=True, dtype=torch.float32
     )
     for parameter, values in zip(
-        (layer.codes, layer.scales), quantized(torch.randn(8, 128), torch.float32), strict=True
+        (layer.codes, layer.scales), quantize(torch.randn(8, 128), torch.float32), strict=True
     ):
         parameter.data.copy_(values)
     x = torch.randn(5, 128, requires_grad=True)
@@ -195,7 +200,7 @@ def test_layer_is_compiled_as_one_piece() -> None:
 
 def test_levels_are_where_it_computes_and_not_with_weights_on_the_host() -> None:
     model = build_model(hf_config("olmo2", hidden_size=64, intermediate_size=128, head_dim=32))
-    adapt(model, LORA, dtype=torch.float32)
+    add_adapters(model, LORA, dtype=torch.float32)
     model.on_host = True
     model.init_weights(device=torch.device("meta"))
     in_4_bits = [module for module in model.modules() if isinstance(module, FrozenLinear)]
@@ -208,9 +213,9 @@ def test_value_that_is_not_finite_is_found() -> None:
     ours, _ = with_values(LORA, "olmo2")
     name = "blocks.1.feed_forward.w3.weight"
     for bad, found in ((torch.nan, "NaN"), (-torch.inf, "inf")):
-        values = torch.ones(held_of(ours)[name].shape)
+        values = torch.ones(find_local_shards(ours)[name].shape)
         values[4, 40] = bad
-        held_of(ours)[name].fill(slice(0, len(values)), values)
+        find_local_shards(ours)[name].fill(slice(0, len(values)), values)
         assert find_not_finite(ours) == {name: found}
 
 
@@ -218,7 +223,7 @@ def test_matrix_that_nf4_cannot_hold_is_refused() -> None:
     with pytest.raises(
         InputError, match=r"attention.w_k has 32 columns, no multiple of 64; leave it out"
     ):
-        adapt(build_model(hf_config("llama")), LORA, dtype=torch.float32)
+        add_adapters(build_model(hf_config("llama")), LORA, dtype=torch.float32)
     words = (
         "--model_name_or_path m --output_dir o --mixer_list d 1.0 --use_lora --use_qlora "
         "--tensor_parallel_degree 2"

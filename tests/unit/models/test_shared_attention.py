@@ -30,7 +30,7 @@ def rows(draw: Any) -> Segments:
         prefixes.append(draw(st.integers(0, num_seen)))
         lengths.append(draw(st.integers(0, 7)) if prefixes[-1] else draw(st.integers(1, 9)))
         num_seen = prefixes[-1] + lengths[-1]
-    return Segments.of(tuple(lengths), tuple(prefixes), device=CPU)
+    return Segments.from_lengths(tuple(lengths), tuple(prefixes), device=CPU)
 
 
 def segments(families: list[tuple[int, tuple[int, ...]]]) -> Segments:
@@ -40,7 +40,7 @@ def segments(families: list[tuple[int, tuple[int, ...]]]) -> Segments:
         first, *others = branches or (0,)
         lengths += [root + first, *others]
         prefixes += [0, *(root for _ in others)]
-    return Segments.of(tuple(lengths), tuple(prefixes), device=CPU)
+    return Segments.from_lengths(tuple(lengths), tuple(prefixes), device=CPU)
 
 
 def tensors(
@@ -98,7 +98,7 @@ def test_trees_are_the_definition(of: Segments, left: int, heads: tuple[int, int
 def test_documents_without_shared_prefix_give_the_same(
     lengths: list[int], left: int, heads: tuple[int, int]
 ) -> None:
-    of = Segments.of(tuple(lengths), (0,) * len(lengths), device=CPU)
+    of = Segments.from_lengths(tuple(lengths), (0,) * len(lengths), device=CPU)
     q, k, v = tensors(sum(lengths), heads=heads[0], groups=heads[1])
     torch.testing.assert_close(
         attend_over_segments(QKV(q, k, v), of, left=left),
@@ -138,7 +138,7 @@ def test_masks_grow_with_the_window_and_not_with_the_segment(left: int) -> None:
 
 
 def test_positions_and_keys_of_the_example() -> None:
-    of = Segments.of((6, 3, 2, 3), (0, 4, 6, 0), device=CPU)
+    of = Segments.from_lengths((6, 3, 2, 3), (0, 4, 6, 0), device=CPU)
     assert of.positions_T.tolist() == [0, 1, 2, 3, 4, 5, 4, 5, 6, 6, 7, 0, 1, 2]
     assert of.cu_queries.tolist() == [0, 6, 9, 11, 14]
     assert of.cu_keys.tolist() == [0, 6, 13, 21, 24]
@@ -147,10 +147,10 @@ def test_positions_and_keys_of_the_example() -> None:
     assert of.key_index_K.tolist() == own
     assert (of.max_queries, of.max_keys) == (6, 8)
     # A row without prefixes gathers no key.
-    assert Segments.of((4, 2, 3), (0, 0, 0), device=CPU).key_index_K is None
+    assert Segments.from_lengths((4, 2, 3), (0, 0, 0), device=CPU).key_index_K is None
 
 
 def test_prefix_is_of_what_the_segment_before_sees() -> None:
-    Segments.of((4, 2, 3), (0, 3, 5), device=CPU)
+    Segments.from_lengths((4, 2, 3), (0, 3, 5), device=CPU)
     with pytest.raises(AssertionError, match="a prefix of 6 tokens of a segment that sees 5"):
-        Segments.of((4, 2, 3), (0, 3, 6), device=CPU)
+        Segments.from_lengths((4, 2, 3), (0, 3, 6), device=CPU)

@@ -21,7 +21,7 @@ from open_instruct.config.policy_sections import RewardSection
 from open_instruct.core.batch_values import MarginValues
 from open_instruct.core.records import Batch, Check, Document, Span
 from open_instruct.data.chat import ChatFormat
-from open_instruct.models.heads.value_head import drawn_score
+from open_instruct.models.heads.value_head import draw_score_matrix
 from open_instruct.models.load import stream_load
 from open_instruct.objectives.objective import TokenLogprobs
 from open_instruct.objectives.reward_model import (
@@ -138,14 +138,16 @@ def test_drawn_head_hangs_on_the_seed_alone(folder: Path) -> None:
         opened(folder, seed=seed).files.read("score.weight") for seed in (1, 1, 2)
     )
     assert torch.equal(first, again) and not torch.equal(first, other)
-    assert float(drawn_score(4096, seed=0).std()) == pytest.approx(1 / math.sqrt(4097), rel=0.05)
+    assert float(draw_score_matrix(4096, seed=0).std()) == pytest.approx(
+        1 / math.sqrt(4097), rel=0.05
+    )
 
 
 def test_words_head_is_left_out_and_a_score_that_is_there_is_read(
     folder: Path, tmp_path: Path
 ) -> None:
     model = scoring_model(opened(folder))
-    assert torch.equal(model.lm_head.w_out.weight, drawn_score(128, seed=SEED))
+    assert torch.equal(model.lm_head.w_out.weight, draw_score_matrix(128, seed=SEED))
     copy = copied(folder, tmp_path / "scored", score=torch.full((1, 128), 0.5))
     assert torch.equal(scoring_model(opened(copy)).lm_head.w_out.weight, torch.full((1, 128), 0.5))
 
@@ -197,7 +199,7 @@ def test_score_is_float32_in_a_model_that_computes_in_less(folder: Path) -> None
     scores = token_logprobs(model, pack_documents([document(1, 2, 3)]), device=CPU)
     assert heard[0].dtype == scores.logprobs_N.dtype == torch.float32
     assert float(scores.logprobs_N.detach()) == pytest.approx(
-        float(heard[0].flatten() @ drawn_score(128, seed=SEED)[0])
+        float(heard[0].flatten() @ draw_score_matrix(128, seed=SEED)[0])
     )
 
 
@@ -310,7 +312,7 @@ def test_pairs_with_a_reply_that_was_cut_are_counted(folder: Path, tmp_path: Pat
 @pytest.fixture(scope="module")
 def judge(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return copied(
-        folder, tmp_path_factory.mktemp("judge") / "model", score=8 * drawn_score(128, seed=3)
+        folder, tmp_path_factory.mktemp("judge") / "model", score=8 * draw_score_matrix(128, seed=3)
     )
 
 

@@ -10,7 +10,7 @@ import torch
 from open_instruct.commands.plan import parse_request
 from open_instruct.commands.run_flags import parse_run
 from open_instruct.config.grpo import GRPOConfig
-from open_instruct.models.shards import at
+from open_instruct.models.shards import select_box
 from open_instruct.planning.memory.memory_model import MemoryModel
 from open_instruct.planning.memory.parts import SENT
 from open_instruct.planning.memory.sync_buckets import sync_buckets
@@ -82,7 +82,9 @@ def test_bytes_and_memory_are_those_of_the_learners() -> None:
     weights = torch.zeros(2 * num_values, dtype=torch.bfloat16)
 
     def told() -> int:
-        (message,) = learner.encode_messages(lambda name: at(weights, boxes[0]), has_digests=True)
+        (message,) = learner.encode_messages(
+            lambda name: select_box(weights, boxes[0]), has_digests=True
+        )
         return sum(map(len, message))
 
     assert told() >= own

@@ -24,9 +24,9 @@ from open_instruct.models.build import build_model
 from open_instruct.models.experts import routed
 from open_instruct.models.experts.routed import ExpertGroup, Experts
 from open_instruct.models.heads import logprob_head
-from open_instruct.models.hf.names import is_stack
+from open_instruct.models.hf.names import is_expert_stack
 from open_instruct.models.load import CHUNK_BYTES
-from open_instruct.models.lora.adapters import adapt
+from open_instruct.models.lora.adapters import add_adapters
 from open_instruct.parallel.layout import resolve_layout
 from open_instruct.planning.memory import activations, head
 from open_instruct.planning.memory.activations import profile_piece
@@ -261,7 +261,7 @@ def compare_block(
         hf_config.linear_key_head_dim = hf_config.linear_value_head_dim = linear_head_dim
     model = build_model(hf_config, init_device="cpu").to(dtype)
     if lora is not None:
-        adapt(model, lora, dtype=dtype)
+        add_adapters(model, lora, dtype=dtype)
     if recomputed:
         memory = MemorySection(
             activation_checkpointing="selected_modules",
@@ -275,7 +275,7 @@ def compare_block(
         (experts,) = (each for each in block.modules() if isinstance(each, Experts))
         experts.group = PretendedGroup(experts, expert_degree)
     x = torch.randn(1, sum(lengths), size["hidden_size"], dtype=dtype, requires_grad=True)
-    row = Segments.of(lengths, (0,) * len(lengths), device=x.device)
+    row = Segments.from_lengths(lengths, (0,) * len(lengths), device=x.device)
     if getattr(block.attention, "rope", None) is not None:
         block.attention.rope.warmup_cache(sum(lengths), torch.device("cpu"))
 
@@ -306,7 +306,7 @@ def compare_block(
     assert sum(profile.forward_peak) == pytest.approx(forward_peak, rel=rel[1])
     assert sum(profile.backward_peak) == pytest.approx(backward_peak, rel=rel[2])
     trained = sum(
-        parameter.num_params // (expert_degree if is_stack(parameter.name) else 1)
+        parameter.num_params // (expert_degree if is_expert_stack(parameter.name) else 1)
         for parameter in shape.parameters
         if parameter.layer == layer and parameter.is_trained
     )
@@ -333,7 +333,7 @@ def test_passes_of_a_whole_model(
     hf_config = tiny_config("olmo2", {**SIZE, "num_hidden_layers": 3}, vocab_size=512, tie=False)
     model = build_model(hf_config, init_device="cpu").to(getattr(torch, dtype))
     if lora is not None:
-        adapt(model, lora, dtype=torch.bfloat16)
+        add_adapters(model, lora, dtype=torch.bfloat16)
     elif dtype == "bfloat16":
         hand_gradients_over(model, build_model(hf_config, init_device="cpu"))
     model.lm_head.max_logits_bytes = max_logits_bytes
@@ -354,7 +354,7 @@ def test_passes_of_a_whole_model(
             loss_reduction="none",
             return_logits=False,
             logits_to_keep=positions_BK,
-            segments=Segments.of(LENGTHS, (0,) * len(LENGTHS), device=ids_BT.device),
+            segments=Segments.from_lengths(LENGTHS, (0,) * len(LENGTHS), device=ids_BT.device),
         ).loss
 
     with Live() as live:
@@ -448,7 +448,7 @@ def test_keys_are_gathered_as_the_row_has_them(prefixes: tuple[int, ...]) -> Non
         rows=FullRows(length=50, prefix=30, per_group=4),
         tokens_per_microbatch=2 * (30 + 4 * 20),
     )
-    row = Segments.of(
+    row = Segments.from_lengths(
         tuple(50 - prefix for prefix in prefixes) * 2, prefixes * 2, device=torch.device("cpu")
     )
     assert row.key_index_K is not None

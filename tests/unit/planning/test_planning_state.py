@@ -25,7 +25,7 @@ from open_instruct.core.shard_layout import ShardLayout
 from open_instruct.models.build import build_model
 from open_instruct.models.experts import routed
 from open_instruct.models.hf.names import clean_name
-from open_instruct.models.lora.adapters import adapt
+from open_instruct.models.lora.adapters import add_adapters
 from open_instruct.parallel.data_parallel import parallel_configs
 from open_instruct.parallel.layout import resolve_layout
 from open_instruct.planning.memory.state import state_bytes
@@ -111,7 +111,7 @@ def sharded_model(hf_config: Any, layout: ShardLayout, *, lora: LoRASection | No
     dp, tp = configs["dp"], configs["tp"]
     model = build_model(hf_config)
     if lora is not None:
-        adapt(model, lora, dtype=torch.bfloat16)
+        add_adapters(model, lora, dtype=torch.bfloat16)
     parallelism = Parallelism(
         mesh=build_world_mesh(dp=dp, tp=tp, device_type="cpu"),
         tensor_parallel=tp is not None,

@@ -25,7 +25,7 @@ from open_instruct.config.sharding_sections import MemorySection
 from open_instruct.core.records import PackedBatch
 from open_instruct.models import compiled
 from open_instruct.models.build import build_model
-from open_instruct.models.heads.logprob_head import compiled_losses, losses_of_logits
+from open_instruct.models.heads.logprob_head import compile_label_losses, compute_label_losses
 from open_instruct.models.shards import local_part
 from open_instruct.parallel.listening import LOOPBACK_INTERFACE
 from open_instruct.training.model.forward import token_logprobs
@@ -127,15 +127,15 @@ def test_few_versions_serve_every_row_of_a_run(family: str) -> None:
     for batch, learned in rows_of_a_run():
         assert_same(outcome(model, batch, learned=learned), outcome(plain, batch, learned=learned))
     assert versions_of_blocks(model) <= MOST_VERSIONS * len(windows)
-    assert 0 < versions_of(losses_of_logits) <= MOST_VERSIONS
+    assert 0 < versions_of(compute_label_losses) <= MOST_VERSIONS
     assert compiled.FALLBACKS.count == 0
     assert not torch._dynamo.utils.counters["graph_break"]
     # From now on nothing is compiled, whatever the lengths.
-    before = versions_of_blocks(model), versions_of(losses_of_logits)
+    before = versions_of_blocks(model), versions_of(compute_label_losses)
     model.lm_head.max_logits_bytes = 4 * 89 * 20  # a head in chunks
     for shares in (True, False):
         outcome(model, row(random.Random(1), shares=shares), learned=True)
-    assert (versions_of_blocks(model), versions_of(losses_of_logits)) == before
+    assert (versions_of_blocks(model), versions_of(compute_label_losses)) == before
 
 
 @pytest.mark.parametrize(
@@ -230,7 +230,7 @@ def test_compiled_blocks_give_the_same_gradients(request: pytest.FixtureRequest)
         pytest.skip("no C++ compiler here")
     model, shared = new_model("olmo3"), pack_documents(DOCUMENTS, groups=GROUPS)
     expected = results(model, shared)
-    model.lm_head.compute_losses = compiled_losses()
+    model.lm_head.compute_losses = compile_label_losses()
     model.blocks["0"].apply_compile()
     assert_same(results(model, shared), expected)
 

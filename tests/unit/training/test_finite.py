@@ -19,7 +19,7 @@ from open_instruct.config.sections import OptimSection
 from open_instruct.core.errors import RunError
 from open_instruct.core.records import Batch, Metric, PackedBatch, StepBatch
 from open_instruct.models.build import build_model
-from open_instruct.models.lora.adapters import adapt
+from open_instruct.models.lora.adapters import add_adapters
 from open_instruct.models.shards import flat_shard
 from open_instruct.objectives.objective import BoundLoss, LossOutputs
 from open_instruct.olmo_core_train_modules import ObjectiveTrainModule
@@ -223,14 +223,14 @@ def test_weights_are_looked_at_before_they_are_written(
 def test_adapters_are_looked_at_where_ranks_hold_ranges_of_them(tmp_path: Path) -> None:
     """Of which the parameter itself has nothing, as under ZeRO-3."""
     model = build_model(tiny_config("olmo2", SIZE, vocab_size=64, tie=False), init_device="cpu")
-    adapt(model, LoRASection(lora_r=2), dtype=torch.float32)
+    add_adapters(model, LoRASection(lora_r=2), dtype=torch.float32)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.fill_(0.5)
     check_weights(model, what="it", folder=tmp_path)
     broken = next(parameter for name, parameter in model.named_parameters() if "lora_A" in name)
     held = flat_shard(torch.tensor([math.nan]), tuple(broken.shape), [(0, 1)], rank=0)
-    broken.held = held  # type: ignore[attr-defined]
+    broken.local_shard = held  # type: ignore[attr-defined]
     broken.data = torch.empty(0)
     with pytest.raises(RunError, match="so it was not written"):
         check_weights(model, what="it", folder=tmp_path)

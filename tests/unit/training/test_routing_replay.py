@@ -80,7 +80,7 @@ def own_choice(model: SegmentTransformer, packed: PackedBatch) -> torch.Tensor:
         token_logprobs(model, packed, device=CPU)
     chosen_TLK = torch.full((packed.input_ids_BT.numel(), NUM_LAYERS, TOP_K), -1, dtype=torch.int16)
     for number, layer in layers:
-        ((_, experts_TK),) = layer.taken()
+        ((_, experts_TK),) = layer.take_routing()
         chosen_TLK[:, number] = experts_TK.short()
     return chosen_TLK.flatten(1)
 
@@ -183,8 +183,8 @@ def test_blocks_that_are_computed_again_have_the_same_experts() -> None:
 
 def test_rank_that_has_a_part_of_a_row_has_the_experts_of_that_part() -> None:
     packed = replace(packed_of(), routes_TR=other_experts(14))
-    context = SimpleNamespace(part_of=lambda num_tokens: slice(7, num_tokens))
-    with patch.object(forward_inputs, "context_of", lambda model: context):
+    context = SimpleNamespace(local_slice=lambda num_tokens: slice(7, num_tokens))
+    with patch.object(forward_inputs, "find_context_group", lambda model: context):
         own, _ = forward_inputs.local_slice(MagicMock(tp_enabled=True), packed)
     assert torch.equal(own.routes_TR, packed.routes_TR[7:])
 
@@ -201,7 +201,7 @@ def test_routing_replay_counts_replayed_tokens() -> None:
     layer.forced_experts_TK, layer.has_forced_experts = routes_TR, True
     with record_routing(model) as routers:
         probs_TE = torch.tensor([apart, apart, alike, apart]).softmax(dim=-1)
-        layer._note(probs_TE, layer.route(layer.allowed(probs_TE))[1])
+        layer._record_routing(probs_TE, layer.route(layer.mask_unforced(probs_TE))[1])
     # Of a row of eight tokens another rank has the rest, of which nothing is told.
     row = replace(
         packed_of([4, 4]), routes_TR=torch.cat([routes_TR, torch.full_like(routes_TR, -1)])

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from open_instruct.models.shards import Box, at, shard_box
+from open_instruct.models.shards import Box, select_box, shard_box
 from open_instruct.weight_sync import changes
 from open_instruct.weight_sync.changes import (
     BITS,
@@ -115,7 +115,7 @@ def travel(
     def told_by(rank: int) -> list[Message]:
         return list(
             senders[rank].encode_messages(
-                lambda name: at(weights[name], manifest.boxes[name][rank]), has_digests=True
+                lambda name: select_box(weights[name], manifest.boxes[name][rank]), has_digests=True
             )
         )
 

@@ -13,7 +13,7 @@ from open_instruct.commands.tiny_model import SIZES, tiny_config
 from open_instruct.config.lora import LoRASection
 from open_instruct.models.build import build_model
 from open_instruct.models.hf.names import TensorNames
-from open_instruct.models.lora.adapters import adapt
+from open_instruct.models.lora.adapters import add_adapters
 from open_instruct.models.shards import shard_box
 from open_instruct.weight_sync.manifest import WeightManifest
 from open_instruct.weight_sync.receiver import ReusedMemory
@@ -149,7 +149,7 @@ def test_adapter_alone_is_a_fiftieth_of_the_bytes(join_as: JoinAs) -> None:
     join_as(0, 1)
     config = tiny_config("olmo2", SIZES["base"], vocab_size=SIZES["base"]["vocab_size"], tie=False)
     model = build_model(config)  # on the meta device
-    adapt(model, LoRASection(use_lora=True, lora_r=16), dtype=torch.bfloat16)
+    add_adapters(model, LoRASection(use_lora=True, lora_r=16), dtype=torch.bfloat16)
     adapter, whole = (
         WeightSender(
             model,
