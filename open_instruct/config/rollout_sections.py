@@ -49,6 +49,11 @@ class PromptDataSection(RowsSection):
         "split of each data set of conversations, or one for all", ["train"]
     )
     sft_rows_per_step: int = flag("conversations of one step", 0, minimum=0)
+    split_replies: bool = flag(
+        "a row of each reply of these conversations, in place of one text that teaches all",
+        False,
+        read_with="sft_mixer_list",
+    )
     max_prompt_token_length: int = flag(
         "tokens; longer prompts are left out and counted", 256, minimum=1
     )

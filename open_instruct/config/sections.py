@@ -101,8 +101,10 @@ class RowsSection:
         [],
     )
     add_bos: bool = flag("write the tokenizer's bos token before the text of the template", False)
-    on_bad_row: Literal["error", "skip"] = resumable_flag(
-        "stop at the first malformed row, or skip and count it", "error"
+    on_bad_row: Literal["error", "skip", "trim"] = resumable_flag(
+        "stop at malformed rows, skip and count them, or skip those that stay malformed without "
+        "the replies before the user's first turn",
+        "error",
     )
     cache_dir: str | None = resumable_flag(
         "folder of tokenised rows and of frozen scores; default: $OPEN_INSTRUCT_CACHE or "
@@ -171,8 +173,19 @@ class PreferenceDataSection(DataSection):
 
 
 @dataclass(kw_only=True)
-class SFTDataSection(DataSection):
-    """Rows of conversations."""
+class ConversationSection(DataSection):
+    """Rows of conversations, of which every reply is learned."""
+
+    split_replies: bool = flag(
+        "a row of each reply of a conversation, in place of one text that teaches all: for "
+        "templates that write an earlier reply otherwise (Qwen 3's leaves its thoughts out)",
+        False,
+    )
+
+
+@dataclass(kw_only=True)
+class SFTDataSection(ConversationSection):
+    """Rows of conversations, which may be packed before."""
 
     packing_strategy: Literal["step", "bfd"] = flag(
         "a batch counts conversations ('step'), or rows filled once, best fit first ('bfd')",

@@ -156,7 +156,8 @@ class ChatFormat:
                 raise self._template_error(
                     f"writes an earlier reply differently before turn {turn + 1}: "
                     f"{describe_difference(text, prompt_text)}, so no single text teaches every "
-                    "turn; choose another by --chat_template_name, or make a row of each reply",
+                    "turn; make a row of each reply by --split_replies, or choose another "
+                    "template by --chat_template_name",
                 )
             pieces += [prompt_text[len(text) :], reply_text]
             text = prompt_text + reply_text

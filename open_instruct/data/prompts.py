@@ -107,7 +107,7 @@ class PromptBuilder(RowBuilder):
         Args:
             chat: what makes token ids of conversations.
             max_prompt_token_length: longer prompts are left out.
-            on_bad_row: "error" or "skip".
+            on_bad_row: "error", "skip" or "trim".
             row_settings: arguments of `parse_prompt_row`.
         """
         # One more token, for the first of a reply.

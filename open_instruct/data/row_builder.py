@@ -22,6 +22,7 @@ from open_instruct.data.conversations.messages import find_unread_keys
 from open_instruct.data.conversations.row_keys import TrackedRow
 from open_instruct.data.eval_split import Side, SideFilter, row_content
 from open_instruct.data.files.rows import RawRow, RowSource
+from open_instruct.data.leading_turns import trim_leading_turns
 from open_instruct.data.mixer import MixerEntry, select_rows
 from open_instruct.data.report import BadRowLog, DataReport
 from open_instruct.data.row_counts import END_OF_THOUGHT, RowCounts, count_thoughts
@@ -179,6 +180,8 @@ class RowBuilder(ABC):
             InputError: a row is malformed and `on_bad_row` is "error", or nothing is left.
         """
         self.chat.turn_end_token_ids()  # which refuses a tokenizer that writes no such token
+        if self.on_bad_row == "trim":
+            sources = [trim_leading_turns(source) for source in sources]
         sources_read = [self.adapt_source(source) for source in sources]
         selections = [
             select_rows(entry, len(source), seed)

@@ -143,7 +143,7 @@ def load_token_dataset(
     *,
     entries: Sequence[MixerEntry],
     chat: ChatFormat,
-    on_bad_row: Literal["error", "skip"],
+    on_bad_row: Literal["error", "skip", "trim"],
     seed: int,
     cache_dir: str | Path | None,
     columns: Sequence[str] = (),

@@ -19,13 +19,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from open_instruct.config.sections import SFTOptimSection, flag
+from open_instruct.config.sections import ConversationSection, SFTOptimSection, flag
 from open_instruct.config.training import TrainingConfig, with_held_out
 from open_instruct.config.validation import validated
 from open_instruct.core.batch_values import TeacherValues
 from open_instruct.core.errors import problems_of_kind
 from open_instruct.core.records import Batch, mean_metrics
 from open_instruct.core.text import counted
+from open_instruct.data.reply_rows import choose_builder
 from open_instruct.data.sft_rows import SFTBuilder
 from open_instruct.objectives.objective import (
     BoundLoss,
@@ -103,6 +104,7 @@ class DistillConfig(TrainingConfig):
             runs/small
     """
 
+    data: ConversationSection
     distillation: DistillationSection
     optim: SFTOptimSection
 
@@ -200,6 +202,9 @@ class DistillationObjective(Objective[DistillConfig]):
 
     def validate(self, config: DistillConfig) -> list[str]:
         return validated(config, _problems(config))
+
+    def choose_rows(self, config: DistillConfig) -> type[SFTBuilder]:
+        return choose_builder(splits_replies=config.data.split_replies)
 
     def bind(self, config: DistillConfig) -> BoundLoss:
         return bind(config.distillation)

@@ -11,6 +11,7 @@ from open_instruct.config.training import TrainingConfig
 from open_instruct.core.batch_values import BatchValues
 from open_instruct.core.records import Batch, mean_metrics
 from open_instruct.core.text import counted
+from open_instruct.data.reply_rows import choose_builder
 from open_instruct.data.sft_rows import SFTBuilder
 from open_instruct.objectives.objective import (
     BoundLoss,
@@ -64,6 +65,9 @@ class SFTObjective(Objective[SFTConfig]):
 
     def bind(self, config: SFTConfig) -> BoundLoss:
         return CrossEntropy()
+
+    def choose_rows(self, config: SFTConfig) -> type[SFTBuilder]:
+        return choose_builder(splits_replies=config.data.split_replies)
 
     def fills_packs(self, config: SFTConfig) -> bool:
         return config.data.packing_strategy == "bfd"

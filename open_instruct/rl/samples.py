@@ -23,7 +23,7 @@ from open_instruct.core.records import (
     Verdict,
 )
 from open_instruct.core.user_code import own_function
-from open_instruct.data.sft_rows import SFTBuilder
+from open_instruct.data.reply_rows import choose_builder
 from open_instruct.data.token_dataset import TokenDataset, load_token_dataset
 from open_instruct.losses.advantages import ADVANTAGES, advantages_of, has_signal
 from open_instruct.run.console import Console
@@ -290,7 +290,10 @@ def load_conversations(
     if not data.sft_mixer_list:
         return None
     options = reading(config, tokenizer, "sft_mixer_list")
-    dataset, report = load_token_dataset(SFTBuilder, max_seq_length=data.max_seq_length, **options)
+    make_builder = choose_builder(splits_replies=data.split_replies)
+    dataset, report = load_token_dataset(
+        make_builder, max_seq_length=data.max_seq_length, **options
+    )
     if console is not None:
         console.report("conversations", report.lines())
     return dataset

@@ -227,11 +227,14 @@ def _check_order(messages: tuple[Message, ...], key: str, last_role: str) -> Non
     first = 1 if roles[0] == "system" else 0
     for turn, (before, role) in enumerate(pairwise(["", *roles[first:]]), start=first + 1):
         if role not in _FOLLOWING[before]:
+            remedy = ""
+            if not before and role == "assistant" and "user" in roles:
+                remedy = " (--on_bad_row trim reads such rows from the user's first turn on)"
             raise MalformedRow(
                 "roles_out_of_order",
                 f"{key!r}, turn {turn}: the role is {role!r} where "
                 f"{' or '.join(map(repr, _FOLLOWING[before]))} should follow; an optional system "
-                "turn comes first, then user and assistant in turn",
+                f"turn comes first, then user and assistant in turn{remedy}",
             )
     if roles[-1] != last_role and (last_role, roles[-1]) != ("user", "tool"):
         raise MalformedRow(

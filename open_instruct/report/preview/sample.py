@@ -238,18 +238,19 @@ def build_rows(
 def make_row_builder(
     config: LearnerConfig, objective: Objective, chat: ChatFormat, known: dict[str, Any]
 ) -> RowBuilder:
-    """The run's builder, which counts bad rows whatever --on_bad_row is, to show good ones."""
+    """The run's builder, which counts bad rows also where the run stops, to show good ones."""
+    on_bad_row = "trim" if config.data.on_bad_row == "trim" else "skip"
     if isinstance(config, GRPOConfig):
         return PromptBuilder(
             chat,
             max_prompt_token_length=config.data.max_prompt_token_length,
-            on_bad_row="skip",
+            on_bad_row=on_bad_row,
             **known,
             **build_row_settings(config),
         )
     make: Callable[..., RowBuilder] = objective.choose_rows(config)
     settings: Any = objective.row_arguments(config)
-    return make(chat, max_seq_length=config.data.max_seq_length, on_bad_row="skip", **settings)
+    return make(chat, max_seq_length=config.data.max_seq_length, on_bad_row=on_bad_row, **settings)
 
 
 def _show_row(

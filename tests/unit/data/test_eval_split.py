@@ -10,6 +10,7 @@ import pytest
 
 from open_instruct.data.eval_split import Side, find_place, row_content
 from open_instruct.data.prompts import PromptBuilder
+from open_instruct.data.reply_rows import ReplyBuilder
 from open_instruct.data.sft_rows import SFTBuilder
 from open_instruct.data.token_dataset import TokenDataset, load_token_dataset
 from open_instruct.objectives.kto_rows import UnpairedBuilder
@@ -93,6 +94,17 @@ def test_both_replies_of_a_pair_are_on_one_side_of_kto(tmp_path: Path) -> None:
     ]
     assert prompts[0].isdisjoint(prompts[1])
     assert 2 * len(prompts[1]) == len(held_out) > 0
+
+
+def test_replies_of_a_conversation_are_on_one_side_where_each_has_a_row(tmp_path: Path) -> None:
+    rows = [{"messages": turns(f"q {number}", "a", "r", "b")} for number in range(40)]
+    sides = read_sides(write_rows(tmp_path / "rows.jsonl", *rows), 0.3, builder=ReplyBuilder)
+    questions = [
+        {TOKENIZER.decode(document.token_ids).split("\n")[0] for (document,) in side}
+        for side in sides
+    ]
+    assert questions[0].isdisjoint(questions[1])
+    assert 2 * len(questions[1]) == len(sides[1]) > 0
 
 
 def test_prompts_with_several_answers_are_on_one_side(tmp_path: Path) -> None:

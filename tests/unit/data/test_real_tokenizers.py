@@ -22,6 +22,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from open_instruct.data.chat import ChatFormat
 from open_instruct.data.files.array_file import find_cache_folder
 from open_instruct.data.files.rows import MalformedRow
+from open_instruct.data.reply_rows import ReplyBuilder
 from open_instruct.data.sft_rows import SFTBuilder
 from open_instruct.data.token_dataset import load_token_dataset
 from open_instruct.data.tokenizer import load_tokenizer
@@ -139,6 +140,38 @@ def test_qwen_3_does_not_think_where_a_variable_says_so() -> None:
     assert text == rendered and text.endswith(NO_THOUGHTS["qwen3"])
     assert reply_text == reply["content"] + ENDS["qwen3"]
     assert real.chat.render([prompt], [reply])[1] == (NO_THOUGHTS["qwen3"] + reply_text,)
+
+
+def test_qwen_3_teaches_each_reply_in_a_row_of_its_own(tmp_path: Path) -> None:
+    """With its thoughts, behind earlier replies without theirs, as an engine would be asked."""
+    real = Real("qwen3")
+    messages = [dict(message) for message in ROWS["two turns"]["messages"]]
+    for message in messages[1::2]:
+        message["reasoning_content"] = f"About {message['content']}"
+    file = write_rows(tmp_path / "rows.jsonl", {"messages": messages}, ROWS["four turns"])
+    dataset, _ = load_rows(
+        partial(load_token_dataset, ReplyBuilder),
+        file,
+        "1.0",
+        tokenizer=real.tokenizer,
+        template=None,
+        max_seq_length=4096,
+        cache_dir=tmp_path / "cache",
+    )
+    assert len(dataset) == 2 + 4
+    for row, place in ((0, 1), (1, 3)):
+        (document,) = dataset[row]
+        (span,) = document.responses
+        asked = real.tokenizer.apply_chat_template(
+            messages[:place], tokenize=False, add_generation_prompt=True
+        )
+        reply = messages[place]
+        thought = f"<think>\n{reply['reasoning_content']}\n</think>\n\n"
+        assert real.decode(document.token_ids[: span.start]) == asked
+        assert real.decode(document.token_ids[span.start :]) == (
+            thought + reply["content"] + ENDS["qwen3"]
+        )
+        assert str(asked).count("About") == 0
 
 
 def test_what_is_learned_is_the_reply_and_its_end(real: Real, tmp_path: Path) -> None:

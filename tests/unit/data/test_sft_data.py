@@ -10,10 +10,12 @@ from transformers import PreTrainedTokenizerFast
 
 from open_instruct.batching.documents import pack_documents
 from open_instruct.commands.run_flags import parse_run
+from open_instruct.commands.tiny_model import EOS
 from open_instruct.core.records import IGNORE_INDEX
 from open_instruct.data.chat import ChatFormat
 from open_instruct.data.conversations.messages import Message
 from open_instruct.data.files.rows import MalformedRow
+from open_instruct.data.reply_rows import ReplyBuilder
 from open_instruct.data.report import DataReport
 from open_instruct.data.sft_rows import SFTBuilder
 from open_instruct.data.templates.chat_templates import ChatTemplate
@@ -117,6 +119,48 @@ def test_template_that_rewrites_an_earlier_reply_is_refused(tokenizer: Any) -> N
     assert caught.value.kind == "template"
 
 
+# As Qwen 3's, it leaves the thoughts of earlier replies out.
+FORGETTING = (
+    "{% for m in messages %}{{ m.role }}:{{ '(' + m.reasoning_content + ')' if "
+    "m.reasoning_content and loop.last }}{{ m.content }}{{ eos_token }}{% endfor %}"
+    "{{ 'assistant:' if add_generation_prompt }}"
+)
+
+
+def test_replies_may_have_a_row_each(tokenizer: Any, tmp_path: Path) -> None:
+    def think(messages: list[Message]) -> list[Message]:
+        for message in messages[1::2]:
+            message["reasoning_content"] = message["content"].upper()
+        return messages
+
+    unlearned = think(turns("i", "j", "k", "l"))
+    unlearned[1] |= {"weight": 0}  # type: ignore[typeddict-item]
+    conversations = [think(turns("a", "b", "c", "d")), turns("e"), unlearned]
+    rows = write(tmp_path / "rows.jsonl", *conversations)
+    file = tmp_path / "forgetting.jinja"
+    file.write_text(FORGETTING)
+    common: dict[str, Any] = {
+        "tokenizer": tokenizer,
+        "template": str(file),
+        "on_bad_row": "skip",
+        "max_seq_length": 128,
+        "cache_dir": tmp_path,
+    }
+    dataset, report = load_rows(partial(load_token_dataset, ReplyBuilder), rows, "1.0", **common)
+    texts = [marked(tokenizer, document).replace(EOS, ".") for (document,) in dataset]
+    assert texts == [
+        "user:a.assistant:[(B)b.]",
+        "user:a.assistant:b.user:c.assistant:[(D)d.]",
+        "user:i.assistant:j.user:k.assistant:[(L)l.]",
+    ]
+    assert (report.num_rows, report.bad) == (4, {"roles_out_of_order": 1})
+    # An amount counts replies, of which a half is two of four.
+    half, _ = load_rows(partial(load_token_dataset, ReplyBuilder), rows, "0.5", **common)
+    assert len(half) == 2 and {half.key(0), half.key(1)} < set(map(dataset.key, range(3)))
+    with refused("bad_row", None, "split_replies"):
+        load_rows(partial(load_token_dataset, SFTBuilder), rows, "1.0", **common)
+
+
 @pytest.mark.parametrize(
     ("max_seq_length", "text", "num_tokens"),
     [
@@ -164,6 +208,13 @@ def test_flags_are_those_of_dpo_but_for_its_loss() -> None:
     assert (config.optim.learning_rate, config.optim.adam_beta2) == (2e-5, 0.95)
     with refused("unknown_flag", "beta"):
         parse_run(SFT.config_class, [*WORDS, "--beta", "1"])
+
+
+def test_replies_are_split_where_the_flag_says_so() -> None:
+    for flags, builder in (([], SFTBuilder), (["--split_replies"], ReplyBuilder)):
+        assert SFT.choose_rows(parse_run(SFT.config_class, [*WORDS, *flags])) is builder
+    with refused("unknown_flag", "split_replies"):
+        parse_run(objective_named("dpo").config_class, [*WORDS, "--split_replies"])
 
 
 def test_only_sft_fills_rows_before_and_only_where_it_packs() -> None:
