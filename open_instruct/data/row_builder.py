@@ -1,7 +1,7 @@
 """Build a data set of token ids from raw rows: check, render, tokenise, cut and count them.
 
-A form of rows is a subclass of `RowBuilder`, which renders one row as pieces of text. `sft_rows.py`
-has the shortest example.
+A form of rows is a subclass of `RowBuilder`, which renders one row as pieces of text. `preference_rows.py`
+has a short example.
 
 Legend for array names: N rows of the data set.
 """
@@ -18,11 +18,11 @@ import numpy as np
 from open_instruct.core.errors import InputError
 from open_instruct.core.text import counted
 from open_instruct.data.chat import ChatFormat
+from open_instruct.data.conversations.leading_turns import trim_leading_turns
 from open_instruct.data.conversations.messages import find_unread_keys
 from open_instruct.data.conversations.row_keys import TrackedRow
 from open_instruct.data.eval_split import Side, SideFilter, row_content
 from open_instruct.data.files.rows import RawRow, RowSource
-from open_instruct.data.leading_turns import trim_leading_turns
 from open_instruct.data.mixer import MixerEntry, select_rows
 from open_instruct.data.report import BadRowLog, DataReport
 from open_instruct.data.row_counts import END_OF_THOUGHT, RowCounts, count_thoughts

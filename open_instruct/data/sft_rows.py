@@ -1,12 +1,25 @@
-"""Rows of supervised fine-tuning, `{"messages": [...]}`: every reply of a row is learned."""
+"""Rows of supervised fine-tuning, `{"messages": [...]}`: every reply of a row is learned.
 
-from collections.abc import Mapping
+With `--split_replies` a row of several replies becomes several rows. A template may write an
+earlier reply otherwise once others follow it, such as without its thoughts (Qwen 3's own), so that
+no single text teaches all of them. In a row of its own a reply is asked for as an engine would ask,
+and earlier replies are context.
+"""
+
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import accumulate
 from typing import Any
 
 from open_instruct.data.conversations.messages import Message, is_empty_turn
 from open_instruct.data.conversations.row_forms import find_conversation
-from open_instruct.data.files.rows import MalformedRow
+from open_instruct.data.eval_split import row_content
+from open_instruct.data.files.rows import MalformedRow, RawRow, RowSource
 from open_instruct.data.row_builder import RenderedRow, RowBuilder
+
+# The key of a row that has the place of its reply among the messages; no column is called so.
+REPLY_PLACE = "--split_replies"
 
 
 def parse_sft_row(row: Mapping[str, Any]) -> tuple[Message, ...]:
@@ -54,3 +67,59 @@ class SFTBuilder(RowBuilder):
                 texts[-1] += text
         # Without the context behind the last learned reply.
         return RenderedRow(texts=tuple(texts[:-1]))
+
+
+class ReplyBuilder(SFTBuilder):
+    """As `SFTBuilder`, with a row of each reply that is learned."""
+
+    check = staticmethod(parse_sft_row)
+
+    @classmethod
+    def adapt_source(cls, source: RowSource) -> RowSource:
+        return split_replies(source)
+
+    def render(self, row: Mapping[str, Any]) -> RenderedRow:
+        messages = parse_sft_row(row)
+        place = row[REPLY_PLACE]
+        prompt, (text,) = self.chat.render(messages[:place], [messages[place]])
+        # All replies of a conversation are on one side of --eval_split.
+        content = row_content({"messages": messages})
+        return RenderedRow(texts=(prompt, text), content=content)
+
+
+def choose_builder(*, splits_replies: bool) -> type[SFTBuilder]:
+    """The class of rows of conversations, with `--split_replies` or without."""
+    return ReplyBuilder if splits_replies else SFTBuilder
+
+
+def split_replies(conversations: RowSource) -> RowSource:
+    """A source with a row of each learned reply; a row that is malformed stays one row.
+
+    All rows are read once, so that their replies are counted.
+    """
+    rows = conversations.rows(range(len(conversations)))
+    starts = [0, *accumulate(len(_split_row(row)) for row in rows)]
+
+    def read_rows(indices: Sequence[int]) -> Iterator[RawRow]:
+        places = [(bisect_right(starts, index) - 1, index) for index in indices]
+        distinct = sorted({row for row, _ in places})
+        wanted = set(indices)
+        for number, row in zip(distinct, conversations.rows(distinct), strict=True):
+            for index, reply in enumerate(_split_row(row), start=starts[number]):
+                if index in wanted:
+                    yield reply
+
+    return replace(conversations, num_rows=starts[-1], rows=read_rows)
+
+
+def _split_row(row: RawRow) -> list[RawRow]:
+    """A row of each learned reply of a conversation, or the one row with its problem."""
+    try:
+        messages = parse_sft_row(row.content())
+    except MalformedRow as error:
+        return [replace(row, problem=error)]
+    return [
+        replace(row, value={**row.value, REPLY_PLACE: place})
+        for place, message in enumerate(messages)
+        if message["role"] == "assistant" and message.get("is_learned", True)
+    ]

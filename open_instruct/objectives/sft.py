@@ -11,8 +11,7 @@ from open_instruct.config.training import TrainingConfig
 from open_instruct.core.batch_values import BatchValues
 from open_instruct.core.records import Batch, mean_metrics
 from open_instruct.core.text import counted
-from open_instruct.data.reply_rows import choose_builder
-from open_instruct.data.sft_rows import SFTBuilder
+from open_instruct.data.sft_rows import SFTBuilder, choose_builder
 from open_instruct.objectives.objective import (
     BoundLoss,
     Evaluation,

@@ -23,7 +23,7 @@ from open_instruct.core.records import (
     Verdict,
 )
 from open_instruct.core.user_code import own_function
-from open_instruct.data.reply_rows import choose_builder
+from open_instruct.data.sft_rows import choose_builder
 from open_instruct.data.token_dataset import TokenDataset, load_token_dataset
 from open_instruct.losses.advantages import ADVANTAGES, advantages_of, has_signal
 from open_instruct.run.console import Console

@@ -10,8 +10,7 @@ import pytest
 
 from open_instruct.data.eval_split import Side, find_place, row_content
 from open_instruct.data.prompts import PromptBuilder
-from open_instruct.data.reply_rows import ReplyBuilder
-from open_instruct.data.sft_rows import SFTBuilder
+from open_instruct.data.sft_rows import ReplyBuilder, SFTBuilder
 from open_instruct.data.token_dataset import TokenDataset, load_token_dataset
 from open_instruct.objectives.kto_rows import UnpairedBuilder
 from tests.refusals import refused

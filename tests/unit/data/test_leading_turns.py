@@ -9,9 +9,8 @@ from transformers import PreTrainedTokenizerFast
 
 from open_instruct.data.preference_rows import PreferenceBuilder
 from open_instruct.data.prompts import PromptBuilder
-from open_instruct.data.reply_rows import ReplyBuilder
 from open_instruct.data.row_builder import RowBuilder
-from open_instruct.data.sft_rows import SFTBuilder
+from open_instruct.data.sft_rows import ReplyBuilder, SFTBuilder
 from open_instruct.data.token_dataset import load_token_dataset
 from open_instruct.objectives.kto_rows import UnpairedBuilder
 from open_instruct.rewards.answers import Passthrough

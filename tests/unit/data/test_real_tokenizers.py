@@ -22,8 +22,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from open_instruct.data.chat import ChatFormat
 from open_instruct.data.files.array_file import find_cache_folder
 from open_instruct.data.files.rows import MalformedRow
-from open_instruct.data.reply_rows import ReplyBuilder
-from open_instruct.data.sft_rows import SFTBuilder
+from open_instruct.data.sft_rows import ReplyBuilder, SFTBuilder
 from open_instruct.data.token_dataset import load_token_dataset
 from open_instruct.data.tokenizer import load_tokenizer
 from open_instruct.run.turn_ends import exported_settings

@@ -15,9 +15,8 @@ from open_instruct.core.records import IGNORE_INDEX
 from open_instruct.data.chat import ChatFormat
 from open_instruct.data.conversations.messages import Message
 from open_instruct.data.files.rows import MalformedRow
-from open_instruct.data.reply_rows import ReplyBuilder
 from open_instruct.data.report import DataReport
-from open_instruct.data.sft_rows import SFTBuilder
+from open_instruct.data.sft_rows import ReplyBuilder, SFTBuilder
 from open_instruct.data.templates.chat_templates import ChatTemplate
 from open_instruct.data.token_dataset import TokenDataset, load_token_dataset
 from open_instruct.objectives.registry import objective_named
