@@ -1,7 +1,7 @@
 """Build a data set of token ids from raw rows: check, render, tokenise, cut and count them.
 
-A form of rows is a subclass of `RowBuilder`, which renders one row as pieces of text. `preference_rows.py`
-has a short example.
+A form of rows is a subclass of `RowBuilder`, which renders one row as pieces of text.
+`preference_rows.py` has a short example.
 
 Legend for array names: N rows of the data set.
 """
