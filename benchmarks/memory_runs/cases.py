@@ -14,7 +14,7 @@ from open_instruct.config.sharding_sections import MemorySection
 from open_instruct.core.shard_layout import ShardLayout
 from open_instruct.models.build import build_model
 from open_instruct.models.lora.adapters import add_adapters
-from open_instruct.parallel.data_parallel import parallel_configs
+from open_instruct.parallel.data_parallel import build_parallel_configs
 from open_instruct.parallel.layout import resolve_layout
 from open_instruct.planning.memory.memory_model import MemoryModel
 from open_instruct.planning.memory.phases import memory_by_phase
@@ -163,7 +163,7 @@ def build(case: Case) -> tuple[Any, dict[str, Any]]:
     return model, {
         "rank_microbatch_size": sum(case.lengths),
         "max_sequence_length": sum(case.lengths),
-        "dp_config": parallel_configs(case.layout, param_dtype=case.param_dtype)["dp"],
+        "dp_config": build_parallel_configs(case.layout, param_dtype=case.param_dtype)["dp"],
         "ac_config": build_activation_checkpointing(memory, model=model, device=CPU),
         "device": CPU,
     }

@@ -17,7 +17,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from benchmarks.memory_runs.cases import NUM_STEPS, Case, build, case_of, optimizer_of
 from open_instruct.models.attention.segments import Segments
-from open_instruct.parallel.data_parallel import parallel_configs
+from open_instruct.parallel.data_parallel import build_parallel_configs
 
 MIB = 2**20
 
@@ -29,7 +29,8 @@ def track(case: Case) -> int:
     """
     dist.init_process_group("fake", rank=0, world_size=case.layout.world_size, store=FakeStore())
     mesh = build_world_mesh(
-        dp=parallel_configs(case.layout, param_dtype=case.param_dtype)["dp"], device_type="cpu"
+        dp=build_parallel_configs(case.layout, param_dtype=case.param_dtype)["dp"],
+        device_type="cpu",
     )
     with FakeTensorMode():
         model, how = build(case)

@@ -20,7 +20,7 @@ from open_instruct.checkpoints import step_folder
 from open_instruct.checkpoints.background import in_background
 from open_instruct.core.errors import InputError, RunError
 from open_instruct.models.shards import find_local_shards
-from open_instruct.parallel.process import gathered, on_main_process
+from open_instruct.parallel.process import gather_objects, run_on_main_process
 
 log = logging.getLogger(__name__)
 
@@ -145,16 +145,17 @@ def resume(trainer: Trainer, *, warn: Callable[[str], None]) -> int | None:
         RunError: there are checkpoints, but none can be read; the message says how to go on.
     """
     folder = Path(trainer.save_folder)
-    on_main_process(lambda: step_folder.tidy(folder))
+    run_on_main_process(lambda: step_folder.tidy(folder))
     reasons: dict[Path, str] = {}
-    for path in on_main_process(lambda: step_folder.find_candidates(folder)):
+    for path in run_on_main_process(lambda: step_folder.find_candidates(folder)):
         damage = _find_damage(path)
         if damage:
             reasons[path] = damage[0]
             continue
         _load(trainer, path)
         for damaged, reason in reasons.items():
-            aside = on_main_process(partial(step_folder.set_aside, damaged, step_folder.DAMAGED))
+            set_aside = partial(step_folder.set_aside, damaged, step_folder.DAMAGED)
+            aside = run_on_main_process(set_aside)
             warn(
                 f"the checkpoint {damaged.name} is damaged: {reason}. Going on from {path.name}, "
                 f"the newest that is whole; the damaged one is kept as {aside}, to be looked at "
@@ -187,4 +188,4 @@ def _load(trainer: Trainer, folder: Path) -> None:
 def _find_damage(folder: Path) -> list[str]:
     """The problems of a checkpoint's files: each rank reads a share, and all return the same."""
     problems = step_folder.find_damage(folder, share=get_rank(), num_shares=get_world_size())
-    return list(chain.from_iterable(gathered(problems)))
+    return list(chain.from_iterable(gather_objects(problems)))

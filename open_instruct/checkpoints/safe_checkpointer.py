@@ -51,7 +51,7 @@ from open_instruct.models.box_files import (
     read_parts,
 )
 from open_instruct.models.load import raise_together
-from open_instruct.parallel.process import gathered
+from open_instruct.parallel.process import gather_objects
 
 ARRAY_KINDS = "biufc"  # numpy's kinds that are numbers
 
@@ -197,7 +197,8 @@ class SafeCheckpointer(Checkpointer):
                 return False
         self._under_way = None
         try:
-            rank_files = gathered(together(save.written.result, kind=make_write_error(save.final)))
+            written = together(save.written.result, kind=make_write_error(save.final))
+            rank_files = gather_objects(written)
             together(lambda: self._publish(save, rank_files), kind=make_write_error(save.final))
         except RunError:
             if get_rank() == 0:  # the disk may be full
@@ -288,7 +289,7 @@ class SafeCheckpointer(Checkpointer):
         claims = {name: part.claim for name, part in parts.items()}
         if self._claims != claims:
             self._claims = claims
-            self._index = assign_boxes(gathered(claims))
+            self._index = assign_boxes(gather_objects(claims))
         return self._index
 
 

@@ -1,6 +1,6 @@
 """`open-instruct plan`: what a run would need, before any GPU is taken.
 
-What is asked for is a setting: a run, and the machines that it would run on.
+Its words become a setting: a run, and the machines that it would run on.
 """
 
 import json
@@ -12,19 +12,21 @@ from rich.console import Console
 
 from open_instruct.commands.run_flags import parse_named_run
 from open_instruct.config.flags import spelled
+from open_instruct.config.fleet_sections import FleetSection, LearnerParallelSection
 from open_instruct.config.grpo import GRPOConfig
 from open_instruct.config.parser import flags_given
 from open_instruct.config.sections import flag
+from open_instruct.config.sharding_sections import RanksSection
 from open_instruct.config.validation import limit_problems, refuse
 from open_instruct.core.errors import InputError
 from open_instruct.core.files import write_asked
 from open_instruct.parallel.node_sizes import read_node_sizes
-from open_instruct.planning import shown
+from open_instruct.planning import presentation
 from open_instruct.planning.advice import Advice
 from open_instruct.planning.plan import make_plan
 from open_instruct.planning.setting import Setting
 from open_instruct.planning.subject.build_workload import RunConfig, build_shape, find_objective
-from open_instruct.planning.subject.devices import CPU, Device, device_named, has_gpu_here
+from open_instruct.planning.subject.devices import CPU, Device, find_device, has_gpu_here
 from open_instruct.report.plan_page import html_page, print_plan
 
 
@@ -66,10 +68,8 @@ class PlanFlags:
         "assumed share of the GPU's peak FLOP/s (model FLOPs utilisation)", 0.4, above=0, maximum=1
     )
     shared_prompt_tokens: int = flag(
-        (
-            "count prompts of so many tokens as computed once for a pair or group, as "
-            "--prefix_sharing does"
-        ),
+        "count prompts of so many tokens as computed once for a pair or group, as "
+        "--prefix_sharing does",
         0,
     )
     in_node_gb_s: float | None = flag(
@@ -79,10 +79,7 @@ class PlanFlags:
         "GB/s that a GPU sends to other nodes; default: the GPU's", None, above=0
     )
     all: bool = flag(
-        (
-            "print all that is known: what each phase holds, every exchange, weight syncs, all "
-            "layouts"
-        ),
+        "print all that is known: what each phase holds, every exchange, weight syncs, all layouts",
         False,
     )
     json: bool = flag("print the whole plan as JSON", False)
@@ -91,8 +88,8 @@ class PlanFlags:
 
 DEFAULT_GPU = "h100"
 
-# Flags that a run cannot do without and a plan does not read.
-ASSUMED = {
+# Values of flags that a run cannot do without and a plan does not read.
+PLACEHOLDERS = {
     "mixer_list": ["rows.jsonl", "1.0"],
     "dataset_mixer_list": ["rows.jsonl", "1.0"],
     "output_dir": "planned",
@@ -105,7 +102,7 @@ class PlanRequest:
 
     setting: Setting
     warnings: tuple[str, ...]
-    asked: PlanFlags
+    flags: PlanFlags
 
 
 def main(argv: Sequence[str]) -> int:
@@ -122,12 +119,12 @@ def main(argv: Sequence[str]) -> int:
     advice = Advice(plan)
     for warning in request.warnings:
         print(f"open-instruct plan: warning: {warning}", file=sys.stderr)
-    if (file := request.asked.html) is not None:
-        write_asked(file, html_page(plan, advice), flag="--html")
-    if request.asked.json:
-        print(json.dumps(shown.as_record(plan, advice), indent=2))
+    if request.flags.html is not None:
+        write_asked(request.flags.html, html_page(plan, advice), flag="--html")
+    if request.flags.json:
+        print(json.dumps(presentation.plan_record(plan, advice), indent=2))
     else:
-        print_plan(plan, advice, Console(file=sys.stdout), is_short=not request.asked.all)
+        print_plan(plan, advice, Console(file=sys.stdout), is_short=not request.flags.all)
     return 0
 
 
@@ -139,95 +136,108 @@ def parse_request(words: Sequence[str]) -> PlanRequest:
     """
     example = "open-instruct plan dpo --gpus_per_node 8"
     config, objective, unneeded = parse_named_run(
-        words, assumed=ASSUMED, example=example, plan=PlanFlags
+        words, assumed=PLACEHOLDERS, example=example, plan=PlanFlags
     )
-    asked: PlanFlags = config.plan
-    refuse(limit_problems(asked))
-    sizes = _sizes_of_nodes(asked)
-    nodes = _nodes(config, sizes, frozenset(flags_given(type(config), words[1:])))
-    if isinstance(config, GRPOConfig) and not config.parallel.single_gpu_mode:
-        config = replace(
-            config, parallel=replace(config.parallel, num_learners_per_node=list(nodes))
-        )
-    device, notes = _device(asked, config, nodes)
+    flags: PlanFlags = config.plan
+    refuse(limit_problems(flags))
+    sizes = _read_nodes(flags)
+    if isinstance(config, GRPOConfig):
+        is_given = "num_learners_per_node" in flags_given(type(config), words[1:])
+        nodes = _choose_learners(config.parallel, config.fleet, sizes, is_given=is_given)
+        can_be_here = _is_on_one_node(config.parallel, config.fleet)
+        num_here = sum(nodes)
+        has_engines_in_node = _has_engines_in_node(config.fleet, nodes, sizes)
+        if not config.parallel.single_gpu_mode:
+            parallel = replace(config.parallel, num_learners_per_node=list(nodes))
+            config = replace(config, parallel=parallel)
+    else:
+        nodes = _choose_nodes(config.parallel, sizes)
+        can_be_here = True
+        num_here = max(nodes)
+        has_engines_in_node = False
+    param_dtype = config.model.param_dtype
+    is_for_cpu = can_be_here and _is_for_this_cpu(flags, param_dtype)
+    device, notes = _choose_device(flags, param_dtype, num_here=num_here, is_for_cpu=is_for_cpu)
     warnings = (*objective.validate(config), *unneeded, *notes)
-    _check_shared_prompt(config, asked.shared_prompt_tokens)
+    _check_shared_prompt(config, flags.shared_prompt_tokens)
     setting = Setting(
         config=config,
         shape=build_shape(config, config.model.model_name_or_path),
         gpus_per_node=nodes,
         device=device,
-        mfu=asked.mfu,
+        mfu=flags.mfu,
         on_cuda=not device.is_cpu,
-        shared_prompt_tokens=asked.shared_prompt_tokens,
-        has_engines_in_node=device.is_cpu
-        or (len(sizes) == 1 and _has_room_for_engines(config, sizes[0] - sum(nodes))),
+        shared_prompt_tokens=flags.shared_prompt_tokens,
+        has_engines_in_node=device.is_cpu or has_engines_in_node,
     )
-    return PlanRequest(setting=setting, warnings=warnings, asked=asked)
+    return PlanRequest(setting=setting, warnings=warnings, flags=flags)
 
 
-def _sizes_of_nodes(asked: PlanFlags) -> list[int]:
-    """GPUs of each node, from --gpus_per_node and --num_nodes."""
-    sizes = read_node_sizes(asked.gpus_per_node)
-    if asked.num_nodes in (None, len(sizes)):
+def _read_nodes(flags: PlanFlags) -> list[int]:
+    """GPUs of each node, from --gpus_per_node and --num_nodes; empty where neither is given."""
+    sizes = read_node_sizes(flags.gpus_per_node)
+    if flags.num_nodes in (None, len(sizes)):
         return sizes
     if len(sizes) != 1:
-        given = f"--num_nodes {asked.num_nodes} with {len(sizes)} numbers in --gpus_per_node"
+        given = f"--num_nodes {flags.num_nodes} with {len(sizes)} numbers in --gpus_per_node"
         raise InputError(
             f"{given}: give one for all nodes, such as 8, or leave --num_nodes out", kind="layout"
         )
-    return read_node_sizes([f"{asked.num_nodes}x{sizes[0]}"])
+    return read_node_sizes([f"{flags.num_nodes}x{sizes[0]}"])
 
 
-def _nodes(config: RunConfig, sizes: list[int], named: frozenset[str]) -> tuple[int, ...]:
-    """The GPUs that train, node by node: of GRPO the learners, where they are among the flags that
-    were named.
+def _choose_nodes(parallel: RanksSection, sizes: list[int]) -> tuple[int, ...]:
+    """The processes of each node of an offline run: the given nodes, or --num_processes of one."""
+    if sizes:
+        return tuple(sizes)
+    if parallel.num_processes is not None and parallel.num_processes.isdecimal():
+        return (int(parallel.num_processes),)
+    raise InputError(
+        "missing: --gpus_per_node, such as '--num_nodes 2 --gpus_per_node 8' or "
+        "'--gpus_per_node 2 4'",
+        kind="missing_flag",
+    )
+
+
+def _choose_learners(
+    parallel: LearnerParallelSection, fleet: FleetSection, sizes: list[int], *, is_given: bool
+) -> tuple[int, ...]:
+    """GRPO's learners of each node.
+
+    They are --num_learners_per_node where no nodes are given, or where the flag `is_given` too.
     """
-    if isinstance(config, GRPOConfig) and (not sizes or "num_learners_per_node" in named):
-        learners = config.parallel.num_learners_per_node
-        if sizes:
-            _check_room(config, learners, sizes)
-        return tuple(learners)
-    if (
-        not sizes
-        and not isinstance(config, GRPOConfig)
-        and (config.parallel.num_processes or "").isdecimal()
-    ):
-        return (int(config.parallel.num_processes or ""),)
-    if not sizes:
-        raise InputError(
-            "missing: --gpus_per_node, such as '--num_nodes 2 --gpus_per_node 8' or "
-            "'--gpus_per_node 2 4'",
-            kind="missing_flag",
-        )
-    return tuple(sizes)
+    if sizes and not is_given:
+        return tuple(sizes)
+    if sizes:
+        _check_room(parallel, fleet, sizes)
+    return tuple(parallel.num_learners_per_node)
 
 
-def _check_room(config: GRPOConfig, learners: list[int], sizes: list[int]) -> None:
-    """Learners that were given must find their nodes, and engines what these leave."""
+def _check_room(parallel: LearnerParallelSection, fleet: FleetSection, sizes: list[int]) -> None:
+    """Learners must find their nodes, and engines what these leave."""
+    learners = parallel.num_learners_per_node
     given = f"--num_learners_per_node {spelled(learners)}"
     largest_first = zip(sorted(learners, reverse=True), sorted(sizes, reverse=True), strict=False)
     if len(learners) > len(sizes) or any(learner > size for learner, size in largest_first):
+        nodes = spelled(sizes)
         raise InputError(
-            (
-                f"{given} needs a node of its own for each number; the nodes have "
-                f"{spelled(sizes)} GPUs"
-            ),
+            f"{given} needs a node of its own for each number; the nodes have {nodes} GPUs",
             kind="layout",
         )
     num_free = sum(sizes) - sum(learners)
-    if not config.parallel.single_gpu_mode and not _has_room_for_engines(config, num_free):
+    if not parallel.single_gpu_mode and fleet.num_gpus > num_free:
         raise InputError(
             f"{given} leaves {num_free} of {sum(sizes)} GPUs for engines, and --vllm_num_engines "
-            f"{config.fleet.vllm_num_engines} x --vllm_tensor_parallel_size "
-            f"{config.fleet.vllm_tensor_parallel_size} = {config.fleet.num_gpus}; ask for fewer, "
+            f"{fleet.vllm_num_engines} x --vllm_tensor_parallel_size "
+            f"{fleet.vllm_tensor_parallel_size} = {fleet.num_gpus}; ask for fewer, "
             "or give more GPUs",
             kind="layout",
         )
 
 
-def _has_room_for_engines(config: RunConfig, num_free: int) -> bool:
-    return isinstance(config, GRPOConfig) and config.fleet.num_gpus <= num_free
+def _has_engines_in_node(fleet: FleetSection, nodes: tuple[int, ...], sizes: list[int]) -> bool:
+    """Whether all engines are on the one node of the learners."""
+    return len(sizes) == 1 and fleet.num_gpus <= sizes[0] - sum(nodes)
 
 
 def _check_shared_prompt(config: RunConfig, num_tokens: int) -> None:
@@ -237,12 +247,14 @@ def _check_shared_prompt(config: RunConfig, num_tokens: int) -> None:
     given = f"--shared_prompt_tokens {num_tokens}"
     if isinstance(config, GRPOConfig):
         shares = config.loss.prefix_sharing != "off"
-        longest, flag = config.data.max_prompt_token_length, "--max_prompt_token_length"
+        longest = config.data.max_prompt_token_length
+        limit = "--max_prompt_token_length"
     else:
         objective = find_objective(config)
         has_several = objective.choose_rows(config).documents_per_row > 1
         shares = has_several and config.data.packing and objective.prefix_sharing(config) != "off"
-        longest, flag = config.data.max_seq_length - 1, "--max_seq_length less a token of reply"
+        longest = config.data.max_seq_length - 1
+        limit = "--max_seq_length less a token of reply"
     if not shares:
         why = (
             "rows of one text share nothing, nor do others with --prefix_sharing off or "
@@ -251,40 +263,46 @@ def _check_shared_prompt(config: RunConfig, num_tokens: int) -> None:
         raise InputError(f"{given}: {why}; leave it out", kind="unread_flag")
     if not 1 <= num_tokens <= longest:
         raise InputError(
-            f"{given}: must be at least 1 and at most {longest} ({flag})", kind="out_of_range"
+            f"{given}: must be at least 1 and at most {longest} ({limit})", kind="out_of_range"
         )
 
 
-def _device(
-    asked: PlanFlags, config: RunConfig, nodes: tuple[int, ...]
+def _choose_device(
+    flags: PlanFlags, param_dtype: str, *, num_here: int, is_for_cpu: bool
 ) -> tuple[Device, list[str]]:
-    """The device that a process of the run has, and what is to be said of it."""
+    """The device that a process of the run has, and warnings about it.
+
+    Args:
+        num_here: processes that share this machine, where the device is its CPU.
+        is_for_cpu: whether that is the device where --gpu names none.
+    """
     notes = []
-    name = asked.gpu
-    if name is None and _is_for_this_cpu(asked, config):
+    name = flags.gpu
+    if name is None and is_for_cpu:
         name = CPU
         notes.append(
             "planned for this machine's CPU, as the run computes in float32 and no GPU is here; "
             "--gpu h100 plans for one"
         )
-    # Without GPUs all of GRPO's learners are on this host.
-    num_sharing = sum(nodes) if isinstance(config, GRPOConfig) else max(nodes)
-    device = device_named(name or DEFAULT_GPU, num_sharing=num_sharing)
-    if not device.has_bf16 and config.model.param_dtype == "bfloat16":
+    device = find_device(name or DEFAULT_GPU, num_sharing=num_here)
+    if not device.has_bf16 and param_dtype == "bfloat16":
         notes.append(
             f"--gpu {name}: it has no products in bfloat16, and times are those of float32; give "
             "--param_dtype float32"
         )
-    given = {name: getattr(asked, name) for name in ("in_node_gb_s", "cross_node_gb_s")}
-    rates = {name: rate for name, rate in given.items() if rate is not None}
-    return replace(device, **rates), notes
+    if flags.in_node_gb_s is not None:
+        device = replace(device, in_node_gb_s=flags.in_node_gb_s)
+    if flags.cross_node_gb_s is not None:
+        device = replace(device, cross_node_gb_s=flags.cross_node_gb_s)
+    return device, notes
 
 
-def _is_for_this_cpu(asked: PlanFlags, config: RunConfig) -> bool:
-    """Whether the run can only be meant for this machine, which has no GPU."""
-    names_nodes = asked.gpus_per_node or asked.num_nodes is not None
-    is_small = config.model.param_dtype == "float32"
-    is_one_node = not isinstance(config, GRPOConfig) or (
-        len(config.parallel.num_learners_per_node) == 1 and config.fleet.ray_address is None
-    )
-    return not names_nodes and is_small and is_one_node and not has_gpu_here()
+def _is_for_this_cpu(flags: PlanFlags, param_dtype: str) -> bool:
+    """Whether a run that can be on one node is meant for this machine, which has no GPU."""
+    names_nodes = flags.gpus_per_node or flags.num_nodes is not None
+    return not names_nodes and param_dtype == "float32" and not has_gpu_here()
+
+
+def _is_on_one_node(parallel: LearnerParallelSection, fleet: FleetSection) -> bool:
+    """Whether GRPO's learners are on one node, and no cluster is named."""
+    return len(parallel.num_learners_per_node) == 1 and fleet.ray_address is None

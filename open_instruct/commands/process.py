@@ -33,7 +33,7 @@ from open_instruct.config.sharding_sections import ParallelSection, RanksSection
 from open_instruct.config.tracker_access import check_trackers
 from open_instruct.config.training import BackendRecord, LearnerConfig
 from open_instruct.core.errors import EXIT_FAILURE, EXIT_INPUT, EXIT_PREEMPTED, InputError
-from open_instruct.parallel.launch import TYPED, num_to_start, start_ranks
+from open_instruct.parallel.launch import COMMAND_VARIABLE, count_ranks_to_start, start_ranks
 from open_instruct.parallel.layout import find_layout
 from open_instruct.parallel.node_sizes import node_sizes_from_environment
 from open_instruct.parallel.status import this_process
@@ -95,7 +95,7 @@ def run_entry(
             if num_ranks is not None and script is not None:
                 file, first_words = script
                 command = [*first_words, *words]
-                code, message = start_ranks(file, command, num_ranks, typed=program)
+                code, message = start_ranks(file, command, num_ranks, command=program)
                 if message:
                     print_to_stderr(f"{program}: {message}. {advise_next_command(log_file)}")
                 return code
@@ -159,7 +159,7 @@ def _check_nodes(parallel: ParallelSection, backend: BackendRecord) -> int | Non
         find_layout(parallel, parallel.num_learners_per_node, backend)
     if not isinstance(parallel, RanksSection):
         return None
-    num_ranks = num_to_start(parallel.num_processes, os.environ)
+    num_ranks = count_ranks_to_start(parallel.num_processes, os.environ)
     if num_ranks:
         nodes: tuple[int, ...] | None = (num_ranks,)
     else:
@@ -190,7 +190,7 @@ def run_and_report(main: Callable[[ConfigT], int], config: ConfigT) -> int:
 
 def command_as_typed(script: str) -> str:
     """The command that was typed: `open-instruct dpo`, or `script` where that was started."""
-    if command := os.environ.get(TYPED):
+    if command := os.environ.get(COMMAND_VARIABLE):
         return command
     is_command = Path(sys.argv[0]).name in ("open-instruct", "cli.py") and len(sys.argv) > 1
     return f"open-instruct {sys.argv[1]}" if is_command else script

@@ -42,8 +42,8 @@ class BackendRecord(Protocol):
     def sharing(self, parallel: sharding_sections.ParallelSection, layout: ShardLayout) -> str:
         """The layout in a few words, for people: `2 copies of the model, each split over 4`."""
 
-    def planned(self, config: LearnerConfig) -> Any:
-        """The backend as a plan sees it: a `planning.plan.Backend`."""
+    def make_planner(self, parallel: sharding_sections.ParallelSection) -> Any:
+        """What the backend adds to a plan: a `planning.setting.BackendPlanner`."""
 
     def build(self, pretrained: Any, *, run: Any, config: LearnerConfig, num_steps: int) -> Any:
         """The `training.backend.Backend` of a run, with the weights of `pretrained` in place.

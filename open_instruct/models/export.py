@@ -32,7 +32,7 @@ from open_instruct.models.hf.names import TensorNames
 from open_instruct.models.hf.rope import export_rope_fields, read_rope
 from open_instruct.models.load import find_parameter_shapes, raise_together
 from open_instruct.models.shards import LocalShard, find_local_shards, gather_to_owner, reshard
-from open_instruct.parallel.process import on_main_process
+from open_instruct.parallel.process import run_on_main_process
 
 MAX_FILE_BYTES = 2 * 2**30
 GENERATION_CONFIG_NAME = "generation_config.json"
@@ -96,7 +96,7 @@ def export_hf(
         names, shapes, dtype, max_file_bytes=max_file_bytes, num_ranks=get_world_size()
     )
     num_bytes = sum(tensor.num_bytes for file in plan for tensor in file.tensors)
-    on_main_process(partial(_prepare, source, out, num_bytes))
+    run_on_main_process(partial(_prepare, source, out, num_bytes))
     folder = export_files.find_partial_folder(out)
     problems = _write_weights(folder, plan, weights or find_local_shards(model))
 
@@ -172,7 +172,7 @@ def _finish(out: Path, write_other_files: Callable[[], None], problems: list[str
         if get_rank() == 0:
             shutil.rmtree(export_files.find_partial_folder(out), ignore_errors=True)
         raise
-    on_main_process(partial(export_files.put_in_place, out))
+    run_on_main_process(partial(export_files.put_in_place, out))
 
 
 def _write_config(

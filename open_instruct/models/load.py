@@ -23,7 +23,7 @@ from open_instruct.models.hf.checkpoint_files import CheckpointFiles
 from open_instruct.models.hf.head_kinds import LM_HEAD
 from open_instruct.models.hf.names import EMBEDDINGS, HF_LM_HEAD, TensorNames, is_harmless_extra
 from open_instruct.models.shards import LocalShard, find_local_shards
-from open_instruct.parallel.process import gathered
+from open_instruct.parallel.process import gather_objects
 
 CHUNK_BYTES = 8 * 2**20
 QUANTIZING_BYTES = 16  # a value, in float32 three times and its code
@@ -195,7 +195,7 @@ def raise_together(
     """
     distinct = list(
         dict.fromkeys(
-            problem for rank_problems in gathered(list(problems)) for problem in rank_problems
+            problem for rank_problems in gather_objects(list(problems)) for problem in rank_problems
         )
     )
     if distinct:

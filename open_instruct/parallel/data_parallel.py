@@ -1,4 +1,4 @@
-"""A layout as OLMo-core's parallel configs, and the mesh that OLMo-core keeps for a process.
+"""OLMo-core's parallel configs of a layout, and the mesh that OLMo-core keeps for a process.
 
 Both train modules build theirs here and nowhere else. OLMo-core's public functions can only make a
 mesh, once.
@@ -16,15 +16,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from open_instruct.core.shard_layout import ShardLayout
 
 
-def parallel_configs(
+def build_parallel_configs(
     layout: ShardLayout, *, param_dtype: str = "bfloat16", prefetch_factor: int = 0
 ) -> dict[str, Any]:
-    """`dp`: HSDP, each block a unit of its own; `tp`: matrices split over ranks; `cp`: rows split,
-    in Ulysses style.
+    """OLMo-core's configs of data, tensor and context parallelism: `dp`, `tp` and `cp`.
 
-    Each has the layout's degrees, and is None where nothing is wrapped or split. Both degrees of
-    HSDP are always given: by default OLMo-core makes as many replicas as the environment counts
-    nodes, and with nodes of unequal size these replicas straddle nodes.
+    They are HSDP with each block a unit of its own, matrices split over ranks, and rows split in
+    Ulysses style. Each has the layout's degrees, and is None where nothing is wrapped or split.
+    Both degrees of HSDP are always given: by default OLMo-core makes as many replicas as the
+    environment counts nodes, and with nodes of unequal size these replicas straddle nodes.
 
     Args:
         layout: the sharding decision.
@@ -54,16 +54,17 @@ def parallel_configs(
     return configs
 
 
-def mesh_of(layout: ShardLayout, device: torch.device) -> DeviceMesh | None:
+def find_mesh(layout: ShardLayout, device: torch.device) -> DeviceMesh | None:
     """The mesh of this process, made if there is none: replica, shard, context, tensor.
 
     None on a single device.
     """
-    if (mesh := parallel.get_world_mesh()) is not None or layout.single_device:
+    mesh = parallel.get_world_mesh()
+    if mesh is not None or layout.single_device:
         return mesh
-    return parallel.build_world_mesh(**parallel_configs(layout), device_type=device.type)
+    return parallel.build_world_mesh(**build_parallel_configs(layout), device_type=device.type)
 
 
-def keep_mesh(mesh: DeviceMesh | None) -> None:
+def set_mesh(mesh: DeviceMesh | None) -> None:
     """Set the mesh of this process; after None, the next call that needs a mesh makes one."""
     parallel._WORLD_MESH = mesh

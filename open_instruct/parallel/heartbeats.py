@@ -1,4 +1,4 @@
-"""Heartbeats between ranks, so that ranks that wait can name one that is gone or frozen.
+"""Heartbeats between ranks, by which a rank that waits can name one that is gone or frozen.
 
 A thread of each rank renews its heartbeat in the key-value store of the process group every
 `BEAT_S`, and whenever the rank begins something else. Rank 0 watches all ranks, the others watch
@@ -116,7 +116,7 @@ class HeartbeatReader:
         """Why this rank counts as lost; None where it does not."""
         silence_s = time.monotonic() - self._newest[heartbeat.rank][1]
         is_silent = silence_s >= silent_s
-        if heartbeat.machine != processes.machine():
+        if heartbeat.machine != processes.machine_id():
             if not is_silent:
                 return None
             return (
@@ -219,9 +219,8 @@ class HeartbeatMonitor:
         heartbeats = self._all_ranks.read()
         lost = {loss.heartbeat.rank for loss in losses}
         # Ranks that have not left in order can speak; the first of them does.
-        speakers = [
-            each.rank for each in heartbeats if each.rank not in lost and each.last_words != ""
-        ]
+        present = [each for each in heartbeats if each.rank not in lost]
+        speakers = [each.rank for each in present if each.last_words != ""]
         is_first = self.rank == min(speakers, default=0)
         if losses:
             return "; ".join(map(str, losses)), is_first
@@ -240,9 +239,10 @@ class HeartbeatMonitor:
         sentences = []
         rarest_first = sorted(by_status.items(), key=lambda item: len(item[1]))
         for status, heartbeats in rarest_first[:MAX_STATUSES_SHOWN]:
-            num_others = len(heartbeats) - 1
-            others = f" and {num_others} more" if num_others else ""
-            sentences.append(f"{heartbeats[0].name}{others}: {status}")
+            who = heartbeats[0].name
+            if len(heartbeats) > 1:
+                who += f" and {len(heartbeats) - 1} more"
+            sentences.append(f"{who}: {status}")
         return "; ".join(sentences)
 
     def _run(self) -> None:
@@ -272,7 +272,7 @@ class HeartbeatMonitor:
             rank=self.rank,
             host=socket.gethostname(),
             pid=os.getpid(),
-            machine=processes.machine(),
+            machine=processes.machine_id(),
             beat=self._num_beats,
             status=self._read_status(),
             last_words=last_words,

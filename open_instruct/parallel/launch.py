@@ -25,43 +25,45 @@ from open_instruct.core.text import counted
 
 AUTO = "auto"
 # The environment variable with the command line that started the ranks, for messages.
-TYPED = "OPEN_INSTRUCT_COMMAND"
+COMMAND_VARIABLE = "OPEN_INSTRUCT_COMMAND"
 # A large model's last checkpoint takes longer than torchrun's 30 seconds; users who do not want it
 # can kill the ranks.
 SHUTDOWN_S = 300
 
 
-def num_to_start(asked: str | None, environ: Mapping[str, str]) -> int | None:
-    """The number of ranks that this process starts by --num_processes;
-
-    None if it is a rank itself, or the only one.
-    """
-    if asked is None or "WORLD_SIZE" in environ:
+def count_ranks_to_start(num_processes: str | None, environ: Mapping[str, str]) -> int | None:
+    """The number of ranks to start by --num_processes; None for a rank, or for one process."""
+    if num_processes is None or "WORLD_SIZE" in environ:
         return None
-    number = _num_gpus() if asked == AUTO else int(asked)
-    return number if number > 1 else None
+    number = _count_gpus() if num_processes == AUTO else int(num_processes)
+    if number < 2:
+        return None
+    return number
 
 
-def threads_of_each(num_processes: int) -> dict[str, str]:
+def share_threads(num_processes: int) -> dict[str, str]:
     """Environment variables that share this machine's cores among so many processes.
 
     Threads of a matrix product spin while they wait, so one thread too many costs more than one too
     few.
     """
-    return {
-        "OMP_NUM_THREADS": os.environ.get(
-            "OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_processes))
-        )
-    }
+    num_threads = max(1, (os.cpu_count() or 1) // num_processes)
+    return {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(num_threads))}
 
 
 def start_ranks(
-    script: Path, words: Sequence[str], num_ranks: int, *, typed: str
+    script: Path, words: Sequence[str], num_ranks: int, *, command: str
 ) -> tuple[int, str]:
-    """Run `script` on so many ranks to their end; the exit code, and an unreported error.
+    """Run `script` on so many ranks to their end.
 
     A signal is passed on to all ranks, which have `TORCH_ELASTIC_SHUTDOWN_TIMEOUT` seconds
     (default: `SHUTDOWN_S`).
+
+    Args:
+        command: as the user typed it, for the ranks' messages.
+
+    Returns:
+        The exit code, and an error that no rank has reported.
     """
     from torch.distributed.elastic.agent.server.api import WorkerSpec
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
@@ -83,7 +85,7 @@ def start_ranks(
             spec, DefaultLogsSpecs(log_dir=folder), shutdown_timeout=timeout_s
         )
         try:
-            with _as_its_ranks_see_it(typed, num_ranks):
+            with _rank_environment(command, num_ranks):
                 failures = agent.run().failures.values()
         except SignalException as stopped:
             if any(Path(folder).rglob("error.json")):
@@ -102,19 +104,16 @@ def start_ranks(
 
 
 @contextmanager
-def _as_its_ranks_see_it(typed: str, num_ranks: int) -> Iterator[None]:
-    """A context in which the agent logs nothing and the environment holds the variables for the
-    ranks.
-    """
+def _rank_environment(command: str, num_ranks: int) -> Iterator[None]:
+    """A context in which the environment is the ranks', and the agent logs nothing."""
     before = dict(os.environ)
     level = logging.root.manager.disable
     logging.disable()
-    os.environ[TYPED] = typed
+    os.environ[COMMAND_VARIABLE] = command
     # The agent would also handle signals that this process ignores.
-    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join(
-        number.name for number in stop_signals()
-    )
-    os.environ.update(threads_of_each(num_ranks))
+    handled = [number.name for number in stop_signals()]
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join(handled)
+    os.environ.update(share_threads(num_ranks))
     try:
         yield
     finally:
@@ -123,22 +122,23 @@ def _as_its_ranks_see_it(typed: str, num_ranks: int) -> Iterator[None]:
         os.environ.update(before)
 
 
-def refuse_other_number(asked: str | None, started: int) -> None:
+def refuse_other_rank_count(num_processes: str | None, num_started: int) -> None:
     """Refuse --num_processes if a launcher started another number of processes on this machine.
 
     Raises:
         InputError: the numbers differ; the message says what would work.
     """
-    if asked not in (None, AUTO, str(started)):
+    if num_processes not in (None, AUTO, str(num_started)):
+        here = counted(num_started, "process")
         raise InputError(
-            f"--num_processes {asked}: this run was started on {counted(started, 'process')} of "
+            f"--num_processes {num_processes}: this run was started on {here} of "
             "this machine; leave the flag out under torchrun, or start the run by "
             "`open-instruct` without it",
             kind="conflict",
         )
 
 
-def idle_gpus(parallel: RanksSection, *, num_ranks: int, num_gpus: int) -> str | None:
+def find_idle_gpus(parallel: RanksSection, *, num_ranks: int, num_gpus: int) -> str | None:
     """A hint for a run of one process on a machine with several GPUs; None if none is idle."""
     if num_ranks > 1 or num_gpus < 2 or parallel.single_gpu_mode or parallel.num_processes == "1":
         return None
@@ -149,7 +149,7 @@ def idle_gpus(parallel: RanksSection, *, num_ranks: int, num_gpus: int) -> str |
     )
 
 
-def _num_gpus() -> int:
+def _count_gpus() -> int:
     import torch
 
     return torch.cuda.device_count()

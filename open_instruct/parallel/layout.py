@@ -100,29 +100,31 @@ def find_layout(
 ) -> ShardLayout:
     """The layout of a run under its backend.
 
-    :raises InputError: the flags cannot work on these nodes.
+    Raises:
+        InputError: the flags cannot work on these nodes.
     """
     _refuse_one_rank_for_many(parallel, gpus_per_node)
     return backend.layout(parallel, gpus_per_node)
 
 
-def layout_of_degrees(
-    parallel: ParallelSection, gpus_per_node: Sequence[int], **own: int | None
+def build_layout(
+    parallel: ParallelSection, gpus_per_node: Sequence[int], **backend_degrees: int | None
 ) -> ShardLayout:
-    """`resolve_layout` for the degrees of the flags, but for the backend's `own`."""
+    """The layout of the degrees of the flags, in place of which `backend_degrees` stand.
+
+    Raises:
+        InputError: see `resolve_layout`.
+    """
     degrees = {each.name: getattr(parallel, each.name) for each in fields(DegreesSection)}
-    return resolve_layout(gpus_per_node, **(degrees | own), single_device=parallel.single_gpu_mode)
+    degrees |= backend_degrees
+    return resolve_layout(gpus_per_node, **degrees, single_device=parallel.single_gpu_mode)
 
 
 def _refuse_one_rank_for_many(parallel: ParallelSection, gpus_per_node: Sequence[int]) -> None:
     """Refuse degrees above 1 for a single process with the hint that a launcher was left out."""
     degrees = parallel.splitting
-    if (
-        not degrees
-        or sum(gpus_per_node) != 1
-        or parallel.single_gpu_mode
-        or not parallel.more_ranks
-    ):
+    is_alone = sum(gpus_per_node) == 1 and not parallel.single_gpu_mode
+    if not degrees or not is_alone or not parallel.more_ranks:
         return
     given = " and ".join(f"--{name} {degree}" for name, degree in degrees.items())
     needed = prod(degrees.values())
@@ -146,10 +148,13 @@ def check_heads(
 ) -> None:
     """Check that every tensor and context rank gets whole heads.
 
-    :param num_delta_heads: key heads of the layers of the gated delta rule, whose value heads are a
-        multiple; 0: none.
-    :param is_fused: whether these have one matrix for queries, keys and values.
-    :raises InputError: names the flags and lists the degrees that would work for `model`.
+    Args:
+        num_delta_heads: key heads of the layers of the gated delta rule, whose value heads are a
+            multiple; 0: none.
+        is_fused: whether these have one matrix for queries, keys and values.
+
+    Raises:
+        InputError: names the flags and lists the degrees that would work for `model`.
     """
     heads = f"the {num_heads} query heads and {num_kv_heads} key-value heads of {model}"
     if num_delta_heads:
@@ -162,9 +167,8 @@ def check_heads(
             f"or {CONTEXT} {tensor}",
             kind="layout",
         )
-    _check_product(
-        tensor, context, what=heads, number=gcd(num_heads, num_kv_heads, num_delta_heads)
-    )
+    num_shareable = gcd(num_heads, num_kv_heads, num_delta_heads)
+    _check_product(tensor, context, what=heads, number=num_shareable)
 
 
 def check_experts(layout: ShardLayout, *, num_experts: int, model: str) -> None:
@@ -175,10 +179,11 @@ def check_experts(layout: ShardLayout, *, num_experts: int, model: str) -> None:
     """
     if num_experts and layout.tensor_parallel_degree > 1:
         raise InputError(
-            ("--tensor_parallel_degree: experts are not split over tensor parallel ranks; use 1"),
+            "--tensor_parallel_degree: experts are not split over tensor parallel ranks; use 1",
             kind="layout",
         )
-    given = f"--expert_parallel_degree {(degree := layout.expert_parallel_degree)}"
+    degree = layout.expert_parallel_degree
+    given = f"--expert_parallel_degree {degree}"
     if degree > 1 and not num_experts:
         raise InputError(f"{given}: {model} has no experts to split; leave it out", kind="layout")
     if num_experts % degree:

@@ -46,12 +46,15 @@ def _across_nodes(layout: ShardLayout, instead: str) -> Iterator[str]:
         ),
     )
     for flag, kind, groups, traffic in kinds:
-        if straddling := layout.straddling(groups):
-            ways = _ways_within_nodes(layout, flag, instead) or ["no change of one degree"]
-            yield (
-                f"{kind} groups straddle nodes: {_show(layout, straddling)}. Every {traffic} over "
-                f"the network between nodes. The groups would stay within a node with {ways[0]}."
-            )
+        straddling = layout.straddling(groups)
+        if not straddling:
+            continue
+        ways = _ways_within_nodes(layout, flag, instead) or ["no change of one degree"]
+        yield (
+            f"{kind} groups straddle nodes: {_describe_groups(layout, straddling)}. Every "
+            f"{traffic} over the network between nodes. The groups would stay within a node with "
+            f"{ways[0]}."
+        )
 
 
 def _not_sharded(layout: ShardLayout, instead: str) -> str:
@@ -104,23 +107,23 @@ def _ways_within_nodes(layout: ShardLayout, flag: str, instead: str) -> list[str
             (CONTEXT, fitting(tensor, times=2), room),
         ],
     }
-    return [
-        f"{changed} {one_of(degrees)}{note}" for changed, degrees, note in ways[flag] if degrees
-    ]
+    texts = []
+    for changed_flag, degrees, note in ways[flag]:
+        if degrees:
+            texts.append(f"{changed_flag} {one_of(degrees)}{note}")
+    return texts
 
 
-def _show(layout: ShardLayout, groups: Sequence[tuple[int, ...]]) -> str:
+def _describe_groups(layout: ShardLayout, groups: Sequence[tuple[int, ...]]) -> str:
     """The first groups with their nodes: "A: ranks 0-2 (nodes 0 to 1), and 4 more groups"."""
     letters = {group: f"{group_name(index)}: " for index, group in enumerate(layout.shard_groups)}
-    shown = [letters.get(group, "") + _across(layout, group) for group in groups[:MAX_GROUPS_SHOWN]]
+    texts = []
+    for group in groups[:MAX_GROUPS_SHOWN]:
+        first_node = layout.node_of(group[0])
+        last_node = layout.node_of(group[-1])
+        letter = letters.get(group, "")
+        texts.append(f"{letter}ranks {ranks_text(group)} (nodes {first_node} to {last_node})")
     num_more = len(groups) - MAX_GROUPS_SHOWN
     if num_more > 0:
-        shown.append(f"and {counted(num_more, 'more group')}")
-    return ", ".join(shown)
-
-
-def _across(layout: ShardLayout, group: tuple[int, ...]) -> str:
-    return (
-        f"ranks {ranks_text(group)} (nodes {layout.node_of(group[0])} to "
-        f"{layout.node_of(group[-1])})"
-    )
+        texts.append(f"and {counted(num_more, 'more group')}")
+    return ", ".join(texts)

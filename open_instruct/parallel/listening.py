@@ -21,9 +21,8 @@ def listen_at(address: str, **options: Any) -> TCPStore:
     """
     from torch.distributed import TCPStore
 
-    listener = socket.create_server(
-        (address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET
-    )
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    listener = socket.create_server((address, 0), family=family)
     port = listener.getsockname()[1]
     return TCPStore(
         address,

@@ -7,7 +7,7 @@ from rich.text import Text
 
 from open_instruct.core.shard_layout import ShardLayout
 from open_instruct.core.text import counted
-from open_instruct.parallel.wording import degrees_of, group_name, nodes_text, ranks_text
+from open_instruct.parallel.wording import group_name, list_degrees, nodes_text, ranks_text
 
 WIDTH = 80
 MAX_NODES_SHOWN = 8
@@ -21,7 +21,7 @@ def draw_layout(layout: ShardLayout) -> Text:
     """The picture, styled for a terminal; `.plain` is the same without colours, in ASCII alone."""
     lines = [*_summary(layout), Text(), *_nodes(layout), Text(), *_traffic(layout)]
     for warning in layout.warnings:
-        paragraph = wrapped(f"warning: {warning}", later_indent="         ")
+        paragraph = wrap_paragraph(f"warning: {warning}", later_indent="         ")
         lines += [Text(), Text(paragraph, style="yellow")]
     return Text("\n").join(lines)
 
@@ -40,9 +40,9 @@ def _summary(layout: ShardLayout) -> Iterator[Text]:
     if layout.num_replicas > 1:
         share = f"each {share}"
     replicas = counted(layout.num_replicas, "replica")
-    yield Text(wrapped(f"{nodes}: {replicas} of the model, {share}"), style="bold")
+    yield Text(wrap_paragraph(f"{nodes}: {replicas} of the model, {share}"), style="bold")
     if split > layout.shard_degree:
-        yield Text(f"{split} GPUs = {' x '.join(degrees_of(layout))}")
+        yield Text(f"{split} GPUs = {' x '.join(list_degrees(layout))}")
     flags = f"--fsdp_shard_degree {layout.shard_degree} --fsdp_num_replicas {layout.num_replicas}"
     yield Text(f"the same as {flags}", style="dim")
 
@@ -58,7 +58,7 @@ def _nodes(layout: ShardLayout) -> Iterator[Text]:
     for node, ranks in enumerate(layout.nodes):
         if last < MAX_NODES_SHOWN or node < NODES_SHOWN_FIRST or node == last:
             title = f"node {node:<{node_width}}  ranks {ranks_text(ranks):<{ranks_width}} "
-            yield _listed(title, (letters[rank] for rank in ranks), between=" ")
+            yield _list_names(title, (letters[rank] for rank in ranks), between=" ")
         elif node == NODES_SHOWN_FIRST:
             yield Text(f"... nodes {node} to {last - 1}", style="dim")
 
@@ -88,23 +88,21 @@ def _traffic(layout: ShardLayout) -> Iterator[Text]:
         else:
             reach = f"{num_crossing} of {len(groups)} cross nodes"
         yield Text.assemble((f"{name:<16}", "bold"), f"{traffic:<42}", (reach, style))
-        members = [Text(ranks_text(group)) for group in groups]
-        if name == "shard groups":
-            members = [
-                Text.assemble(_letter(index), " ", ranks) for index, ranks in enumerate(members)
-            ]
-        yield _listed(
-            f"{'':16}{counted(len(groups), 'group')} of {len(groups[0])} GPUs: ",
-            members,
-            between=", ",
-        )
+        members = []
+        for index, group in enumerate(groups):
+            ranks = Text(ranks_text(group))
+            if name == "shard groups":
+                ranks = Text.assemble(_letter(index), " ", ranks)
+            members.append(ranks)
+        title = f"{'':16}{counted(len(groups), 'group')} of {len(groups[0])} GPUs: "
+        yield _list_names(title, members, between=", ")
 
 
 def _letter(group: int) -> Text:
     return Text(group_name(group), style=f"bold {GROUP_STYLES[group % len(GROUP_STYLES)]}")
 
 
-def _listed(title: str, names: Iterable[Text], *, between: str) -> Text:
+def _list_names(title: str, names: Iterable[Text], *, between: str) -> Text:
     """The title and as many of `names` as fit in a line."""
     line = Text(title)
     more = f"{between}..."
@@ -115,7 +113,7 @@ def _listed(title: str, names: Iterable[Text], *, between: str) -> Text:
     return line
 
 
-def wrapped(text: str, *, later_indent: str = "") -> str:
+def wrap_paragraph(text: str, *, later_indent: str = "") -> str:
     """A paragraph of the picture or of a plan in wrapped lines; flags are never broken."""
     return textwrap.fill(
         text, WIDTH, subsequent_indent=later_indent, break_on_hyphens=False, break_long_words=False

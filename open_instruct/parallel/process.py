@@ -18,7 +18,7 @@ from olmo_core.distributed.utils import (
 )
 from olmo_core.utils import seed_all
 
-from open_instruct.parallel.data_parallel import keep_mesh
+from open_instruct.parallel.data_parallel import set_mesh
 from open_instruct.parallel.listening import LOOPBACK_INTERFACE
 from open_instruct.parallel.status import this_process
 from open_instruct.parallel.triton_cache import set_triton_cache
@@ -78,22 +78,22 @@ def start_process(*, timeout_s: int, seed: int) -> Process:
 def _discover_nodes(local_rank: int) -> tuple[int, ...]:
     """The real node sizes: a node begins wherever a process has local rank 0."""
     sizes: list[int] = []
-    for local in gathered(local_rank):
+    for local in gather_objects(local_rank):
         if local == 0:
             sizes.append(0)
         sizes[-1] += 1
     return tuple(sizes)
 
 
-def gathered(own: T, group: dist.ProcessGroup | None = None) -> list[T]:
+def gather_objects(rank_object: T, group: dist.ProcessGroup | None = None) -> list[T]:
     """The objects of all ranks in rank order; without a process group, this one's alone.
 
     Collective.
     """
-    return all_gather_object(own, group)
+    return all_gather_object(rank_object, group)
 
 
-def on_main_process(function: Callable[[], T]) -> T:
+def run_on_main_process(function: Callable[[], T]) -> T:
     """Run `function` on rank 0 and give every rank its result, or raise its error on every rank.
 
     Every rank must call this; the result must be picklable and small.
@@ -115,4 +115,4 @@ def stop_process() -> None:
     this_process.leave()
     if dist.is_initialized():
         dist.destroy_process_group()
-    keep_mesh(None)
+    set_mesh(None)

@@ -1,4 +1,4 @@
-"""The state of a process: whether it exists, is frozen, and what machine it is on."""
+"""Facts about other processes: whether one exists or is frozen, and what machine this one is on."""
 
 import os
 import socket
@@ -10,7 +10,7 @@ import psutil
 
 
 @cache
-def machine() -> str:
+def machine_id() -> str:
     """A key that two processes share if they see each other: one boot, one pid namespace."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -19,9 +19,9 @@ def machine() -> str:
         return socket.gethostname()
 
 
-def host_of_cores(device_type: str) -> str | None:
+def find_cpu_host(device_type: str) -> str | None:
     """The host whose CPU cores this process computes on; None where it has a device of its own."""
-    return machine().split()[0] if device_type == "cpu" else None
+    return machine_id().split()[0] if device_type == "cpu" else None
 
 
 def is_stopped(pid: int) -> bool:
@@ -38,6 +38,6 @@ def has_ended(pid: int) -> bool:
     return True
 
 
-def children(pid: int) -> list[int]:
+def list_children(pid: int) -> list[int]:
     """The ids of a process's children."""
     return [child.pid for child in psutil.Process(pid).children()]

@@ -1,22 +1,24 @@
-"""Metrics of microbatches become those of an update, on all ranks; rows are gathered."""
+"""Combines the metrics of microbatches, reduces them over ranks, and gathers rows of all ranks."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import reduce
-from itertools import islice
 
 import torch
 import torch.distributed as dist
 
 from open_instruct.core.records import Metric
-from open_instruct.parallel.process import gathered
+from open_instruct.parallel.process import gather_objects
 
 
-def over_microbatches(measured: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
-    """A `Metric` for each name, of this rank alone; no device is waited for."""
+def combine_microbatches(microbatches: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
+    """Combine each metric of an update's microbatches, on this rank alone.
+
+    No device is waited for.
+    """
     by_name: dict[str, list[Metric]] = {}
-    for metrics in measured:
+    for metrics in microbatches:
         for name, metric in metrics.items():
             by_name.setdefault(name, []).append(metric)
     return {name: _combine(metrics) for name, metrics in by_name.items()}
@@ -53,21 +55,24 @@ def reduce_metrics(
         world_size = dist.get_world_size(group)
         rank = dist.get_rank(group)
     names = sorted(metrics)
-    slots = [
-        _slots(metrics[name], rank=rank, world_size=world_size, device=device) for name in names
-    ]
+    slots = []
+    for name in names:
+        slots.append(_slots(metrics[name], rank=rank, world_size=world_size, device=device))
     flat = torch.cat(slots)
     if world_size > 1:
         dist.all_reduce(flat, group=group)
-    sums = iter(flat.tolist())  # the one wait for the device
-    return {
-        name: _reduced(metrics[name], list(islice(sums, len(own))))
-        for name, own in zip(names, slots, strict=True)
-    }
+    sums = flat.tolist()  # the one wait for the device
+    numbers = {}
+    begin = 0
+    for name, rank_slots in zip(names, slots, strict=True):
+        end = begin + len(rank_slots)
+        numbers[name] = _read_number(metrics[name], sums[begin:end])
+        begin = end
+    return numbers
 
 
 def _slots(metric: Metric, *, rank: int, world_size: int, device: torch.device) -> torch.Tensor:
-    """The numbers of a metric on one rank; `_reduced` reads their sums over all ranks."""
+    """The numbers of a metric on one rank; `_read_number` reads their sums over all ranks."""
     value = _number(metric.value, device)
     if metric.reduction == "sum":
         return value
@@ -78,14 +83,17 @@ def _slots(metric: Metric, *, rank: int, world_size: int, device: torch.device) 
     return torch.cat([torch.where(weight > 0, value * weight, 0.0), weight])
 
 
-def _reduced(metric: Metric, sums: list[float]) -> float:
+def _read_number(metric: Metric, sums: list[float]) -> float:
+    """The number of a metric, from the sums of its slots over all ranks."""
     if metric.reduction == "sum":
         return sums[0]
     if metric.reduction == "max":
         # A NaN counts as the largest; the result of max() would depend on the order.
         return max(sums, key=lambda value: (math.isnan(value), value))
     total, weight_sum = sums
-    return total / weight_sum if weight_sum > 0 else math.nan
+    if weight_sum > 0:
+        return total / weight_sum
+    return math.nan
 
 
 def _number(number: torch.Tensor | float, device: torch.device) -> torch.Tensor:
@@ -103,11 +111,11 @@ def gather_rows(values: torch.Tensor, *, group: dist.ProcessGroup | None) -> tor
 
     The host waits for the other ranks but not for the device.
     """
-    sizes = gathered(len(values), group)
+    sizes = gather_objects(len(values), group)
     if len(sizes) == 1:
         return values
-    own = values.new_zeros(max(sizes), *values.shape[1:])
-    own[: len(values)] = values
-    everywhere = [torch.empty_like(own) for _ in sizes]
-    dist.all_gather(everywhere, own, group=group)
-    return torch.cat([rows[:size] for rows, size in zip(everywhere, sizes, strict=True)])
+    padded = values.new_zeros(max(sizes), *values.shape[1:])
+    padded[: len(values)] = values
+    all_padded = [torch.empty_like(padded) for _ in sizes]
+    dist.all_gather(all_padded, padded, group=group)
+    return torch.cat([rows[:size] for rows, size in zip(all_padded, sizes, strict=True)])

@@ -1,4 +1,4 @@
-"""Sections of flags are joined with the backend that shards their run.
+"""Joins the sections of a run's flags with the backend that shards it.
 
 The room config knows no backend, and a backend knows no parser: what is known of both is here. The
 backend itself is found by `commands.run_flags`, since its package stands above this one.
@@ -10,7 +10,8 @@ from typing import Any
 from open_instruct.config.flags import flags_of
 from open_instruct.config.training import BackendRecord, ConfigT
 
-STAY_ON_ONE_PROCESS = ("single_gpu_mode", "backend", "deepspeed_stage")
+# Flags of sharding that mean the same on one process.
+FLAGS_OF_ONE_PROCESS = ("single_gpu_mode", "backend", "deepspeed_stage")
 
 
 def resolve(config: ConfigT, backend: BackendRecord) -> ConfigT:
@@ -22,19 +23,15 @@ def resolve(config: ConfigT, backend: BackendRecord) -> ConfigT:
     values_by_section: dict[str, dict[str, Any]] = {}
     for name, value in backend.default_values(config).items():
         values_by_section.setdefault(flags[name].section, {})[name] = value
-    sections = {
-        section: replace(getattr(config, section), **values)
-        for section, values in values_by_section.items()
-    }
+    sections = {}
+    for section, values in values_by_section.items():
+        sections[section] = replace(getattr(config, section), **values)
     return replace(config, backend_record=backend, **sections)
 
 
-def on_one_process(config: ConfigT) -> ConfigT:
+def reduce_to_one_process(config: ConfigT) -> ConfigT:
     """The config for one process: the same mathematics without shards, and without compilation."""
-    same = {name: getattr(config.parallel, name) for name in STAY_ON_ONE_PROCESS}
-    alone = replace(
-        config,
-        parallel=type(config.parallel)(**same),
-        memory=replace(config.memory, compile_model=False, activation_memory_budget=1.0),
-    )
-    return resolve(alone, config.backend)
+    flags = {name: getattr(config.parallel, name) for name in FLAGS_OF_ONE_PROCESS}
+    parallel = type(config.parallel)(**flags)
+    memory = replace(config.memory, compile_model=False, activation_memory_budget=1.0)
+    return resolve(replace(config, parallel=parallel, memory=memory), config.backend)

@@ -125,14 +125,18 @@ class ProcessStatus:
 
     def find_loss_now(self) -> Explanation | None:
         """As `explain_error`, of a rank of this machine that is gone."""
-        return None if self._monitor is None else self._monitor.find_loss_now()
+        if self._monitor is None:
+            return None
+        return self._monitor.find_loss_now()
 
     def describe_ranks(self, error: BaseException) -> str:
         """What all ranks are doing, in parentheses, if `error` is about one that did not answer."""
         if self._monitor is None or not _is_about(error, TIMEOUT_WORDS):
             return ""
         statuses = self._monitor.describe_statuses()
-        return f" ({statuses})" if statuses else ""
+        if not statuses:
+            return ""
+        return f" ({statuses})"
 
     def _await_loss_of_launcher(self) -> None:
         while not self.has_lost_launcher():

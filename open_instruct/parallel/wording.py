@@ -13,7 +13,7 @@ CONTEXT = "--context_parallel_degree"
 SHARD = "--fsdp_shard_degree"
 
 
-def degrees_of(layout: ShardLayout) -> list[str]:
+def list_degrees(layout: ShardLayout) -> list[str]:
     """The degrees above 1 that split the training state: "shard degree 8", "tensor degree 2"."""
     degrees = {
         "shard": layout.shard_degree,
@@ -26,7 +26,9 @@ def degrees_of(layout: ShardLayout) -> list[str]:
 def group_name(index: int) -> str:
     """The letters of a shard group, as in a spreadsheet: A, B, … Z, AA, AB, …"""
     before, letter = divmod(index, 26)
-    return (group_name(before - 1) if before else "") + ascii_uppercase[letter]
+    if before == 0:
+        return ascii_uppercase[letter]
+    return group_name(before - 1) + ascii_uppercase[letter]
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
@@ -46,9 +48,8 @@ def nodes_text(gpus_per_node: Sequence[int], device: str = "GPU") -> str:
     if len(sizes) == 1:
         return f"{counted(len(gpus_per_node), 'node')} of {counted(gpus_per_node[0], device)}"
     if len(gpus_per_node) <= 4:
-        return (
-            f"nodes of {', '.join(map(str, gpus_per_node[:-1]))} and {gpus_per_node[-1]} {device}s"
-        )
+        *others, last = gpus_per_node
+        return f"nodes of {', '.join(map(str, others))} and {last} {device}s"
     return f"{len(gpus_per_node)} nodes of {min(sizes)} to {max(sizes)} {device}s"
 
 

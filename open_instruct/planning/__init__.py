@@ -1,3 +1,1 @@
-"""Memory, traffic and time of a run, predicted from its flags alone, before it is started and
-without torch.
-"""
+"""Memory, traffic and time of a run, predicted from its flags alone and without torch."""

@@ -9,17 +9,23 @@ T tokens of a microbatch on one context rank.
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 
 from open_instruct.core.shard_layout import ShardLayout
-from open_instruct.planning.exchanges import Axis, Collective, Exchange, build_exchange, group_span
+from open_instruct.planning.exchanges import (
+    Axis,
+    Calls,
+    Collective,
+    Exchange,
+    build_exchange,
+    group_span,
+)
 from open_instruct.planning.memory.head import logit_chunks
 from open_instruct.planning.memory.piece import FLOAT32
 from open_instruct.planning.subject.model import ModelShape
 from open_instruct.planning.subject.workload import Workload
 
-# What, by which collective, bytes of a call, calls in one pass over a microbatch.
-Calls = tuple[str, Collective, int, int]
-
+# What is exchanged, in the words of a plan.
 WHOLE = "activations, whole for a matrix"
 SUMMED = "activations, summed and split again"
 SWAPPED = "features and logits, split otherwise"
@@ -51,12 +57,17 @@ def activation_exchanges(
 def repeat_calls(
     axis: Axis, calls: Iterable[Calls], layout: ShardLayout, num_passes: int
 ) -> Iterator[Exchange]:
-    """The calls of so many passes in the groups of an axis, if those have more than one rank."""
+    """The calls of so many passes in the groups of an axis, if those have more than one rank.
+
+    Args:
+        calls: of one pass over a microbatch.
+    """
     if group_span(layout, axis)[0] == 1:
         return
-    for what, collective, num_bytes, num_calls in calls:
-        if num_calls:
-            yield build_exchange(layout, axis, what, collective, num_bytes, num_passes * num_calls)
+    for each in calls:
+        if each.num_calls > 0:
+            num_calls = num_passes * each.num_calls
+            yield build_exchange(layout, axis, replace(each, num_calls=num_calls))
 
 
 def num_head_positions(layout: ShardLayout, workload: Workload) -> int:
@@ -85,23 +96,38 @@ def tensor_calls(
     # Each sublayer gathers its input, and scatters the sum of what its ranks put out; backwards the
     # other way round. Recomputation stops at the last tensor that is needed: that is before a
     # sublayer's scatter, unless a norm of the block comes after it.
-    scatters_again = blocks_again * (layers + len(shape.windows) * shape.traits.norm_after)
+    scatters_again = blocks_again * layers
+    if shape.traits.norm_after:
+        scatters_again += blocks_again * len(shape.windows)
     gathers_of_layer = 2 * (1 + backward) + attention_again + feed_forward_again
     sums_backward = (2 * layers - 1) * backward + to_embeddings
     # Embeddings put out a sum as well.
-    yield WHOLE, "all_gather", hidden, layers * gathers_of_layer + to_embeddings
-    yield SUMMED, "reduce_scatter", hidden, 1 + 2 * layers + scatters_again + sums_backward
+    num_gathers = layers * gathers_of_layer + to_embeddings
+    num_scatters = 1 + 2 * layers + scatters_again + sums_backward
+    yield Calls(what=WHOLE, collective="all_gather", num_bytes=hidden, num_calls=num_gathers)
+    yield Calls(
+        what=SUMMED,
+        collective="reduce_scatter",
+        num_bytes=hidden,
+        num_calls=num_scatters,
+    )
 
     if shape.traits.qk_norm != "none":
         # Queries and keys, split by heads, are split by tokens for their norms, then by heads
         # again.
         num_swaps = 2 * len(shape.windows) * (1 + backward + attention_again)
         for width in (shape.q_width, shape.kv_width):
-            yield SWAPPED, *_swap(num_tokens * width * item_bytes, degree, workload), num_swaps
+            whole_bytes = num_tokens * width * item_bytes
+            yield _swaps(whole_bytes, degree, num_swaps, on_cuda=workload.on_cuda)
 
     if num_values > 0:
         yield from _head_calls(shape, layout, workload, trains=trains)
-    yield "log-probs", "all_gather", num_tokens * FLOAT32, num_values
+    yield Calls(
+        what="log-probs",
+        collective="all_gather",
+        num_bytes=num_tokens * FLOAT32,
+        num_calls=num_values,
+    )
 
 
 def _head_calls(
@@ -116,16 +142,26 @@ def _head_calls(
     for positions in chunks:
         position_bytes = positions * degree * workload.compute_bytes
         hidden = position_bytes * shape.d_model
-        yield WHOLE, "all_gather", hidden, 1 + again
-        yield SUMMED, "reduce_scatter", hidden, backward
-        yield SWAPPED, *_swap(position_bytes * vocabulary, degree, workload), 1 + again + backward
+        yield Calls(what=WHOLE, collective="all_gather", num_bytes=hidden, num_calls=1 + again)
+        yield Calls(
+            what=SUMMED,
+            collective="reduce_scatter",
+            num_bytes=hidden,
+            num_calls=backward,
+        )
+        whole_bytes = position_bytes * vocabulary
+        num_swaps = 1 + again + backward
+        yield _swaps(whole_bytes, degree, num_swaps, on_cuda=workload.on_cuda)
 
 
-def _swap(whole_bytes: int, degree: int, workload: Workload) -> tuple[Collective, int]:
+def _swaps(whole_bytes: int, degree: int, num_calls: int, *, on_cuda: bool) -> Calls:
     """A tensor that is split along one dim, then another; DTensor gathers it without CUDA."""
-    if workload.on_cuda:
-        return "all_to_all", whole_bytes // degree
-    return "all_gather", whole_bytes
+    collective: Collective = "all_gather"
+    num_bytes = whole_bytes
+    if on_cuda:
+        collective = "all_to_all"
+        num_bytes = whole_bytes // degree
+    return Calls(what=SWAPPED, collective=collective, num_bytes=num_bytes, num_calls=num_calls)
 
 
 def context_calls(
@@ -139,19 +175,32 @@ def context_calls(
     num_tokens = workload.tokens_per_microbatch // layout.context_parallel_degree
     # Queries, keys and values, and what attention puts out; so also what is remembered, with two
     # numbers for each head.
-    widths = Counter([shape.q_width + 2 * shape.kv_width, shape.q_width] * len(shape.windows))
+    widths: Counter[int] = Counter()
+    widths[shape.q_width + 2 * shape.kv_width] += len(shape.windows)
+    widths[shape.q_width] += len(shape.windows)
     for layer in shape.layers:
         delta = layer.delta
         if delta is not None:
-            widths.update([sum(delta.widths) + 2 * delta.num_value_heads, delta.widths[-1]])
+            widths[sum(delta.widths) + 2 * delta.num_value_heads] += 1
+            widths[delta.widths[-1]] += 1
     num_passes = 1
     if trains:
         num_passes = 2 + workload.recomputes("attention")
     for width, num_calls in widths.items():
         # Heads are split between tensor ranks already.
-        num_bytes = num_tokens * width * workload.compute_bytes // layout.tensor_parallel_degree
-        yield "tokens and heads in attention", "all_to_all", num_bytes, num_passes * num_calls
-    yield "losses of a row", "all_gather", FLOAT32 * workload.tokens_per_microbatch, num_values
+        whole_bytes = num_tokens * width * workload.compute_bytes
+        yield Calls(
+            what="tokens and heads in attention",
+            collective="all_to_all",
+            num_bytes=whole_bytes // layout.tensor_parallel_degree,
+            num_calls=num_passes * num_calls,
+        )
+    yield Calls(
+        what="losses of a row",
+        collective="all_gather",
+        num_bytes=FLOAT32 * workload.tokens_per_microbatch,
+        num_calls=num_values,
+    )
 
 
 def expert_calls(shape: ModelShape, workload: Workload, *, trains: bool) -> Iterator[Calls]:
@@ -162,6 +211,15 @@ def expert_calls(shape: ModelShape, workload: Workload, *, trains: bool) -> Iter
     again = int(trains and workload.recomputes("feed_forward"))
     num_layers = sum(layer.num_experts > 0 for layer in shape.layers)
     num_pairs = workload.tokens_per_microbatch * shape.experts_per_token
-    num_bytes = num_pairs * shape.d_model * workload.compute_bytes
-    yield "tokens at their experts", "all_to_all", num_bytes, num_layers * 2 * (1 + trains + again)
-    yield "numbers of tokens", "all_to_all", 4 * shape.num_experts, num_layers * (1 + again)
+    yield Calls(
+        what="tokens at their experts",
+        collective="all_to_all",
+        num_bytes=num_pairs * shape.d_model * workload.compute_bytes,
+        num_calls=num_layers * 2 * (1 + trains + again),
+    )
+    yield Calls(
+        what="numbers of tokens",
+        collective="all_to_all",
+        num_bytes=4 * shape.num_experts,
+        num_calls=num_layers * (1 + again),
+    )

@@ -3,7 +3,7 @@
 Every change is planned again before it is advised, and none is advised that would leave no room.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -55,7 +55,9 @@ class Change:
         nodes = self.plan.setting.gpus_per_node
         if isinstance(self.plan.setting.config, GRPOConfig):
             return f"--num_learners_per_node {spelled(list(nodes))} {self.flags}".rstrip()
-        return f"on {nodes_text(nodes)}" + (f" with {self.flags}" if self.flags else "")
+        if not self.flags:
+            return f"on {nodes_text(nodes)}"
+        return f"on {nodes_text(nodes)} with {self.flags}"
 
 
 class Advice:
@@ -66,39 +68,41 @@ class Advice:
 
     @cached_property
     def to_fit(self) -> Change | None:
-        """The smallest change that makes the run fit with room;
-
-        None if it already does or no change helps.
-        """
+        """The smallest change that makes the run fit with room; None if none is needed or helps."""
         return change_to_fit(self.plan)
 
     @cached_property
     def with_adapters(self) -> Change | None:
-        """Training adapters, if the whole model does not fit on these GPUs with any other
-        change.
-        """
+        """Training adapters, if the whole model does not fit on these GPUs with another change."""
         setting = self.plan.setting
-        fits_on_these = self.plan.fits or (
-            self.to_fit is not None and "num_nodes" not in self.to_fit.values
-        )
-        adapted = None if fits_on_these or setting.config.adapters else changed(setting, ADAPTERS)
+        can_fit = self.to_fit is not None and "num_nodes" not in self.to_fit.values
+        if self.plan.fits or can_fit or setting.config.adapters is not None:
+            return None
+        adapted = try_flags(setting, ADAPTERS)
         if adapted is None or adapted.plan.has_room:
             return adapted
         more = change_to_fit(adapted.plan, with_more_nodes=False)
-        return more and Change(values=ADAPTERS | more.values, plan=more.plan)
+        if more is None:
+            return None
+        return Change(values=ADAPTERS | more.values, plan=more.plan)
 
     @cached_property
     def ranked(self) -> tuple[Plan, ...]:
-        """A plan for each way to share these GPUs: by tokens per second, equally fast ones by the
-        memory that they leave, then those that do not fit.
+        """A plan for each way to share these GPUs, the best first.
 
-        The other flags stay as they are, so a tensor degree makes the global batch of DPO and SFT
-        smaller: what is compared is the tokens that all GPUs together learn from in a second. Empty
-        in single_gpu_mode. Left out is what the run itself would refuse.
+        They are in the order of tokens per second, equally fast ones in that of the memory that
+        they leave; those that do not fit come last. The other flags stay as they are, so a tensor
+        degree makes the global batch of DPO and SFT smaller: what is compared is the tokens that
+        all GPUs together learn from in a second. Empty in single_gpu_mode. Left out is what the run
+        itself would refuse.
         """
         setting = self.plan.setting
-        changes = (changed(setting, values) for values in setting.backend.others(setting))
-        return tuple(sorted((change.plan for change in changes if change), key=_order))
+        plans = []
+        for values in setting.backend.list_layouts(setting):
+            change = try_flags(setting, values)
+            if change is not None:
+                plans.append(change.plan)
+        return tuple(sorted(plans, key=_rank_order))
 
     @cached_property
     def faster(self) -> Change | None:
@@ -109,45 +113,48 @@ class Advice:
             return None
         now = vars(self.plan.setting.config.parallel)
         then = vars(best.setting.config.parallel)
-        return Change(
-            values={name: value for name, value in then.items() if value != now[name]}, plan=best
-        )
+        values = {name: value for name, value in then.items() if value != now[name]}
+        return Change(values=values, plan=best)
 
     @cached_property
     def recomputes_less(self) -> Change | None:
-        """The checkpointing that auto would choose, if its arithmetic is less by more than
-        `WORTH_A_CHANGE`.
+        """The checkpointing that auto would choose, if its arithmetic is less by enough.
+
+        See `WORTH_A_CHANGE`.
         """
         setting = self.plan.setting
         if setting.config.memory.activation_checkpointing == "none":
             return None
-        auto = fitting(
-            setting, {"activation_checkpointing": "auto"} | _default_checkpointing(setting)
-        )
-        return (
-            auto
-            if auto and auto.plan.time.compute_s * WORTH_A_CHANGE < self.plan.time.compute_s
-            else None
-        )
+        flags = {"activation_checkpointing": "auto"} | _default_checkpointing(setting)
+        auto = try_fitting_flags(setting, flags)
+        if auto is None:
+            return None
+        if auto.plan.time.compute_s * WORTH_A_CHANGE >= self.plan.time.compute_s:
+            return None
+        return auto
 
     @cached_property
     def exchanges_less(self) -> Change | None:
         """Gradients reduced once in each update, if memory allows it and less is sent."""
-        fewer = fitting(self.plan.setting, REDUCED_LAST)
-        return fewer if fewer and fewer.plan.sent_bytes < self.plan.sent_bytes else None
+        fewer = try_fitting_flags(self.plan.setting, REDUCED_LAST)
+        if fewer is None or fewer.plan.sent_bytes >= self.plan.sent_bytes:
+            return None
+        return fewer
 
 
-def changed(setting: Setting, values: dict[str, Any]) -> Change | None:
+def try_flags(setting: Setting, values: dict[str, Any]) -> Change | None:
     """The run with other flags, planned; None where the run would refuse them."""
     with suppress(InputError):
         return Change(values=values, plan=make_plan(setting.with_flags(values)))
     return None
 
 
-def fitting(setting: Setting, values: dict[str, Any]) -> Change | None:
-    """The plan with these flags; None if the run would refuse them, or if it does not fit."""
-    change = changed(setting, values)
-    return change if change and change.plan.has_room else None
+def try_fitting_flags(setting: Setting, values: dict[str, Any]) -> Change | None:
+    """The run with other flags, planned; None where it would refuse them, or does not fit."""
+    change = try_flags(setting, values)
+    if change is None or not change.plan.has_room:
+        return None
+    return change
 
 
 def _find_best(ranked: Sequence[Plan]) -> Plan | None:
@@ -158,7 +165,8 @@ def _find_best(ranked: Sequence[Plan]) -> Plan | None:
     with_room = [plan for plan in ranked if plan.has_room]
     if not with_room:
         return None
-    fastest = [plan for plan in with_room if _round_speed(plan) == _round_speed(with_room[0])]
+    best_speed = _round_speed(with_room[0])
+    fastest = [plan for plan in with_room if _round_speed(plan) == best_speed]
     return min(fastest, key=_spare_order)
 
 
@@ -171,7 +179,7 @@ def _round_speed(plan: Plan) -> float:
     return float(f"{plan.tokens_per_second:.3g}")
 
 
-def _order(plan: Plan) -> tuple[bool, float, int, bool]:
+def _rank_order(plan: Plan) -> tuple[bool, float, int, bool]:
     if not plan.fits:
         return True, plan.peak.total_bytes, 0, False
     # Among equally fast ones, where arithmetic bounds them all, memory is what they differ in.
@@ -188,10 +196,16 @@ def change_to_fit(plan: Plan, *, with_more_nodes: bool = True) -> Change | None:
     """
     if plan.has_room:
         return None
-    for nodes in _useful_nodes(plan.setting) if with_more_nodes else ({},):
-        on_nodes = changed(plan.setting, nodes)
-        for values in _combinations(on_nodes.plan.setting) if on_nodes else ():
-            if change := fitting(plan.setting, nodes | values):
+    node_choices: Iterable[dict[str, Any]] = [{}]
+    if with_more_nodes:
+        node_choices = _useful_nodes(plan.setting)
+    for nodes in node_choices:
+        on_nodes = try_flags(plan.setting, nodes)
+        if on_nodes is None:
+            continue
+        for values in _combinations(on_nodes.plan.setting):
+            change = try_fitting_flags(plan.setting, nodes | values)
+            if change is not None:
                 return change
     return None
 
@@ -200,124 +214,126 @@ def _combinations(setting: Setting) -> Iterator[dict[str, Any]]:
     """Flags to try, the smallest change first."""
     now = vars(setting.config.parallel)
     choices = [_layouts_that_can_fit(setting)]
-    choices += [[NO_CHANGE, *ways(setting)] for ways in WAYS_TO_NEED_LESS]
-    for chosen in sorted(product(*choices), key=_size_of_change):
-        yield {name: value for name, value in _flags_of(chosen).items() if now.get(name) != value}
+    for list_changes in OTHER_CHANGES:
+        choices.append([NO_CHANGE, *list_changes(setting)])
+    for combination in sorted(product(*choices), key=_size_order):
+        values = _merge_values(combination)
+        yield {name: value for name, value in values.items() if now.get(name) != value}
 
 
-def _size_of_change(chosen: Sequence[FlagChange]) -> tuple[int, list[int], int]:
-    """The sort key of a change, smallest first: the number of flags, then their kinds, then their
-    strengths.
-    """
-    changes = [way for way in chosen if way is not NO_CHANGE]
-    return len(changes), sorted(way.kind for way in changes), sum(way.strength for way in changes)
+def _size_order(combination: Sequence[FlagChange]) -> tuple[int, list[int], int]:
+    """The number of changes, then their kinds, then their strengths: the smallest comes first."""
+    changes = [change for change in combination if change is not NO_CHANGE]
+    kinds = sorted(change.kind for change in changes)
+    return len(changes), kinds, sum(change.strength for change in changes)
 
 
-def _flags_of(ways: Sequence[FlagChange]) -> dict[str, Any]:
-    return {name: value for way in ways for name, value in way.values.items()}
+def _merge_values(changes: Sequence[FlagChange]) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for change in changes:
+        values |= change.values
+    return values
 
 
 def _layouts_that_can_fit(setting: Setting) -> list[FlagChange]:
-    """The given layout and others, without those that do not fit even with everything else at its
-    smallest.
-    """
-    strongest = [way for ways in WAYS_TO_NEED_LESS for way in ways(setting)[-1:]]
-    layouts = (NO_CHANGE, *setting.backend.ways_to_need_less(setting))
-    return [layout for layout in layouts if fitting(setting, _flags_of([*strongest, layout]))]
+    """This layout and others, without those that never fit, whatever else is changed."""
+    strongest = []
+    for list_changes in OTHER_CHANGES:
+        strongest += list_changes(setting)[-1:]
+    layouts = []
+    for layout in (NO_CHANGE, *setting.backend.list_memory_changes(setting)):
+        if try_fitting_flags(setting, _merge_values([*strongest, layout])) is not None:
+            layouts.append(layout)
+    return layouts
 
 
 def _checkpointing(setting: Setting) -> list[FlagChange]:
     """Recompute whole blocks (kind 1), then also keep their inputs on the host (kind 3)."""
-    kinds = {"full": 1, "offload": 3} if setting.on_cuda else {"full": 1}
+    kinds = {"full": 1}
+    if setting.on_cuda:
+        kinds["offload"] = 3
     now = kinds.get(setting.config.memory.activation_checkpointing, 0)
-    return [
-        FlagChange(
-            kind=kind,
-            strength=1,
-            values={"activation_checkpointing": mode} | _default_checkpointing(setting),
-        )
-        for mode, kind in kinds.items()
-        if kind > now
-    ]
+    changes = []
+    for mode, kind in kinds.items():
+        if kind > now:
+            values = {"activation_checkpointing": mode} | _default_checkpointing(setting)
+            changes.append(FlagChange(kind=kind, strength=1, values=values))
+    return changes
 
 
 def _default_checkpointing(setting: Setting) -> dict[str, Any]:
     """Flags that another --activation_checkpointing would refuse, at their defaults."""
     flags = flags_of(type(setting.config))
-    defaults = {
-        name: flags[name].default
-        for name in ("activation_checkpointing_modules", "activation_memory_budget")
-    }
-    return {
-        name: value
-        for name, value in defaults.items()
-        if getattr(setting.config.memory, name) != value
-    }
+    values = {}
+    for name in ("activation_checkpointing_modules", "activation_memory_budget"):
+        default = flags[name].default
+        if getattr(setting.config.memory, name) != default:
+            values[name] = default
+    return values
 
 
 def _microbatches(setting: Setting) -> list[FlagChange]:
     """Smaller microbatches and more of them (kind 2); shorter packs for GRPO."""
-    return _ever_stronger(2, [*smaller_microbatches(setting.config)])
+    return _strengthen(2, smaller_microbatches(setting.config))
 
 
 def _engine_shares(setting: Setting) -> list[FlagChange]:
-    """Less of the GPU for an engine that shares it (kind 6), as long as the cache holds a sequence
-    of full length.
-    """
-    config, shape = setting.config, setting.shape
+    """Less of the GPU for an engine that shares it (kind 6), down to a cache of one sequence."""
+    config = setting.config
     if not isinstance(config, GRPOConfig) or not config.parallel.single_gpu_mode:
         return []
+    shape = setting.shape
     sync_bytes = setting.workload.sync_bytes_per_param
-    cache_bytes = 2 * len(shape.windows) * shape.kv_width * config.data.max_seq_length * sync_bytes
-    if (now_mib := config.fleet.vllm_kv_cache_mib) is not None:
+    token_bytes = 2 * len(shape.windows) * shape.kv_width * sync_bytes
+    cache_bytes = config.data.max_seq_length * token_bytes
+    now_mib = config.fleet.vllm_kv_cache_mib
+    if now_mib is not None:
         halves = [now_mib >> times for times in range(1, now_mib.bit_length())]
-        return _ever_stronger(
-            6, [{"vllm_kv_cache_mib": mib} for mib in halves if mib * MIB >= cache_bytes]
-        )
+        caches = [mib for mib in halves if mib * MIB >= cache_bytes]
+        return _strengthen(6, ({"vllm_kv_cache_mib": mib} for mib in caches))
     least = (shape.num_params * sync_bytes + cache_bytes) / setting.device.memory_bytes
     now = config.fleet.vllm_gpu_memory_utilization
-    shares = [twentieths / 20 for twentieths in range(19, 0, -1)]
-    return _ever_stronger(
-        6, [{"vllm_gpu_memory_utilization": share} for share in shares if least <= share < now]
-    )
+    twentieths = [count / 20 for count in range(19, 0, -1)]
+    shares = [share for share in twentieths if least <= share < now]
+    return _strengthen(6, ({"vllm_gpu_memory_utilization": share} for share in shares))
 
 
 def _reductions(setting: Setting) -> list[FlagChange]:
     """Gradients that are reduced after every microbatch: the mildest change of all."""
-    is_last = setting.config.parallel.gradient_reduction == "last"
-    return (
-        [FlagChange(kind=0, strength=0, values={"gradient_reduction": "every"})] if is_last else []
-    )
+    if setting.config.parallel.gradient_reduction != "last":
+        return []
+    return [FlagChange(kind=0, strength=0, values={"gradient_reduction": "every"})]
 
 
-def _ever_stronger(kind: int, all_values: Sequence[dict[str, Any]]) -> list[FlagChange]:
-    """A `FlagChange` for each of the values, in their order."""
+def _strengthen(kind: int, choices: Iterable[dict[str, Any]]) -> list[FlagChange]:
+    """A change for each choice of values, from the mildest to the strongest."""
     return [
-        FlagChange(kind=kind, strength=index, values=values)
-        for index, values in enumerate(all_values, start=1)
+        FlagChange(kind=kind, strength=strength, values=values)
+        for strength, values in enumerate(choices, start=1)
     ]
 
 
-WAYS_TO_NEED_LESS = (_reductions, _checkpointing, _microbatches, _engine_shares)
+# All that may be changed beside the layout; each lists its changes from the mildest on.
+OTHER_CHANGES = (_reductions, _checkpointing, _microbatches, _engine_shares)
 
 
 def _useful_nodes(setting: Setting) -> Iterator[dict[str, Any]]:
-    """The given nodes, then twice as many, and so on; only the given ones where more would not
-    help.
-    """
+    """No change of the nodes, then twice as many, and so on, if more would help."""
     yield {}
     parallel = setting.config.parallel
     if len(set(setting.gpus_per_node)) != 1 or parallel.single_gpu_mode:
         return
+    degrees: dict[str, Any] = {}
     # If both degrees are given, they fix the number of GPUs.
-    both = parallel.fsdp_shard_degree is not None and parallel.fsdp_num_replicas is not None
-    freed = {"fsdp_num_replicas": None} if both else {}
+    if parallel.fsdp_shard_degree is not None and parallel.fsdp_num_replicas is not None:
+        degrees["fsdp_num_replicas"] = None
     most_times = min(MAX_TIMES_THE_NODES, MAX_GPUS // sum(setting.gpus_per_node))
     num_nodes = len(setting.gpus_per_node)
-    more = [
-        {"num_nodes": num_nodes * 2**doublings} | freed
-        for doublings in range(1, most_times.bit_length())
-    ]
-    most = changed(setting, more[-1]) if more else None
+    more = []
+    for doublings in range(1, most_times.bit_length()):
+        more.append({"num_nodes": num_nodes * 2**doublings} | degrees)
+    if not more:
+        return
+    most = try_flags(setting, more[-1])
     if most is not None and _layouts_that_can_fit(most.plan.setting):
         yield from more

@@ -13,6 +13,22 @@ Axis = Literal["shard", "replica", "tensor", "context", "expert", "sync", "world
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Calls:
+    """Calls of one collective with the same bytes; among which ranks is not said here.
+
+    `num_bytes` are those of one call, as `Exchange.bytes_per_call` counts them.
+
+    Example: `Calls(what="norm of the gradient", collective="all_reduce", num_bytes=1_408,
+    num_calls=1)`.
+    """
+
+    what: str
+    collective: Collective
+    num_bytes: int
+    num_calls: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Exchange:
     """Calls of one collective with the same bytes, as the first rank issues them in a step.
 
@@ -73,29 +89,22 @@ def ring_bytes(collective: Collective, num_bytes: int, group_size: int) -> int:
     return num_rounds * num_bytes * (group_size - 1) // group_size
 
 
-def build_exchange(
-    layout: ShardLayout,
-    axis: Axis,
-    what: str,
-    collective: Collective,
-    num_bytes: int,
-    num_calls: int,
-    within: int = 0,
-) -> Exchange:
-    """Calls of `num_bytes` each in the groups of one axis of the layout.
+def build_exchange(layout: ShardLayout, axis: Axis, calls: Calls, *, within: int = 0) -> Exchange:
+    """Calls in the groups of one axis of the layout.
 
     Args:
         within: so many neighbours of each group exchange instead; 0: all of it.
     """
     group_size, crosses_nodes, ranks_on_a_node = group_span(layout, axis, within)
+    sent_bytes = ring_bytes(calls.collective, calls.num_bytes, group_size)
     return Exchange(
-        what=what,
-        collective=collective,
+        what=calls.what,
+        collective=calls.collective,
         axis=axis,
-        num_calls=num_calls,
-        bytes_per_call=num_bytes,
+        num_calls=calls.num_calls,
+        bytes_per_call=calls.num_bytes,
         group_size=group_size,
-        wire_bytes=num_calls * ring_bytes(collective, num_bytes, group_size),
+        wire_bytes=calls.num_calls * sent_bytes,
         crosses_nodes=crosses_nodes,
         ranks_on_a_node=ranks_on_a_node,
     )
@@ -109,9 +118,11 @@ def group_span(layout: ShardLayout, axis: Axis, within: int = 0) -> tuple[int, b
         groups = _split_groups(groups, within)
     straddling = layout.straddling(groups)
     rank_nodes = layout.rank_nodes
-    ranks_by_node = [Counter(rank_nodes[rank] for rank in group) for group in straddling]
-    fewest = min((min(counts.values()) for counts in ranks_by_node), default=1)
-    return len(groups[0]), bool(straddling), fewest
+    counts: list[int] = []
+    for group in straddling:
+        ranks_by_node = Counter(rank_nodes[rank] for rank in group)
+        counts += ranks_by_node.values()
+    return len(groups[0]), bool(straddling), min(counts, default=1)
 
 
 def _split_groups(groups: Sequence[tuple[int, ...]], num_members: int) -> Sequence[tuple[int, ...]]:

@@ -10,6 +10,7 @@ from typing import Any
 
 from open_instruct.config.flags import spelled
 from open_instruct.config.grpo import GRPOConfig
+from open_instruct.config.sections import OptimSection
 from open_instruct.config.training import LearnerConfig
 from open_instruct.core.errors import InputError, refuse_first
 from open_instruct.core.shard_layout import ShardLayout
@@ -24,12 +25,12 @@ from open_instruct.planning.step_time import ON_THE_PATH, StepTime, SyncCost, st
 from open_instruct.planning.subject.build_workload import RunConfig
 from open_instruct.planning.subject.model import ModelShape
 from open_instruct.planning.subject.workload import Workload, is_wrapped
-from open_instruct.planning.traffic import traffic_of_weight_sync
+from open_instruct.planning.traffic import weight_sync_traffic
 
 # The share of a GPU that advice leaves free, and the share that --activation_checkpointing auto
 # leaves free.
 ROOM = 0.05
-ROOM_OF_AUTO = 0.1
+AUTO_ROOM = 0.1
 # Smaller microbatches run smaller products: they must save more arithmetic than a plan is off.
 WORTH_A_CUT = 1.02
 BATCH = ("per_device_train_batch_size", "gradient_accumulation_steps")
@@ -76,7 +77,9 @@ class Plan:
     def models(self) -> list[MemoryModel]:
         """The policy, and the critic where there is one."""
         critic = self.memory.critic
-        return [self.memory] if critic is None else [self.memory, critic]
+        if critic is None:
+            return [self.memory]
+        return [self.memory, critic]
 
     @cached_property
     def host(self) -> Phase:
@@ -97,7 +100,7 @@ class Plan:
             exchanges += self.setting.backend.exchanges(model)
         if self.workload.num_engines:
             buckets = sync_buckets(self.setting.shape, self.layout, self.workload)
-            exchanges += traffic_of_weight_sync(buckets, self.workload)
+            exchanges += weight_sync_traffic(buckets, self.workload)
         return tuple(exchanges)
 
     @cached_property
@@ -108,10 +111,9 @@ class Plan:
         """
         if not self.workload.num_engines or self.workload.sync_backend == "files":
             return ()
-        setting = self.setting
-        return tuple(
-            sync_costs(setting.shape, self.layout, self.workload, setting.device, self.exchanges)
-        )
+        shape = self.setting.shape
+        device = self.setting.device
+        return tuple(sync_costs(shape, self.layout, self.workload, device, self.exchanges))
 
     @property
     def sent_bytes(self) -> int:
@@ -127,7 +129,7 @@ class Plan:
         )
 
     @property
-    def waited_for(self) -> list[str]:
+    def blocking_groups(self) -> list[str]:
         """The groups whose exchanges arithmetic waits for."""
         axes = {exchange.axis for exchange in self.exchanges if exchange.wire_bytes}
         return [name for axis, name in ON_THE_PATH.items() if axis in axes]
@@ -169,15 +171,24 @@ def make_plan(setting: Setting) -> Plan:
 def check_model(
     shape: ModelShape, layout: ShardLayout | None, config: LearnerConfig | None
 ) -> None:
-    """Check that the ranks of `layout` can share the heads and the experts of a model, and that
-    `config` can train it.
+    """Check that ranks can share a model's heads and experts, and that the run can train it.
 
-    :raises InputError: names the flag.
+    Args:
+        layout: of the ranks; None: they are not checked.
+        config: of the run; None: only the ranks are checked.
+
+    Raises:
+        InputError: names the flag.
     """
     if layout is not None:
-        heads = {"num_heads": shape.num_heads, "num_kv_heads": shape.num_kv_heads}
-        heads["num_delta_heads"] = shape.num_delta_heads
-        check_heads(layout, **heads, model=shape.name, is_fused=shape.traits.delta == "fused")
+        check_heads(
+            layout,
+            num_heads=shape.num_heads,
+            num_kv_heads=shape.num_kv_heads,
+            num_delta_heads=shape.num_delta_heads,
+            is_fused=shape.traits.delta == "fused",
+            model=shape.name,
+        )
         check_experts(layout, num_experts=shape.num_experts, model=shape.name)
     if config is None or not shape.num_experts:
         return
@@ -210,11 +221,11 @@ def _choose_checkpointing(setting: Setting) -> Plan:
         return best
     for values in smaller_microbatches(setting.config):
         other = _with_checkpointing(setting.with_flags(values))
-        is_less = (
-            other.time.compute_s * WORTH_A_CUT < best.time.compute_s
-            and other.time.step_s < best.time.step_s
-        )
-        if other.leaves(ROOM_OF_AUTO) and (is_less or not best.leaves(ROOM_OF_AUTO)):
+        if not other.leaves(AUTO_ROOM):
+            continue
+        saves_arithmetic = other.time.compute_s * WORTH_A_CUT < best.time.compute_s
+        is_better = saves_arithmetic and other.time.step_s < best.time.step_s
+        if is_better or not best.leaves(AUTO_ROOM):
             best = other
     return best
 
@@ -222,17 +233,23 @@ def _choose_checkpointing(setting: Setting) -> Plan:
 def smaller_microbatches(config: RunConfig) -> Iterator[dict[str, Any]]:
     """Flags of smaller microbatches, and more of them for the same batch; of GRPO shorter packs."""
     if isinstance(config, GRPOConfig):
-        tokens = config.max_tokens_per_microbatch
-        while tokens > config.data.max_seq_length:
-            tokens = max(tokens // 2, config.data.max_seq_length)
-            yield {"pack_length": tokens}
-        return
-    num_rows = config.optim.per_device_train_batch_size
-    num_microbatches = config.optim.gradient_accumulation_steps
+        return _shorten_packs(config.max_tokens_per_microbatch, config.data.max_seq_length)
+    return _split_microbatches(config.optim)
+
+
+def _shorten_packs(num_tokens: int, max_seq_length: int) -> Iterator[dict[str, Any]]:
+    while num_tokens > max_seq_length:
+        num_tokens = max(num_tokens // 2, max_seq_length)
+        yield {"pack_length": num_tokens}
+
+
+def _split_microbatches(optim: OptimSection) -> Iterator[dict[str, Any]]:
+    num_rows = optim.per_device_train_batch_size
     for fewer_rows in reversed(divisors(num_rows)[:-1]):
+        num_parts = num_rows // fewer_rows
         yield {
             "per_device_train_batch_size": fewer_rows,
-            "gradient_accumulation_steps": num_microbatches * (num_rows // fewer_rows),
+            "gradient_accumulation_steps": optim.gradient_accumulation_steps * num_parts,
         }
 
 
@@ -244,11 +261,11 @@ def _with_checkpointing(setting: Setting) -> Plan:
     """
     without = make_plan(setting.with_flags({"activation_checkpointing": "none"}))
     has_budget = setting.config.memory.activation_memory_budget < 1
-    if not setting.on_cuda or has_budget or without.leaves(ROOM_OF_AUTO):
+    if not setting.on_cuda or has_budget or without.leaves(AUTO_ROOM):
         return without
     choices = _recomputations(setting.shape, setting.layout)
     plans = [make_plan(setting.with_flags(flags)) for flags in choices]
-    with_room = [plan for plan in plans if plan.leaves(ROOM_OF_AUTO)]
+    with_room = [plan for plan in plans if plan.leaves(AUTO_ROOM)]
     return min(with_room, key=_speed_order, default=plans[0])
 
 
@@ -264,9 +281,10 @@ def _recomputations(shape: ModelShape, layout: ShardLayout) -> Iterator[dict[str
     """
     yield {"activation_checkpointing": "full"}
     norms = ["attention_norm", "feed_forward_norm"]
-    has_inner = shape.traits.qk_norm != "none" and layout.tensor_parallel_degree == 1
-    inner = ["attention.q_norm", "attention.k_norm"] if has_inner else []
-    for modules in ([*norms, *inner], [*norms, "attention"], [*norms, *inner, "feed_forward"]):
+    all_norms = norms
+    if shape.traits.qk_norm != "none" and layout.tensor_parallel_degree == 1:
+        all_norms = [*norms, "attention.q_norm", "attention.k_norm"]
+    for modules in (all_norms, [*norms, "attention"], [*all_norms, "feed_forward"]):
         patterns = [f"blocks.*.{module}" for module in modules]
         yield {
             "activation_checkpointing": "selected_modules",

@@ -10,7 +10,6 @@ from typing import Any
 
 from open_instruct.config.flags import flags_of
 from open_instruct.config.grpo import GRPOConfig
-from open_instruct.config.sharding_sections import ParallelSection
 from open_instruct.core.shard_layout import ShardLayout
 from open_instruct.parallel.layout import divisors, find_layout
 from open_instruct.parallel.resolve import resolve
@@ -25,7 +24,7 @@ from open_instruct.planning.subject.build_workload import (
 from open_instruct.planning.subject.devices import Device
 from open_instruct.planning.subject.model import ModelShape
 from open_instruct.planning.subject.workload import Workload
-from open_instruct.planning.traffic import traffic_of_merging, traffic_per_step
+from open_instruct.planning.traffic import merging_traffic, traffic_per_step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +49,7 @@ class Setting:
             config=DPOConfig(…),
             shape=model_shape("allenai/OLMo-2-1124-7B"),
             gpus_per_node=(8, 8),
-            device=device_named("h100"),
+            device=find_device("h100"),
         )
     """
 
@@ -73,10 +72,10 @@ class Setting:
         return find_layout(self.config.parallel, self.gpus_per_node, self.config.backend)
 
     @cached_property
-    def backend(self) -> Backend:
-        """The backend (--backend) that shards the model, as the planner asks it."""
-        backend: Backend = self.config.backend.planned(self.config)
-        return backend
+    def backend(self) -> BackendPlanner:
+        """What the planner knows of the backend (--backend) that shards the model."""
+        planner: BackendPlanner = self.config.backend.make_planner(self.config.parallel)
+        return planner
 
     @cached_property
     def workload(self) -> Workload:
@@ -87,14 +86,15 @@ class Setting:
         )
         shares_node = self.has_engines_in_node or workload.shares_device
         crosses = not shares_node and workload.sync_backend != "shm"
-        on_host = config.parallel if self.on_cuda else ParallelSection()
-        copies = {"on": True, "off": False}.get(config.run.async_checkpoints, self.on_cuda)
+        copies_checkpoints = config.run.async_checkpoints == "on"
+        if config.run.async_checkpoints == "auto":
+            copies_checkpoints = self.on_cuda
         workload = replace(
             workload,
             on_cuda=self.on_cuda,
-            has_moments_on_host=on_host.adam_offload,
-            has_weights_on_host=on_host.offload,
-            copies_checkpoints=copies,
+            has_moments_on_host=self.on_cuda and config.parallel.adam_offload,
+            has_weights_on_host=self.on_cuda and config.parallel.offload,
+            copies_checkpoints=copies_checkpoints,
             sync_crosses_nodes=crosses,
         )
         if not isinstance(config, GRPOConfig):
@@ -134,8 +134,11 @@ class Setting:
         )
 
 
-class Backend:
-    """The backend's part of a plan: FSDP2's here; other backends override its methods."""
+class BackendPlanner:
+    """What a backend adds to a plan; this is FSDP2's, and other backends override its methods.
+
+    It is not the backend that trains (`training.backend.Backend`), and loads no torch.
+    """
 
     sharing = ""  # how, where that is no layout that can be drawn
 
@@ -150,7 +153,7 @@ class Backend:
         exchanges = traffic_per_step(model.shape, model.layout, model.workload)
         if not model.workload.merges_adapters:
             return exchanges
-        return (*exchanges, *traffic_of_merging(model.shape, model.layout))
+        return (*exchanges, *merging_traffic(model.shape, model.layout))
 
     def cells(self, layout: ShardLayout) -> dict[str, object]:
         """The three columns that distinguish a layout in the ranking."""
@@ -160,7 +163,7 @@ class Backend:
             "tensor": layout.tensor_parallel_degree,
         }
 
-    def others(self, setting: Setting) -> Iterator[dict[str, Any]]:
+    def list_layouts(self, setting: Setting) -> Iterator[dict[str, Any]]:
         """Flags of every way to share these devices: shard degree, replicas and tensor degree.
 
         Among them are those that the run would refuse, such as tensor degrees that split heads.
@@ -181,7 +184,7 @@ class Backend:
                 elif setting.shape.num_experts % shard == 0:
                     yield values | {"expert_parallel_degree": shard}
 
-    def ways_to_need_less(self, setting: Setting) -> Iterator[FlagChange]:
+    def list_memory_changes(self, setting: Setting) -> Iterator[FlagChange]:
         """Changes that need less memory, by kind.
 
         Larger shard degrees in a node (kind 0) and across (4), tensor degrees (5), moments on hosts
@@ -191,12 +194,12 @@ class Backend:
         layout = setting.layout
         tensor_now = layout.tensor_parallel_degree
         num_parts_now = layout.shard_degree * tensor_now
-        for values in self.others(setting):
+        for values in self.list_layouts(setting):
             shard = values["fsdp_shard_degree"]
             tensor = values["tensor_parallel_degree"]
             if tensor == tensor_now and shard > layout.shard_degree:
-                straddles = setting.with_flags(values).layout.straddles_nodes
-                yield FlagChange(kind=4 if straddles else 0, strength=shard, values=values)
+                kind = 4 if setting.with_flags(values).layout.straddles_nodes else 0
+                yield FlagChange(kind=kind, strength=shard, values=values)
             num_neighbours = tensor * layout.context_parallel_degree
             is_in_node = gcd(*layout.gpus_per_node) % num_neighbours == 0
             if tensor > tensor_now and shard * tensor >= num_parts_now and is_in_node:

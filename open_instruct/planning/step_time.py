@@ -1,5 +1,7 @@
-"""The least time that a step can take: arithmetic at a share of the peak, and traffic at the speed
-of the links. And what a weight sync takes, of all weights or of those that a step has changed.
+"""The least time of a step, and of a weight sync: arithmetic, and traffic over the links.
+
+Arithmetic runs at a share of the device's peak. A weight sync is of all weights, or of those that a
+step has changed.
 
 L layers, T tokens of a microbatch, V vocabulary.
 """
@@ -181,7 +183,9 @@ def flops_per_step(shape: ModelShape, layout: ShardLayout, workload: Workload) -
     blocks = _block_flops(shape, workload)
     head = _head_flops(shape, layout, workload)
     recomputed = _repeated_head_flops(shape, layout, workload, head)
-    recomputed += sum(flops for module, flops in blocks.items() if workload.recomputes(module))
+    for module, flops in blocks.items():
+        if workload.recomputes(module):
+            recomputed += flops
     # The gradients of frozen matrices, which are not made.
     num_frozen = 0
     for count, matrix in _block_matrices(shape):
@@ -198,7 +202,7 @@ def flops_per_step(shape: ModelShape, layout: ShardLayout, workload: Workload) -
         total += num_passes * _scoring_flops(scoring, layout, workload)
     total //= layout.model_parallel_degree
     if workload.critic is not None:
-        total += flops_per_step(workload.critic.shape, layout, workload.of_critic)
+        total += flops_per_step(workload.critic.shape, layout, workload.critic_workload)
     return total
 
 
@@ -222,7 +226,8 @@ def _scoring_flops(scoring: Scoring, layout: ShardLayout, workload: Workload) ->
     blocks = _block_flops(scoring.shape, replace(workload, multiplies_in_float8=in_float8))
     # A head that the policy's multiplies with runs again in the backward pass.
     num_heads = 1 if scoring.num_values else 2
-    return sum(blocks.values()) + num_heads * _head_flops(scoring.shape, layout, workload)
+    head = _head_flops(scoring.shape, layout, workload)
+    return sum(blocks.values()) + num_heads * head
 
 
 def attended_pairs(length: int, window: int | None) -> int:
@@ -252,7 +257,9 @@ def _block_flops(shape: ModelShape, workload: Workload) -> dict[str, int]:
     per_number = 1 if workload.multiplies_in_float8 else 2
     # Attention is two products: queries with keys, and attention weights with values.
     products = per_number * num_tokens * attention + 2 * 2 * shape.q_width * num_pairs
-    products += num_tokens * sum(layer.delta.rule_flops for layer in shape.layers if layer.delta)
+    for layer in shape.layers:
+        if layer.delta is not None:
+            products += num_tokens * layer.delta.rule_flops
     return {"attention": products, "feed_forward": per_number * num_tokens * feed_forward}
 
 
@@ -260,8 +267,8 @@ def _block_matrices(shape: ModelShape) -> Iterator[tuple[int, ParameterShape]]:
     """Matrices, and stacks of them, of the blocks: of blocks alike once, with their number."""
     for unit in shape.units:
         for parameter in unit.parameters:
-            is_in_block = parameter.layer is not None
-            if is_in_block and (len(parameter.shape) == 2 or is_expert_stack(parameter.name)):
+            is_matrix = len(parameter.shape) == 2 or is_expert_stack(parameter.name)
+            if parameter.layer is not None and is_matrix:
                 yield unit.count, parameter
 
 
@@ -271,7 +278,8 @@ def _count_pairs(workload: Workload, window: int | None) -> int:
     # A shared prefix attends to itself once for its group.
     prefix_pairs = attended_pairs(workload.rows.prefix, window)
     own_pairs = attended_pairs(workload.rows.length, window) - prefix_pairs
-    return len(groups) * prefix_pairs + sum(groups) * own_pairs + attended_pairs(rest, window)
+    group_pairs = len(groups) * prefix_pairs + sum(groups) * own_pairs
+    return group_pairs + attended_pairs(rest, window)
 
 
 def _head_flops(shape: ModelShape, layout: ShardLayout, workload: Workload) -> int:

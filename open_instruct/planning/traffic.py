@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 
 from open_instruct.core.shard_layout import ShardLayout
 from open_instruct.planning.activation_traffic import activation_exchanges
-from open_instruct.planning.exchanges import Axis, Exchange, build_exchange, group_span
+from open_instruct.planning.exchanges import Axis, Calls, Exchange, build_exchange, group_span
 from open_instruct.planning.memory.piece import FLOAT32
 from open_instruct.planning.memory.state import (
     gathered_bytes,
@@ -77,11 +77,15 @@ def _updates(shape: ModelShape, layout: ShardLayout, workload: Workload) -> Iter
     # of them. Replicas that have parts of experts are among them.
     cutting: Axis = "world" if layout.expert_parallel_degree > 1 else "shard"
     axes: tuple[Axis, ...] = (cutting, "tensor")
-    what = "norm of the gradient"
-    num_bytes = FLOAT32 * sum(each.is_trained for each in shape.parameters)
+    norms = Calls(
+        what="norm of the gradient",
+        collective="all_reduce",
+        num_bytes=FLOAT32 * sum(each.is_trained for each in shape.parameters),
+        num_calls=num_updates,
+    )
     for axis in axes:
         if group_span(layout, axis)[0] > 1:
-            yield build_exchange(layout, axis, what, "all_reduce", num_bytes, num_updates)
+            yield build_exchange(layout, axis, norms)
     yield from _muon(shape, layout, workload)
 
 
@@ -90,20 +94,27 @@ def _reductions(
 ) -> Iterator[Exchange]:
     """Gradients of a unit to their shards, and the sums of shards over replicas.
 
-    Source: `parallel_configs`: gradients are reduced in float32 whatever they are computed in.
+    Source: `build_parallel_configs`: the reduction is in float32, whatever gradients are made in.
     """
     for axis, parameters in _by_axis(unit.trained, layout).items():
         gradient_bytes = gathered_bytes(parameters, layout, FLOAT32)
         if group_span(layout, axis)[0] > 1:
-            what = "gradients of a block, after it"
-            num_calls = num_reductions * unit.count
-            yield build_exchange(layout, axis, what, "reduce_scatter", gradient_bytes, num_calls)
+            calls = Calls(
+                what="gradients of a block, after it",
+                collective="reduce_scatter",
+                num_bytes=gradient_bytes,
+                num_calls=num_reductions * unit.count,
+            )
+            yield build_exchange(layout, axis, calls)
         if axis == "shard":
             # OLMo-core lets the replicas' sum wait for the last microbatch of an update.
-            shard_bytes = gradient_bytes // layout.shard_group_size
-            what = "gradients of a shard, over replicas"
-            num_calls = num_updates * unit.count
-            yield build_exchange(layout, "replica", what, "all_reduce", shard_bytes, num_calls)
+            calls = Calls(
+                what="gradients of a shard, over replicas",
+                collective="all_reduce",
+                num_bytes=gradient_bytes // layout.shard_group_size,
+                num_calls=num_updates * unit.count,
+            )
+            yield build_exchange(layout, "replica", calls)
 
 
 def _whole_gradients(
@@ -121,11 +132,14 @@ def _whole_gradients(
         item_bytes = FLOAT32
     trained = (each for each in shape.parameters if each.is_trained)
     sizes = Counter(each.num_params for each in trained if each.tensor_axis is None)
-    what = "gradients of norms"
     for num_values, count in sizes.items():
-        num_bytes = num_values * item_bytes
-        num_calls = num_reductions * count
-        yield build_exchange(layout, "tensor", what, "all_reduce", num_bytes, num_calls)
+        calls = Calls(
+            what="gradients of norms",
+            collective="all_reduce",
+            num_bytes=num_values * item_bytes,
+            num_calls=num_reductions * count,
+        )
+        yield build_exchange(layout, "tensor", calls)
 
 
 def _muon(shape: ModelShape, layout: ShardLayout, workload: Workload) -> Iterator[Exchange]:
@@ -139,28 +153,34 @@ def _muon(shape: ModelShape, layout: ShardLayout, workload: Workload) -> Iterato
     matrices = [each for each in shape.parameters if uses_muon(each, workload)]
     matrices.sort(key=lambda matrix: matrix.num_params, reverse=True)
     num_owners = layout.shard_group_size * layout.tensor_parallel_degree
-    calls: Counter[int] = Counter()
+    counts: Counter[int] = Counter()
     for first in range(0, len(matrices), num_owners):
         batch = matrices[first : first + num_owners]
-        num_sent = sum(local_size(each, layout).own for each in batch)
-        calls.update([num_sent, batch[0].num_params])
+        num_sent = sum(local_size(each, layout).shard for each in batch)
+        counts.update([num_sent, batch[0].num_params])
     axis: Axis = "all" if layout.tensor_parallel_degree > 1 else "shard"
-    what = "momenta of Muon, orthogonalised"
-    for num_values, count in calls.items():
-        num_bytes = MUON_BYTES * num_values
-        num_calls = workload.num_updates * count
-        yield build_exchange(layout, axis, what, "all_to_all", num_bytes, num_calls, num_owners)
+    for num_values, count in counts.items():
+        calls = Calls(
+            what="momenta of Muon, orthogonalised",
+            collective="all_to_all",
+            num_bytes=MUON_BYTES * num_values,
+            num_calls=workload.num_updates * count,
+        )
+        yield build_exchange(layout, axis, calls, within=num_owners)
 
 
 def _gathers(
     layout: ShardLayout, workload: Workload, unit: Unit, num_times: int
 ) -> Iterator[Exchange]:
-    what = "weights of a block, before it runs"
-    num_calls = num_times * unit.count
     for axis, parameters in _by_axis(unit.parameters, layout).items():
         if group_span(layout, axis)[0] > 1:
-            num_bytes = gathered_bytes(parameters, layout, workload.compute_bytes)
-            yield build_exchange(layout, axis, what, "all_gather", num_bytes, num_calls)
+            calls = Calls(
+                what="weights of a block, before it runs",
+                collective="all_gather",
+                num_bytes=gathered_bytes(parameters, layout, workload.compute_bytes),
+                num_calls=num_times * unit.count,
+            )
+            yield build_exchange(layout, axis, calls)
 
 
 def _by_axis(
@@ -174,24 +194,29 @@ def _by_axis(
     return axes
 
 
-def traffic_of_merging(shape: ModelShape, layout: ShardLayout) -> Iterator[Exchange]:
+def merging_traffic(shape: ModelShape, layout: ShardLayout) -> Iterator[Exchange]:
     """Communication of one rank to merge adapters: it gathers the first matrix of each."""
-    calls: Counter[tuple[Axis, int]] = Counter()
+    counts: Counter[tuple[Axis, int]] = Counter()
     for half in shape.first_halves:
         local = local_size(half, layout)
         num_parts = 1
         if half.tensor_axis:
             num_parts = layout.tensor_parallel_degree
         if num_parts > 1:
-            calls["tensor", FLOAT32 * num_parts * local.own] += 1
+            counts["tensor", FLOAT32 * num_parts * local.shard] += 1
         if layout.shard_group_size > 1:
-            calls["shard", FLOAT32 * num_parts * local.gathered] += 1
-    what = "adapters, to be added"
-    for (axis, num_bytes), num_calls in calls.items():
-        yield build_exchange(layout, axis, what, "all_gather", num_bytes, num_calls)
+            counts["shard", FLOAT32 * num_parts * local.gathered] += 1
+    for (axis, num_bytes), num_calls in counts.items():
+        calls = Calls(
+            what="adapters, to be added",
+            collective="all_gather",
+            num_bytes=num_bytes,
+            num_calls=num_calls,
+        )
+        yield build_exchange(layout, axis, calls)
 
 
-def traffic_of_weight_sync(
+def weight_sync_traffic(
     buckets: Iterable[tuple[int, int]], workload: Workload
 ) -> tuple[Exchange, ...]:
     """Communication of one rank in a weight sync with the engines.

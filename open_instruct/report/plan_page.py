@@ -12,8 +12,8 @@ from rich.markup import escape
 from rich.text import Text
 
 from open_instruct.core.text import counted, pages_in
-from open_instruct.parallel.picture import draw_layout, wrapped
-from open_instruct.planning import shown
+from open_instruct.parallel.picture import draw_layout, wrap_paragraph
+from open_instruct.planning import presentation
 from open_instruct.planning.advice import Advice
 from open_instruct.planning.memory.phases import Phase
 from open_instruct.planning.plan import Plan
@@ -33,7 +33,11 @@ _ASCII = str.maketrans({"▕": "|", "·": ".", "×": "x", "◀": "<", "▶": ">"
 def html_page(plan: Plan, advice: Advice) -> str:
     """The plan as one HTML file with tables and drawings; it has no script and fetches nothing."""
     return render_template(
-        "plan.html.jinja", plan=plan, advice=advice, said=shown.said, shown=shown
+        "plan.html.jinja",
+        plan=plan,
+        advice=advice,
+        render_words=presentation.render_words,
+        presentation=presentation,
     )
 
 
@@ -45,11 +49,11 @@ def print_plan(plan: Plan, advice: Advice, console: Console, *, is_short: bool =
     """
     pages = pages_in(Path(__file__).parent, trim_blocks=True, lstrip_blocks=True)
     pages.globals |= {
-        "said": shown.said,
-        "wrapped": wrapped,
+        "render_words": presentation.render_words,
+        "wrapped": wrap_paragraph,
         "counted": counted,
         "units": units,
-        "shown": shown,
+        "presentation": presentation,
     }
     pages.globals |= {"styled": _styled, "drawn": draw_layout, "bar": _bar}
     if is_short:
@@ -89,11 +93,13 @@ def _bar(phase: Phase, plan: Plan) -> Text:
     memory_bytes = plan.setting.device.memory_bytes
     scale = max(memory_bytes, plan.peak.total_bytes)
     sum_bytes = 0
-    for label, num_bytes in shown.parts_of(phase, plan):
+    for label, num_bytes in presentation.visible_parts(phase, plan):
         sum_bytes += num_bytes
         # By the running sum, so that rounding never makes the row longer or shorter than the whole.
         end = round(sum_bytes / scale * BAR_WIDTH)
-        bar.append(shown.LETTERS[label] * (end - len(bar)), style=shown.PARTS[label]["style"])
+        bar.append(
+            presentation.LETTERS[label] * (end - len(bar)), style=presentation.PARTS[label]["style"]
+        )
     end = round(memory_bytes / scale * BAR_WIDTH)
     if len(bar) <= end:
         bar.append("·" * (end - len(bar)) + "▕", style="dim")

@@ -10,7 +10,7 @@ from markupsafe import Markup, escape
 
 from open_instruct.core.text import pages_in
 from open_instruct.parallel.wording import group_name
-from open_instruct.planning.shown import LETTERS
+from open_instruct.planning.presentation import LETTERS
 from open_instruct.planning.subject import units
 
 MAX_NODES_DRAWN = 8

@@ -15,7 +15,7 @@ from typing import Any
 from open_instruct.config.policy_sections import RewardSection
 from open_instruct.core.records import Check, Completion, Prompt, Verdict
 from open_instruct.core.text import counted
-from open_instruct.parallel.launch import threads_of_each
+from open_instruct.parallel.launch import share_threads
 from open_instruct.rewards.event_loop import await_entries
 from open_instruct.rewards.finite import MAX_REWARD, describe_unusable
 from open_instruct.rewards.function import RewardFunction
@@ -70,7 +70,7 @@ class VerifierPool:
         paths = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
         self._environment = {
             **os.environ,
-            **threads_of_each(flags.num_verifier_processes),
+            **share_threads(flags.num_verifier_processes),
             "PYTHONPATH": os.pathsep.join(paths),
         }
         self._flags = flags

@@ -28,7 +28,7 @@ from open_instruct.losses.policy import POLICY_LOSSES
 from open_instruct.parallel.layout import find_layout
 from open_instruct.parallel.status import this_process
 from open_instruct.parallel.wording import describe_layout
-from open_instruct.planning.shown import check_plan
+from open_instruct.planning.start_check import check_plan
 from open_instruct.rewards.registry import known_verifiers
 from open_instruct.rewards.verifier import Verifier
 from open_instruct.rl.episodes.bridge import check_bridges

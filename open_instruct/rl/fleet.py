@@ -17,7 +17,7 @@ from open_instruct.generation.engine_host import RayEngine
 from open_instruct.generation.engine_pool import EnginePool
 from open_instruct.generation.requests import Batching, EngineSettings
 from open_instruct.generation.vllm_options import engine_environment
-from open_instruct.parallel.launch import threads_of_each
+from open_instruct.parallel.launch import share_threads
 from open_instruct.parallel.status import this_process
 from open_instruct.rewards.pool import VerifierPool
 from open_instruct.rl.checked_run import RolloutRun
@@ -158,7 +158,7 @@ class Fleet:
         environment = engine_environment(on_cuda=on_gpus, runner=config.fleet.vllm_runner)
         environment |= allocator_environment(on_gpus=on_gpus, hands_over_memory=True)
         if not on_gpus:  # Ray would leave it one thread
-            environment |= threads_of_each(
+            environment |= share_threads(
                 placement.shape.num_cpu_slots - placement.shape.num_learners
             )
         return RayEngine(
@@ -213,7 +213,7 @@ def start_fleet(learner_class: type[LearnerProcess], run: RolloutRun) -> Iterato
         if config.rollout.async_steps > 0 and not placement.on_gpus and same_host:
             # Threads wait for each other in loops: a thread for every core in the learner and in
             # the engine makes both three times as slow (docs/benchmarks.md, "GRPO against TRL").
-            environment |= threads_of_each(shape.num_cpu_slots)
+            environment |= share_threads(shape.num_cpu_slots)
         learners = LearnerGroup(
             learner_class,
             placement,

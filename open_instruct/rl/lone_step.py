@@ -10,10 +10,10 @@ from pathlib import Path
 from open_instruct.config.grpo import GRPOConfig
 from open_instruct.core.errors import InputError
 from open_instruct.core.records import RolloutGroup
-from open_instruct.parallel.data_parallel import keep_mesh
+from open_instruct.parallel.data_parallel import set_mesh
 from open_instruct.parallel.layout import find_layout
 from open_instruct.parallel.process import Process
-from open_instruct.parallel.resolve import on_one_process
+from open_instruct.parallel.resolve import reduce_to_one_process
 from open_instruct.rl.samples import RolloutStepBatch, load_conversations, plan_rank_work
 from open_instruct.run.console import Console
 from open_instruct.run.opened import Run
@@ -42,7 +42,7 @@ def take_lone_step(
     Raises:
         InputError: the model does not know a token of the completions, or cannot be opened.
     """
-    config = on_one_process(config)
+    config = reduce_to_one_process(config)
     with tempfile.TemporaryDirectory(prefix="replay_") as folder:
         run = Run(
             process=process,
@@ -68,7 +68,7 @@ def take_lone_step(
         learner = GRPOLearner(pretrained, reference=start, run=run, config=config)
         learner.loop.rewind_to(step, checkpoint=checkpoint)
         row = learner.step(work)
-    keep_mesh(None)
+    set_mesh(None)
     # Model and trainer hold each other: their memory is wanted before the next ones are built.
     del learner
     gc.collect()

@@ -22,19 +22,19 @@ from open_instruct.config.training import LearnerConfig, TrainingConfig
 from open_instruct.config.validation import changed
 from open_instruct.core.errors import InputError
 from open_instruct.core.shard_layout import ShardLayout
-from open_instruct.parallel.launch import idle_gpus, refuse_other_number
+from open_instruct.parallel.launch import find_idle_gpus, refuse_other_rank_count
 from open_instruct.parallel.layout import find_layout
 from open_instruct.parallel.process import (
     Process,
-    gathered,
-    on_main_process,
+    gather_objects,
+    run_on_main_process,
     start_process,
     stop_process,
 )
 from open_instruct.parallel.status import this_process
 from open_instruct.parallel.wording import describe_layout
 from open_instruct.planning.plan import BATCH
-from open_instruct.planning.shown import StartCheck, check_plan
+from open_instruct.planning.start_check import StartCheck, check_plan
 from open_instruct.planning.subject.build_workload import RunConfig
 from open_instruct.run.console import Console
 from open_instruct.run.run_directory import RunDirectory, log_to
@@ -64,20 +64,20 @@ def open_run(config: TrainingConfig, command: str) -> Iterator[Run]:
     this_process.begin("starting")
     process = start_process(timeout_s=config.parallel.dist_timeout_s, seed=config.optim.seed)
     layout = find_layout(config.parallel, process.gpus_per_node, config.backend)
-    refuse_other_number(
+    refuse_other_rank_count(
         config.parallel.num_processes, layout.gpus_per_node[layout.node_of(process.rank)]
     )
     directory = RunDirectory(path=Path(config.run.output_dir))
     console = Console(speaks=process.rank == 0)
     this_process.watch_ranks(config.parallel.dist_timeout_s)
     with ExitStack() as held:
-        on_main_process(
+        run_on_main_process(
             lambda: held.enter_context(
                 claim_run_folder(directory, config, layout, console, command)
             )
         )
         log_to(directory.log, rank=process.rank)
-        idle = idle_gpus(
+        idle = find_idle_gpus(
             config.parallel, num_ranks=layout.world_size, num_gpus=torch.cuda.device_count()
         )
         for warning in filter(None, [*layout.warnings, idle]):
@@ -143,7 +143,7 @@ def planned_run(config: ConfigT, run: Run, folder: Path) -> ConfigT:
     device = run.process.device
     nodes = run.layout.gpus_per_node
     num_sharing = nodes[run.layout.node_of(run.process.rank)]
-    memory_bytes = min(gathered(memory_of(device, num_sharing=num_sharing)))
+    memory_bytes = min(gather_objects(memory_of(device, num_sharing=num_sharing)))
     on_cuda = device.type == "cuda"
     planned = cast(RunConfig, config)  # the planner looks at its type
     warn_noop_offload(config, run.console, on_cuda=on_cuda)
@@ -154,7 +154,7 @@ def planned_run(config: ConfigT, run: Run, folder: Path) -> ConfigT:
         )
         return say_plan(check, run.console, run.directory)
 
-    return apply_plan(config, on_main_process(say))
+    return apply_plan(config, run_on_main_process(say))
 
 
 def warn_noop_offload(config: LearnerConfig, console: Console, *, on_cuda: bool) -> None:

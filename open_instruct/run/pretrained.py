@@ -39,7 +39,7 @@ from open_instruct.models.load import check_cover, find_parameter_shapes
 from open_instruct.models.lora.files import check_base, open_adapter
 from open_instruct.models.lora.peft_config import CONFIG_NAME
 from open_instruct.models.transformer import SegmentTransformer
-from open_instruct.parallel.process import on_main_process
+from open_instruct.parallel.process import run_on_main_process
 from open_instruct.parallel.status import this_process
 from open_instruct.planning.plan import check_model
 from open_instruct.planning.subject.read_shape import shape_from_fields
@@ -251,7 +251,7 @@ def fingerprint_start_model(pretrained: Pretrained, run: Run) -> str:
             with suppress(Damaged):  # `resume` warns of it
                 refuse_another_start_model(folder, fingerprint)
 
-    on_main_process(compare)
+    run_on_main_process(compare)
     return fingerprint
 
 

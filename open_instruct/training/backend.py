@@ -25,7 +25,7 @@ from open_instruct.core.text import counted
 from open_instruct.models.load import find_parameter_shapes, stream_load
 from open_instruct.models.lora.adapters import add_adapters, fill_adapter
 from open_instruct.models.transformer import SegmentTransformer
-from open_instruct.parallel.data_parallel import keep_mesh
+from open_instruct.parallel.data_parallel import set_mesh
 from open_instruct.parallel.status import this_process
 from open_instruct.run.opened import Run
 from open_instruct.run.pretrained import Pretrained
@@ -162,11 +162,11 @@ class ShardedModule(TransformerTrainModule):
 
     def __init__(self, *, mesh: DeviceMesh | None = None, **olmo_core: Any) -> None:
         if mesh is not None:
-            keep_mesh(None)  # OLMo-core's train module makes a mesh of its own, which nothing reads
+            set_mesh(None)  # OLMo-core's train module makes a mesh of its own, which nothing reads
         super().__init__(**olmo_core)
         if mesh is not None:
             self.world_mesh = mesh
-            keep_mesh(mesh)
+            set_mesh(mesh)
 
     @property
     def computing_model(self) -> Transformer:

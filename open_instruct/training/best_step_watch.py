@@ -12,7 +12,7 @@ from open_instruct.checkpoints.step_folder import find_checkpoints, step_of
 from open_instruct.core.metrics import HELD_OUT_PREFIX, metric_entry
 from open_instruct.core.records import BestStep
 from open_instruct.core.text import counted
-from open_instruct.parallel.process import on_main_process
+from open_instruct.parallel.process import run_on_main_process
 from open_instruct.run.cadence import Cadence
 from open_instruct.run.run_directory import RunDirectory, is_number, read_rows
 
@@ -61,7 +61,7 @@ class BestStepWatch:
     def __init__(self, metric: str, directory: RunDirectory, *, until: int) -> None:
         self.metric = metric
         self.directory = directory
-        self.best: BestStep | None = on_main_process(lambda: self._find(until))
+        self.best: BestStep | None = run_on_main_process(lambda: self._find(until))
 
     @property
     def step(self) -> int | None:
@@ -87,7 +87,7 @@ class BestStepWatch:
         if not is_saved and not self.metric.startswith(HELD_OUT_PREFIX):
             return False
         before = self.best
-        self.best = on_main_process(lambda: self._compare(step, row))
+        self.best = run_on_main_process(lambda: self._compare(step, row))
         return self.best != before
 
     def _compare(self, step: int, row: Mapping[str, Any]) -> BestStep | None:

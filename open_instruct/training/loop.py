@@ -27,8 +27,8 @@ from open_instruct.config.training import LearnerConfig
 from open_instruct.core.errors import RunError
 from open_instruct.core.metrics import metric_entry
 from open_instruct.core.records import StepBatch
-from open_instruct.parallel.process import gathered
-from open_instruct.parallel.processes import host_of_cores
+from open_instruct.parallel.process import gather_objects
+from open_instruct.parallel.processes import find_cpu_host
 from open_instruct.parallel.status import this_process
 from open_instruct.run.alarms import WINDOW, slowest, slowest_loader
 from open_instruct.run.cadence import Cadence, noting_signals
@@ -136,8 +136,8 @@ class Loop:
         row |= {**row_before, "num_tokens": self.trainer.global_train_tokens_seen}
         row |= {"time/checkpoint": 0.0} | self._clock.read()
         if self.cadence.compares_speed_after(self.step):
-            host = host_of_cores(self.learner.device.type)
-            paces = gathered((self.learner.seconds_per_token(), host))
+            host = find_cpu_host(self.learner.device.type)
+            paces = gather_objects((self.learner.seconds_per_token(), host))
             token_s = [seconds for seconds, _ in paces]
             row |= slowest("learner", token_s, [host for _, host in paces])
         self._call("post_step")
@@ -208,7 +208,7 @@ class Loop:
                 durations_s.append(duration_s)
                 row |= {"time/data": waited_s} | self._speeds(update, duration_s)
                 if self.cadence.compares_speed_after(self.step):
-                    row |= slowest_loader(gathered(sum(waits_s) / sum(durations_s)))
+                    row |= slowest_loader(gather_objects(sum(waits_s) / sum(durations_s)))
                 if heldout is not None and is_scored:
                     row |= heldout.metrics(self.step)
                 on_step(self.step, row)

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from open_instruct.config.training import LearnerConfig
 from open_instruct.models.transformer import SegmentTransformer
-from open_instruct.parallel.data_parallel import mesh_of, parallel_configs
+from open_instruct.parallel.data_parallel import build_parallel_configs, find_mesh
 from open_instruct.run.opened import Run
 from open_instruct.training.model.float8 import build_float8_config
 from open_instruct.training.model.kernels import choose_kernels, compiles
@@ -85,13 +85,13 @@ def plan_frozen(run: Run, config: LearnerConfig) -> Parallelism:
     """
     layout = run.layout
     device = run.process.device
-    configs = parallel_configs(
+    configs = build_parallel_configs(
         layout,
         param_dtype=config.model.param_dtype,
         prefetch_factor=config.parallel.fsdp_prefetch_factor,
     )
     return Parallelism(
-        mesh=mesh_of(layout, device),
+        mesh=find_mesh(layout, device),
         context_parallel=layout.context_parallel_degree > 1,
         tensor_parallel=layout.tensor_parallel_degree > 1,
         compiles=compiles(config.memory, layout=layout, device=device),

@@ -28,8 +28,8 @@ from open_instruct.models.compiled import FALLBACKS
 from open_instruct.models.lora.adapters import disable_adapters
 from open_instruct.models.shards import reshard
 from open_instruct.objectives.objective import BoundLoss, LossOutputs, TokenLogprobs
-from open_instruct.parallel.process import gathered
-from open_instruct.parallel.reduce import gather_rows, over_microbatches, reduce_metrics
+from open_instruct.parallel.process import gather_objects
+from open_instruct.parallel.reduce import combine_microbatches, gather_rows, reduce_metrics
 from open_instruct.training.backend import GRAD_NORM, Backend, Metrics
 from open_instruct.training.measure.speed import ComputeTimer, StepClock, memory_so_far
 from open_instruct.training.model.forward import token_logprobs
@@ -244,7 +244,7 @@ class Policy:
             name: Metric(value=value, reduction="max")
             for name, value in memory_so_far(self.device).items()
         }
-        metrics = over_microbatches(measured) | maxima
+        metrics = combine_microbatches(measured) | maxima
         # Clipping here and not in `update` reads the norm together with the loss, in one wait for
         # the device.
         if (norm := self.backend.clip()) is not None:
@@ -331,7 +331,7 @@ class Policy:
             if not math.isfinite(float(loss))
         ]
         own = [row for batch in broken for row in batch.row_ids]
-        rows = sorted({row for ids in gathered(own, self.dp_process_group) for row in ids})
+        rows = sorted({row for ids in gather_objects(own, self.dp_process_group) for row in ids})
         more = f" and {len(rows) - MAX_NAMED} more" if len(rows) > MAX_NAMED else ""
         named = ", ".join(map(str, rows[:MAX_NAMED]))
         noun = "row" if len(rows) == 1 else "rows"

@@ -26,7 +26,7 @@ from open_instruct.data.token_dataset import TokenDataset
 from open_instruct.losses.logprobs import sum_by_reply
 from open_instruct.models.shards import reshard
 from open_instruct.objectives.objective import Evaluation, Objective
-from open_instruct.parallel.process import on_main_process
+from open_instruct.parallel.process import run_on_main_process
 from open_instruct.run.opened import Run
 from open_instruct.run.pretrained import Pretrained
 from open_instruct.training.model.float8 import float8_off
@@ -108,7 +108,7 @@ def reference_logprobs(
     if missing:
         for row, values_D in zip(missing, scorer.score(dataset, missing, title=title), strict=True):
             cache.add(dataset.key(row), values_D)
-        on_main_process(cache.write)
+        run_on_main_process(cache.write)
     return cache.numbers(dataset)
 
 

@@ -28,7 +28,7 @@ from open_instruct.models.heads.logprob_head import Measure
 from open_instruct.models.lora.adapters import disable_adapters
 from open_instruct.models.shards import gather_full, reshard
 from open_instruct.objectives.objective import Teacher
-from open_instruct.parallel.process import gathered, on_main_process
+from open_instruct.parallel.process import gather_objects, run_on_main_process
 from open_instruct.parallel.status import this_process
 from open_instruct.run.opened import Run
 from open_instruct.run.pretrained import Pretrained
@@ -175,7 +175,7 @@ def build_comparison(
                 add_distributions(
                     cache, opened, model, dataset, rows=rows, backend=backend, run=run
                 )
-        on_main_process(cache.write)
+        run_on_main_process(cache.write)
     heldout = None if rows.heldout is None else cache.beside(rows.heldout)
     return opened, replace(rows, dataset=cache.beside(rows.dataset), heldout=heldout)
 
@@ -231,7 +231,7 @@ def add_distributions(
         lengths = dataset.num_label_tokens[list(batch.row_ids)].tolist()
         by_row = zip(batch.row_ids, kept_NC.split(lengths), strict=True)
         values_by_key = {dataset.key(row): values_NC.numpy() for row, values_NC in by_row}
-        for values_of_rank in gathered(values_by_key, backend.dp_process_group):
+        for values_of_rank in gather_objects(values_by_key, backend.dp_process_group):
             for key, values_NC in values_of_rank.items():
                 cache.add(key, values_NC)
     reshard(model)

@@ -11,7 +11,7 @@ import torch
 from open_instruct.checkpoints.safe_checkpointer import together
 from open_instruct.core.errors import RunError
 from open_instruct.core.files import replace_text
-from open_instruct.parallel.process import gathered, on_main_process
+from open_instruct.parallel.process import gather_objects, run_on_main_process
 from open_instruct.weight_sync.changes import Message, SentParts
 from open_instruct.weight_sync.folder import Link, MessagePlace, WrittenMessages, digest_message
 from open_instruct.weight_sync.progress import HOST_RANK
@@ -41,7 +41,7 @@ class FolderSender(WeightSender):
     def open(self, num_receivers: int) -> dict[str, Any]:
         """Begin a chain and remove all others; returns the facts that any receiver needs."""
         self._links: list[Link] = []  # of the chain, while another version may build on it
-        self._chain: str = on_main_process(lambda: str(self._folder / os.urandom(4).hex()))
+        self._chain: str = run_on_main_process(lambda: str(self._folder / os.urandom(4).hex()))
         together(lambda: self._remove_all_but(""), kind=self._failure)
         facts = {
             "backend": self._backend,
@@ -73,7 +73,7 @@ class FolderSender(WeightSender):
         # stop one rank alone.
         messages = list(self._sent.encode_messages(self._make_finder(), has_digests=has_digests))
         builds_on = links[-1].version if links else None
-        written = gathered(
+        written = gather_objects(
             together(lambda: self._write(version, builds_on, messages), kind=self._failure)
         )
         link = Link(version=version, builds_on=builds_on, messages=written)

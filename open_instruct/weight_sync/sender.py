@@ -31,7 +31,7 @@ from open_instruct.models.lora.adapters import (
 )
 from open_instruct.models.lora.files import find_peft_name
 from open_instruct.models.shards import LocalShard, find_local_shards, reshard
-from open_instruct.parallel.process import on_main_process
+from open_instruct.parallel.process import run_on_main_process
 from open_instruct.training.rows.sample_loader import build_ahead
 from open_instruct.weight_sync.changes import SentParts, build_change_bucket, build_change_manifest
 from open_instruct.weight_sync.channel import CPU, NUM_SLOTS, FindLocal, Outgoing
@@ -130,7 +130,7 @@ class WeightSender:
             self._sent = SentParts(self.manifest, rank=self._rank)
             travelling = build_change_manifest(self.manifest)
         self._outgoing = make_outgoing(travelling, index=self._rank, device=self._device)
-        info: dict[str, Any] = on_main_process(lambda: self._offer(num_receivers))
+        info: dict[str, Any] = run_on_main_process(lambda: self._offer(num_receivers))
         self._info = info
         self._receivers = list_receivers(info)
         if self._rank != HOST_RANK:

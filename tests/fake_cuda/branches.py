@@ -111,7 +111,7 @@ def alone() -> Iterator[None]:
     with contextlib.ExitStack() as patches:
         patches.enter_context(patch.object(sender, "SyncProgress", MagicMock()))
         patches.enter_context(patch.object(receiver, "SyncProgress", MagicMock()))
-        patches.enter_context(patch.object(sender, "on_main_process", lambda work: work()))
+        patches.enter_context(patch.object(sender, "run_on_main_process", lambda work: work()))
         patches.enter_context(patch.object(reductions, "reduce_tensor", exported))
         patches.enter_context(patch.object(reductions, "rebuild_cuda_tensor", mapped))
         patches.enter_context(patch.object(dist, "ProcessGroupNCCL", FakeNCCL, create=True))
@@ -251,7 +251,7 @@ def process(folder: Path) -> Any:
 
     from open_instruct.commands.run_flags import parse_run
     from open_instruct.objectives.dpo import DPOConfig
-    from open_instruct.parallel.launch import num_to_start
+    from open_instruct.parallel.launch import count_ranks_to_start
     from open_instruct.run.opened import open_run, planned_run
     from tests.fake_cuda.memory import CASES
 
@@ -278,7 +278,7 @@ def process(folder: Path) -> Any:
     return {
         "backends": asked,
         "device": str(run.process.device),
-        "num_to_start": num_to_start("auto", {}),
+        "num_to_start": count_ranks_to_start("auto", {}),
         "said": " ".join(said.getvalue().split()),
     }
 

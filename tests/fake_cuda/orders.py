@@ -160,7 +160,7 @@ def saved_steps(folder: Path) -> Any:
             (EnvRngStates, "current_state", lambda: SimpleNamespace(as_dict=dict)),
             (resume, "check_weights", lambda *_, **__: None),  # all numbers that are read are 0
             (safe_checkpointer, "write_own_files", write_own_files),
-            (safe_checkpointer, "gathered", lambda value: [value]),
+            (safe_checkpointer, "gather_objects", lambda value: [value]),
             (safe_checkpointer, "together", lambda work, kind: work()),
             (safe_checkpointer, "all_reduce_value", lambda value, *_, **__: value),
             (safe_checkpointer.SafeCheckpointer, "_publish", lambda *_: None),

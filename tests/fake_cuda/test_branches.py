@@ -114,7 +114,7 @@ ELSEWHERE = {
         "tests/unit/planning/test_deepspeed_plan.py",
         "on_cuda",
     ),
-    "host = host_of_cores": ("tests/unit/run/test_alarms.py", 'host_of_cores("cuda")'),
+    "host = find_cpu_host": ("tests/unit/run/test_alarms.py", 'find_cpu_host("cuda")'),
     "models/delta_rule/": ("tests/fake_cuda/cases.py", '"dpo_hybrid": Case('),
     "if family.delta is None or torch": ("tests/unit/models/test_delta_rule.py", "lambda: on_gpu"),
     "for layer in model.modules()": ("tests/fleet/test_grpo_kinds.py", "agree_on_experts"),

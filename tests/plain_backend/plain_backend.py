@@ -14,7 +14,7 @@ from open_instruct.config.sharding_sections import ParallelSection
 from open_instruct.config.training import LearnerConfig
 from open_instruct.core.errors import InputError
 from open_instruct.core.shard_layout import ShardLayout
-from open_instruct.parallel.layout import layout_of_degrees
+from open_instruct.parallel.layout import build_layout
 
 
 class Plain:
@@ -40,15 +40,15 @@ class Plain:
             raise InputError(
                 f"--backend plain is one process, not {sum(gpus_per_node)}; use --backend olmo_core"
             )
-        return layout_of_degrees(parallel, gpus_per_node)
+        return build_layout(parallel, gpus_per_node)
 
     def sharing(self, parallel: ParallelSection, layout: ShardLayout) -> str:
         return "plain PyTorch"
 
-    def planned(self, config: LearnerConfig) -> Any:
-        from open_instruct.planning.setting import Backend
+    def make_planner(self, parallel: ParallelSection) -> Any:
+        from open_instruct.planning.setting import BackendPlanner
 
-        return Backend()
+        return BackendPlanner()
 
     def build(self, pretrained: Any, *, run: Any, config: LearnerConfig, num_steps: int) -> Any:
         import torch

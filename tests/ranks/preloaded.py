@@ -12,7 +12,7 @@ from open_instruct.data import report
 from open_instruct.losses import preference  # noqa: F401
 from open_instruct.objectives import distill, dpo, kto, prm, reward_model, sft  # noqa: F401
 from open_instruct.parallel.wording import nodes_text
-from open_instruct.planning import shown
+from open_instruct.planning import presentation
 from open_instruct.planning.subject import units
 from open_instruct.run import metrics_log, opened  # noqa: F401
 from open_instruct.training import offline, scoring  # noqa: F401
@@ -40,7 +40,7 @@ from transformers.models.olmo3 import modeling_olmo3  # noqa: F401
 from transformers.models.qwen3 import modeling_qwen3  # noqa: F401
 
 # The templates of what each run says are compiled at their first use: half a second.
-text._macros(shown.WORDS, counted=text.counted, nodes_text=nodes_text, units=units)
+text._macros(presentation.WORDS, counted=text.counted, nodes_text=nodes_text, units=units)
 text._macros(report.REPORT)
 
 nvtx.enable_nvtx = False  # marks for a profiler of CUDA, around each of DeepSpeed's calls

@@ -18,7 +18,7 @@ from open_instruct.planning.memory.parts import BUFFERS
 from open_instruct.planning.memory.sync_buckets import sync_buckets
 from open_instruct.planning.subject.build_workload import build_shape, build_workload
 from open_instruct.training.deepspeed import planned_memory, planned_traffic
-from open_instruct.training.deepspeed.planned import DeepSpeed
+from open_instruct.training.deepspeed.planned import DeepSpeedPlanner
 from open_instruct.training.deepspeed.planned_memory import ZeroMemoryModel
 from open_instruct.training.deepspeed.planned_traffic import plan_exchanges
 from open_instruct.training.deepspeed.settings import effective_zpg
@@ -172,7 +172,7 @@ class Measured:
             on_cuda=False,
             num_engines=1,
         )
-        return DeepSpeed(config).memory_model(shape, layout, workload)
+        return DeepSpeedPlanner(config.parallel).memory_model(shape, layout, workload)
 
 
 @pytest.fixture(scope="module")
@@ -204,8 +204,8 @@ def test_plan_counts_the_bytes_that_are_there_before_the_step(
     expected = sum(planned.state_bytes()) + planned.resident_parts(0)[BUFFERS]
     expected += planned.passes.bucket_bytes if planned.stage == 1 else 0
     if effective_zpg(planned.flags) > 1:
-        expected += planned.c * sum(planned.sizes.values()) // effective_zpg(planned.flags)
-    least = 1 - (TOUCHED if planned.stage == 2 and planned.c == 4 else FILLED_UP)
+        expected += planned.item_bytes * sum(planned.sizes.values()) // effective_zpg(planned.flags)
+    least = 1 - (TOUCHED if planned.stage == 2 and planned.item_bytes == 4 else FILLED_UP)
     for rank, found in enumerate(measured.by_case[name]):
         assert found["between"] <= found["with_gradients"]
         assert least <= found["with_gradients"] / expected < 1 + FILLED_UP, f"rank {rank}"

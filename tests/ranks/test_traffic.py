@@ -23,10 +23,10 @@ from open_instruct.planning.memory.sync_buckets import sync_buckets
 from open_instruct.planning.subject.build_workload import build_shape, build_workload
 from open_instruct.planning.subject.workload import Scoring
 from open_instruct.planning.traffic import (
+    merging_traffic,
     scoring_pass,
-    traffic_of_merging,
-    traffic_of_weight_sync,
     traffic_per_step,
+    weight_sync_traffic,
 )
 from tests.ranks.launch import run_ranks
 from tests.ranks.shallow import write_shallow_model
@@ -337,7 +337,9 @@ class Counted:
         )
         planned = {"step": traffic_per_step(shape, layout, replace(workload, num_engines=0))}
         if workload.critic is not None:
-            planned["step"] += traffic_per_step(workload.critic.shape, layout, workload.of_critic)
+            planned["step"] += traffic_per_step(
+                workload.critic.shape, layout, workload.critic_workload
+            )
         if case.algorithm == "dpo":
             once = replace(workload, num_microbatches=1)
             planned["reference"] = tuple(scoring_pass(Scoring(shape=shape), layout, once))
@@ -348,8 +350,8 @@ class Counted:
                 sync_bytes_per_param=2,
                 sync_bucket_bytes=bucket_bytes_of(case),
             )
-            planned["sync"] = traffic_of_weight_sync(sync_buckets(shape, layout, sent), sent)
-            planned["merging"] = tuple(traffic_of_merging(shape, layout))
+            planned["sync"] = weight_sync_traffic(sync_buckets(shape, layout, sent), sent)
+            planned["merging"] = tuple(merging_traffic(shape, layout))
         return layout, planned
 
     def _run(self, num_processes: int, is_pretended: bool) -> list[dict[str, dict[str, Any]]]:

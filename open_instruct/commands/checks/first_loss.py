@@ -17,7 +17,7 @@ from open_instruct.data.prompts import Prompts
 from open_instruct.data.token_dataset import TokenDataset
 from open_instruct.objectives.objective import Objective
 from open_instruct.parallel.process import start_process, stop_process
-from open_instruct.parallel.resolve import on_one_process
+from open_instruct.parallel.resolve import reduce_to_one_process
 from open_instruct.planning.subject.build_workload import RunConfig
 from open_instruct.rewards.trial import TRIAL_ANSWERS
 from open_instruct.rl.lone_step import take_lone_step
@@ -41,7 +41,7 @@ def take_first_loss(
             if isinstance(config, GRPOConfig):
                 return _rollout_loss(config, Prompts(rows), chat)
             loss = take_offline_loss(
-                _with_one_microbatch(on_one_process(config)), objective=objective
+                _with_one_microbatch(reduce_to_one_process(config)), objective=objective
             )
             return f"{loss:.4f}, of the first microbatch on one process"
         except RunError as error:

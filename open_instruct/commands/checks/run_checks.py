@@ -27,12 +27,12 @@ from open_instruct.data.token_dataset import TokenDataset
 from open_instruct.data.tokenizer import find_local_folder
 from open_instruct.models.hf.hf_config import read_config_fields
 from open_instruct.objectives.objective import Objective
-from open_instruct.parallel.launch import num_to_start
+from open_instruct.parallel.launch import count_ranks_to_start
 from open_instruct.parallel.layout import find_layout
 from open_instruct.parallel.node_sizes import node_sizes_from_environment
 from open_instruct.parallel.wording import describe_layout
 from open_instruct.planning.plan import check_model
-from open_instruct.planning.shown import check_plan
+from open_instruct.planning.start_check import check_plan
 from open_instruct.planning.subject.build_workload import RunConfig, build_shape
 from open_instruct.planning.subject.devices import has_gpu_here
 from open_instruct.run.earlier_command import refuse_another_command
@@ -285,7 +285,7 @@ def find_node_sizes(config: LearnerConfig) -> tuple[int, ...]:
     """The processes that would train on each node."""
     if isinstance(config.parallel, LearnerParallelSection):
         return tuple(config.parallel.num_learners_per_node)
-    num_ranks = num_to_start(getattr(config.parallel, "num_processes", None), os.environ)
+    num_ranks = count_ranks_to_start(getattr(config.parallel, "num_processes", None), os.environ)
     if num_ranks:
         return (num_ranks,)
     return node_sizes_from_environment(os.environ) or (1,)

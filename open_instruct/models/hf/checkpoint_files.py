@@ -32,7 +32,7 @@ from open_instruct.core.errors import InputError
 from open_instruct.data.files.foreign_json import one_line, read_object
 from open_instruct.models.hf.hf_config import INDEX_NAME, find_weights_file
 from open_instruct.models.hf.names import unpack_tensor
-from open_instruct.parallel.process import gathered
+from open_instruct.parallel.process import gather_objects
 
 DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
@@ -149,7 +149,7 @@ class CheckpointFiles:
         }
         digests = {
             number: digest
-            for rank_digests in gathered(own)
+            for rank_digests in gather_objects(own)
             for number, digest in rank_digests.items()
         }
         return xxhash.xxh3_128(

@@ -27,7 +27,7 @@ from open_instruct.models.hf.names import TensorNames, clean_name
 from open_instruct.models.load import find_cover_problem
 from open_instruct.models.lora.adapters import add_adapters
 from open_instruct.models.lora.peft_config import CONFIG_NAME, read_settings
-from open_instruct.parallel.process import on_main_process
+from open_instruct.parallel.process import run_on_main_process
 
 WEIGHTS_NAME = "adapter_model.safetensors"
 BASE_FINGERPRINT = "base_fingerprint"  # in the header of the weights, which other readers pass over
@@ -183,7 +183,7 @@ def write_adapter(
             export_files.write_texts(beside, chat_template=chat_template, card=card())
         export_files.put_in_place(folder)
 
-    on_main_process(write)
+    run_on_main_process(write)
 
 
 def _config(lora: LoRASection, *, base: str, head: Head) -> dict[str, Any]:

@@ -56,6 +56,6 @@ def _run_piece(
     return piece.tape.profile(piece.record())
 
 
-def forget_profiles() -> None:
+def clear_profiles() -> None:
     """Drop all cached profiles: a test that changes a limit of a kernel calls this."""
     _run_piece.cache_clear()

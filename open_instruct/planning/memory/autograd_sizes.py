@@ -31,11 +31,12 @@ class Tensor:
 class Gradient:
     """The gradient of one input of an operation."""
 
-    of: Tensor
+    tensor: Tensor
     # None: the gradient of the output is passed on unchanged.
     num_bytes: int | None
-    # Alive while it is computed; the second within the kernel, which no tensor shows.
+    # Alive while it is computed.
     scratch_bytes: int = 0
+    # Alive within the kernel, which no tensor shows.
     kernel_bytes: int = 0
 
 
@@ -124,17 +125,17 @@ class Tape:
         output = Tensor(num_bytes)
         self.hold(*inputs)
         if gradients is None:
-            gradients = [Gradient(of=tensor, num_bytes=tensor.num_bytes) for tensor in inputs]
+            gradients = [Gradient(tensor=tensor, num_bytes=tensor.num_bytes) for tensor in inputs]
         elif any(tensor.kind == "frozen" for tensor in inputs):
             saved = ()
-            gradients = [gradient for gradient in gradients if gradient.of.kind != "frozen"]
-        kept = [*saved]
+            gradients = [gradient for gradient in gradients if gradient.tensor.kind != "frozen"]
+        all_saved = [*saved]
         if saves_output:
-            kept.append(output)
+            all_saved.append(output)
         operation = Operation(
             inputs=inputs,
             output=output,
-            saved=tuple(kept),
+            saved=tuple(all_saved),
             gradients=tuple(gradients),
             scratch_bytes=scratch_bytes,
             region=self._region,
@@ -148,7 +149,7 @@ class Tape:
             self.needed_until[tensor] = len(self.operations)
 
     @contextmanager
-    def recomputed(self, is_recomputed: bool = True) -> Iterator[None]:
+    def recompute(self, is_recomputed: bool = True) -> Iterator[None]:
         """A context whose operations run again in backward, and keep inputs from outside alone."""
         if not is_recomputed or self._region is not None:
             yield
@@ -161,15 +162,17 @@ class Tape:
         """Run forward and backward; `output` is what the piece passes on."""
         self.hold(output)
         everything = range(len(self.operations))
-        scoring_peak, _ = self._forward(everything, keeps=[()] * len(everything), alive=set())
-        forward_peak, kept = self._forward(everything, keeps=self._kept_at_first(), alive=set())
+        keeps_nothing: Keeps = [()] * len(everything)
+        keeps = self._kept_at_first()
+        scoring_peak, _ = self._forward(everything, keeps=keeps_nothing, alive=set())
+        forward_peak, saved = self._forward(everything, keeps=keeps, alive=set())
         return Profile(
             forward_peak=forward_peak,
             scoring_peak=scoring_peak,
-            kept_bytes=_made(kept),
+            kept_bytes=_count_bytes(saved),
             source_bytes=self.source.num_bytes,
-            keeps_source=self.source in kept,
-            backward=tuple(self._backward(output, kept)),
+            keeps_source=self.source in saved,
+            backward=tuple(self._backward(output, saved)),
         )
 
     def _kept_at_first(self) -> Keeps:
@@ -179,74 +182,83 @@ class Tape:
         for op in self.operations:
             if op.region is None:
                 keeps.append(op.saved)
-            else:
-                keeps.append([each for each in op.inputs if regions.get(each) != op.region])
+                continue
+            from_outside = [each for each in op.inputs if regions.get(each) != op.region]
+            keeps.append(from_outside)
         return keeps
+
+    def _find_region(self, region: int) -> list[int]:
+        """The indices of the operations of a recomputed region."""
+        return [index for index, op in enumerate(self.operations) if op.region == region]
 
     def _forward(
         self, indices: Iterable[int], *, keeps: Keeps, alive: set[Tensor]
     ) -> tuple[Usage, set[Tensor]]:
         """The peak of running `indices` beside `alive`, and these with what the operations keep."""
         peak = Usage()
-        kept = set(alive)
+        saved = set(alive)
         for index in indices:
             op = self.operations[index]
             alive = alive | {*op.inputs, op.output}
-            usage = Usage(activations=_made(alive), temporaries=op.scratch_bytes)
+            usage = Usage(activations=_count_bytes(alive), temporaries=op.scratch_bytes)
             peak = max(peak, usage, key=sum)
-            kept.update(keeps[index])
-            alive = kept | {tensor for tensor in alive if self.needed_until.get(tensor, -1) > index}
-        return peak, kept
+            saved.update(keeps[index])
+            needed = {tensor for tensor in alive if self.needed_until.get(tensor, -1) > index}
+            alive = saved | needed
+        return peak, saved
 
-    def _backward(self, output: Tensor, kept: set[Tensor]) -> Iterator[Usage]:
+    def _backward(self, output: Tensor, saved: set[Tensor]) -> Iterator[Usage]:
         """Every moment: as each gradient is made, and when an operation is done."""
-        kept_at_first = self._kept_at_first()
-        saved = [op.saved for op in self.operations]
-        # Buffers are tensors too: one that is handed on is the gradient of several.
-        gradient_of = {output: Tensor(output.num_bytes)}
+        saved_at_first = self._kept_at_first()
+        saved_by_all = [op.saved for op in self.operations]
+        # The gradient of each tensor, which is a tensor too: one that is passed on is the gradient
+        # of several.
+        gradients = {output: Tensor(output.num_bytes)}
         ran_again: set[int] = set()
 
         def usage(activations: int, scratch_bytes: int = 0, kernel_bytes: int = 0) -> Usage:
-            of_weights = {
-                gradient for tensor, gradient in gradient_of.items() if tensor.kind == "weight"
-            }
+            weights = [tensor for tensor in gradients if tensor.kind == "weight"]
+            weight_gradients = {gradients[weight] for weight in weights}
+            other_gradients = {*gradients.values()} - weight_gradients
             return Usage(
                 activations=activations,
-                temporaries=_made({*gradient_of.values()} - of_weights) + scratch_bytes,
-                weight_gradients=_made(of_weights),
+                temporaries=_count_bytes(other_gradients) + scratch_bytes,
+                weight_gradients=_count_bytes(weight_gradients),
                 kernels=kernel_bytes,
             )
 
-        yield usage(_made(kept))
+        yield usage(_count_bytes(saved))
         for index, op in reversed([*enumerate(self.operations)]):
             if op.region is not None and op.region not in ran_again:
                 ran_again.add(op.region)
-                region = [at for at, each in enumerate(self.operations) if each.region == op.region]
-                again, kept = self._forward(region, keeps=saved, alive=kept)
+                indices = self._find_region(op.region)
+                again, saved = self._forward(indices, keeps=saved_by_all, alive=saved)
                 yield usage(again.activations, again.temporaries)
-            output_gradient = gradient_of.get(op.output)
+            output_gradient = gradients.get(op.output)
             if output_gradient is None:
                 continue
-            made: list[tuple[Tensor, Tensor]] = []
+            op_gradients: list[tuple[Tensor, Tensor]] = []
             for gradient in op.gradients:
                 buffer = output_gradient
                 if gradient.num_bytes is not None:
                     buffer = Tensor(gradient.num_bytes)
-                made.append((gradient.of, buffer))
-                new = _made({each for _, each in made} - {output_gradient})
-                yield usage(_made(kept), new + gradient.scratch_bytes, gradient.kernel_bytes)
-            del gradient_of[op.output]
-            for tensor, buffer in made:
-                gradient_of.setdefault(tensor, buffer)
+                op_gradients.append((gradient.tensor, buffer))
+                new_buffers = {each for _, each in op_gradients} - {output_gradient}
+                scratch_bytes = _count_bytes(new_buffers) + gradient.scratch_bytes
+                yield usage(_count_bytes(saved), scratch_bytes, gradient.kernel_bytes)
+            del gradients[op.output]
+            for tensor, buffer in op_gradients:
+                gradients.setdefault(tensor, buffer)
             # What a region was given stays until the last of it has run backward.
             needed: set[Tensor] = set()
             for before in range(index):
-                needed.update(kept_at_first[before])
+                needed.update(saved_at_first[before])
                 if self.operations[before].region in ran_again:
-                    needed.update(saved[before])
-            kept = kept & needed
-            yield usage(_made(kept))
+                    needed.update(saved_by_all[before])
+            saved = saved & needed
+            yield usage(_count_bytes(saved))
 
 
-def _made(tensors: set[Tensor]) -> int:
+def _count_bytes(tensors: set[Tensor]) -> int:
+    """Bytes of the tensors that the piece itself has made."""
     return sum(tensor.num_bytes for tensor in tensors if tensor.kind == "made")

@@ -32,7 +32,8 @@ def num_kept_chunks(shape: ModelShape, chunks: Sequence[int], item_bytes: int) -
     """The chunks, of several, whose product with the head's matrix is kept; none with 0 bytes."""
     if not item_bytes or len(chunks) < 2:
         return 0
-    return min(len(chunks), MAX_KEPT_BYTES // (chunks[0] * shape.num_outputs * item_bytes))
+    chunk_bytes = chunks[0] * shape.num_outputs * item_bytes
+    return min(len(chunks), MAX_KEPT_BYTES // chunk_bytes)
 
 
 class Head(Piece):
@@ -76,10 +77,10 @@ class Head(Piece):
         for num_labels in chunks:
             in_bytes = num_labels * d_model * self.item_bytes
             out_bytes = num_labels * self.shape.num_outputs * self.item_bytes
-            gradients = [full_gradient(weight), Gradient(of=view, num_bytes=in_bytes)]
-            with self.tape.recomputed(len(all_chunks) > 1 and not last_are_kept):
+            gradients = [full_gradient(weight), Gradient(tensor=view, num_bytes=in_bytes)]
+            with self.tape.recompute(len(all_chunks) > 1 and not last_are_kept):
                 product = run(out_bytes, view, hidden, weight, saved=[hidden], gradients=gradients)
-                with self.tape.recomputed(len(all_chunks) > 1):
+                with self.tape.recompute(len(all_chunks) > 1):
                     losses.append(self._losses(product, num_labels))
         return run(num_positions * FLOAT32, *losses)
 

@@ -41,7 +41,7 @@ from open_instruct.planning.memory.parts import (
 from open_instruct.planning.memory.piece import FLOAT32
 from open_instruct.planning.memory.scratch import BLOCK_BYTES, CUBLAS_BYTES, library_bytes
 from open_instruct.planning.memory.sync_buckets import sync_buckets
-from open_instruct.planning.memory.trained_shard import TrainedShard, pinned
+from open_instruct.planning.memory.trained_shard import TrainedShard, pinned_bytes
 from open_instruct.planning.subject.model import ModelShape, ParameterShape
 from open_instruct.planning.subject.workload import Scoring, Workload
 
@@ -65,9 +65,9 @@ class MemoryModel:
         self.workload = workload
         self.critic: MemoryModel | None = None
         if workload.critic:
-            self.critic = self.build_other(workload.critic.shape, workload.of_critic)
-            self.critic.other = self
-        self.other: MemoryModel | None = self.critic  # at rest while this one works
+            self.critic = self.build_sibling(workload.critic.shape, workload.critic_workload)
+            self.critic.idle_model = self
+        self.idle_model: MemoryModel | None = self.critic  # at rest while this one works
         self.passes = self.build_passes(workload)
         self.parameters, self.gradients, self.optimizer = self.state_bytes()
         # Gradients once all are reduced.
@@ -75,7 +75,7 @@ class MemoryModel:
         if workload.has_weights_on_host:
             self.reduced_gradients = 0
 
-    def build_other(self, shape: ModelShape, workload: Workload) -> MemoryModel:
+    def build_sibling(self, shape: ModelShape, workload: Workload) -> MemoryModel:
         """The memory of another model that is trained in the same run."""
         return MemoryModel(shape, self.layout, workload)
 
@@ -85,7 +85,7 @@ class MemoryModel:
 
     def shard_size(self, parameter: ParameterShape) -> int:
         """Values of a parameter that this rank has."""
-        return state.local_size(parameter, self.layout).own
+        return state.local_size(parameter, self.layout).shard
 
     @cached_property
     def trained_shards(self) -> list[TrainedShard]:
@@ -128,7 +128,7 @@ class MemoryModel:
                     parts[scoring.stands_as] = self._pinned_weights(scoring.shape)
         parts[INPUTS] = 0
         if self.passes.offloads:
-            parts[INPUTS] = sum(map(pinned, self.passes.kept_by_blocks))
+            parts[INPUTS] = sum(map(pinned_bytes, self.passes.kept_by_blocks))
         if self.workload.on_cuda:
             parts |= self.host_copies()
         return parts
@@ -141,7 +141,9 @@ class MemoryModel:
             _, _, optimizer = state.state_bytes(self.shape, self.layout, workload)
         if not workload.has_weights_on_host:
             return {OPTIMIZER: optimizer}
-        gradients = sum(shard.count * pinned(shard.weight_bytes) for shard in self.trained_shards)
+        gradients = sum(
+            shard.count * pinned_bytes(shard.weight_bytes) for shard in self.trained_shards
+        )
         return {
             PARAMETERS: self._pinned_weights(self.shape),
             GRADIENTS: gradients,
@@ -155,8 +157,8 @@ class MemoryModel:
         for unit in shape.units:
             for parameter in unit.parameters:
                 num_values = state.local_size(parameter, self.layout).padded
-                sizes = parameter.bytes_of(num_values, item_bytes[parameter.is_trained])
-                total_bytes += unit.count * sum(map(pinned, sizes))
+                sizes = parameter.tensor_bytes(num_values, item_bytes[parameter.is_trained])
+                total_bytes += unit.count * sum(map(pinned_bytes, sizes))
         return total_bytes
 
     def host_copies(self) -> dict[str, int]:
@@ -172,7 +174,7 @@ class MemoryModel:
             sizes = [own_bytes for own_bytes, _ in buckets]
             copies = sizes
             if self.workload.on_cuda:
-                copies = [pinned(size) for size in sizes]
+                copies = [pinned_bytes(size) for size in sizes]
             sent_bytes = sum(copies) + (NUM_SYNC_SLOTS + 2) * max(sizes)
         return {CHECKPOINT: self.checkpoint_copy(), SENT: sent_bytes}
 
@@ -188,8 +190,9 @@ class MemoryModel:
         if self.workload.on_cuda:
             copied = 0
             for shard in self.trained_shards:
-                weight_bytes = num_models * pinned(shard.weight_bytes)
-                copied += shard.count * (weight_bytes + sum(map(pinned, shard.moment_bytes)))
+                weight_bytes = num_models * pinned_bytes(shard.weight_bytes)
+                moment_bytes = sum(map(pinned_bytes, shard.moment_bytes))
+                copied += shard.count * (weight_bytes + moment_bytes)
         else:
             copied = num_models * self.num_trained_values * state.MASTER_BYTES + self.optimizer
         # Of experts that are split no replica has another's part.
@@ -205,12 +208,12 @@ class MemoryModel:
         Before training there are no optimizer states and no frozen models.
         """
         parts = self._resident_alone(gradients, is_training=is_training)
-        if self.other is None:
+        if self.idle_model is None:
             return parts
         idle_gradients = 0
         if is_training:
-            idle_gradients = self.other.idle_gradient_bytes
-        at_rest = self.other._resident_alone(idle_gradients, is_training=is_training)
+            idle_gradients = self.idle_model.idle_gradient_bytes
+        at_rest = self.idle_model._resident_alone(idle_gradients, is_training=is_training)
         cuda_bytes = max(parts[CUDA], at_rest[CUDA])  # of both models and the engines
         num_bytes = sum(at_rest.values()) - at_rest[SCRATCH] - at_rest[CUDA]
         label = POLICY if self.critic is None else CRITIC
@@ -289,7 +292,7 @@ class MemoryModel:
     def step_as_critic(self) -> Iterator[Moment]:
         """All moments of a critic's part of a step: it scores, learns, and takes its own step."""
         yield from self.scoring_pass()
-        resident = self.resident_parts(self.passes.accumulated(self.gradients))
+        resident = self.resident_parts(self.passes.accumulated_bytes(self.gradients))
         yield from self.passes.forward(resident)
         yield from self.passes.backward(resident)
         yield from self.optimizer_step()
@@ -312,7 +315,7 @@ class MemoryModel:
             runs_head = scoring.num_values > 0
             gradients = 0
             if not runs_head:
-                gradients = self.passes.accumulated(self.gradients)
+                gradients = self.passes.accumulated_bytes(self.gradients)
             resident = self.resident_parts(gradients)
             yield from passes.forward(resident, keeps=False, runs_head=runs_head)
 
@@ -357,7 +360,7 @@ class MemoryModel:
         They are the first matrices, whole, and twice a rank's part of a matrix.
         """
         num_whole = sum(half.num_params for half in self.shape.first_halves)
-        sizes = (state.local_size(each, self.layout).own for each in self.shape.in_blocks)
+        sizes = (state.local_size(each, self.layout).shard for each in self.shape.in_blocks)
         return num_whole + 2 * max(sizes)
 
     def weight_sync(self) -> Moment:

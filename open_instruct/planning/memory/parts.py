@@ -1,7 +1,8 @@
-"""The names of the parts of a GPU's memory, and what a moment is: bytes by these names."""
+"""The names of the parts of a GPU's memory, and the type of a moment: bytes by these names."""
 
 from collections.abc import Mapping
 
+# What a training process holds.
 PARAMETERS = "parameters"
 GRADIENTS = "gradients"
 OPTIMIZER = "optimizer states"

@@ -48,7 +48,7 @@ def memory_by_phase(model: MemoryModel) -> tuple[Phase, ...]:
         moments["scoring pass"] = model.scoring_pass()
     if model.critic:
         moments["critic"] = model.critic.step_as_critic()
-    resident = model.resident_parts(model.passes.accumulated(model.gradients))
+    resident = model.resident_parts(model.passes.accumulated_bytes(model.gradients))
     moments |= {
         "forward": model.passes.forward(resident),
         "backward": model.passes.backward(resident),
@@ -57,11 +57,15 @@ def memory_by_phase(model: MemoryModel) -> tuple[Phase, ...]:
     if workload.num_engines:
         moments["weight sync"] = [model.weight_sync()]
     moments["export"] = [model.export()]
-    return tuple(find_worst(name, phase_moments) for name, phase_moments in moments.items())
+    phases = [find_worst(name, phase_moments) for name, phase_moments in moments.items()]
+    return tuple(phases)
 
 
 def find_worst(name: str, moments: Iterable[Moment]) -> Phase:
     """The phase `name`, at the worst of its moments."""
     worst = max(moments, key=lambda moment: sum(moment.values()))
-    parts = ((label, num_bytes) for label, num_bytes in worst.items() if num_bytes)
+    parts = []
+    for label, num_bytes in worst.items():
+        if num_bytes != 0:
+            parts.append((label, num_bytes))
     return Phase(name=name, parts=tuple(parts))

@@ -48,18 +48,20 @@ class Piece:
         self.num_rows = self.num_tokens  # between matrices
         if splits_rows:
             self.num_rows = self.split(self.num_tokens)
-        self.tape = Tape(Tensor(self.num_rows * shape.d_model * self.item_bytes, kind="source"))
+        stream_bytes = self.num_rows * shape.d_model * self.item_bytes
+        self.tape = Tape(Tensor(stream_bytes, kind="source"))
 
     def split(self, count: int) -> int:
         """A tensor rank's share of `count`."""
         return -(-count // self.degrees.tensor_degree)
 
-    def recomputed(self, module: str) -> AbstractContextManager[None]:
+    def recompute(self, module: str) -> AbstractContextManager[None]:
         """A context for a module of the block, which may be checkpointed; "" is the block itself.
 
         All blocks are alike.
         """
-        return self.tape.recomputed(is_wrapped(self.workload.recomputed_modules, 0, module))
+        is_recomputed = is_wrapped(self.workload.recomputed_modules, 0, module)
+        return self.tape.recompute(is_recomputed)
 
     def cast(self, tensor: Tensor, num_elements: int, to_bytes: int) -> Tensor:
         """A copy of `num_elements` in another dtype; the tensor itself if it has that size."""
@@ -71,6 +73,10 @@ class Piece:
     def copy(self, tensor: Tensor, *saved: Tensor) -> Tensor:
         """A tensor as large as the given one, whose operation keeps `saved`."""
         return self.tape.run(tensor.num_bytes, tensor, saved=saved)
+
+    def multiply(self, left: Tensor, right: Tensor) -> Tensor:
+        """An elementwise product, which keeps both factors."""
+        return self.tape.run(left.num_bytes, left, right, saved=[left, right])
 
     def index(self, num_entries: int) -> Tensor:
         """A tensor of int64 without a gradient."""
@@ -97,7 +103,8 @@ class Piece:
         mask_item_bytes = 1 if self.workload.on_cuda else self.item_bytes
         mask = self.tape.run(num_values * mask_item_bytes, gradients=())
         num_bytes = num_values * self.item_bytes
-        return self.tape.run(num_bytes, x, mask, saved=[mask], gradients=[full_gradient(x)])
+        gradients = [full_gradient(x)]
+        return self.tape.run(num_bytes, x, mask, saved=[mask], gradients=gradients)
 
     def product(
         self,
@@ -121,7 +128,7 @@ class Piece:
         # A single device has them in float32; FSDP gathers them in the dtype that is computed in.
         has_masters = self.degrees.is_single_device and self.item_bytes < FLOAT32
         if has_masters and kind != self.kind:
-            passed_on = Gradient(of=weight, num_bytes=None)
+            passed_on = Gradient(tensor=weight, num_bytes=None)
             weight = self.tape.run(weight_bytes, weight, gradients=[passed_on])
 
         cast_bytes = 0
@@ -139,7 +146,7 @@ class Piece:
 
         gradients = [
             full_gradient(weight),
-            Gradient(of=x, num_bytes=in_bytes, scratch_bytes=backward_bytes),
+            Gradient(tensor=x, num_bytes=in_bytes, scratch_bytes=backward_bytes),
         ]
         return self.tape.run(
             out_bytes,
@@ -159,12 +166,15 @@ class Piece:
         weight = Tensor(width * self.item_bytes, kind=self.kind)
         x_float = self.cast(x, num_elements, FLOAT32)
         # The backward of a square makes x, then 2x, before it multiplies by the gradient.
-        square_gradient = Gradient(of=x_float, num_bytes=float_bytes, scratch_bytes=2 * float_bytes)
+        square_gradient = Gradient(
+            tensor=x_float, num_bytes=float_bytes, scratch_bytes=2 * float_bytes
+        )
         square = run(float_bytes, x_float, saved=[x_float], gradients=[square_gradient])
         inverse = run(row_bytes, run(row_bytes, square), saves_output=True)
         scaled = run(float_bytes, x_float, inverse, saved=[x_float, inverse])
         # OLMo multiplies by the weight in float32 and rounds then, the others round first.
-        if not (self.shape.traits.in_float32 or self.shape.traits.norms_from_zero):
+        traits = self.shape.traits
+        if not traits.in_float32 and not traits.norms_from_zero:
             scaled = self.cast(scaled, num_elements, self.item_bytes)
         gradients = [full_gradient(scaled), full_gradient(weight)]
         weighted = run(scaled.num_bytes, weight, scaled, saved=[scaled], gradients=gradients)
@@ -174,10 +184,11 @@ class Piece:
 
     def sum(self, residual: Tensor, x: Tensor) -> Tensor:
         """The residual stream; both summands get the gradient of the sum unchanged."""
-        gradients = [Gradient(of=tensor, num_bytes=None) for tensor in (residual, x)]
-        return self.tape.run(residual.num_bytes, residual, x, gradients=gradients)
+        summands = [residual, x]
+        gradients = [Gradient(tensor=summand, num_bytes=None) for summand in summands]
+        return self.tape.run(residual.num_bytes, *summands, gradients=gradients)
 
 
 def full_gradient(tensor: Tensor) -> Gradient:
     """A gradient as large as its tensor."""
-    return Gradient(of=tensor, num_bytes=tensor.num_bytes)
+    return Gradient(tensor=tensor, num_bytes=tensor.num_bytes)

@@ -1,5 +1,4 @@
-"""What a GPU holds beside tensors: scratch memory of kernels, and what CUDA and its libraries take
-for themselves.
+"""The memory of a GPU that no tensor shows: scratch of kernels, CUDA and its libraries.
 
 Formulas, with the place where each can be read:
 
@@ -21,6 +20,7 @@ Formulas, with the place where each can be read:
 """
 
 from bisect import bisect_left
+from collections.abc import Sequence
 
 from open_instruct.core.shard_layout import ShardLayout
 
@@ -85,19 +85,19 @@ def communicator_bytes(num_members: int, num_in_node: int) -> int:
 
 
 def library_bytes(layout: ShardLayout, *, sends_weights: bool, num_trained: int = 1) -> int:
-    """CUDA's context and a communicator for each group that rank 0 is in, the one to engines'
-    receivers included.
+    """Bytes of CUDA's context and of a communicator for each group that rank 0 is in.
 
-    Of so many models that are trained each has groups of its own.
+    Args:
+        sends_weights: whether one of them is to the receivers of engines.
+        num_trained: models that are trained, each of which has groups of its own.
     """
     node = layout.nodes[0]
-    kinds = (
-        layout.replica_groups,
-        layout.shard_groups,
-        layout.tensor_groups,
-        layout.context_groups,
-    )
-    groups = [range(layout.world_size), *(groups[0] for groups in kinds * num_trained)]
+    groups: list[Sequence[int]] = [range(layout.world_size)]
+    for _ in range(num_trained):
+        groups.append(layout.replica_groups[0])
+        groups.append(layout.shard_groups[0])
+        groups.append(layout.tensor_groups[0])
+        groups.append(layout.context_groups[0])
     num_bytes = CONTEXT_BYTES
     for group in groups:
         num_in_node = bisect_left(group, node.stop)

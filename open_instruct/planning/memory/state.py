@@ -6,7 +6,7 @@ Sources, in PyTorch 2.13 and OLMo-core 3.0:
   moments. In single-GPU mode nothing is sharded, and where `--param_dtype` is not float32 a copy of
   the model in it stays beside the masters (`training/olmo_core/fsdp2.py`), whose gradients go to
   the masters as they are made.
-- Where adapters are trained, all else has neither gradient nor moments, and is held in
+- Where adapters are trained, all else has neither gradient nor moments, and is resident in
   `--param_dtype` alone, or in 4 bits (`models/nf4.py`).
 - Tensor parallelism (`apply_tp`) splits one axis of a matrix first. FSDP2
   (`FSDPParam._init_sharded_param`) then cuts axis 0 of what is left into chunks of ceil(rows /
@@ -46,11 +46,11 @@ CHUNK_BYTES = 6 * 4 * CHUNK_VALUES
 class LocalSize(NamedTuple):
     """Numbers of elements of one parameter on a rank.
 
-    `own` is its shard, `padded` the largest rank's shard, `gathered` what its unit holds once
+    `shard` is the rank's own, `padded` the largest rank's, `gathered` what its unit holds once
     gathered: the padded shards of all ranks of the shard group.
     """
 
-    own: int
+    shard: int
     padded: int
     gathered: int
 
@@ -74,11 +74,11 @@ def state_bytes(
         for parameter in unit.parameters:
             local = local_size(parameter, layout, rank=rank)
             if not parameter.is_trained:
-                parameters += unit.count * sum(parameter.bytes_of(local.padded, item_bytes))
+                parameters += unit.count * sum(parameter.tensor_bytes(local.padded, item_bytes))
                 continue
             parameters += unit.count * local.padded * trained_bytes
             gradients += unit.count * local.padded * GRADIENT_BYTES
-            optimizer_bytes = sum(moment_bytes(parameter, local.own, layout, workload))
+            optimizer_bytes = sum(moment_bytes(parameter, local.shard, layout, workload))
             if not uses_muon(parameter, workload):
                 optimizer_bytes += STEP_BYTES
             optimizer += unit.count * optimizer_bytes
@@ -86,28 +86,27 @@ def state_bytes(
 
 
 def moment_bytes(
-    parameter: ParameterShape, own: int, layout: ShardLayout, workload: Workload
+    parameter: ParameterShape, num_values: int, layout: ShardLayout, workload: Workload
 ) -> tuple[int, ...]:
-    """Bytes of each tensor of the optimizer's moments, of a parameter of which a rank has so many
-    values as its own.
-    """
+    """Bytes of each tensor of the optimizer's moments for so many values of a parameter."""
     if uses_muon(parameter, workload):
-        return (own * MOMENT_BYTES,) * MUON_MOMENTS
+        return (num_values * MOMENT_BYTES,) * MUON_MOMENTS
     if workload.optimizer == "adamw_8bit":
         num_cuts = 1
         if parameter.tensor_axis == len(parameter.shape) - 1:
             num_cuts = layout.tensor_parallel_degree
         block_values = values_in_block(parameter.shape, num_cuts)
         if block_values > 0:
-            return (own, own // block_values * MASTER_BYTES) * ADAMW_MOMENTS
-    return (own * MOMENT_BYTES,) * ADAMW_MOMENTS
+            scale_bytes = num_values // block_values * MASTER_BYTES
+            return (num_values, scale_bytes) * ADAMW_MOMENTS
+    return (num_values * MOMENT_BYTES,) * ADAMW_MOMENTS
 
 
 def values_in_block(shape: Sequence[int], num_cuts: int) -> int:
-    """Values of a row that share a scale in 8-bit AdamW; 0 for what has float32 moments: vectors
-    and small matrices.
+    """Values of a row that share a scale in 8-bit AdamW; 0 for vectors and small matrices.
 
-    It depends on no number of ranks, unless these cut rows of the matrix, into `num_cuts` parts.
+    Those have float32 moments. The number depends on no number of ranks, unless these cut rows of
+    the matrix, into `num_cuts` parts.
     """
     is_small = len(shape) < 2 or prod(shape) < LEAST_VALUES
     if is_small or shape[-1] % num_cuts:
@@ -154,9 +153,7 @@ def tensor_local_shape(
 
 
 def local_size(parameter: ParameterShape, layout: ShardLayout, *, rank: int = 0) -> LocalSize:
-    """The sizes of `parameter` on `rank`, by its places in its tensor group and in its shard
-    group.
-    """
+    """The sizes of a parameter on `rank`, by its places in its tensor group and shard group."""
     if is_split_stack(parameter, layout):
         neighbours = layout.shard_degree
         num_shards = layout.num_replicas
@@ -164,15 +161,14 @@ def local_size(parameter: ParameterShape, layout: ShardLayout, *, rank: int = 0)
         neighbours = layout.tensor_parallel_degree
         num_shards = layout.shard_group_size
     rows, *others = gathered_shape(parameter, layout, rank=rank)
-    own_rows = chunk_rows(rows, num_shards, rank // neighbours % num_shards)
-    padded = ceil(rows / num_shards) * prod(others)
-    return LocalSize(own=own_rows * prod(others), padded=padded, gathered=padded * num_shards)
+    width = prod(others)
+    shard_rows = chunk_rows(rows, num_shards, rank // neighbours % num_shards)
+    padded = ceil(rows / num_shards) * width
+    return LocalSize(shard=shard_rows * width, padded=padded, gathered=padded * num_shards)
 
 
 def chunk_rows(num_rows: int, num_chunks: int, index: int) -> int:
-    """Rows of chunk `index`, as `torch.chunk` cuts them: all of ceil(rows / chunks) but the last
-    ones.
-    """
+    """Rows of a chunk as `torch.chunk` cuts them: ceil(rows / chunks), but in the last ones."""
     size = ceil(num_rows / num_chunks)
     return max(0, min(size, num_rows - index * size))
 
@@ -184,5 +180,5 @@ def gathered_bytes(
     num_bytes = 0
     for parameter in parameters:
         num_values = local_size(parameter, layout).gathered
-        num_bytes += sum(parameter.bytes_of(num_values, bytes_each))
+        num_bytes += sum(parameter.tensor_bytes(num_values, bytes_each))
     return num_bytes

@@ -19,7 +19,7 @@ class TrainedShard:
         return self.num_values * MASTER_BYTES
 
 
-def pinned(num_bytes: int) -> int:
+def pinned_bytes(num_bytes: int) -> int:
     """Host memory of a pinned tensor: the next power of two (`CachingHostAllocator.h`)."""
     if num_bytes == 0:
         return 0

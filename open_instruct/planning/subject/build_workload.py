@@ -9,6 +9,9 @@ from math import ceil
 from open_instruct.batching.prefixes import FullRows, saved_tokens
 from open_instruct.config.grpo import GRPOConfig
 from open_instruct.config.lora import MODULES_OF_TARGETS, LoRASection
+from open_instruct.config.policy_sections import CriticSection, PolicyLossSection
+from open_instruct.config.sections import ModelSection
+from open_instruct.config.sharding_sections import MemorySection
 from open_instruct.config.training import TrainingConfig
 from open_instruct.core.errors import InputError
 from open_instruct.core.shard_layout import ShardLayout
@@ -31,18 +34,17 @@ def find_objective(config: RunConfig) -> Objective:
     Raises:
         InputError: there is none.
     """
+    by_class: dict[type, Objective] = {}
+    for name in objective_names():
+        objective = objective_named(name)
+        by_class[objective.config_class] = objective
     # The most derived class first, as a config class may inherit another objective's.
-    by_class = {
-        objective.config_class: objective for objective in map(objective_named, objective_names())
-    }
     for kind in type(config).__mro__:
         if kind in by_class:
             return by_class[kind]
+    flags = type(config).__name__
     raise InputError(
-        (
-            f"no registered objective has the flags of {type(config).__name__}, so it cannot be "
-            "planned"
-        ),
+        f"no registered objective has the flags of {flags}, so it cannot be planned",
         kind="own_code",
     )
 
@@ -63,23 +65,30 @@ def build_workload(
         workload = _rollout_workload(config, shape, layout, prefix_tokens)
     else:
         workload = _row_workload(config, find_objective(config), shape, prefix_tokens)
-    memory = config.memory
-    checkpointing = memory.activation_checkpointing
-    modules = memory.activation_checkpointing_modules if checkpointing == "selected_modules" else ()
-    return replace(
+    workload = replace(
         workload,
         reduces_last=config.parallel.gradient_reduction == "last",
         gathered_ahead=config.parallel.fsdp_prefetch_factor,
         param_dtype=config.model.param_dtype,
         multiplies_in_float8=config.model.float8_linears != "off",
         optimizer=config.optim.optimizer,
-        checkpointing="none" if checkpointing == "auto" else checkpointing,
-        checkpointing_modules=tuple(modules),
-        activation_memory_budget=memory.activation_memory_budget,
+        activation_memory_budget=config.memory.activation_memory_budget,
         export_bytes_per_param=BYTES_OF_DTYPE.get(
             config.run.export_dtype, shape.checkpoint_bytes_per_param
         ),
     )
+    return _with_checkpointing(workload, config.memory)
+
+
+def _with_checkpointing(workload: Workload, memory: MemorySection) -> Workload:
+    """The workload with the checkpointing of the flags; with auto, none has been chosen yet."""
+    mode = memory.activation_checkpointing
+    if mode == "auto":
+        return workload
+    if mode != "selected_modules":
+        return replace(workload, checkpointing=mode)
+    modules = tuple(memory.activation_checkpointing_modules)
+    return replace(workload, checkpointing=mode, checkpointing_modules=modules)
 
 
 def build_shape(config: RunConfig, model: str) -> ModelShape:
@@ -91,7 +100,9 @@ def build_shape(config: RunConfig, model: str) -> ModelShape:
     shape = with_adapters(model_shape(model), config.adapters)
     head = find_objective(config).choose_head(config)
     check_head(shape.family, head)
-    return shape if head == "vocabulary" else with_scores(shape, HEAD_SIZES[head])
+    if head == "vocabulary":
+        return shape
+    return with_scores(shape, HEAD_SIZES[head])
 
 
 def with_scores(shape: ModelShape, num: int) -> ModelShape:
@@ -101,8 +112,10 @@ def with_scores(shape: ModelShape, num: int) -> ModelShape:
 
 def with_adapters(shape: ModelShape, lora: LoRASection | None) -> ModelShape:
     """The same model with the adapters of a run, or with none."""
+    if lora is None and shape.adapters is None:
+        return shape
     if lora is None:
-        return shape if shape.adapters is None else replace(shape, adapters=None)
+        return replace(shape, adapters=None)
     modules = tuple(MODULES_OF_TARGETS[target] for target in lora.targets)
     adapters = Adapters(
         rank=lora.lora_r, modules=modules, drops=lora.lora_dropout > 0, in_4_bits=lora.use_qlora
@@ -113,26 +126,31 @@ def with_adapters(shape: ModelShape, lora: LoRASection | None) -> ModelShape:
 def _row_workload(
     config: TrainingConfig, objective: Objective, shape: ModelShape, prefix_tokens: int
 ) -> Workload:
-    documents_per_row = objective.choose_rows(config).documents_per_row
-    num_learned = objective.documents_learned or documents_per_row
+    rows = objective.choose_rows(config)
+    num_documents = rows.documents_per_row
+    num_learned = objective.documents_learned or num_documents
     num_rows = config.optim.per_device_train_batch_size
     length = config.data.max_seq_length
-    loss = objective.bind(config)
     num_tokens = num_rows * (num_learned * length - saved_tokens(prefix_tokens, num_learned))
-    has_pass_before = objective.needs_reference(config) and not _reference_moves(config, objective)
-    scored_tokens = num_rows * (
-        documents_per_row * length - saved_tokens(prefix_tokens, documents_per_row)
-    )
+
+    num_labels = num_tokens
+    if rows.reads_ends:
+        num_labels = min(num_rows * num_documents * rows.ends_per_document, num_tokens)
+
+    scored_tokens = 0
+    if objective.needs_reference(config) and not _reference_moves(config, objective):
+        saved = saved_tokens(prefix_tokens, num_documents)
+        scored_tokens = num_rows * (num_documents * length - saved)
+
+    loss = objective.bind(config)
     has_teacher = objective.teacher(config) is not None
-    rows = objective.choose_rows(config)
-    num_ends = num_rows * documents_per_row * rows.ends_per_document
     return Workload(
         algorithm=objective.name,
         tokens_per_microbatch=num_tokens,
         rows=FullRows(length=length, prefix=prefix_tokens, per_group=num_learned),
-        label_tokens_per_microbatch=min(num_ends, num_tokens) if rows.reads_ends else num_tokens,
+        label_tokens_per_microbatch=num_labels,
         num_microbatches=config.optim.gradient_accumulation_steps,
-        reference_pass_tokens=scored_tokens if has_pass_before else 0,
+        reference_pass_tokens=scored_tokens,
         scorings=tuple(_row_scorings(config, objective, shape)),
         num_values=1 + loss.with_entropy + loss.with_collisions + has_teacher + len(loss.words),
     )
@@ -145,30 +163,31 @@ def _reference_moves(config: TrainingConfig, objective: Objective) -> bool:
 def _row_scorings(
     config: TrainingConfig, objective: Objective, shape: ModelShape
 ) -> Iterator[Scoring]:
-    loss, teacher = objective.bind(config), objective.teacher(config)
+    loss = objective.bind(config)
+    teacher = objective.teacher(config)
     if loss.scores_before_step:
         yield Scoring(shape=shape, num_values=1 + loss.with_entropy)
     if _reference_moves(config, objective):
         yield Scoring(shape=shape, stands_as=REFERENCE, moves=True)
     # A teacher whose top-k distributions are stored is freed before the first step.
     if teacher is not None and teacher.keep is None:
-        stands_as = "" if _is_own_teacher(config, teacher.model_name_or_path) else TEACHER
-        yield Scoring(
-            shape=model_shape(teacher.model_name_or_path), stands_as=stands_as, num_values=0
-        )
+        name = teacher.model_name_or_path
+        is_policy = _is_start_model(name, config.model, config.adapters)
+        stands_as = "" if is_policy else TEACHER
+        yield Scoring(shape=model_shape(name), stands_as=stands_as, num_values=0)
 
 
-def _is_own_teacher(config: RunConfig, teacher: str) -> bool:
-    """Whether the teacher is the start model of the adapters, judged by its name: the policy with
-    its adapters off.
-    """
-    return config.adapters is not None and teacher == config.model.model_name_or_path
+def _is_start_model(teacher: str, model: ModelSection, adapters: LoRASection | None) -> bool:
+    """Whether the teacher is the policy with its adapters off, judged by its name."""
+    return adapters is not None and teacher == model.model_name_or_path
 
 
 def _rollout_workload(
     config: GRPOConfig, shape: ModelShape, layout: ShardLayout, prefix_tokens: int
 ) -> Workload:
-    loss, fleet, pack_tokens = config.loss, config.fleet, config.max_tokens_per_microbatch
+    loss = config.loss
+    fleet = config.fleet
+    pack_tokens = config.max_tokens_per_microbatch
 
     def on_rank(num_samples: int) -> int:
         """Samples of a mini-batch that the rank with most of them has."""
@@ -181,7 +200,8 @@ def _rollout_workload(
     )
     # Completions of full length are planned for; shorter ones need fewer microbatches.
     num_completions = on_rank(config.num_completions_per_step)
-    num_microbatches = ceil(num_completions / max(1, sum(rows.groups_in(pack_tokens)[0])))
+    groups, _ = rows.groups_in(pack_tokens)
+    num_microbatches = ceil(num_completions / max(1, sum(groups)))
     num_tokens = rows.tokens_of(ceil(num_completions / num_microbatches))
     # Conversations lie in microbatches of their own.
     num_of_conversations = ceil(
@@ -190,6 +210,10 @@ def _rollout_workload(
     sync_backend = fleet.weight_sync_backend
     if sync_backend == "auto":
         sync_backend = "ipc" if config.parallel.single_gpu_mode else "nccl"
+    critic = None
+    if config.rollout.has_critic:
+        critic = _critic(config.critic, loss, shape)
+    scorings = _rollout_scorings(loss, config.model, config.adapters, shape)
     return Workload(
         algorithm="grpo",
         tokens_per_microbatch=num_tokens,
@@ -199,8 +223,8 @@ def _rollout_workload(
         num_of_conversations=num_of_conversations,
         pack_tokens=pack_tokens,
         num_updates=loss.num_mini_batches * loss.num_epochs,
-        scorings=tuple(_rollout_scorings(config, shape)),
-        critic=_critic(config, shape) if config.rollout.has_critic else None,
+        scorings=tuple(scorings),
+        critic=critic,
         temperature=config.rollout.temperature,
         records_entropy=measures_entropy(loss),
         num_values=1 + measures_entropy(loss),
@@ -214,17 +238,19 @@ def _rollout_workload(
     )
 
 
-def _rollout_scorings(config: GRPOConfig, shape: ModelShape) -> Iterator[Scoring]:
-    loss, teacher = config.loss, config.loss.teacher_model_name_or_path
+def _rollout_scorings(
+    loss: PolicyLossSection, model: ModelSection, adapters: LoRASection | None, shape: ModelShape
+) -> Iterator[Scoring]:
+    teacher = loss.teacher_model_name_or_path
     num_updates = loss.num_mini_batches * loss.num_epochs
     by_policy = Scoring(shape=shape, num_rounds=loss.num_mini_batches)
     if num_updates > 1:
         yield by_policy
-    if loss.beta > 0 and config.adapters:
+    if loss.beta > 0 and adapters is not None:
         yield by_policy  # the reference is the policy with its adapters off
     elif loss.beta > 0:
         yield replace(by_policy, stands_as=REFERENCE, moves=loss.ref_policy_update_freq is not None)
-    if teacher is not None and _is_own_teacher(config, teacher):
+    if teacher is not None and _is_start_model(teacher, model, adapters):
         yield by_policy
     elif teacher is not None:
         yield replace(by_policy, stands_as=TEACHER, shape=model_shape(teacher))
@@ -232,7 +258,9 @@ def _rollout_scorings(config: GRPOConfig, shape: ModelShape) -> Iterator[Scoring
         yield Scoring(shape=shape, num_rounds=num_updates, num_values=1 + measures_entropy(loss))
 
 
-def _critic(config: GRPOConfig, shape: ModelShape) -> Scoring:
-    name = config.critic.critic_model_name_or_path
-    whole = with_adapters(shape if name is None else model_shape(name), None)
-    return Scoring(shape=with_scores(whole, 1), num_rounds=config.loss.num_mini_batches)
+def _critic(critic: CriticSection, loss: PolicyLossSection, shape: ModelShape) -> Scoring:
+    """The critic's passes before an update; it starts from the policy's model, or from its own."""
+    if critic.critic_model_name_or_path is not None:
+        shape = model_shape(critic.critic_model_name_or_path)
+    whole = with_adapters(shape, None)
+    return Scoring(shape=with_scores(whole, 1), num_rounds=loss.num_mini_batches)

@@ -17,7 +17,8 @@ CPU = "cpu"
 # Of a core: 32 float32 operations a cycle (AVX2, two fused products) at 3 GHz.
 TFLOPS_OF_A_CORE = 0.1
 # Between processes of a host over gloo, and through a port of 10 Gb/s.
-CPU_IN_NODE_GB_S, CPU_CROSS_NODE_GB_S = 2.0, 1.25
+CPU_IN_NODE_GB_S = 2.0
+CPU_CROSS_NODE_GB_S = 1.25
 # Words of product names that tell none of ours apart.
 MAKERS_WORDS = frozenset(
     {"nvidia", "geforce", "rtx", "pro", "tesla", "amd", "instinct", "generation"}
@@ -26,10 +27,11 @@ MAKERS_WORDS = frozenset(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
-    """One GPU and its links, or a process's share of a CPU. Rates are of one GPU in one direction,
-    in 10^9 bytes a second.
+    """One GPU and its links, or a process's share of a CPU.
 
-    Example: `device_named("h100")` has 79.1 GiB, 989 TFLOP/s, 450 GB/s to its node and 50 GB/s to
+    Rates are of one GPU in one direction, in 10^9 bytes a second.
+
+    Example: `find_device("h100")` has 79.1 GiB, 989 TFLOP/s, 450 GB/s to its node and 50 GB/s to
     others.
     """
 
@@ -144,11 +146,12 @@ _KNOWN = (
 DEVICES = {device.name: device for device in _KNOWN}
 
 
-def device_named(name: str, *, num_sharing: int = 1) -> Device:
-    """The GPU of a name, in its maker's spelling too ("NVIDIA RTX 6000 Ada"); `cpu`, or
-    `memory_gib=40` for any other GPU; of that, all speeds are taken to be an H100's.
+def find_device(name: str, *, num_sharing: int = 1) -> Device:
+    """The device of a name.
 
     Args:
+        name: of a GPU, in its maker's spelling too ("NVIDIA RTX 6000 Ada"); `cpu`; or
+            `memory_gib=40` for any other GPU, whose speeds are taken to be an H100's.
         num_sharing: processes that share this machine's memory and cores, where it is `cpu`.
 
     Raises:
@@ -163,8 +166,9 @@ def device_named(name: str, *, num_sharing: int = 1) -> Device:
         return find_cpu(num_sharing)
     else:
         words = _find_words(name)
-        if found := [device for device in DEVICES.values() if device.words == words]:
-            return found[0]
+        for device in DEVICES.values():
+            if device.words == words:
+                return device
     known = [*DEVICES, CPU]
     other = f"of any other, give its memory, above 0 and at most {MOST_GIB:,.0f} GiB: {MEMORY}40"
     raise InputError(
@@ -186,23 +190,22 @@ def find_cpu(num_sharing: int) -> Device:
 
 
 def has_gpu_here() -> bool:
-    """Whether a driver of NVIDIA's or AMD's shows a GPU of this machine; asked without torch."""
+    """Whether a driver of NVIDIA's or AMD's shows a GPU of this machine, found without torch."""
     if os.environ.get("CUDA_VISIBLE_DEVICES") == "":
         return False
     return any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/kfd").exists()
 
 
 def find_gpu(product_name: str) -> Device | None:
-    """The GPU that a driver calls so, such as "NVIDIA H100 80GB HBM3";
-
-    None if it is none of these.
-    """
+    """The GPU of a driver's product name, such as "NVIDIA H100 80GB HBM3"; None if unknown."""
     text = product_name.lower()
-    return next(
-        (device for device in DEVICES.values() if all(word in text for word in device.words)), None
-    )
+    for device in DEVICES.values():
+        if all(word in text for word in device.words):
+            return device
+    return None
 
 
 def _find_words(name: str) -> frozenset[str]:
     words = re.findall(r"[a-z0-9]+", name.lower())
-    return frozenset(word.removeprefix("rtx") for word in words) - MAKERS_WORDS - {""}
+    distinctive = {word.removeprefix("rtx") for word in words}
+    return frozenset(distinctive - MAKERS_WORDS - {""})

@@ -11,6 +11,9 @@ from open_instruct.models.delta_rule.shape import DeltaShape
 from open_instruct.models.hf.head_kinds import LM_HEAD, LM_HEAD_BIAS
 from open_instruct.models.hf.names import ADAPTER, EMBEDDINGS, is_adapter_name, is_expert_stack
 
+# Size and tensor axis of parameters by name.
+Parameters = dict[str, tuple[tuple[int, ...], int | None]]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterShape:
@@ -35,21 +38,16 @@ class ParameterShape:
     def num_params(self) -> int:
         return prod(self.shape)
 
-    def bytes_of(self, num_values: int, bytes_each: int) -> tuple[int, ...]:
-        """Bytes of each tensor of so many of its values, of whole rows, in a dtype of
-        `bytes_each`.
-        """
-        return (
-            (num_values // 2, num_values // BLOCK * bytes_each)
-            if self.in_4_bits
-            else (num_values * bytes_each,)
-        )
+    def tensor_bytes(self, num_values: int, bytes_each: int) -> tuple[int, ...]:
+        """Bytes of each tensor of so many of its values (whole rows) in a dtype of `bytes_each`."""
+        if self.in_4_bits:
+            return num_values // 2, num_values // BLOCK * bytes_each
+        return (num_values * bytes_each,)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Adapters:
-    """Low-rank adapters beside the frozen matrices of a model: each a product of `rank` columns and
-    `rank` rows.
+    """Low-rank adapters beside frozen matrices: each a product of `rank` columns and `rank` rows.
 
     Example: `Adapters(rank=16, modules=("attention.w_q", "attention.w_v"))`, modules of a block by
     OLMo-core's names.
@@ -77,7 +75,9 @@ class LayerShape:
     @property
     def kind(self) -> "LayerShape":
         """What decides its parameters and its memory: not the window."""
-        return self if self.window is None else replace(self, window=None)
+        if self.window is None:
+            return self
+        return replace(self, window=None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,15 +117,12 @@ class ModelShape:
 
     @property
     def num_outputs(self) -> int:
-        """Numbers that the head puts out for a position: a logit for each word, one score, or two
-        classes'.
-        """
+        """Numbers that the head puts out for a position: a logit a word, a score, two classes'."""
         return self.scores or self.vocab_size
 
     @cached_property
     def parameters(self) -> tuple[ParameterShape, ...]:
-        """All parameters, in the order of the real model. With tied embeddings there is no matrix
-        of the head.
+        """All parameters, in the order of the real model; a tied head has no matrix of its own.
 
         Source: the modules of OLMo-core's `Transformer` in the order they register parameters, and
         its `apply_tp`. Matrices that put out heads or features of the feed-forward are split by
@@ -133,104 +130,105 @@ class ModelShape:
         every tensor rank. Of an adapter the half that meets the split side of its matrix is split
         (`models/lora/adapters.py`).
         """
-
-        def parameter(
-            name: str, size: tuple[int, ...], axis: int | None, layer: int | None = None
-        ) -> ParameterShape:
-            is_of_head = name in (LM_HEAD, LM_HEAD_BIAS)
-            is_trained = (
-                self.adapters is None or is_adapter_name(name) or (self.scores > 0 and is_of_head)
-            )
-            in_4_bits = self.in_4_bits and name.endswith(MATRICES_IN_4_BITS)
-            return ParameterShape(
-                name=name,
-                shape=size,
-                layer=layer,
-                tensor_axis=axis,
-                is_trained=is_trained,
-                in_4_bits=in_4_bits,
-            )
-
-        parameters = [parameter(EMBEDDINGS, (self.vocab_size, self.d_model), 0)]
+        parameters = [self._parameter(EMBEDDINGS, (self.vocab_size, self.d_model), 0)]
         for number, layer in enumerate(self.layers):
             for name, size, axis in self._block(layer):
-                parameters.append(parameter(f"blocks.{number}.{name}", size, axis, number))
-        parameters.append(parameter("lm_head.norm.weight", (self.d_model,), None))
+                whole_name = f"blocks.{number}.{name}"
+                parameters.append(self._parameter(whole_name, size, axis, layer=number))
+        parameters.append(self._parameter("lm_head.norm.weight", (self.d_model,), None))
         if not self.is_tied:
-            parameters.append(
-                parameter(LM_HEAD, (self.num_outputs, self.d_model), None if self.scores else 0)
-            )
+            axis = None if self.scores else 0
+            parameters.append(self._parameter(LM_HEAD, (self.num_outputs, self.d_model), axis))
         if self.scores > 1:
-            parameters.append(parameter(LM_HEAD_BIAS, (self.scores,), None))
+            parameters.append(self._parameter(LM_HEAD_BIAS, (self.scores,), None))
         return tuple(parameters)
+
+    def _parameter(
+        self, name: str, size: tuple[int, ...], axis: int | None, *, layer: int | None = None
+    ) -> ParameterShape:
+        """A parameter by its whole name; it is trained unless adapters are trained instead."""
+        is_of_new_head = self.scores > 0 and name in (LM_HEAD, LM_HEAD_BIAS)
+        return ParameterShape(
+            name=name,
+            shape=size,
+            layer=layer,
+            tensor_axis=axis,
+            is_trained=self.adapters is None or is_adapter_name(name) or is_of_new_head,
+            in_4_bits=self.in_4_bits and name.endswith(MATRICES_IN_4_BITS),
+        )
 
     def _block(self, layer: LayerShape) -> Iterator[tuple[str, tuple[int, ...], int | None]]:
         """Names within a block, sizes and tensor axes."""
-        parameters: dict[str, tuple[tuple[int, ...], int | None]] = {
-            **(
-                self._attention()
-                if layer.delta is None
-                else _remembering(layer.delta, self.d_model)
-            ),
-            "attention_norm.weight": ((self.d_model,), None),
-            **self._feed_forward(layer),
-            "feed_forward_norm.weight": ((self.d_model,), None),
-        }
+        if layer.delta is None:
+            parameters = self._attention()
+        else:
+            parameters = _delta_rule(layer.delta, self.d_model)
+        parameters["attention_norm.weight"] = ((self.d_model,), None)
+        parameters |= self._feed_forward(layer)
+        parameters["feed_forward_norm.weight"] = ((self.d_model,), None)
         for name, (size, axis) in parameters.items():
             module = name.removesuffix(".weight")
             yield name, size, axis
             if self.traits.qkv_bias and axis == 0 and module.startswith("attention."):
                 yield f"{module}.bias", size[:1], axis
             if self.adapters is not None and module in self.adapters.modules:
-                yield f"{module}.{ADAPTER[0]}", (self.adapters.rank, size[1]), axis or None
-                yield (
-                    f"{module}.{ADAPTER[1]}",
-                    (size[0], self.adapters.rank),
-                    None if axis else axis,
-                )
+                rank = self.adapters.rank
+                # The half that meets the split side of the matrix is split as it is.
+                yield f"{module}.{ADAPTER[0]}", (rank, size[1]), 1 if axis == 1 else None
+                yield f"{module}.{ADAPTER[1]}", (size[0], rank), 0 if axis == 0 else None
 
-    def _attention(self) -> dict[str, tuple[tuple[int, ...], int | None]]:
-        d_model, q_width, kv_width = self.d_model, self.q_width, self.kv_width
-        widths = {"none": (), "head": (self.head_dim, self.head_dim), "full": (q_width, kv_width)}[
-            self.traits.qk_norm
-        ]
-        return {
-            "attention.w_q.weight": (
-                (q_width * (2 if self.traits.gates_attention else 1), d_model),
-                0,
-            ),
+    def _attention(self) -> Parameters:
+        d_model = self.d_model
+        q_width = self.q_width
+        kv_width = self.kv_width
+        num_halves = 2 if self.traits.gates_attention else 1
+        parameters: Parameters = {
+            "attention.w_q.weight": ((num_halves * q_width, d_model), 0),
             "attention.w_k.weight": ((kv_width, d_model), 0),
             "attention.w_v.weight": ((kv_width, d_model), 0),
             "attention.w_out.weight": ((d_model, q_width), 1),
-            **{
-                f"attention.{one}_norm.weight": ((width,), None)
-                for one, width in zip("qk", widths, strict=False)
-            },
         }
+        if self.traits.qk_norm == "head":
+            parameters["attention.q_norm.weight"] = ((self.head_dim,), None)
+            parameters["attention.k_norm.weight"] = ((self.head_dim,), None)
+        elif self.traits.qk_norm == "full":
+            parameters["attention.q_norm.weight"] = ((q_width,), None)
+            parameters["attention.k_norm.weight"] = ((kv_width,), None)
+        return parameters
 
-    def _feed_forward(self, layer: LayerShape) -> dict[str, tuple[tuple[int, ...], int | None]]:
-        d_model, d_ff, num = self.d_model, layer.d_ff, layer.num_experts
-        sizes = {"w1": (d_ff, d_model), "w2": (d_model, d_ff), "w3": (d_ff, d_model)}
-        if num:
-            stacks = {
-                f"feed_forward.experts.{each}": ((num, *sizes[each]), None)
-                for each in ("w1", "w3", "w2")
+    def _feed_forward(self, layer: LayerShape) -> Parameters:
+        inner = (layer.d_ff, self.d_model)
+        outer = (self.d_model, layer.d_ff)
+        num = layer.num_experts
+        if num > 0:
+            return {
+                "feed_forward.router.weight": ((num, self.d_model), None),
+                "feed_forward.experts.w1": ((num, *inner), None),
+                "feed_forward.experts.w3": ((num, *inner), None),
+                "feed_forward.experts.w2": ((num, *outer), None),
             }
-            return {"feed_forward.router.weight": ((num, d_model), None), **stacks}
         return {
-            f"feed_forward.{each}.weight": (size, 1 if each == "w2" else 0)
-            for each, size in sizes.items()
+            "feed_forward.w1.weight": (inner, 0),
+            "feed_forward.w2.weight": (outer, 1),
+            "feed_forward.w3.weight": (inner, 0),
         }
 
     def active_params(self, parameter: ParameterShape) -> int:
         """Values of a matrix or stack of experts that one token is multiplied with."""
         num_values = parameter.num_params * self.experts_per_token
-        return num_values // parameter.shape[0] if is_expert_stack(parameter.name) else num_values
+        if is_expert_stack(parameter.name):
+            return num_values // parameter.shape[0]
+        return num_values
+
+    def active_features(self, layer: LayerShape) -> int:
+        """Features of a layer's feed-forward that one token has, of all its experts together."""
+        if layer.num_experts > 0:
+            return layer.d_ff * self.experts_per_token
+        return layer.d_ff
 
     @cached_property
     def units(self) -> tuple[Unit, ...]:
-        """FSDP's root, its embeddings, and a block of each kind, in the order in which a forward
-        pass gathers them.
+        """FSDP's root, its embeddings, and a block of each kind, as a forward pass gathers them.
 
         Source: `Transformer.apply_fsdp` of OLMo-core with the wrapping strategy "blocks". The root
         unit is what is left: the last norm and the head's matrix, and the embeddings where they are
@@ -242,18 +240,20 @@ class ModelShape:
         blocks = []
         for kind in dict.fromkeys(kinds):
             first = kinds.index(kind)
-            parameters = tuple(each for each in rest if each.layer == first)
-            blocks.append(
-                Unit(
-                    name=f"blocks as {first}",
-                    parameters=parameters,
-                    count=kinds.count(kind),
-                    kind=kind,
-                )
+            block = Unit(
+                name=f"blocks as {first}",
+                parameters=tuple(each for each in rest if each.layer == first),
+                count=kinds.count(kind),
+                kind=kind,
             )
+            blocks.append(block)
+        looked_up = [embeddings]
+        if self.is_tied:
+            root = (embeddings, *root)
+            looked_up = []
         return (
-            Unit(name="root", parameters=(embeddings, *root) if self.is_tied else root),
-            Unit(name="embeddings", parameters=() if self.is_tied else (embeddings,)),
+            Unit(name="root", parameters=root),
+            Unit(name="embeddings", parameters=tuple(looked_up)),
             *blocks,
         )
 
@@ -283,7 +283,8 @@ class ModelShape:
     @cached_property
     def num_delta_heads(self) -> int:
         """Key heads of the layers of the gated delta rule; 0 where there are none."""
-        return max(layer.delta.num_key_heads if layer.delta else 0 for layer in self.layers)
+        counts = [layer.delta.num_key_heads for layer in self.layers if layer.delta is not None]
+        return max(counts, default=0)
 
     @cached_property
     def num_params_of_largest(self) -> int:
@@ -321,7 +322,8 @@ class ModelShape:
         return self.num_kv_heads * self.head_dim
 
 
-def _remembering(delta: DeltaShape, d_model: int) -> dict[str, tuple[tuple[int, ...], int | None]]:
+def _delta_rule(delta: DeltaShape, d_model: int) -> Parameters:
+    """The parameters of a layer of the gated delta rule, which stands in the place of attention."""
     axes = {"o_norm.weight": None, f"{delta.output}.weight": 1}
     return {
         f"attention.{name}": (size, axes.get(name, 0))

@@ -31,7 +31,6 @@ from open_instruct.planning.subject.model import LayerShape, ModelShape
 
 BYTES_OF_DTYPE = {"float32": 4, "bfloat16": 2, "float16": 2}
 
-
 # Words of a name that say how a model was trained or when, not how large it is.
 _VARIANT = re.compile(
     r"-(?:meta|base|pt|hf|sft|dpo|rlvr\d?|instruct|think|chat|rl|zero|math|code|if|general|mix|\d{4})(?=-)"
@@ -52,38 +51,38 @@ def shape_from_fields(fields: dict[str, Any], *, name: str, where: str) -> Model
     num_kv_heads = count("num_key_value_heads", num_heads)
     check_multiple(where, num_attention_heads=num_heads, num_key_value_heads=num_kv_heads)
     head_dim = count("head_dim", family.default_head_dim or d_model // num_heads)
-    dtype = str(fields.get("dtype") or fields.get("torch_dtype") or "float32").removeprefix(
-        "torch."
-    )
+    experts_per_token = 1
+    if family.expert_size is not None:
+        experts_per_token = count("num_experts_per_tok")
+    dtype = fields.get("dtype") or fields.get("torch_dtype") or "float32"
     return ModelShape(
         name=name,
         family=fields["model_type"],
         d_model=d_model,
         layers=tuple(_layers(fields, family, where)),
         is_balanced=bool(fields.get("output_router_logits")),
-        experts_per_token=1 if family.expert_size is None else count("num_experts_per_tok"),
+        experts_per_token=experts_per_token,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         turned_dim=int(head_dim * _turned_share(fields, family, where)),
         vocab_size=count("vocab_size"),
         is_tied=bool(fields.get("tie_word_embeddings", False)),
-        checkpoint_bytes_per_param=BYTES_OF_DTYPE.get(dtype, 4),
+        checkpoint_bytes_per_param=BYTES_OF_DTYPE.get(str(dtype).removeprefix("torch."), 4),
     )
 
 
 def _layers(fields: dict[str, Any], family: Family, where: str) -> Iterator[LayerShape]:
     count = partial(read_size, fields, where)
-    window = (
-        count("sliding_window")
-        if family.has_windows and fields.get("sliding_window") is not None
-        else None
-    )
-    delta = (
-        read_delta_shape(fields, where, is_fused=family.delta == "fused") if family.delta else None
-    )
+    window = None
+    if family.has_windows and fields.get("sliding_window") is not None:
+        window = count("sliding_window")
+    delta = None
+    if family.delta:
+        delta = read_delta_shape(fields, where, is_fused=family.delta == "fused")
     count("decoder_sparse_step", 1)
-    if not isinstance(dense := fields.get("mlp_only_layers") or [], list):
+    dense = fields.get("mlp_only_layers") or []
+    if not isinstance(dense, list):
         raise InputError(
             f"{where}: mlp_only_layers = {dense!r}; a list of the numbers of layers is needed",
             kind="bad_model",
@@ -91,15 +90,17 @@ def _layers(fields: dict[str, Any], family: Family, where: str) -> Iterator[Laye
     layer_types = fields.get("layer_types")
     if layer_types is None and family.delta is not None:
         layer_types = []  # refused, as transformers has rules of its own for what is not said
-    for layer, layer_type in enumerate(
-        family.layer_types(layer_types, count("num_hidden_layers"), where)
-    ):
-        expert_size = (
-            family.expert_size if family.is_sparse(SimpleNamespace(**fields), layer) else None
-        )
+    layer_types = family.layer_types(layer_types, count("num_hidden_layers"), where)
+    for number, layer_type in enumerate(layer_types):
+        if family.expert_size and family.is_sparse(SimpleNamespace(**fields), number):
+            d_ff = count(family.expert_size)
+            num_experts = count("num_experts", fields.get("num_local_experts"))
+        else:
+            d_ff = count("intermediate_size")
+            num_experts = 0
         yield LayerShape(
-            d_ff=count(expert_size or "intermediate_size"),
-            num_experts=count("num_experts", fields.get("num_local_experts")) if expert_size else 0,
+            d_ff=d_ff,
+            num_experts=num_experts,
             window=window if layer_type == SLIDING else None,
             delta=delta if layer_type == LINEAR else None,
         )
@@ -111,13 +112,14 @@ def _turned_share(fields: dict[str, Any], family: Family, where: str) -> float:
         "rope_theta": fields.get("rope_theta", 1),
         PART_TURNED: fields.get(PART_TURNED, family.turned_share),
     }
-    if isinstance(given := fields.get("rope_parameters"), dict):
-        rope |= given
+    parameters = fields.get("rope_parameters")
+    if isinstance(parameters, dict):
+        rope |= parameters
     if family.may_not_turn and rope["rope_theta"] is None:
         return 0.0
-    return (
-        1.0 if family.turned_share is None else check_number(PART_TURNED, rope[PART_TURNED], where)
-    )
+    if family.turned_share is None:
+        return 1.0
+    return check_number(PART_TURNED, rope[PART_TURNED], where)
 
 
 def model_shape(name_or_path: str) -> ModelShape:
@@ -135,17 +137,14 @@ def model_shape(name_or_path: str) -> ModelShape:
     with contextlib.suppress(OSError, RuntimeError):
         path = Path(name_or_path).expanduser()
         if path.exists():
-            file = path / "config.json" if path.is_dir() else path
-            name = str(file.parent if file.name == "config.json" else file)
-            return shape_from_fields(read_object(file), name=name, where=str(file))
+            return _read_shape(path)
     for public, fields in public_models().items():
-        if _size_of(public) == _size_of(name_or_path):
+        if _strip_variant(public) == _strip_variant(name_or_path):
             return shape_from_fields(fields, name=public, where=public)
-    known = {name.rpartition("/")[2].lower(): name for name in public_models()}
-    near = (
-        difflib.get_close_matches(name_or_path.rpartition("/")[2].lower(), known, n=3, cutoff=0.5)
-        or [*known][:1]
-    )
+    known = {_short_name(name): name for name in public_models()}
+    near = difflib.get_close_matches(_short_name(name_or_path), known, n=3, cutoff=0.5)
+    if not near:
+        near = [*known][:1]
     raise InputError(
         f"{name_or_path}: no such folder or config.json, and no model whose shape is built in; "
         "give a folder, a config.json, or a name such as "
@@ -154,9 +153,21 @@ def model_shape(name_or_path: str) -> ModelShape:
     )
 
 
-def _size_of(name: str) -> str:
+def _read_shape(path: Path) -> ModelShape:
+    """The shape of a config.json that is there, or of the one in a folder."""
+    file = path / "config.json" if path.is_dir() else path
+    folder_or_file = file.parent if file.name == "config.json" else file
+    return shape_from_fields(read_object(file), name=str(folder_or_file), where=str(file))
+
+
+def _short_name(name: str) -> str:
+    """The name of a model without its organisation, in small letters."""
+    return name.rpartition("/")[2].lower()
+
+
+def _strip_variant(name: str) -> str:
     """`-olmo-3-7b-` of "allenai/Olmo-3-7B-Think-SFT" and of "Olmo-3-1025-7B"."""
-    return _VARIANT.sub("", f"-{name.rpartition('/')[2].lower()}-")
+    return _VARIANT.sub("", f"-{_short_name(name)}-")
 
 
 @cache

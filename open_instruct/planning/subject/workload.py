@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
 from open_instruct.batching.prefixes import FullRows, saved_tokens
 from open_instruct.config.fleet_sections import FleetSection
@@ -15,7 +15,8 @@ from open_instruct.planning.subject.read_shape import BYTES_OF_DTYPE
 MIB = 2**20
 # Of an engine on CUDA where the flags say nothing; source: `generation/requests.py`, and vLLM's
 # `get_batch_defaults`.
-ENGINE_TOKENS, ENGINE_SEQS = 16384, 256
+ENGINE_TOKENS = 16384
+ENGINE_SEQS = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,8 +42,7 @@ class Scoring:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """One rank's share of an optimizer step, at most: documents are taken to have their full
-    length.
+    """One rank's share of an optimizer step, at most: documents have their full length.
 
     Example: DPO with 1 pair of 2 x 2048 tokens a microbatch, 4 microbatches a step::
 
@@ -99,32 +99,24 @@ class Workload:
     def row_tokens_per_microbatch(self) -> int:
         """Tokens of the documents of a microbatch, each counted with its prompt."""
         groups, _ = self.rows.groups_in(self.tokens_per_microbatch)
-        return self.tokens_per_microbatch + sum(
-            saved_tokens(self.rows.prefix, size) for size in groups
-        )
+        num_saved = sum(saved_tokens(self.rows.prefix, size) for size in groups)
+        return self.tokens_per_microbatch + num_saved
 
     @property
     def gathered_keys(self) -> int:
-        """Keys of a row with those of a shared prefix before each of its documents but the first,
-        which follows it.
-        """
+        """Keys of a row, with those of a shared prefix before each document of its group."""
         num_documents = self.rows.per_group
-        return (
-            self.tokens_per_microbatch
-            * num_documents
-            * self.rows.length
-            // self.rows.tokens_of(num_documents)
-        )
+        num_keys = num_documents * self.rows.length  # of a whole group
+        return self.tokens_per_microbatch * num_keys // self.rows.tokens_of(num_documents)
 
     def with_full_rows(self) -> Workload:
         """The same with rows that are full to the last token."""
         if self.pack_tokens <= self.tokens_per_microbatch:
             return self
-        num_labels = (
-            self.label_tokens_per_microbatch * self.pack_tokens // self.tokens_per_microbatch
-        )
+        num_tokens = self.pack_tokens
+        num_labels = self.label_tokens_per_microbatch * num_tokens // self.tokens_per_microbatch
         return replace(
-            self, tokens_per_microbatch=self.pack_tokens, label_tokens_per_microbatch=num_labels
+            self, tokens_per_microbatch=num_tokens, label_tokens_per_microbatch=num_labels
         )
 
     @property
@@ -134,44 +126,37 @@ class Workload:
         return modules.get(self.checkpointing, ("blocks.*",))
 
     def recomputes(self, module: str) -> bool:
-        """Whether `module` of all blocks ("attention", "feed_forward", or "" for whole blocks) is
-        recomputed.
-        """
+        """Whether a module of all blocks ("attention", or "" for whole blocks) is recomputed."""
         return any(is_wrapped(self.recomputed_modules, 0, name) for name in ("", module))
 
     @property
-    def of_critic(self) -> Workload:
-        """The work of the critic, which learns from the same completions as often, and goes to no
-        engine.
-        """
+    def critic_workload(self) -> Workload:
+        """The work of the critic, which learns from the same completions and goes to no engine."""
         assert self.critic is not None
-        own: dict[str, Any] = {
-            "num_microbatches": self.num_microbatches - self.num_of_conversations,
-            "num_values": 1,
-        }
-        no_engines: dict[str, Any] = {
-            "num_engines": 0,
-            "shares_device": False,
-            "sync_choice": ("dense", ""),
-        }
-        return replace(self, critic=None, scorings=(self.critic,), **own, **no_engines)
+        return replace(
+            self,
+            critic=None,
+            scorings=(self.critic,),
+            num_microbatches=self.num_microbatches - self.num_of_conversations,
+            num_values=1,
+            num_engines=0,
+            shares_device=False,
+            sync_choice=("dense", ""),
+        )
 
     def cache_bytes(self, fleet: FleetSection, shape: ModelShape, device_memory_bytes: int) -> int:
-        """Bytes of an engine beyond its weights. By default vLLM takes a share of a GPU, and these
-        are the rest.
+        """Bytes of an engine beyond its weights.
 
-        With --vllm_kv_cache_mib, and on a CPU, they are the cache, a block's activations for all
-        tokens, and all sequences' logits twice.
+        By default vLLM takes a share of a GPU, and these are the rest. With --vllm_kv_cache_mib,
+        and on a CPU, they are the cache, a block's activations for all tokens, and all sequences'
+        logits twice.
         """
         cache_mib = fleet.kv_cache_mib(on_cuda=self.on_cuda)
         if cache_mib is None:
             share = int(fleet.vllm_gpu_memory_utilization * device_memory_bytes)
             return max(0, share - shape.num_params * self.sync_bytes_per_param)
         tokens = fleet.vllm_max_num_batched_tokens or ENGINE_TOKENS
-        width = max(
-            each.d_ff * (shape.experts_per_token if each.num_experts else 1)
-            for each in shape.layers
-        )
+        width = max(shape.active_features(layer) for layer in shape.layers)
         block_bytes = tokens * (3 * width + 4 * shape.d_model) * self.sync_bytes_per_param
         logit_bytes = 2 * (fleet.vllm_max_num_seqs or ENGINE_SEQS) * shape.vocab_size * 4
         return cache_mib * MIB + block_bytes + logit_bytes
@@ -188,7 +173,5 @@ class Workload:
 
 
 def is_wrapped(patterns: Iterable[str], layer: int, module: str) -> bool:
-    """Whether --activation_checkpointing_modules names this module of a layer; "" is the layer
-    itself.
-    """
+    """Whether --activation_checkpointing_modules names a module of a layer; "" is the layer."""
     return matches_module(patterns, f"blocks.{layer}.{module}".rstrip("."))

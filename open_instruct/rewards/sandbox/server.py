@@ -113,7 +113,7 @@ def _end(child: int) -> None:
 
 
 def _end_all_but(exceptions: Collection[int]) -> None:
-    while others := {*processes.children(os.getpid())} - {*exceptions}:
+    while others := {*processes.list_children(os.getpid())} - {*exceptions}:
         _end(others.pop())
 
 

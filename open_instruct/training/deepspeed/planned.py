@@ -8,12 +8,11 @@ from collections.abc import Iterator
 from typing import Any, cast
 
 from open_instruct.config.sharding_sections import ParallelSection
-from open_instruct.config.training import LearnerConfig
 from open_instruct.core.shard_layout import ShardLayout
 from open_instruct.parallel.layout import divisors
 from open_instruct.planning.exchanges import Exchange
 from open_instruct.planning.memory.memory_model import MemoryModel
-from open_instruct.planning.setting import Backend, FlagChange, Setting
+from open_instruct.planning.setting import BackendPlanner, FlagChange, Setting
 from open_instruct.planning.subject.model import ModelShape
 from open_instruct.planning.subject.workload import Workload
 from open_instruct.training.deepspeed.planned_memory import ZeroMemoryModel
@@ -28,12 +27,12 @@ SHARED_BY_STAGE = (
 )
 
 
-class DeepSpeed(Backend):
+class DeepSpeedPlanner(BackendPlanner):
     """A run on ZeRO as the planner sees it."""
 
-    def __init__(self, config: LearnerConfig) -> None:
-        self.parallel = config.parallel
-        self.sharing = describe_setting(config.parallel)
+    def __init__(self, parallel: ParallelSection) -> None:
+        self.parallel = parallel
+        self.sharing = describe_setting(parallel)
 
     def memory_model(
         self, shape: ModelShape, layout: ShardLayout, workload: Workload
@@ -55,7 +54,7 @@ class DeepSpeed(Backend):
             "host": on_host,
         }
 
-    def others(self, setting: Setting) -> Iterator[dict[str, Any]]:
+    def list_layouts(self, setting: Setting) -> Iterator[dict[str, Any]]:
         """Settings of every stage, with and without second copies of the weights within a node.
 
         Other flags stay where they can.
@@ -77,7 +76,7 @@ class DeepSpeed(Backend):
                 "offload": flags.offload,
             }
 
-    def ways_to_need_less(self, setting: Setting) -> Iterator[FlagChange]:
+    def list_memory_changes(self, setting: Setting) -> Iterator[FlagChange]:
         """Later stages of ZeRO (kind 0), then host memory (4 and 5), then a tensor degree (6)."""
         now = self.parallel
         if setting.layout.world_size > 1:

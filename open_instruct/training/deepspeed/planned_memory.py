@@ -52,7 +52,7 @@ class ZeroMemoryModel(MemoryModel):
     ) -> None:
         self.flags = flags
         self.stage = flags.deepspeed_stage
-        self.c = workload.compute_bytes
+        self.item_bytes = workload.compute_bytes
         self.num_ranks = layout.shard_group_size if self.stage else 1
         self.sizes = {
             each.name: count_rank_values(each, layout.tensor_parallel_degree)
@@ -67,7 +67,7 @@ class ZeroMemoryModel(MemoryModel):
         self.num_stepped = sum(-(-size // self.num_ranks) for size in trained)
         self.num_touched = min(self.num_trained, self.num_stepped + self.largest)
         # `BF16_Optimizer` is stage 1 in bfloat16, without host memory.
-        self.is_flat = self.stage == 1 and self.c < MASTER_BYTES and not flags.adam_offload
+        self.is_flat = self.stage == 1 and self.item_bytes < MASTER_BYTES and not flags.adam_offload
         self.device, self.host = self._count_state(on_cuda=workload.on_cuda)
         self.buffer_bytes = self.device[BUFFERS]
         # Stage 3 and `BF16_Optimizer` have buffers for them in float32; all others are freed in the
@@ -84,7 +84,7 @@ class ZeroMemoryModel(MemoryModel):
         Gradients are among them. Without CUDA the device is the host.
         """
         stage = self.stage
-        c = self.c
+        c = self.item_bytes
         num_stepped = self.num_stepped
         is_exact = c == MASTER_BYTES
         device = Counter[str]()
@@ -128,7 +128,7 @@ class ZeroMemoryModel(MemoryModel):
         """Gradients in float32: shared from stage 2 on, there by whole parameters in float32."""
         if self.stage < 2:
             return self.num_trained
-        if self.stage == 2 and self.c == MASTER_BYTES:
+        if self.stage == 2 and self.item_bytes == MASTER_BYTES:
             return self.num_touched
         return self.num_stepped
 
@@ -150,7 +150,7 @@ class ZeroMemoryModel(MemoryModel):
         copied_bytes = 0
         if self.stage > 0 and not self.flags.adam_offload and not self.is_flat:
             copied_bytes = MASTER_BYTES * min(num_stepped, MOST_AT_ONCE)
-            if self.stage == 2 and self.c < MASTER_BYTES:
+            if self.stage == 2 and self.item_bytes < MASTER_BYTES:
                 copied_bytes = 2 * MASTER_BYTES * min(num_stepped, self.largest)  # `get_norm_dtype`
         num_temporary = 0
         if not self.workload.on_cuda:
@@ -166,7 +166,7 @@ class ZeroMemoryModel(MemoryModel):
     def shard_size(self, parameter: ParameterShape) -> int:
         return -(-self.sizes[parameter.name] // self.num_ranks)
 
-    def build_other(self, shape: ModelShape, workload: Workload) -> MemoryModel:
+    def build_sibling(self, shape: ModelShape, workload: Workload) -> MemoryModel:
         return ZeroMemoryModel(self.flags, shape, self.layout, workload)
 
     def host_state(self) -> dict[str, int]:
@@ -203,8 +203,8 @@ class ZeroPasses(Passes):
             return GRADIENT_BYTES * BUCKET
         if run.stage != 2:
             return 0
-        num_bytes = self.c * BUCKET
-        if self.c == MASTER_BYTES and self.workload.num_microbatches > 1:
+        num_bytes = self.item_bytes * BUCKET
+        if self.item_bytes == MASTER_BYTES and self.workload.num_microbatches > 1:
             num_bytes += GRADIENT_BYTES * run.num_touched
         return num_bytes
 
@@ -236,16 +236,16 @@ class ZeroPasses(Passes):
         neighbours = effective_zpg(run.flags)
         if neighbours > 1:
             num_values += sum(run.sizes.values()) // neighbours
-        return self.c * num_values
+        return self.item_bytes * num_values
 
     def forward(
-        self, held: Moment, *, keeps: bool = True, runs_head: bool = True
+        self, resident: Moment, *, keeps: bool = True, runs_head: bool = True
     ) -> Iterator[Moment]:
         gathered = self._count_gathered_bytes(self.root, *self.blocks, keeps=keeps)
-        moments = super().forward(held, keeps=keeps, runs_head=runs_head)
+        moments = super().forward(resident, keeps=keeps, runs_head=runs_head)
         yield from ({**moment, GATHERED: gathered} for moment in moments)
 
-    def backward(self, held: Moment) -> Iterator[Moment]:
+    def backward(self, resident: Moment) -> Iterator[Moment]:
         """The moments of a backward pass, and from stage 2 on those when a full bucket is reduced.
 
         Source: `reduce_independent_p_g_buckets_and_remove_grads` of both stages. A bucket is made
@@ -254,12 +254,14 @@ class ZeroPasses(Passes):
         norm's gradient, which stage 3 hands over first.
         """
         run = self.run
-        c = self.c
+        c = self.item_bytes
         if run.stage < 2:
-            yield from ({**moment, REDUCED: self.bucket_bytes} for moment in super().backward(held))
+            yield from (
+                {**moment, REDUCED: self.bucket_bytes} for moment in super().backward(resident)
+            )
             return
         gathered = self._count_gathered_bytes(self.root, *self.blocks)
-        for moment in self._through_head(held):
+        for moment in self._through_head(resident):
             yield {**moment, GATHERED: gathered}
         waiting = self.bucket_bytes
         filled = 0
@@ -284,17 +286,21 @@ class ZeroPasses(Passes):
                     reduced += copied * filled
                     filled = 0
                 filled += newest // c
-                yield {**self._in_block(held, layer, usage), GATHERED: gathered, REDUCED: reduced}
-        looked_up = self._whole(self.looked_up)
+                yield {
+                    **self._in_block(resident, layer, usage),
+                    GATHERED: gathered,
+                    REDUCED: reduced,
+                }
+        looked_up = self._gradient_bytes(self.embedding_unit)
         reduced = self.bucket_bytes + looked_up + copied * max(filled, looked_up // c)
         yield {
-            **held,
+            **resident,
             GATHERED: self._count_gathered_bytes(),
             REDUCED: reduced,
             TEMPORARIES: self.stream_bytes,
         }
 
-    def _shard(self, unit: Unit) -> int:
+    def _shard_bytes(self, unit: Unit) -> int:
         return GRADIENT_BYTES * sum(self.run.sizes[each.name] for each in unit.trained)
 
 

@@ -10,10 +10,11 @@ ranks split matrices, P and F count one rank's parts, and N the ranks with the s
 
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 
 from open_instruct.models.hf.names import is_adapter_name
-from open_instruct.planning.activation_traffic import Calls, context_calls, repeat_calls
-from open_instruct.planning.exchanges import Collective, Exchange, build_exchange
+from open_instruct.planning.activation_traffic import context_calls, repeat_calls
+from open_instruct.planning.exchanges import Calls, Collective, Exchange, build_exchange
 from open_instruct.planning.memory.state import GRADIENT_BYTES
 from open_instruct.planning.traffic import scoring_pass
 from open_instruct.training.deepspeed.planned_memory import (
@@ -46,7 +47,7 @@ def plan_exchanges(run: ZeroMemoryModel) -> Iterator[Exchange]:
     if stage == 3:
         yield from _weight_gathers(run, num_forward, num_backward)
     elif stage:
-        num_bytes = run.c * run.num_trained * work.num_updates
+        num_bytes = run.item_bytes * run.num_trained * work.num_updates
         yield _world_exchange(run, "weights after the step", "all_gather", num_bytes)
     if stage and run.shape.adapters and work.merges_adapters:
         halves = sum(size for name, size in run.sizes.items() if is_adapter_name(name))
@@ -75,13 +76,13 @@ def _weight_gathers(
     num_values = num_weights * num_forward + (num_weights * num_times - num_reused) * num_backward
     neighbours = effective_zpg(run.flags)
     if neighbours == 1:
-        num_bytes = run.c * num_values
+        num_bytes = run.item_bytes * num_values
         yield _world_exchange(run, "weights, before they are needed", "all_gather", num_bytes)
         return
     num_from_all = work.num_updates * run.num_trained
-    num_bytes = run.c * num_from_all
+    num_bytes = run.item_bytes * num_from_all
     yield _world_exchange(run, "weights, before they are needed", "all_gather", num_bytes)
-    num_bytes = run.c * (num_values - num_from_all)
+    num_bytes = run.item_bytes * (num_values - num_from_all)
     yield _world_exchange(run, "weights, from second copies", "all_gather", num_bytes, neighbours)
 
 
@@ -89,7 +90,8 @@ def _world_exchange(
     run: ZeroMemoryModel, what: str, how: Collective, num_bytes: int, within: int = 0
 ) -> Exchange:
     """The sum of a step's exchanges of one kind among all ranks, or `within` so many neighbours."""
-    return build_exchange(run.layout, "world", what, how, num_bytes, 1, within)
+    calls = Calls(what=what, collective=how, num_bytes=num_bytes, num_calls=1)
+    return build_exchange(run.layout, "world", calls, within=within)
 
 
 def _activation_exchanges(
@@ -105,17 +107,28 @@ def _activation_exchanges(
     work = run.workload
     head = shape.parameters[-1]
     degree = layout.context_parallel_degree
-    token_bytes = run.c * work.tokens_per_microbatch // degree
-    label_bytes = run.c * work.label_tokens_per_microbatch // degree
+    token_bytes = run.item_bytes * work.tokens_per_microbatch // degree
+    label_bytes = run.item_bytes * work.label_tokens_per_microbatch // degree
     cut = Counter(each.tensor_axis for each in shape.in_blocks if len(each.shape) == 2)
     num_sums = cut[1]
     if trains:
         num_sums += cut[1] * work.recomputes("") + cut[0]
-    what = "activations of split matrices"
-    calls: list[Calls] = [(what, "all_reduce", token_bytes * shape.d_model, num_sums)]
+    sums = Calls(
+        what="activations of split matrices",
+        collective="all_reduce",
+        num_bytes=token_bytes * shape.d_model,
+        num_calls=num_sums,
+    )
+    calls = [sums]
     if num_values and count_rank_values(head, layout.tensor_parallel_degree) < head.num_params:
-        calls.append((what, "all_reduce", label_bytes * shape.d_model, int(trains)))
-        calls.append(("logits", "all_gather", label_bytes * shape.vocab_size, 1 + trains))
+        label_sums = replace(sums, num_bytes=label_bytes * shape.d_model, num_calls=int(trains))
+        logit_gathers = Calls(
+            what="logits",
+            collective="all_gather",
+            num_bytes=label_bytes * shape.vocab_size,
+            num_calls=1 + trains,
+        )
+        calls += [label_sums, logit_gathers]
     yield from repeat_calls("tensor", calls, layout, num_passes)
     swaps = context_calls(shape, layout, work, num_values, trains=trains)
     yield from repeat_calls("context", swaps, layout, num_passes)

@@ -13,11 +13,11 @@ from open_instruct.config.training import LearnerConfig
 from open_instruct.config.validation import changed
 from open_instruct.core.errors import problems_of_kind
 from open_instruct.core.shard_layout import ShardLayout
-from open_instruct.parallel.layout import check_divides, layout_of_degrees
+from open_instruct.parallel.layout import build_layout, check_divides
 from open_instruct.training.deepspeed.settings import effective_zpg, refuse_unfit
 
 if TYPE_CHECKING:
-    from open_instruct.training.deepspeed.planned import DeepSpeed as Planned
+    from open_instruct.training.deepspeed.planned import DeepSpeedPlanner
     from open_instruct.training.deepspeed.zero import ZeroBackend
 
 # Flags that only the other backend has.
@@ -110,7 +110,7 @@ class DeepSpeed:
             degrees = {"fsdp_shard_degree": None, "fsdp_num_replicas": 1}
         else:
             degrees = {"fsdp_shard_degree": 1, "fsdp_num_replicas": None}
-        layout = layout_of_degrees(parallel, gpus_per_node, **degrees)
+        layout = build_layout(parallel, gpus_per_node, **degrees)
         check_divides("--deepspeed_zpg", effective_zpg(parallel), layout.gpus_per_node)
         # A single rank is a shard group of its own: ZeRO casts its weights to the compute dtype, as
         # for several ranks.
@@ -123,10 +123,10 @@ class DeepSpeed:
             sharing += f", second copies of the weights shared by {neighbours} neighbours"
         return sharing
 
-    def planned(self, config: LearnerConfig) -> Planned:
-        from open_instruct.training.deepspeed import planned
+    def make_planner(self, parallel: ParallelSection) -> DeepSpeedPlanner:
+        from open_instruct.training.deepspeed.planned import DeepSpeedPlanner
 
-        return planned.DeepSpeed(config)
+        return DeepSpeedPlanner(parallel)
 
     def build(self, *pretrained: Any, **run: Any) -> ZeroBackend:
         from open_instruct.training.deepspeed.zero import build_backend

@@ -17,7 +17,7 @@ from open_instruct.models.box_files import Part
 from open_instruct.models.hf.names import clean_name
 from open_instruct.models.shards import flat_shard
 from open_instruct.models.transformer import SegmentTransformer
-from open_instruct.parallel.process import gathered
+from open_instruct.parallel.process import gather_objects
 from open_instruct.training.deepspeed.library import deepspeed
 from open_instruct.training.deepspeed.split_matrices import UNCUT, Cut, split_matrices
 
@@ -171,7 +171,7 @@ class Masters:
             for name, parameter in parameters.items():
                 if not parameter.requires_grad:
                     held[name] = _frozen_range(parameter)
-        rank_ranges = gathered(
+        rank_ranges = gather_objects(
             {name: (start, start + local.numel()) for name, (start, local) in held.items()}
         )
         # An empty tensor on the device of the other ranks' weights, which is the host with

@@ -23,8 +23,8 @@ from open_instruct.checkpoints.safe_checkpointer import SafeCheckpointer
 from open_instruct.config.sharding_sections import MemorySection
 from open_instruct.config.training import LearnerConfig
 from open_instruct.models.heads.value_head import ValueHead
-from open_instruct.parallel.data_parallel import mesh_of
-from open_instruct.parallel.process import gathered
+from open_instruct.parallel.data_parallel import find_mesh
+from open_instruct.parallel.process import gather_objects
 from open_instruct.run.opened import Run
 from open_instruct.run.pretrained import Pretrained
 from open_instruct.training.backend import (
@@ -62,7 +62,7 @@ def start_deepspeed(run: Run, *, timeout_s: float) -> DeviceMesh:
     deepspeed.comm.comm.cdb = None
     deepspeed.utils.groups._release_process_group_references()
     deepspeed.init_distributed(timeout=timedelta(seconds=timeout_s))
-    mesh = mesh_of(run.layout, process.device)
+    mesh = find_mesh(run.layout, process.device)
     assert mesh is not None
     return mesh
 
@@ -177,7 +177,7 @@ def choose_adam_config(
     """
     if adam == "AdamW":
         return adamw
-    problems = [why for why in gathered(find_build_problem(adam)) if why]
+    problems = [why for why in gather_objects(find_build_problem(adam)) if why]
     if problems:
         warn(f"DeepSpeed's {adam} cannot be compiled here ({problems[0]}); PyTorch's AdamW is used")
         return adamw

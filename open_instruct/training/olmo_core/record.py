@@ -10,10 +10,10 @@ from open_instruct.config.training import LearnerConfig
 from open_instruct.config.validation import changed
 from open_instruct.core.errors import problems_of_kind
 from open_instruct.core.shard_layout import ShardLayout
-from open_instruct.parallel.layout import layout_of_degrees
+from open_instruct.parallel.layout import build_layout
 
 if TYPE_CHECKING:
-    from open_instruct.planning.setting import Backend as Planned
+    from open_instruct.planning.setting import BackendPlanner
     from open_instruct.training.olmo_core.fsdp2 import FSDP2Backend
 
 FLAGS_OF_OTHERS = ("deepspeed_stage", "deepspeed_zpg")
@@ -61,7 +61,7 @@ class OlmoCore:
         """OLMo-core is always there."""
 
     def layout(self, parallel: ParallelSection, gpus_per_node: Sequence[int]) -> ShardLayout:
-        return layout_of_degrees(parallel, gpus_per_node)
+        return build_layout(parallel, gpus_per_node)
 
     def sharing(self, parallel: ParallelSection, layout: ShardLayout) -> str:
         sharing = "one copy of the model"
@@ -74,10 +74,10 @@ class OlmoCore:
             sharing += ", experts too"
         return sharing
 
-    def planned(self, config: LearnerConfig) -> Planned:
-        from open_instruct.planning.setting import Backend
+    def make_planner(self, parallel: ParallelSection) -> BackendPlanner:
+        from open_instruct.planning.setting import BackendPlanner
 
-        return Backend()
+        return BackendPlanner()
 
     def build(self, *pretrained: Any, **run: Any) -> FSDP2Backend:
         from open_instruct.training.olmo_core.fsdp2 import build_backend

@@ -11,7 +11,7 @@ from open_instruct.data.mixer import find_entries
 from open_instruct.data.report import DataReport
 from open_instruct.data.token_dataset import TokenDataset, load_token_dataset
 from open_instruct.objectives.objective import Objective
-from open_instruct.parallel.process import on_main_process
+from open_instruct.parallel.process import run_on_main_process
 from open_instruct.parallel.status import this_process
 from open_instruct.run.console import Console
 
@@ -41,7 +41,7 @@ def load_datasets(
                     objective.choose_rows(config), on_progress=on_progress, **given
                 )
 
-        console.report(title, on_main_process(lambda: read(console.speaks)[1].lines()))
+        console.report(title, run_on_main_process(lambda: read(console.speaks)[1].lines()))
         return read(False)[0]
 
     this_process.begin("reading the rows")

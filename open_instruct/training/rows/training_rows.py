@@ -9,7 +9,7 @@ from open_instruct.checkpoints.saved_place import read_saved_place
 from open_instruct.config.training import TrainingConfig
 from open_instruct.data.token_dataset import TokenDataset
 from open_instruct.objectives.objective import Objective
-from open_instruct.parallel.process import on_main_process
+from open_instruct.parallel.process import run_on_main_process
 from open_instruct.run.opened import Run
 from open_instruct.run.pretrained import Pretrained
 from open_instruct.training.rows.datasets import load_datasets
@@ -48,7 +48,7 @@ def read_training_rows(
         pad_to_multiple_of=run.layout.model_parallel_degree,
         prefix_sharing=objective.prefix_sharing(config) if packing else "off",
     )
-    on_main_process(lambda: _refuse_other_rows(dataset, shape, config.optim.seed, run))
+    run_on_main_process(lambda: _refuse_other_rows(dataset, shape, config.optim.seed, run))
     samples: Sequence[Sequence[int]] = [(row,) for row in range(len(dataset))]
     if objective.fills_packs(config):
         samples = best_fit(range(len(dataset)), dataset.num_tokens.tolist(), shape.max_seq_length)

@@ -58,7 +58,7 @@ def run_with_a_slow_rank(
         mock.patch.object(cadence, "WINDOW", window),
         nullcontext()
         if on_one_host
-        else mock.patch.object(loop, "host_of_cores", return_value=os.environ["RANK"]),
+        else mock.patch.object(loop, "find_cpu_host", return_value=os.environ["RANK"]),
         mock.patch.object(speed, "LEAST_TOKENS", 1),
         mock.patch.object(logprob_head, "compute_label_losses", slow_losses),
         mock.patch.object(speed, "compute_label_losses", slow_losses),

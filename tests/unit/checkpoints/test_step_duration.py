@@ -85,7 +85,7 @@ class FakeLoop(Loop):
 def device(monkeypatch: pytest.MonkeyPatch) -> Device:
     device = Device()
     monkeypatch.setattr(loop_module, "time", SimpleNamespace(perf_counter=lambda: device.now_s))
-    monkeypatch.setattr(loop_module, "gathered", lambda value: [value])
+    monkeypatch.setattr(loop_module, "gather_objects", lambda value: [value])
     # Of the signals, over gloo.
     monkeypatch.setattr(loop_module.dist, "all_reduce", lambda *_, **__: None)
     monkeypatch.setattr(resume_module, "barrier", lambda: None)

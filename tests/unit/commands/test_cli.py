@@ -30,7 +30,7 @@ from open_instruct.core.errors import (
     RunError,
 )
 from open_instruct.objectives.dpo import DPOConfig, validate_dpo
-from open_instruct.parallel.launch import TYPED
+from open_instruct.parallel.launch import COMMAND_VARIABLE
 from open_instruct.parallel.status import this_process
 from open_instruct.run.cadence import noting_signals
 
@@ -193,7 +193,7 @@ class TestTyped:
             (["open_instruct/dpo.py", "--beta", "0"], {}, "dpo.py"),
             (
                 ["open_instruct/dpo.py", "--beta", "0"],
-                {TYPED: "open-instruct dpo"},
+                {COMMAND_VARIABLE: "open-instruct dpo"},
                 "open-instruct dpo",
             ),
         ],

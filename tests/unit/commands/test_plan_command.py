@@ -27,10 +27,10 @@ from open_instruct.planning.advice import Advice, change_to_fit
 from open_instruct.planning.memory.memory_model import MemoryModel
 from open_instruct.planning.memory.phases import memory_by_phase
 from open_instruct.planning.plan import Plan, make_plan
-from open_instruct.planning.shown import LETTERS, PARTS, said, traffic_rows
+from open_instruct.planning.presentation import LETTERS, PARTS, render_words, traffic_rows
 from open_instruct.planning.step_time import flops_per_step
 from open_instruct.planning.subject import units
-from open_instruct.planning.subject.devices import device_named
+from open_instruct.planning.subject.devices import find_device
 from open_instruct.planning.subject.units import GIB
 from open_instruct.report.plan_page import MAX_LINES, html_page, print_plan
 from tests.refusals import refused
@@ -610,7 +610,7 @@ def test_free_memory_is_used_and_advised_for_less_arithmetic() -> None:
     assert change.plan.workload == auto.workload
     assert Advice(auto).recomputes_less is None
     assert "Recomputes less and fits: --activation_checkpointing auto" in list(
-        said("advice", Advice(full))
+        render_words("advice", Advice(full))
     )
     # Where tensor ranks exchange what norms within attention are given, those keep what they have.
     modules = planned(*words, *TENSOR, "2", "--gpu", "memory_gib=60").workload.checkpointing_modules
@@ -708,7 +708,7 @@ class TestCPU:
         is_said = any("--gpu h100" in warning for warning in asked.warnings)
         assert is_said == (is_cpu and "--gpu" not in words)
         if is_cpu:
-            whole = device_named("cpu").memory_bytes
+            whole = find_device("cpu").memory_bytes
             assert asked.setting.device.memory_bytes == pytest.approx(whole / 2, rel=1e-6)
             text = page(make_plan(asked.setting))
             assert "The layouts of 2 processes" in text

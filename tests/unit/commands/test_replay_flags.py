@@ -23,7 +23,7 @@ from open_instruct.config.policy_sections import CriticSection
 from open_instruct.config.resolved import as_flat_dict, write_config
 from open_instruct.core.errors import InputError
 from open_instruct.objectives.sft import SFTConfig
-from open_instruct.parallel.resolve import on_one_process
+from open_instruct.parallel.resolve import reduce_to_one_process
 from open_instruct.run.run_directory import RunDirectory
 
 REQUIRED = ["--model_name_or_path", "start", "--dataset_mixer_list", "prompts.jsonl", "1.0"]
@@ -134,7 +134,7 @@ def test_every_flag_of_the_loss_may_differ(run: Path) -> None:
 
 
 def test_replay_on_one_process_has_no_shards(run: Path) -> None:
-    config = on_one_process(asked(run).settings)
+    config = reduce_to_one_process(asked(run).settings)
     assert (config.parallel.num_learners_per_node, config.parallel.tensor_parallel_degree) == (
         [1],
         1,
@@ -142,7 +142,7 @@ def test_replay_on_one_process_has_no_shards(run: Path) -> None:
     assert config.parallel.fsdp_shard_degree is None and not config.memory.compile_model
     assert config.memory.activation_memory_budget == 1.0
     alone = parse_run(GRPOConfig, [*REQUIRED, "--output_dir", "out", "--single_gpu_mode"])
-    assert on_one_process(alone).parallel.single_gpu_mode
+    assert reduce_to_one_process(alone).parallel.single_gpu_mode
 
 
 @pytest.mark.parametrize(

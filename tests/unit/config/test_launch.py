@@ -7,7 +7,11 @@ from open_instruct.commands.run_flags import find_backend, parse_run
 from open_instruct.config.sharding_sections import RanksSection
 from open_instruct.objectives.dpo import DPOConfig, validate_dpo
 from open_instruct.parallel import launch
-from open_instruct.parallel.launch import idle_gpus, num_to_start, refuse_other_number
+from open_instruct.parallel.launch import (
+    count_ranks_to_start,
+    find_idle_gpus,
+    refuse_other_rank_count,
+)
 from tests.refusals import refused
 
 REQUIRED = [
@@ -40,8 +44,8 @@ def test_ranks_are_started_by_launcher_or_command(
     number: int | None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(launch, "_num_gpus", lambda: num_gpus)
-    assert num_to_start(asked, environ) == number
+    monkeypatch.setattr(launch, "_count_gpus", lambda: num_gpus)
+    assert count_ranks_to_start(asked, environ) == number
 
 
 def test_layout_is_checked_for_the_ranks_that_will_be(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,19 +64,19 @@ def test_number_of_processes_that_cannot_be(asked: str) -> None:
 
 def test_launcher_that_started_another_number() -> None:
     for asked in (None, "auto", "2"):
-        refuse_other_number(asked, 2)
+        refuse_other_rank_count(asked, 2)
     with refused("conflict", "num_processes", "4", "1 process"):
-        refuse_other_number("4", 1)
+        refuse_other_rank_count("4", 1)
 
 
 def test_gpus_that_stay_idle_are_told_of_once_nobody_has_said_that_one_is_meant() -> None:
-    told = idle_gpus(RanksSection(), num_ranks=1, num_gpus=8)
+    told = find_idle_gpus(RanksSection(), num_ranks=1, num_gpus=8)
     assert (
         told is not None
         and told.startswith("this machine has 8 GPUs")
         and "--num_processes auto" in told
     )
-    told = idle_gpus(RanksSection(num_processes="auto"), num_ranks=1, num_gpus=8)
+    told = find_idle_gpus(RanksSection(num_processes="auto"), num_ranks=1, num_gpus=8)
     assert told is not None and "WORLD_SIZE is set" in told
     for parallel, num_ranks, num_gpus in (
         (RanksSection(), 1, 1),
@@ -81,4 +85,4 @@ def test_gpus_that_stay_idle_are_told_of_once_nobody_has_said_that_one_is_meant(
         (RanksSection(num_processes="1"), 1, 8),
         (RanksSection(single_gpu_mode=True), 1, 8),
     ):
-        assert idle_gpus(parallel, num_ranks=num_ranks, num_gpus=num_gpus) is None
+        assert find_idle_gpus(parallel, num_ranks=num_ranks, num_gpus=num_gpus) is None

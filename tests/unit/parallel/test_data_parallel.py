@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from open_instruct.core.shard_layout import ShardLayout
-from open_instruct.parallel.data_parallel import parallel_configs
+from open_instruct.parallel.data_parallel import build_parallel_configs
 from open_instruct.parallel.layout import resolve_layout
 from tests.unit.conftest import JoinAs
 
@@ -41,7 +41,7 @@ LAYOUTS = {
 
 
 def build_mesh(layout: ShardLayout) -> DeviceMesh:
-    return build_world_mesh(**parallel_configs(layout), device_type="cpu")
+    return build_world_mesh(**build_parallel_configs(layout), device_type="cpu")
 
 
 def parallelized(layout: ShardLayout, *, prefetch_factor: int = 0) -> Transformer:
@@ -51,7 +51,7 @@ def parallelized(layout: ShardLayout, *, prefetch_factor: int = 0) -> Transforme
     )
     model = config.build(init_device="meta")
     model.init_weights = lambda **_: None  # type: ignore[assignment, method-assign]
-    configs = parallel_configs(layout, prefetch_factor=prefetch_factor)
+    configs = build_parallel_configs(layout, prefetch_factor=prefetch_factor)
     return parallelize_model(
         model,
         world_mesh=build_mesh(layout),
@@ -88,7 +88,7 @@ def test_groups_are_those_of_the_world_mesh(name: str, join_as: JoinAs) -> None:
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_olmo_core_keeps_the_degrees(name: str) -> None:
     layout = LAYOUTS[name]
-    config = parallel_configs(layout)["dp"]
+    config = build_parallel_configs(layout)["dp"]
     assert config is not None
     assert config.get_replicate_and_shard_degree(layout.data_parallel_world_size) == (
         layout.num_replicas,
@@ -119,7 +119,7 @@ def test_blocks_are_gathered_ahead_of_their_turn(join_as: JoinAs) -> None:
 
 @pytest.mark.parametrize("param_dtype", ["bfloat16", "float32"])
 def test_config_is_hsdp_over_blocks(param_dtype: str) -> None:
-    config = parallel_configs(resolve_layout([8, 8]), param_dtype=param_dtype)["dp"]
+    config = build_parallel_configs(resolve_layout([8, 8]), param_dtype=param_dtype)["dp"]
     assert config is not None
     assert config.name == DataParallelType.hsdp
     assert config.wrapping_strategy == TransformerDataParallelWrappingStrategy.blocks
@@ -129,5 +129,5 @@ def test_config_is_hsdp_over_blocks(param_dtype: str) -> None:
 
 def test_unsplit_dimension_has_no_config() -> None:
     one_device = resolve_layout([1], single_device=True)
-    assert parallel_configs(one_device) == {"dp": None, "tp": None, "cp": None}
-    assert parallel_configs(resolve_layout([8]))["cp"] is None
+    assert build_parallel_configs(one_device) == {"dp": None, "tp": None, "cp": None}
+    assert build_parallel_configs(resolve_layout([8]))["cp"] is None

@@ -13,7 +13,7 @@ from torch.distributed import HashStore
 
 from open_instruct.parallel import heartbeats
 from open_instruct.parallel.heartbeats import Heartbeat, HeartbeatMonitor, HeartbeatReader, LostRank
-from open_instruct.parallel.processes import machine
+from open_instruct.parallel.processes import machine_id
 from open_instruct.parallel.status import this_process
 from tests.unit.fake_engine import TIMEOUT_S, eventually
 
@@ -48,7 +48,7 @@ class Ranks:
 
     def __init__(self, child_pid: int) -> None:
         self.store = HashStore()
-        there = {"host": "a", "machine": machine(), "beat": 0, "status": "training step 5"}
+        there = {"host": "a", "machine": machine_id(), "beat": 0, "status": "training step 5"}
         self.heartbeats = [
             Heartbeat(rank=0, pid=os.getpid(), **there),
             Heartbeat(rank=1, pid=child_pid, **there),

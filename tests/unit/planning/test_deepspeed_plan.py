@@ -15,7 +15,8 @@ from open_instruct.commands.tiny_model import write_tiny_model
 from open_instruct.objectives.registry import objective_named
 from open_instruct.planning.advice import Advice
 from open_instruct.planning.plan import Plan, make_plan
-from open_instruct.planning.shown import as_record, check_plan, said, traffic_rows
+from open_instruct.planning.presentation import plan_record, render_words, traffic_rows
+from open_instruct.planning.start_check import check_plan
 from open_instruct.report.plan_page import html_page, print_plan
 from open_instruct.training.deepspeed.planned_memory import BUCKET, MOST_AT_ONCE, SMALL
 
@@ -68,7 +69,8 @@ def test_engine_on_the_learners_gpu_is_planned_for() -> None:
     )
     assert own - engine == pytest.approx(apart, rel=1e-3)
     assert (
-        "engine" not in said("headline", one)[0] and "1 engine of 1 GPU" in said("headline", two)[0]
+        "engine" not in render_words("headline", one)[0]
+        and "1 engine of 1 GPU" in render_words("headline", two)[0]
     )
 
 
@@ -166,7 +168,7 @@ def test_all_stages_are_ranked_and_shown() -> None:
     assert "DeepSpeed ZeRO-2: all ranks share optimizer states and gradients" in said
     assert "fsdp" not in said and "◀ this" in said
     assert "ZeRO-2" in html_page(plan, advice)
-    assert [row["sharing"] for row in as_record(plan, advice)["layouts"]].count("2 1 -") == 1
+    assert [row["sharing"] for row in plan_record(plan, advice)["layouts"]].count("2 1 -") == 1
 
 
 def test_faster_stage_is_named_where_it_fits() -> None:

@@ -15,7 +15,7 @@ from open_instruct.parallel.layout import find_layout
 from open_instruct.parallel.process import Process
 from open_instruct.planning import plan
 from open_instruct.planning.memory.phases import memory_by_phase
-from open_instruct.planning.shown import StartCheck, check_plan
+from open_instruct.planning.start_check import StartCheck, check_plan
 from open_instruct.rl.checked_run import _apply_plan
 from open_instruct.run import opened
 from open_instruct.run.console import Console

@@ -57,7 +57,7 @@ def test_policy_needs_what_it_needs_alone_and_the_critic_at_rest(backend: str) -
 def test_critic_needs_what_a_model_that_scores_does(backend: str) -> None:
     """It is planned as a run of its own, to which all else on the GPU is added."""
     plan = planned(RUN + GAE + backend)
-    work, shape = plan.workload.of_critic, plan.workload.critic.shape  # type: ignore[union-attr]
+    work, shape = plan.workload.critic_workload, plan.workload.critic.shape  # type: ignore[union-attr]
     assert shape.parameters[-1].shape == (1, 4096)
     phases = {
         each.name: each
@@ -93,9 +93,12 @@ def test_resting_model_has_twelve_bytes_a_weight() -> None:
 def test_values_are_one_pass_more_and_updates_are_the_policys() -> None:
     alone, both = planned(RUN), planned(RUN + GAE)
     assert both.workload.critic.num_rounds == 2  # type: ignore[union-attr]
-    work, shape = both.workload.of_critic, both.workload.critic.shape  # type: ignore[union-attr]
-    of_critic = traffic_per_step(shape, both.layout, work)
-    assert both.exchanges[len(alone.exchanges) - _num_syncs(alone) :][: len(of_critic)] == of_critic
+    work, shape = both.workload.critic_workload, both.workload.critic.shape  # type: ignore[union-attr]
+    critic_exchanges = traffic_per_step(shape, both.layout, work)
+    assert (
+        both.exchanges[len(alone.exchanges) - _num_syncs(alone) :][: len(critic_exchanges)]
+        == critic_exchanges
+    )
     # Recomputed blocks: policy 4 forward passes a microbatch and one for its log-probs, the critic
     # as many. Without logits it does less by the policy's head.
     head = 2 * shape.d_model * shape.vocab_size * work.label_tokens_per_microbatch

@@ -14,9 +14,9 @@ from open_instruct.models.shards import select_box
 from open_instruct.planning.memory.memory_model import MemoryModel
 from open_instruct.planning.memory.parts import SENT
 from open_instruct.planning.memory.sync_buckets import sync_buckets
-from open_instruct.planning.memory.trained_shard import pinned
+from open_instruct.planning.memory.trained_shard import pinned_bytes
 from open_instruct.planning.plan import Plan, make_plan
-from open_instruct.planning.shown import said
+from open_instruct.planning.presentation import render_words
 from open_instruct.planning.step_time import SHARES
 from open_instruct.weight_sync.changes import SentParts
 from open_instruct.weight_sync.manifest import WeightManifest
@@ -63,7 +63,7 @@ def test_plan_knows_what_auto_takes(words: list[str], takes: str) -> None:
     plan = planned(*words)
     assert plan.workload.sync_choice[0] == takes
     assert (SENT in dict(plan.host.parts)) == (takes == "delta")
-    assert said("weight_sync", plan)[0].startswith(
+    assert render_words("weight_sync", plan)[0].startswith(
         "What has changed" if takes == "delta" else "All weights"
     )
 
@@ -93,7 +93,8 @@ def test_bytes_and_memory_are_those_of_the_learners() -> None:
         assert told() / own == pytest.approx(cost.num_bytes / plan.syncs[0].num_bytes, rel=0.01)
     held = sum(bits.nbytes for bits in learner._sent.values())
     kept = sum(
-        pinned(size) for size, _ in sync_buckets(plan.memory.shape, plan.layout, plan.workload)
+        pinned_bytes(size)
+        for size, _ in sync_buckets(plan.memory.shape, plan.layout, plan.workload)
     )
     assert held == own and dict(plan.host.parts)[SENT] == kept + 4 * own
 
@@ -118,8 +119,10 @@ def test_seconds_are_the_longer_of_comparing_and_travelling() -> None:
 
 def test_plan_says_where_all_weights_take_no_longer() -> None:
     remedy = "--weight_sync dense"
-    assert remedy in said("weight_sync", planned(*NODES))[-1]
-    assert remedy not in " ".join(said("weight_sync", planned(*NODES, "--cross_node_gb_s", "0.5")))
+    assert remedy in render_words("weight_sync", planned(*NODES))[-1]
+    assert remedy not in " ".join(
+        render_words("weight_sync", planned(*NODES, "--cross_node_gb_s", "0.5"))
+    )
 
 
 def test_plan_knows_no_seconds_of_a_folder() -> None:

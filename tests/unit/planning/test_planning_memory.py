@@ -338,7 +338,7 @@ def test_passes_of_a_whole_model(
         hand_gradients_over(model, build_model(hf_config, init_device="cpu"))
     model.lm_head.max_logits_bytes = max_logits_bytes
     monkeypatch.setattr(head, "MAX_LOGITS_BYTES", max_logits_bytes)
-    activations.forget_profiles()
+    activations.clear_profiles()
     num_tokens = sum(LENGTHS)
     ids_BT = torch.zeros(1, num_tokens, dtype=torch.long)
     positions_BK = torch.arange(num_tokens - 2).unsqueeze(0)
@@ -378,7 +378,7 @@ def test_passes_of_a_whole_model(
         on_cuda=False,
     )
     phases = phases_of(with_adapters(shape_of(hf_config), lora), ALONE, workload)
-    activations.forget_profiles()
+    activations.clear_profiles()
     assert phases["forward"]["buffers"] == real.pop("tables of RoPE")
     there_before = ("parameters", "optimizer states", "buffers")
     for name, num_bytes in real.items():
@@ -585,7 +585,7 @@ def test_each_tensor_of_that_copy_takes_a_power_of_two_of_pinned_memory() -> Non
         (num_bytes,) = filter(None, MemoryModel(shape, layout, workload).host_parts().values())
         return num_bytes
 
-    sizes = [local_size(parameter, layout).own * 4 for parameter in shape.parameters]
+    sizes = [local_size(parameter, layout).shard * 4 for parameter in shape.parameters]
     powers = [next(2**power for power in range(40) if 2**power >= size) for size in sizes]
     assert copied() == 3 * sum(powers)
     assert copied() / 2**30 == pytest.approx(13.5, abs=0.05)

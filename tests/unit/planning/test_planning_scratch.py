@@ -76,7 +76,7 @@ def test_libraries(nodes: list[int], degrees: dict[str, int], num_bytes: int) ->
 def test_kernel_needs_its_memory_while_it_makes_a_gradient() -> None:
     tape = Tape(Tensor(10, kind="source"))
     output = tape.run(
-        10, tape.source, gradients=[Gradient(of=tape.source, num_bytes=10, kernel_bytes=1000)]
+        10, tape.source, gradients=[Gradient(tensor=tape.source, num_bytes=10, kernel_bytes=1000)]
     )
     profile = tape.profile(output)
     assert (profile.backward_peak.kernels, profile.backward_peak.temporaries) == (1000, 20)
@@ -88,7 +88,7 @@ def parts_of(*, on_cuda: bool) -> dict[str, dict[str, int]]:
         "dpo --model_name_or_path allenai/OLMo-2-1124-7B --gpus_per_node 8 "
         "--activation_checkpointing full"
     )
-    activations.forget_profiles()
+    activations.clear_profiles()
     plan = make_plan(replace(parse_request(words.split()).setting, on_cuda=on_cuda))
     return {phase.name: dict(phase.parts) for phase in plan.phases}
 
@@ -108,7 +108,7 @@ def test_attentions_own_makes_a_peak_where_it_is_most(monkeypatch: pytest.Monkey
     with_it = parts_of(on_cuda=True)
     monkeypatch.setattr(block, "attention_scratch", lambda **_: 0)
     without = parts_of(on_cuda=True)
-    activations.forget_profiles()
+    activations.clear_profiles()
     assert with_it["backward"][SCRATCH] == huge + without["backward"][SCRATCH]
     del with_it["backward"], without["backward"]
     assert with_it == without

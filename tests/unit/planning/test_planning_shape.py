@@ -14,7 +14,7 @@ from open_instruct.objectives.dpo import DPOConfig
 from open_instruct.parallel.layout import resolve_layout
 from open_instruct.planning.setting import Setting
 from open_instruct.planning.subject.build_workload import build_workload
-from open_instruct.planning.subject.devices import device_named
+from open_instruct.planning.subject.devices import find_device
 from open_instruct.planning.subject.read_shape import model_shape, public_models
 from open_instruct.planning.subject.workload import Scoring
 from tests.refusals import refused
@@ -293,7 +293,10 @@ def test_workload_of_streams() -> None:
     with_critic = build_workload(
         parse_run(GRPOConfig, [*GRPO, *flags, "--advantages", "gae"]), SHAPE, resolve_layout([8])
     )
-    assert (with_critic.num_microbatches, with_critic.of_critic.num_microbatches) == (1 + 2, 1)
+    assert (with_critic.num_microbatches, with_critic.critic_workload.num_microbatches) == (
+        1 + 2,
+        1,
+    )
     assert workload.records_entropy and workload.num_values == 2
 
 
@@ -302,7 +305,7 @@ def test_engine_that_shares_the_learners_gpu_takes_its_part() -> None:
 
     def beside_weights(*flags: str, on_cuda: bool = True) -> int:
         config = parse_run(GRPOConfig, [*GRPO, "--single_gpu_mode", *flags])
-        device = device_named("memory_gib=80")
+        device = find_device("memory_gib=80")
         setting = Setting(
             config=config, shape=SHAPE, gpus_per_node=(1,), device=device, on_cuda=on_cuda
         )

@@ -26,7 +26,7 @@ from open_instruct.models.build import build_model
 from open_instruct.models.experts import routed
 from open_instruct.models.hf.names import clean_name
 from open_instruct.models.lora.adapters import add_adapters
-from open_instruct.parallel.data_parallel import parallel_configs
+from open_instruct.parallel.data_parallel import build_parallel_configs
 from open_instruct.parallel.layout import resolve_layout
 from open_instruct.planning.memory.state import state_bytes
 from open_instruct.planning.subject.model import Adapters, ModelShape
@@ -107,7 +107,7 @@ def shape_of(hf_config: Any, adapters: Adapters | None = None) -> ModelShape:
 
 def sharded_model(hf_config: Any, layout: ShardLayout, *, lora: LoRASection | None = None) -> Any:
     """As a run builds it."""
-    configs = parallel_configs(layout, param_dtype="bfloat16")
+    configs = build_parallel_configs(layout, param_dtype="bfloat16")
     dp, tp = configs["dp"], configs["tp"]
     model = build_model(hf_config)
     if lora is not None:

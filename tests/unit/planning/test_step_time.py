@@ -7,13 +7,13 @@ import pytest
 from open_instruct.batching.prefixes import FullRows
 from open_instruct.core.shard_layout import ShardLayout
 from open_instruct.parallel.layout import resolve_layout
-from open_instruct.planning.exchanges import build_exchange, group_span, ring_bytes
+from open_instruct.planning.exchanges import Calls, build_exchange, group_span, ring_bytes
 from open_instruct.planning.step_time import StepTime, attended_pairs, flops_per_step, gb_per_second
 from open_instruct.planning.step_time import step_time as step_time_of
-from open_instruct.planning.subject.devices import DEVICES, Device, device_named, find_gpu
+from open_instruct.planning.subject.devices import DEVICES, Device, find_device, find_gpu
 from open_instruct.planning.subject.model import Adapters, LayerShape, ModelShape
 from open_instruct.planning.subject.workload import Scoring, Workload
-from open_instruct.planning.traffic import traffic_of_weight_sync, traffic_per_step
+from open_instruct.planning.traffic import traffic_per_step, weight_sync_traffic
 from tests.refusals import refused
 
 # 2 layers of width 4: 3 x 4 x 8 numbers in the feed-forward, 4 x 4 x 4 in attention, 160 in all;
@@ -91,7 +91,8 @@ def test_groups_on_nodes() -> None:
 def test_group_on_two_nodes_uses_the_port_of_each_of_its_gpus() -> None:
     def speed(layout_flags: dict[str, int], axis: str) -> float:
         layout = resolve_layout([16, 16], **layout_flags)
-        return gb_per_second(build_exchange(layout, axis, "", "all_gather", 32, 1), SLOW)  # type: ignore[arg-type]
+        calls = Calls(what="", collective="all_gather", num_bytes=32, num_calls=1)
+        return gb_per_second(build_exchange(layout, axis, calls), SLOW)  # type: ignore[arg-type]
 
     assert speed({}, "shard") == 100
     assert speed({}, "replica") == 10
@@ -217,14 +218,12 @@ def test_single_device_exchanges_nothing() -> None:
 
 
 def test_weights_in_memory_that_engines_share_are_not_sent() -> None:
-    assert (
-        traffic_of_weight_sync([(80, 160)], replace(WORK, num_engines=2, sync_backend="shm")) == ()
-    )
+    assert weight_sync_traffic([(80, 160)], replace(WORK, num_engines=2, sync_backend="shm")) == ()
 
 
 def test_devices() -> None:
-    assert device_named("H100") == DEVICES["h100"]
-    own = device_named("memory_gib=40")
+    assert find_device("H100") == DEVICES["h100"]
+    own = find_device("memory_gib=40")
     assert own.memory_gib == 40 and own.peak_tflops_bf16 == DEVICES["h100"].peak_tflops_bf16
     assert all(device.in_node_gb_s > device.cross_node_gb_s for device in DEVICES.values())
 
@@ -248,7 +247,7 @@ def test_gpu_is_found_by_what_its_driver_calls_it(
 ) -> None:
     """Programs get a little less memory than the data sheet says."""
     device = find_gpu(driver)
-    assert device is not None and device == device_named(name) == DEVICES[name]
+    assert device is not None and device == find_device(name) == DEVICES[name]
     assert 0.89 * memory_gib < device.memory_gib < memory_gib
     assert device.peak_tflops_bf16 == pytest.approx(tflops, rel=0.03)
     assert device.has_bf16 == (name != "v100")
@@ -271,11 +270,11 @@ def test_gpu_that_is_none_of_ours_is_not_taken_for_one(driver: str) -> None:
     ],
 )
 def test_gpu_is_named_in_its_makers_spelling_too(spelling: str, name: str) -> None:
-    assert device_named(spelling) == DEVICES[name]
+    assert find_device(spelling) == DEVICES[name]
 
 
 def test_processes_share_a_cpu() -> None:
-    alone, shared = device_named("cpu"), device_named("CPU", num_sharing=4)
+    alone, shared = find_device("cpu"), find_device("CPU", num_sharing=4)
     assert alone.is_cpu and not DEVICES["h100"].is_cpu
     assert shared.memory_gib == alone.memory_gib / 4
     assert shared.peak_tflops_bf16 == alone.peak_tflops_bf16 / 4 > 0
@@ -294,5 +293,5 @@ def test_processes_share_a_cpu() -> None:
 )
 def test_devices_that_cannot_be(name: str, says: str) -> None:
     with refused("bad_value", "gpu") as error:
-        device_named(name)
+        find_device(name)
     assert says in str(error.value)

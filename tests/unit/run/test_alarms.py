@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from open_instruct.parallel.processes import host_of_cores
+from open_instruct.parallel.processes import find_cpu_host
 from open_instruct.run.alarms import (
     GROWTH_WINDOW,
     GrowthWatch,
@@ -69,7 +69,7 @@ def test_processes_that_share_the_cores_of_a_host_are_not_compared() -> None:
         "learners/token_s": 0.002,
     }
     assert slowest("learner", paces, [None] * 4) == slowest("learner", paces) != {}
-    assert host_of_cores("cpu") and host_of_cores("cuda") is None
+    assert find_cpu_host("cpu") and find_cpu_host("cuda") is None
 
 
 def test_two_comparisons_in_a_row_must_find_a_slow_process() -> None:

@@ -24,7 +24,7 @@ from open_instruct.core.records import Metric
 from open_instruct.core.shard_layout import ShardLayout
 from open_instruct.data.token_dataset import TokenDataset
 from open_instruct.models.build import build_model
-from open_instruct.parallel.reduce import over_microbatches, reduce_metrics
+from open_instruct.parallel.reduce import combine_microbatches, reduce_metrics
 from open_instruct.run.metrics_log import MetricsLog
 from open_instruct.run.run_directory import RunDirectory
 from open_instruct.training.loop import merge_rows
@@ -100,7 +100,7 @@ class TestMetrics:
         losses = [
             {"loss": Metric(value=torch.tensor(value), weight=weight)} for value, weight in weighted
         ]
-        assert reduce_metrics(over_microbatches(losses), group=None, device=CPU) == {"loss": 2.0}
+        assert reduce_metrics(combine_microbatches(losses), group=None, device=CPU) == {"loss": 2.0}
 
     def test_padding_fraction_counts_slots(self) -> None:
         pairs = make_pairs(2)

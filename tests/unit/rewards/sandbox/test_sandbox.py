@@ -185,7 +185,7 @@ def assert_contained(name: str, sandbox: Sandbox, facts: Mapping[str, Any]) -> N
     assert run(sandbox, "import math\nmath.sqrt(4) + len([1])").value == "3.0"
     server = sandbox._server
     assert server is not None and server.poll() is None
-    assert wait_until(lambda: processes.children(server.pid) == [])
+    assert wait_until(lambda: processes.list_children(server.pid) == [])
     soft, _ = resource_limit(server.pid)
     assert soft > 64
 
