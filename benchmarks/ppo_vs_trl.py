@@ -51,7 +51,7 @@ from open_instruct.commands.run_flags import parse_run
 from open_instruct.commands.tiny_model import write_tiny_model
 from open_instruct.config.grpo import GRPOConfig, validate_grpo
 from open_instruct.core.records import Document, RolloutSample, Span
-from open_instruct.run.opened import join_run
+from open_instruct.run.opening import join_run
 from open_instruct.run.pretrained import open_pretrained
 from open_instruct.training.grpo import GRPOLearner
 

@@ -94,9 +94,8 @@ def preflight(config: GRPOConfig) -> None:
         known_environments=environments,
         **build_row_settings(config),
     )
-    check_first_rows(
-        PromptBuilder, config, "dataset_mixer_list", "dataset_mixer_eval_list", check=check
-    )
+    flags = ("dataset_mixer_list", "dataset_mixer_eval_list")
+    check_first_rows(PromptBuilder, config.data, *flags, seed=config.optim.seed, check=check)
 
 
 def train(
@@ -143,7 +142,7 @@ class PolicyTrainerOLMoCoreProcess:
         """
         import torch
 
-        from open_instruct.run.opened import join_run
+        from open_instruct.run.opening import join_run
         from open_instruct.run.pretrained import open_pretrained
         from open_instruct.training.grpo import GRPOLearner
         from open_instruct.weight_sync.folder import choose_sync_folder

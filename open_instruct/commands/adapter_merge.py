@@ -27,7 +27,7 @@ from open_instruct.models.lora.files import check_base, open_adapter, read_head,
 from open_instruct.models.lora.peft_config import read_settings
 from open_instruct.models.shards import find_local_shard
 from open_instruct.objectives import prm, reward_model
-from open_instruct.run.turn_ends import exported_settings
+from open_instruct.run.generation_settings import build_export_settings
 
 
 def merge_adapter(
@@ -88,7 +88,7 @@ def _read_settings(base: Path, adapter_folder: Path, head: Head) -> dict[str, An
     if head == "vocabulary" and isinstance(template, str):
         own_template = ChatTemplate(name="the adapter's own", text=template, is_foreign=True)
         chat = ChatFormat(tokenizer, own_template)
-    return {"chat_template": chat_template, **exported_settings(base, base, tokenizer, chat)}
+    return {"chat_template": chat_template, **build_export_settings(base, base, tokenizer, chat)}
 
 
 def _read_chat_template(adapter_folder: Path) -> str | None:

@@ -12,7 +12,7 @@ from open_instruct.config.lora import LoRASection
 from open_instruct.config.parser import parse
 from open_instruct.config.sections import ExportDtype, flag
 from open_instruct.core.errors import InputError
-from open_instruct.run.card import card_of
+from open_instruct.run.card import write_card
 from open_instruct.run.run_directory import RunDirectory
 from open_instruct.run.saved_settings import read_settings
 
@@ -67,10 +67,10 @@ def main(words: Sequence[str]) -> int:
         Path(flags.output_dir),
         head=objective.choose_head(config),
     )
-    dtype = pretrained.dtype_named(flags.export_dtype or config.run.export_dtype)
+    dtype = pretrained.find_dtype(flags.export_dtype or config.run.export_dtype)
     model = pretrained.build(init_device="meta")
     if config.adapters is not None:
-        add_adapters(model, config.adapters, dtype=pretrained.dtype_named(config.model.param_dtype))
+        add_adapters(model, config.adapters, dtype=pretrained.find_dtype(config.model.param_dtype))
     weights = _trained_weights(folder, model, pretrained, config.adapters)
     num_bytes = pretrained.export(
         model.to(dtype),
@@ -78,7 +78,7 @@ def main(words: Sequence[str]) -> int:
         weights=weights,
         dtype=dtype,
         card=partial(
-            card_of, RunDirectory(path=run), trained_by=objective.name, until=step_of(folder)
+            write_card, RunDirectory(path=run), trained_by=objective.name, until=step_of(folder)
         ),
         more_config=objective.export_fields(config, pretrained.tokenizer, pretrained.hf_config),
     )

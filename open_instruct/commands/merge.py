@@ -34,10 +34,10 @@ def main(words: Sequence[str]) -> int:
     flags = parse(MergeFlags, words)
     # Only now: a wrong flag is refused at once, without torch.
     from open_instruct.commands.adapter_merge import merge_adapter
-    from open_instruct.run.first_look import local_folder
+    from open_instruct.run.first_look import fetch_folder
 
-    base = local_folder(flags.model_name_or_path)
-    adapter = local_folder(flags.adapter_name_or_path)
+    base = fetch_folder(flags.model_name_or_path)
+    adapter = fetch_folder(flags.adapter_name_or_path)
     out = Path(flags.output_dir).absolute()
     num_bytes = merge_adapter(base, adapter, out, export_dtype=flags.export_dtype)
     print(f"{base} with the adapter of {adapter} is in {out} ({num_bytes / 1e6:,.1f} MB)")

@@ -40,7 +40,7 @@ from open_instruct.parallel.status import this_process
 from open_instruct.parallel.triton_cache import remove_temporary_folders
 from open_instruct.report.closing import describe_best_step, print_results
 from open_instruct.run import run_lock
-from open_instruct.run.cadence import set_handler, stop_signals_handled
+from open_instruct.run.cadence import handle_stop_signals, set_handler
 from open_instruct.run.hub.upload import open_repository, upload
 from open_instruct.run.run_directory import find_export_folder
 
@@ -248,7 +248,7 @@ def _stop_signals_raised() -> Iterator[None]:
 
     sys.unraisablehook = report_others
     try:
-        with stop_signals_handled(_raise_stop):
+        with handle_stop_signals(_raise_stop):
             yield
     finally:
         sys.unraisablehook = report_unraisable

@@ -282,7 +282,7 @@ def take_again(
 
 def as_decided(config: GRPOConfig, directory: RunDirectory) -> GRPOConfig:
     """The config with the activation checkpointing that the run's plan chose for `auto`."""
-    from open_instruct.run.opened import apply_plan
+    from open_instruct.run.opening import apply_plan
 
     return apply_plan(config, read_object(directory.plan) if directory.plan.exists() else {})
 

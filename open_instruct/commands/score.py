@@ -18,7 +18,7 @@ from open_instruct.core.errors import InputError
 from open_instruct.core.text import counted
 from open_instruct.data.files.opening import open_rows
 from open_instruct.data.files.rows import RawRow
-from open_instruct.run.first_look import local_folder
+from open_instruct.run.first_look import fetch_folder
 from open_instruct.run.scorers import Scorer, open_scorer
 
 ROWS_AT_ONCE = 1024
@@ -72,7 +72,7 @@ def main(words: Sequence[str]) -> int:
         )
     flags = parse(ScoreFlags, words[2:])
     refuse([*limit_problems(flags), *template_variable_problems(flags.chat_template_kwargs)])
-    folder, out = local_folder(words[0]), Path(flags.output).expanduser()
+    folder, out = fetch_folder(words[0]), Path(flags.output).expanduser()
     if out.exists() and Path(words[1]).exists() and out.samefile(words[1]):
         raise InputError(
             f"--output {out} is the file that is scored; name another",

@@ -13,7 +13,7 @@ from open_instruct.core.metrics import followed, in_order
 from open_instruct.core.text import counted
 from open_instruct.data.files.foreign_json import read_object
 from open_instruct.report.ends import Rows, describe_ends, step_ends
-from open_instruct.run.console import Console, time_words
+from open_instruct.run.console import Console, describe_duration
 from open_instruct.run.run_directory import RunDirectory, find_export_folder, read_rows
 
 FRAME_COLUMNS = 6  # of the frame and of the space between its two columns
@@ -31,7 +31,7 @@ def print_results(run: RunSection, adapters: LoRASection | None, *, took_s: floa
         counted(rows[-1]["step"], "step"): describe_learning(rows),
         "held out": describe_held_out(list(read_rows(directory.evaluations))),
         "exported": describe_best_step(run),
-        "time": time_words(took_s),
+        "time": describe_duration(took_s),
         "model": str(model),
         **_next_command(model),
         "report": f"open-instruct report {shlex.quote(str(directory.path))}",

@@ -28,7 +28,7 @@ from open_instruct.report.run_files import (
     read_rollouts,
 )
 from open_instruct.report.templates import render_template
-from open_instruct.run.console import time_words
+from open_instruct.run.console import describe_duration
 
 # The parts of the page's script, in order.
 SCRIPTS = ("marks.js", "curves.js", "rollouts.js", "live.js", "start.js")
@@ -121,7 +121,7 @@ def _subject(run: RunFiles) -> dict[str, str]:
         "model": str(run.config.get("model_name_or_path", "")),
         "objective": _objective(run),
         "data": ", ".join(map(str, sources)),
-        "time of its steps": time_words(seconds) if seconds else "",
+        "time of its steps": describe_duration(seconds) if seconds else "",
     }
     return {name: words for name, words in facts.items() if words}
 

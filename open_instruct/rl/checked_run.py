@@ -41,17 +41,17 @@ from open_instruct.rl.run_checks import (
     try_sandbox,
 )
 from open_instruct.rl.samples import load_conversations
-from open_instruct.run.cadence import cadence_of
+from open_instruct.run.cadence import build_cadence
 from open_instruct.run.console import Console
-from open_instruct.run.opened import (
+from open_instruct.run.opening import (
     apply_plan,
     claim_run_folder,
-    memory_of,
+    find_memory_bytes,
     say_plan,
     warn_noop_offload,
 )
 from open_instruct.run.pretrained import Pretrained, open_pretrained
-from open_instruct.run.run_directory import RunDirectory, log_to
+from open_instruct.run.run_directory import RunDirectory, start_log
 from open_instruct.run.trackers import Tracker, build_trackers
 from open_instruct.run.untrained_rows import find_untrained_rows
 from open_instruct.training.best_step_watch import find_idle_watch
@@ -92,7 +92,7 @@ def open_rollout_run(config: GRPOConfig) -> Iterator[RolloutRun]:
     console = Console(speaks=True)
     this_process.begin("starting")
     with claim_run_folder(directory, config, layout, console, "grpo"):
-        log_to(directory.log, rank=0)
+        start_log(directory.log, rank=0)
         flags = as_flat_dict(config)
         trackers = build_trackers(config.logging, folder=directory.path, config=flags)
         for warning in layout.warnings:
@@ -157,7 +157,7 @@ def _check_best_score(
     if metric is None:
         return
     refuse_unknown_score(config, (prompts, held_out))
-    warning = find_idle_watch(metric, cadence_of(config), flag="--local_eval_every")
+    warning = find_idle_watch(metric, build_cadence(config), flag="--local_eval_every")
     if warning:
         console.warn(warning)
 
@@ -269,7 +269,7 @@ def _apply_plan(
         return config
     warn_noop_offload(config, console, on_cuda=on_cuda)
     device = torch.device("cuda", 0) if on_cuda else torch.device("cpu")
-    memory_bytes = memory_of(device, num_sharing=sum(learners))
+    memory_bytes = find_memory_bytes(device, num_sharing=sum(learners))
     check = check_plan(
         config, learners, model_folder=str(folder), memory_bytes=memory_bytes, on_cuda=on_cuda
     )

@@ -25,8 +25,8 @@ from open_instruct.rl.samples import plan_rank_work
 from open_instruct.rl.step_checks import SignalWatch, refuse_failed_verdicts
 from open_instruct.rl.traces import Traces
 from open_instruct.rl.view import FleetView
-from open_instruct.run.alarms import slowest
-from open_instruct.run.cadence import cadence_of, noting_signals, stopped_by
+from open_instruct.run.alarms import find_slowest
+from open_instruct.run.cadence import build_cadence, describe_stop, record_signals
 from open_instruct.run.metrics_log import MetricsLog
 from open_instruct.training.best_step_watch import BestStepWatch
 
@@ -47,7 +47,7 @@ class Driver:
         self.fleet = fleet
         self.console = run.console
         self.conductor = fleet.new_conductor()
-        self.cadence = cadence_of(config)
+        self.cadence = build_cadence(config)
         self.signal_watch = SignalWatch(config)
         self.metrics = MetricsLog(run.directory.metrics, run.trackers, run.console.warn)
         self.traces = Traces(
@@ -70,7 +70,7 @@ class Driver:
                 failed, or engines and learners disagree.
         """
         with (
-            noting_signals(self._say_signal, second_ends_at_once=True) as self._signal,
+            record_signals(self._say_signal, second_ends_at_once=True) as self._signal,
             self.view.shown(),
         ):
             lost: LearnerLost | None = None
@@ -121,7 +121,7 @@ class Driver:
         if self.cadence.evaluates_after(step):
             row |= self._evaluate()
         if self.cadence.compares_speed_after(step) and not self.fleet.engines_share_cores:
-            row |= slowest("engine", self.fleet.engines.paces())
+            row |= find_slowest("engine", self.fleet.engines.paces())
         row |= JUDGE_COSTS
         row["time/step"] = time.monotonic() - began_s
         row["tokens_per_second/learners"] = work[0].num_tokens_global / max(row["time/train"], 1e-9)
@@ -265,7 +265,7 @@ class Driver:
     def _stop_early(self, number: int) -> int:
         if self.step > 0:
             self._save(waits=True)
-        message, code = stopped_by(number, step=self.step, folder=self.run.directory.path)
+        message, code = describe_stop(number, step=self.step, folder=self.run.directory.path)
         self.console.say(message)
         return code
 

@@ -16,7 +16,7 @@ from open_instruct.parallel.process import Process
 from open_instruct.parallel.resolve import reduce_to_one_process
 from open_instruct.rl.samples import RolloutStepBatch, load_conversations, plan_rank_work
 from open_instruct.run.console import Console
-from open_instruct.run.opened import Run
+from open_instruct.run.opening import Run
 from open_instruct.run.pretrained import Pretrained, open_pretrained
 from open_instruct.run.run_directory import RunDirectory
 from open_instruct.training.grpo import GRPOLearner

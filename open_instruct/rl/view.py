@@ -15,8 +15,8 @@ from open_instruct.core.records import RolloutGroup
 from open_instruct.core.text import escaped
 from open_instruct.parallel.status import this_process
 from open_instruct.report.terminal_curve import draw_curve
-from open_instruct.run.console import Console, time_words
-from open_instruct.run.metrics_log import step_words
+from open_instruct.run.console import Console, describe_duration
+from open_instruct.run.metrics_log import describe_step
 
 REFRESHES_PER_S = 2
 BAR_WIDTH = 10
@@ -93,7 +93,7 @@ class FleetView:
         say = self.console.log
         if self._live is not None or is_due:
             say = self.console.say
-        line = f"step {self._step}/{self.num_steps}  {step_words(row)}"
+        line = f"step {self._step}/{self.num_steps}  {describe_step(row)}"
         time_left = self._time_left()
         if time_left:
             line += f"  {time_left} left"
@@ -114,7 +114,7 @@ class FleetView:
         if num_timed == 0 or num_left == 0:
             return ""
         step_s = (time.monotonic() - finished_s) / num_timed
-        return time_words(step_s * num_left)
+        return describe_duration(step_s * num_left)
 
     def _progress(self) -> RenderableType:
         progress = Table.grid(padding=(0, 2))
@@ -137,7 +137,7 @@ class FleetView:
         queues = [f"{name} {value:g}" for name, value in self.queues().items()]
         facts.add_row("queues", "  ".join(queues))
         if self._latest:
-            facts.add_row("last step", step_words(self._latest))
+            facts.add_row("last step", describe_step(self._latest))
         for name, words in self._sample.items():
             facts.add_row(name, Text(words))
         parts: list[RenderableType] = [facts]

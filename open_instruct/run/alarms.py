@@ -1,7 +1,7 @@
 """Warnings that follow from the metrics of a run, each given once.
 
-A process that is slower than the others at the same work is one, a loss or a gradient that grows
-without bound another.
+They are about a process that is slower than the others at the same work, and about a loss or a
+gradient that grows without bound.
 """
 
 from collections import deque
@@ -30,10 +30,10 @@ TIMES_GRAD_NORM = 20.0
 # A loss may begin near 0, as GRPO's does, so it must also have grown by an absolute amount.
 TIMES_LOSS = 3.0
 MORE_LOSS = 1.0
-GROWING = {"loss": "the loss", "grad_norm": "the norm of the gradient"}
+WATCHED = {"loss": "the loss", "grad_norm": "the norm of the gradient"}
 
 
-def slowest(
+def find_slowest(
     what: str, token_s: Sequence[float | None], hosts: Sequence[str | None] | None = None
 ) -> dict[str, float]:
     """Metrics of the slowest process by index, from the seconds per token of each, or None.
@@ -45,12 +45,12 @@ def slowest(
     known = {index: seconds for index, seconds in enumerate(token_s) if seconds}
     # By host, or by index where a process has a device of its own.
     fastest: dict[str | int, int] = {}
-    for index in sorted(known, key=lambda index: known[index]):
+    for index in sorted(known, key=known.__getitem__):
         host = hosts[index] if hosts is not None else None
         fastest.setdefault(host or index, index)
     if len(fastest) < 2:
         return {}
-    slow, others = _greatest({index: known[index] for index in fastest.values()})
+    slow, others = _find_greatest({index: known[index] for index in fastest.values()})
     return {
         f"slowest_{what}": float(slow),
         f"slowest_{what}/times": known[slow] / others,
@@ -58,11 +58,11 @@ def slowest(
     }
 
 
-def slowest_loader(shares: Sequence[float]) -> dict[str, float]:
+def find_slowest_loader(shares: Sequence[float]) -> dict[str, float]:
     """Metrics of the learner that waits longest for its rows; empty for a single learner."""
     if len(shares) < 2:
         return {}
-    slow, others = _greatest(dict(enumerate(shares)))
+    slow, others = _find_greatest(dict(enumerate(shares)))
     return {
         "slowest_loader": float(slow),
         "slowest_loader/share": shares[slow],
@@ -70,9 +70,9 @@ def slowest_loader(shares: Sequence[float]) -> dict[str, float]:
     }
 
 
-def _greatest(values: Mapping[int, float]) -> tuple[int, float]:
+def _find_greatest(values: Mapping[int, float]) -> tuple[int, float]:
     """The index of the greatest of several values, and the median of the others."""
-    greatest = max(values, key=lambda index: values[index])
+    greatest = max(values, key=values.__getitem__)
     return greatest, median(value for index, value in values.items() if index != greatest)
 
 
@@ -97,13 +97,16 @@ class SlownessWatch:
                 self._slow_before.discard(what)
             elif what in self._slow_before and what not in self._has_warned:
                 self._has_warned.add(what)
-                facts = (
-                    ("loader", row) if what == "loader" else ("process", what, WAITING[what], row)
-                )
-                warnings.append(phrase_of(*facts))
+                warnings.append(_warn_of_slowness(what, row))
             else:
                 self._slow_before.add(what)
         return warnings
+
+
+def _warn_of_slowness(what: str, row: Mapping[str, Any]) -> str:
+    if what == "loader":
+        return write_warning("loader", row)
+    return write_warning("process", what, WAITING[what], row)
 
 
 def _is_slow(what: str, row: Mapping[str, Any]) -> bool:
@@ -113,19 +116,21 @@ def _is_slow(what: str, row: Mapping[str, Any]) -> bool:
     return row[f"slowest_{what}/times"] >= SLOWER_TIMES
 
 
-def phrase_of(what: str, *facts: object) -> str:
-    """A warning, see alarms.txt.jinja."""
-    return " ".join(macro_text(Path(__file__).with_name("alarms.txt.jinja"), what, *facts).split())
+def write_warning(what: str, *facts: object) -> str:
+    """The warning of a macro in alarms.txt.jinja, on one line."""
+    template = Path(__file__).with_name("alarms.txt.jinja")
+    return " ".join(macro_text(template, what, *facts).split())
 
 
 class GrowthWatch:
     """Compares the loss and the gradient norm of the last steps with those of the first ones."""
 
     def __init__(self) -> None:
-        self._first: dict[str, list[float]] = {name: [] for name in GROWING}
-        self._last: dict[str, deque[float]] = {
-            name: deque(maxlen=GROWTH_WINDOW) for name in GROWING
-        }
+        self._first: dict[str, list[float]] = {}
+        self._last: dict[str, deque[float]] = {}
+        for name in WATCHED:
+            self._first[name] = []
+            self._last[name] = deque(maxlen=GROWTH_WINDOW)
         self._has_warned = False
 
     def after_step(self, row: Mapping[str, float | None]) -> str | None:
@@ -134,15 +139,17 @@ class GrowthWatch:
             value = row.get(name)
             if value is None or not isfinite(value):
                 continue  # a skipped step has a warning of its own
-            window = first if len(first) < GROWTH_WINDOW else self._last[name]
-            window.append(value)
-        grown = list(filter(None, map(self._growth_of, GROWING)))
-        if not grown or self._has_warned:
+            if len(first) < GROWTH_WINDOW:
+                first.append(value)
+            else:
+                self._last[name].append(value)
+        growths = list(filter(None, map(self._describe_growth, WATCHED)))
+        if not growths or self._has_warned:
             return None
         self._has_warned = True
-        return phrase_of("growth", grown, GROWTH_WINDOW)
+        return write_warning("growth", growths, GROWTH_WINDOW)
 
-    def _growth_of(self, name: str) -> str:
+    def _describe_growth(self, name: str) -> str:
         """A phrase about the growth of `name`; empty if it has hardly grown."""
         if len(self._last[name]) < GROWTH_WINDOW:
             return ""
@@ -152,4 +159,6 @@ class GrowthWatch:
             is_grown = now > max(TIMES_LOSS * before, before + MORE_LOSS)
         else:
             is_grown = now > TIMES_GRAD_NORM * before > 0
-        return f"{GROWING[name]} has grown from {before:.3g} to {now:.3g}" if is_grown else ""
+        if not is_grown:
+            return ""
+        return f"{WATCHED[name]} has grown from {before:.3g} to {now:.3g}"

@@ -32,23 +32,18 @@ class Cadence:
     save_every: int
     """Steps between checkpoints that last."""
     save_ephemeral_every: int | None = None
-    """Steps between checkpoints that are removed once there is a newer one;
-
-    None for no such checkpoints.
-    """
+    """Steps between checkpoints that are removed once there is a newer one; None for none."""
     evaluate_every: int | None = None
-    """Steps between evaluations, of which one is after the last step; 0 for that one alone, None
-    for no evaluation.
-    """
+    """Steps between evaluations; 0 for one after the last step alone, None for no evaluation."""
     saves_best: bool = False
-    """Whether there are further checkpoints of the best steps, each of which is removed once there
-    is a better one.
-    """
+    """Whether the best step has a checkpoint, which is removed once there is a better one."""
 
     @property
     def lasting_interval(self) -> int:
         """A checkpoint lasts if its step is a multiple of this."""
-        return self.save_every if self.save_ephemeral_every or self.saves_best else 1
+        if self.save_ephemeral_every or self.saves_best:
+            return self.save_every
+        return 1
 
     def is_last(self, step: int) -> bool:
         return step == self.num_steps
@@ -69,14 +64,16 @@ class Cadence:
         return step % WINDOW == 0
 
 
-def cadence_of(config: GRPOConfig) -> Cadence:
+def build_cadence(config: GRPOConfig) -> Cadence:
     """The cadence of a run of GRPO."""
-    evaluates = config.data.has_held_out_rows
+    evaluate_every = None
+    if config.data.has_held_out_rows:
+        evaluate_every = config.evaluation.local_eval_every
     return Cadence(
         num_steps=config.num_steps,
         save_every=config.run.checkpointing_steps,
         save_ephemeral_every=config.run.ephemeral_save_interval,
-        evaluate_every=config.evaluation.local_eval_every if evaluates else None,
+        evaluate_every=evaluate_every,
         saves_best=config.run.keep_best is not None,
     )
 
@@ -93,35 +90,37 @@ class ReceivedSignal:
 
 
 @contextmanager
-def noting_signals(
+def record_signals(
     on_first: Callable[[str], None] | None = None, *, second_ends_at_once: bool = False
 ) -> Iterator[ReceivedSignal]:
-    """Note the first signal to stop while the block runs. By default later ones are ignored:
-    launchers may send two.
+    """Record the first signal to stop while the block runs.
 
-    :param on_first: called with the name of the first signal.
+    Args:
+        on_first: called with the name of the first signal.
+        second_ends_at_once: raise KeyboardInterrupt at a second signal. By default later ones are
+            ignored, as launchers may send two.
     """
-    noted = ReceivedSignal()
+    received = ReceivedSignal()
 
-    def note(number: int, frame: FrameType | None) -> None:
+    def record(number: int, frame: FrameType | None) -> None:
         del frame
-        if noted.number is not None:
+        if received.number is not None:
             # A closing terminal sends SIGHUP twice.
             if second_ends_at_once and number != signal.SIGHUP:
                 raise KeyboardInterrupt
             return
-        noted.number = number
+        received.number = number
         name = signal.Signals(number).name
         log.warning("%s received", name)
         if on_first is not None:
             on_first(name)
 
-    with stop_signals_handled(note):
-        yield noted
+    with handle_stop_signals(record):
+        yield received
 
 
 @contextmanager
-def stop_signals_handled(handler: Callable[[int, FrameType | None], Any]) -> Iterator[None]:
+def handle_stop_signals(handler: Callable[[int, FrameType | None], Any]) -> Iterator[None]:
     """Call `handler` at each signal to stop while the block runs."""
     before = {number: set_handler(number, handler) for number in stop_signals()}
     try:
@@ -132,21 +131,17 @@ def stop_signals_handled(handler: Callable[[int, FrameType | None], Any]) -> Ite
 
 
 def set_handler(number: int, handler: Any) -> Any:
-    """As `signal.signal`, but does nothing if the handler is None (not set from Python) or off the
-    main thread.
-    """
+    """Do as `signal.signal`, on the main thread alone; a handler of None (not Python's) stays."""
     if handler is None or threading.current_thread() is not threading.main_thread():
         return None
     return signal.signal(number, handler)
 
 
-def stopped_by(number: int, *, step: int, folder: Path) -> tuple[str, int]:
+def describe_stop(number: int, *, step: int, folder: Path) -> tuple[str, int]:
     """The message and the exit code of a run that a signal stopped after `step`."""
-    by = signal.Signals(number)
+    received = signal.Signals(number)
     where = "there is no checkpoint yet. The same command, given again, starts from the beginning"
     if step > 0:
-        where = (
-            f"the checkpoint is {folder / f'step{step}'}. Give the same command again to go on "
-            "from there"
-        )
-    return f"{by.name}: stopped after step {step}; {where}", EXIT_OF_SIGNAL[by]
+        checkpoint = folder / f"step{step}"
+        where = f"the checkpoint is {checkpoint}. Give the same command again to go on from there"
+    return f"{received.name}: stopped after step {step}; {where}", EXIT_OF_SIGNAL[received]

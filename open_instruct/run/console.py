@@ -23,15 +23,17 @@ NARROW = 72
 """A terminal of fewer columns has no room for the numbers of a step beside a bar."""
 
 
-def time_words(seconds: float) -> str:
+def describe_duration(seconds: float) -> str:
     """`40 s`, `12 min` or `3.5 h`."""
     if seconds < 100:
         return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 100 * 60 else f"{seconds / 3600:.1f} h"
+    if seconds < 100 * 60:
+        return f"{seconds / 60:.0f} min"
+    return f"{seconds / 3600:.1f} h"
 
 
 class Console:
-    """Rank 0 prints, the others are silent; every printed line is in `run.log` too."""
+    """What a run prints: rank 0 alone, each line in `run.log` too."""
 
     def __init__(self, *, speaks: bool) -> None:
         self.speaks = speaks
@@ -43,17 +45,17 @@ class Console:
         return self.speaks and self.rich.is_terminal
 
     def say(self, text: str, style: str | None = None) -> None:
-        """One line for people."""
+        """Print a line."""
         text = escaped(text, "\n\t")
         log.info(text)
         self._print(text, style)
 
     def log(self, text: str) -> None:
-        """One line for `run.log` alone."""
+        """Write a line to `run.log` alone."""
         log.info(escaped(text, "\n\t"))
 
     def warn(self, text: str) -> None:
-        """One line that people should not miss."""
+        """Print a line as a warning."""
         text = escaped(text, "\n\t")
         log.warning(text)
         self._print(f"{WARNING}{text}", "yellow")
@@ -76,27 +78,29 @@ class Console:
     def counting(self, title: str) -> Iterator[OnProgress]:
         """Show the progress of a long loop: yields a function of (done, total)."""
         if self.is_live:
-            above = self._training_bar  # a terminal has room for one drawing
-            with self._bar() if above is None else nullcontext(above) as bar:
-                # A loop that has nothing to do shows no bar.
-                task = bar.add_task(title, total=None, detail="", visible=False)
-                yield lambda done, total: bar.update(
-                    task, completed=done, total=total, visible=True
-                )
-                if above is not None:
-                    above.remove_task(task)
+            with self._counting_bar(title) as show:
+                yield show
             return
-        last = time.monotonic()
+        last_s = time.monotonic()
 
-        def line(done: int, total: int) -> None:
-            nonlocal last
-            if self.speaks and (
-                done == total or time.monotonic() - last > SECONDS_BETWEEN_PLAIN_LINES
-            ):
-                last = time.monotonic()
+        def print_line(done: int, total: int) -> None:
+            nonlocal last_s
+            is_due = done == total or time.monotonic() - last_s > SECONDS_BETWEEN_PLAIN_LINES
+            if self.speaks and is_due:
+                last_s = time.monotonic()
                 self.say(f"{title}: {done:,} of {total:,}")
 
-        yield line
+        yield print_line
+
+    @contextmanager
+    def _counting_bar(self, title: str) -> Iterator[OnProgress]:
+        training_bar = self._training_bar  # a terminal has room for one drawing
+        with self._bar() if training_bar is None else nullcontext(training_bar) as bar:
+            # A loop that has nothing to do shows no bar.
+            task = bar.add_task(title, total=None, detail="", visible=False)
+            yield lambda done, total: bar.update(task, completed=done, total=total, visible=True)
+            if training_bar is not None:
+                training_bar.remove_task(task)
 
     @contextmanager
     def training(self, *, first_step: int, num_steps: int) -> Iterator[Callable[[int, str], None]]:
@@ -111,18 +115,17 @@ class Console:
         interval = max(1, num_steps // 20)
         began_s = time.monotonic()
 
-        def line(step: int, detail: str) -> None:
+        def print_line(step: int, detail: str) -> None:
             if num_steps > step > first_step + 1:  # the first step is a slow one
                 left_s = (time.monotonic() - began_s) / (step - first_step) * (num_steps - step)
-                detail = f"{detail}  {time_words(left_s)} left"
-            say = (
-                self.say
-                if step in (first_step + 1, num_steps) or step % interval == 0
-                else self.log
-            )
-            say(f"step {step}/{num_steps}  {detail}")
+                detail = f"{detail}  {describe_duration(left_s)} left"
+            line = f"step {step}/{num_steps}  {detail}"
+            if step in (first_step + 1, num_steps) or step % interval == 0:
+                self.say(line)
+            else:
+                self.log(line)
 
-        yield line
+        yield print_line
 
     def _bar(self) -> Progress:
         columns = [
@@ -144,5 +147,6 @@ class BarAboveWords(Progress):
     def get_renderables(self) -> Iterator[RenderableType]:
         yield self.make_tasks_table(self.tasks)
         for task in self.tasks:
-            if detail := task.fields["detail"]:
+            detail = task.fields["detail"]
+            if detail:
                 yield Text(detail, no_wrap=False, overflow="fold")

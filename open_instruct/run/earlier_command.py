@@ -29,12 +29,12 @@ def refuse_another_command(run: RunSection, command: str) -> None:
 
 
 def read_command(path: Path) -> str | None:
-    """The command that wrote a config.yaml;
-
-    None where it names none, or cannot be read, which is told later.
-    """
+    """The command that wrote a config.yaml; None if it names none, or cannot be read."""
     try:
-        named = [value for key, value in nodes_of(str(path)) if key.value == COMMAND]
-    except InputError:
+        nodes = nodes_of(str(path))
+    except InputError:  # which a later check raises again
         return None
-    return named[0].value if named and isinstance(named[0], yaml.ScalarNode) else None
+    for key, value in nodes:
+        if key.value == COMMAND:
+            return value.value if isinstance(value, yaml.ScalarNode) else None
+    return None

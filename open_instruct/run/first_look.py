@@ -1,4 +1,4 @@
-"""Mistakes refused before torch is loaded: missing files and folders, wrong templates, wrong rows.
+"""Refuses mistakes before torch is loaded: missing files and folders, wrong templates and rows.
 
 The full checks come later, when the model, its tokenizer with its own template, and the rows are
 opened.
@@ -13,7 +13,7 @@ import numpy as np
 
 from open_instruct.config.resolved import as_flat_dict
 from open_instruct.config.rollout_sections import PromptDataSection
-from open_instruct.config.sections import DataSection
+from open_instruct.config.sections import DataSection, ModelSection
 from open_instruct.config.training import LearnerConfig
 from open_instruct.core.errors import InputError
 from open_instruct.data.files.opening import refuse_missing_file
@@ -25,30 +25,29 @@ from open_instruct.data.tokenizer import check_tokenizer_folder, find_local_fold
 from open_instruct.models.hf.hf_config import find_weights_file, read_config_fields
 
 # Larger files and further rows are checked a little later, by the run itself.
-MOST_BYTES = 2**25
-MOST_ROWS = 10_000
+MAX_BYTES = 2**25
+MAX_ROWS = 10_000
 DOWNLOADED = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model"]
 
 
 def check_paths(config: LearnerConfig) -> None:
-    """Look for everything that the flags name.
+    """Look for every file and folder that the flags name.
 
     Raises:
         InputError: names the first mistake, and a value that would work.
     """
     check_models(config)
     check_row_files(config)
-    check_tokenizer(config)
+    check_tokenizer(config.model, config.data)
 
 
 def check_models(config: LearnerConfig) -> None:
     """:raises InputError: a model folder has no config.json, or no weights, that can be read."""
     for flag, value in as_flat_dict(config).items():
-        if (
-            flag.endswith("model_name_or_path")
-            and value is not None
-            and (folder := find_local_folder(value)) is not None
-        ):
+        if not flag.endswith("model_name_or_path") or value is None:
+            continue
+        folder = find_local_folder(value)
+        if folder is not None:
             read_config_fields(folder)
             find_weights_file(folder)
 
@@ -61,13 +60,15 @@ def check_row_files(config: LearnerConfig, *flags: str) -> None:
                 refuse_missing_file(name, flag=f"--{flag}")
 
 
-def check_tokenizer(config: LearnerConfig) -> None:
+def check_tokenizer(model: ModelSection, data: DataSection | PromptDataSection) -> None:
     """:raises InputError: the tokenizer is missing, or the named template has an error."""
-    asked = config.model.tokenizer_name_or_path or config.model.model_name_or_path
-    if (tokenizer := find_local_folder(asked, flag="--tokenizer_name_or_path")) is not None:
-        check_tokenizer_folder(tokenizer, flag="--tokenizer_name_or_path")
-    if (name := config.data.chat_template_name) is not None:
-        check_syntax(f"{name} chat template", read_template(name))
+    name = model.tokenizer_name_or_path or model.model_name_or_path
+    folder = find_local_folder(name, flag="--tokenizer_name_or_path")
+    if folder is not None:
+        check_tokenizer_folder(folder, flag="--tokenizer_name_or_path")
+    template = data.chat_template_name
+    if template is not None:
+        check_syntax(f"{template} chat template", read_template(template))
 
 
 def check_sizes(
@@ -79,7 +80,7 @@ def check_sizes(
     vocab_size: int | None,
     num_positions: int | None,
 ) -> None:
-    """Hold a tokenizer, and the length of rows, against the sizes of a model; None is no limit.
+    """Compare a tokenizer, and the length of rows, with the sizes of a model; None is no limit.
 
     Raises:
         InputError: the tokenizer has more tokens, or the rows have more positions, than the model.
@@ -101,44 +102,47 @@ def check_sizes(
 
 def check_first_rows(
     form: type[RowBuilder],
-    config: LearnerConfig,
+    data: DataSection | PromptDataSection,
     *flags: str,
+    seed: int,
     check: Callable[[dict[str, Any]], object],
 ) -> None:
-    """Look at the first of the rows that a run is going to take from files on this machine.
+    """Check the first of the rows that a run is going to take from files on this machine.
 
     Args:
-        form: what the rows must be.
-        config: of the run.
-        flags: those of the mixer lists.
+        form: the builder of the rows.
+        data: the run's data sets.
+        flags: the mixer lists to check.
+        seed: of the run, which chooses the rows.
         check: reads a row as far as that needs no tokenizer.
 
     Raises:
         InputError: some are malformed, and are not to be skipped.
     """
-    if config.data.on_bad_row != "error":
+    if data.on_bad_row != "error":
         return
-    for entry in chain.from_iterable(find_entries(config.data, flag) for flag in flags):
+    for entry in chain.from_iterable(find_entries(data, flag) for flag in flags):
         path = Path(entry.name).expanduser()
-        if not path.is_file() or path.stat().st_size > MOST_BYTES:
+        if not path.is_file() or path.stat().st_size > MAX_BYTES:
             continue
-        source = form.adapt_source(entry.open(config.data.columns))
-        taken = np.unique(select_rows(entry, len(source), config.optim.seed))[:MOST_ROWS].tolist()
+        source = form.adapt_source(entry.open(data.columns))
+        chosen = np.unique(select_rows(entry, len(source), seed))[:MAX_ROWS].tolist()
         bad = BadRowLog()
-        for row in source.rows(taken):
+        for row in source.rows(chosen):
             bad.try_read(row, check)
         if bad.counts:
             raise bad.error(
-                len(taken),
+                len(chosen),
                 row_example=form.row_example,
                 columns=form.columns,
                 docs_page=form.docs_page,
             )
 
 
-def local_folder(name_or_path: str, *, revision: str | None = None) -> Path:
+def fetch_folder(name_or_path: str, *, revision: str | None = None) -> Path:
     """The folder itself, or the local copy of a hub repository, downloaded if need be."""
-    if (path := find_local_folder(name_or_path, revision=revision)) is not None:
+    path = find_local_folder(name_or_path, revision=revision)
+    if path is not None:
         return path
     from huggingface_hub import snapshot_download
 

@@ -1,4 +1,4 @@
-"""A row of metrics a step: in `metrics.jsonl`, in the terminal and to trackers."""
+"""Writes each step's row of metrics to `metrics.jsonl`, the terminal and trackers."""
 
 import json
 import logging
@@ -12,8 +12,8 @@ from open_instruct.config.resolved import as_flat_dict
 from open_instruct.config.training import LearnerConfig
 from open_instruct.core.files import replace_text
 from open_instruct.core.metrics import followed
-from open_instruct.run.alarms import GrowthWatch, SlownessWatch, phrase_of
-from open_instruct.run.opened import Run
+from open_instruct.run.alarms import GrowthWatch, SlownessWatch, write_warning
+from open_instruct.run.opening import Run
 from open_instruct.run.run_directory import read_rows
 from open_instruct.run.trackers import Tracker, build_trackers
 
@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 
 class MetricsLog:
-    """A file of JSON rows, one a step, which go to trackers too. One process writes it.
+    """A file of JSON rows, one a step, which go to trackers too; one process writes it.
 
     :param warn: called with each warning that follows from a row's numbers.
     """
@@ -41,11 +41,11 @@ class MetricsLog:
 
     def keep_until(self, step: int) -> None:
         """Drop the rows after `step`, which a resumed run writes again."""
-        kept = [row for row in self.rows() if row["step"] <= step]
+        rows = [row for row in self.rows() if row["step"] <= step]
         if self.path.exists():
-            replace_text(self.path, "".join(f"{json.dumps(row)}\n" for row in kept))
+            replace_text(self.path, "".join(f"{json.dumps(row)}\n" for row in rows))
         self._growth = GrowthWatch()
-        for row in kept:
+        for row in rows:
             self._growth.after_step(row)
 
     def rows(self) -> list[dict[str, Any]]:
@@ -57,10 +57,10 @@ class MetricsLog:
 
         :param row: with the number of the step as `step`.
         """
-        json_row = {
-            name: None if isinstance(value, float) and not isfinite(value) else value
-            for name, value in row.items()
-        }
+        json_row = dict(row)
+        for name, value in row.items():
+            if isinstance(value, float) and not isfinite(value):
+                json_row[name] = None
         with self.path.open("a") as file:
             file.write(json.dumps(json_row, allow_nan=False) + "\n")
         for tracker in self.trackers:
@@ -68,31 +68,33 @@ class MetricsLog:
         for warning in (self._growth.after_step(row), *self._slowness.after_step(row)):
             if warning:
                 self.warn(f"after step {row['step']} {warning}")
-        if (num_uncompiled := row.get("uncompiled_functions", 0.0)) > self._num_uncompiled:
+        num_uncompiled = row.get("uncompiled_functions", 0.0)
+        if num_uncompiled > self._num_uncompiled:
             self._num_uncompiled = num_uncompiled
-            self.warn(phrase_of("uncompiled", row["step"]))
+            self.warn(write_warning("uncompiled", row["step"]))
 
     def close(self) -> None:
         for tracker in self.trackers:
             tracker.finish()
 
 
-def step_words(row: Mapping[str, float]) -> str:
+def describe_step(row: Mapping[str, float]) -> str:
     """The numbers that a person follows, in one line."""
     # Before the first update every pair is a tie, so the accuracy means nothing.
-    ties = {"rewards/accuracy"} if row.get("rewards/margin") == 0 else set()
-    return "  ".join(
-        entry.words.format(row[entry.name])
-        for entry in followed()
-        if entry.name in row.keys() - ties
-    )
+    all_are_ties = row.get("rewards/margin") == 0
+    words = []
+    for entry in followed():
+        means_nothing = all_are_ties and entry.name == "rewards/accuracy"
+        if entry.name in row and not means_nothing:
+            words.append(entry.words.format(row[entry.name]))
+    return "  ".join(words)
 
 
 @contextmanager
-def logging_steps(
+def log_steps(
     run: Run, config: LearnerConfig, *, first_step: int, num_steps: int
 ) -> Iterator[Callable[[int, Mapping[str, float]], None]]:
-    """Yields a function for the number and metrics of every step; rank 0 writes and shows them.
+    """Yield a function for the number and metrics of every step; rank 0 writes and shows them.
 
     Rows after `first_step` that an earlier start left are dropped, as they are written again.
     """
@@ -110,6 +112,6 @@ def logging_steps(
 
         def on_step(step: int, row: Mapping[str, float]) -> None:
             log.write({"step": step} | dict(row))
-            show(step, step_words(row))
+            show(step, describe_step(row))
 
         yield on_step

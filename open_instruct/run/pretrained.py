@@ -1,4 +1,4 @@
-"""The checkpoint that a run starts from: opened and checked before any weight is read."""
+"""Opens and checks the checkpoint that a run starts from, before any weight is read."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ from open_instruct.parallel.process import run_on_main_process
 from open_instruct.parallel.status import this_process
 from open_instruct.planning.plan import check_model
 from open_instruct.planning.subject.read_shape import shape_from_fields
-from open_instruct.run.first_look import check_sizes, local_folder
-from open_instruct.run.turn_ends import exported_settings
+from open_instruct.run.first_look import check_sizes, fetch_folder
+from open_instruct.run.generation_settings import build_export_settings
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-    from open_instruct.run.opened import Run
+    from open_instruct.run.opening import Run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +71,7 @@ class Pretrained:
     generation_config: Mapping[str, Any] | None = None
 
     def build(self, *, init_device: str) -> SegmentTransformer:
-        """The model, without weights."""
+        """Build the model, without weights."""
         return build_model(self.hf_config, init_device=init_device, head=self.names.head)
 
     def check_sizes(self, data: DataSection | PromptDataSection) -> None:
@@ -135,9 +135,12 @@ class Pretrained:
             )
         return warnings
 
-    def dtype_named(self, name: str) -> torch.dtype:
+    def find_dtype(self, name: str) -> torch.dtype:
         """The dtype that `--export_dtype` names; 'source' is the checkpoint's."""
-        return self.files.main_dtype if name == "source" else getattr(torch, name)
+        if name == "source":
+            return self.files.main_dtype
+        dtype: torch.dtype = getattr(torch, name)
+        return dtype
 
 
 def open_pretrained(
@@ -190,11 +193,11 @@ def open_pretrained(
 
 def _find_folders(section: ModelSection) -> tuple[Path, Path]:
     """The folders of the start model and of its tokenizer, downloaded if need be."""
-    folder = local_folder(section.model_name_or_path, revision=section.model_revision)
+    folder = fetch_folder(section.model_name_or_path, revision=section.model_revision)
     if not section.tokenizer_name_or_path:
         return folder, folder
     revision = section.revision_of_tokenizer
-    return folder, local_folder(section.tokenizer_name_or_path, revision=revision)
+    return folder, fetch_folder(section.tokenizer_name_or_path, revision=revision)
 
 
 def _with_exported_settings(
@@ -205,8 +208,8 @@ def _with_exported_settings(
     chat = None
     if pretrained.names.head == "vocabulary":
         chat = ChatFormat.from_flags(tokenizer, data)
-    settings = exported_settings(pretrained.folder, pretrained.tokenizer_folder, tokenizer, chat)
-    return replace(pretrained, **settings)
+    folders = (pretrained.folder, pretrained.tokenizer_folder)
+    return replace(pretrained, **build_export_settings(*folders, tokenizer, chat))
 
 
 def _check_tensors(pretrained: Pretrained, model: nn.Module) -> None:
@@ -228,7 +231,7 @@ def _with_adapter(
     """The checkpoint with the adapter that the flags name, if they name one."""
     if lora is None or lora.adapter_name_or_path is None:
         return pretrained
-    folder = local_folder(lora.adapter_name_or_path)
+    folder = fetch_folder(lora.adapter_name_or_path)
     adapter = open_adapter(folder, model, pretrained.names, lora)
     return replace(pretrained, adapter=adapter, adapter_folder=folder)
 

@@ -1,4 +1,4 @@
-"""The folder a run leaves behind, and its log."""
+"""The folder that a run leaves behind, and its log."""
 
 import json
 import logging
@@ -19,18 +19,19 @@ from open_instruct.core.files import kind_of_other, replace_text
 from open_instruct.core.records import BestStep
 from open_instruct.core.shard_layout import ShardLayout
 
-OWN_FILES = (
-    *(
-        "config.yaml",
-        "layout.json",
-        "run.log",
-        "metrics.jsonl",
-        "eval.jsonl",
-        "best.json",
-        "pids.json",
-        "plan.json",
-    ),
-    *("wandb_id", "trackio_name", "mlflow_id", "swanlab_id"),
+RUN_FILES = (
+    "config.yaml",
+    "layout.json",
+    "run.log",
+    "metrics.jsonl",
+    "eval.jsonl",
+    "best.json",
+    "pids.json",
+    "plan.json",
+    "wandb_id",
+    "trackio_name",
+    "mlflow_id",
+    "swanlab_id",
 )
 # A lease is renewed every few seconds; clocks of two machines may be some seconds apart.
 LEASE_SILENCE_S = 60.0
@@ -78,9 +79,9 @@ class RunDirectory:
         self.refuse_foreign_files()
 
     def refuse_unusable(self) -> None:
-        """Look, and make nothing.
+        """Refuse a folder that `create` would refuse, without making it.
 
-        :raises InputError: `create` would refuse the folder.
+        :raises InputError: see `create`.
         """
         above = next(each for each in (self.path, *self.path.absolute().parents) if each.exists())
         if not above.is_dir() or not os.access(above, os.W_OK):
@@ -94,8 +95,9 @@ class RunDirectory:
 
     def refuse_foreign_files(self) -> None:
         """:raises InputError: something else has the name of a run's file or checkpoint."""
-        for name in (*OWN_FILES, "run.lock", "run.lease"):
-            if kind := kind_of_other(self.path / name):
+        for name in (*RUN_FILES, "run.lock", "run.lease"):
+            kind = kind_of_other(self.path / name)
+            if kind:
                 raise InputError(
                     f"{self.path / name} is {kind}, and a run has a file there: {WAY_OUT}",
                     kind="other_run",
@@ -103,13 +105,8 @@ class RunDirectory:
         for step in self._find_steps():
             if not step.is_dir():
                 kind = kind_of_other(step) or "a file"
-                raise InputError(
-                    (
-                        f"{step} is {kind}, and a run has the folder of a checkpoint there: "
-                        f"{WAY_OUT}"
-                    ),
-                    kind="other_run",
-                )
+                problem = f"{step} is {kind}, and a run has the folder of a checkpoint there"
+                raise InputError(f"{problem}: {WAY_OUT}", kind="other_run")
 
     def has_live_lease(self) -> bool:
         """Whether a process holds the folder and renewed its lease lately, by our own clock."""
@@ -130,19 +127,18 @@ class RunDirectory:
 
     def _find_steps(self) -> Iterator[Path]:
         """What has the name of a checkpoint, `step12`."""
-        return (
-            path for path in self.path.glob("step*") if path.name.removeprefix("step").isdecimal()
-        )
+        for path in self.path.glob("step*"):
+            if path.name.removeprefix("step").isdecimal():
+                yield path
 
     def remove_partials(self) -> None:
         """Remove files that a killed run left half written."""
-        for name in OWN_FILES:
+        for name in RUN_FILES:
             for leftover in self.path.glob(f".{name}.*-*.partial"):
                 leftover.unlink(missing_ok=True)
 
     def remove_earlier_run(self) -> None:
-        """Remove only names that a run writes, as the folder may hold the user's own files. The
-        held lock stays.
+        """Remove the names that a run writes, and no file of the user's; the lock stays.
 
         :raises InputError: a file cannot be removed.
         """
@@ -153,7 +149,7 @@ class RunDirectory:
             beside = [self.path / name for name in ("tensorboard", "swanlog", "traces")]
             for folder in (*self.exports.values(), *beside):
                 shutil.rmtree(folder, ignore_errors=True)
-            for name in OWN_FILES:
+            for name in RUN_FILES:
                 (self.path / name).unlink(missing_ok=True)
 
     @contextmanager
@@ -177,7 +173,7 @@ class RunDirectory:
         else:
             self.plan.unlink(missing_ok=True)  # an earlier one
 
-    def saved_data_parallel_world_size(self) -> int | None:
+    def read_data_parallel_world_size(self) -> int | None:
         """The data-parallel world size in the saved layout; None if it cannot be read."""
         try:
             saved = json.loads(self.layout.read_text(encoding="utf-8"))
@@ -190,10 +186,8 @@ class RunDirectory:
 
         Learners are in rank order.
         """
-        replace_text(
-            self.pids,
-            json.dumps({"driver": driver, "learners": learners, "engines": engines}) + "\n",
-        )
+        pids = {"driver": driver, "learners": learners, "engines": engines}
+        replace_text(self.pids, json.dumps(pids) + "\n")
 
     def write_best_step(self, best: BestStep | None) -> None:
         """Write `best.json`, for people and scripts, or remove it where there is no best step."""
@@ -203,18 +197,17 @@ class RunDirectory:
             replace_text(self.best, json.dumps(asdict(best)) + "\n")
 
     def read_best_step(self) -> BestStep | None:
-        """What `best.json` says; None where there is none that can be read."""
+        """The step in `best.json`; None if that cannot be read."""
         try:
             return BestStep(**json.loads(self.best.read_text(encoding="utf-8")))
         except (OSError, ValueError, TypeError):
             return None
 
     def write_evaluation(self, row: dict[str, Any]) -> None:
-        """One row a step: a second evaluation of the same step replaces the first."""
-        rows = [
-            earlier for earlier in read_rows(self.evaluations) if earlier["step"] < row["step"]
-        ] + [row]
-        replace_text(self.evaluations, "".join(json.dumps(each) + "\n" for each in rows))
+        """Write a row, in place of those of the same step and later ones."""
+        rows = [each for each in read_rows(self.evaluations) if each["step"] < row["step"]]
+        text = "".join(json.dumps(each) + "\n" for each in [*rows, row])
+        replace_text(self.evaluations, text)
 
 
 def find_export_folder(run: RunSection, adapters: LoRASection | None) -> Path:
@@ -227,11 +220,9 @@ def find_export_folder(run: RunSection, adapters: LoRASection | None) -> Path:
 
 def is_number(value: Any) -> bool:
     """Whether `value` is a number that a float can hold."""
-    return (
-        isinstance(value, int | float)
-        and not isinstance(value, bool)
-        and abs(value) <= sys.float_info.max
-    )
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return abs(value) <= sys.float_info.max
 
 
 def read_rows(path: Path) -> Iterator[dict[str, Any]]:
@@ -248,7 +239,7 @@ def read_rows(path: Path) -> Iterator[dict[str, Any]]:
             yield row
 
 
-def log_to(path: Path, *, rank: int) -> None:
+def start_log(path: Path, *, rank: int) -> None:
     """Send the log of rank 0, and warnings of every rank, to `path` and not to the terminal."""
     # With a full disk, logging would print a traceback for every line and bury the run's own
     # message.

@@ -31,13 +31,14 @@ if TYPE_CHECKING:
 BEAT_S = 5.0
 WATCH_S = 2.5 * BEAT_S
 # A lease that is free is cleared away by a first look, and taken by a next one.
-LOOKS_S, LOOK_S = 5.0, 0.05
+ACQUIRE_TIMEOUT_S = 5.0
+POLL_INTERVAL_S = 0.05
 
-_held: list[SoftFileLease] = []
+_leases: list[SoftFileLease] = []
 
 
 @contextmanager
-def locked(folder: Path, *, say: Callable[[str], None]) -> Iterator[None]:
+def lock_folder(folder: Path, *, say: Callable[[str], None]) -> Iterator[None]:
     """Hold the folder for this process while the block runs.
 
     Args:
@@ -58,9 +59,8 @@ def locked(folder: Path, *, say: Callable[[str], None]) -> Iterator[None]:
             if lease.is_locked or lease.owner is None:
                 return
         # Both would write the same files: the one that was silent for so long gives way.
-        text = (
-            f"{folder} was taken over by {_holder(lease)} while this process did not run: it ends"
-        )
+        holder = _describe_holder(lease)
+        text = f"{folder} was taken over by {holder} while this process did not run: it ends"
         print(text, file=sys.stderr, flush=True)
         os._exit(EXIT_FAILURE)
 
@@ -69,23 +69,23 @@ def locked(folder: Path, *, say: Callable[[str], None]) -> Iterator[None]:
         lease_duration=1e9,  # never: filelock would tell its age by the clocks of two hosts
         heartbeat_interval=BEAT_S,
         on_compromise=lost,
-        timeout=LOOKS_S,
-        poll_interval=LOOK_S,
+        timeout=ACQUIRE_TIMEOUT_S,
+        poll_interval=POLL_INTERVAL_S,
         thread_local=False,
     )
     descriptor = os.open(folder / "run.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-    _held.append(lease)
+    _leases.append(lease)
     try:
         _take(lease, descriptor, folder, say)
         yield
     finally:
-        _held.remove(lease)
+        _leases.remove(lease)
         lease.release()
         os.close(descriptor)
 
 
 def refuse_folder_in_use(folder: Path) -> None:
-    """Look whether a process of this host holds the folder; nothing is written there.
+    """Refuse a folder that a process of this host holds; nothing is written there.
 
     Raises:
         InputError: names the process.
@@ -100,16 +100,15 @@ def refuse_folder_in_use(folder: Path) -> None:
         fcntl.lockf(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except OSError as error:
         if error.errno in (errno.EACCES, errno.EAGAIN):
-            raise _refusal(
-                SoftFileLease(folder / "run.lease", lease_duration=1e9), folder
-            ) from None
+            lease = SoftFileLease(folder / "run.lease", lease_duration=1e9)
+            raise _refusal(lease, folder) from None
     finally:
         os.close(descriptor)
 
 
 def release_all() -> None:
     """Release the leases of this process, for an end that does not leave its `with` blocks."""
-    for lease in _held:
+    for lease in _leases:
         lease.release()
 
 
@@ -121,10 +120,12 @@ def _take(lease: SoftFileLease, descriptor: int, folder: Path, say: Callable[[st
             raise _refusal(lease, folder) from None
         # Such a file system has no locks: the lease alone decides.
     # Another host's file system may have granted the lock as well.
-    if (owner := lease.owner) and owner.hostname != socket.gethostname():
+    owner = lease.owner
+    if owner and owner.hostname != socket.gethostname():
+        holder = _describe_holder(lease)
         say(
-            f"{folder} was last held by {_holder(lease)}: watching for {WATCH_S:g} s whether "
-            "that still lives"
+            f"{folder} was last held by {holder}: watching for {WATCH_S:g} s whether that still "
+            "lives"
         )
         if _is_renewed(folder / "run.lease"):
             raise _refusal(lease, folder)
@@ -144,18 +145,20 @@ def _is_renewed(path: Path) -> bool:
             # NFS may remember for a while when a file that nobody opens was changed.
             with path.open("rb") as file:
                 renewals.add(os.fstat(file.fileno()).st_mtime_ns)
-            time.sleep(LOOK_S)
+            time.sleep(POLL_INTERVAL_S)
     return len(renewals) > 1
 
 
 def _refusal(lease: SoftFileLease, folder: Path) -> InputError:
     return InputError(
-        f"--output_dir {folder} is in use by {_holder(lease)}: wait until that run has ended, or "
-        "end it, or give another --output_dir",
+        f"--output_dir {folder} is in use by {_describe_holder(lease)}: wait until that run has "
+        "ended, or end it, or give another --output_dir",
         kind="other_run",
     )
 
 
-def _holder(lease: SoftFileLease) -> str:
+def _describe_holder(lease: SoftFileLease) -> str:
     owner = lease.owner
-    return f"process {owner.pid} on {owner.hostname}" if owner else "another process"
+    if not owner:
+        return "another process"
+    return f"process {owner.pid} on {owner.hostname}"

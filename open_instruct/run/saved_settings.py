@@ -1,4 +1,4 @@
-"""The settings of a run that has ended, from its config.yaml of this or another version."""
+"""Reads the settings of a run that has ended, from a config.yaml of this or another version."""
 
 import sys
 from collections.abc import Mapping
@@ -38,11 +38,10 @@ class SavedSettings:
 
 
 def read_settings(run: Path) -> SavedSettings:
-    """The settings of the run in a folder.
+    """Read the settings of the run in a folder.
 
-    A flag that this version lacks, and a value that it no longer takes where that changes nothing
-    that is learned, are passed over; a flag that the file lacks has its default. Notes name all of
-    them.
+    A flag that this version lacks is passed over, and so is a value that it no longer takes, where
+    nothing is learned differently. A flag that the file lacks has its default. Notes name them all.
 
     :raises InputError: there is no such run, it had an objective of one's own, or a value cannot be
         read.
@@ -77,14 +76,11 @@ def read_settings(run: Path) -> SavedSettings:
             f"{path} names no command, as that of an early version: it is read as that of {command}"
         )
     if passed_over:
-        notes.append(
-            f"{path} is of another version: passed over "
-            f"{_listed([f'`{each}`' for each in passed_over])}"
-        )
+        settings = _list_names([f"`{each}`" for each in passed_over])
+        notes.append(f"{path} is of another version: passed over {settings}")
     if lacking:
-        notes.append(
-            f"{path} lacks flags of this version, which have their defaults: {_listed(lacking)}"
-        )
+        names = _list_names(lacking)
+        notes.append(f"{path} lacks flags of this version, which have their defaults: {names}")
     return SavedSettings(config=config, objective=objective, notes=tuple(notes))
 
 
@@ -94,21 +90,22 @@ def _guess_command(values: Mapping[str, Any]) -> str:
     :raises ValueError: the file lacks a flag that every command must be given.
     """
 
-    def differences(command: str) -> tuple[int, int]:
+    def count_differences(command: str) -> tuple[int, int]:
         flags = flags_of(objective_named(command).config_class)
         return len(values.keys() - flags.keys()), len(flags.keys() - values.keys())
 
-    command = min(objective_names(), key=differences)
-    required = [
-        name
-        for name, flag in flags_of(objective_named(command).config_class).items()
-        if flag.required
-    ]
-    if missing := [name for name in required if name not in values]:
+    command = min(objective_names(), key=count_differences)
+    missing = []
+    for name, flag in flags_of(objective_named(command).config_class).items():
+        if flag.required and name not in values:
+            missing.append(name)
+    if missing:
         raise ValueError(f"it has no {COMMAND} and no {', '.join(missing)}")
     return command
 
 
-def _listed(names: list[str]) -> str:
-    more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
-    return ", ".join(names[:MAX_NAMED]) + more
+def _list_names(names: list[str]) -> str:
+    text = ", ".join(names[:MAX_NAMED])
+    if len(names) <= MAX_NAMED:
+        return text
+    return f"{text} and {len(names) - MAX_NAMED} more"

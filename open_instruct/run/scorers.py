@@ -1,8 +1,8 @@
-"""What scores rows: an exported reward model, or process reward model, as transformers opens it.
+"""Scores rows with an exported reward model, or process reward model, opened by transformers.
 
-Rows are rendered and tokenised as in training. The body is asked for hidden states, and the head is
-applied where a row is read. transformers would look for the last token that is not a pad token,
-which a row that was cut may end in.
+Rows are rendered and tokenised as in training. The body computes hidden states, and the head is
+applied where a row is read. transformers itself would read the last token that is not a pad token,
+and the text of a row that was cut may end in pad tokens.
 
 Legend: B rows of a batch, T tokens of the longest of them, N places that are read, D features.
 """
@@ -25,13 +25,15 @@ from open_instruct.data.step_rows import PlaceholderBuilder, StepBuilder
 from open_instruct.data.tokenizer import load_tokenizer, single_token_id
 from open_instruct.models.hf.head_kinds import CLASS_ENDINGS
 from open_instruct.rewards.reward_models import write_step_lines
-from open_instruct.run.opened_by_transformers import open_model
+from open_instruct.run.transformers_model import open_model
 
 if TYPE_CHECKING:
     import torch
 
 NORMALIZERS = ("score_mean", "score_std")
-SEPARATOR, PLACEHOLDER, WORDS = "prm_step_separator", "prm_placeholder_token", "prm_reward_tokens"
+SEPARATOR = "prm_step_separator"
+PLACEHOLDER = "prm_placeholder_token"
+REWARD_TOKENS = "prm_reward_tokens"
 ADD_BOS = "prm_add_bos"
 
 
@@ -65,7 +67,7 @@ class Scorer(ABC):
 
     @abstractmethod
     def columns(self, scores: Sequence[float]) -> dict[str, Any]:
-        """What a row gets of the scores at its places."""
+        """The columns that the scores at a row's places become."""
 
     @abstractmethod
     def cut(self, row: TokenizedRow) -> TokenizedRow:
@@ -80,12 +82,11 @@ class Scorer(ABC):
         scores: list[list[float]] = [[] for _ in rows]
         for batch in _batches(order, [len(row.token_ids) for row in rows], batch_tokens):
             with torch.no_grad():
-                values_N = (
-                    self.read_head(self._hidden_at_ends([rows[row] for row in batch])).float().cpu()
-                )
-            values = iter(values_N.tolist())
-            for row in batch:
-                scores[row] = [next(values) for _ in rows[row].ends]
+                hidden_ND = self._hidden_at_ends([rows[row] for row in batch])
+                values_N = self.read_head(hidden_ND).float().cpu()
+            counts = [len(rows[row].ends) for row in batch]
+            for row, values in zip(batch, values_N.split(counts), strict=True):
+                scores[row] = values.tolist()
         return scores
 
     def _hidden_at_ends(self, rows: Sequence[TokenizedRow]) -> torch.Tensor:
@@ -102,10 +103,10 @@ class Scorer(ABC):
         body = self.model.base_model(
             input_ids=input_ids_BT.to(device), attention_mask=mask_BT.to(device)
         )
-        rows_N = torch.tensor(
-            [number for number, row in enumerate(rows) for _ in row.ends], device=device
-        )
-        ends_N = torch.tensor([end for row in rows for end in row.ends], device=device)
+        counts_B = torch.tensor([len(row.ends) for row in rows], device=device)
+        rows_N = torch.arange(len(rows), device=device).repeat_interleave(counts_B)
+        ends = list(chain.from_iterable(row.ends for row in rows))
+        ends_N = torch.tensor(ends, device=device)
         hidden_ND: torch.Tensor = body.last_hidden_state[rows_N, ends_N]
         return hidden_ND
 
@@ -145,7 +146,7 @@ class StepScorer(Scorer):
     fields: Mapping[str, Any]
     lists: StepBuilder
     texts: PlaceholderBuilder | None  # where a placeholder ends a step
-    # Of its own head's words, of a right step first; none with a head of two classes.
+    # The reward tokens, that of a right step first; none with a head of two classes.
     word_ids: Sequence[int]
 
     def tokenize(self, row: RawRow) -> TokenizedRow:
@@ -162,10 +163,9 @@ class StepScorer(Scorer):
         if self.texts is not None and "completions" not in content:
             return list(self.texts.find_texts(content))
         if self.texts is not None:
-            prompt, steps = self.lists.find_prompt(content), self.lists.find_steps(content)
             return write_step_lines(
-                prompt,
-                steps,
+                self.lists.find_prompt(content),
+                self.lists.find_steps(content),
                 separator=self.fields[SEPARATOR],
                 placeholder=self.texts.step_end,
                 bos=self.texts.bos,
@@ -173,10 +173,8 @@ class StepScorer(Scorer):
         if "completions" not in content and "input" in content:
             raise MalformedRow(
                 "missing_key",
-                (
-                    "no key 'completions': the model was trained without a placeholder, on lists "
-                    "of steps"
-                ),
+                "no key 'completions': the model was trained without a placeholder, on lists of "
+                "steps",
             )
         return list(self.lists.find_texts(content))
 
@@ -207,7 +205,7 @@ def open_scorer(
     chat_template_kwargs: Sequence[str],
     dtype: str | None,
 ) -> Scorer:
-    """The model in a folder, on the GPU or, where there is none, the CPU.
+    """Open the model in a folder, on the GPU or, without one, on the CPU.
 
     :raises InputError: the folder is damaged, its model does not score, or it has nothing to
         normalise with.
@@ -230,27 +228,35 @@ def open_scorer(
         "chat": chat,
         "max_seq_length": min(max_seq_length or longest, longest),
     }
-    if not is_of_steps:
-        mean, std = (float(config[name]) for name in NORMALIZERS) if normalize else (0.0, 1.0)
-        return RewardScorer(mean=mean, std=std, **common)
+    if is_of_steps:
+        reward_tokens = config.get(REWARD_TOKENS) or ()
+        word_ids = [single_token_id(tokenizer, word) for word in reward_tokens]
+        return _build_step_scorer(config, word_ids, common)
+    mean = 0.0
+    std = 1.0
+    if normalize:
+        mean = float(config["score_mean"])
+        std = float(config["score_std"])
+    return RewardScorer(mean=mean, std=std, **common)
+
+
+def _build_step_scorer(
+    config: Mapping[str, Any], word_ids: Sequence[int], common: Mapping[str, Any]
+) -> StepScorer:
     rows: Any = {
-        "chat": chat,
+        "chat": common["chat"],
         "classes": (),
         "right": 1,
         "max_seq_length": 2,
         "on_bad_row": "error",
     }
     texts = None
-    if (placeholder := config.get(PLACEHOLDER)) is not None:
+    placeholder = config.get(PLACEHOLDER)
+    if placeholder is not None:
         add_bos = bool(config.get(ADD_BOS))
         texts = PlaceholderBuilder(step_end=placeholder, add_bos=add_bos, **rows)
-    return StepScorer(
-        fields=config,
-        lists=StepBuilder(step_end=config[SEPARATOR], **rows),
-        texts=texts,
-        word_ids=[single_token_id(tokenizer, word) for word in config.get(WORDS) or ()],
-        **common,
-    )
+    lists = StepBuilder(step_end=config[SEPARATOR], **rows)
+    return StepScorer(fields=config, lists=lists, texts=texts, word_ids=word_ids, **common)
 
 
 def _find_class(folder: Path, config: Mapping[str, Any], *, is_of_steps: bool) -> str:
@@ -260,7 +266,7 @@ def _find_class(folder: Path, config: Mapping[str, Any], *, is_of_steps: bool) -
     """
     names = [str(name) for name in config.get("architectures") or ()]
     num_labels = config.get("num_labels") or len(config.get("id2label") or "0")
-    if is_of_steps and config.get(WORDS):
+    if is_of_steps and config.get(REWARD_TOKENS):
         return "AutoModelForCausalLM"
     head, num_wanted = ("classes", 2) if is_of_steps else ("score", 1)
     ending = CLASS_ENDINGS[head]  # type: ignore[index]
@@ -281,8 +287,9 @@ def _read_at_last(token_ids: Sequence[int]) -> TokenizedRow:
 def _batches(
     order: Sequence[int], lengths: Sequence[int], batch_tokens: int
 ) -> Iterator[list[int]]:
-    """Rows in an ascending `order` of lengths, as many together as `batch_tokens` hold with
-    padding; at least one.
+    """Rows in an ascending `order` of lengths, in batches of at most `batch_tokens` with padding.
+
+    A longer row is a batch of its own.
 
     Example: rows of 2, 3 and 9 tokens, 8 tokens at once: the first two, then the third.
     """

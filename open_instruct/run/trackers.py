@@ -15,7 +15,7 @@ log = logging.getLogger(__name__)
 
 
 class Tracker(Protocol):
-    """Takes metrics: a run of wandb or trackio, or an object with the same methods."""
+    """A receiver of metrics: a run of wandb or trackio, or an object with the same methods."""
 
     def log(self, row: dict[str, Any], step: int) -> None: ...
 
@@ -41,7 +41,7 @@ class TensorBoard:
 class MlflowRun:
     """A run of MLflow, at `MLFLOW_TRACKING_URI` or its default; OUT/mlflow_id has its id.
 
-    A server that fails in the midst of a run ends the tracking, and not the run.
+    A server that fails during a run ends the tracking, and not the run.
     """
 
     def __init__(self, folder: Path, logging: LoggingSection, config: Mapping[str, Any]) -> None:
@@ -49,7 +49,7 @@ class MlflowRun:
 
         self._mlflow = mlflow
         self._has_failed = False
-        run_id = _saved_word(folder / "mlflow_id")
+        run_id = _read_word(folder / "mlflow_id")
         try:
             mlflow.set_experiment(logging.wandb_project_name)
             run = mlflow.start_run(run_id=run_id or None, run_name=_name_run(folder, logging))
@@ -90,7 +90,7 @@ class SwanLabRun:
     def __init__(self, folder: Path, logging: LoggingSection, config: Mapping[str, Any]) -> None:
         import swanlab
 
-        run_id = _saved_word(folder / "swanlab_id")
+        run_id = _read_word(folder / "swanlab_id")
         # `cloud` is what older versions call it.
         mode = os.environ.get("SWANLAB_MODE", "online").lower().replace("cloud", "online")
         try:
@@ -121,7 +121,7 @@ class SwanLabRun:
 def build_trackers(
     logging: LoggingSection, *, folder: Path, config: Mapping[str, Any]
 ) -> list[Tracker]:
-    """The trackers of `--report_to`, once `check_trackers` has accepted them. On rank 0 only.
+    """Begin the trackers of `--report_to`, once `check_trackers` has accepted them; on rank 0.
 
     Raises:
         InputError: a tracker cannot begin its run.
@@ -137,7 +137,7 @@ def _begin_wandb(folder: Path, logging: LoggingSection, config: Mapping[str, Any
     """A resumed run continues the wandb run whose id is in OUT/wandb_id."""
     import wandb
 
-    run_id = _saved_word(folder / "wandb_id") or wandb.util.generate_id()
+    run_id = _read_word(folder / "wandb_id") or wandb.util.generate_id()
     replace_text(folder / "wandb_id", run_id)
     return wandb.init(
         id=run_id,
@@ -154,7 +154,7 @@ def _begin_trackio(folder: Path, logging: LoggingSection, config: Mapping[str, A
     """Begin, or resume, the trackio run named in OUT/trackio_name, on this machine."""
     import trackio
 
-    name = _saved_word(folder / "trackio_name")
+    name = _read_word(folder / "trackio_name")
     run = trackio.init(
         project=logging.wandb_project_name,
         name=name or _name_run(folder, logging),
@@ -179,5 +179,6 @@ def _name_run(folder: Path, logging: LoggingSection) -> str:
     return logging.exp_name or folder.resolve().name
 
 
-def _saved_word(file: Path) -> str:
+def _read_word(file: Path) -> str:
+    """The word in a file; "" without one."""
     return file.read_text().strip() if file.exists() else ""

@@ -27,7 +27,7 @@ from open_instruct.models.lora.adapters import add_adapters, fill_adapter
 from open_instruct.models.transformer import SegmentTransformer
 from open_instruct.parallel.data_parallel import set_mesh
 from open_instruct.parallel.status import this_process
-from open_instruct.run.opened import Run
+from open_instruct.run.opening import Run
 from open_instruct.run.pretrained import Pretrained
 from open_instruct.training.model.inputs_on_host import offload_inputs
 from open_instruct.training.optim.optimizers import set_learning_rate

@@ -27,7 +27,7 @@ from open_instruct.models.shards import reshard
 from open_instruct.objectives.objective import BoundLoss, LossOutputs, TokenLogprobs
 from open_instruct.objectives.reward_model import fields_of_class
 from open_instruct.parallel.reduce import gather_rows
-from open_instruct.run.opened import Run
+from open_instruct.run.opening import Run
 from open_instruct.run.pretrained import Pretrained
 from open_instruct.training.loop import TakeUpdates
 from open_instruct.training.policy import Policy
@@ -134,7 +134,7 @@ class Critic:
         """Write OUT/critic, for --critic_model_name_or_path and as transformers' class with a
         score. Collective.
         """
-        dtype, folder = self.pretrained.dtype_named(config.run.export_dtype), run.directory.critic
+        dtype, folder = self.pretrained.find_dtype(config.run.export_dtype), run.directory.critic
         check_weights(self.policy.model, what="the critic", folder=run.directory.path, dtype=dtype)
         fields = fields_of_class(self.pretrained.hf_config)
         self.pretrained.export(self.policy.model, folder, dtype=dtype, more_config=fields)

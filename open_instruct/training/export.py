@@ -10,8 +10,8 @@ from open_instruct.core.records import BestStep
 from open_instruct.models.lora.adapters import find_merged_weights, gather_adapter
 from open_instruct.models.lora.files import write_adapter
 from open_instruct.parallel.status import this_process
-from open_instruct.run.card import card_of
-from open_instruct.run.opened import Run
+from open_instruct.run.card import write_card
+from open_instruct.run.opening import Run
 from open_instruct.run.pretrained import Pretrained
 from open_instruct.training.policy import Policy
 
@@ -35,11 +35,12 @@ def export_policy(
     has them alone.
     """
     this_process.begin("exporting the trained model")
-    dtype = pretrained.dtype_named(config.run.export_dtype)
+    dtype = pretrained.find_dtype(config.run.export_dtype)
     check_weights(policy.model, what="the trained model", folder=run.directory.path, dtype=dtype)
     lora = config.adapters
     what = f" of {best}," if best else ""
-    card = partial(card_of, run.directory, trained_by=trained_by, until=best.step if best else None)
+    until = best.step if best else None
+    card = partial(write_card, run.directory, trained_by=trained_by, until=until)
     if lora is not None and lora.export != "merged":
         write_adapter(
             run.directory.adapter,

@@ -12,8 +12,8 @@ from open_instruct.config.grpo import GRPOConfig
 from open_instruct.core.batch_values import RLValues
 from open_instruct.core.records import Batch, StepBatch
 from open_instruct.objectives.policy_gradient import GRPO
-from open_instruct.run.cadence import cadence_of
-from open_instruct.run.opened import Run
+from open_instruct.run.cadence import build_cadence
+from open_instruct.run.opening import Run
 from open_instruct.run.pretrained import Pretrained, fingerprint_start_model
 from open_instruct.training.learner_state import CompanionModels, build_learner_state
 from open_instruct.training.loop import Before
@@ -83,7 +83,7 @@ class GRPOLearner:
             run=run,
             config=config,
             loss=GRPO.bind(config),
-            cadence=cadence_of(config),
+            cadence=build_cadence(config),
             start_model=fingerprint_start_model(pretrained, run),
             companions=open_companions(config, pretrained, reference or pretrained, run=run),
         )

@@ -17,7 +17,7 @@ from open_instruct.config.policy_sections import CriticSection
 from open_instruct.config.training import LearnerConfig
 from open_instruct.objectives.objective import BoundLoss
 from open_instruct.run.cadence import Cadence
-from open_instruct.run.opened import Run
+from open_instruct.run.opening import Run
 from open_instruct.run.pretrained import Pretrained
 from open_instruct.training.backend import Backend
 from open_instruct.training.critic import Critic

@@ -30,9 +30,9 @@ from open_instruct.core.records import StepBatch
 from open_instruct.parallel.process import gather_objects
 from open_instruct.parallel.processes import find_cpu_host
 from open_instruct.parallel.status import this_process
-from open_instruct.run.alarms import WINDOW, slowest, slowest_loader
-from open_instruct.run.cadence import Cadence, noting_signals
-from open_instruct.run.opened import Run
+from open_instruct.run.alarms import WINDOW, find_slowest, find_slowest_loader
+from open_instruct.run.cadence import Cadence, record_signals
+from open_instruct.run.opening import Run
 from open_instruct.training.best_step_watch import BestStepWatch
 from open_instruct.training.measure.profile import profiling
 from open_instruct.training.measure.speed import StepClock, flops_of_step, peak_flops_per_second
@@ -139,7 +139,7 @@ class Loop:
             host = find_cpu_host(self.learner.device.type)
             paces = gather_objects((self.learner.seconds_per_token(), host))
             token_s = [seconds for seconds, _ in paces]
-            row |= slowest("learner", token_s, [host for _, host in paces])
+            row |= find_slowest("learner", token_s, [host for _, host in paces])
         self._call("post_step")
         if self._is_heard:
             for name, value in row.items():
@@ -182,7 +182,7 @@ class Loop:
         """
         signal: int | None = None
         began_s = time.perf_counter()
-        with noting_signals() as noted:
+        with record_signals() as noted:
             updates = self._updates(loader)
             waits_s = deque[float](maxlen=WINDOW)
             durations_s = deque[float](maxlen=WINDOW)
@@ -208,7 +208,7 @@ class Loop:
                 durations_s.append(duration_s)
                 row |= {"time/data": waited_s} | self._speeds(update, duration_s)
                 if self.cadence.compares_speed_after(self.step):
-                    row |= slowest_loader(gather_objects(sum(waits_s) / sum(durations_s)))
+                    row |= find_slowest_loader(gather_objects(sum(waits_s) / sum(durations_s)))
                 if heldout is not None and is_scored:
                     row |= heldout.metrics(self.step)
                 on_step(self.step, row)

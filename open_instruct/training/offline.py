@@ -10,9 +10,9 @@ from open_instruct.core.errors import InputError
 from open_instruct.core.metrics import HELD_OUT_PREFIX, metric_entry
 from open_instruct.core.text import one_of
 from open_instruct.objectives.objective import Evaluation, Objective
-from open_instruct.run.cadence import Cadence, stopped_by
-from open_instruct.run.metrics_log import logging_steps
-from open_instruct.run.opened import Run, open_run, planned_run
+from open_instruct.run.cadence import Cadence, describe_stop
+from open_instruct.run.metrics_log import log_steps
+from open_instruct.run.opening import Run, open_run, plan_run
 from open_instruct.run.pretrained import Pretrained, open_pretrained
 from open_instruct.training.best_step_watch import BestStepWatch, find_idle_watch
 from open_instruct.training.export import export_policy
@@ -41,7 +41,7 @@ def train(
         if config.data.cache_dataset_only:
             load_datasets(objective, config, pretrained.tokenizer, run.console)
             return 0
-        config = planned_run(config, run, pretrained.folder)
+        config = plan_run(config, run, pretrained.folder)
         learner = build_offline_learner(config, objective, pretrained, run)
         if objective.only_scores(config):
             return 0
@@ -68,10 +68,10 @@ def fit_and_export(
         check_metric(config.run.keep_best, heldout.evaluate(loop.step))
     best = watch_best_step(config.run.keep_best, run, state.cadence, until=loop.step)
     num_steps = state.cadence.num_steps
-    with logging_steps(run, config, first_step=loop.step, num_steps=num_steps) as on_step:
+    with log_steps(run, config, first_step=loop.step, num_steps=num_steps) as on_step:
         signal = loop.fit(learner.loader, on_step=on_step, heldout=heldout, best=best)
     if signal is not None:
-        message, code = stopped_by(signal, step=loop.step, folder=run.directory.path)
+        message, code = describe_stop(signal, step=loop.step, folder=run.directory.path)
         run.console.say(message)
         return code
     more_config = dict(exported)

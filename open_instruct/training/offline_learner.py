@@ -10,9 +10,9 @@ from open_instruct.data.files.array_file import find_cache_folder
 from open_instruct.models.lora.adapters import disable_adapters
 from open_instruct.objectives.objective import BoundLoss, Objective
 from open_instruct.run.cadence import Cadence
-from open_instruct.run.opened import Run
+from open_instruct.run.opening import Run
 from open_instruct.run.pretrained import Pretrained, fingerprint_start_model
-from open_instruct.run.untrained_rows import find_untrained_rows, learned_token_ids
+from open_instruct.run.untrained_rows import find_learned_token_ids, find_untrained_rows
 from open_instruct.training.learner_state import (
     CompanionModels,
     LearnerState,
@@ -135,7 +135,7 @@ def warn_of_rows(
     for warning in (*pretrained.warnings, *of_rows):
         run.console.warn(warning)
     if config.adapters is not None:
-        untrained = find_untrained_rows(pretrained, learned_token_ids(rows.dataset))
+        untrained = find_untrained_rows(pretrained, find_learned_token_ids(rows.dataset))
         if untrained:
             run.console.warn(untrained)
 

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from open_instruct.config.training import LearnerConfig
 from open_instruct.models.transformer import SegmentTransformer
 from open_instruct.parallel.data_parallel import build_parallel_configs, find_mesh
-from open_instruct.run.opened import Run
+from open_instruct.run.opening import Run
 from open_instruct.training.model.float8 import build_float8_config
 from open_instruct.training.model.kernels import choose_kernels, compiles
 

@@ -27,7 +27,7 @@ from open_instruct.losses.logprobs import sum_by_reply
 from open_instruct.models.shards import reshard
 from open_instruct.objectives.objective import Evaluation, Objective
 from open_instruct.parallel.process import run_on_main_process
-from open_instruct.run.opened import Run
+from open_instruct.run.opening import Run
 from open_instruct.run.pretrained import Pretrained
 from open_instruct.training.model.float8 import float8_off
 from open_instruct.training.policy import Policy

@@ -30,7 +30,7 @@ from open_instruct.models.shards import gather_full, reshard
 from open_instruct.objectives.objective import Teacher
 from open_instruct.parallel.process import gather_objects, run_on_main_process
 from open_instruct.parallel.status import this_process
-from open_instruct.run.opened import Run
+from open_instruct.run.opening import Run
 from open_instruct.run.pretrained import Pretrained
 from open_instruct.training.backend import Backend
 from open_instruct.training.model.forward import (

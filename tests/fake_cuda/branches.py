@@ -252,7 +252,7 @@ def process(folder: Path) -> Any:
     from open_instruct.commands.run_flags import parse_run
     from open_instruct.objectives.dpo import DPOConfig
     from open_instruct.parallel.launch import count_ranks_to_start
-    from open_instruct.run.opened import open_run, planned_run
+    from open_instruct.run.opening import open_run, plan_run
     from tests.fake_cuda.memory import CASES
 
     asked: list[str] = []
@@ -274,7 +274,7 @@ def process(folder: Path) -> Any:
         contextlib.redirect_stdout(io.StringIO()) as said,
         open_run(config, "dpo") as run,
     ):
-        planned_run(config, run, folder)
+        plan_run(config, run, folder)
     return {
         "backends": asked,
         "device": str(run.process.device),
@@ -410,7 +410,7 @@ def talking(folder: Path) -> Any:
     from open_instruct.commands.talking.models import TalkingModel
     from open_instruct.commands.tiny_model import write_tiny_model
     from open_instruct.generation.vllm_replies import VLLMEngine, has_vllm_for_gpu
-    from open_instruct.run.opened_by_transformers import open_model
+    from open_instruct.run.transformers_model import open_model
 
     write_tiny_model(folder, family="llama")
     in_process: dict[str, Any] = {}

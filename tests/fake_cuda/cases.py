@@ -305,7 +305,7 @@ def opened(case: Case, folder: Path, within: Any = None) -> Iterator[tuple[Any, 
     from open_instruct.parallel.layout import find_layout
     from open_instruct.parallel.process import Process
     from open_instruct.run.console import Console
-    from open_instruct.run.opened import Run
+    from open_instruct.run.opening import Run
     from open_instruct.run.run_directory import RunDirectory
 
     is_grpo = case.objective == "grpo"

@@ -99,7 +99,7 @@ def waits_of_grpo(model: Path, work: Path, *, vocab_size: int, rehearse: bool) -
     from open_instruct.batching.rollouts import plan_steps_of_ranks
     from open_instruct.commands.run_flags import parse_run
     from open_instruct.config.grpo import GRPOConfig, validate_grpo
-    from open_instruct.run.opened import join_run
+    from open_instruct.run.opening import join_run
     from open_instruct.run.pretrained import open_pretrained
     from open_instruct.training.grpo import GRPOLearner
 

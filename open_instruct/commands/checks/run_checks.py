@@ -133,7 +133,7 @@ class RunChecks:
     def _check_checkpoint(self, directory: RunDirectory) -> str:
         from open_instruct.checkpoints.step_folder import latest_step, refuse_another_format
         from open_instruct.run.console import Console
-        from open_instruct.run.opened import refuse_another_run
+        from open_instruct.run.opening import refuse_another_run
 
         refuse_another_format(directory.path)
         step = latest_step(directory.path)
@@ -173,8 +173,8 @@ class RunChecks:
     def check_chat_format(self) -> str:
         from open_instruct.report.preview.sample import open_chat
 
-        check_tokenizer(self.config)
         model = self.config.model
+        check_tokenizer(model, self.config.data)
         self.tokenizer, self.chat = open_chat(model, self.config.data)
         self.chat.turn_end_token_ids()
         folder = find_local_folder(model.model_name_or_path)
@@ -226,14 +226,15 @@ class RunChecks:
 
     def _check_keys(self, flag: str) -> None:
         """Check keys as the run does before it loads torch, of more rows than are tokenised."""
+        seed = self.config.optim.seed
         if isinstance(self.config, GRPOConfig):
             check = partial(parse_prompt_row, **self.known, **build_row_settings(self.config))
-            check_first_rows(PromptBuilder, self.config, flag, check=check)
+            check_first_rows(PromptBuilder, self.config.data, flag, seed=seed, check=check)
             return
         form = self.objective.choose_rows(self.config)
         check_row = vars(form).get("check")
         if check_row is not None:
-            check_first_rows(form, self.config, flag, check=check_row)
+            check_first_rows(form, self.config.data, flag, seed=seed, check=check_row)
 
     def _build_rows(self, flag: str, side: Side | None) -> list[str]:
         from open_instruct.report.preview.sample import build_rows, make_row_builder, open_sources
@@ -297,7 +298,7 @@ def find_process_memory(num_sharing: int, *, has_gpu: bool) -> int:
         return psutil.virtual_memory().total // num_sharing
     import torch
 
-    from open_instruct.run.opened import memory_of
+    from open_instruct.run.opening import find_memory_bytes
 
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-    return memory_of(device, num_sharing=num_sharing)
+    return find_memory_bytes(device, num_sharing=num_sharing)

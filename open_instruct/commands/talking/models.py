@@ -5,7 +5,7 @@ from pathlib import Path
 
 from open_instruct.core.errors import InputError
 from open_instruct.data.files.foreign_json import read_object
-from open_instruct.run.first_look import local_folder
+from open_instruct.run.first_look import fetch_folder
 from open_instruct.run.run_directory import RunDirectory
 from open_instruct.run.saved_settings import read_settings
 
@@ -45,7 +45,7 @@ def find_model(name: str) -> TalkingModel:
         return _find_model_of_run(name, RunDirectory(path=folder))
     if (folder / ADAPTER_CONFIG).is_file():
         return _model_with_adapter(name, folder)
-    return TalkingModel(name=name, folder=_talking_folder(local_folder(name)))
+    return TalkingModel(name=name, folder=_talking_folder(fetch_folder(name)))
 
 
 def find_start_model(run: str) -> TalkingModel:
@@ -88,7 +88,7 @@ def _model_with_adapter(name: str, adapter: Path) -> TalkingModel:
             "takes the base as a flag",
             kind="bad_model",
         )
-    return TalkingModel(name=name, folder=_talking_folder(local_folder(base)), adapter=adapter)
+    return TalkingModel(name=name, folder=_talking_folder(fetch_folder(base)), adapter=adapter)
 
 
 def _talking_folder(folder: Path) -> Path:

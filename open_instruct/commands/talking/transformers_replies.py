@@ -15,7 +15,7 @@ import torch
 from open_instruct.commands.talking.models import TalkingModel
 from open_instruct.core.errors import InputError
 from open_instruct.generation.replies import Sampling
-from open_instruct.run.opened_by_transformers import open_model
+from open_instruct.run.transformers_model import open_model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

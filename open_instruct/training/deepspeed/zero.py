@@ -25,7 +25,7 @@ from open_instruct.config.training import LearnerConfig
 from open_instruct.models.heads.value_head import ValueHead
 from open_instruct.parallel.data_parallel import find_mesh
 from open_instruct.parallel.process import gather_objects
-from open_instruct.run.opened import Run
+from open_instruct.run.opening import Run
 from open_instruct.run.pretrained import Pretrained
 from open_instruct.training.backend import (
     GRAD_NORM,

@@ -25,7 +25,7 @@ from open_instruct.models.attention.attention import attend_over_segments
 from open_instruct.models.attention.segments import QKV, Segments
 from open_instruct.models.delta_rule.mixer import DeltaRuleMixer
 from open_instruct.models.hf.names import matches_module
-from open_instruct.run.opened import Run
+from open_instruct.run.opening import Run
 
 FA3 = "FA3"
 FA3_PACKAGE = "flash_attn_interface"

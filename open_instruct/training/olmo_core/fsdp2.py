@@ -23,7 +23,7 @@ from open_instruct.models.attention.attention import find_context_group
 from open_instruct.models.compiled import prepare_compiler
 from open_instruct.models.hf.names import clean_name
 from open_instruct.models.shards import local_part
-from open_instruct.run.opened import Run
+from open_instruct.run.opening import Run
 from open_instruct.run.pretrained import Pretrained
 from open_instruct.training.backend import (
     Metrics,

@@ -9,7 +9,7 @@ from open_instruct.core.batch_values import BatchValues, RowValues
 from open_instruct.core.records import Batch, StepBatch
 from open_instruct.data.token_dataset import TokenDataset
 from open_instruct.parallel.status import this_process
-from open_instruct.run.opened import Run
+from open_instruct.run.opening import Run
 from open_instruct.training.rows.sample_loader import build_ahead
 
 

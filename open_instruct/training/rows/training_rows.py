@@ -10,7 +10,7 @@ from open_instruct.config.training import TrainingConfig
 from open_instruct.data.token_dataset import TokenDataset
 from open_instruct.objectives.objective import Objective
 from open_instruct.parallel.process import run_on_main_process
-from open_instruct.run.opened import Run
+from open_instruct.run.opening import Run
 from open_instruct.run.pretrained import Pretrained
 from open_instruct.training.rows.datasets import load_datasets
 from open_instruct.training.rows.sample_loader import check_place_of_samples

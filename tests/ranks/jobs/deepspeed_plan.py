@@ -17,7 +17,7 @@ from open_instruct.models.lora.adapters import find_merged_weights
 from open_instruct.objectives.dpo import DPO
 from open_instruct.parallel.process import stop_process
 from open_instruct.run.cadence import Cadence
-from open_instruct.run.opened import join_run
+from open_instruct.run.opening import join_run
 from open_instruct.run.pretrained import open_pretrained
 from open_instruct.training.deepspeed import zero as built
 from open_instruct.training.deepspeed.settings import engine_settings

@@ -17,7 +17,7 @@ from open_instruct.core.records import Batch, Document, Span, StepBatch
 from open_instruct.models.shards import local_part
 from open_instruct.objectives.dpo import DPO, DPOConfig
 from open_instruct.parallel.process import stop_process
-from open_instruct.run.opened import join_run
+from open_instruct.run.opening import join_run
 from open_instruct.run.pretrained import open_pretrained
 from open_instruct.training.olmo_core.fsdp2 import build_backend
 from open_instruct.training.policy import Policy

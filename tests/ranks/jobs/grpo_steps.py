@@ -16,7 +16,7 @@ from open_instruct.config.grpo import GRPOConfig, validate_grpo
 from open_instruct.core.records import Document, RolloutSample, Span
 from open_instruct.models.heads.logprob_head import LogprobHead
 from open_instruct.parallel.process import stop_process
-from open_instruct.run.opened import join_run
+from open_instruct.run.opening import join_run
 from open_instruct.run.pretrained import open_pretrained
 from open_instruct.training.grpo import GRPOLearner
 

@@ -30,7 +30,7 @@ from open_instruct.parallel.layout import find_layout
 from open_instruct.parallel.process import Process, stop_process
 from open_instruct.run.cadence import Cadence
 from open_instruct.run.console import Console
-from open_instruct.run.opened import Run
+from open_instruct.run.opening import Run
 from open_instruct.run.pretrained import open_pretrained
 from open_instruct.run.run_directory import RunDirectory
 from open_instruct.training import critic as critic_module

@@ -17,7 +17,7 @@ from open_instruct.commands.run_flags import parse_run
 from open_instruct.commands.tiny_model import write_tiny_model
 from open_instruct.config.resolved import write_config
 from open_instruct.objectives.dpo import DPOConfig
-from open_instruct.run.run_lock import locked
+from open_instruct.run.run_lock import lock_folder
 from tests.refusals import refused
 
 TURN = {"role": "user", "content": "What is 3 + 4?"}
@@ -191,8 +191,8 @@ def test_folder_in_use_is_refused_with_its_process(model: Path, place: Path) -> 
     folder.mkdir()
     # A lock is of a process: one of another is wanted.
     code = (
-        "import sys; from pathlib import Path; from open_instruct.run.run_lock import locked\n"
-        "with locked(Path('OUT'), say=print): print('held', flush=True); sys.stdin.read()"
+        "import sys; from pathlib import Path; from open_instruct.run.run_lock import lock_folder\n"
+        "with lock_folder(Path('OUT'), say=print): print('held', flush=True); sys.stdin.read()"
     )
     with subprocess.Popen(
         [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -203,7 +203,7 @@ def test_folder_in_use_is_refused_with_its_process(model: Path, place: Path) -> 
             main(words_for("dpo", model))
         holder.stdin.close()
     assert main(words_for("dpo", model)) == 0
-    with locked(folder, say=print):
+    with lock_folder(folder, say=print):
         pass
 
 

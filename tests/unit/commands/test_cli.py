@@ -32,7 +32,7 @@ from open_instruct.core.errors import (
 from open_instruct.objectives.dpo import DPOConfig, validate_dpo
 from open_instruct.parallel.launch import COMMAND_VARIABLE
 from open_instruct.parallel.status import this_process
-from open_instruct.run.cadence import noting_signals
+from open_instruct.run.cadence import record_signals
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 REQUIRED = ["--model_name_or_path", "model", "--mixer_list", "rows.jsonl", "1.0"]
@@ -599,7 +599,7 @@ def test_ignored_signals_stay_ignored_and_sigterm_stops(number: int, heeded: Non
     signal.signal(number, signal.SIG_IGN)
 
     def main() -> int:
-        with noting_signals() as noted:
+        with record_signals() as noted:
             os.kill(os.getpid(), number)
             assert noted.number is None
         os.kill(os.getpid(), number)
@@ -613,7 +613,7 @@ def test_ignored_signals_stay_ignored_and_sigterm_stops(number: int, heeded: Non
 def test_second_signal_ends_at_once_but_for_a_hangup_which_comes_twice(heeded: None) -> None:
     for number, ends in ((signal.SIGHUP, False), (signal.SIGTERM, True)):
         with (
-            noting_signals(second_ends_at_once=True) as noted,
+            record_signals(second_ends_at_once=True) as noted,
             pytest.raises(KeyboardInterrupt) if ends else contextlib.nullcontext(),
         ):
             os.kill(os.getpid(), number)

@@ -10,7 +10,7 @@ from open_instruct.commands.run_flags import parse_run
 from open_instruct.config.grpo import GRPOConfig
 from open_instruct.core.errors import InputError
 from open_instruct.objectives.dpo import DPOConfig
-from open_instruct.run.first_look import check_paths, local_folder
+from open_instruct.run.first_look import check_paths, fetch_folder
 from tests.refusals import refused
 from tests.unit.commands.test_cli import run_dpo
 
@@ -124,4 +124,4 @@ def test_first_look_loads_no_torch_and_leaves_no_folder(run: Path) -> None:
     assert done.returncode == 2, done.stderr
     assert done.stderr.splitlines()[-1].endswith(f"did you mean {run}/out/hf_model?")
     assert not (run / "new").exists()
-    assert local_folder(str(run)) == run, "a folder is its own copy"
+    assert fetch_folder(str(run)) == run, "a folder is its own copy"

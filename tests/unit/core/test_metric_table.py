@@ -11,7 +11,7 @@ import pytest
 
 from open_instruct.core.metrics import in_order, metric_entry, metric_table
 from open_instruct.report.charts import build_series
-from open_instruct.run.metrics_log import step_words
+from open_instruct.run.metrics_log import describe_step
 from tests.docs.pages import REPOSITORY
 
 FAMILIES = "rewards|logps|time|rho|logprob_diff|staleness|sequence_length|tokens_per_second|verifier|eval|loss|slowest_\\w+"
@@ -125,8 +125,8 @@ class TestOrder:
             "rewards/margin": 0.125,
             "lr": 1.0,
         }
-        assert step_words(row) == "loss 0.2500  margin +0.1250  accuracy 0.50  1,234 tok/s"
-        assert "accuracy" not in step_words(row | {"rewards/margin": 0})  # all are ties
+        assert describe_step(row) == "loss 0.2500  margin +0.1250  accuracy 0.50  1,234 tok/s"
+        assert "accuracy" not in describe_step(row | {"rewards/margin": 0})  # all are ties
 
 
 def test_file_has_a_line_for_each() -> None:

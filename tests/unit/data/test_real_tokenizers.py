@@ -25,7 +25,7 @@ from open_instruct.data.files.rows import MalformedRow
 from open_instruct.data.sft_rows import ReplyBuilder, SFTBuilder
 from open_instruct.data.token_dataset import load_token_dataset
 from open_instruct.data.tokenizer import load_tokenizer
-from open_instruct.run.turn_ends import exported_settings
+from open_instruct.run.generation_settings import build_export_settings
 from tests.unit.token_data import load_rows, write_rows
 
 pytestmark = pytest.mark.extended
@@ -210,7 +210,7 @@ def test_export_has_the_same_ids_and_ends_turns(real: Real, tmp_path: Path) -> N
     """As transformers opens the tokenizer that stands beside exported weights."""
     fields = {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
     (tmp_path / "config.json").write_text(json.dumps(fields))
-    settings = exported_settings(tmp_path, real.folder, real.tokenizer, real.chat)
+    settings = build_export_settings(tmp_path, real.folder, real.tokenizer, real.chat)
     folder = tmp_path / "export"
     folder.mkdir()
     (folder / "tokenizer.json").write_bytes((real.folder / "tokenizer.json").read_bytes())

@@ -15,7 +15,7 @@ from open_instruct.data.files.rows import MalformedRow
 from open_instruct.data.mixer import parse_mixer_list
 from open_instruct.data.sft_rows import SFTBuilder
 from open_instruct.data.templates.chat_templates import ChatTemplate, check_syntax
-from open_instruct.run.turn_ends import exported_generation_config
+from open_instruct.run.generation_settings import build_generation_config
 from tests.unit.token_data import byte_tokenizer, write_rows
 
 ASKS = "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
@@ -196,5 +196,5 @@ def test_export_ends_where_a_turn_does(
 ) -> None:
     if given is not None:
         (tmp_path / "generation_config.json").write_text(json.dumps(given))
-    fields = exported_generation_config(tmp_path, model, tokenizer, (2,), is_own_tokenizer=is_own)
+    fields = build_generation_config(tmp_path, model, tokenizer, (2,), is_own_tokenizer=is_own)
     assert fields == {**(given or {}), "eos_token_id": expected}

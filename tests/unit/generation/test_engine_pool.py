@@ -17,7 +17,7 @@ from open_instruct.generation import engine_pool
 from open_instruct.generation.engine import Engine
 from open_instruct.generation.engine_pool import EnginePool
 from open_instruct.generation.requests import Home
-from open_instruct.run.alarms import slowest
+from open_instruct.run.alarms import find_slowest
 from tests.unit.fake_engine import (
     MAX_NUM_SEQS,
     MAX_PROMPT_LENGTH,
@@ -139,7 +139,7 @@ def test_slow_engine_is_known_by_its_own_requests(two: Pool) -> None:
     two.made[1].core.step = slowed
     assert two.pool.paces() == [None, None]
     texts(two.submit(*range(48)))
-    row = slowest("engine", two.pool.paces())
+    row = find_slowest("engine", two.pool.paces())
     assert row["slowest_engine"] == 1 and row["slowest_engine/times"] > 1.5
 
 

@@ -17,9 +17,9 @@ from open_instruct.planning import plan
 from open_instruct.planning.memory.phases import memory_by_phase
 from open_instruct.planning.start_check import StartCheck, check_plan
 from open_instruct.rl.checked_run import _apply_plan
-from open_instruct.run import opened
+from open_instruct.run import opening
 from open_instruct.run.console import Console
-from open_instruct.run.opened import Run
+from open_instruct.run.opening import Run
 from open_instruct.run.run_directory import RunDirectory
 from tests.refusals import refused
 
@@ -53,7 +53,7 @@ def start(
 
     def start(host_gib: float, nodes: tuple[int, ...], *words: str) -> str:
         monkeypatch.setattr(
-            opened.psutil, "virtual_memory", lambda: SimpleNamespace(total=round(host_gib * GIB))
+            opening.psutil, "virtual_memory", lambda: SimpleNamespace(total=round(host_gib * GIB))
         )
         required = [
             "--model_name_or_path",
@@ -74,7 +74,7 @@ def start(
             RunDirectory(path=folder),
         )
         run = Run(process=process, layout=layout, directory=directory, console=Console(speaks=True))
-        opened.planned_run(config, run, folder)
+        opening.plan_run(config, run, folder)
         return " ".join(capsys.readouterr().out.split())  # lines go on at a word
 
     return start
@@ -171,8 +171,8 @@ class TestCheckpointing:
         check = check_plan(
             config, (8,), model_folder=str(folder), memory_bytes=memory_bytes, on_cuda=on_cuda
         )
-        mode = opened.say_plan(check, Console(speaks=True), RunDirectory(path=folder))
-        chosen = opened.apply_plan(config, mode)
+        mode = opening.say_plan(check, Console(speaks=True), RunDirectory(path=folder))
+        chosen = opening.apply_plan(config, mode)
         self.memory, self.optim = chosen.memory, chosen.optim
         return self.memory.activation_checkpointing
 
@@ -255,7 +255,7 @@ class TestLauncher:
     def on_a_cpu(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
         monkeypatch.setattr(
-            opened.psutil, "virtual_memory", lambda: SimpleNamespace(total=64 * GIB)
+            opening.psutil, "virtual_memory", lambda: SimpleNamespace(total=64 * GIB)
         )
 
     def config(self, folder: Path, *words: str) -> GRPOConfig:

@@ -12,7 +12,7 @@ from rich.console import Console as RichConsole
 from open_instruct.core.records import RolloutGroup
 from open_instruct.rl.view import FleetView
 from open_instruct.run.console import Console
-from open_instruct.run.metrics_log import step_words
+from open_instruct.run.metrics_log import describe_step
 from tests.unit.fake_rollouts import PROMPT, completion, group_of
 
 QUEUES = {"in_flight": 12, "verifying": 3.0, "waiting": 0}
@@ -70,8 +70,8 @@ def test_numbers_of_a_step_in_words() -> None:
         "loss -0.0123  41.3 tokens/answer  weights 0.8 steps old  idle 3.0 s  trained 2.5 s  "
         "synced 0.1 s"
     )
-    assert step_words(row(2)) == f"reward 0.250  {words}"
-    assert step_words(row(2) | {"eval/reward": 0.5}) == f"reward 0.250  held-out 0.500  {words}"
+    assert describe_step(row(2)) == f"reward 0.250  {words}"
+    assert describe_step(row(2) | {"eval/reward": 0.5}) == f"reward 0.250  held-out 0.500  {words}"
 
 
 class TestPlainLines:
@@ -84,7 +84,8 @@ class TestPlainLines:
             for step in range(1, num_steps + 1):
                 view.show_step(row(step))
         words = [
-            f"step {step}/{num_steps}  {step_words(row(step))}" for step in range(1, num_steps + 1)
+            f"step {step}/{num_steps}  {describe_step(row(step))}"
+            for step in range(1, num_steps + 1)
         ]
         assert [without_time_left(line) for line in lines(view)] == [
             words[step - 1] for step in said
@@ -183,7 +184,7 @@ class TestPanel:
             with view.phase("training"):
                 view._live.refresh()
         text = view.console.rich.file.getvalue()
-        assert f"step 1/80  {step_words(row(1))}" in text
+        assert f"step 1/80  {describe_step(row(1))}" in text
         assert text.rindex("GRPO") > text.index("step 2/80")
         assert re.search(r"training, \d+ s", text)
 

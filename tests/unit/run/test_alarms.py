@@ -12,8 +12,8 @@ from open_instruct.run.alarms import (
     GROWTH_WINDOW,
     GrowthWatch,
     SlownessWatch,
-    slowest,
-    slowest_loader,
+    find_slowest,
+    find_slowest_loader,
 )
 from open_instruct.run.metrics_log import MetricsLog
 
@@ -23,8 +23,8 @@ Paces = list[float | None]
 def warnings_of_paces(what: str, token_s: Paces, *, before: Paces | None = None) -> list[str]:
     """Those of the second of two comparisons."""
     watch = SlownessWatch()
-    assert watch.after_step(slowest(what, token_s if before is None else before)) == []
-    return watch.after_step(slowest(what, token_s))
+    assert watch.after_step(find_slowest(what, token_s if before is None else before)) == []
+    return watch.after_step(find_slowest(what, token_s))
 
 
 @pytest.mark.parametrize(
@@ -62,13 +62,15 @@ def test_processes_that_are_alike_or_unknown_lead_to_no_warning(token_s: Paces) 
 def test_processes_that_share_the_cores_of_a_host_are_not_compared() -> None:
     """Which of them waits for a core is chance; a host may still be slower than another."""
     paces: Paces = [0.001, 0.0041, None, 0.002]
-    assert slowest("learner", paces, ["laptop"] * 4) == {}
-    assert slowest("learner", [0.01, 0.002, 0.003, 0.007, 0.006], ["a", "a", "a", "b", "b"]) == {
+    assert find_slowest("learner", paces, ["laptop"] * 4) == {}
+    assert find_slowest(
+        "learner", [0.01, 0.002, 0.003, 0.007, 0.006], ["a", "a", "a", "b", "b"]
+    ) == {
         "slowest_learner": 4.0,
         "slowest_learner/times": pytest.approx(3.0),
         "learners/token_s": 0.002,
     }
-    assert slowest("learner", paces, [None] * 4) == slowest("learner", paces) != {}
+    assert find_slowest("learner", paces, [None] * 4) == find_slowest("learner", paces) != {}
     assert find_cpu_host("cpu") and find_cpu_host("cuda") is None
 
 
@@ -84,27 +86,27 @@ def test_two_comparisons_in_a_row_must_find_a_slow_process() -> None:
 def test_learner_that_alone_waits_for_rows_leads_to_one_warning() -> None:
     watch = SlownessWatch()
     all_wait, one_waits = [0.5, 0.6, 0.55], [0.02, 0.01, 0.45]
-    assert [watch.after_step(slowest_loader(shares)) for shares in (all_wait, one_waits)] == [
+    assert [watch.after_step(find_slowest_loader(shares)) for shares in (all_wait, one_waits)] == [
         [],
         [],
     ]
-    (warning,) = watch.after_step(slowest_loader(one_waits))
+    (warning,) = watch.after_step(find_slowest_loader(one_waits))
     assert warning.startswith(
         "learner-2 waits for its own rows for 45% of its time (the others' median is 2%)"
     )
-    assert watch.after_step(slowest_loader(one_waits)) == []
-    assert slowest_loader([0.9]) == {}
+    assert watch.after_step(find_slowest_loader(one_waits)) == []
+    assert find_slowest_loader([0.9]) == {}
 
 
 def test_each_kind_of_slow_process_leads_to_one_warning(tmp_path: Path) -> None:
     warnings: list[str] = []
     log = MetricsLog(tmp_path / "metrics.jsonl", warn=warnings.append)
     for step in range(1, 41):
-        row = slowest("learner", [0.01, 0.03]) if step % 10 == 0 else {}
+        row = find_slowest("learner", [0.01, 0.03]) if step % 10 == 0 else {}
         log.write(
             {"step": step, "loss": 0.5}
             | row
-            | (slowest("engine", [0.2, 0.1]) if step in (25, 30) else {})
+            | (find_slowest("engine", [0.2, 0.1]) if step in (25, 30) else {})
         )
     assert [line.split(" takes")[0] for line in warnings] == [
         "after step 20 learner-1",
@@ -121,7 +123,7 @@ def test_warning_goes_to_the_log_where_nobody_else_listens(
     with caplog.at_level(logging.WARNING):
         log = MetricsLog(tmp_path / "metrics.jsonl")
         for step in (10, 20):
-            log.write({"step": step, "loss": 0.5} | slowest("learner", [0.01, 0.05]))
+            log.write({"step": step, "loss": 0.5} | find_slowest("learner", [0.01, 0.05]))
     assert "after step 20 learner-1 takes 5.0 times" in caplog.text
 
 

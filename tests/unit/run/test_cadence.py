@@ -4,7 +4,7 @@ import pytest
 
 from open_instruct.commands.run_flags import parse_run
 from open_instruct.config.grpo import GRPOConfig
-from open_instruct.run.cadence import Cadence, cadence_of
+from open_instruct.run.cadence import Cadence, build_cadence
 
 
 @pytest.mark.parametrize(
@@ -39,11 +39,11 @@ def test_cadence_of_grpo() -> None:
         "--total_episodes 1280 --num_unique_prompts_rollout 8 --num_samples_per_prompt_rollout 16"
     )
     words = f"{required} {sizes} --checkpointing_steps 7 --ephemeral_save_interval 3".split()
-    assert cadence_of(parse_run(GRPOConfig, words)) == Cadence(
+    assert build_cadence(parse_run(GRPOConfig, words)) == Cadence(
         num_steps=10, save_every=7, save_ephemeral_every=3
     )
     config = parse_run(
         GRPOConfig,
         [*words, "--dataset_mixer_eval_list", "e.jsonl", "1.0", "--local_eval_every", "4"],
     )
-    assert cadence_of(config).evaluate_every == 4
+    assert build_cadence(config).evaluate_every == 4

@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console as RichConsole
 
 from open_instruct.run.console import Console
-from open_instruct.run.metrics_log import step_words
+from open_instruct.run.metrics_log import describe_step
 
 
 def console_of(width: int, *, is_terminal: bool = False) -> Console:
@@ -71,7 +71,7 @@ def test_bar_of_the_training_shows_all_numbers_whole(width: int) -> None:
         "rewards/accuracy": 0.5,
         "tokens_per_second": 12345,
     }
-    words = step_words(row | {"peak_memory_gib": 12.25})
+    words = describe_step(row | {"peak_memory_gib": 12.25})
     console = console_of(width, is_terminal=True)
     with console.training(first_step=0, num_steps=1000) as show:
         show(123, words)

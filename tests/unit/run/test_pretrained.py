@@ -12,7 +12,7 @@ from open_instruct.commands.tiny_model import write_tiny_model
 from open_instruct.objectives.dpo import DPOConfig, validate_dpo
 from open_instruct.parallel.layout import resolve_layout
 from open_instruct.run import pretrained
-from open_instruct.run.pretrained import local_folder, open_pretrained
+from open_instruct.run.pretrained import fetch_folder, open_pretrained
 from tests.refusals import refused
 
 REQUIRED = ["--mixer_list", "rows.jsonl", "1.0", "--output_dir", "out", "--model_name_or_path"]
@@ -54,9 +54,9 @@ def test_pretrained_takes_the_given_revision_of_the_hub(
 
 
 def test_folder_has_no_revisions(tmp_path: Path) -> None:
-    assert local_folder(str(tmp_path), revision="main") == tmp_path
+    assert fetch_folder(str(tmp_path), revision="main") == tmp_path
     with refused("conflict", "model_revision", "v2"):
-        local_folder(str(tmp_path), revision="v2")
+        fetch_folder(str(tmp_path), revision="v2")
 
 
 def test_revision_of_no_tokenizer_is_refused() -> None:

@@ -18,7 +18,7 @@ from open_instruct.objectives.dpo import DPOConfig
 from open_instruct.run.console import Console
 from open_instruct.run.earlier_command import refuse_another_command
 from open_instruct.run.metrics_log import MetricsLog
-from open_instruct.run.opened import claim_run_folder
+from open_instruct.run.opening import claim_run_folder
 from open_instruct.run.run_directory import RunDirectory
 from tests.refusals import refused
 

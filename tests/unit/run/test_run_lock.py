@@ -17,7 +17,7 @@ import pytest
 from filelock import SoftFileLease
 
 from open_instruct.run import run_lock
-from open_instruct.run.run_lock import locked
+from open_instruct.run.run_lock import lock_folder
 from tests.refusals import refused
 
 HOLD = """
@@ -25,7 +25,7 @@ import os, sys, time
 from pathlib import Path
 from open_instruct.run import run_lock
 run_lock.BEAT_S = 0.1
-with run_lock.locked(Path(sys.argv[1]), say=print):
+with run_lock.lock_folder(Path(sys.argv[1]), say=print):
     if "fork" in sys.argv and os.fork() == 0:
         time.sleep(60)
         os._exit(0)
@@ -53,7 +53,7 @@ def holder(folder: Path, *words: str) -> Iterator[subprocess.Popen[str]]:
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_lock, "BEAT_S", 0.1)
     monkeypatch.setattr(run_lock, "WATCH_S", 1.0)
-    monkeypatch.setattr(run_lock, "LOOKS_S", 1.0)
+    monkeypatch.setattr(run_lock, "ACQUIRE_TIMEOUT_S", 1.0)
 
 
 def no_locks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,7 +88,7 @@ def test_second_run_is_told_who_holds_the_folder(
             process.send_signal(signal.SIGSTOP)
             time.sleep(1.5)
         with refused("other_run", "output_dir", f"{process.pid}"):
-            locked(tmp_path, say=print).__enter__()
+            lock_folder(tmp_path, say=print).__enter__()
         assert held_by(tmp_path) == process.pid
 
 
@@ -98,17 +98,17 @@ def test_killed_holder_blocks_nobody(tmp_path: Path, words: tuple[str, ...]) -> 
     with holder(tmp_path, *words) as process:
         os.kill(process.pid, signal.SIGKILL)
         process.wait()
-        with locked(tmp_path, say=said.append):
+        with lock_folder(tmp_path, say=said.append):
             assert held_by(tmp_path) == os.getpid()
     assert said == []  # and nobody had to wait
 
 
 def test_released_folder_is_free(tmp_path: Path) -> None:
     for _ in range(2):
-        with locked(tmp_path, say=print):
+        with lock_folder(tmp_path, say=print):
             pass
         assert [path.name for path in tmp_path.iterdir()] == ["run.lock"]
-    with pytest.raises(KeyError), locked(tmp_path, say=print):
+    with pytest.raises(KeyError), lock_folder(tmp_path, say=print):
         raise KeyError
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("filelock")]
 
@@ -121,7 +121,7 @@ def test_dead_holder_on_another_machine_is_watched_and_followed(
     record(tmp_path)
     its_time_s = time.time() + 3600 * hours_ahead
     os.utime(tmp_path / "run.lease", (its_time_s, its_time_s))
-    with locked(tmp_path, say=said.append):
+    with lock_folder(tmp_path, say=said.append):
         pass
     assert len(said) == 1
     assert "last held by process 4711 on node7" in said[0]
@@ -145,7 +145,7 @@ def test_living_holder_on_another_machine_refuses(
     there = threading.Thread(target=renew)
     there.start()
     with refused("other_run", "output_dir", "4711"):
-        locked(tmp_path, say=print).__enter__()
+        lock_folder(tmp_path, say=print).__enter__()
     has_ended.set()
     there.join()
 
@@ -153,9 +153,9 @@ def test_living_holder_on_another_machine_refuses(
 def test_lease_decides_without_file_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     no_locks(monkeypatch)
     with holder(tmp_path) as process, refused("other_run", "output_dir", f"{process.pid}"):
-        locked(tmp_path, say=print).__enter__()
+        lock_folder(tmp_path, say=print).__enter__()
     said: list[str] = []
-    with locked(tmp_path, say=said.append):
+    with lock_folder(tmp_path, say=said.append):
         assert said == []
 
 
@@ -165,7 +165,7 @@ def test_lease_decides_without_file_locks(tmp_path: Path, monkeypatch: pytest.Mo
 def test_damaged_record_blocks_nobody(tmp_path: Path, content: str) -> None:
     record(tmp_path, content)
     os.utime(tmp_path / "run.lease", (0, 0))
-    with locked(tmp_path, say=print):
+    with lock_folder(tmp_path, say=print):
         pass
 
 
@@ -184,7 +184,7 @@ def test_lease_that_cannot_be_renewed_ends_nothing(
         tried.set()
         raise OSError(errno.EDQUOT, "Disk quota exceeded")
 
-    with locked(tmp_path, say=print):
+    with lock_folder(tmp_path, say=print):
         monkeypatch.setattr(os, "utime", full)
         assert tried.wait(30)
         time.sleep(1.5)
@@ -194,7 +194,7 @@ def test_lease_that_cannot_be_renewed_ends_nothing(
 
 
 def test_lease_that_somebody_removed_is_written_again(tmp_path: Path) -> None:
-    with locked(tmp_path, say=print):
+    with lock_folder(tmp_path, say=print):
         (tmp_path / "run.lease").unlink()
         _wait_until_renewed(tmp_path)
         assert held_by(tmp_path) == os.getpid()

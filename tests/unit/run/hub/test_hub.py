@@ -17,7 +17,7 @@ from open_instruct.commands.process import run_entry
 from open_instruct.commands.run_flags import parse_run
 from open_instruct.config.resolved import provenance, write_config
 from open_instruct.objectives.dpo import DPOConfig, validate_dpo
-from open_instruct.run.card import card_of
+from open_instruct.run.card import write_card
 from open_instruct.run.run_directory import RunDirectory
 from tests.unit.run.hub.fake_hub import FakeHub, fake_hub
 
@@ -135,7 +135,7 @@ def test_card_says_what_the_run_was(tmp_path: Path) -> None:
     write_config(config, directory.config, provenance())
     for step, accuracy in ((0, 0.5), (4, 0.75), (8, 2 / 3)):
         directory.write_evaluation({"step": step, "eval/accuracy": accuracy, "samples": []})
-    card = card_of(directory, trained_by="dpo")
+    card = write_card(directory, trained_by="dpo")
     _, head, text = card.split("---\n", 2)
     assert yaml.safe_load(head) == {
         "library_name": "transformers",
@@ -151,7 +151,7 @@ def test_card_says_what_the_run_was(tmp_path: Path) -> None:
     assert "|  | step 0 | step 8 |\n| --- | --- | --- |\n| eval/accuracy | 0.5 | 0.6667 |\n" in text
     settings = text.partition("```yaml\n")[2].partition("```")[0]
     assert yaml.safe_load(settings)["beta"] == 3 and "#   transformers: " in settings
-    assert "| eval/accuracy | 0.5 | 0.75 |" in card_of(directory, trained_by="dpo", until=4)
+    assert "| eval/accuracy | 0.5 | 0.75 |" in write_card(directory, trained_by="dpo", until=4)
 
 
 def test_card_names_no_base_model_of_a_local_folder(tmp_path: Path) -> None:
@@ -165,7 +165,7 @@ def test_card_names_no_base_model_of_a_local_folder(tmp_path: Path) -> None:
         "1.0",
     ]
     write_config(parse_run(DPOConfig, [*words, "--output_dir", "o"]), directory.config)
-    card = card_of(directory, trained_by="reward_model", is_adapter=True)
+    card = write_card(directory, trained_by="reward_model", is_adapter=True)
     head = yaml.safe_load(card.split("---\n")[1])
     assert (head["library_name"], head["pipeline_tag"]) == ("peft", "text-classification")
     assert head.keys() == {"library_name", "pipeline_tag", "tags"}
@@ -174,7 +174,7 @@ def test_card_names_no_base_model_of_a_local_folder(tmp_path: Path) -> None:
 
 def test_model_is_exported_without_a_card_where_the_settings_are_gone(tmp_path: Path) -> None:
     directory = RunDirectory(path=tmp_path)
-    assert card_of(directory, trained_by="dpo") is None
+    assert write_card(directory, trained_by="dpo") is None
     for damaged in (b"\xff\xfe", b"a: [1", b"", b"[1]", b"seed: 1"):
         directory.config.write_bytes(damaged)
-        assert card_of(directory, trained_by="dpo") is None
+        assert write_card(directory, trained_by="dpo") is None

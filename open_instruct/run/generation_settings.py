@@ -1,6 +1,6 @@
-"""The settings beside an exported model that keep its token ids and its ends of replies.
+"""Builds the settings beside an exported model: its tokenizer's, and where its replies end.
 
-generate(), pipelines and vLLM end a reply at the ids that generation_config.json names.
+generate(), pipelines and vLLM end a reply at the ids in generation_config.json.
 """
 
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ NAME = "generation_config.json"
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
-def exported_settings(
+def build_export_settings(
     folder: Path,
     tokenizer_folder: Path,
     tokenizer: PreTrainedTokenizerFast,
@@ -28,7 +28,7 @@ def exported_settings(
     Args:
         folder: the start model's.
         tokenizer_folder: of the tokenizer that is exported beside it.
-        chat: with which the model was trained; None for one that writes no replies.
+        chat: the chat format of the training; None for a model that writes no replies.
 
     Raises:
         InputError: no reader would open the tokenizer with the ids that it has here, or it cannot
@@ -37,7 +37,7 @@ def exported_settings(
     fields = read_object(folder / "config.json")
     settings = {"tokenizer_config": build_tokenizer_config(tokenizer_folder, fields)}
     if chat is not None:
-        settings["generation_config"] = exported_generation_config(
+        settings["generation_config"] = build_generation_config(
             folder,
             fields,
             tokenizer,
@@ -47,7 +47,7 @@ def exported_settings(
     return settings
 
 
-def exported_generation_config(
+def build_generation_config(
     source: Path,
     model_fields: Mapping[str, Any],
     tokenizer: PreTrainedTokenizerFast,
@@ -58,9 +58,8 @@ def exported_generation_config(
     """The start model's fields, with the trained model's turn ends in `eos_token_id`.
 
     Args:
-        source: the start model's folder; where it has no such file, the ids are those of its
-            config.json.
-        model_fields: of that config.json.
+        source: the start model's folder; without such a file, the ids of its config.json hold.
+        model_fields: the fields of that config.json.
         turn_end_token_ids: those of the template and the tokenizer that the model was trained with.
         is_own_tokenizer: whether the tokenizer is the start model's. Another one may use an id of
             its eos for a word, so that then only special tokens stay.
@@ -68,17 +67,18 @@ def exported_generation_config(
     Example: a base model that ends at `[0]`, trained with ChatML, whose `<|im_end|>` is 2, ends at
     `[0, 2]`.
     """
-    fields = read_object(source / NAME) if (source / NAME).is_file() else {}
-    fields = {
-        name: model_fields[name] for name in TOKEN_IDS if model_fields.get(name) is not None
-    } | fields
-    given = fields.get("eos_token_id")
-    known = given if isinstance(given, list) else [given]
+    fields = {name: model_fields[name] for name in TOKEN_IDS if model_fields.get(name) is not None}
+    if (source / NAME).is_file():
+        fields |= read_object(source / NAME)
+    before = fields.get("eos_token_id")
+    if not isinstance(before, list):
+        before = [before]
     special = {*tokenizer.added_tokens_decoder, *tokenizer.all_special_ids}
-    kept = [
-        each for each in known if isinstance(each, int) and (is_own_tokenizer or each in special)
-    ]
-    new = [each for each in turn_end_token_ids if each not in kept]
-    if kept + new == known or not kept + new:
+    after = []
+    for token_id in before:
+        if isinstance(token_id, int) and (is_own_tokenizer or token_id in special):
+            after.append(token_id)
+    after += [token_id for token_id in turn_end_token_ids if token_id not in after]
+    if after == before or not after:
         return fields
-    return fields | {"eos_token_id": kept + new}
+    return fields | {"eos_token_id": after}

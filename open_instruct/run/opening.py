@@ -1,4 +1,4 @@
-"""The opening of a training run: process group, layout, folder, console and plan."""
+"""Opens a training run: process group, layout, folder, console and plan."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -37,11 +37,11 @@ from open_instruct.planning.plan import BATCH
 from open_instruct.planning.start_check import StartCheck, check_plan
 from open_instruct.planning.subject.build_workload import RunConfig
 from open_instruct.run.console import Console
-from open_instruct.run.run_directory import RunDirectory, log_to
-from open_instruct.run.run_lock import locked
+from open_instruct.run.run_directory import RunDirectory, start_log
+from open_instruct.run.run_lock import lock_folder
 
 ConfigT = TypeVar("ConfigT", bound=LearnerConfig)
-CHOSEN_BY_PLAN = ("activation_checkpointing", "activation_checkpointing_modules")
+PLAN_CHOICES = ("activation_checkpointing", "activation_checkpointing_modules")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,13 +70,10 @@ def open_run(config: TrainingConfig, command: str) -> Iterator[Run]:
     directory = RunDirectory(path=Path(config.run.output_dir))
     console = Console(speaks=process.rank == 0)
     this_process.watch_ranks(config.parallel.dist_timeout_s)
-    with ExitStack() as held:
-        run_on_main_process(
-            lambda: held.enter_context(
-                claim_run_folder(directory, config, layout, console, command)
-            )
-        )
-        log_to(directory.log, rank=process.rank)
+    claim = claim_run_folder(directory, config, layout, console, command)
+    with ExitStack() as stack:
+        run_on_main_process(lambda: stack.enter_context(claim))
+        start_log(directory.log, rank=process.rank)
         idle = find_idle_gpus(
             config.parallel, num_ranks=layout.world_size, num_gpus=torch.cuda.device_count()
         )
@@ -90,14 +87,14 @@ def open_run(config: TrainingConfig, command: str) -> Iterator[Run]:
 
 
 def join_run(config: LearnerConfig) -> Run:
-    """Join the ranks of a run whose folder another process holds; prints nothing, logs as it does.
+    """Join the ranks of a run whose folder another process holds, which alone prints.
 
     :raises InputError: if the flags cannot work on these nodes.
     """
     process = start_process(timeout_s=config.parallel.dist_timeout_s, seed=config.optim.seed)
     layout = find_layout(config.parallel, process.gpus_per_node, config.backend)
     directory = RunDirectory(path=Path(config.run.output_dir))
-    log_to(directory.log, rank=process.rank)
+    start_log(directory.log, rank=process.rank)
     return Run(process=process, layout=layout, directory=directory, console=Console(speaks=False))
 
 
@@ -116,24 +113,21 @@ def claim_run_folder(
     :raises InputError: if it cannot be written, is in use, or holds another run.
     """
     directory.create()
-    with locked(directory.path, say=console.say):
+    with lock_folder(directory.path, say=console.say):
         directory.remove_partials()
         if config.run.overwrite_output_dir:
             directory.remove_earlier_run()
         refuse_another_format(directory.path)
-        if (step := latest_step(directory.path)) is not None:
+        step = latest_step(directory.path)
+        if step is not None:
             refuse_another_run(config, directory, layout, step, console)
         directory.write_layout(layout)
-        write_config(
-            config,
-            directory.config,
-            {"world_size": layout.world_size} | provenance(),
-            command=command,
-        )
+        facts = {"world_size": layout.world_size} | provenance()
+        write_config(config, directory.config, facts, command=command)
         yield
 
 
-def planned_run(config: ConfigT, run: Run, folder: Path) -> ConfigT:
+def plan_run(config: ConfigT, run: Run, folder: Path) -> ConfigT:
     """Print the plan of a run whose ranks have met; `folder` holds the model's config.json.
 
     Returns the flags with the plan's choices for the smallest device, the same on every rank.
@@ -143,9 +137,9 @@ def planned_run(config: ConfigT, run: Run, folder: Path) -> ConfigT:
     device = run.process.device
     nodes = run.layout.gpus_per_node
     num_sharing = nodes[run.layout.node_of(run.process.rank)]
-    memory_bytes = min(gather_objects(memory_of(device, num_sharing=num_sharing)))
+    memory_bytes = min(gather_objects(find_memory_bytes(device, num_sharing=num_sharing)))
     on_cuda = device.type == "cuda"
-    planned = cast(RunConfig, config)  # the planner looks at its type
+    planned = cast(RunConfig, config)  # the planner checks its type
     warn_noop_offload(config, run.console, on_cuda=on_cuda)
 
     def say() -> dict[str, Any]:
@@ -158,10 +152,10 @@ def planned_run(config: ConfigT, run: Run, folder: Path) -> ConfigT:
 
 
 def warn_noop_offload(config: LearnerConfig, console: Console, *, on_cuda: bool) -> None:
-    """Name the flags of FSDP2 that ask for the host's memory where there is no other."""
+    """Name the flags that offload to the host's memory where there is no other memory."""
     if not on_cuda and config.parallel.backend == "olmo_core":
-        for given in changed(config, "adam_offload", "offload"):
-            console.say(f"{given} changes nothing without CUDA: all is on the host")
+        for flag in changed(config, "adam_offload", "offload"):
+            console.say(f"{flag} changes nothing without CUDA: all is on the host")
 
 
 def say_plan(check: StartCheck, console: Console, directory: RunDirectory) -> dict[str, Any]:
@@ -180,17 +174,14 @@ def apply_plan(config: ConfigT, plan: Mapping[str, Any]) -> ConfigT:
     """The flags with the saved plan's choice for --activation_checkpointing auto, if any."""
     if config.memory.activation_checkpointing != "auto":
         return config
-    chosen = {"activation_checkpointing": "none"} | {
-        name: plan[name] for name in CHOSEN_BY_PLAN if plan.get(name)
-    }
-    rows = {name: plan[name] for name in BATCH if name in plan}
-    return replace(
-        config, memory=replace(config.memory, **chosen), optim=replace(config.optim, **rows)
-    )
+    choices = {name: plan[name] for name in PLAN_CHOICES if plan.get(name)}
+    memory = replace(config.memory, **({"activation_checkpointing": "none"} | choices))
+    batch = {name: plan[name] for name in BATCH if name in plan}
+    return replace(config, memory=memory, optim=replace(config.optim, **batch))
 
 
-def memory_of(device: torch.device, *, num_sharing: int) -> int:
-    """Bytes of a GPU; without CUDA `num_sharing` processes share the host's."""
+def find_memory_bytes(device: torch.device, *, num_sharing: int) -> int:
+    """The bytes of a GPU; without CUDA `num_sharing` processes share the host's."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     return psutil.virtual_memory().total // num_sharing
@@ -199,7 +190,7 @@ def memory_of(device: torch.device, *, num_sharing: int) -> int:
 def refuse_another_run(
     config: LearnerConfig, directory: RunDirectory, layout: ShardLayout, step: int, console: Console
 ) -> None:
-    """Refuse to continue checkpoints in another run, but for a longer one after the first ended."""
+    """Refuse to continue another run's checkpoints; a run that has ended may become longer."""
     if not directory.config.exists():
         raise InputError(
             f"{directory.path} holds checkpoints, and no config.yaml with the flags of the run "
@@ -219,17 +210,18 @@ def refuse_another_run(
         ) from error
     world = layout.data_parallel_world_size
     has_ended = directory.hf_model.is_dir() or directory.adapter.is_dir()
-    worlds = (directory.saved_data_parallel_world_size() or world, world)
+    worlds = (directory.read_data_parallel_world_size() or world, world)
     refuse_conflicts(saved, config, worlds=worlds, ended_after=step if has_ended else None)
-    was = config.backend.sharing(before.parallel, layout)
+    earlier = config.backend.sharing(before.parallel, layout)
     now = config.backend.sharing(config.parallel, layout)
-    if was != now:
+    if earlier != now:
         console.say(
-            f"the run in {directory.path} had {was}, and goes on with {now}. Weights and "
+            f"the run in {directory.path} had {earlier}, and goes on with {now}. Weights and "
             "optimizer states stay the same; sums are taken in another order, so losses may "
             "differ in their last digits"
         )
-    if lengths := changed_lengths(saved, config):
+    lengths = changed_lengths(saved, config)
+    if lengths:
         schedule = config.optim.lr_scheduler_type
         console.warn(
             f"the run in {directory.path} had ended after step {step}, and goes on from there "
