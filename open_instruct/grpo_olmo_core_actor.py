@@ -94,8 +94,14 @@ def preflight(config: GRPOConfig) -> None:
         known_environments=environments,
         **build_row_settings(config),
     )
-    flags = ("dataset_mixer_list", "dataset_mixer_eval_list")
-    check_first_rows(PromptBuilder, config.data, *flags, seed=config.optim.seed, check=check)
+    check_first_rows(
+        PromptBuilder,
+        config.data,
+        "dataset_mixer_list",
+        "dataset_mixer_eval_list",
+        seed=config.optim.seed,
+        check=check,
+    )
 
 
 def train(

@@ -125,8 +125,14 @@ def preflight(config: TrainingConfig, *, objective: Objective) -> None:
         check_head(read_config_fields(folder)["model_type"], objective.choose_head(config))
     form = objective.choose_rows(config)
     if (check := vars(form).get("check")) is not None:
-        flags = ("mixer_list", "eval_mixer_list")
-        check_first_rows(form, config.data, *flags, seed=config.optim.seed, check=check)
+        check_first_rows(
+            form,
+            config.data,
+            "mixer_list",
+            "eval_mixer_list",
+            seed=config.optim.seed,
+            check=check,
+        )
 
 
 def train(
