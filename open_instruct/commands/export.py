@@ -58,7 +58,8 @@ def main(words: Sequence[str]) -> int:
     config, objective = saved.config, saved.objective
 
     from open_instruct.checkpoints.step_folder import step_of
-    from open_instruct.models.lora.adapters import add_adapters
+    from open_instruct.models.lora.adapters import MergedWeights, add_adapters
+    from open_instruct.models.nf4 import describe_rounding, find_rounding
     from open_instruct.run.pretrained import open_pretrained
 
     folder = checkpoint_of(run, step_name)
@@ -83,6 +84,10 @@ def main(words: Sequence[str]) -> int:
         more_config=objective.export_fields(config, pretrained.tokenizer, pretrained.hf_config),
     )
     print(f"{folder} is in {Path(flags.output_dir).absolute()} ({num_bytes / 1e6:,.1f} MB)")
+    if isinstance(weights, MergedWeights) and weights.meter.squares:
+        changes = find_rounding([weights.meter.sums()])
+        names = pretrained.names
+        print(describe_rounding({names.hf_name(name): each for name, each in changes.items()}))
     return 0
 
 

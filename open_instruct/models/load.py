@@ -12,7 +12,7 @@ The steps, with a model that `build_model` made on the meta device and `parallel
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -22,6 +22,7 @@ from open_instruct.models.build import find_not_finite
 from open_instruct.models.hf.checkpoint_files import CheckpointFiles
 from open_instruct.models.hf.head_kinds import LM_HEAD
 from open_instruct.models.hf.names import EMBEDDINGS, HF_LM_HEAD, TensorNames, is_harmless_extra
+from open_instruct.models.nf4 import RoundingMeter, dequantize, find_rounding
 from open_instruct.models.shards import LocalShard, find_local_shards
 from open_instruct.parallel.process import gather_objects
 
@@ -33,11 +34,15 @@ MAX_NAMED = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadReport:
-    """What one rank read: bytes as stored on disk, parameters it holds a part of, seconds."""
+    """What one rank read: bytes as stored on disk, parameters it holds a part of, seconds.
+
+    `rounding` is of the whole model: of each matrix in 4 bits the relative change.
+    """
 
     num_bytes_read: int
     num_tensors: int
     wall_time_s: float
+    rounding: Mapping[str, float] = field(default_factory=dict)
 
 
 def find_parameter_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
@@ -131,12 +136,16 @@ def stream_load(
     started_s = time.perf_counter()
     num_bytes_read = 0
     loaded = []
+    meter = RoundingMeter()
     for name, held in find_local_shards(model).items():
         if names.tied and name == LM_HEAD:
             continue
         assert files.shapes[names.hf_name(name)] == held.shape, f"{name}: call check_cover first"
         for rows, stored in _read_chunks(held, files, names.hf_name(name), chunk_bytes):
             held.fill(rows, stored)
+            if held.scales is not None:
+                rounded = dequantize(held.stored[rows], held.scales[rows])
+                meter.add(names.hf_name(name), stored, rounded)
             num_bytes_read += stored.numel() * stored.element_size()
         loaded.append(name)
     missed = set(names.olmo_core_names) - set(loaded)
@@ -153,6 +162,7 @@ def stream_load(
         num_bytes_read=num_bytes_read,
         num_tensors=len(loaded),
         wall_time_s=time.perf_counter() - started_s,
+        rounding=find_rounding(gathered(meter.sums())),
     )
 
 

@@ -11,6 +11,8 @@ Legend of the shape suffixes: O output features of a layer, I input features, P 
 2), K blocks of them, B features of a block.
 """
 
+import math
+from collections.abc import Iterable, Mapping
 from functools import partial
 
 import torch
@@ -73,6 +75,61 @@ def make_level_pairs(dtype: torch.dtype) -> torch.Tensor:
     """The two levels of each byte, as one number of their width: half as many are looked up."""
     levels = torch.tensor(LEVELS, dtype=dtype)
     return torch.cartesian_prod(levels, levels).view(AS_WIDE_AS_TWO[dtype]).flatten()
+
+
+class RoundingMeter:
+    """Measures how far matrices are moved by rounding, while they are read.
+
+    The relative change of a matrix W that is rounded to R is |R - W| / |W|, of norms over all
+    values. A matrix may be measured in parts, and on ranks that each hold some: see `squares`.
+
+    Attributes:
+        squares: by name, the sums of squares of R - W and of W, float64, where they were measured.
+    """
+
+    def __init__(self) -> None:
+        self.squares: dict[str, torch.Tensor] = {}
+
+    @torch.no_grad()
+    def add(self, name: str, values: torch.Tensor, rounded: torch.Tensor) -> None:
+        """Measure some values of a matrix and what they were rounded to, of any float dtypes."""
+        values = values.to(rounded.device, torch.float32)
+        sums = (rounded - values).square().sum(), values.square().sum()
+        self.squares[name] = self.squares.get(name, 0) + torch.stack(sums).double()
+
+    def sums(self) -> dict[str, tuple[float, float]]:
+        """`squares` as numbers, which ranks can send."""
+        sums = {}
+        for name, pair in self.squares.items():
+            change, size = pair.tolist()
+            sums[name] = (change, size)
+        return sums
+
+
+def find_rounding(parts: Iterable[Mapping[str, tuple[float, float]]]) -> dict[str, float]:
+    """The relative change of each matrix, from the `squares` of all ranks.
+
+    Copies of a matrix on several ranks count alike above and below, and change nothing.
+    """
+    totals: dict[str, tuple[float, float]] = {}
+    for part in parts:
+        for name, (change, size) in part.items():
+            total_change, total_size = totals.get(name, (0.0, 0.0))
+            totals[name] = (total_change + change, total_size + size)
+    return {
+        name: math.sqrt(change / size) if size else 0.0 for name, (change, size) in totals.items()
+    }
+
+
+def describe_rounding(changes: Mapping[str, float]) -> str:
+    """A sentence about the relative changes of matrices, by name, of which there are some."""
+    largest = max(changes, key=lambda name: changes[name])
+    mean = sum(changes.values()) / len(changes)
+    return (
+        f"rounding to 4 bits changed the {len(changes):,} matrices of its base by {mean:.2%} on "
+        f"average, and by {changes[largest]:.2%} at most ({largest}): see docs/lora.md, A base in "
+        "4 bits"
+    )
 
 
 class QuantizedProduct(torch.autograd.Function):

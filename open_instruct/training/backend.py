@@ -83,6 +83,9 @@ class Backend(Protocol):
     model: Transformer
     """The trained model: this rank's shards, in the parameters' own dtype."""
 
+    rounding: Mapping[str, float]
+    """Of each matrix in 4 bits, by its name in files, the relative change by rounding."""
+
     @property
     def computing_model(self) -> Transformer:
         """The model to call; `model` itself, or a copy of it in `compute_dtype`."""
@@ -164,6 +167,7 @@ class ShardedModule(TransformerTrainModule):
         if mesh is not None:
             set_mesh(None)  # OLMo-core's train module makes a mesh of its own, which nothing reads
         super().__init__(**olmo_core)
+        self.rounding: Mapping[str, float] = {}
         if mesh is not None:
             self.world_mesh = mesh
             set_mesh(mesh)
@@ -199,6 +203,7 @@ class ShardedModule(TransformerTrainModule):
         """Stream the start model into the shards. Collective."""
         offload_inputs(self.computing_model, memory, run.process.device)
         report = stream_load(self.model, pretrained.files, pretrained.names)
+        self.rounding = report.rounding
         if adapters is not None:
             fill_adapter(self.model, adapters, seed=seed, start=pretrained.adapter)
         self.refresh_computing_weights()

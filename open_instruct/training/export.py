@@ -9,6 +9,7 @@ from open_instruct.config.training import LearnerConfig
 from open_instruct.core.records import BestStep
 from open_instruct.models.lora.adapters import find_merged_weights, gather_adapter
 from open_instruct.models.lora.files import write_adapter
+from open_instruct.models.nf4 import describe_rounding
 from open_instruct.parallel.status import this_process
 from open_instruct.run.card import write_card
 from open_instruct.run.opening import Run
@@ -68,3 +69,5 @@ def export_policy(
     run.console.say(
         f"the trained model{what} is in {run.directory.hf_model} ({size})", style="green"
     )
+    if policy.backend.rounding:
+        run.console.say(describe_rounding(policy.backend.rounding))

@@ -8,7 +8,7 @@ for checkpoints.
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from open_instruct.config.sharding_sections import ParallelSection
 from open_instruct.config.training import LearnerConfig
@@ -63,6 +63,7 @@ class Plain:
 
             compute_dtype = torch.float32
             leaves_out_outliers = False
+            rounding: ClassVar[dict[str, float]] = {}  # of matrices in 4 bits, which it has not
 
             @property
             def computing_model(self) -> Any:

@@ -100,6 +100,28 @@ def test_export_is_the_base_of_4_bits_with_the_adapter(runs: TrainCase) -> None:
     assert len(rounded) == 2 * 7 and len(adapter) == 2 * 3 * 2
 
 
+@torch.no_grad()
+def test_exports_say_how_far_rounding_moved_the_base(
+    runs: TrainCase, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base = CheckpointFiles.open(runs.model)
+    changes = {}
+    for name in filter(lambda name: "_proj" in name, base):
+        matrix = base.read(name)
+        rounded = dequantize(*quantize(matrix, torch.float32))
+        changes[name] = float((rounded - matrix).norm() / matrix.norm())
+    largest = max(changes, key=lambda name: changes[name])
+    mean = sum(changes.values()) / len(changes)
+    assert runs.is_exported_again("fsdp")
+    for said in (
+        *((runs.folder / name / "run.log").read_text() for name in ("alone", "fsdp", "hsdp")),
+        capsys.readouterr().out,
+    ):
+        words = " ".join(said.split())
+        assert f"{len(changes)} matrices" in words and f"{mean:.2%} on average" in words
+        assert f"{changes[largest]:.2%} at most ({largest})" in words
+
+
 def test_adapter_learns_the_same_beside_the_rounded_base_in_full_precision(
     runs: TrainCase, tmp_path: Path
 ) -> None:

@@ -30,7 +30,7 @@ from open_instruct.models.experts.routed import RoutedFeedForward
 from open_instruct.models.heads.value_head import ValueHead
 from open_instruct.models.hf.head_kinds import LM_HEAD, LM_HEAD_BIAS
 from open_instruct.models.hf.names import ADAPTER, clean_name, is_adapter_name
-from open_instruct.models.nf4 import FrozenLinear, quantize
+from open_instruct.models.nf4 import FrozenLinear, RoundingMeter, dequantize, quantize
 from open_instruct.models.shards import (
     LocalShard,
     find_local_shard,
@@ -228,7 +228,7 @@ class MergedWeights(UserDict[str, LocalShard]):
     :param halves: of adapters, by OLMo-core's names: the first whole; the second whole, or the rows
         held of the matrix.
     :param in_4_bits: names of matrices that a run held in 4 bits, unlike `plain`, with the dtype of
-        their scales.
+        their scales; what rounding changes is measured by the `meter`.
     """
 
     def __init__(
@@ -240,13 +240,17 @@ class MergedWeights(UserDict[str, LocalShard]):
         in_4_bits: Mapping[str, torch.dtype] | None = None,
     ) -> None:
         super().__init__(plain)
-        self._halves, self._scale, self._in_4_bits = halves, scale, in_4_bits or {}
+        self._halves = halves
+        self._scale = scale
+        self._in_4_bits = in_4_bits or {}
+        self.meter = RoundingMeter()
 
     @torch.no_grad()
     def __getitem__(self, name: str) -> LocalShard:
         plain = self.data[name]
         if name in self._in_4_bits:
             codes, scales = quantize(plain.stored, self._in_4_bits[name])
+            self.meter.add(name, plain.stored, dequantize(codes, scales))
             plain = replace(plain, stored=codes, scales=scales)
         layer = name.removesuffix(".weight")
         if f"{layer}.{A}" not in self._halves:

@@ -19,7 +19,15 @@ from open_instruct.models.lora.adapters import (
     find_adapted_layers,
     find_merged_weights,
 )
-from open_instruct.models.nf4 import LEVELS, FrozenLinear, dequantize, quantize
+from open_instruct.models.nf4 import (
+    LEVELS,
+    FrozenLinear,
+    RoundingMeter,
+    dequantize,
+    describe_rounding,
+    find_rounding,
+    quantize,
+)
 from open_instruct.models.shards import find_local_shards
 from open_instruct.objectives.dpo import DPOConfig, validate_dpo
 from open_instruct.training.measure.speed import flops_of_step
@@ -103,6 +111,28 @@ def test_value_is_the_nearest_level_times_its_scale(dtype: torch.dtype) -> None:
     for rows in (slice(0, 7), slice(7, 8), slice(8, 64)):  # by shards as whole
         own_codes, own_scales = quantize(matrix[rows], dtype)
         assert torch.equal(own_codes, codes[rows]) and torch.equal(own_scales, scales[rows])
+
+
+def test_rounding_is_measured_in_parts_as_of_the_whole() -> None:
+    matrix = random_matrix()
+    rounded = dequantize(*quantize(matrix, torch.bfloat16))
+    expected = float((rounded.float() - matrix).norm() / matrix.norm())
+    whole = RoundingMeter()
+    whole.add("w", matrix, rounded)
+    assert find_rounding([whole.sums()])["w"] == pytest.approx(expected, rel=1e-5)
+    # Two ranks, of which one reads its rows in two chunks; each is there twice.
+    ranks = []
+    for chunks in ([slice(0, 5), slice(5, 40)], [slice(40, 64)]):
+        meter = RoundingMeter()
+        for rows in chunks:
+            meter.add("w", matrix[rows], rounded[rows])
+        meter.add("zeros", torch.zeros(2, 64), torch.zeros(2, 64))
+        ranks += [meter.sums()] * 2
+    changes = find_rounding(ranks)
+    assert changes["w"] == pytest.approx(expected, rel=1e-5) and changes["zeros"] == 0
+    sentence = describe_rounding(changes | {"v": 0.0})
+    assert "3 matrices" in sentence and f"{expected:.2%} at most (w)" in sentence
+    assert f"{expected / 3:.2%} on average" in sentence
 
 
 def with_values(lora: LoRASection, family: str) -> tuple[Any, Any]:
