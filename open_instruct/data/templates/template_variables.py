@@ -26,6 +26,8 @@ RENDERED_WITH = frozenset(
     }
 )
 
+ASKING = ("defined", "undefined", "default", "d")  # tests and filters of Jinja
+
 
 def parse_variables(words: Sequence[str]) -> dict[str, Variable]:
     """The values of words `KEY=VALUE`: a scalar of JSON, and else the text itself.
@@ -55,13 +57,22 @@ def _parse_scalar(text: str) -> Variable:
 def find_variables(template: str) -> set[str]:
     """The names that a template's text reads, and that neither it nor a renderer sets.
 
+    A name that the template sets is one of them where it asks whether the name is set already.
+
     Raises:
         jinja2.TemplateError: the text is no template.
     """
-    from jinja2 import meta
+    from jinja2 import meta, nodes
 
     environment = build_environment()
-    names = meta.find_undeclared_variables(environment.parse(template))
+    parsed = environment.parse(template)
+    set_by_itself = {name.name for name in parsed.find_all(nodes.Name) if name.ctx == "store"}
+    asked = {
+        node.node.name
+        for node in parsed.find_all((nodes.Test, nodes.Filter))
+        if node.name in ASKING and isinstance(node.node, nodes.Name)
+    }
+    names = meta.find_undeclared_variables(parsed) - (set_by_itself - asked)
     return names - RENDERED_WITH - environment.globals.keys()
 
 

@@ -14,7 +14,11 @@ from open_instruct.data.mixer import parse_mixer_list
 from open_instruct.data.prompts import load_prompt_dataset
 from open_instruct.data.sft_rows import SFTBuilder
 from open_instruct.data.templates.template_renderer import build_environment
-from open_instruct.data.templates.template_variables import parse_variables, write_defaults
+from open_instruct.data.templates.template_variables import (
+    find_variables,
+    parse_variables,
+    write_defaults,
+)
 from open_instruct.data.token_dataset import load_token_dataset
 from open_instruct.rewards.answers import Passthrough
 from tests.refusals import refused
@@ -119,6 +123,25 @@ def test_export_can_be_trained_on_with_another_value(tokenizer: PreTrainedTokeni
         chat = ChatFormat.choose(exported, None, variables=words)
         text, _ = chat.render(turns("q"), ())
         assert text.endswith("assistant:" if words else "assistant:<>")
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("{{ a }}{% if b is defined %}{{ b }}{% endif %}", {"a", "b"}),
+        ("{% if not a is defined %}{% set a = true %}{% endif %}{{ a }}", {"a"}),
+        ("{% set a = a | default(1) %}{{ a }}", {"a"}),
+        ("{% for m in messages %}{% if m.x %}{% set a = 1 %}{% endif %}{{ a }}{% endfor %}", set()),
+        ("{{ messages }}{{ strftime_now('%d') }}{{ eos_token }}{{ range(3) }}", set()),
+        (
+            "{% macro f(x) %}{{ x }}{{ a }}{% endmacro %}{% generation %}{{ f(b) }}{% endgeneration %}",
+            {"a", "b"},
+        ),
+    ],
+)
+def test_variables_of_a_template_are_what_others_set(text: str, names: set[str]) -> None:
+    assert find_variables(text) == names
+    assert find_variables(write_defaults(text, dict.fromkeys(names, 1))) == names
 
 
 def test_variable_that_cannot_be_set_is_refused_with_those_that_can(
