@@ -162,7 +162,7 @@ def stream_load(
         num_bytes_read=num_bytes_read,
         num_tensors=len(loaded),
         wall_time_s=time.perf_counter() - started_s,
-        rounding=find_rounding(gathered(meter.sums())),
+        rounding=find_rounding(gather_objects(meter.sums())),
     )
 
 
