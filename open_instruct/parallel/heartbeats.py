@@ -47,7 +47,7 @@ LOST_PEER_WORDS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Heartbeat:
-    """What a rank last said of itself.
+    """The newest report of a rank about itself: who it is, and what it is doing.
 
     `last_words` are set once the rank ends in order: "" without an error, else the error.
 

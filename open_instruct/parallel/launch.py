@@ -42,7 +42,7 @@ def count_ranks_to_start(num_processes: str | None, environ: Mapping[str, str]) 
 
 
 def share_threads(num_processes: int) -> dict[str, str]:
-    """Environment variables that share this machine's cores among so many processes.
+    """Environment variables that share this machine's cores among `num_processes`.
 
     Threads of a matrix product spin while they wait, so one thread too many costs more than one too
     few.
@@ -54,7 +54,7 @@ def share_threads(num_processes: int) -> dict[str, str]:
 def start_ranks(
     script: Path, words: Sequence[str], num_ranks: int, *, command: str
 ) -> tuple[int, str]:
-    """Run `script` on so many ranks to their end.
+    """Run `script` on `num_ranks` ranks to their end.
 
     A signal is passed on to all ranks, which have `TORCH_ELASTIC_SHUTDOWN_TIMEOUT` seconds
     (default: `SHUTDOWN_S`).

@@ -172,7 +172,7 @@ def check_heads(
 
 
 def check_experts(layout: ShardLayout, *, num_experts: int, model: str) -> None:
-    """Check that ranks that split experts get as many each, and that no matrix is split.
+    """Check that ranks can share the experts equally, and that no matrix of theirs is split.
 
     Raises:
         InputError: names the flag and lists the degrees that would work.

@@ -40,7 +40,7 @@ def activation_exchanges(
     *,
     trains: bool,
 ) -> Iterator[Exchange]:
-    """Exchanges of so many passes over a microbatch: forward alone, or forward and backward.
+    """The exchanges of `num_passes` over a microbatch: forward alone, or forward and backward.
 
     `num_values` of each label are brought together: its log-prob, its entropy. With 0 the head is
     not run.
@@ -57,7 +57,7 @@ def activation_exchanges(
 def repeat_calls(
     axis: Axis, calls: Iterable[Calls], layout: ShardLayout, num_passes: int
 ) -> Iterator[Exchange]:
-    """The calls of so many passes in the groups of an axis, if those have more than one rank.
+    """The calls of `num_passes` in the groups of an axis; none in groups of one rank.
 
     Args:
         calls: of one pass over a microbatch.
@@ -204,7 +204,7 @@ def context_calls(
 
 
 def expert_calls(shape: ModelShape, workload: Workload, *, trains: bool) -> Iterator[Calls]:
-    """Tokens to the ranks of their experts, and back, where each expert gets as many.
+    """The exchanges of tokens with the ranks of their experts, if all experts get equally many.
 
     Source: `models/experts/routed.py`. The numbers of tokens travel before them, in 32 bits.
     """

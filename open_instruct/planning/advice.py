@@ -41,11 +41,11 @@ class Change:
     @property
     def flags(self) -> str:
         """The changed flags as the command line of the run has them."""
-        return " ".join(
-            f"--{name} {spelled(value)}"
-            for name, value in self.values.items()
-            if name != "num_nodes"
-        )
+        words = []
+        for name, value in self.values.items():
+            if name != "num_nodes":
+                words.append(f"--{name} {spelled(value)}")
+        return " ".join(words)
 
     @property
     def text(self) -> str:
@@ -111,9 +111,10 @@ class Advice:
         least = self.plan.tokens_per_second * WORTH_A_CHANGE
         if not self.plan.fits or best is None or best.tokens_per_second < least:
             return None
-        now = vars(self.plan.setting.config.parallel)
-        then = vars(best.setting.config.parallel)
-        values = {name: value for name, value in then.items() if value != now[name]}
+        values = {}
+        for name, value in vars(best.setting.config.parallel).items():
+            if value != getattr(self.plan.setting.config.parallel, name):
+                values[name] = value
         return Change(values=values, plan=best)
 
     @cached_property
@@ -212,13 +213,16 @@ def change_to_fit(plan: Plan, *, with_more_nodes: bool = True) -> Change | None:
 
 def _combinations(setting: Setting) -> Iterator[dict[str, Any]]:
     """Flags to try, the smallest change first."""
-    now = vars(setting.config.parallel)
+    flags_now = vars(setting.config.parallel)
     choices = [_layouts_that_can_fit(setting)]
     for list_changes in OTHER_CHANGES:
         choices.append([NO_CHANGE, *list_changes(setting)])
     for combination in sorted(product(*choices), key=_size_order):
-        values = _merge_values(combination)
-        yield {name: value for name, value in values.items() if now.get(name) != value}
+        changes = {}
+        for name, value in _merge_values(combination).items():
+            if flags_now.get(name) != value:
+                changes[name] = value
+        yield changes
 
 
 def _size_order(combination: Sequence[FlagChange]) -> tuple[int, list[int], int]:

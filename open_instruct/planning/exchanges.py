@@ -14,7 +14,7 @@ Axis = Literal["shard", "replica", "tensor", "context", "expert", "sync", "world
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calls:
-    """Calls of one collective with the same bytes; among which ranks is not said here.
+    """Calls of one collective with the same bytes. It is no `Exchange` before it has an axis.
 
     `num_bytes` are those of one call, as `Exchange.bytes_per_call` counts them.
 
@@ -126,7 +126,7 @@ def group_span(layout: ShardLayout, axis: Axis, within: int = 0) -> tuple[int, b
 
 
 def _split_groups(groups: Sequence[tuple[int, ...]], num_members: int) -> Sequence[tuple[int, ...]]:
-    """Groups of so many neighbours, of which each of `groups` is made."""
+    """The groups, each split into groups of `num_members` neighbours."""
     parts = []
     for group in groups:
         for first in range(0, len(group), num_members):

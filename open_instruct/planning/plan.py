@@ -293,7 +293,7 @@ def _recomputations(shape: ModelShape, layout: ShardLayout) -> Iterator[dict[str
 
 
 def _check_layers_alike(shape: ModelShape, workload: Workload) -> None:
-    """Refuse modules of some layers only: the memory of one block is taken for that of all."""
+    """Refuse modules of some layers only, since one block is planned in the place of all."""
     patterns = workload.checkpointing_modules
     module = _find_uneven_module(patterns, shape.num_layers)
     if module is not None:

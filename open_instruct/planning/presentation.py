@@ -13,7 +13,7 @@ from open_instruct.config.sections import OptimSection
 from open_instruct.core.text import counted, macro_text
 from open_instruct.parallel.wording import nodes_text
 from open_instruct.planning.advice import Advice, Change
-from open_instruct.planning.exchanges import Exchange
+from open_instruct.planning.exchanges import Axis, Collective, Exchange
 from open_instruct.planning.memory.phases import Phase
 from open_instruct.planning.plan import BATCH, Plan
 from open_instruct.planning.subject import units
@@ -47,7 +47,7 @@ def render_words(what: str, subject: Any) -> list[str]:
 
 def traffic_rows(plan: Plan) -> list[list[Exchange]]:
     """The exchanges of a step by what they are, the largest first, without groups of one."""
-    rows: dict[tuple[str, str, str], list[Exchange]] = {}
+    rows: dict[tuple[Axis, Collective, str], list[Exchange]] = {}
     for exchange in plan.exchanges:
         if exchange.group_size > 1:
             kind = (exchange.axis, exchange.collective, exchange.what)
@@ -112,10 +112,11 @@ def visible_labels(plan: Plan) -> list[str]:
 
 def plan_record(plan: Plan, advice: Advice) -> dict[str, Any]:
     """The keys that scripts read; nothing in it is rounded."""
+    setting = plan.setting
     return {
-        "model": _named(plan.setting.shape, "name", "family", "num_params", "num_trained"),
-        "device": asdict(plan.setting.device),
-        "mfu": plan.setting.mfu,
+        "model": _named(setting.shape, "name", "family", "num_params", "num_trained"),
+        "device": asdict(setting.device),
+        "mfu": setting.mfu,
         "layout": plan.layout.as_json(),
         "workload": asdict(plan.workload),
         **_named(plan, "fits", "headroom_bytes"),
@@ -132,16 +133,19 @@ def plan_record(plan: Plan, advice: Advice) -> dict[str, Any]:
 
 def memory_record(plan: Plan) -> dict[str, Any]:
     """The content of a run's `plan.json`: the memory of a GPU, and of each phase by its parts."""
-    optim = plan.setting.config.optim
+    config = plan.setting.config
+    phases = []
+    for phase in plan.phases:
+        phases.append({"name": phase.name} | _phase(phase))
     record = {
         "memory_bytes": plan.setting.device.memory_bytes,
         "peak_phase": plan.peak.name,
-        "activation_checkpointing": plan.setting.config.memory.activation_checkpointing,
+        "activation_checkpointing": config.memory.activation_checkpointing,
         "activation_checkpointing_modules": list(plan.workload.checkpointing_modules),
-        "phases": [{"name": phase.name} | _phase(phase) for phase in plan.phases],
+        "phases": phases,
     }
-    if isinstance(optim, OptimSection):
-        record |= _named(optim, *BATCH)
+    if isinstance(config.optim, OptimSection):
+        record |= _named(config.optim, *BATCH)
     return record
 
 

@@ -113,7 +113,7 @@ class Tape:
         gradients: Sequence[Gradient] | None = None,
         scratch_bytes: int = 0,
     ) -> Tensor:
-        """Record an operation that puts out a new tensor of `num_bytes`, and return that.
+        """Record an operation with a new output of `num_bytes`, and return this output.
 
         Args:
             inputs: what it reads, weights too.

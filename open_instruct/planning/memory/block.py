@@ -59,8 +59,10 @@ class Block(Piece):
         """Record both sublayers with their residual sums."""
         x = self.tape.source
         with self.recompute(""):
-            h = self.sum(x, self._sublayer("attention_norm", self._attention, x))
-            output = self.sum(h, self._sublayer("feed_forward_norm", self._feed_forward, h))
+            attended = self._sublayer("attention_norm", self._attention, x)
+            h = self.sum(x, attended)
+            mapped = self._sublayer("feed_forward_norm", self._feed_forward, h)
+            output = self.sum(h, mapped)
             self.tape.hold(h)
         return output
 

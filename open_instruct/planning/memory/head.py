@@ -62,26 +62,38 @@ class Head(Piece):
         # others are kept.
         last_are_kept = num_kept == len(all_chunks)
         if last_are_kept:
-            others = all_chunks[:-CHUNKS_RECORDED]
+            other_chunks = all_chunks[:-CHUNKS_RECORDED]
             chunks = all_chunks[-CHUNKS_RECORDED:]
         else:
-            others = all_chunks[:num_kept]
+            other_chunks = all_chunks[:num_kept]
             chunks = all_chunks[:CHUNKS_RECORDED]
-        kept_logits = Tensor(sum(others) * self.shape.num_outputs * self.item_bytes)
+        logit_bytes = self.shape.num_outputs * self.item_bytes  # of one position
+        kept_logits = Tensor(sum(other_chunks) * logit_bytes)
         run(0, hidden, saved=[kept_logits], gradients=())
 
         weight = self._weight(is_whole=is_whole)
         # A chunk is a view; the gradients of the chunks are laid end to end.
         view = run(0, hidden, gradients=[full_gradient(hidden)])
+        has_several = len(all_chunks) > 1
         losses = []
         for num_labels in chunks:
-            in_bytes = num_labels * d_model * self.item_bytes
-            out_bytes = num_labels * self.shape.num_outputs * self.item_bytes
-            gradients = [full_gradient(weight), Gradient(tensor=view, num_bytes=in_bytes)]
-            with self.tape.recompute(len(all_chunks) > 1 and not last_are_kept):
-                product = run(out_bytes, view, hidden, weight, saved=[hidden], gradients=gradients)
-                with self.tape.recompute(len(all_chunks) > 1):
-                    losses.append(self._losses(product, num_labels))
+            hidden_bytes = num_labels * d_model * self.item_bytes
+            gradients = [
+                full_gradient(weight),
+                Gradient(tensor=view, num_bytes=hidden_bytes),
+            ]
+            with self.tape.recompute(has_several and not last_are_kept):
+                product = run(
+                    num_labels * logit_bytes,
+                    view,
+                    hidden,
+                    weight,
+                    saved=[hidden],
+                    gradients=gradients,
+                )
+                with self.tape.recompute(has_several):
+                    chunk_losses = self._losses(product, num_labels)
+                losses.append(chunk_losses)
         return run(num_positions * FLOAT32, *losses)
 
     def _select(self, normed: Tensor, num_positions: int) -> Tensor:

@@ -89,7 +89,7 @@ class MemoryModel:
 
     @cached_property
     def trained_shards(self) -> list[TrainedShard]:
-        """This rank's shards of the trained parameters, those of blocks that are alike once."""
+        """This rank's shards of the trained parameters; blocks that are alike have one record."""
         shards = []
         for unit in self.shape.units:
             for parameter in unit.trained:
@@ -200,10 +200,10 @@ class MemoryModel:
             return copied
         return copied // self.layout.num_replicas
 
-    # What is there throughout a phase.
+    # The memory that stays throughout a phase.
 
     def resident_parts(self, gradients: int, *, is_training: bool = True) -> dict[str, int]:
-        """The memory that stays throughout a phase, with that of a model at rest.
+        """The memory that stays throughout a phase, with the memory of a model at rest.
 
         Before training there are no optimizer states and no frozen models.
         """
@@ -335,18 +335,9 @@ class MemoryModel:
         if optimizer == "adamw_8bit" or self.workload.has_moments_on_host:
             return min(3 * adamw_bytes, state.CHUNK_BYTES)
         if optimizer == "muon":
-            return max(adamw_bytes, self._muon_bytes())
+            muon_bytes = state.muon_temporaries(self.shape, self.workload)
+            return max(adamw_bytes, muon_bytes)
         return 0
-
-    def _muon_bytes(self) -> int:
-        """Bytes of the largest matrix that a rank orthogonalises whole, in bfloat16.
-
-        It has that, torch's momentum and step of it, two iterates, and two squares of its shorter
-        side. AdamW is not fused there.
-        """
-        matrices = [each for each in self.shape.parameters if state.uses_muon(each, self.workload)]
-        values = (5 * each.num_params + 2 * min(each.shape) ** 2 for each in matrices)
-        return 2 * max(values, default=0)
 
     def _merging(self) -> dict[str, int]:
         """Temporaries of merging adapters, see the head of this file."""
@@ -360,8 +351,11 @@ class MemoryModel:
         They are the first matrices, whole, and twice a rank's part of a matrix.
         """
         num_whole = sum(half.num_params for half in self.shape.first_halves)
-        sizes = (state.local_size(each, self.layout).shard for each in self.shape.in_blocks)
-        return num_whole + 2 * max(sizes)
+        most_values = 0
+        for parameter in self.shape.in_blocks:
+            local = state.local_size(parameter, self.layout)
+            most_values = max(most_values, local.shard)
+        return num_whole + 2 * most_values
 
     def weight_sync(self) -> Moment:
         """Memory of two buckets: one is filled while another travels.

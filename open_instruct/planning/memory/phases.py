@@ -16,7 +16,7 @@ READ_CHUNK_BYTES = 8 * 2**20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Phase:
-    """The worst moment of one phase: labels with their bytes, without those of 0 bytes.
+    """The worst moment of one phase: each label with its bytes, where these are not 0.
 
     Example::
 

@@ -83,7 +83,7 @@ class Piece:
         return self.tape.run(num_entries * INDEX_BYTES, gradients=())
 
     def linear(self, module: str, x: Tensor, num_inputs: int, num_outputs: int) -> Tensor:
-        """The output of a matrix of the block for all tokens, with that of its adapter."""
+        """The output of one of the block's matrices for all tokens, plus its adapter's output."""
         adapters = self.shape.adapters
         output = self.product(x, num_inputs, num_outputs, self.kind)
         if adapters is None or module not in adapters.modules:

@@ -125,6 +125,20 @@ def uses_muon(parameter: ParameterShape, workload: Workload) -> bool:
     )
 
 
+def muon_temporaries(shape: ModelShape, workload: Workload) -> int:
+    """Bytes of the largest matrix that a rank orthogonalises whole, in bfloat16.
+
+    It has that, torch's momentum and step of it, two iterates, and two squares of its shorter side.
+    AdamW is not fused there.
+    """
+    most_values = 0
+    for parameter in shape.parameters:
+        if uses_muon(parameter, workload):
+            num_values = 5 * parameter.num_params + 2 * min(parameter.shape) ** 2
+            most_values = max(most_values, num_values)
+    return 2 * most_values
+
+
 def is_split_stack(parameter: ParameterShape, layout: ShardLayout) -> bool:
     """Whether ranks of a shard group have some of the matrices of a stack each."""
     degree = layout.expert_parallel_degree

@@ -106,7 +106,7 @@ def build_shape(config: RunConfig, model: str) -> ModelShape:
 
 
 def with_scores(shape: ModelShape, num: int) -> ModelShape:
-    """The same model with a head of so many rows in place of the vocabulary's."""
+    """The same model with a head of `num` rows in place of the vocabulary's."""
     return replace(shape, scores=num, is_tied=False)
 
 

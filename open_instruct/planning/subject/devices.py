@@ -19,7 +19,7 @@ TFLOPS_OF_A_CORE = 0.1
 # Between processes of a host over gloo, and through a port of 10 Gb/s.
 CPU_IN_NODE_GB_S = 2.0
 CPU_CROSS_NODE_GB_S = 1.25
-# Words of product names that tell none of ours apart.
+# Words of product names that do not distinguish the GPUs below.
 MAKERS_WORDS = frozenset(
     {"nvidia", "geforce", "rtx", "pro", "tesla", "amd", "instinct", "generation"}
 )
@@ -53,7 +53,7 @@ class Device:
 
     @property
     def words(self) -> frozenset[str]:
-        """What tells its name from others: of "rtx6000-ada" 6000 and ada."""
+        """The words that distinguish its name: of "rtx6000-ada" 6000 and ada."""
         return _find_words(self.name)
 
 
@@ -178,7 +178,7 @@ def find_device(name: str, *, num_sharing: int = 1) -> Device:
 
 
 def find_cpu(num_sharing: int) -> Device:
-    """The share of this machine's memory and cores that one of so many processes has."""
+    """A process's share of this machine's memory and cores, among `num_sharing` processes."""
     return Device(
         name=CPU,
         memory_gib=psutil.virtual_memory().total / num_sharing / 2**30,

@@ -39,7 +39,7 @@ class ParameterShape:
         return prod(self.shape)
 
     def tensor_bytes(self, num_values: int, bytes_each: int) -> tuple[int, ...]:
-        """Bytes of each tensor of so many of its values (whole rows) in a dtype of `bytes_each`."""
+        """Bytes of each tensor that holds `num_values`, in whole rows, of `bytes_each` bytes."""
         if self.in_4_bits:
             return num_values // 2, num_values // BLOCK * bytes_each
         return (num_values * bytes_each,)
@@ -117,7 +117,7 @@ class ModelShape:
 
     @property
     def num_outputs(self) -> int:
-        """Numbers that the head puts out for a position: a logit a word, a score, two classes'."""
+        """The head's outputs for a position: logits of the vocabulary, a score, or two classes."""
         return self.scores or self.vocab_size
 
     @cached_property
@@ -318,7 +318,7 @@ class ModelShape:
 
     @property
     def kv_width(self) -> int:
-        """Features of all key heads together; as many for the values."""
+        """Features of all key heads together, and of all value heads together."""
         return self.num_kv_heads * self.head_dim
 
 

@@ -89,7 +89,7 @@ def _layers(fields: dict[str, Any], family: Family, where: str) -> Iterator[Laye
         )
     layer_types = fields.get("layer_types")
     if layer_types is None and family.delta is not None:
-        layer_types = []  # refused, as transformers has rules of its own for what is not said
+        layer_types = []  # refused: without the field, transformers has rules of its own
     layer_types = family.layer_types(layer_types, count("num_hidden_layers"), where)
     for number, layer_type in enumerate(layer_types):
         if family.expert_size and family.is_sparse(SimpleNamespace(**fields), number):
@@ -154,7 +154,7 @@ def model_shape(name_or_path: str) -> ModelShape:
 
 
 def _read_shape(path: Path) -> ModelShape:
-    """The shape of a config.json that is there, or of the one in a folder."""
+    """The shape of a config.json, or of the one in a folder."""
     file = path / "config.json" if path.is_dir() else path
     folder_or_file = file.parent if file.name == "config.json" else file
     return shape_from_fields(read_object(file), name=str(folder_or_file), where=str(file))

@@ -78,7 +78,7 @@ class Workload:
     # Of a microbatch of the pass over the start weights before training.
     reference_pass_tokens: int = 0
     scorings: tuple[Scoring, ...] = ()
-    # The other model that is trained (PPO), and the passes in which it tells its values.
+    # The other model that is trained (PPO), and the passes in which it scores tokens.
     critic: Scoring | None = None
     temperature: float = 1.0
     records_entropy: bool = False
