@@ -1,4 +1,4 @@
-"""The division of samples over data-parallel ranks and into microbatches, for any kind of step."""
+"""Divides samples over data-parallel ranks and into microbatches, for any kind of step."""
 
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Sequence
@@ -26,8 +26,8 @@ def deal_to_ranks(num_tokens_of_sample: Sequence[int], num_ranks: int) -> list[l
     tokens_of_rank = [0] * num_ranks
     for start in range(0, len(longest_first), num_ranks):
         lightest_first = sorted(range(num_ranks), key=lambda rank: (tokens_of_rank[rank], rank))
-        dealt = longest_first[start : start + num_ranks]
-        for rank, sample in zip(lightest_first, dealt, strict=False):
+        next_samples = longest_first[start : start + num_ranks]
+        for rank, sample in zip(lightest_first, next_samples, strict=False):
             samples_of_rank[rank].append(sample)
             tokens_of_rank[rank] += num_tokens_of_sample[sample]
     return samples_of_rank

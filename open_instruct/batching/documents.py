@@ -1,4 +1,4 @@
-"""Documents into tensors: the one place where labels are shifted.
+"""Turns documents into tensors; labels are shifted here and nowhere else.
 
 Position t of a document predicts the document's token t + 1, so a document's last position never
 has a label, and nothing predicts the first token of the document that follows it in a packed row.
@@ -124,7 +124,7 @@ def _move(batch: Any, device: torch.device) -> Any:
 
 
 class _Row:
-    """A row that is being laid out: what stands at each position, and in which segment."""
+    """A row that is being laid out: the tokens and labels of its positions, and its segments."""
 
     def __init__(self) -> None:
         self.input_ids: list[int] = []
@@ -137,9 +137,9 @@ class _Row:
 
     def add_document(self, document: Document, index: int, prefix_length: int = 0) -> None:
         """Add the document's tokens after its shared prefix, and all its labels."""
-        start_of_own = len(self.input_ids)
+        start = len(self.input_ids)
         self.add(document.token_ids[prefix_length:], prefix_length)
-        self.path = [*self.path[:prefix_length], *range(start_of_own, len(self.input_ids))]
+        self.path = [*self.path[:prefix_length], *range(start, len(self.input_ids))]
         assert document.responses, "a document without a response"
         end = 1  # no position predicts a token at 0, so no response starts there
         for response in document.responses:

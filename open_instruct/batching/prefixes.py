@@ -1,4 +1,4 @@
-"""Prefix sharing: what documents begin with together lies in a row once, as a tree of any depth.
+"""Prefix sharing: tokens that several documents begin with lie in a row once, as a tree.
 
 The *shared prefix* of two documents is what both begin with, token for token, less the last of
 these tokens. That token is computed again for each of them, since it predicts another token in
@@ -24,17 +24,14 @@ LEAST_OF_REPLIES = 8
 
 
 class Branch(NamedTuple):
-    """A document in the order of a row, by its index, and the tokens that it shares with the one
-    before it there.
-    """
+    """A document of a row, by its index, and the tokens that it shares with the one before it."""
 
     document: int
     prefix_length: int
 
 
 def shared_prefix_length(one: Document, other: Document, *, known: int = 0) -> int:
-    """Tokens of the shared prefix of two documents, of which the first `known` are known to be
-    equal.
+    """Tokens of the shared prefix of two documents; the first `known` are known to be equal.
 
     Example: prompts 5 9 2 and 5 9 2 with different replies share 5 9, so 2.
     """
@@ -44,9 +41,7 @@ def shared_prefix_length(one: Document, other: Document, *, known: int = 0) -> i
 
 
 def prefix_of(num_common: int, num_prompt: int) -> int:
-    """Tokens of the prefix that documents share which begin with `num_common` equal tokens, prompt
-    included.
-    """
+    """Tokens of the shared prefix of documents that begin with `num_common` equal tokens."""
     if num_common < num_prompt + LEAST_OF_REPLIES:
         num_common = min(num_common, num_prompt)
     return max(num_common - 1, 0)
@@ -73,7 +68,8 @@ def branches_of(documents: Sequence[Document], group: Sequence[int]) -> list[Bra
             else:
                 shared = min(shared, with_one_before)
             if shared >= most:
-                most, place = shared, next_place
+                most = shared
+                place = next_place
         row.insert(place, Branch(index, most))
     return row
 
@@ -81,9 +77,7 @@ def branches_of(documents: Sequence[Document], group: Sequence[int]) -> list[Bra
 def groups_that_share(
     documents: Sequence[Document], groups: Sequence[Sequence[int]], sharing: PrefixSharing
 ) -> list[tuple[int, ...]]:
-    """`groups` of indices of `documents`; groups whose sharing does not pay are split into single
-    documents.
-    """
+    """Split the groups of indices whose sharing does not pay into single documents."""
     chosen: list[tuple[int, ...]] = []
     for group in groups:
         num_saved = sum(branch.prefix_length for branch in branches_of(documents, group))
@@ -95,18 +89,14 @@ def groups_that_share(
 
 
 def pays(num_saved: int, num_tokens: int, sharing: PrefixSharing) -> bool:
-    """Whether documents with `num_tokens` tokens in all should share, which saves `num_saved` of
-    them.
-    """
+    """Whether documents of `num_tokens` tokens in all should share, to save `num_saved` of them."""
     if sharing == "auto":
         return num_saved >= LEAST_SHARE_SAVED * num_tokens and num_saved > 0
     return sharing == "on" and num_saved > 0
 
 
 def saved_tokens(prefix_length: int, num_documents: int) -> int:
-    """Tokens that documents take less in a row where they share a prefix, which then lies there
-    once.
-    """
+    """Tokens that a row of documents saves by holding their shared prefix once."""
     return prefix_length * (num_documents - 1)
 
 
@@ -125,19 +115,16 @@ class FullRows:
     per_group: int = 1
 
     def tokens_of(self, num_documents: int) -> int:
-        """Tokens that so many documents take in a row; the last group may be smaller than the
-        others.
-        """
+        """Tokens that so many documents take in a row; the last group may be a smaller one."""
         num_groups = -(-num_documents // self.per_group)
         return num_groups * self.prefix + num_documents * (self.length - self.prefix)
 
     def groups_in(self, num_tokens: int) -> tuple[list[int], int]:
-        """The number of documents of each group in a row of `num_tokens`, the last group cut; and
-        the tokens left.
-        """
+        """The documents of each group in a row of `num_tokens`, and the tokens that are left."""
         num_whole, left = divmod(num_tokens, self.tokens_of(self.per_group))
         groups = [self.per_group] * num_whole
-        if num_more := max(0, left - self.prefix) // (self.length - self.prefix):
+        num_more = max(0, left - self.prefix) // (self.length - self.prefix)
+        if num_more:  # the last group is cut
             groups.append(num_more)
             left -= self.tokens_of(num_more)
         return groups, left

@@ -103,14 +103,12 @@ def plan_rollouts(
     )
     count = min(num_mini_batches, max(1, len(chosen)))
     bounds = [len(chosen) * index // count for index in range(count + 1)]
+    capacity = max_tokens_per_microbatch
     minibatches: list[tuple[Microbatches, ...]] = []
     for start, stop in pairwise(bounds):
-        plans = (
-            _plan_chunks(chunks, num_ranks=num_ranks, capacity=max_tokens_per_microbatch)
-            for chunks in _ways_to_chunk(
-                documents, chosen[start:stop], max_tokens_per_microbatch, prefix_sharing
-            )
-        )
+        plans = []
+        for chunks in _ways_to_chunk(documents, chosen[start:stop], capacity, prefix_sharing):
+            plans.append(_plan_chunks(chunks, num_ranks=num_ranks, capacity=capacity))
         _, plan = min(plans, key=itemgetter(0))  # of equal ones the first, with the fewest chunks
         minibatches.append(plan)
     return tuple(zip(*minibatches, strict=True))
@@ -213,14 +211,15 @@ def plan_steps_of_ranks(
         plan = _append_microbatches(plan, plan_part(conversations, num_mini_batches=len(plan[0])))
     counts = []
     for ranks, rl_microbatches in zip(zip(*plan, strict=True), completion_plan[0], strict=True):
-        everywhere = [samples[i] for microbatches in ranks for i in chain(*microbatches)]
-        counts.append(counts_of(everywhere) | {"rl_microbatches": len(rl_microbatches)})
+        microbatches = chain.from_iterable(ranks)
+        all_samples = [samples[i] for i in chain.from_iterable(microbatches)]
+        counts.append(counts_of(all_samples) | {"rl_microbatches": len(rl_microbatches)})
     num_routes = max(map(_count_routes, samples), default=0)
     steps = []
     for minibatch_plans in plan:
         minibatches = []
-        for microbatches, minibatch_counts in zip(minibatch_plans, counts, strict=True):
-            parts = tuple(tuple(samples[i] for i in microbatch) for microbatch in microbatches)
+        for minibatch_plan, minibatch_counts in zip(minibatch_plans, counts, strict=True):
+            parts = tuple(tuple(samples[i] for i in microbatch) for microbatch in minibatch_plan)
             minibatches.append(RankMiniBatch(microbatches=parts, counts=minibatch_counts))
         steps.append(
             RankStep(
@@ -266,10 +265,8 @@ def counts_of(samples: Sequence[RolloutSample]) -> dict[str, int]:
     }
     for stream in USUAL_WEIGHTS:
         num_labels = [sum(map(bool, sample.weights_of(stream))) for sample in samples]
-        counts |= {
-            f"{stream}_rows": sum(map(bool, num_labels)),
-            f"{stream}_labels": sum(num_labels),
-        }
+        counts[f"{stream}_rows"] = sum(map(bool, num_labels))
+        counts[f"{stream}_labels"] = sum(num_labels)
     return counts
 
 
@@ -286,12 +283,11 @@ def rollout_batch(
     their tokens where a sample has other than the usual weights.
     """
     documents = [sample.document for sample in samples]
-    packed = pack_documents(
-        documents,
-        pad_to_multiple_of=pad_to_multiple_of,
+    groups = None
+    if prefix_sharing != "off":
         # The plan has decided that sharing pays, so runs of one prompt are not judged again here.
-        groups=None if prefix_sharing == "off" else runs_of_one_prompt(documents),
-    )
+        groups = runs_of_one_prompt(documents)
+    packed = pack_documents(documents, pad_to_multiple_of=pad_to_multiple_of, groups=groups)
     # Labels are in the order in which samples lie in the row, those of a shared token once for each
     # of them: so every sample has its own advantages, weights and log-probs there.
     samples = [samples[i] for i in packed.sequence_ids_N.unique_consecutive().tolist()]
@@ -299,7 +295,7 @@ def rollout_batch(
     num_labels = len(packed.sequence_ids_N)
     assert num_values == num_labels, f"{num_values} log-probs for {num_labels} labels"
     if num_routes:
-        packed = replace(packed, routes_TR=_routes(samples, packed, num_routes))
+        packed = replace(packed, routes_TR=_build_routes(samples, packed, num_routes))
     engine_logprobs: list[float] = []
     advantages: list[float] = []
     for sample in samples:
@@ -310,45 +306,49 @@ def rollout_batch(
     )
     if any(sample.weights for sample in samples):
         values = replace(
-            values, rl=_stream("rl", samples), kl=_stream("kl", samples), ce=_stream("ce", samples)
+            values,
+            rl=_build_stream("rl", samples),
+            kl=_build_stream("kl", samples),
+            ce=_build_stream("ce", samples),
         )
     return Batch(packed=packed, row_ids=(), values=values)
 
 
-def _routes(samples: Sequence[RolloutSample], packed: PackedBatch, num_routes: int) -> torch.Tensor:
+def _build_routes(
+    samples: Sequence[RolloutSample], packed: PackedBatch, num_routes: int
+) -> torch.Tensor:
     """`routes_TR` of a row of `samples`.
 
     A shared token has the experts that the first of its documents had.
     """
     routes_TR = np.full((packed.input_ids_BT.numel(), num_routes), -1, dtype=np.int16)
     starts = accumulate(packed.document_lengths or (), initial=0)
-    for sample, start, prefix_length in zip(
-        samples, starts, packed.prefix_lengths or repeat(0), strict=False
-    ):
+    prefix_lengths = packed.prefix_lengths or repeat(0)
+    for sample, start, prefix_length in zip(samples, starts, prefix_lengths, strict=False):
         routes = np.frombuffer(sample.routes, dtype=np.int16).reshape(-1, num_routes)
         added = routes[prefix_length:]
         routes_TR[start : start + len(added)] = added
     return torch.from_numpy(routes_TR)
 
 
-def _stream(name: str, samples: Sequence[RolloutSample]) -> Stream:
+def _build_stream(name: str, samples: Sequence[RolloutSample]) -> Stream:
     """The tokens that have a weight in the stream `name`."""
-    weights_N = torch.tensor([*chain.from_iterable(each.weights_of(name) for each in samples)])
+    weights = chain.from_iterable(sample.weights_of(name) for sample in samples)
+    weights_N = torch.tensor(list(weights))
     tokens_M = weights_N.nonzero().squeeze(1)
     return Stream(tokens_M=tokens_M, weights_M=weights_N[tokens_M])
 
 
 def rollout_minibatches(step: RankStep, *, pad_to_multiple_of: int = 1) -> tuple[StepBatch, ...]:
     """The tensors of a rank's part of a step: one `StepBatch` for each optimizer update."""
-    batch_of = partial(
+    build_batch = partial(
         rollout_batch,
         pad_to_multiple_of=pad_to_multiple_of,
         prefix_sharing=step.prefix_sharing,
         num_routes=step.num_routes,
     )
-    return tuple(
-        StepBatch(
-            microbatches=tuple(map(batch_of, minibatch.microbatches)), counts=minibatch.counts
-        )
-        for minibatch in step.minibatches
-    )
+    batches = []
+    for minibatch in step.minibatches:
+        microbatches = tuple(map(build_batch, minibatch.microbatches))
+        batches.append(StepBatch(microbatches=microbatches, counts=minibatch.counts))
+    return tuple(batches)

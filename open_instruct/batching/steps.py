@@ -112,8 +112,8 @@ def step_batch(
     rows = list(chain.from_iterable(samples))
     packed_tokens = []
     for sample in samples:
-        of_rows = [num_packed_tokens(dataset, row, shape.prefix_sharing) for row in sample]
-        packed_tokens.append(sum(of_rows))
+        row_tokens = [num_packed_tokens(dataset, row, shape.prefix_sharing) for row in sample]
+        packed_tokens.append(sum(row_tokens))
     plan = plan_step(packed_tokens, shape, num_ranks=num_ranks)
     has_numbers = len(dataset.details_C) > 0
     microbatches = []
@@ -130,14 +130,12 @@ def step_batch(
                 values_class=values_class,
             )
         )
-    return StepBatch(
-        microbatches=tuple(microbatches),
-        counts={
-            "rows": len(rows),
-            "labels": int(dataset.num_label_tokens[rows].sum()),
-            "tokens": int(dataset.num_tokens[rows].sum()),
-        },
-    )
+    counts = {
+        "rows": len(rows),
+        "labels": int(dataset.num_label_tokens[rows].sum()),
+        "tokens": int(dataset.num_tokens[rows].sum()),
+    }
+    return StepBatch(microbatches=tuple(microbatches), counts=counts)
 
 
 def collate(

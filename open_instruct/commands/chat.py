@@ -27,7 +27,8 @@ if TYPE_CHECKING:
     from open_instruct.generation.replies import ReplyEngine
 
 START = "start"
-NEW, EXIT = "/new", "/exit"
+NEW = "/new"
+EXIT = "/exit"
 ASK = "you: "
 
 

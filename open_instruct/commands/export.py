@@ -49,13 +49,16 @@ def main(words: Sequence[str]) -> int:
             "the first word is the folder of a run: open-instruct export RUN --output_dir DIR",
             kind="stray_word",
         )
-    run, flags = Path(words[0]), parse(ExportFlags, words[1:])
+    run = Path(words[0])
+    flags = parse(ExportFlags, words[1:])
     step_name = "" if flags.step is None else f"step{flags.step}"
     if not step_name and run.match("step[0-9]*") and not RunDirectory(path=run).config.exists():
-        run, step_name = run.parent, run.name
+        step_name = run.name
+        run = run.parent
     saved = read_settings(run)
     saved.print_notes()
-    config, objective = saved.config, saved.objective
+    config = saved.config
+    objective = saved.objective
 
     from open_instruct.checkpoints.step_folder import step_of
     from open_instruct.models.lora.adapters import MergedWeights, add_adapters
@@ -73,14 +76,14 @@ def main(words: Sequence[str]) -> int:
     if config.adapters is not None:
         add_adapters(model, config.adapters, dtype=pretrained.find_dtype(config.model.param_dtype))
     weights = _trained_weights(folder, model, pretrained, config.adapters)
+    directory = RunDirectory(path=run)
+    card = partial(write_card, directory, trained_by=objective.name, until=step_of(folder))
     num_bytes = pretrained.export(
         model.to(dtype),
         flags.output_dir,
         weights=weights,
         dtype=dtype,
-        card=partial(
-            write_card, RunDirectory(path=run), trained_by=objective.name, until=step_of(folder)
-        ),
+        card=card,
         more_config=objective.export_fields(config, pretrained.tokenizer, pretrained.hf_config),
     )
     print(f"{folder} is in {Path(flags.output_dir).absolute()} ({num_bytes / 1e6:,.1f} MB)")
@@ -137,7 +140,8 @@ def checkpoint_of(run: Path, name: str) -> Path:
     folder = folders.get(name or next(reversed(folders)))
     if folder is None:
         raise InputError(f"{run} has {', '.join(folders)}, and not {name}", kind="missing_file")
-    if damage := find_damage(folder):
+    damage = find_damage(folder)
+    if damage:
         raise InputError(
             f"the checkpoint {folder} is damaged: {damage[0]}; take another step of the run",
             kind="bad_checkpoint",

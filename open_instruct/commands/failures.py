@@ -1,4 +1,4 @@
-"""A failed run in words: what stderr, the log and the launcher are told, and the exit code.
+"""Reports a failed run: to stderr, the log and the launcher, and by the exit code.
 
 Most errors are met by every rank at once, and rank 0 reports them. It ends with what to do next.
 """
@@ -112,17 +112,19 @@ class FailureReporter:
 
     def _report_full_disk(self, error: BaseException) -> None:
         _record_traceback(self.log_file, error, to_stderr=False)
-        place = f" ({error.filename})" if isinstance(error, OSError) and error.filename else ""
+        place = ""
+        if isinstance(error, OSError) and error.filename:
+            place = f" ({error.filename})"
         problem = f"the disk is full{place}, while {this_process.status}: make room."
         report_failure(f"{self.program}: {problem} {advise_next_command(self.log_file)}")
 
     def _report_stop(self, error: BaseException) -> int:
-        if isinstance(error, KeyboardInterrupt):
-            number, name = signal.SIGINT, "interrupted"
-        else:
-            # Ray, while it starts, makes an exit of SIGTERM.
-            if isinstance(error, SystemExit) and error.code != signal.SIGTERM:
-                raise error
+        # Ray, while it starts, makes an exit of SIGTERM.
+        if isinstance(error, SystemExit) and error.code != signal.SIGTERM:
+            raise error
+        number = signal.SIGINT
+        name = "interrupted"
+        if not isinstance(error, KeyboardInterrupt):
             number = signal.Signals(error.args[0])
             name = number.name
         next_command = advise_next_command(self.log_file)
@@ -202,8 +204,9 @@ def is_full_disk(error: BaseException | None) -> bool:
 
 def _advise(error: BaseException) -> str:
     # By name, because torch may not be loaded.
-    is_out_of_memory = type(error).__name__ == "OutOfMemoryError"
-    return OUT_OF_MEMORY_ADVICE if is_out_of_memory else INTERNAL_ERROR_ADVICE
+    if type(error).__name__ == "OutOfMemoryError":
+        return OUT_OF_MEMORY_ADVICE
+    return INTERNAL_ERROR_ADVICE
 
 
 def advise_next_command(log_file: Path | None) -> str:

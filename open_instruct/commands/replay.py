@@ -175,12 +175,12 @@ def parse_replay(words: Sequence[str]) -> Replay:
             f"--json {own.json}: is a folder, or lies in none; name a file in a folder that exists",
             kind="unreadable_file",
         )
-    before, now = as_flat_dict(settings), as_flat_dict(asked)
-    changes = {
-        name: (before[name], now[name])
-        for name in given
-        if name in before and now[name] != before[name]
-    }
+    before = as_flat_dict(settings)
+    now = as_flat_dict(asked)
+    changes = {}
+    for name in given:
+        if name in before and now[name] != before[name]:
+            changes[name] = (before[name], now[name])
     if changes:
         # What active sampling rejected is not replayed, so it cannot stand against keeping every
         # group.
@@ -217,13 +217,8 @@ def replay(replayed: Replay) -> dict[str, Any]:
     recorded = recorded_row(directory.metrics, step)
     print(f"step {step} of {directory.path}: {weights.description}", flush=True)
     if settings.fleet.routing_replay == "on":
-        print(
-            (
-                "--routing_replay: traces have no experts of tokens, so here the learner chooses "
-                "its own"
-            ),
-            flush=True,
-        )
+        note = "traces have no experts of tokens, so here the learner chooses its own"
+        print(f"--routing_replay: {note}", flush=True)
 
     process = start_process(timeout_s=settings.parallel.dist_timeout_s, seed=settings.optim.seed)
 
@@ -248,11 +243,13 @@ def replay(replayed: Replay) -> dict[str, Any]:
         print(f"\nmetrics.jsonl has no row of step {step}: the run ended before it was written")
     elif weights.are_the_steps_own and "loss" in recorded:  # which the warm-up of a critic has not
         print(f"\n{differences(recorded, recomputed)}")
+    facts = asdict(weights)
+    if weights.checkpoint is not None:
+        facts["checkpoint"] = str(weights.checkpoint)
     return {
         "run": str(replayed.run),
         "step": step,
-        "weights": asdict(weights)
-        | {"checkpoint": None if weights.checkpoint is None else str(weights.checkpoint)},
+        "weights": facts,
         "changes": {name: {"from": old, "to": new} for name, (old, new) in changes.items()},
         **columns,
     }
@@ -284,7 +281,9 @@ def as_decided(config: GRPOConfig, directory: RunDirectory) -> GRPOConfig:
     """The config with the activation checkpointing that the run's plan chose for `auto`."""
     from open_instruct.run.opening import apply_plan
 
-    return apply_plan(config, read_object(directory.plan) if directory.plan.exists() else {})
+    if not directory.plan.exists():
+        return apply_plan(config, {})
+    return apply_plan(config, read_object(directory.plan))
 
 
 def weights_before(run: Path, step: int, *, config: GRPOConfig, given: str | None) -> StepWeights:

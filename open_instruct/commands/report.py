@@ -69,8 +69,11 @@ def main(argv: Sequence[str]) -> int:
     began_s = time.monotonic()
     most = MAX_ROLLOUTS if flags.max_rollouts is None else flags.max_rollouts
     page = report_page(folders, max_rollouts=most)
-    folder = folders[0] if len(folders) == 1 else Path()
-    out = Path(flags.out).expanduser() if flags.out else folder / "report.html"
+    out = Path("report.html")
+    if flags.out:
+        out = Path(flags.out).expanduser()
+    elif len(folders) == 1:
+        out = folders[0] / out
     write_asked(out, page, flag="--out")
     print(f"{out} ({len(page) / 1e6:.2f} MB, in {time.monotonic() - began_s:.1f} s)")
     return 0

@@ -72,7 +72,8 @@ def main(words: Sequence[str]) -> int:
         )
     flags = parse(ScoreFlags, words[2:])
     refuse([*limit_problems(flags), *template_variable_problems(flags.chat_template_kwargs)])
-    folder, out = fetch_folder(words[0]), Path(flags.output).expanduser()
+    folder = fetch_folder(words[0])
+    out = Path(flags.output).expanduser()
     if out.exists() and Path(words[1]).exists() and out.samefile(words[1]):
         raise InputError(
             f"--output {out} is the file that is scored; name another",

@@ -23,7 +23,9 @@ if TYPE_CHECKING:
 
 DTYPES = ("float32", "bfloat16", "float16")
 
-PAD, BOS, EOS = "<|pad|>", "<|bos|>", "<|eos|>"
+PAD = "<|pad|>"
+BOS = "<|bos|>"
+EOS = "<|eos|>"
 ROLE_TOKENS = ("<|system|>", "<|user|>", "<|assistant|>")
 SPECIAL_TOKENS = (PAD, BOS, EOS, *ROLE_TOKENS)
 NUM_BYTES = 256
@@ -176,7 +178,8 @@ def _write_weights(folder: Path, config: PretrainedConfig, *, seed: int, dtype: 
             if "norm" in name or name.endswith(".bias"):
                 parameter += 0.1 * torch.randn_like(parameter)
     model.to(getattr(torch, dtype))
-    model.config.architectures, model.config.dtype = [type(model).__name__], dtype
+    model.config.architectures = [type(model).__name__]
+    model.config.dtype = dtype
     model.config.save_pretrained(folder)
     model.generation_config.save_pretrained(folder)
     # Without a head that is tied; experts matrix by matrix, as on the hub.

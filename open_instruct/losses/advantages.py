@@ -9,7 +9,7 @@ keyword-only arguments of the function, and named in `flags`.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import chain
 from typing import Literal
 
 from open_instruct.core.errors import InputError
@@ -59,18 +59,16 @@ def advantages_of(
     if own is None:
         formula = ADVANTAGES[name]
         return bind_flags(formula.function, formula.flags, section)(groups)
-    given = [tuple(map(float, values)) for values in own(groups)]
-    if [len(values) for values in given] != [len(group.completions) for group in groups]:
+    advantages = [tuple(map(float, values)) for values in own(groups)]
+    if [len(values) for values in advantages] != [len(group.completions) for group in groups]:
         raise InputError(
-            (
-                f"--advantages {name}: gives other numbers than one for every completion of "
-                "every group"
-            ),
+            f"--advantages {name}: gives other numbers than one for every completion of every "
+            "group",
             kind="own_code",
         )
-    if not all(math.isfinite(value) for values in given for value in values):
+    if not all(map(math.isfinite, chain.from_iterable(advantages))):
         raise InputError(f"--advantages {name}: gives a number that is not finite", kind="own_code")
-    return given
+    return advantages
 
 
 def group_advantages(
@@ -106,7 +104,7 @@ def centered(groups: Sequence[RolloutGroup]) -> Advantages:
 
 @register("batch", "(reward − mean) / (std of all rewards of the step + 1e-8)", "2508.08221")
 def batch(groups: Sequence[RolloutGroup]) -> Advantages:
-    _, std = _mean_and_std([reward for group in groups for reward in group.rewards])
+    _, std = _mean_and_std(list(chain.from_iterable(group.rewards for group in groups)))
     return [tuple(value / (std + EPSILON) for value in values) for values in centered(groups)]
 
 
@@ -146,13 +144,12 @@ def gdpo(groups: Sequence[RolloutGroup]) -> Advantages:
         weights: dict[str, float] = {}
         for check in group.prompt.checks:
             weights[check.verifier] = weights.get(check.verifier, 0.0) + check.weight
-        names = dict.fromkeys(name for verdict in group.verdicts for name in verdict.scores)
+        names = dict.fromkeys(chain.from_iterable(verdict.scores for verdict in group.verdicts))
         parts = [[0.0] * len(group.verdicts)]
         for name in names:
             scores = [verdict.scores.get(name, 0.0) for verdict in group.verdicts]
-            parts.append(
-                [weights.get(name, 1.0) * value for value in group_advantages(scores, "standard")]
-            )
+            weight = weights.get(name, 1.0)
+            parts.append([weight * value for value in group_advantages(scores, "standard")])
         summed.append(tuple(map(math.fsum, zip(*parts, strict=True))))
     return _over_the_step(summed)
 
@@ -191,16 +188,14 @@ def pass_at_k(groups: Sequence[RolloutGroup], *, advantage_pass_k: int) -> Advan
 
 
 def _over_the_step(advantages: Advantages) -> Advantages:
-    """The advantages with mean 0 and standard deviation 1 over all completions; all 0 if they are
-    equal.
-    """
-    together = [value for group in advantages for value in group]
-    normalised = group_advantages(together, "standard")
-    ends = list(accumulate(len(group) for group in advantages))
-    return [
-        tuple(normalised[end - len(group) : end])
-        for group, end in zip(advantages, ends, strict=True)
-    ]
+    """The advantages with mean 0 and deviation 1 over all completions; 0 if they are equal."""
+    normalised = group_advantages(list(chain.from_iterable(advantages)), "standard")
+    groups = []
+    start = 0
+    for group in advantages:
+        groups.append(normalised[start : start + len(group)])
+        start += len(group)
+    return groups
 
 
 def _mean_and_std(values: Sequence[float]) -> tuple[float, float]:

@@ -53,7 +53,8 @@ def top_k_divergence(
     It is never more than the divergence over the whole vocabulary.
     """
     k = kept_NC.shape[-1] // 2
-    ids_Nk, teacher_NO = kept_NC[:, :k].long(), kept_NC[:, k:].to(logits_NV.dtype)
+    ids_Nk = kept_NC[:, :k].long()
+    teacher_NO = kept_NC[:, k:].to(logits_NV.dtype)
     return _divergence(_outcomes(logits_NV, ids_Nk, temperature), teacher_NO, beta)
 
 
@@ -82,7 +83,8 @@ class _Divergence(torch.autograd.Function):
     def forward(
         ctx: Any, logprobs_NO: torch.Tensor, teacher_NO: torch.Tensor, beta: float
     ) -> torch.Tensor:
-        p_NO, q_NO = teacher_NO.exp(), logprobs_NO.exp()
+        p_NO = teacher_NO.exp()
+        q_NO = logprobs_NO.exp()
         if beta == 0.0:
             value_N1 = _mean(p_NO, teacher_NO - logprobs_NO)
             slope_NO = q_NO - p_NO

@@ -40,7 +40,8 @@ if TYPE_CHECKING:
     import torch
 
 # VESPO's (k, lambda), for completions with an advantage >= 0 and for the others.
-VESPO_GOOD, VESPO_BAD = (2.0, 3.0), (3.0, 2.0)
+VESPO_GOOD = (2.0, 3.0)
+VESPO_BAD = (3.0, 2.0)
 LEAST_PROBABILITY = 1e-8
 
 

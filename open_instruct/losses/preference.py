@@ -169,7 +169,8 @@ def exo_losses(pairs: ComparedPairs, *, label_smoothing: float) -> torch.Tensor:
 )
 def nca_losses(pairs: ComparedPairs) -> torch.Tensor:
     """NCA on pairs: the chosen reply's reward is pulled up, and both are pulled to 0."""
-    w_P, l_P = pairs.chosen_rewards_P, pairs.rejected_rewards_P
+    w_P = pairs.chosen_rewards_P
+    l_P = pairs.rejected_rewards_P
     return -log_sigmoid(w_P) - 0.5 * log_sigmoid(-w_P) - 0.5 * log_sigmoid(-l_P)
 
 

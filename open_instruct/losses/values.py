@@ -37,7 +37,8 @@ def gae(
     values_64_N = values_N.double()
     advantages_N = rewards_N.double() - values_64_N
     advantages_N[:-1] += gamma * values_64_N[1:] * is_followed_N
-    reach, decay = 1, gamma * lam
+    reach = 1
+    decay = gamma * lam
     while reach < len(values_N):
         is_same_N = sequence_ids_N[reach:] == sequence_ids_N[:-reach]
         advantages_N[:-reach] += decay**reach * advantages_N[reach:] * is_same_N

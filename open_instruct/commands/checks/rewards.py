@@ -50,7 +50,8 @@ class RewardChecks:
         return "\n".join(self._try_verifiers()) or "no verifier judges these prompts"
 
     def _try_verifiers(self) -> Iterator[str]:
-        verifiers, flags = self.known_verifiers, self.config.reward
+        verifiers = self.known_verifiers
+        flags = self.config.reward
         judges, environments = self.prompts.find_names()
         runs_programs = bool({Code.name, CodeStdio.name} & judges) and not flags.code_api_url
         if runs_programs or "python" in environments:

@@ -17,8 +17,8 @@ from open_instruct.commands.checks.reading_rows import find_judges, hide_torch_f
 from open_instruct.commands.checks.report import Report, check_all
 from open_instruct.config.fleet_sections import LearnerParallelSection
 from open_instruct.config.grpo import GRPOConfig
+from open_instruct.config.sharding_sections import ParallelSection
 from open_instruct.config.tracker_access import check_trackers
-from open_instruct.config.training import LearnerConfig
 from open_instruct.core.shard_layout import ShardLayout
 from open_instruct.data.eval_split import Side
 from open_instruct.data.prompt_rows import parse_prompt_row
@@ -115,7 +115,8 @@ class RunChecks:
 
     @property
     def layout(self) -> ShardLayout:
-        return find_layout(self.config.parallel, find_node_sizes(self.config), self.config.backend)
+        parallel = self.config.parallel
+        return find_layout(parallel, find_node_sizes(parallel), self.config.backend)
 
     def check_folder(self) -> str:
         directory = RunDirectory(path=Path(self.config.run.output_dir))
@@ -197,9 +198,8 @@ class RunChecks:
 
         self.known = find_judges(config)
         own_function(config.loss.loss_fn, flag="--loss_fn", known=POLICY_LOSSES)
-        own_function(
-            config.rollout.advantage_normalization_type, flag="--advantages", known=ADVANTAGES
-        )
+        advantages = config.rollout.advantage_normalization_type
+        own_function(advantages, flag="--advantages", known=ADVANTAGES)
         if not config.reward.verifier:
             return "each row names its own"
         return f"{', '.join(config.reward.verifier)} judges rows that name none"
@@ -254,7 +254,8 @@ class RunChecks:
         return report.lines()
 
     def check_memory(self) -> str:
-        config, nodes = self.config, find_node_sizes(self.config)
+        config = self.config
+        nodes = find_node_sizes(config.parallel)
         folder = find_local_folder(config.model.model_name_or_path)
         if folder is None:
             return "not planned: the model is not here"
@@ -274,7 +275,9 @@ class RunChecks:
             on_cuda=has_gpu,
         )
         line = planned.line.removeprefix("memory: ")
-        return f"{line}\nwarning: {planned.warning}" if planned.warning else line
+        if planned.warning:
+            line += f"\nwarning: {planned.warning}"
+        return line
 
     def take_first_loss(self) -> str:
         from open_instruct.commands.checks.first_loss import take_first_loss
@@ -282,11 +285,11 @@ class RunChecks:
         return take_first_loss(self.config, self.objective, rows=self.dataset, chat=self.chat)
 
 
-def find_node_sizes(config: LearnerConfig) -> tuple[int, ...]:
+def find_node_sizes(parallel: ParallelSection) -> tuple[int, ...]:
     """The processes that would train on each node."""
-    if isinstance(config.parallel, LearnerParallelSection):
-        return tuple(config.parallel.num_learners_per_node)
-    num_ranks = count_ranks_to_start(getattr(config.parallel, "num_processes", None), os.environ)
+    if isinstance(parallel, LearnerParallelSection):
+        return tuple(parallel.num_learners_per_node)
+    num_ranks = count_ranks_to_start(getattr(parallel, "num_processes", None), os.environ)
     if num_ranks:
         return (num_ranks,)
     return node_sizes_from_environment(os.environ) or (1,)
@@ -300,5 +303,5 @@ def find_process_memory(num_sharing: int, *, has_gpu: bool) -> int:
 
     from open_instruct.run.opening import find_memory_bytes
 
-    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
     return find_memory_bytes(device, num_sharing=num_sharing)

@@ -27,7 +27,8 @@ def main(request: dict[str, Any]) -> None:
     from safetensors.torch import save_file
 
     transformers.utils.logging.disable_progress_bar()
-    gguf, out = Path(request["gguf"]), Path(request["out"])
+    gguf = Path(request["gguf"])
+    out = Path(request["out"])
     out.mkdir()
     source: dict[str, Any] = {
         "pretrained_model_name_or_path": str(gguf.parent),

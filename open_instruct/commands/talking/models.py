@@ -77,7 +77,8 @@ def _find_model_of_run(name: str, directory: RunDirectory) -> TalkingModel:
 
 def _model_with_adapter(name: str, adapter: Path) -> TalkingModel:
     fields = read_object(adapter / ADAPTER_CONFIG)
-    task, base = fields.get("task_type"), fields.get("base_model_name_or_path")
+    task = fields.get("task_type")
+    base = fields.get("base_model_name_or_path")
     if task not in (None, "CAUSAL_LM"):
         raise InputError(
             f"{adapter} is an adapter for {task}, which does not talk", kind="bad_model"
