@@ -14,7 +14,7 @@ from open_instruct.objectives import distill, dpo, kto, prm, reward_model, sft  
 from open_instruct.parallel.wording import nodes_text
 from open_instruct.planning import presentation
 from open_instruct.planning.subject import units
-from open_instruct.run import metrics_log, opened  # noqa: F401
+from open_instruct.run import metrics_log, opening  # noqa: F401
 from open_instruct.training import offline, scoring  # noqa: F401
 from open_instruct.training.olmo_core import record  # noqa: F401
 from open_instruct.training.rows import sample_loader  # noqa: F401
