@@ -75,7 +75,9 @@ def describe_best_step(run: RunSection) -> str:
     if not run.keep_best:
         return ""
     best = RunDirectory(path=Path(run.output_dir)).read_best_step()
-    return str(best) if best else ""
+    if best is None:
+        return ""
+    return str(best)
 
 
 def learning_metrics() -> list[str]:

@@ -95,7 +95,9 @@ def mean_seconds_by_part(run: RunFiles) -> dict[str, float]:
 
 def find_planned_bytes(run: RunFiles) -> float:
     """The planned memory of the largest phase; 0 without a plan."""
-    return run.plan.peak_bytes if run.plan else 0
+    if run.plan is None:
+        return 0
+    return run.plan.peak_bytes
 
 
 @cache
@@ -243,8 +245,10 @@ def _check_reward(run: RunFiles) -> Iterator[Finding]:
     if max(rewards) <= 0:
         yield _find("no_reward")
     elif silent > 0.7:
-        name = "silent_groups_all_right" if late > 0.8 else "silent_groups"
-        yield _find(name, silent)
+        if late > 0.8:
+            yield _find("silent_groups_all_right", silent)
+        else:
+            yield _find("silent_groups", silent)
     elif len(rewards) >= 2 * FEW_STEPS and early - late > least:
         yield _find("reward_fell", early, late)
     elif len(rewards) >= 2 * FEW_STEPS and late - early <= least:

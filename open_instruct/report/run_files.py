@@ -168,7 +168,9 @@ def _read_config(path: Path) -> tuple[dict[str, Any], tuple[str, ...]]:
         ) from error
     head = text.partition("\n\n")[0].splitlines()
     made_with = tuple(line.removeprefix("# ") for line in head)
-    return config if isinstance(config, dict) else {}, made_with
+    if not isinstance(config, dict):
+        config = {}
+    return config, made_with
 
 
 def read_rollouts(folder: Path, *, most: int) -> tuple[pyarrow.Table | None, list[str]]:

@@ -56,7 +56,10 @@ def _means(values: Sequence[float], num_columns: int) -> Iterator[float]:
         start = column * len(values) // num_columns
         stop = (column + 1) * len(values) // num_columns
         finite = [value for value in values[start : max(stop, start + 1)] if math.isfinite(value)]
-        yield math.fsum(finite) / len(finite) if finite else math.nan
+        if finite:
+            yield math.fsum(finite) / len(finite)
+        else:
+            yield math.nan
 
 
 def _level(value: float, low: float, high: float, num_levels: int) -> int:
@@ -66,5 +69,7 @@ def _level(value: float, low: float, high: float, num_levels: int) -> int:
     """
     if not math.isfinite(value):
         return 0
-    share = (value - low) / (high - low) if high > low else 0.5
+    share = 0.5
+    if high > low:
+        share = (value - low) / (high - low)
     return 1 + round(share * (num_levels - 1))

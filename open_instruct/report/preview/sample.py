@@ -270,7 +270,9 @@ def _describe_values(dataset: TokenDataset, row: int) -> str:
     details = dataset.details(row)
     if not details.startswith(b"{"):
         numbers = ", ".join(f"{value:g}" for value in dataset.values(row).tolist())
-        return f"given to the loss: {numbers}" if numbers else ""
+        if not numbers:
+            return ""
+        return f"given to the loss: {numbers}"
     fields = json.loads(details)
     notes = []
     if "environment" in fields:
