@@ -1,5 +1,7 @@
-"""Boxes of sharded tensors in safetensors files: shared out to ranks, hashed while written, read
-under any layout.
+"""Sharded tensors in safetensors files, one file a rank, which any other layout can read.
+
+Each rank holds boxes of tensors. A box that several ranks hold is assigned to one of them, which
+writes it; files are hashed while they are written.
 """
 
 from __future__ import annotations
@@ -98,14 +100,13 @@ def assign_boxes(claims_of_ranks: Sequence[Mapping[str, Claim]]) -> dict[str, di
                 holders.setdefault((name, claim), []).append(rank)
     load = [0] * len(claims_of_ranks)
     index: dict[str, dict[str, Any]] = {}
-    for (name, claim), ranks in sorted(
-        holders.items(), key=lambda held: (-math.prod(held[0][1].size), held[0][0])
-    ):
+    largest_first = sorted(holders, key=lambda box: (-math.prod(box[1].size), box[0]))
+    for name, claim in largest_first:
+        ranks = holders[name, claim]
         owner = min(ranks, key=lambda rank: (load[rank], rank))
         load[owner] += math.prod(claim.size)
-        entry = index.setdefault(
-            name, {"dtype": claim.dtype, "shape": list(claim.shape), "boxes": []}
-        )
+        new_entry = {"dtype": claim.dtype, "shape": list(claim.shape), "boxes": []}
+        entry = index.setdefault(name, new_entry)
         entry["boxes"].append([owner, list(claim.start), list(claim.size)])
     for name, entry in index.items():
         entry["boxes"].sort(key=lambda box: box[1])
@@ -115,12 +116,15 @@ def assign_boxes(claims_of_ranks: Sequence[Mapping[str, Claim]]) -> dict[str, di
 
 
 def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> WrittenFile:
-    """A safetensors file of `tensors` in their order; no second copy of them is made on the CPU."""
-    header = make_header(
-        (name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()
-    )
-    raw = (t.cpu().contiguous().view(-1).view(torch.uint8).numpy().data for t in tensors.values())
-    return write_hashed(path, itertools.chain((header,), raw))
+    """Write `tensors` in their order as a safetensors file, without a second copy on the CPU."""
+    entries = ((name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items())
+    contents = (_view_bytes(tensor) for tensor in tensors.values())
+    return write_hashed(path, itertools.chain((make_header(entries),), contents))
+
+
+def _view_bytes(tensor: torch.Tensor) -> memoryview:
+    raw: memoryview = tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy().data
+    return raw
 
 
 def write_hashed(path: Path, contents: Iterable[bytes | memoryview]) -> WrittenFile:
@@ -146,40 +150,40 @@ def hash_file(path: Path) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Piece:
-    """A slice of a file's box of tensor `name`, and the view of a part that it is copied into."""
+    """A slice (`source`) of the box that a file has of a tensor, and the view it is copied into."""
 
     file_name: str
     name: str
     size: list[int]
-    there: tuple[slice, ...]
-    into: torch.Tensor
+    source: tuple[slice, ...]
+    target: torch.Tensor
 
 
 @torch.no_grad()
 def read_parts(
     folder: Path, index: Mapping[str, Mapping[str, Any]], parts: Mapping[str, Part]
 ) -> None:
-    """Fill `parts` from the files of `assign_boxes`'s ranks in `folder`, `rank0.safetensors` and so
-    on.
+    """Fill `parts` from the ranks' files in `folder`: `rank0.safetensors` and so on.
 
+    :param index: what `assign_boxes` returned when they were written.
     :raises ValueError: a tensor is missing, has another shape or dtype, or is not there whole.
         Nothing is filled then.
     """
-    filled = {name: part for name, part in parts.items() if part.local.numel()}
-    pieces = [
-        piece for name, part in filled.items() for piece in _pieces(name, part, index.get(name))
-    ]
+    pieces: list[_Piece] = []
+    for name, part in parts.items():
+        if part.local.numel():
+            pieces += _find_pieces(name, part, index.get(name))
     names = sorted({piece.file_name for piece in pieces})
     files = {name: CheckpointFiles(folder, read_header(folder / name)) for name in names}
     for piece in pieces:
         stored = files[piece.file_name].tensors.get(piece.name)
-        if stored is None or (stored.dtype, list(stored.shape)) != (piece.into.dtype, piece.size):
+        if stored is None or (stored.dtype, list(stored.shape)) != (piece.target.dtype, piece.size):
             raise ValueError(f"{piece.file_name} does not hold {piece.name!r} as the index says")
     for piece in pieces:
-        piece.into.copy_(files[piece.file_name].read(piece.name, piece.there))
+        piece.target.copy_(files[piece.file_name].read(piece.name, piece.source))
 
 
-def _pieces(name: str, part: Part, entry: Mapping[str, Any] | None) -> Iterator[_Piece]:
+def _find_pieces(name: str, part: Part, entry: Mapping[str, Any] | None) -> Iterator[_Piece]:
     """The pieces that fill a part."""
     if entry is None:
         raise ValueError(f"it has no {name!r}")
@@ -189,18 +193,36 @@ def _pieces(name: str, part: Part, entry: Mapping[str, Any] | None) -> Iterator[
         raise ValueError(f"{name!r} is {saved} there, {wanted} here")
     missing = part.local.numel()
     for rank, start, size in entry["boxes"]:
-        edges = list(zip(start, size, part.start, part.local.shape, strict=True))
-        cut = [slice(max(a, b), min(a + n, b + m)) for a, n, b, m in edges]
-        if all(one.start < one.stop for one in cut):
-            into = part.local[_seen_from(part.start, cut)]
-            missing -= into.numel()
-            file_name = f"rank{int(rank)}.safetensors"
-            yield _Piece(
-                file_name=file_name, name=name, size=size, there=_seen_from(start, cut), into=into
-            )
+        common = _intersect_boxes(start, size, part.start, part.local.shape)
+        if common is None:
+            continue
+        target = part.local[_shift_box(common, part.start)]
+        missing -= target.numel()
+        yield _Piece(
+            file_name=f"rank{int(rank)}.safetensors",
+            name=name,
+            size=size,
+            source=_shift_box(common, start),
+            target=target,
+        )
     if missing:
         raise ValueError(f"{name!r} is not there whole")
 
 
-def _seen_from(start: Sequence[int], cut: Sequence[slice]) -> tuple[slice, ...]:
-    return tuple(slice(one.start - at, one.stop - at) for one, at in zip(cut, start, strict=True))
+def _intersect_boxes(
+    start: Sequence[int], size: Sequence[int], other_start: Sequence[int], other_size: Sequence[int]
+) -> list[slice] | None:
+    """The box that two boxes have in common; None if it is empty."""
+    common = []
+    for a, n, b, m in zip(start, size, other_start, other_size, strict=True):
+        cut = slice(max(a, b), min(a + n, b + m))
+        if cut.start >= cut.stop:
+            return None
+        common.append(cut)
+    return common
+
+
+def _shift_box(box: Sequence[slice], origin: Sequence[int]) -> tuple[slice, ...]:
+    """`box` in coordinates that begin at `origin`."""
+    ranges = zip(box, origin, strict=True)
+    return tuple(slice(cut.start - first, cut.stop - first) for cut, first in ranges)

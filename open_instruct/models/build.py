@@ -1,6 +1,4 @@
-"""Builds OLMo-core models without weights: on the meta device, or filled with NaN until a
-checkpoint is read.
-"""
+"""Builds OLMo-core models without weights: on meta, or filled with NaN until they are loaded."""
 
 import torch
 from transformers import PretrainedConfig
@@ -16,8 +14,7 @@ from open_instruct.models.transformer import SegmentTransformer
 def build_model(
     hf_config: PretrainedConfig, *, init_device: str = "meta", head: Head = "vocabulary"
 ) -> SegmentTransformer:
-    """The model of `hf_config`, to be materialised by OLMo-core's `parallelize_model` (or its
-    `init_weights`).
+    """Build the model of `hf_config`; `init_weights` or `parallelize_model` materialises it.
 
     Its `init_weights` allocates this rank's shards and fills them with NaN instead of drawing
     random numbers, so that a value that no checkpoint fills is detected.
@@ -41,7 +38,8 @@ def build_model(
         tie_word_embeddings=config.tie_word_embeddings and head == "vocabulary",
         init_device=init_device,
     )
-    model.lm_head = (LogprobHead if head == "vocabulary" else ValueHead)(
+    head_class = LogprobHead if head == "vocabulary" else ValueHead
+    model.lm_head = head_class(
         d_model=config.d_model,
         vocab_size=HEAD_SIZES.get(head, config.vocab_size),
         layer_norm=config.lm_head.layer_norm,
@@ -58,18 +56,19 @@ def build_model(
 
 @torch.no_grad()
 def find_not_finite(model: torch.nn.Module) -> dict[str, str]:
-    """The parameters with a value that is not finite in this rank's shard, and that value: "NaN" or
-    "inf".
+    """The parameters of which this rank's shard is not finite, each with "NaN" or "inf".
 
     NaN is also the value where nothing was read.
     """
     not_finite = {}
-    for name, held in find_local_shards(model).items():
-        local = held.values_to_check
-        if local.numel() == 0:
+    for name, shard in find_local_shards(model).items():
+        values = shard.values_to_check
+        if values.numel() == 0:
             continue
         # aminmax propagates NaN, and needs no mask of the tensor's size.
-        ends = torch.stack(local.aminmax())
-        if not bool(ends.isfinite().all()):
-            not_finite[name] = "NaN" if bool(ends.isnan().any()) else "inf"
+        ends = torch.stack(values.aminmax())
+        if bool(ends.isfinite().all()):
+            continue
+        has_nan = bool(ends.isnan().any())
+        not_finite[name] = "NaN" if has_nan else "inf"
     return not_finite

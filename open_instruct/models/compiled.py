@@ -23,11 +23,10 @@ DYNAMIC_SOURCES = r"L\['kwargs'\]\['cu_doc_lens'\]\.max_(queries|keys),L\['x'\]:
 
 
 def prepare_compiler() -> None:
-    """Set PyTorch's compiler for our blocks: how many versions, which sizes are symbols, and a
-    warning of too many.
+    """Set PyTorch's compiler for our blocks: the number of versions, symbolic sizes, a warning.
 
-    PyTorch keeps these settings for each thread, and a GPU has a thread of its own for backward
-    passes, in which blocks that are recomputed may be compiled: it is to be called there too.
+    PyTorch keeps these settings for each thread. A GPU has a thread of its own for backward passes,
+    in which recomputed blocks may be compiled: call it there too.
     """
     torch._dynamo.config.recompile_limit = MAX_VERSIONS
     if DYNAMIC_SOURCES not in torch.compiler.config.dynamic_sources:
@@ -36,8 +35,9 @@ def prepare_compiler() -> None:
 
 
 class Fallbacks(logging.Handler):
-    """Counts and warns of functions that PyTorch has given up compiling, which it reports to its
-    own log alone.
+    """Warns of functions that PyTorch gave up compiling, and counts them.
+
+    PyTorch reports them to its own log alone.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Shards back into a Hugging Face folder, tensor by tensor, spread over the ranks.
+"""Writes a sharded model as a Hugging Face folder, tensor by tensor, spread over the ranks.
 
 A plan made from shapes alone assigns each tensor a file and an offset, and each file a writing
 rank, its owner. Then all ranks go through rounds: in each round every owner receives the parts of
@@ -178,7 +178,7 @@ def _finish(out: Path, write_other_files: Callable[[], None], problems: list[str
 def _write_config(
     folder: Path, source: Path, names: TensorNames, dtype: torch.dtype, more: Mapping[str, Any]
 ) -> None:
-    """The source's configuration with `more` and the new dtype, without fields that name code.
+    """Write the source's config.json with `more` and the new dtype, without fields that name code.
 
     Other readers find in it the model that was trained: RoPE in the spelling of each, and the class
     of its head.
@@ -187,15 +187,13 @@ def _write_config(
 
     hf_config = names.hf_config
     path = source / "config.json"
-    fields = remove_code_fields(
-        read_object(path) if path.is_file() else hf_config.to_dict()
-    ) | dict(more)
-    fields = {
-        name: value for name, value in fields.items() if value is not None or name not in more
-    }
+    source_fields = read_object(path) if path.is_file() else hf_config.to_dict()
+    fields = remove_code_fields(source_fields) | dict(more)
+    left_out = {name for name, value in more.items() if value is None}
+    fields = {name: value for name, value in fields.items() if name not in left_out}
     family = family_of(hf_config.model_type)
-    read = read_rope(hf_config.to_dict(), family, str(path))
-    fields = export_rope_fields(fields, family, read)
+    rope = read_rope(hf_config.to_dict(), family, str(path))
+    fields = export_rope_fields(fields, family, rope)
     if names.head == "vocabulary":
         fields["architectures"] = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[hf_config.model_type]]
     # transformers 5 writes "dtype", older ones and most other readers know "torch_dtype"; both are

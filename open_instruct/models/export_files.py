@@ -52,9 +52,7 @@ class PlannedTensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedFile:
-    """One file to write, the global rank that writes it, and its tensors in the order of their
-    data.
-    """
+    """One file to write: its tensors in the order of their data, and the writer's global rank."""
 
     file_name: str
     owner: int
@@ -69,8 +67,9 @@ def plan_files(
     max_file_bytes: int,
     num_ranks: int,
 ) -> tuple[PlannedFile, ...]:
-    """Fill files in layer order up to `max_file_bytes` (a larger tensor has a file to itself);
-    spread their owners.
+    """Fill files in layer order up to `max_file_bytes`, and spread their owners.
+
+    A tensor that is larger has a file to itself.
 
     Example: three files on two ranks are written by ranks 0, 1 and 0; two files on eight by ranks 0
     and 4.
@@ -85,31 +84,27 @@ def plan_files(
         groups[-1].append(tensor)
         num_bytes += tensor.num_bytes
     stride = max(1, num_ranks // len(groups))  # fewer files than ranks: owners on different nodes
-    return tuple(
-        PlannedFile(
-            file_name=SINGLE_NAME
-            if len(groups) == 1
-            else f"model-{number + 1:05d}-of-{len(groups):05d}.safetensors",
-            owner=number * stride % num_ranks,
-            tensors=tuple(group),
-        )
-        for number, group in enumerate(groups)
-    )
+    files = []
+    for number, group in enumerate(groups):
+        name = f"model-{number + 1:05d}-of-{len(groups):05d}.safetensors"
+        if len(groups) == 1:
+            name = SINGLE_NAME
+        owner = number * stride % num_ranks
+        files.append(PlannedFile(file_name=name, owner=owner, tensors=tuple(group)))
+    return tuple(files)
 
 
 def plan_rounds(
     files: Sequence[PlannedFile],
 ) -> Iterator[dict[int, tuple[PlannedFile, PlannedTensor]]]:
-    """Rounds that all ranks go through together, by owner: in each, every one with tensors left
-    gets its next one.
+    """Rounds that all ranks go through together: in each, every owner gets its next tensor.
 
     So all owners write at the same time, each its own files one after the other.
     """
     tensors_by_owner: dict[int, list[tuple[PlannedFile, PlannedTensor]]] = {}
     for file in files:
-        tensors_by_owner.setdefault(file.owner, []).extend(
-            (file, tensor) for tensor in file.tensors
-        )
+        entries_of_owner = tensors_by_owner.setdefault(file.owner, [])
+        entries_of_owner += [(file, tensor) for tensor in file.tensors]
     for entries in zip_longest(*tensors_by_owner.values()):
         yield {entry[0].owner: entry for entry in entries if entry is not None}
 
@@ -117,11 +112,11 @@ def plan_rounds(
 def append_tensor(
     folder: Path, file: PlannedFile, tensor: PlannedTensor, values: torch.Tensor
 ) -> None:
-    """Write the next tensor of a planned file (on the CPU, contiguous); the last one is flushed to
-    the disk.
+    """Write the next tensor of a planned file; the last one is flushed to the disk.
 
-    Raises:
-        OSError: the disk filled up or failed.
+    :param values: on the CPU and contiguous.
+
+    :raises OSError: the disk filled up or failed.
     """
     assert (tuple(values.shape), values.dtype) == (tensor.shape, tensor.dtype), tensor.hf_name
     with (folder / file.file_name).open("ab") as opened:
@@ -135,11 +130,14 @@ def append_tensor(
 
 
 def write_index(folder: Path, files: Sequence[PlannedFile]) -> None:
-    """`model.safetensors.index.json`; nothing for a single file, which needs none."""
+    """Write `model.safetensors.index.json`, unless there is one file, which needs none."""
     if len(files) == 1:
         return
-    weight_map = {tensor.hf_name: file.file_name for file in files for tensor in file.tensors}
-    total_size = sum(tensor.num_bytes for file in files for tensor in file.tensors)
+    weight_map: dict[str, str] = {}
+    total_size = 0
+    for file in files:
+        weight_map |= {tensor.hf_name: file.file_name for tensor in file.tensors}
+        total_size += sum(tensor.num_bytes for tensor in file.tensors)
     index = {"metadata": {"total_size": total_size}, "weight_map": weight_map}
     (folder / INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
@@ -177,9 +175,7 @@ def prepare_folder(out: Path, num_bytes: int) -> None:
 
 
 def find_replace_problem(out: Path) -> str | None:
-    """Why a finished export could not be moved to `out`, as far as known beforehand; changes
-    nothing.
-    """
+    """Find what would keep a finished export from being moved to `out`; None if nothing does."""
     for path in (out, find_partial_folder(out), _find_previous_folder(out)):
         if path.is_symlink():
             return (
@@ -225,6 +221,6 @@ def translate_disk_errors(path: Path, kind: type[Exception], *, hint: str = "") 
 
 
 def explain_disk_error(path: Path, error: OSError) -> str:
-    """The failure and its remedy, in one sentence."""
+    """Name the failure of a disk and its remedy, in one sentence."""
     remedy = REMEDIES.get(error.errno or 0, "choose another folder or disk")
     return f"cannot export to {path}: {error.strerror or error}; {remedy}"

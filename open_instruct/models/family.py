@@ -1,4 +1,4 @@
-"""Each family of Hugging Face models as an OLMo-core `TransformerConfig`.
+"""Builds OLMo-core's `TransformerConfig` from the config.json of each family of models.
 
 A field of config.json that would change the forward pass and has no counterpart here is refused by
 name.
@@ -83,15 +83,13 @@ def build_transformer_config(hf_config: PretrainedConfig) -> TransformerConfig:
         for layer, layer_type in enumerate(layer_types)
     ]
     blocks = {kind: _build_block(hf_config, family, norm, *kind) for kind in set(kinds)}
+    overrides = {layer: blocks[kind] for layer, kind in enumerate(kinds) if kind != kinds[0]}
     return TransformerConfig(
         d_model=hf_config.hidden_size,
         vocab_size=hf_config.vocab_size,
         n_layers=hf_config.num_hidden_layers,
         block=blocks[kinds[0]],
-        block_overrides={
-            layer: blocks[kind] for layer, kind in enumerate(kinds) if kind != kinds[0]
-        }
-        or None,
+        block_overrides=overrides or None,
         lm_head=LMHeadConfig(layer_norm=norm, bias=False, dtype=DType.float32),
         dtype=DType.float32,
         tie_word_embeddings=bool(hf_config.tie_word_embeddings),
@@ -100,11 +98,12 @@ def build_transformer_config(hf_config: PretrainedConfig) -> TransformerConfig:
 
 def find_unknown_fields(hf_config: PretrainedConfig) -> list[str]:
     """Fields of config.json that neither transformers nor this package reads for this family."""
-    given = (
-        name for name, value in vars(hf_config).items() if value is not None and value is not False
-    )
-    unknown = (name for name in given if name not in KNOWN and not hasattr(type(hf_config), name))
-    return [name for name in unknown if not name.startswith("_")]
+    unknown = []
+    for name, value in vars(hf_config).items():
+        is_known = name in KNOWN or name.startswith("_") or hasattr(type(hf_config), name)
+        if not is_known and value is not None and value is not False:
+            unknown.append(name)
+    return unknown
 
 
 def _build_block(
@@ -131,7 +130,8 @@ def _build_block(
             doubles_rates=family.delta_may_negate and hf_config.linear_allow_neg_eigval,
         )
     else:
-        mixer = (GatedAttentionConfig if family.gates_attention else AttentionConfig)(
+        attention_config = GatedAttentionConfig if family.gates_attention else AttentionConfig
+        mixer = attention_config(
             n_heads=hf_config.num_attention_heads,
             n_kv_heads=hf_config.num_key_value_heads,
             head_dim=find_head_dim(hf_config),
@@ -143,9 +143,11 @@ def _build_block(
             sliding_window=sliding_window,
             dtype=DType.float32,
         )
-    norm_after = family.norm_after and layer_type != LINEAR
+    block_type = TransformerBlockType.default
+    if family.norm_after and layer_type != LINEAR:
+        block_type = TransformerBlockType.reordered_norm
     return TransformerBlockConfig(
-        name=TransformerBlockType.reordered_norm if norm_after else TransformerBlockType.default,
+        name=block_type,
         sequence_mixer=mixer,
         feed_forward=_build_feed_forward(hf_config, family, is_sparse),
         layer_norm=norm,
@@ -168,13 +170,16 @@ def _build_feed_forward(
 
 
 def find_head_dim(hf_config: PretrainedConfig) -> int:
-    """Size of one attention head; Qwen 3 gives it apart from hidden_size / num_attention_heads."""
-    given: int | None = getattr(hf_config, "head_dim", None)
-    return given or hf_config.hidden_size // hf_config.num_attention_heads
+    """The size of an attention head; not always hidden_size / num_attention_heads (Qwen 3)."""
+    stated: int | None = getattr(hf_config, "head_dim", None)
+    return stated or hf_config.hidden_size // hf_config.num_attention_heads
 
 
 def _build_rope(hf_config: PretrainedConfig, family: Family, layer_type: str) -> RoPEConfig | None:
-    # transformers keeps one set of parameters for all layers, or (OLMo 3) one for each layer type.
+    """The RoPE of layers of one type; None where they have no positions.
+
+    transformers keeps one set of parameters for all layers, or (OLMo 3) one for each layer type.
+    """
     parameters = hf_config.rope_parameters or {}
     where = "rope_parameters"
     if FULL in parameters or SLIDING in parameters:
@@ -188,17 +193,21 @@ def _build_rope(hf_config: PretrainedConfig, family: Family, layer_type: str) ->
     if family.may_not_turn and parameters.get("rope_theta") is None:
         return None
     part = parameters.get(PART_TURNED, 1.0) if family.turned_share else 1.0
-    num_turned = int(find_head_dim(hf_config) * check_number(f"{where}.{PART_TURNED}", part))
-    if num_turned not in range(2, find_head_dim(hf_config) + 1, 2):
+    head_dim = find_head_dim(hf_config)
+    num_turned = int(head_dim * check_number(f"{where}.{PART_TURNED}", part))
+    if num_turned not in range(2, head_dim + 1, 2):
         raise InputError(
             f"config.json: {where}.{PART_TURNED} = {part!r} of a head is no even number of "
             "features",
             kind="unsupported_model",
         )
-    scaling = check_rope_scaling(parameters, where, family)
+    scaling_numbers = check_rope_scaling(parameters, where, family)
+    scaling = None
+    if scaling_numbers is not None:
+        scaling = RoPEScaling(parameters=scaling_numbers)
     return RoPEConfig(
         theta=check_number(f"{where}.rope_theta", parameters.get("rope_theta"), above=1),
         full_precision=family.in_float32,
-        scaling=None if scaling is None else RoPEScaling(parameters=scaling),
+        scaling=scaling,
         partial_rotary_factor=part,
     )

@@ -1,5 +1,4 @@
-"""Weights from safetensors into shards: every rank reads the byte ranges of its own shards and
-nothing else.
+"""Loads weights from safetensors into shards: each rank reads the byte ranges of its own, no more.
 
 The steps, with a model that `build_model` made on the meta device and `parallelize` sharded::
 
@@ -13,6 +12,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 
 import torch
 from torch import nn
@@ -27,7 +27,7 @@ from open_instruct.models.shards import LocalShard, find_local_shards
 from open_instruct.parallel.process import gather_objects
 
 CHUNK_BYTES = 8 * 2**20
-QUANTIZING_BYTES = 16  # a value, in float32 three times and its code
+QUANTIZING_BYTES = 16  # of a value: three float32 copies, and its code
 LOADABLE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 MAX_NAMED = 4
 
@@ -46,8 +46,8 @@ class LoadReport:
 
 
 def find_parameter_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
-    """Full shape of every parameter by its OLMo-core name; works on meta and on sharded models."""
-    shapes = {name: held.shape for name, held in find_local_shards(model).items()}
+    """The full shape of every parameter by its OLMo-core name, of a meta or a sharded model."""
+    shapes = {name: shard.shape for name, shard in find_local_shards(model).items()}
     if getattr(model, "tie_word_embeddings", False):
         shapes.pop(LM_HEAD, None)
     return shapes
@@ -79,44 +79,46 @@ def check_cover(
 
 
 def find_cover_problem(files: CheckpointFiles, wanted: Mapping[str, tuple[int, ...]]) -> str:
-    """The difference between `files` and the wanted names and shapes, in words; "" if there is
-    none.
-    """
-    shapes, dtypes = files.shapes, files.dtypes
-    stored = [name for name in wanted if name in files]
+    """Say how `files` differ from the wanted names and shapes; "" if they do not."""
+    shapes = files.shapes
+    dtypes = files.dtypes
 
-    def where(name: str) -> str:
+    def locate(name: str) -> str:
         return f"(in {files.find_file(name).name})"
 
-    listed = {
-        "has no tensor": [name for name in wanted if name not in files],
-        "holds a tensor that the model does not have:": [
-            f"{name} {where(name)}"
-            for name in files
-            if name not in wanted and not is_harmless_extra(name)
-        ],
-        "holds a tensor of another shape than the model's:": [
-            f"{name} is {shapes[name]}, expected {tuple(wanted[name])} {where(name)}"
-            for name in stored
-            if shapes[name] != tuple(wanted[name])
-        ],
-        (
-            "holds a tensor whose dtype is not float32, float16 or bfloat16 (is it quantised? "
-            "use the original):"
-        ): [
-            f"{name} is {dtypes[name]} {where(name)}"
-            for name in stored
-            if dtypes[name] not in LOADABLE_DTYPES
-        ],
-    }
-    problems = [f"{problem} {list_some(names)}" for problem, names in listed.items() if names]
-    return "; and it ".join(problems)
+    missing = []
+    other_shape = []
+    other_dtype = []
+    for name, shape in wanted.items():
+        if name not in files:
+            missing.append(name)
+            continue
+        if shapes[name] != tuple(shape):
+            expected = f"expected {tuple(shape)}"
+            other_shape.append(f"{name} is {shapes[name]}, {expected} {locate(name)}")
+        if dtypes[name] not in LOADABLE_DTYPES:
+            other_dtype.append(f"{name} is {dtypes[name]} {locate(name)}")
+    not_wanted = [name for name in files if name not in wanted and not is_harmless_extra(name)]
+    extra = [f"{name} {locate(name)}" for name in not_wanted]
+    not_loadable = (
+        "holds a tensor whose dtype is not float32, float16 or bfloat16 (is it quantised? "
+        "use the original):"
+    )
+    listed = (
+        ("has no tensor", missing),
+        ("holds a tensor that the model does not have:", extra),
+        ("holds a tensor of another shape than the model's:", other_shape),
+        (not_loadable, other_dtype),
+    )
+    return "; and it ".join(f"{problem} {list_some(names)}" for problem, names in listed if names)
 
 
 def list_some(items: list[str]) -> str:
-    """The first items, and the number of further ones."""
-    more = f" and {len(items) - MAX_NAMED} more" if len(items) > MAX_NAMED else ""
-    return f"{', '.join(items[:MAX_NAMED])}{more}"
+    """List the first items, and the number of further ones."""
+    first = ", ".join(items[:MAX_NAMED])
+    if len(items) <= MAX_NAMED:
+        return first
+    return f"{first} and {len(items) - MAX_NAMED} more"
 
 
 @torch.no_grad()
@@ -137,15 +139,16 @@ def stream_load(
     num_bytes_read = 0
     loaded = []
     meter = RoundingMeter()
-    for name, held in find_local_shards(model).items():
+    for name, shard in find_local_shards(model).items():
         if names.tied and name == LM_HEAD:
             continue
-        assert files.shapes[names.hf_name(name)] == held.shape, f"{name}: call check_cover first"
-        for rows, stored in _read_chunks(held, files, names.hf_name(name), chunk_bytes):
-            held.fill(rows, stored)
-            if held.scales is not None:
-                rounded = dequantize(held.stored[rows], held.scales[rows])
-                meter.add(names.hf_name(name), stored, rounded)
+        hf_name = names.hf_name(name)
+        assert files.shapes[hf_name] == shard.shape, f"{name}: call check_cover first"
+        for rows, stored in _read_chunks(shard, files, hf_name, chunk_bytes):
+            shard.fill(rows, stored)
+            if shard.scales is not None:
+                rounded = dequantize(shard.stored[rows], shard.scales[rows])
+                meter.add(hf_name, stored, rounded)
             num_bytes_read += stored.numel() * stored.element_size()
         loaded.append(name)
     missed = set(names.olmo_core_names) - set(loaded)
@@ -167,16 +170,17 @@ def stream_load(
 
 
 def _read_chunks(
-    held: LocalShard, files: CheckpointFiles, hf_name: str, chunk_bytes: int
+    shard: LocalShard, files: CheckpointFiles, hf_name: str, chunk_bytes: int
 ) -> Iterator[tuple[slice, torch.Tensor]]:
-    """Pairs (some rows of the shard, their values in the file), of at most `chunk_bytes` but at
-    least one row.
+    """Pairs of some rows of the shard and their values in the file.
+
+    A chunk has at most `chunk_bytes`, but at least one row.
     """
-    if held.stored.numel() == 0:
+    if shard.stored.numel() == 0:
         return
-    stored = held.values(files.read(hf_name))
-    own_bytes = held.stored.element_size() if held.scales is None else QUANTIZING_BYTES
-    row_bytes = math.prod(stored.shape[1:]) * max(own_bytes, files.dtypes[hf_name].itemsize)
+    stored = shard.values(files.read(hf_name))
+    value_bytes = shard.stored.element_size() if shard.scales is None else QUANTIZING_BYTES
+    row_bytes = math.prod(stored.shape[1:]) * max(value_bytes, files.dtypes[hf_name].itemsize)
     num_rows = max(1, chunk_bytes // row_bytes)
     for start in range(0, stored.shape[0], num_rows):
         rows = slice(start, start + num_rows)
@@ -184,12 +188,10 @@ def _read_chunks(
 
 
 def _check_tied_head(model: nn.Module, files: CheckpointFiles, chunk_bytes: int) -> list[str]:
-    """A problem if the file's lm_head differs from the embeddings, which were loaded in its
-    place.
-    """
-    held = find_local_shards(model)[EMBEDDINGS]
-    pairs = _read_chunks(held, files, HF_LM_HEAD, chunk_bytes)
-    if all(torch.equal(held.stored[rows], stored.to(held.stored)) for rows, stored in pairs):
+    """A problem if the file's lm_head differs from the embeddings, loaded in its place."""
+    shard = find_local_shards(model)[EMBEDDINGS]
+    pairs = _read_chunks(shard, files, HF_LM_HEAD, chunk_bytes)
+    if all(torch.equal(shard.stored[rows], stored.to(shard.stored)) for rows, stored in pairs):
         return []
     return [
         f"{files.find_file(HF_LM_HEAD)}: {HF_LM_HEAD} differs from the embeddings, but config.json "
@@ -200,13 +202,10 @@ def _check_tied_head(model: nn.Module, files: CheckpointFiles, chunk_bytes: int)
 def raise_together(
     problems: Iterable[str], *, kind: Callable[[str], Exception] = InputError
 ) -> None:
-    """Raise one `kind` on every rank if any rank has a problem, so that none waits for one that
-    gave up. Collective.
+    """Raise one `kind` on every rank if any rank has a problem. Collective.
+
+    So none waits for a rank that gave up.
     """
-    distinct = list(
-        dict.fromkeys(
-            problem for rank_problems in gather_objects(list(problems)) for problem in rank_problems
-        )
-    )
+    distinct = list(dict.fromkeys(chain.from_iterable(gather_objects(list(problems)))))
     if distinct:
         raise kind("; ".join(distinct[:MAX_NAMED]))

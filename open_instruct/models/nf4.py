@@ -1,11 +1,11 @@
-"""Matrices held in 4 bits a value, in NF4 (QLoRA, Dettmers et al. 2023, arXiv:2305.14314, section 3
-and appendix E).
+"""Matrices stored in 4 bits a value: NF4, for QLoRA.
 
-Of every 64 values of a row the largest in size is their scale; a value is the nearest of 16 levels,
-times that. Two plain tensors hold it, which are sharded by rows as any other: blocks lie within a
-row, so quantising shard by shard is quantising the whole. Levels are chosen by the scale in
-float32, as bitsandbytes does, and so are the same bytes; then the scale is rounded to the dtype
-that is computed in.
+The format is that of Dettmers et al. 2023 (arXiv:2305.14314, section 3 and appendix E). Of every 64
+values of a row the largest in size is their scale; a value is the nearest of 16 levels, times that.
+Codes and scales are two plain tensors, sharded by rows as any other: blocks lie within a row, so
+quantising shard by shard is quantising the whole. Levels are chosen by the scale in float32, as
+bitsandbytes does, so the bytes are its bytes; then the scale is rounded to the dtype that is
+computed in.
 
 Legend of the shape suffixes: O output features of a layer, I input features, P pairs of them (I /
 2), K blocks of them, B features of a block.
@@ -23,58 +23,59 @@ from open_instruct.config.lora import BLOCK
 
 # Each stands for as large a share of normally distributed values.
 LEVELS = (
-    *(
-        -1.0,
-        -0.6961928009986877,
-        -0.5250730514526367,
-        -0.39491748809814453,
-        -0.28444138169288635,
-        -0.18477343022823334,
-    ),
-    *(
-        -0.09105003625154495,
-        0.0,
-        0.07958029955625534,
-        0.16093020141124725,
-        0.24611230194568634,
-        0.33791524171829224,
-    ),
-    *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+    -1.0,
+    -0.6961928009986877,
+    -0.5250730514526367,
+    -0.39491748809814453,
+    -0.28444138169288635,
+    -0.18477343022823334,
+    -0.09105003625154495,
+    0.0,
+    0.07958029955625534,
+    0.16093020141124725,
+    0.24611230194568634,
+    0.33791524171829224,
+    0.44070982933044434,
+    0.5626170039176941,
+    0.7229568362236023,
+    1.0,
 )
-AS_WIDE_AS_TWO = {torch.bfloat16: torch.int32, torch.float32: torch.int64}
+PAIR_DTYPES = {torch.bfloat16: torch.int32, torch.float32: torch.int64}
 
 
 def quantize(values_OI: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """The codes (O, P), two to a byte with the first in its high half, and the scales (O, K), of
-    `dtype`.
+    """Quantise a matrix: codes (O, P), and scales (O, K) of `dtype`.
+
+    Two codes are in a byte, the first in its high half.
     """
     blocks_OKB = values_OI.float().unflatten(1, (-1, BLOCK))
     scales_OK = blocks_OKB.abs().amax(-1)
     levels = torch.tensor(LEVELS, device=values_OI.device)
     # A block of zeros divides to NaN, for which any level will do: its scale is 0.
     shares = (blocks_OKB / scales_OK.unsqueeze(-1)).flatten(1)
-    codes_OI = torch.bucketize(shares, (levels[1:] + levels[:-1]) / 2, out_int32=True).to(
-        torch.uint8
-    )
-    return codes_OI[:, ::2] << 4 | codes_OI[:, 1::2], scales_OK.to(dtype)
+    borders = (levels[1:] + levels[:-1]) / 2
+    codes_OI = torch.bucketize(shares, borders, out_int32=True).to(torch.uint8)
+    codes_OP = codes_OI[:, ::2] << 4 | codes_OI[:, 1::2]
+    return codes_OP, scales_OK.to(dtype)
 
 
 def dequantize(
     codes_OP: torch.Tensor, scales_OK: torch.Tensor, pairs: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """The values (O, I), in the dtype of the scales;
+    """The values (O, I), in the dtype of the scales.
 
-    `pairs` are those of `make_level_pairs`, where they are there already.
+    :param pairs: those of `make_level_pairs`, where they have been made already.
     """
-    pairs = make_level_pairs(scales_OK.dtype).to(codes_OP.device) if pairs is None else pairs
+    if pairs is None:
+        pairs = make_level_pairs(scales_OK.dtype).to(codes_OP.device)
     values = pairs.index_select(0, codes_OP.flatten().int()).view(scales_OK.dtype)
     return values.view(*scales_OK.shape, BLOCK).mul_(scales_OK.unsqueeze(-1)).flatten(1)
 
 
 def make_level_pairs(dtype: torch.dtype) -> torch.Tensor:
-    """The two levels of each byte, as one number of their width: half as many are looked up."""
+    """The two levels of each byte as one number of their width, so that half as many are read."""
     levels = torch.tensor(LEVELS, dtype=dtype)
-    return torch.cartesian_prod(levels, levels).view(AS_WIDE_AS_TWO[dtype]).flatten()
+    return torch.cartesian_prod(levels, levels).view(PAIR_DTYPES[dtype]).flatten()
 
 
 class RoundingMeter:
@@ -133,14 +134,15 @@ def describe_rounding(changes: Mapping[str, float]) -> str:
 
 
 class QuantizedProduct(torch.autograd.Function):
-    """x W^T + bias of a frozen W in 4 bits, whose values are made in each pass and dropped, and a
-    frozen bias.
+    """x W^T + bias of a frozen W in 4 bits and a frozen bias.
+
+    The values of W are made in each pass, and dropped.
     """
 
     @staticmethod
-    def forward(ctx, x, bias_O, *in_4_bits):  # type: ignore[no-untyped-def]
-        ctx.save_for_backward(*in_4_bits)
-        return F.linear(x, dequantize(*in_4_bits), bias_O)
+    def forward(ctx, x, bias_O, *quantized):  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(*quantized)
+        return F.linear(x, dequantize(*quantized), bias_O)
 
     @staticmethod
     def backward(ctx, gradient):  # type: ignore[no-untyped-def]
@@ -148,9 +150,9 @@ class QuantizedProduct(torch.autograd.Function):
 
 
 class FrozenLinear(nn.Linear):
-    """A linear layer that takes over the parameters of another;
+    """A linear layer that takes over the parameters of another.
 
-    `in_4_bits` its matrix has two, without values yet.
+    With `in_4_bits` its matrix is two new parameters, codes and scales, without values yet.
     """
 
     # There for good, so that a GPU need not wait for it, and compiled code is given it.
@@ -158,17 +160,16 @@ class FrozenLinear(nn.Linear):
 
     def __init__(self, stands_for: nn.Linear, *, in_4_bits: bool, dtype: torch.dtype) -> None:
         super().__init__(stands_for.in_features, stands_for.out_features, bias=False, device="meta")
-        self.weight, self.bias = stands_for.weight, stands_for.bias
+        self.weight = stands_for.weight
+        self.bias = stands_for.bias
         self.in_4_bits = in_4_bits
         if in_4_bits:
             empty = partial(torch.empty, self.out_features, device=self.weight.device)
             self.register_parameter("weight", None)
-            self.codes = nn.Parameter(
-                empty(self.in_features // 2, dtype=torch.uint8), requires_grad=False
-            )
-            self.scales = nn.Parameter(
-                empty(self.in_features // BLOCK, dtype=dtype), requires_grad=False
-            )
+            codes_OP = empty(self.in_features // 2, dtype=torch.uint8)
+            scales_OK = empty(self.in_features // BLOCK, dtype=dtype)
+            self.codes = nn.Parameter(codes_OP, requires_grad=False)
+            self.scales = nn.Parameter(scales_OK, requires_grad=False)
             self.register_buffer(
                 "pairs", make_level_pairs(dtype).to(self.codes.device), persistent=False
             )
@@ -181,8 +182,9 @@ class FrozenLinear(nn.Linear):
 
 
 def fill_pairs(module: nn.Module, device: torch.device) -> None:
-    """Make the `pairs` of a layer in 4 bits anew where it computes; its matrix may be in host
-    memory.
+    """Make the `pairs` of a layer in 4 bits on `device`, where it computes.
+
+    Its matrix may be in host memory.
     """
     if isinstance(module, FrozenLinear) and module.in_4_bits:
         module.pairs = make_level_pairs(module.scales.dtype).to(device)

@@ -32,8 +32,7 @@ def shard_box(
     coordinate: Sequence[int],
     placements: Sequence[Placement],
 ) -> Box:
-    """The part of a tensor of `shape` that the rank at `coordinate` of the mesh holds, always one
-    box.
+    """The box of a tensor of `shape` that the rank at `coordinate` of the mesh holds.
 
     Tensor parallelism cuts a parameter first, and FSDP cuts the remaining part, although FSDP's
     axis comes first in the mesh; where both cut the same dim, FSDP marks its own cut as strided.
@@ -44,9 +43,11 @@ def shard_box(
         >>> shard_box((8,), (2, 2), (1, 0), (_StridedShard(0, split_factor=2), Shard(0)))
         (slice(2, 4),)
     """
-    starts, stops = [0] * len(shape), list(shape)
+    starts = [0] * len(shape)
+    stops = list(shape)
     axes = [axis for axis, placement in enumerate(placements) if not placement.is_replicate()]
-    for axis in sorted(axes, key=lambda axis: isinstance(placements[axis], _StridedShard)):
+    axes.sort(key=lambda axis: isinstance(placements[axis], _StridedShard))
+    for axis in axes:
         dim = getattr(placements[axis], "dim", None)
         assert dim is not None, f"a parameter is sharded or replicated, never {placements[axis]}"
         size = -(-(stops[dim] - starts[dim]) // mesh_shape[axis])
@@ -65,12 +66,15 @@ def select_box(whole: torch.Tensor, box: Box) -> torch.Tensor:
 
     A box of one range is a run of the flattened values of any tensor.
     """
-    return (whole if len(box) == whole.dim() else whole.view(-1))[box]
+    values = whole if len(box) == whole.dim() else whole.view(-1)
+    return values[box]
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """The part of `tensor` that this rank holds, sharing storage; an ordinary tensor itself."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+    if isinstance(tensor, DTensor):
+        return tensor.to_local()
+    return tensor.detach()
 
 
 def find_local_box(tensor: torch.Tensor) -> Box:
@@ -122,14 +126,13 @@ class LocalShard:
     @property
     def local(self) -> torch.Tensor:
         """The values: of a matrix in 4 bits new ones at each call, else those that are stored."""
-        return self.stored if self.scales is None else dequantize(self.stored, self.scales)
+        if self.scales is None:
+            return self.stored
+        return dequantize(self.stored, self.scales)
 
     @property
     def values_to_check(self) -> torch.Tensor:
-        """A cheap upper bound of `local`, for a check that all values are finite:
-
-        NaN where these have one.
-        """
+        """Values, cheap to get, that are all finite where those of `local` are, else NaN or inf."""
         return self.stored if self.scales is None else self.scales
 
     def fill(self, rows: slice, values: torch.Tensor) -> None:
@@ -140,10 +143,10 @@ class LocalShard:
         self.stored[rows].copy_(values)
 
     def split_rows(self, name: str) -> Iterator[tuple[str, "LocalShard"]]:
-        """The part of each of `find_stack_rows` a parameter."""
+        """This rank's part of each tensor that the parameter is in files."""
         stack = replace(self, find_boxes=cache(self.find_boxes))
-        for own_name, index in find_stack_rows(name, self.shape).items():
-            yield own_name, self if index is None else stack._row(index)
+        for row_name, index in find_stack_rows(name, self.shape).items():
+            yield row_name, self if index is None else stack._row(index)
 
     def _row(self, index: int) -> "LocalShard":
         assert self.num_slabs == 1, "stacks are not cut along their columns"
@@ -152,23 +155,20 @@ class LocalShard:
             start = index * num_values - self.box[0].start
             local = self.local.view(-1)[max(start, 0) : max(start + num_values, 0)]
         else:
-            at_row = index - self.box[0].start
-            local = (
-                self.local[at_row]
-                if 0 <= at_row < len(self.local)
-                else self.local[:0].flatten(0, 1)
-            )
+            local_index = index - self.box[0].start
+            if 0 <= local_index < len(self.local):
+                local = self.local[local_index]
+            else:
+                local = self.local[:0].flatten(0, 1)
 
         def find_boxes(owner: int) -> Mapping[int, Box]:
-            return {
-                rank: _of_row(box, index, num_values)
-                for rank, box in self.find_boxes(owner).items()
-            }
+            boxes = self.find_boxes(owner)
+            return {rank: _cut_row(box, index, num_values) for rank, box in boxes.items()}
 
         return LocalShard(
             stored=local,
             shape=self.shape[1:],
-            box=_of_row(self.box, index, num_values),
+            box=_cut_row(self.box, index, num_values),
             find_boxes=find_boxes,
         )
 
@@ -178,30 +178,28 @@ class LocalShard:
         return select_box(slabs.reshape(whole.shape), self.box)
 
 
-def _of_row(box: Box, index: int, num_values: int) -> Box:
-    """The part of one row, of so many values, that a box of the tensor has; an empty box if
-    none.
-    """
+def _cut_row(box: Box, index: int, num_values: int) -> Box:
+    """The part of row `index`, of `num_values`, that a box of the tensor has; it may be empty."""
     if len(box) == 1:
-        start, stop = (
-            min(max(end - index * num_values, 0), num_values) for end in (box[0].start, box[0].stop)
-        )
+        first = index * num_values
+        start = min(max(box[0].start - first, 0), num_values)
+        stop = min(max(box[0].stop - first, 0), num_values)
         return (slice(start, stop),)
-    return box[1:] if box[0].start <= index < box[0].stop else (slice(0, 0), *box[2:])
+    if box[0].start <= index < box[0].stop:
+        return box[1:]
+    return (slice(0, 0), *box[2:])
 
 
 def join_slabs(values: torch.Tensor, num_slabs: int) -> torch.Tensor:
-    """Values that lie slab after slab, reordered as the tensor, whose shape they have; a view for
-    one slab.
-    """
+    """Put values that lie slab after slab in the tensor's order; a view for one slab."""
     return values.view(num_slabs, *values.shape[:-1], -1).movedim(0, -2).reshape(values.shape)
 
 
 def find_local_shard(parameter: torch.Tensor) -> LocalShard:
     """This rank's part of a parameter; a backend may have attached it as `local_shard`."""
-    elsewhere: LocalShard | None = getattr(parameter, "local_shard", None)
-    if elsewhere is not None:
-        return elsewhere
+    attached: LocalShard | None = getattr(parameter, "local_shard", None)
+    if attached is not None:
+        return attached
     find_boxes = partial(find_copy_boxes, parameter)
     return LocalShard(
         stored=local_part(parameter),
@@ -212,20 +210,21 @@ def find_local_shard(parameter: torch.Tensor) -> LocalShard:
 
 
 def make_4_bit_shard(codes: torch.Tensor, scales: torch.Tensor) -> LocalShard:
-    """The part on this rank of the matrix that two parameters of a `FrozenLinear` hold, cut alike,
-    by rows alone.
+    """This rank's part of the matrix that two parameters of a `FrozenLinear` hold.
+
+    Both are cut alike, by rows alone.
     """
-    own = find_local_shard(codes)
+    shard = find_local_shard(codes)
     columns = slice(0, 2 * codes.shape[1])
 
     def find_boxes(owner: int) -> Mapping[int, Box]:
-        return {rank: (rows, columns) for rank, (rows, _) in own.find_boxes(owner).items()}
+        return {rank: (rows, columns) for rank, (rows, _) in shard.find_boxes(owner).items()}
 
     shape = (codes.shape[0], columns.stop)
     return replace(
-        own,
+        shard,
         shape=shape,
-        box=(own.box[0], columns),
+        box=(shard.box[0], columns),
         find_boxes=find_boxes,
         scales=local_part(scales),
     )
@@ -239,7 +238,7 @@ def flat_shard(
     rank: int,
     num_slabs: int = 1,
 ) -> LocalShard:
-    """The part of a tensor of which each rank has a run of values, `ranges[rank]`.
+    """This rank's part of a tensor of which each rank has a run of values, `ranges[rank]`.
 
     Ranks may share one.
 
@@ -263,51 +262,52 @@ def find_local_shards(model: nn.Module, *, adapters_only: bool = False) -> dict[
     written from, the model without its adapters; with `adapters_only`, theirs alone.
     """
     parameters = {clean_name(name): each for name, each in model.named_parameters()}
-    own = {
-        name: each for name, each in parameters.items() if is_adapter_name(name) == adapters_only
-    }
-    by_name = {
-        name: find_local_shard(each)
-        for name, each in own.items()
+    names = [name for name in parameters if is_adapter_name(name) == adapters_only]
+    shards = {
+        name: find_local_shard(parameters[name])
+        for name in names
         if not name.endswith((CODES, SCALES))
     }
-    for name in (name.removesuffix(CODES) for name in own if name.endswith(CODES)):
-        by_name[f"{name}.weight"] = make_4_bit_shard(own[f"{name}{CODES}"], own[f"{name}{SCALES}"])
-    return {
-        own_name: row for name, each in by_name.items() for own_name, row in each.split_rows(name)
-    }
+    for name in names:
+        if name.endswith(CODES):
+            layer = name.removesuffix(CODES)
+            scales = parameters[f"{layer}{SCALES}"]
+            shards[f"{layer}.weight"] = make_4_bit_shard(parameters[name], scales)
+    rows: dict[str, LocalShard] = {}
+    for name, shard in shards.items():
+        rows.update(shard.split_rows(name))
+    return rows
 
 
 def find_stack_rows(name: str, shape: Sequence[int]) -> dict[str, int | None]:
-    """The tensors that a parameter is in files: itself, or of a stack of matrices each, with its
-    number.
+    """The names that a parameter has in files, each with its row of a stack of matrices.
+
+    A parameter that is no stack has its own name, and no row.
     """
-    return (
-        {f"{name}.{index}": index for index in range(shape[0])}
-        if is_expert_stack(name)
-        else {name: None}
-    )
+    if not is_expert_stack(name):
+        return {name: None}
+    return {f"{name}.{index}": index for index in range(shape[0])}
 
 
 def gather_full(parameter: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """The whole parameter on every rank, on its device, cast to `dtype` before it travels.
+    """Gather the whole parameter on every rank, on its device. Collective.
 
-    Collective.
+    :param dtype: that it is cast to before it travels; default: its own.
     """
-    if isinstance(elsewhere := getattr(parameter, "local_shard", None), LocalShard):
-        whole = elsewhere.local.new_zeros(elsewhere.shape, dtype=dtype)
-        if dist.get_rank() in elsewhere.find_boxes(0):
-            select_box(whole, elsewhere.box).copy_(elsewhere.local)
+    shard = getattr(parameter, "local_shard", None)
+    if isinstance(shard, LocalShard):
+        whole = shard.local.new_zeros(shard.shape, dtype=dtype)
+        if dist.get_rank() in shard.find_boxes(0):
+            select_box(whole, shard.box).copy_(shard.local)
         dist.all_reduce(whole)
-        return join_slabs(whole, elsewhere.num_slabs)
-    own = parameter.detach().to(dtype or parameter.dtype)
-    return own.full_tensor() if isinstance(own, DTensor) else own
+        return join_slabs(whole, shard.num_slabs)
+    local = parameter.detach().to(dtype or parameter.dtype)
+    return local.full_tensor() if isinstance(local, DTensor) else local
 
 
 @torch.no_grad()
 def gather_to_owner(tensors: Mapping[int, tuple[LocalShard, torch.dtype]]) -> torch.Tensor | None:
-    """Gather tensors, cast to their dtypes, each on the CPU of the rank that owns it; return this
-    rank's, if any.
+    """Gather each tensor on the CPU of the rank that owns it; returns this rank's, if any.
 
     Shards are cast before they travel, and go point to point from the ranks that share one copy of
     the model with the owner; other replicas do nothing. All sends and receives are posted together,
@@ -327,9 +327,8 @@ def gather_to_owner(tensors: Mapping[int, tuple[LocalShard, torch.dtype]]) -> to
         local = tensor.local
         if rank != owner:
             if local.numel() > 0:
-                posted.append(
-                    dist.P2POp(dist.isend, _as_bytes(local.to(dtype).contiguous()), owner)
-                )
+                sent = _view_bytes(local.to(dtype).contiguous())
+                posted.append(dist.P2POp(dist.isend, sent, owner))
             continue
         whole = torch.empty(tensor.shape, dtype=dtype, device="cpu")
         num_slabs = tensor.num_slabs
@@ -338,15 +337,11 @@ def gather_to_owner(tensors: Mapping[int, tuple[LocalShard, torch.dtype]]) -> to
             if peer == rank:
                 part.copy_(local)
             elif part.numel() > 0:
-                in_place = local.device.type == "cpu" and part.is_contiguous()
-                received = (
-                    part
-                    if in_place
-                    else torch.empty(part.shape, dtype=part.dtype, device=local.device)
-                )
-                posted.append(dist.P2POp(dist.irecv, _as_bytes(received), peer))
-                if not in_place:
+                received = part
+                if local.device.type != "cpu" or not part.is_contiguous():
+                    received = torch.empty(part.shape, dtype=part.dtype, device=local.device)
                     arriving.append((part, received))
+                posted.append(dist.P2POp(dist.irecv, _view_bytes(received), peer))
     if posted:
         for work in dist.batch_isend_irecv(posted):
             work.wait()
@@ -356,29 +351,29 @@ def gather_to_owner(tensors: Mapping[int, tuple[LocalShard, torch.dtype]]) -> to
 
 
 def find_copy_boxes(tensor: torch.Tensor, owner: int) -> dict[int, Box]:
-    """The box of every rank that shares one copy of `tensor` with `owner`; none if its mesh has no
-    `owner`.
+    """The box of every rank that shares one copy of `tensor` with `owner`.
 
-    (With tensor parallelism, a parameter that it leaves whole has a mesh for each tensor rank, and
-    the owner gathers in its own.)
+    There is none if its mesh has no `owner`: with tensor parallelism, a parameter that it leaves
+    whole has a mesh for each tensor rank, and the owner gathers in its own.
     """
     if not isinstance(tensor, DTensor):
         return {owner: find_local_box(tensor)}
     ranks = tensor.device_mesh.mesh
-    places = dict(zip(ranks.flatten().tolist(), product(*map(range, ranks.shape)), strict=True))
+    coordinates = product(*(range(size) for size in ranks.shape))
+    places = dict(zip(ranks.flatten().tolist(), coordinates, strict=True))
     if owner not in places:
         return {}
     mesh_shape = tuple(tensor.device_mesh.shape)
     replicated = [
         axis for axis, placement in enumerate(tensor.placements) if placement.is_replicate()
     ]
-    return {
-        peer: shard_box(tensor.shape, mesh_shape, place, tensor.placements)
-        for peer, place in places.items()
-        if all(place[axis] == places[owner][axis] for axis in replicated)
-    }
+    boxes = {}
+    for peer, place in places.items():
+        if all(place[axis] == places[owner][axis] for axis in replicated):
+            boxes[peer] = shard_box(tensor.shape, mesh_shape, place, tensor.placements)
+    return boxes
 
 
-def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+def _view_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The same storage as bytes, which every backend can send."""
     return tensor.view(-1).view(torch.uint8)

@@ -1,7 +1,8 @@
-"""OLMo-core's `Transformer` for rows of segments, which holds NaN until a checkpoint is read.
+"""OLMo-core's `Transformer` for rows of segments.
 
-OLMo-core calls methods of a model to shard, compile and initialise it; a subclass replaces them.
-All of them are public except what has no public door, which is used in this file alone:
+Its weights are NaN until a checkpoint is read. OLMo-core calls methods of a model to shard, compile
+and initialise it; a subclass replaces them. All of them are public except what has no public door,
+which is used in this file alone:
 
 - `Transformer._prepare_inputs` makes the arguments of the blocks. Segments are among these, so that
   a block that is recomputed in the backward pass receives them again.
@@ -42,12 +43,10 @@ from open_instruct.models.shards import local_part
 
 
 class SegmentTransformer(Transformer):
-    """OLMo-core's model, which takes the `segments` of its rows; without them each row is one
-    document.
+    """OLMo-core's model, which takes the `segments` of its rows.
 
-    `build_model` makes it.
-
-    `training/parallelize.py` splits and prepares it.
+    Without them each row is one document. `build_model` makes it, and `training/parallelize.py`
+    splits and prepares it.
     """
 
     on_host = False  # whether `apply_fsdp` has put shards of weights into host memory
@@ -129,9 +128,7 @@ class SegmentTransformer(Transformer):
         self.set_device(device, max_seq_len=max_seq_len)
 
     def set_device(self, device: torch.device, *, max_seq_len: int | None) -> None:
-        """Take `device` for the model's own, and make the tables of RoPE and of matrices in 4 bits
-        there.
-        """
+        """Set the model's device, and make the tables of RoPE and of matrices in 4 bits there."""
         self._device = device
         self.apply(partial(fill_pairs, device=device))
         if max_seq_len is not None:
@@ -192,9 +189,10 @@ class SegmentTransformer(Transformer):
         }
         if on_host:
             style["offload_policy"] = CPUOffloadPolicy(pin_memory=dp_mesh.device_type == "cuda")
-        for module in self.modules() if splits_experts else ():
-            if isinstance(module, Experts) and len(module.w1) % dp_mesh["dp_shard"].size() == 0:
-                module.split(dp_mesh, **style)
+        if splits_experts:
+            for module in self.modules():
+                if isinstance(module, Experts) and len(module.w1) % dp_mesh["dp_shard"].size() == 0:
+                    module.split(dp_mesh, **style)
         if isinstance(self.lm_head, ValueHead):
             fully_shard(self.lm_head.w_out, mesh=dp_mesh, **style | {"mp_policy": in_float32})
         blocks: list[Any] = list(self.blocks.values())
@@ -204,16 +202,15 @@ class SegmentTransformer(Transformer):
             # Which only looks up.
             fully_shard(self.embeddings, mesh=dp_mesh, **style).set_unshard_in_backward(False)
         fully_shard(self, mesh=dp_mesh, reshard_after_forward=True, **style)
-        units = [_find_sharded(block) for block in blocks]
-        for index, unit in enumerate(units if prefetch_factor else ()):
-            unit.set_modules_to_forward_prefetch(units[index + 1 : index + 1 + prefetch_factor])
+        if prefetch_factor:
+            units = [_find_sharded(block) for block in blocks]
+            for number, unit in enumerate(units, start=1):
+                unit.set_modules_to_forward_prefetch(units[number : number + prefetch_factor])
         self._fsdp_enabled = True
 
 
 def _find_sharded(block: nn.Module) -> FSDPModule:
-    """The module that FSDP shards for a block: the block itself, also where what recomputes it is
-    wrapped around.
-    """
+    """The block that FSDP shards, also where a wrapper that recomputes it is around it."""
     return next(module for module in block.modules() if isinstance(module, FSDPModule))
 
 
@@ -242,9 +239,10 @@ class SegmentRotaryEmbedding(RotaryEmbedding):
         segments: Segments = kwargs.pop("cu_doc_lens")
         with torch.autocast(q.device.type, enabled=False):
             dtype = torch.float32 if self.full_precision else q.dtype
-            rows = (table.index_select(0, segments.positions_T) for table in self.tables)
-            sin, cos = (row.to(dtype).unflatten(0, q.shape[:2]).unsqueeze(2) for row in rows)
-            turned_q, turned_k = (self._apply_rotary_pos_emb(sin, cos, x.to(dtype)) for x in (q, k))
+            rows = [table.index_select(0, segments.positions_T) for table in self.tables]
+            sin, cos = [row.to(dtype).unflatten(0, q.shape[:2]).unsqueeze(2) for row in rows]
+            turned_q = self._apply_rotary_pos_emb(sin, cos, q.to(dtype))
+            turned_k = self._apply_rotary_pos_emb(sin, cos, k.to(dtype))
         return turned_q.type_as(q), turned_k.type_as(k)
 
     @property

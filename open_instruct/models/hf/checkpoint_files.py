@@ -1,5 +1,4 @@
-"""The safetensors files of a Hugging Face checkpoint: names, shapes and byte ranges first, numbers
-only when asked.
+"""Opens the safetensors files of a Hugging Face checkpoint, and reads parts of their tensors.
 
 Opening a checkpoint reads only the JSON header of each file. The library checks headers against the
 files' sizes, and this module checks them against the index, so that a damaged checkpoint is refused
@@ -54,9 +53,7 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredTensor:
-    """The entry of a tensor in the header of the file at `path`; or of a part of it, `part` of the
-    tensor `stored`.
-    """
+    """The entry of a tensor in a file's header, or of `part` of the tensor `stored` there."""
 
     path: Path
     dtype: torch.dtype
@@ -127,8 +124,9 @@ class CheckpointFiles:
 
     @cached_property
     def fingerprint(self) -> str:
-        """32 hexadecimal digits that change if any byte of the files does. Collective when first
-        asked for.
+        """32 hexadecimal digits that change if any byte of the files does.
+
+        Collective at its first use.
 
         The files are cut into chunks whose digests the ranks share out among themselves, so every
         byte is read once whatever the number of ranks, and the result is the same for any number.
@@ -138,23 +136,16 @@ class CheckpointFiles:
             {each.path for each in self.tensors.values() if isinstance(each, StoredTensor)}
         )
         # Chunks in the order of the files' names; no chunk crosses two files.
-        chunks = [
-            (path, start)
-            for path in paths
-            for start in range(0, path.stat().st_size, DIGESTED_BYTES)
-        ]
-        own = {
-            number: _digest(*chunks[number])
-            for number in range(get_rank(), len(chunks), get_world_size())
-        }
-        digests = {
-            number: digest
-            for rank_digests in gather_objects(own)
-            for number, digest in rank_digests.items()
-        }
-        return xxhash.xxh3_128(
-            b"".join(digests[number] for number in range(len(chunks)))
-        ).hexdigest()
+        chunks: list[tuple[Path, int]] = []
+        for path in paths:
+            chunks += [(path, start) for start in range(0, path.stat().st_size, DIGESTED_BYTES)]
+        rank_numbers = range(get_rank(), len(chunks), get_world_size())
+        rank_digests = {number: _digest(*chunks[number]) for number in rank_numbers}
+        digests: dict[int, bytes] = {}
+        for some in gather_objects(rank_digests):
+            digests |= some
+        joined = b"".join(digests[number] for number in range(len(chunks)))
+        return xxhash.xxh3_128(joined).hexdigest()
 
     def find_file(self, name: str) -> Path:
         tensor = self.tensors[name]
@@ -167,7 +158,8 @@ class CheckpointFiles:
         The view is for reading (writes to it would never reach the file). The file is mapped anew
         for each, and its pages are let go with the last view of them.
         """
-        if isinstance(tensor := self.tensors[name], torch.Tensor):
+        tensor = self.tensors[name]
+        if isinstance(tensor, torch.Tensor):
             return tensor[slices]
         with safe_open(tensor.path, framework="pt") as file:
             view: torch.Tensor = file.get_tensor(tensor.stored)[tensor.part][slices]
@@ -197,22 +189,13 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
         with safe_open(path, framework="pt") as file:
             for name in file.offset_keys():
                 if not name.isprintable():
-                    raise InputError(
-                        (
-                            f"{path}: the tensor name {name!r} cannot be printed; fetch the file "
-                            "again"
-                        ),
-                        kind="bad_model",
-                    )
+                    problem = f"the tensor name {name!r} cannot be printed; fetch the file again"
+                    raise InputError(f"{path}: {problem}", kind="bad_model")
                 tensor = file.get_slice(name)
-                if (dtype := tensor.get_dtype()) not in DTYPES:
-                    raise InputError(
-                        (
-                            f"{path}: tensor {name!r} has dtype {dtype!r}; known: "
-                            f"{', '.join(DTYPES)}"
-                        ),
-                        kind="bad_model",
-                    )
+                dtype = tensor.get_dtype()
+                if dtype not in DTYPES:
+                    problem = f"tensor {name!r} has dtype {dtype!r}; known: {', '.join(DTYPES)}"
+                    raise InputError(f"{path}: {problem}", kind="bad_model")
                 shape = tuple(tensor.get_shape())
                 tensors[name] = StoredTensor(
                     path=path, dtype=DTYPES[dtype], shape=shape, stored=name
@@ -224,7 +207,9 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
     except SafetensorError as error:
         with path.open("rb") as file:
             is_pointer = file.read(24).startswith(b"version https://git-lfs")
-        remedy = "it is a Git LFS pointer: run `git lfs pull`" if is_pointer else "fetch it again"
+        remedy = "fetch it again"
+        if is_pointer:
+            remedy = "it is a Git LFS pointer: run `git lfs pull`"
         what = f"not a safetensors file, or a truncated or damaged one ({one_line(error)})"
         raise InputError(f"{path} is {what}: {remedy}", kind="bad_model") from None
     return tensors
@@ -235,14 +220,18 @@ def make_header(
     *,
     metadata: Mapping[str, str] | None = None,
 ) -> bytes:
-    """The header of a file of `tensors`, each a name, dtype and shape; their data follows in that
-    order.
+    """Make the header of a file of `tensors`: the name, dtype and shape of each.
+
+    Their data follows in that order.
     """
-    entries: dict[str, object] = {"__metadata__": metadata} if metadata else {}
-    end = 0
+    entries: dict[str, object] = {}
+    if metadata:
+        entries["__metadata__"] = metadata
+    begin = 0
     for name, dtype, shape in tensors:
-        begin, end = end, end + math.prod(shape) * dtype.itemsize
+        end = begin + math.prod(shape) * dtype.itemsize
         entries[name] = {"dtype": DTYPE_NAMES[dtype], "shape": shape, "data_offsets": (begin, end)}
+        begin = end
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # the format wants the data aligned to 8 bytes
     return struct.pack("<Q", len(text)) + text
@@ -269,17 +258,18 @@ def _read_indexed(index_path: Path) -> dict[str, StoredTensor]:
                 "from a source that you trust",
                 kind="bad_model",
             )
-    path_of = {name: index_path.parent / file_name for name, file_name in weight_map.items()}
+    paths = {name: index_path.parent / file_name for name, file_name in weight_map.items()}
     tensors: dict[str, StoredTensor] = {}
-    for path in sorted(set(path_of.values())):
+    for path in sorted(set(paths.values())):
         if not path.is_file():
             raise InputError(
                 (f"{path} is missing, but {index_path.name} names it: fetch the checkpoint again"),
                 kind="missing_file",
             )
         stored = read_header(path)
-        named = {name for name, other in path_of.items() if other == path}
-        if differing := sorted(stored.keys() ^ named):
+        named = {name for name, other in paths.items() if other == path}
+        differing = sorted(stored.keys() ^ named)
+        if differing:
             what = (
                 f"{path.name} and {index_path} do not agree on whether tensor {differing[0]!r} "
                 "is in that file"

@@ -1,4 +1,4 @@
-"""Single values of a config.json: what is known of fields, and the limits of sizes and numbers."""
+"""Checks single values of a config.json against what is known of its fields."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -31,14 +31,9 @@ def check_size(name: str, value: Any, where: str, largest: int = MAX_SIZE) -> in
 
 
 def check_number(name: str, value: Any, where: str = "config.json", *, above: float = 0) -> Any:
-    """`value`; raises InputError unless it is a number that RoPE, or a norm, can be computed
-    with.
-    """
-    if (
-        isinstance(value, bool)
-        or not isinstance(value, int | float)
-        or not above < value <= MAX_NUMBER
-    ):
+    """`value`; raises InputError unless RoPE, or a norm, can be computed with it."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not above < value <= MAX_NUMBER:
         raise InputError(
             f"{where}: {name} = {value!r}; a number above {above:g}, at most {MAX_NUMBER:g}, is "
             "needed",
@@ -58,15 +53,15 @@ def check_multiple(where: str, **sizes: int) -> None:
 
 def read_size(fields: Mapping[str, Any], where: str, name: str, default: Any = None) -> int:
     """The size `name` that the fields of a config.json give; raises InputError if it is none."""
-    return check_size(
-        name,
-        default if fields.get(name) is None else fields[name],
-        where,
-        SIZES.get(name, MAX_SIZE),
-    )
+    value = fields.get(name)
+    if value is None:
+        value = default
+    return check_size(name, value, where, SIZES.get(name, MAX_SIZE))
 
 
 def shorten_value(value: Any) -> str:
-    """A value of any length as a few printable letters."""
+    """Show a value of any length in a few printable letters."""
     text = ascii(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
+    if len(text) <= 60:
+        return text
+    return f"{text[:57]}..."

@@ -1,8 +1,7 @@
-"""The convolutions of an Olmo-Hybrid as transformers 5.19 saves them: joined, then cut into three
-of one size.
+"""Repairs the convolutions of an Olmo-Hybrid that transformers 5.19 has saved.
 
-Those of queries, of keys and of values have as many rows as their matrices, which need not be
-alike.
+It joins those of queries, keys and values, and cuts the result into three of one size. They have as
+many rows as their matrices, which need not be alike.
 """
 
 from collections.abc import Mapping
@@ -15,14 +14,13 @@ FIRST = "linear_attn.q_conv1d.weight"
 
 
 def recut_convolutions(files: CheckpointFiles, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Cut them anew, where a file has three of one size and the model wants others with as many
-    rows in all.
+    """Cut convolutions anew, where a file has three of one size and the model wants other sizes.
 
     :param shapes: that the model wants, by Hugging Face's names.
     """
-    for first in (name for name in shapes if name.endswith(FIRST)):
+    for first in shapes:
         names = [first.replace("q_conv1d", f"{one}_conv1d") for one in "qkv"]
-        if not all(name in files for name in names):
+        if not first.endswith(FIRST) or not all(name in files for name in names):
             continue
         stored = [files.tensors[name].shape[0] for name in names]
         rows = [shapes[name][0] for name in names]

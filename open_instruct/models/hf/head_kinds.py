@@ -1,6 +1,4 @@
-"""The kinds of heads: what each puts out at a position, its tensors, and transformers' class that
-opens it.
-"""
+"""The kinds of heads: what each computes at a position, its tensors, and transformers' class."""
 
 from __future__ import annotations
 
@@ -41,9 +39,7 @@ def has_head(hf_config: PretrainedConfig, head: Head) -> bool:
 
 
 def find_class(hf_config: PretrainedConfig, head: Head) -> str | None:
-    """The name of transformers' class of this family with a head of this kind, none where it has no
-    such class.
-    """
+    """The name of transformers' class of this family with a head of this kind, if it has one."""
     from transformers.models.auto import modeling_auto
 
     if head == "score":
@@ -54,8 +50,7 @@ def find_class(hf_config: PretrainedConfig, head: Head) -> str | None:
 
 
 def check_head(model_type: str, head: Head) -> None:
-    """The same without transformers, which takes seconds to load: asked by a plan, a preview and a
-    run alike.
+    """Check that transformers has a class for the head, without loading it, which takes seconds.
 
     :raises InputError: transformers has no class of this family with a head of this kind.
     """
@@ -64,9 +59,7 @@ def check_head(model_type: str, head: Head) -> None:
 
 
 def explain_missing_class(model_type: str, head: Head) -> str:
-    """Why a model of this family cannot have a head of this kind, where transformers has no class,
-    and what to do.
-    """
+    """Say that transformers has no class of this family with such a head, and what to do."""
     remedy = "start from a model of another family"
     if head == "classes":
         remedy = f"give --reward_tokens + -, which are read of the model's own head, or {remedy}"

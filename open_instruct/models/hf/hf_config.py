@@ -1,5 +1,6 @@
-"""The config.json of a Hugging Face checkpoint, read without running code that it names, and its
-weights' file.
+"""Reads the config.json of a Hugging Face checkpoint, and finds the file of its weights.
+
+Code that a config.json names is never run.
 """
 
 from __future__ import annotations
@@ -28,8 +29,7 @@ CODE_FIELDS = {*FIELDS["naming_code"]}
 
 
 def remove_code_fields(fields: dict[str, Any]) -> dict[str, Any]:
-    """The fields that describe a model, without those that name code (private ones, such as
-    `_attn_implementation`, among them)."""
+    """The fields without those that name code; private ones, as `_attn_implementation`, may too."""
     return {
         name: value
         for name, value in fields.items()
@@ -38,16 +38,15 @@ def remove_code_fields(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def fingerprint_model(fields: Mapping[str, Any], weights: str) -> str:
-    """A fingerprint of weights and config: the same tensors with another window are another model.
+    """Fingerprint weights and config: the same tensors with another window are another model.
 
     :param weights: their own fingerprint.
     """
     computed_with = {
         name: value for name, value in fields.items() if name not in FIELDS["not_computed_with"]
     }
-    return hashlib.sha256(
-        (weights + json.dumps(computed_with, sort_keys=True, default=str)).encode()
-    ).hexdigest()
+    text = weights + json.dumps(computed_with, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def load_hf_config(path: str) -> PretrainedConfig:
@@ -60,20 +59,22 @@ def load_hf_config(path: str) -> PretrainedConfig:
             supported family, a size is impossible, or transformers refuses a value in it.
     """
     folder = Path(path).expanduser()
-    fields, file = read_config_fields(folder), folder / "config.json"
+    fields = read_config_fields(folder)
+    file = folder / "config.json"
     # Imported late, because transformers takes a second to import.
     from transformers import CONFIG_MAPPING, GenerationConfig
 
     family = family_of(fields["model_type"])
     read = normalize_rope_fields(remove_code_fields(fields), family, str(file))
     config = _build_config(CONFIG_MAPPING[fields["model_type"]], read, file)
-    if (generation := folder / "generation_config.json").is_file():
+    generation = folder / "generation_config.json"
+    if generation.is_file():
         _build_config(GenerationConfig, read_object(generation), generation)
     return config
 
 
 def read_config_fields(folder: Path) -> dict[str, Any]:
-    """The fields of config.json, checked as far as possible without transformers.
+    """Read the fields of config.json, checked as far as possible without transformers.
 
     Raises:
         InputError: see `load_hf_config`.
@@ -117,12 +118,13 @@ def read_config_fields(folder: Path) -> dict[str, Any]:
 
 
 def find_weights_file(folder: Path) -> Path:
-    """The file that locates a checkpoint's weights: the index, or the one file that holds them all.
+    """Find what locates a checkpoint's weights: the index, or the one file that holds them all.
 
     Raises:
         InputError: there is neither; or both, of different weights.
     """
-    index, single = folder / INDEX_NAME, folder / SINGLE_NAME
+    index = folder / INDEX_NAME
+    single = folder / SINGLE_NAME
     if index.is_file() and single.is_file():
         named = read_object(index).get("weight_map")
         if not isinstance(named, dict) or set(map(str, named.values())) != {SINGLE_NAME}:

@@ -1,5 +1,6 @@
-"""Names of parameters and modules: the one map between OLMo-core's and Hugging Face's, and the
-patterns of flags.
+"""Names of parameters: the one map between OLMo-core's and Hugging Face's.
+
+The patterns of flags that name modules are matched here too.
 """
 
 import re
@@ -14,7 +15,8 @@ EMBEDDINGS = "embeddings.weight"
 HF_LM_HEAD = "lm_head.weight"
 ADAPTER = ("lora_A", "lora_B")
 # The two parameters of a matrix in 4 bits, whose own name ends with .weight.
-CODES, SCALES = ".codes", ".scales"
+CODES = ".codes"
+SCALES = ".scales"
 
 # Buffers that old checkpoints carry and that every reader computes for itself.
 _HARMLESS_EXTRA = re.compile(r"(^|\.)(rotary_emb\.inv_freq|attn\.masked_bias|attn\.bias)$")
@@ -83,9 +85,7 @@ _SAVED_AS = {
 
 
 def clean_name(name: str) -> str:
-    """A parameter's own name, without the prefixes of activation checkpointing, compile and
-    FSDP.
-    """
+    """A parameter's name without the prefixes of activation checkpointing, compile and FSDP."""
     for wrapper in _WRAPPERS:
         name = name.replace(wrapper, "")
     return name
@@ -102,16 +102,16 @@ def is_expert_stack(name: str) -> bool:
 
 
 def matches_module(patterns: Iterable[str], name: str) -> bool:
-    """Whether one of `patterns` names the module: a shell's pattern for each part between dots, so
-    a * stops at dots.
+    """Whether one of `patterns`, a shell's pattern for each part between dots, names the module.
 
     Example: "blocks.*.attention" is "blocks.3.attention", and not "blocks.3.attention.w_q".
     """
     parts = name.split(".")
-    return any(
-        len(pattern.split(".")) == len(parts) and all(map(fnmatchcase, parts, pattern.split(".")))
-        for pattern in patterns
-    )
+    for pattern in patterns:
+        wanted = pattern.split(".")
+        if len(wanted) == len(parts) and all(map(fnmatchcase, parts, wanted)):
+            return True
+    return False
 
 
 def is_harmless_extra(hf_name: str) -> bool:
@@ -119,35 +119,36 @@ def is_harmless_extra(hf_name: str) -> bool:
     return _HARMLESS_EXTRA.search(hf_name) is not None
 
 
-def _block(family: Family, *, is_delta: bool, num_experts: int) -> dict[str, str]:
-    mlp = _sparse(num_experts) if num_experts else _DENSE
+def _name_block(family: Family, *, is_delta: bool, num_experts: int) -> dict[str, str]:
+    """The names of one layer's tensors: OLMo-core's, each with Hugging Face's."""
+    mlp = _name_experts(num_experts) if num_experts else _DENSE
     if is_delta:
-        return (
-            _DELTA
-            | (_DELTA_FUSED if family.delta == "fused" else _DELTA_APART)
-            | mlp
-            | _NORM_BEFORE
-        )
-    block = _ATTENTION | mlp | (_NORM_AFTER if family.norm_after else _NORM_BEFORE)
+        matrices = _DELTA_FUSED if family.delta == "fused" else _DELTA_APART
+        return _DELTA | matrices | mlp | _NORM_BEFORE
+    norms = _NORM_AFTER if family.norm_after else _NORM_BEFORE
+    block = _ATTENTION | mlp | norms
     if family.qk_norm != "none":
         block |= _QK_NORM
-    return block | _QKV_BIAS if family.qkv_bias else block
+    if family.qkv_bias:
+        block |= _QKV_BIAS
+    return block
 
 
-def _sparse(num_experts: int) -> dict[str, str]:
-    return {"feed_forward.router.weight": "mlp.gate.weight"} | {
-        f"feed_forward.experts.{ours}.{expert}": f"mlp.experts.{expert}.{theirs}.weight"
-        for ours, theirs in _EXPERTS.items()
-        for expert in range(num_experts)
-    }
+def _name_experts(num_experts: int) -> dict[str, str]:
+    names = {"feed_forward.router.weight": "mlp.gate.weight"}
+    for ours, theirs in _EXPERTS.items():
+        for expert in range(num_experts):
+            hf_name = f"mlp.experts.{expert}.{theirs}.weight"
+            names[f"feed_forward.experts.{ours}.{expert}"] = hf_name
+    return names
 
 
 def unpack_tensor(stored: str, shape: Sequence[int]) -> dict[str, tuple[Any, ...]]:
-    """What a tensor of a file is here: its usual name; of one that packs experts' matrices each by
-    name and place.
+    """The names that a tensor of a file has here, each with its place in the tensor.
 
-    So is one that cannot be divided into them, or into more than any model has: no model wants a
-    tensor of its name.
+    A tensor that packs experts' matrices has a name for each of them, any other its usual name
+    alone. So has one that cannot be divided into matrices, or only into more than any model has:
+    no model wants a tensor of its name.
 
     Example: `unpack_tensor("model.layers.0.mlp.experts.down_proj", (2, 64, 32))` is
     `{"model.layers.0.mlp.experts.0.down_proj.weight": (0, slice(0, 64)), ...}`.
@@ -161,18 +162,19 @@ def unpack_tensor(stored: str, shape: Sequence[int]) -> dict[str, tuple[Any, ...
         return {hf_name: ()}
     if shape[0] > MAX_EXPERTS or not all(shape) or shape[1] % len(parts):
         return {hf_name: ()}
-    rows = shape[1] // len(parts)
-    return {
-        f"{prefix}.{expert}.{part}.weight": (expert, slice(number * rows, (number + 1) * rows))
-        for expert in range(shape[0])
-        for number, part in enumerate(parts)
-    }
+    num_rows = shape[1] // len(parts)
+    places: dict[str, tuple[Any, ...]] = {}
+    for expert in range(shape[0]):
+        for number, part in enumerate(parts):
+            rows = slice(number * num_rows, (number + 1) * num_rows)
+            places[f"{prefix}.{expert}.{part}.weight"] = (expert, rows)
+    return places
 
 
 def split_as_in_files(tensors: Mapping[str, Any]) -> dict[str, Any]:
-    """The tensors of a model of transformers as files have them: experts and convolutions one by
-    one.
+    """Split the tensors of a model of transformers as files have them.
 
+    Experts and convolutions are one by one in files.
     Its own `revert_weight_conversion` cuts the convolutions of Olmo-Hybrid into three of one size,
     which they are not.
     """
@@ -181,16 +183,11 @@ def split_as_in_files(tensors: Mapping[str, Any]) -> dict[str, Any]:
         matrices = [tensors.get(name.replace("conv1d", f"{one}_proj")) for one in "qkv"]
         sizes = [len(matrix) for matrix in matrices if matrix is not None]
         if name.endswith("linear_attn.conv1d.weight") and sizes:
-            parts = tensor.split(sizes)
-            stored |= {
-                name.replace("conv1d", f"{one}_conv1d"): part
-                for one, part in zip("qkv", parts, strict=True)
-            }
-        else:
-            stored |= {
-                own_name: tensor[part]
-                for own_name, part in unpack_tensor(name, tensor.shape).items()
-            }
+            for one, part in zip("qkv", tensor.split(sizes), strict=True):
+                stored[name.replace("conv1d", f"{one}_conv1d")] = part
+            continue
+        for file_name, place in unpack_tensor(name, tensor.shape).items():
+            stored[file_name] = tensor[place]
     return stored
 
 
@@ -216,20 +213,17 @@ class TensorNames:
         self.hf_config = hf_config
         self.head = head
         self.tied = head == "vocabulary" and bool(hf_config.tie_word_embeddings)
-        layer_types = (
-            getattr(hf_config, "layer_types", None) or [None] * hf_config.num_hidden_layers
-        )
+        layer_types = getattr(hf_config, "layer_types", None)
+        layer_types = layer_types or [None] * hf_config.num_hidden_layers
         pairs = {EMBEDDINGS: _MODEL[EMBEDDINGS]}
         for layer, layer_type in enumerate(layer_types):
             num_experts = hf_config.num_experts if family.is_sparse(hf_config, layer) else 0
-            block = _block(family, is_delta=layer_type == LINEAR, num_experts=num_experts)
-            pairs |= {
-                f"blocks.{layer}.{ours}": f"model.layers.{layer}.{theirs}"
-                for ours, theirs in block.items()
-            }
-        pairs |= {
-            ours: theirs for ours, theirs in _MODEL.items() if not (self.tied and ours == LM_HEAD)
-        }
+            block = _name_block(family, is_delta=layer_type == LINEAR, num_experts=num_experts)
+            for ours, theirs in block.items():
+                pairs[f"blocks.{layer}.{ours}"] = f"model.layers.{layer}.{theirs}"
+        pairs |= _MODEL
+        if self.tied:
+            del pairs[LM_HEAD]
         self._hf_of = {**pairs, **HEAD_TENSORS.get(head, {})}
 
     def hf_name(self, olmo_core_name: str) -> str:

@@ -1,4 +1,4 @@
-"""The numbers of RoPE in a config.json, in each of the spellings that transformers has had.
+"""Reads and writes RoPE's numbers in a config.json, in each spelling that transformers has had.
 
 Up to version 4: `rope_theta` and `rope_scaling` at the top. From version 5: `rope_parameters`, one
 object for all layers, or (OLMo 3) one for each layer type. 5.0 to 5.8 wrote one object of OLMo 3
@@ -13,67 +13,69 @@ from open_instruct.core.errors import InputError
 from open_instruct.core.families import FULL, LINEAR, SLIDING, Family
 from open_instruct.models.hf.config_values import FIELDS, PART_TURNED, check_number
 
-NAME, THETA, SCALING = "rope_parameters", "rope_theta", "rope_scaling"
+NAME = "rope_parameters"
+THETA = "rope_theta"
+SCALING = "rope_scaling"
 ROPE_NUMBERS: dict[str, list[str]] = FIELDS["rope"]
+MAX_POSITIONS = "original_max_position_embeddings"
 LAYER_TYPES = (FULL, SLIDING, LINEAR)
 
 
 def read_rope(fields: Mapping[str, Any], family: Family, where: str) -> dict[str, dict[str, Any]]:
-    """The parameters of RoPE by the type of layers: `full_attention`, and `sliding_attention` in
-    families with windows.
+    """Read the parameters of RoPE by the type of layers.
 
-    A theta that the file does not give is not among them: the family's class has its own.
+    The types are `full_attention`, and `sliding_attention` in families with windows. A theta that
+    the file does not give is not among them: the family's class has its own.
 
     Raises:
         InputError: they contradict each other, or are no objects.
     """
-    given, scaling, theta = fields.get(NAME), fields.get(SCALING), fields.get(THETA)
-    for name, value in ((NAME, given), (SCALING, scaling)):
+    parameters = fields.get(NAME)
+    scaling = fields.get(SCALING)
+    theta = fields.get(THETA)
+    for name, value in ((NAME, parameters), (SCALING, scaling)):
         if value is not None and not isinstance(value, dict):
             raise InputError(
                 f"{where}: {name} = {value!r}; an object with rope_theta is needed",
                 kind="bad_model",
             )
-    given = given or {}
-    nested = [name for name in LAYER_TYPES if name in given]
-    if nested and (beside := sorted(given.keys() - set(LAYER_TYPES))):
+    parameters = parameters or {}
+    nested = [name for name in LAYER_TYPES if name in parameters]
+    others = sorted(parameters.keys() - set(LAYER_TYPES))
+    if nested and others:
         raise InputError(
-            f"{where}: {NAME} has {beside[0]!r} beside {nested[0]!r}, and of which layers it is "
+            f"{where}: {NAME} has {others[0]!r} beside {nested[0]!r}, and of which layers it is "
             "cannot be told: give it within each type of layers",
             kind="bad_model",
         )
-    by_type = given if nested else {FULL: given}
-    full = _merge_top_fields(
-        by_type.get(FULL), scaling, theta, f"{NAME}.{FULL}" if nested else NAME, where
-    )
+    by_type = parameters if nested else {FULL: parameters}
+    full_name = f"{NAME}.{FULL}" if nested else NAME
+    full = _merge_top_fields(by_type.get(FULL), scaling, theta, full_name, where)
     if not family.has_windows:
         return {FULL: full}
-    sliding = by_type.get(SLIDING) or {
-        "rope_type": "default",
-        **{k: v for k, v in full.items() if k == THETA},
-    }
-    return {
-        FULL: full,
-        SLIDING: _merge_top_fields(sliding, None, theta, f"{NAME}.{SLIDING}", where),
-    }
+    sliding = by_type.get(SLIDING)
+    if not sliding:
+        sliding = {"rope_type": "default"}
+        if THETA in full:
+            sliding[THETA] = full[THETA]
+    sliding = _merge_top_fields(sliding, None, theta, f"{NAME}.{SLIDING}", where)
+    return {FULL: full, SLIDING: sliding}
 
 
 def _merge_top_fields(
     own: Any, scaling: Mapping[str, Any] | None, theta: Any, name: str, where: str
 ) -> dict[str, Any]:
-    """The parameters of one type of layers, with what stands at the top of the file.
+    """The parameters of one type of layers, with those at the top of the file.
 
-    :raises InputError: that says something else.
+    :raises InputError: the two contradict each other.
     """
     if own is not None and not isinstance(own, dict):
         raise InputError(
             f"{where}: {name} = {own!r}; an object with rope_theta is needed", kind="bad_model"
         )
     parameters = _rename_type(own or {})
-    for place, values in (
-        (SCALING, _rename_type(scaling or {})),
-        (THETA, {} if theta is None else {THETA: theta}),
-    ):
+    top_theta = {} if theta is None else {THETA: theta}
+    for place, values in ((SCALING, _rename_type(scaling or {})), (THETA, top_theta)):
         for field, value in values.items():
             if parameters.get(field, value) != value:
                 raise InputError(
@@ -87,18 +89,18 @@ def _merge_top_fields(
 
 
 def _rename_type(parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """With `rope_type` in place of its older name, `type`; fields of null are as those that are not
-    there.
-    """
-    given = {
+    """Rename `type` to `rope_type`, as it is called now, and leave out fields of null."""
+    stated = {
         name: value for name, value in parameters.items() if value is not None or name == THETA
     }
-    kind = given.pop("type", None)
-    return given if kind is None else {"rope_type": kind} | given
+    rope_type = stated.pop("type", None)
+    if rope_type is None:
+        return stated
+    return {"rope_type": rope_type} | stated
 
 
 def normalize_rope_fields(fields: Mapping[str, Any], family: Family, where: str) -> dict[str, Any]:
-    """The fields of a config.json as transformers 5 reads RoPE of this family rightly.
+    """Spell RoPE in the fields of a config.json so that transformers 5 reads it rightly.
 
     It loses a theta at the top on layers with windows, and one object for all layers.
     """
@@ -111,8 +113,7 @@ def normalize_rope_fields(fields: Mapping[str, Any], family: Family, where: str)
 def export_rope_fields(
     fields: Mapping[str, Any], family: Family, rope: Mapping[str, Mapping[str, Any]]
 ) -> dict[str, Any]:
-    """The fields of an exported config.json, in which transformers 4, 5 and vLLM find the same
-    RoPE.
+    """Spell RoPE in the fields of an exported config.json for transformers 4 and 5 and vLLM alike.
 
     Version 5 reads `rope_parameters`; version 4 reads `rope_theta` and `rope_scaling`, and has no
     other theta for layers with windows.
@@ -123,14 +124,15 @@ def export_rope_fields(
     full = rope[FULL]
     parameters = dict(rope) if family.has_windows else dict(full)
     thetas = {each.get(THETA) for each in rope.values()}
-    fields = {name: value for name, value in fields.items() if name not in (THETA, SCALING)} | {
-        NAME: parameters
-    }
+    exported = {name: value for name, value in fields.items() if name not in (THETA, SCALING)}
+    exported[NAME] = parameters
     if len(thetas) > 1 or full.get(THETA) is None:
-        return fields
+        return exported
+    exported[THETA] = full[THETA]
     scaling = {name: value for name, value in full.items() if name not in (THETA, PART_TURNED)}
-    is_scaled = scaling.get("rope_type", "default") != "default"
-    return fields | {THETA: full[THETA]} | ({SCALING: scaling} if is_scaled else {})
+    if scaling.get("rope_type", "default") != "default":
+        exported[SCALING] = scaling
+    return exported
 
 
 def check_rope_scaling(
@@ -141,7 +143,7 @@ def check_rope_scaling(
     where: str = "config.json",
     is_whole: bool = True,
 ) -> dict[str, Any] | None:
-    """The numbers that scaled frequencies are computed from; None for RoPE as it is.
+    """Check the numbers that scaled frequencies are computed from; None for RoPE without scaling.
 
     Args:
         name: of the object, for messages.
@@ -163,10 +165,9 @@ def check_rope_scaling(
         PART_TURNED: (1,),
         "truncate": (True,),
     }
-    read_elsewhere = {
-        THETA,
-        *((PART_TURNED, *FIELDS["rope_of_pictures"]) if family.turned_share else ()),
-    }
+    read_elsewhere = {THETA}
+    if family.turned_share:
+        read_elsewhere |= {PART_TURNED, *FIELDS["rope_of_pictures"]}
     for field, value in parameters.items():
         known = field in read_elsewhere or field in ROPE_NUMBERS[rope_type]
         if not known and value is not None and value not in neutral.get(field, ()):
@@ -178,11 +179,13 @@ def check_rope_scaling(
     if rope_type == "default":
         return None
     used: dict[str, Any] = {"rope_type": rope_type, THETA: parameters.get(THETA)}
-    filled = () if is_whole else ("original_max_position_embeddings",)
+    optional = set(FIELDS["rope_optional"])
+    if not is_whole:
+        optional.add(MAX_POSITIONS)
     for field in ROPE_NUMBERS[rope_type]:
         value = parameters.get(field)
-        if value is not None or field not in (*FIELDS["rope_optional"], *filled):
-            above = 1 if field == "original_max_position_embeddings" else 0
+        if value is not None or field not in optional:
+            above = 1 if field == MAX_POSITIONS else 0
             used[field] = check_number(f"{name}.{field}", value, where, above=above)
     if rope_type == "llama3":
         check_number(

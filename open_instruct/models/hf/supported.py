@@ -1,9 +1,8 @@
-"""What of a config.json can be trained: asked by a plan, a preview and a run alike, before torch is
-loaded.
+"""Refuses a config.json whose model cannot be trained, before torch is loaded.
 
-A field that would change the forward pass and has no counterpart here is refused by name. What a
-file leaves out has the default of the family's class in transformers, which the run itself asks
-again once that is loaded.
+A plan, a preview and a run ask alike. A field that would change the forward pass and has no
+counterpart here is refused by name. What a file leaves out has the default of the family's class in
+transformers, which the run itself asks again once that is loaded.
 """
 
 from collections.abc import Mapping
@@ -21,9 +20,10 @@ from open_instruct.models.hf.config_values import (
 )
 from open_instruct.models.hf.rope import check_rope_scaling, read_rope
 
-ROWS_OF = 8  # values of 16 bits
+ROW_VALUES = 8  # of 16 bits each: 16 bytes
 HEAD_DIM = "head_dim (else hidden_size / num_attention_heads)"
-REQUIRED_VALUES, NO_EXPERTS = FIELDS["required"], FIELDS["no_experts"]
+REQUIRED_VALUES = FIELDS["required"]
+NO_EXPERTS = FIELDS["no_experts"]
 
 
 def check_supported(fields: Mapping[str, Any], where: str = "config.json") -> None:
@@ -46,9 +46,7 @@ def check_supported(fields: Mapping[str, Any], where: str = "config.json") -> No
 
 
 def check_fields(model: Any, family: Family, where: str = "config.json") -> None:
-    """The same of the attributes of a config, transformers' own or the fields of a file; not of
-    RoPE.
-    """
+    """Check the attributes of a config, transformers' own or a file's; those of RoPE are not."""
     for field, supported in _required_values(model, family).items():
         value = getattr(model, field, supported[0])
         if not any(
@@ -63,13 +61,11 @@ def check_fields(model: Any, family: Family, where: str = "config.json") -> None
         _check_experts(model, family.expert_size, where)
     if getattr(model, "rms_norm_eps", None) is not None:
         check_number("rms_norm_eps", model.rms_norm_eps, where)
-    sizes = [
-        getattr(model, name, None)
-        for name in ("hidden_size", "num_attention_heads", "num_key_value_heads")
-    ]
-    hidden_size, num_heads, num_kv_heads = sizes
+    hidden_size = getattr(model, "hidden_size", None)
+    num_heads = getattr(model, "num_attention_heads", None)
+    num_kv_heads = getattr(model, "num_key_value_heads", None)
     if hidden_size is None or num_heads is None:
-        return  # of the family's class
+        return  # the family's class has them
     check_size("hidden_size", hidden_size, where)
     check_size("num_attention_heads", num_heads, where)
     dim = getattr(model, "head_dim", None) or family.default_head_dim or hidden_size // num_heads
@@ -83,9 +79,7 @@ def check_fields(model: Any, family: Family, where: str = "config.json") -> None
 
 
 def _required_values(model: Any, family: Family) -> dict[str, Any]:
-    """The values that the forward pass has, by field; a bool stands for itself alone, not for 0 or
-    1.
-    """
+    """The values that the forward pass has, by field; a bool is not the same as 0 or 1."""
     required = dict(REQUIRED_VALUES)
     # In families without windows, transformers gives all layers a window by this field alone.
     if not family.has_windows and not family.has_window_switch:
@@ -93,7 +87,9 @@ def _required_values(model: Any, family: Family) -> dict[str, Any]:
     if family.turned_share:  # which is in rope_parameters then, too
         del required[PART_TURNED]
     required["attn_output_gate"] = (family.gates_attention, None)  # which engines read
-    return required if family.expert_size else required | NO_EXPERTS
+    if not family.expert_size:
+        required |= NO_EXPERTS
+    return required
 
 
 def _check_experts(model: Any, expert_size: str, where: str) -> None:
@@ -104,11 +100,11 @@ def _check_experts(model: Any, expert_size: str, where: str) -> None:
     )
     check_size("decoder_sparse_step", getattr(model, "decoder_sparse_step", 1), where)
     for field in (expert_size, "hidden_size"):
-        if check_size(field, getattr(model, field, None), where) % ROWS_OF:
+        size = check_size(field, getattr(model, field, None), where)
+        if size % ROW_VALUES:
             raise InputError(
-                f"{where}: {field} = {getattr(model, field)} is not a multiple of {ROWS_OF}: the "
-                "product of tokens with their experts takes rows of 16 bytes and multiples of "
-                "that",
+                f"{where}: {field} = {size} is not a multiple of {ROW_VALUES}: the product of "
+                "tokens with their experts takes rows of 16 bytes and multiples of that",
                 kind="unsupported_model",
             )
     if getattr(model, "output_router_logits", False):
