@@ -145,9 +145,9 @@ def resume(trainer: Trainer, *, warn: Callable[[str], None]) -> int | None:
         RunError: there are checkpoints, but none can be read; the message says how to go on.
     """
     folder = Path(trainer.save_folder)
-    run_on_main_process(lambda: step_folder.tidy(folder))
+    run_on_main_process(partial(step_folder.tidy, folder))
     reasons: dict[Path, str] = {}
-    for path in run_on_main_process(lambda: step_folder.find_candidates(folder)):
+    for path in run_on_main_process(partial(step_folder.find_candidates, folder)):
         damage = _find_damage(path)
         if damage:
             reasons[path] = damage[0]

@@ -17,6 +17,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -199,7 +200,7 @@ class SafeCheckpointer(Checkpointer):
         try:
             written = together(save.written.result, kind=make_write_error(save.final))
             rank_files = gather_objects(written)
-            together(lambda: self._publish(save, rank_files), kind=make_write_error(save.final))
+            together(partial(self._publish, save, rank_files), kind=make_write_error(save.final))
         except RunError:
             if get_rank() == 0:  # the disk may be full
                 shutil.rmtree(save.part, ignore_errors=True)
@@ -242,9 +243,9 @@ class SafeCheckpointer(Checkpointer):
         assert not reset_optimizer_states_on_load, "the optimizer's state belongs to a checkpoint"
         self.wait_for_copy()
         folder = Path(dir)
-        manifest = together(lambda: step_folder.read_manifest(folder), kind=RunError)
+        manifest = together(partial(step_folder.read_manifest, folder), kind=RunError)
         step_folder.refuse_another_start_model(folder, self.start_model)
-        index = together(lambda: json.loads((folder / INDEX).read_bytes()), kind=RunError)
+        index = together(partial(read_index, folder), kind=RunError)
         saved_names = [*index["tensors"], *index["values"]]
         own_state = train_module.state_dict_to_load(
             as_metadata(saved_names), optim=load_optim_state
@@ -291,6 +292,12 @@ class SafeCheckpointer(Checkpointer):
             self._claims = claims
             self._index = assign_boxes(gather_objects(claims))
         return self._index
+
+
+def read_index(folder: Path) -> dict[str, Any]:
+    """Where the files of a checkpoint have each tensor and each value."""
+    index: dict[str, Any] = json.loads((folder / INDEX).read_bytes())
+    return index
 
 
 def make_write_error(final: Path) -> Callable[[str], RunError]:

@@ -105,17 +105,13 @@ class Engine:
 
     def open_channel(self, info: dict[str, Any]) -> None:
         """Connect to the sender of weights."""
-        self._between_steps(lambda core: core.call_workers(WeightReceiver.open_channel, info))
+        self._call_workers(WeightReceiver.open_channel, info)
 
     def stage_weights(self, version: int) -> None:
         """Receive what changed in the weights while steps go on; `receive_weights` applies it."""
-        self._between_steps(lambda core: core.call_workers(WeightReceiver.start_staging, version))
-        has_all = False
-        while not has_all:
-            staged = self._between_steps(lambda core: core.call_workers(WeightReceiver.has_staged))
-            has_all = all(staged)
-            if not has_all:
-                time.sleep(SECONDS_BETWEEN_LOOKS)
+        self._call_workers(WeightReceiver.start_staging, version)
+        while not all(self._call_workers(WeightReceiver.has_staged)):
+            time.sleep(SECONDS_BETWEEN_LOOKS)
 
     def begin_update(self, drain: bool) -> None:
         """Stop between two steps and get ready for weights; requests that come meanwhile wait.
@@ -141,7 +137,7 @@ class Engine:
 
     def receive_weights(self) -> None:
         """Take one version of the weights from the channel, or from what was staged."""
-        self._between_steps(lambda core: core.call_workers(WeightReceiver.receive_weights))
+        self._call_workers(WeightReceiver.receive_weights)
 
     def finish_update(self, version: int) -> None:
         """Go on with the new weights; running requests are recomputed from their tokens so far."""
@@ -176,6 +172,10 @@ class Engine:
     def _check(self) -> None:
         if self._failure is not None:
             raise self._failure
+
+    def _call_workers(self, method: Callable[..., R], *arguments: Any) -> list[R]:
+        """Call a method of each worker of the engine between two steps."""
+        return self._between_steps(lambda core: core.call_workers(method, *arguments))
 
     def _between_steps(self, function: Callable[[VLLMCore], R]) -> R:
         future: Future[R] = Future()

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -190,7 +191,7 @@ class PartReceiver(Incoming):
         def find_missing() -> list[str]:
             return [learner_name(rank) for rank in ranks if not has_arrived(rank)]
 
-        self.progress.wait_until(lambda: has_arrived(ranks[0]), who=find_missing, to=to)
+        self.progress.wait_until(partial(has_arrived, ranks[0]), who=find_missing, to=to)
         try:
             for work, *_ in self._arriving[ranks[0]]:
                 work.wait()

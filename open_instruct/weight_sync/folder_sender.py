@@ -3,6 +3,7 @@
 import json
 import os
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,11 @@ from open_instruct.weight_sync.changes import Message, SentParts
 from open_instruct.weight_sync.folder import Link, MessagePlace, WrittenMessages, digest_message
 from open_instruct.weight_sync.progress import HOST_RANK
 from open_instruct.weight_sync.sender import WeightSender
+
+
+def _draw_chain_name(folder: Path) -> str:
+    """The path that the files of a new chain begin with."""
+    return str(folder / os.urandom(4).hex())
 
 
 class FolderSender(WeightSender):
@@ -41,8 +47,8 @@ class FolderSender(WeightSender):
     def open(self, num_receivers: int) -> dict[str, Any]:
         """Begin a chain and remove all others; returns the facts that any receiver needs."""
         self._links: list[Link] = []  # of the chain, while another version may build on it
-        self._chain: str = run_on_main_process(lambda: str(self._folder / os.urandom(4).hex()))
-        together(lambda: self._remove_all_but(""), kind=self._failure)
+        self._chain: str = run_on_main_process(partial(_draw_chain_name, self._folder))
+        together(partial(self._remove_all_but, ""), kind=self._failure)
         facts = {
             "backend": self._backend,
             "chain": self._chain,
@@ -73,11 +79,10 @@ class FolderSender(WeightSender):
         # stop one rank alone.
         messages = list(self._sent.encode_messages(self._make_finder(), has_digests=has_digests))
         builds_on = links[-1].version if links else None
-        written = gather_objects(
-            together(lambda: self._write(version, builds_on, messages), kind=self._failure)
-        )
+        write = partial(self._write, version, builds_on, messages)
+        written = gather_objects(together(write, kind=self._failure))
         link = Link(version=version, builds_on=builds_on, messages=written)
-        together(lambda: self._add_link(link), kind=self._failure)
+        together(partial(self._add_link, link), kind=self._failure)
         self._links = [*links, link]
         if not self._changes_alone:
             self._sent = None

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 from torch.distributed import DistError, DistStoreError, TCPStore
@@ -125,12 +126,9 @@ class SyncProgress:
                 meanwhile.
         """
         keys = [f"{stage}/{member}" for member in members]
-        self.wait_until(
-            lambda: self._have_arrived(keys),
-            who=lambda: self.find_missing(stage, members),
-            to=to,
-            meanwhile=meanwhile,
-        )
+        have_arrived = partial(self._have_arrived, keys)
+        find_missing = partial(self.find_missing, stage, members)
+        self.wait_until(have_arrived, who=find_missing, to=to, meanwhile=meanwhile)
 
     def wait_until(
         self,

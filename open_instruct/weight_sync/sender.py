@@ -15,6 +15,7 @@ For each rank of the learners::
 
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import closing
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -130,7 +131,7 @@ class WeightSender:
             self._sent = SentParts(self.manifest, rank=self._rank)
             travelling = build_change_manifest(self.manifest)
         self._outgoing = make_outgoing(travelling, index=self._rank, device=self._device)
-        info: dict[str, Any] = run_on_main_process(lambda: self._offer(num_receivers))
+        info: dict[str, Any] = run_on_main_process(partial(self._offer, num_receivers))
         self._info = info
         self._receivers = list_receivers(info)
         if self._rank != HOST_RANK:

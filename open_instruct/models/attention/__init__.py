@@ -1,3 +1,1 @@
-"""Causal attention over packed documents: with shared prompts, with rows split over ranks, and on
-CPUs.
-"""
+"""Causal attention over packed documents, also with shared prompts, split rows, and on CPUs."""

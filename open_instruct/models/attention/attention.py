@@ -91,18 +91,17 @@ def find_context_group(model: Transformer) -> ContextGroup | None:
 
 
 def attend(qkv: QKV, *, left: int = -1, scale: float | None = None) -> torch.Tensor:
-    """Scaled dot product attention of the last Q of K tokens, queries (Q, H, D) and keys (K, G, D),
-    to those before.
+    """Attention of the last Q of K tokens to those before; shape (Q, H, D).
 
-    Shape (Q, H, D).
+    Queries have shape (Q, H, D), keys and values (K, G, D).
     """
-    num_queries, num_keys = len(qkv.query), len(qkv.key)
+    num_queries = len(qkv.query)
+    num_keys = len(qkv.key)
     distance = num_keys - num_queries
     mask_QK = None
     if distance or 0 <= left < num_keys - 1:
-        mask_QK = torch.ones(num_queries, num_keys, dtype=torch.bool, device=qkv.key.device).tril(
-            distance
-        )
+        all_QK = torch.ones(num_queries, num_keys, dtype=torch.bool, device=qkv.key.device)
+        mask_QK = all_QK.tril(distance)
         if left >= 0:
             mask_QK = mask_QK.triu(distance - left)
     output_NHQD = F.scaled_dot_product_attention(
@@ -119,16 +118,15 @@ def attend(qkv: QKV, *, left: int = -1, scale: float | None = None) -> torch.Ten
 def attend_by_segment(
     qkv: QKV, segments: Segments, *, left: int = -1, scale: float | None = None
 ) -> torch.Tensor:
-    """Attention of one segment after another, queries (T, H, D) to keys (K, G, D) of the segments;
-    shape (T, H, D).
+    """Attention of one segment after another; shape (T, H, D).
 
-    With a window the queries come in pieces, each with the keys that its window reaches, so that
-    work and masks grow with the window and not with the segment. Compiled blocks leave this out, as
-    it differs with every row's lengths.
+    Queries have shape (T, H, D), keys and values of the segments (K, G, D). With a window the
+    queries come in pieces, each with the keys that its window reaches, so that work and masks grow
+    with the window and not with the segment. Compiled blocks leave this out, as it differs with
+    every row's lengths.
     """
-    num_keys = [
-        prefix + own for prefix, own in zip(segments.prefix_lengths, segments.lengths, strict=True)
-    ]
+    lengths = zip(segments.prefix_lengths, segments.lengths, strict=True)
+    num_keys = [prefix + length for prefix, length in lengths]
     # split has one backward node for all segments; every slice would make a gradient of the whole
     # row's size.
     split = zip(
@@ -146,27 +144,25 @@ def attend_by_segment(
         for piece in query.split(max(left + 1, LEAST_PIECE)):
             start = max(stop - left, 0)
             stop += len(piece)
-            attended.append(
-                attend(QKV(piece, key[start:stop], value[start:stop]), left=left, scale=scale)
-            )
+            window = QKV(piece, key[start:stop], value[start:stop])
+            attended.append(attend(window, left=left, scale=scale))
     return torch.cat(attended)
 
 
 def attend_over_segments(
     qkv_T: QKV, segments: Segments, *, left: int = -1, scale: float | None = None
 ) -> torch.Tensor:
-    """Every token attends to its segment's prefix and to the tokens before it in the segment; shape
-    (T, H, D).
+    """Every token attends to its segment's prefix and the tokens before it; shape (T, H, D).
 
-    `left` is the number of tokens before it that a window lets it see; all of them where that is
-    below 0.
+    :param left: how many tokens before it a window lets a token see; below 0: all.
     """
     has_varlen = _varlen_can_run(qkv_T.query)
     if not has_varlen and can_attend_in_parts(qkv_T.query, segments, left=left):
         return attend_in_parts(qkv_T, segments, scale=scale)
     query, keys, values = qkv_T
     if segments.key_index_K is not None:
-        keys, values = (GatherRows.apply(tensor, segments.key_index_K) for tensor in (keys, values))
+        keys = GatherRows.apply(keys, segments.key_index_K)
+        values = GatherRows.apply(values, segments.key_index_K)
     if not has_varlen:
         return attend_by_segment(QKV(query, keys, values), segments, left=left, scale=scale)
     # The kernel aligns the causal diagonal to the last query and the last key of a document, and
@@ -196,9 +192,8 @@ class GatherRows(torch.autograd.Function):
     def backward(ctx: Any, grad_KGD: torch.Tensor) -> tuple[torch.Tensor, None]:
         (index_K,) = ctx.saved_tensors
         exact_KGD = grad_KGD.to(torch.promote_types(grad_KGD.dtype, torch.float32))
-        sums_TGD = exact_KGD.new_zeros(ctx.num_tokens, *exact_KGD.shape[1:]).index_add_(
-            0, index_K, exact_KGD
-        )
+        sums_TGD = exact_KGD.new_zeros(ctx.num_tokens, *exact_KGD.shape[1:])
+        sums_TGD.index_add_(0, index_K, exact_KGD)
         return sums_TGD.to(grad_KGD.dtype), None
 
 

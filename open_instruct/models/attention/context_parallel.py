@@ -1,10 +1,10 @@
-"""Rows split over ranks, in the way of DeepSpeed-Ulysses (Jacobs et al. 2023, arXiv:2309.14509,
-section 3).
+"""Splits rows over ranks, so that none computes a long row alone.
 
-Each of the C ranks of a context group has T / C neighbouring tokens of a row, and computes
-everything outside attention on them alone. Around attention one all-to-all turns a part of the
-tokens with all heads into all tokens with a part of the heads, and another turns them back; so they
-do around what the gated delta rule remembers.
+It is the way of DeepSpeed-Ulysses (Jacobs et al. 2023, arXiv:2309.14509, section 3). Each of the C
+ranks of a context group has T / C neighbouring tokens of a row, and computes everything outside
+attention on them alone. Around attention one all-to-all turns a part of the tokens with all heads
+into all tokens with a part of the heads, and another turns them back; so they do around what the
+gated delta rule remembers.
 
 Legend: T tokens of a row, C ranks of the context group, H heads, D features of a head.
 """
@@ -31,23 +31,23 @@ class ContextGroup:
         return slice(self.rank * num_local, (self.rank + 1) * num_local)
 
     def gather_row(self, values: torch.Tensor) -> torch.Tensor:
-        """The values of all ranks' tokens, shape (T, ...), from those of this rank's own, shape (T
-        / C, ...).
+        """Gather the values of all ranks' tokens (T, ...) from this rank's own (T / C, ...).
 
         Every rank then computes the same from them, so each gradient is passed to its owner
         unchanged.
         """
         row = values.new_empty(len(values) * self.degree, *values.shape[1:])
         dist.all_gather_into_tensor(row, values.detach().contiguous(), group=self.group)
-        own = self.local_slice(len(row))
-        return torch.cat([row[: own.start], values, row[own.stop :]])
+        local = self.local_slice(len(row))
+        return torch.cat([row[: local.start], values, row[local.stop :]])
 
     # PyTorch's compiler would give up a whole block with an all-to-all in it, so the all-to-alls
     # are left out.
     @torch.compiler.disable
     def scatter_heads(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Each (T / C, H, ...) into (T, H / C, ...); heads may be laid end to end, with their
-        features.
+        """Turn each (T / C, H, ...) into (T, H / C, ...).
+
+        Heads may be laid end to end, with their features.
         """
         per_rank = [tensor.unflatten(1, (self.degree, -1)).transpose(0, 1) for tensor in tensors]
         received = all_to_all_single(self.group, torch.cat(per_rank, dim=2))
@@ -55,9 +55,6 @@ class ContextGroup:
 
     @torch.compiler.disable
     def gather_heads(self, attended: torch.Tensor) -> torch.Tensor:
-        """(T, H / C, D) into (T / C, H, D)."""
-        return (
-            all_to_all_single(self.group, attended.unflatten(0, (self.degree, -1)))
-            .transpose(0, 1)
-            .flatten(1, 2)
-        )
+        """Turn (T, H / C, D) into (T / C, H, D)."""
+        received = all_to_all_single(self.group, attended.unflatten(0, (self.degree, -1)))
+        return received.transpose(0, 1).flatten(1, 2)

@@ -28,7 +28,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
-from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -93,18 +92,15 @@ class Part(NamedTuple):
 
 
 def can_attend_in_parts(query_THD: torch.Tensor, segments: Segments, *, left: int) -> bool:
-    """Whether the row is on a CPU, and its window (`left` tokens before each; below 0: none) hides
-    no key.
-    """
+    """Whether the row is on a CPU, and its window of `left` tokens hides no key; below 0: none."""
     window_hides_keys = 0 <= left < segments.max_keys - 1
     return query_THD.device.type == "cpu" and not window_hides_keys
 
 
 def attend_in_parts(qkv_T: QKV, segments: Segments, *, scale: float | None = None) -> torch.Tensor:
-    """Every token of queries (T, H, D) attends to its segment's prefix and to the tokens before it
-    in the segment.
+    """Every token attends to its segment's prefix and the tokens before it; shape (T, H, D).
 
-    Keys and values are those of the row, (T, G, D). The result has shape (T, H, D).
+    Queries have shape (T, H, D), keys and values of the row (T, G, D).
     """
     attended: torch.Tensor
     if torch.compiler.is_compiling():
@@ -127,7 +123,8 @@ class _AttentionInParts(torch.autograd.Function):
     ) -> torch.Tensor:
         out_THD, lse_TH = _attend(QKV(query_THD, key_TGD, value_TGD), parts, scale=scale)
         ctx.save_for_backward(query_THD, key_TGD, value_TGD, out_THD, lse_TH)
-        ctx.parts, ctx.scale = parts, scale
+        ctx.parts = parts
+        ctx.scale = scale
         return out_THD
 
     @staticmethod
@@ -148,9 +145,16 @@ def _attend(
     out_THD = torch.empty_like(query_THD, memory_format=torch.contiguous_format)
     lse_TH = query_THD.new_empty(query_THD.shape[:2], dtype=_sum_dtype(query_THD))
     for part in parts:
-        qkv = part.select_queries(query_THD), part.select_keys(key_TGD), part.select_keys(value_TGD)
-        part_out, part_lse = _flash(*qkv, 0.0, part.is_square, scale=scale)
-        out, lse = part.select_queries(out_THD), part.select_queries(lse_TH)
+        part_out, part_lse = _flash(
+            part.select_queries(query_THD),
+            part.select_keys(key_TGD),
+            part.select_keys(value_TGD),
+            0.0,
+            part.is_square,
+            scale=scale,
+        )
+        out = part.select_queries(out_THD)
+        lse = part.select_queries(lse_TH)
         if part.is_square:
             out.copy_(part_out)
             lse.copy_(part_lse)
@@ -193,9 +197,8 @@ def attend_in_parts_compiled(
     scale: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As `_attend`; `cu_queries` and `cu_keys` are those of `Segments`."""
-    return _attend(
-        QKV(query_THD, key_TGD, value_TGD), _read_parts(cu_queries, cu_keys), scale=scale
-    )
+    parts = _read_parts(cu_queries, cu_keys)
+    return _attend(QKV(query_THD, key_TGD, value_TGD), parts, scale=scale)
 
 
 @torch.library.custom_op("open_instruct::attend_in_parts_backward", mutates_args=())
@@ -211,7 +214,8 @@ def attend_in_parts_backward(
     scale: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """As `_find_gradients`."""
-    qkv_T, parts = QKV(query_THD, key_TGD, value_TGD), _read_parts(cu_queries, cu_keys)
+    qkv_T = QKV(query_THD, key_TGD, value_TGD)
+    parts = _read_parts(cu_queries, cu_keys)
     grads = _find_gradients(grad_out_THD, qkv_T, out_THD, lse_TH, parts, scale=scale)
     return grads.query, grads.key, grads.value
 
@@ -242,8 +246,9 @@ attend_in_parts_compiled.register_autograd(_go_backward, setup_context=_keep_for
 
 
 def _read_parts(cu_queries: torch.Tensor, cu_keys: torch.Tensor) -> tuple[Part, ...]:
-    lengths, num_keys = cu_queries.diff(), cu_keys.diff()
-    return find_parts(tuple(lengths.tolist()), tuple((num_keys - lengths).tolist()))
+    lengths = cu_queries.diff()
+    prefix_lengths = cu_keys.diff() - lengths
+    return find_parts(tuple(lengths.tolist()), tuple(prefix_lengths.tolist()))
 
 
 def _add_share(
@@ -285,37 +290,38 @@ def find_parts(lengths: tuple[int, ...], prefix_lengths: tuple[int, ...]) -> tup
     rectangles: list[Part] = []
     seen: list[Span] = []  # by the last token of the segment before
     growing: dict[Span, Part] = {}  # the rectangles of the segment before, by their keys
-    for stop, length, prefix_length in zip(
-        accumulate(lengths), lengths, prefix_lengths, strict=True
-    ):
-        own = Span(stop - length, stop)
-        for part in cut_triangle(own):
-            (squares if part.is_square else rectangles).append(part)
+    stop = 0
+    for length, prefix_length in zip(lengths, prefix_lengths, strict=True):
+        segment = Span(stop, stop + length)
+        stop = segment.stop
+        triangle = list(cut_triangle(segment))
+        squares += [part for part in triangle if part.is_square]
+        rectangles += [part for part in triangle if not part.is_square]
         prefix = list(take_first(seen, prefix_length))
         # A segment that sees the same keys as the one before lengthens its rectangle.
-        grown = {keys: lengthen(growing.pop(keys, None), keys, own) for keys in prefix}
+        grown = {keys: lengthen(growing.pop(keys, None), keys, segment) for keys in prefix}
         rectangles.extend(growing.values())
         growing = grown
-        seen = [*prefix, own]
+        seen = [*prefix, segment]
     rectangles.extend(growing.values())
     rectangles = [part for part in rectangles if part.num_queries]
     return (*join_equal(squares), *join_equal(rectangles))
 
 
-def cut_triangle(own: Span) -> Iterator[Part]:
-    """A segment by itself: squares on the diagonal, and the rectangles between them."""
-    length = own.stop - own.start
+def cut_triangle(segment: Span) -> Iterator[Part]:
+    """Cut a segment by itself: squares on the diagonal, and the rectangles between them."""
+    length = segment.stop - segment.start
     if length <= LONGEST_SQUARE:
         if length:
-            yield Part(own.start, length, own.start, length)
+            yield Part(segment.start, length, segment.start, length)
         return
     half = SQUARE
     while 2 * half < length:
         half *= 2
-    middle = own.start + half
-    yield from cut_triangle(Span(own.start, middle))
-    yield from cut_triangle(Span(middle, own.stop))
-    yield Part(middle, length - half, own.start, half)
+    middle = segment.start + half
+    yield from cut_triangle(Span(segment.start, middle))
+    yield from cut_triangle(Span(middle, segment.stop))
+    yield Part(middle, length - half, segment.start, half)
 
 
 def take_first(spans: Iterable[Span], num_tokens: int) -> Iterator[Span]:
@@ -334,9 +340,7 @@ def lengthen(rectangle: Part | None, keys: Span, queries: Span) -> Part:
 
 
 def join_equal(parts: Iterable[Part]) -> Iterator[Part]:
-    """Parts of one shape at equal distances become one, if no two of them have a token in
-    common.
-    """
+    """Join parts of one shape at equal distances, if no two of them have a token in common."""
     alike: dict[tuple[int, int, int], list[Part]] = {}
     for part in sorted(parts):
         alike.setdefault((part.num_queries, part.num_keys, part.query - part.key), []).append(part)

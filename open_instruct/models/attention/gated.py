@@ -1,6 +1,4 @@
-"""Attention whose output is gated, and norms that begin at zero: what Qwen 3.5 has beside the gated
-delta rule.
-"""
+"""Qwen 3.5's attention, whose output is gated, and its norms, whose weights begin at zero."""
 
 from __future__ import annotations
 
@@ -20,25 +18,26 @@ class GatedAttentionConfig(AttentionConfig):
     def build(
         self, d_model: int, *, init_device: str = "cpu", cache: Any = None, **_: object
     ) -> GatedAttention:
-        given = (
-            "n_heads",
-            "n_kv_heads",
-            "head_dim",
-            "bias",
-            "rope",
-            "qk_norm",
-            "use_head_qk_norm",
-            "backend",
-        )
-        own = {name: getattr(self, name) for name in given}
         return GatedAttention(
-            d_model=d_model, dtype=self.dtype.as_pt(), init_device=init_device, cache=cache, **own
+            d_model=d_model,
+            n_heads=self.n_heads,
+            n_kv_heads=self.n_kv_heads,
+            head_dim=self.head_dim,
+            bias=self.bias,
+            rope=self.rope,
+            qk_norm=self.qk_norm,
+            use_head_qk_norm=self.use_head_qk_norm,
+            backend=self.backend,
+            dtype=self.dtype.as_pt(),
+            init_device=init_device,
+            cache=cache,
         )
 
 
 class GatedAttention(Attention):
-    """Attention that multiplies what it read by the sigmoid of a gate, which `w_q` gives beside
-    each head's query.
+    """Attention whose result is multiplied by the sigmoid of a gate.
+
+    `w_q` gives the gate beside each head's query.
     """
 
     def __init__(
@@ -49,15 +48,14 @@ class GatedAttention(Attention):
         self.w_q = nn.Linear(d_model, num_rows, bias=False, dtype=dtype, device=init_device)
 
     def forward(self, x: torch.Tensor, cu_doc_lens: Any = None, **_: object) -> torch.Tensor:  # type: ignore[override]
-        """The output for x, (B, T, D);
+        """The output for x, (B, T, D).
 
-        `cu_doc_lens` are the `Segments` of the rows laid end to end.
+        :param cu_doc_lens: the `Segments` of the rows laid end to end.
         """
         assert self.q_norm is not None and self.k_norm is not None and self.rope is not None
         query, gate = self.w_q(x).unflatten(-1, (-1, 2, self.head_dim)).unbind(-2)
-        key, value = (
-            matrix(x).unflatten(-1, (-1, self.head_dim)) for matrix in (self.w_k, self.w_v)
-        )
+        key = self.w_k(x).unflatten(-1, (-1, self.head_dim))
+        value = self.w_v(x).unflatten(-1, (-1, self.head_dim))
         query, key = self.rope(self.q_norm(query), self.k_norm(key), cu_doc_lens=cu_doc_lens)
         attended = self.backend((query, key, value), cu_doc_lens=cu_doc_lens)
         return cast(torch.Tensor, self.w_out((attended * gate.sigmoid()).flatten(2)))

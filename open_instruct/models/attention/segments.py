@@ -1,4 +1,4 @@
-"""Segments: what each token of a packed row attends to where documents share what they begin with.
+"""Segments of packed rows: what each token attends to where documents share a beginning.
 
 Legend: T tokens of the row, H query heads, G key-value heads, D features of a head, S segments, K
 keys with shared ones repeated for every segment that sees them.
@@ -26,8 +26,9 @@ import torch
 
 
 class QKV(NamedTuple):
-    """Queries (..., H, D), keys and values (..., G, D); groups of query heads share a key-value
-    head.
+    """Queries (..., H, D), keys and values (..., G, D).
+
+    Groups of query heads share a key-value head.
     """
 
     query: torch.Tensor
@@ -82,13 +83,14 @@ class Segments(NamedTuple):
         positions: list[torch.Tensor] = []
         keys: list[torch.Tensor] = []
         seen = torch.arange(0)  # by the last token of the segment before
-        for stop, length, prefix_length in zip(
-            accumulate(lengths), lengths, prefix_lengths, strict=True
-        ):
+        stop = 0
+        for length, prefix_length in zip(lengths, prefix_lengths, strict=True):
+            start = stop
+            stop = start + length
             assert prefix_length <= len(seen), (
                 f"a prefix of {prefix_length} tokens of a segment that sees {len(seen)}"
             )
-            seen = torch.cat([seen[:prefix_length], torch.arange(stop - length, stop)])
+            seen = torch.cat([seen[:prefix_length], torch.arange(start, stop)])
             positions.append(torch.arange(prefix_length, len(seen)))
             keys.append(seen)
         num_keys = [len(each) for each in keys]

@@ -1,9 +1,9 @@
-"""A layer of the gated delta rule, in the place of a block's attention, with Hugging Face's
-parameters.
+"""A layer of the gated delta rule, which some blocks have in place of attention.
 
-Queries, keys and values are projected, go through a short causal convolution and SiLU, and are what
-the rule (rule.py) remembers and reads; what it reads is normalised, gated and projected back.
-Olmo-Hybrid has a matrix and a convolution for each of the three, Qwen 3.5 one for all of them.
+Its parameters are Hugging Face's. Queries, keys and values are projected, go through a short causal
+convolution and SiLU, and are what the rule (rule.py) remembers and reads; what it reads is
+normalised, gated and projected back. Olmo-Hybrid has a matrix and a convolution for each of the
+three, Qwen 3.5 one for all of them.
 
 Legend of the shape suffixes: T tokens of all rows laid end to end, C channels of the convolution, H
 value heads, V features of a value.
@@ -48,44 +48,42 @@ class DeltaRuleMixer(SequenceMixer):
     """The layer; its parameters are those of `DeltaShape.tensors`."""
 
     context: ContextGroup | None = None
-    """The ranks that rows are split over, if they are: each walks the whole row for its part of the
-    heads.
-    """
+    """The ranks that rows are split over, if they are: each walks whole rows for some heads."""
 
     def __init__(self, config: DeltaRuleConfig, d_model: int, *, init_device: str) -> None:
         super().__init__()
-        self.shape, self.doubles_rates = config.shape, config.doubles_rates
-        heads, (_, _, values) = self.shape.num_value_heads, self.shape.widths
+        self.shape = config.shape
+        self.doubles_rates = config.doubles_rates
+        heads = self.shape.num_value_heads
+        values = self.shape.widths[2]
         linear = partial(nn.Linear, bias=False, device=init_device)
         self.A_log = nn.Parameter(torch.empty(heads, device=init_device))
         self.dt_bias = nn.Parameter(torch.empty(heads, device=init_device))
-        rows_of = {**self.shape.parts, "a": heads, "b": heads, "g": values}
-        for name, rows in rows_of.items():
+        num_rows = {**self.shape.parts, "a": heads, "b": heads, "g": values}
+        for name, rows in num_rows.items():
             self.add_module(f"w_{name}", linear(d_model, rows))
         # The matrices whose rows are those of heads, the gate's last.
-        self.firsts = [f"w_{name}" for name in rows_of]
+        self.input_names = [f"w_{name}" for name in num_rows]
         self.add_module(self.shape.output, linear(values, d_model))
         for part, rows in self.shape.parts.items():
-            self.add_module(
-                f"{part}_conv1d", ShortConvolution(rows, self.shape, device=init_device)
-            )
+            convolution = ShortConvolution(rows, self.shape, device=init_device)
+            self.add_module(f"{part}_conv1d", convolution)
         self.o_norm = GatedNorm(self.shape.value_head_dim, eps=config.norm_eps, device=init_device)
 
     def forward(self, x: torch.Tensor, cu_doc_lens: Any = None, **_: object) -> torch.Tensor:
-        """The output for x, (B, T, D);
+        """The output for x, (B, T, D).
 
-        `cu_doc_lens` are the `Segments` of the rows laid end to end.
+        :param cu_doc_lens: the `Segments` of the rows laid end to end.
         """
         assert isinstance(cu_doc_lens, Segments), (
             "blocks are called by a SegmentTransformer, with segments"
         )
-        given = [self.get_submodule(name)(x).flatten(0, 1) for name in self.firsts[:-1]]
-        *projected, a_TH, b_TH = (
-            given if self.context is None else self._exchanged(given, self.context)
-        )
-        log_decay_H, bias_H = (
-            select_local_heads(each, self.context) for each in (self.A_log, self.dt_bias)
-        )
+        inputs = [self.get_submodule(name)(x).flatten(0, 1) for name in self.input_names[:-1]]
+        if self.context is not None:
+            inputs = self._exchange(inputs, self.context)
+        *projected, a_TH, b_TH = inputs
+        log_decay_H = select_local_heads(self.A_log, self.context)
+        bias_H = select_local_heads(self.dt_bias, self.context)
         rate_TH = b_TH.sigmoid() * (2 if self.doubles_rates else 1)
         decay_TH = -to_float32(log_decay_H).exp() * F.softplus(to_float32(a_TH) + bias_H)
         read_THV = self._remember(projected, decay_TH, rate_TH, cu_doc_lens)
@@ -95,12 +93,14 @@ class DeltaRuleMixer(SequenceMixer):
         normed = self.o_norm(read_THV, gate_THV).flatten(1).unflatten(0, x.shape[:2])
         return cast(torch.Tensor, self.get_submodule(self.shape.output)(normed))
 
-    def _exchanged(self, given: list[torch.Tensor], context: ContextGroup) -> list[torch.Tensor]:
-        *projected, a, b = given
-        if self.shape.is_fused:
-            projected = [*projected[0].split(self.shape.widths, dim=-1)]
+    def _exchange(self, inputs: list[torch.Tensor], context: ContextGroup) -> list[torch.Tensor]:
+        """Turn some tokens' inputs of all heads into all tokens' inputs of some heads."""
+        *projected, a, b = inputs
+        if not self.shape.is_fused:
+            return list(context.scatter_heads(*projected, a, b))
+        projected = list(projected[0].split(self.shape.widths, dim=-1))
         *projected, a, b = context.scatter_heads(*projected, a, b)
-        return [*([torch.cat(projected, dim=-1)] if self.shape.is_fused else projected), a, b]
+        return [torch.cat(projected, dim=-1), a, b]
 
     # Compiled blocks leave this out, as it differs with every row's lengths.
     @torch.compiler.disable
@@ -112,15 +112,19 @@ class DeltaRuleMixer(SequenceMixer):
         segments: Segments,
     ) -> torch.Tensor:
         shape = self.shape
-        lengths = segments.lengths, segments.prefix_lengths
-        walk = plan_walk(*lengths, shape.conv_kernel_dim - 1, projected[0].device)
-        convolutions = [self.get_submodule(f"{part}_conv1d") for part in shape.parts]
-        mixed = [
-            F.silu(convolve(*each, walk)) for each in zip(projected, convolutions, strict=True)
-        ]
+        walk = plan_walk(
+            segments.lengths,
+            segments.prefix_lengths,
+            shape.conv_kernel_dim - 1,
+            projected[0].device,
+        )
+        mixed = []
+        for part, x_TC in zip(shape.parts, projected, strict=True):
+            convolution = self.get_submodule(f"{part}_conv1d")
+            mixed.append(F.silu(convolve(x_TC, convolution, walk)))
         if shape.is_fused:
             num_parts = sum(shape.widths) // mixed[0].shape[-1]  # that heads are split into
-            mixed = mixed[0].split([width // num_parts for width in shape.widths], dim=-1)
+            mixed = list(mixed[0].split([width // num_parts for width in shape.widths], dim=-1))
         num_shared = shape.num_value_heads // shape.num_key_heads
         query, key = (
             each.unflatten(-1, (-1, 1, shape.key_head_dim))
@@ -138,11 +142,11 @@ class DeltaRuleMixer(SequenceMixer):
         assert not self.shape.is_fused and not style["float8_enabled"], (
             "refused when the flags are checked"
         )
-        given = tp.PrepareModuleInput(
+        whole_inputs = tp.PrepareModuleInput(
             input_layouts=style["input_layout"], desired_input_layouts=Replicate()
         )
-        tp.parallelize_module(self, tp_mesh, given)
-        plan: dict[str, Any] = {name: tp.ColwiseParallel() for name in self.firsts}
+        tp.parallelize_module(self, tp_mesh, whole_inputs)
+        plan: dict[str, Any] = {name: tp.ColwiseParallel() for name in self.input_names}
         # Blocks take the sum as it is, in parts of the tokens.
         plan[self.shape.output] = tp.RowwiseParallel(
             output_layouts=style["output_layout"], use_local_output=False
@@ -150,25 +154,21 @@ class DeltaRuleMixer(SequenceMixer):
         tp.parallelize_module(self, tp_mesh, plan)
         for module, name, parameter in self.small_parameters:
             placement = Replicate() if module is self.o_norm else Shard(0)
-            module.register_parameter(
-                name, nn.Parameter(distribute_tensor(parameter, tp_mesh, [placement]))
-            )
+            local = distribute_tensor(parameter, tp_mesh, [placement])
+            module.register_parameter(name, nn.Parameter(local))
 
     @property
     def small_parameters(self) -> list[tuple[nn.Module, str, nn.Parameter]]:
-        """Parameters that are no matrices, as (module, name, parameter); all but the norm's have
-        heads one by one.
+        """Parameters that are no matrices, as (module, name, parameter).
+
+        All but the norm's have heads one by one.
         """
-        modules = [
-            self,
-            self.o_norm,
-            *(self.get_submodule(f"{part}_conv1d") for part in self.shape.parts),
-        ]
-        return [
-            (module, *named)
-            for module in modules
-            for named in module.named_parameters(recurse=False)
-        ]
+        convolutions = [self.get_submodule(f"{part}_conv1d") for part in self.shape.parts]
+        found: list[tuple[nn.Module, str, nn.Parameter]] = []
+        for module in (self, self.o_norm, *convolutions):
+            for name, parameter in module.named_parameters(recurse=False):
+                found.append((module, name, parameter))
+        return found
 
     def refuse(self, *_: object, **__: object) -> None:
         raise NotImplementedError(
@@ -184,58 +184,57 @@ class DeltaRuleMixer(SequenceMixer):
 
 
 def convolve(x_TC: torch.Tensor, convolution: nn.Module, walk: Walk) -> torch.Tensor:
-    """Each channel over a token and those before it in its document, zero before the first; (T,
-    C).
+    """Convolve each channel over a token and those before it in its document; shape (T, C).
+
+    Before a document's first token is zero.
     """
     with_zero = torch.cat([x_TC, x_TC.new_zeros(1, x_TC.shape[1])])
-    laid_out = GatherRows.apply(with_zero, walk.history)
-    convolved = convolution(laid_out.T.unsqueeze(0))[0].T
+    history = GatherRows.apply(with_zero, walk.history)
+    convolved = convolution(history.T.unsqueeze(0))[0].T
     return convolved.index_select(0, walk.after_history_T)
 
 
 def select_local_heads(whole: torch.Tensor, context: ContextGroup | None) -> torch.Tensor:
-    """What belongs to the heads that this rank walks, of a parameter with one head after
-    another.
-    """
-    own = whole.to_local() if isinstance(whole, DTensor) else whole  # of those of a tensor rank
-    return own if context is None else own[context.local_slice(len(own))]
+    """The part of a parameter for the heads that this rank walks; it has one after another."""
+    local = whole.to_local() if isinstance(whole, DTensor) else whole  # a tensor rank's heads
+    if context is None:
+        return local
+    return local[context.local_slice(len(local))]
 
 
 class ShortConvolution(nn.Conv1d):
-    """A filter for each channel of queries, keys or values, or of all three, of the heads that this
-    rank walks.
+    """A filter for each channel of queries, keys or values, or of all three.
+
+    It computes those of the heads that this rank walks.
     """
 
     context: ContextGroup | None = None
 
     def __init__(self, rows: int, shape: DeltaShape, *, device: str) -> None:
         super().__init__(rows, rows, shape.conv_kernel_dim, groups=rows, bias=False, device=device)
-        self.is_fused, self.widths = shape.is_fused, shape.widths
+        self.is_fused = shape.is_fused
+        self.widths = shape.widths
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         parts = self.weight.split(self.widths) if self.is_fused else [self.weight]
-        own = torch.cat([select_local_heads(part, self.context) for part in parts])
-        return F.conv1d(x, own, groups=len(own))
+        filters = torch.cat([select_local_heads(part, self.context) for part in parts])
+        return F.conv1d(x, filters, groups=len(filters))
 
 
 class GatedNorm(nn.Module):
-    """RMSNorm over the features of a head, times SiLU of a gate, rounded where transformers
-    rounds.
-    """
+    """RMSNorm of a head's features, times SiLU of a gate, rounded where transformers rounds."""
 
     def __init__(self, size: int, *, eps: float, device: str) -> None:
         super().__init__()
-        self.weight, self.eps = nn.Parameter(torch.ones(size, device=device)), eps
+        self.weight = nn.Parameter(torch.ones(size, device=device))
+        self.eps = eps
 
     def forward(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-        given = to_float32(x)
-        # Tensor ranks have their own heads' part of its gradient each.
-        weight = (
-            self.weight.to_local(grad_placements=[Partial()])
-            if isinstance(self.weight, DTensor)
-            else self.weight
-        )
-        normed = weight * (given * (given.square().mean(-1, keepdim=True) + self.eps).rsqrt()).to(
-            x.dtype
-        )
-        return (normed * F.silu(to_float32(gate))).to(x.dtype)
+        weight: torch.Tensor = self.weight
+        if isinstance(weight, DTensor):
+            # Tensor ranks have their own heads' part of its gradient each.
+            weight = weight.to_local(grad_placements=[Partial()])
+        exact = to_float32(x)
+        normed = exact * (exact.square().mean(-1, keepdim=True) + self.eps).rsqrt()
+        scaled = weight * normed.to(x.dtype)
+        return (scaled * F.silu(to_float32(gate))).to(x.dtype)

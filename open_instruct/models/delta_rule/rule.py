@@ -1,9 +1,8 @@
-"""The gated delta rule (Yang et al. 2024, "Gated Delta Networks", arXiv:2412.06464, section 3) over
-segments.
+"""The gated delta rule over segments of packed rows.
 
-A head remembers in a matrix S, from keys to values. At each token it forgets a share of S, reads
-what S then holds under the token's key, and writes at some rate the difference to the token's
-value::
+It is from Yang et al. 2024, "Gated Delta Networks" (arXiv:2412.06464, section 3). A head remembers
+in a matrix S, from keys to values. At each token it forgets a share of S, reads what S then holds
+under the token's key, and writes at some rate the difference to the token's value::
 
     S = exp(decay) S;    S = S + rate * key (value - key^T S)^T;    output = query^T S
 
@@ -16,7 +15,7 @@ Legend of the shape suffixes: T tokens of a row, N chunks, C tokens of a chunk, 
 heads, K features of a key, V features of a value.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from olmo_core.nn.attention import flash_linear_attn_api as kernels
@@ -29,7 +28,7 @@ NORM_EPS = 1e-6
 
 
 class DeltaRuleInputs(NamedTuple):
-    """What the rule is given for every token.
+    """The inputs of the rule for every token.
 
     Attributes:
         query, key: (T, H, K), not normalised.
@@ -51,24 +50,19 @@ def gated_delta_rule(inputs: DeltaRuleInputs, segments: Segments, walk: Walk) ->
     On CUDA by the kernel of flash-linear-attention where that is installed, which knows no
     prefixes, and multiplies float32 in TF32: it is given 16 bits alone.
     """
-    can_be = inputs.value.dtype.itemsize == 2 and not any(segments.prefix_lengths)
-    return (
-        _compute_by_kernel
-        if inputs.query.is_cuda and can_be and kernels.has_fla()
-        else compute_by_chunks
-    )(inputs, walk)
+    kernel_can_run = inputs.value.dtype.itemsize == 2 and not any(segments.prefix_lengths)
+    if inputs.query.is_cuda and kernel_can_run and kernels.has_fla():
+        return _compute_by_kernel(inputs, walk)
+    return compute_by_chunks(inputs, walk)
 
 
 def compute_by_chunks(inputs: DeltaRuleInputs, walk: Walk) -> torch.Tensor:
     """The rule in plain PyTorch, (T, H, V)."""
     with torch.autocast(inputs.query.device.type, enabled=False):
-        query, key, value, decay, rate = (
-            _gather_chunks(to_float32(each), walk.tokens_NC) for each in inputs
-        )
-        query, key = (
-            each * (each.square().sum(-1, keepdim=True) + NORM_EPS).rsqrt() for each in (query, key)
-        )
-        query = query * query.shape[-1] ** -0.5
+        chunks = [_gather_chunks(to_float32(each), walk.tokens_NC) for each in inputs]
+        query, key, value, decay, rate = chunks
+        query = _normalize(query) * query.shape[-1] ** -0.5
+        key = _normalize(key)
         # From the beginning of the chunk to each token, and between each two tokens.
         kept_NHC1 = decay.cumsum(dim=2)
         is_later = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=query.device).triu(1)
@@ -88,9 +82,13 @@ def compute_by_chunks(inputs: DeltaRuleInputs, walk: Walk) -> torch.Tensor:
         )
         found_NHKV = _find_states(all_kept - leaves @ corrected, leaves @ written, walk)
         read = reads @ written + (query * kept_NHC1.exp() - reads @ corrected) @ found_NHKV
-        return (
-            read.transpose(1, 2).flatten(0, 1).index_select(0, walk.places_T).to(inputs.value.dtype)
-        )
+        read_THV = read.transpose(1, 2).flatten(0, 1).index_select(0, walk.places_T)
+        return read_THV.to(inputs.value.dtype)
+
+
+def _normalize(tensor: torch.Tensor) -> torch.Tensor:
+    """Divide each token's features by their length."""
+    return tensor * (tensor.square().sum(-1, keepdim=True) + NORM_EPS).rsqrt()
 
 
 def to_float32(tensor: torch.Tensor) -> torch.Tensor:
@@ -99,27 +97,34 @@ def to_float32(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _gather_chunks(tensor: torch.Tensor, tokens_NC: torch.Tensor) -> torch.Tensor:
-    """(T, H, ...) into (N, H, C, ...), with zeros after a chunk's last token; (T, H) into (N, H, C,
-    1).
+    """Lay (T, H, ...) out as (N, H, C, ...), and (T, H) as (N, H, C, 1).
+
+    There are zeros after a chunk's last token.
     """
     with_zero = torch.cat([tensor, tensor.new_zeros(1, *tensor.shape[1:])])
     chunks = with_zero.index_select(0, tokens_NC.flatten()).unflatten(0, tokens_NC.shape)
     # Else every product would copy it, and keep the copy.
     chunks = chunks.transpose(1, 2).contiguous()
-    return chunks if tensor.dim() == 3 else chunks.unsqueeze(-1)
+    if tensor.dim() == 2:
+        chunks = chunks.unsqueeze(-1)
+    return chunks
 
 
 def _find_states(
     changes_NHKK: torch.Tensor, additions_NHKV: torch.Tensor, walk: Walk
 ) -> torch.Tensor:
-    """The memory that each chunk finds, (N, H, K, V)."""
+    """The memory that each chunk finds at its beginning, (N, H, K, V)."""
     nothing = torch.zeros_like(additions_NHKV[0])
-    found, left = list[torch.Tensor](), list[torch.Tensor]()
-    for goes_on_from, change, addition in zip(
-        walk.goes_on_from, changes_NHKK, additions_NHKV, strict=True
-    ):
-        found.append(nothing if goes_on_from is None else left[goes_on_from])
-        left.append(addition if goes_on_from is None else change @ found[-1] + addition)
+    found: list[torch.Tensor] = []
+    left: list[torch.Tensor] = []
+    chunks = zip(walk.goes_on_from, changes_NHKK, additions_NHKV, strict=True)
+    for goes_on_from, change, addition in chunks:
+        if goes_on_from is None:
+            found.append(nothing)
+            left.append(addition)
+        else:
+            found.append(left[goes_on_from])
+            left.append(change @ found[-1] + addition)
     return torch.stack(found)
 
 
@@ -127,13 +132,13 @@ def _compute_by_kernel(inputs: DeltaRuleInputs, walk: Walk) -> torch.Tensor:
     query, key, value, decay, rate = (each.unsqueeze(0) for each in inputs)
     # Of borders the kernel makes indices, waiting for the device, once for a tensor: all layers
     # have the same.
-    given: dict[str, Any] = {
-        "q": query,
-        "k": key,
-        "v": value,
-        "g": decay,
-        "beta": rate,
-        "cu_seqlens": walk.borders,
-    }
-    output, _ = kernels.dispatch_chunk_gated_delta_rule(**given, use_qk_l2norm_in_kernel=True)
+    output, _ = kernels.dispatch_chunk_gated_delta_rule(
+        q=query,
+        k=key,
+        v=value,
+        g=decay,
+        beta=rate,
+        cu_seqlens=walk.borders,
+        use_qk_l2norm_in_kernel=True,
+    )
     return output[0]

@@ -13,10 +13,10 @@ CHUNK = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeltaShape:
-    """Heads of keys (and queries) and of values, which groups of the latter share, their features,
-    and the convolution.
+    """The sizes of a layer of the gated delta rule.
 
-    The sizes have the names of config.json, without its `linear_`.
+    Queries have as many heads as keys; groups of value heads share a key head. The sizes have the
+    names of config.json, without its `linear_`.
 
     Example: a layer of Olmo-Hybrid 7B::
 
@@ -41,25 +41,23 @@ class DeltaShape:
     @property
     def parts(self) -> dict[str, int]:
         """The matrices that queries, keys and values come from, and their rows."""
-        return (
-            {"qkv": sum(self.widths)}
-            if self.is_fused
-            else dict(zip("qkv", self.widths, strict=True))
-        )
+        if self.is_fused:
+            return {"qkv": sum(self.widths)}
+        return dict(zip("qkv", self.widths, strict=True))
 
     @property
     def output(self) -> str:
-        """The matrix of the output: adapters for `o_proj` are beside `w_out`, and one matrix for
-        all has `out_proj`.
+        """The name of the output's matrix.
+
+        Adapters for `o_proj` are beside `w_out`; a layer with one matrix for all has `out_proj`.
         """
         return "w_output" if self.is_fused else "w_out"
 
     @property
     def rule_flops(self) -> int:
-        """Of the rule for one token in a forward pass: with what is remembered, and within a
-        chunk.
-        """
-        keys, values = self.key_head_dim, self.value_head_dim
+        """The operations of the rule for one token in a forward pass."""
+        keys = self.key_head_dim
+        values = self.value_head_dim
         return 2 * self.num_value_heads * (2 * keys * values + CHUNK * (3 * keys + 2 * values))
 
     @property
@@ -68,7 +66,9 @@ class DeltaShape:
         without what it keeps and beside it; and those beside it in a backward pass. Fitted to plain
         PyTorch with heads of 32 to 128 features.
         """
-        keys, values, heads = self.key_head_dim, self.value_head_dim, self.num_value_heads
+        keys = self.key_head_dim
+        values = self.value_head_dim
+        heads = self.num_value_heads
         kept = CHUNK * (8 * keys + 2 * values + 5 * CHUNK) + keys * (2 * values + keys)
         alone = CHUNK * (7 * keys + 3 * values + 5 * CHUNK) + 2 * keys * (keys + values)
         beside = CHUNK * 2 * (keys + values) + keys * values
@@ -76,21 +76,19 @@ class DeltaShape:
 
     def tensors(self, d_model: int) -> dict[str, tuple[int, ...]]:
         """Parameters by their names in the layer, in the order in which it registers them."""
-        heads, (_, _, values) = (self.num_value_heads,), self.widths
-        return {
-            "A_log": heads,
-            "dt_bias": heads,
-            **{f"w_{part}.weight": (rows, d_model) for part, rows in self.parts.items()},
-            "w_a.weight": (*heads, d_model),
-            "w_b.weight": (*heads, d_model),
-            "w_g.weight": (values, d_model),
-            f"{self.output}.weight": (d_model, values),
-            **{
-                f"{part}_conv1d.weight": (rows, 1, self.conv_kernel_dim)
-                for part, rows in self.parts.items()
-            },
-            "o_norm.weight": (self.value_head_dim,),
-        }
+        heads = self.num_value_heads
+        values = self.widths[2]
+        shapes: dict[str, tuple[int, ...]] = {"A_log": (heads,), "dt_bias": (heads,)}
+        for part, rows in self.parts.items():
+            shapes[f"w_{part}.weight"] = (rows, d_model)
+        shapes["w_a.weight"] = (heads, d_model)
+        shapes["w_b.weight"] = (heads, d_model)
+        shapes["w_g.weight"] = (values, d_model)
+        shapes[f"{self.output}.weight"] = (d_model, values)
+        for part, rows in self.parts.items():
+            shapes[f"{part}_conv1d.weight"] = (rows, 1, self.conv_kernel_dim)
+        shapes["o_norm.weight"] = (self.value_head_dim,)
+        return shapes
 
 
 def read_delta_shape(fields: Mapping[str, Any], where: str, *, is_fused: bool) -> DeltaShape:

@@ -1,9 +1,8 @@
-"""How a row of segments is walked by what remembers: in chunks, each of which goes on from one that
-came before.
+"""Plans how the gated delta rule walks a row of segments: in chunks, one after another.
 
-A segment with a prefix goes on from the middle of what the segment before it sees. So a chunk ends
-at every token that another segment goes on from, and what it leaves is taken up as often as it is
-needed::
+Each chunk goes on from the memory that an earlier one left, or begins a document. A segment with a
+prefix goes on from the middle of what the segment before it sees. So a chunk ends at every token
+that another segment goes on from, and what it leaves is taken up as often as it is needed::
 
     segment    a                b        c      d          (lengths 6, 3, 2, 3; prefixes 0, 4, 6, 0)
     tokens     0 1 2 3 | 4 5    6 7 | 8  9 10   11 12 13
@@ -23,7 +22,7 @@ from open_instruct.models.delta_rule.shape import CHUNK
 
 
 class Walk(NamedTuple):
-    """A row, walked; where there is no token, its index is the number of tokens.
+    """The chunks of a row; where there is no token, its index is the number of tokens.
 
     Attributes:
         goes_on_from: the chunk that each goes on from; None: it begins a document.
@@ -53,7 +52,8 @@ def plan_walk(
     none = len(before)
     starts = sorted({*accumulate(lengths, initial=0)} - {none})  # segments may be empty
     begins = [start for start in starts if before[start] != start - 1]
-    history, after_history = list[int](), list[int]()
+    history: list[int] = []
+    after_history: list[int] = []
     for start, stop in pairwise([*begins, none]):
         earlier = [before[start]]
         while len(earlier) < num_before:
@@ -61,7 +61,9 @@ def plan_walk(
         after_history += range(len(history), len(history) + stop - start)
         history += [*reversed(earlier[:num_before]), *range(start, stop)]
 
-    chunks, goes_on_from, places = list[list[int]](), list[int | None](), list[int]()
+    chunks: list[list[int]] = []
+    goes_on_from: list[int | None] = []
+    places: list[int] = []
     left_later = {before[start] + 1 for start in begins if before[start] != none}
     for start, stop in pairwise([*sorted({*begins, *left_later}), none]):
         for first in range(start, stop, CHUNK):
@@ -79,13 +81,16 @@ def plan_walk(
 
 
 def _find_predecessors(lengths: tuple[int, ...], prefix_lengths: tuple[int, ...]) -> list[int]:
-    """Of each token of a row the one that it goes on from; the number of all tokens where it begins
-    a document.
+    """The token that each token of a row goes on from.
+
+    It is the number of all tokens where a document begins.
     """
     before: list[int] = []
     seen: list[int] = []  # by the last token of the segment before
-    for stop, length, prefix in zip(accumulate(lengths), lengths, prefix_lengths, strict=True):
-        start = stop - length
+    stop = 0
+    for length, prefix in zip(lengths, prefix_lengths, strict=True):
+        start = stop
+        stop = start + length
         del seen[prefix:]
         before += [seen[-1] if seen else sum(lengths), *range(start, stop - 1)][:length]
         seen += range(start, stop)

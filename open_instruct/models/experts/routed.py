@@ -1,4 +1,4 @@
-"""A sparse MLP in the place of a block's `feed_forward`.
+"""A sparse MLP in the place of a block's `feed_forward`: a router and its experts.
 
 OLMo-core's own has kernels in Triton alone, and its blocks are of another kind. Here blocks stay
 ordinary ones: the config builds another module, which any split of dim 0 of its parameters suits.
@@ -47,14 +47,13 @@ class ExpertsConfig(FeedForwardConfig):
 
 
 class RoutedFeedForward(nn.Module):
-    """Each token's MLP is the weighted sum of K experts' MLPs, those whose probability the router
-    finds highest.
-    """
+    """A token's MLP: the weighted sum of the K experts' that the router finds most probable."""
 
     def __init__(self, config: ExpertsConfig, *, d_model: int, device: str) -> None:
         super().__init__()
-        self.top_k, self.normalized = config.top_k, config.normalized
-        self.records_routing = False  # whether what the router decides is kept for `taken`
+        self.top_k = config.top_k
+        self.normalized = config.normalized
+        self.records_routing = False  # whether `take_routing` returns what the router decides
         self.records_with_gradient = True  # of passes with gradient; else of those without
         self._recorded: list[Routing] = []
         # Experts that are chosen in place of its own; -1: its own.
@@ -69,11 +68,12 @@ class RoutedFeedForward(nn.Module):
         x_TD = x.flatten(0, -2)
         logits_TE = self.router(x_TD)
         probs_TE = logits_TE.softmax(dim=-1, dtype=torch.float32)
-        allowed_TE = self.mask_unforced(probs_TE) if self.has_forced_experts else probs_TE
+        allowed_TE = probs_TE
+        if self.has_forced_experts:
+            allowed_TE = self.mask_unforced(probs_TE)
         weights_TK, experts_TK = self.route(allowed_TE)
-        if (
-            self.records_routing and torch.is_grad_enabled() == self.records_with_gradient
-        ):  # a teacher without gradient may be the policy itself
+        # A teacher without gradient may be the policy itself.
+        if self.records_routing and torch.is_grad_enabled() == self.records_with_gradient:
             self._record_routing(probs_TE, experts_TK)
         weights_TK = weights_TK.to(logits_TE.dtype)
         in_order_S, order_S = experts_TK.flatten().sort(stable=True)
@@ -95,34 +95,34 @@ class RoutedFeedForward(nn.Module):
 
     @torch.compiler.disable
     def mask_unforced(self, probs_TE: torch.Tensor) -> torch.Tensor:
-        """The probabilities, -inf for an expert that is not told of a token of which some are.
+        """The probabilities, with -inf for the other experts of a token that has forced ones.
 
-        The router's gradient comes through those that are told, as it comes through those that it
+        The router's gradient comes through forced experts, as it comes through those that it
         chooses itself.
         """
         assert self.forced_experts_TK is not None
         forced_experts_TK = self.forced_experts_TK.long()
-        is_forced_TE = torch.zeros_like(probs_TE, dtype=torch.bool).scatter_(
-            1, forced_experts_TK.clamp(min=0), True
-        )
-        return probs_TE.masked_fill(~is_forced_TE & (forced_experts_TK[:, :1] >= 0), -torch.inf)
+        is_forced_TE = torch.zeros_like(probs_TE, dtype=torch.bool)
+        is_forced_TE.scatter_(1, forced_experts_TK.clamp(min=0), True)
+        has_forced_T1 = forced_experts_TK[:, :1] >= 0
+        return probs_TE.masked_fill(~is_forced_TE & has_forced_T1, -torch.inf)
 
     def num_flops_per_token(self, seq_len: int) -> int:
         """As OLMo-core counts them: 6 for each parameter that a token meets."""
         del seq_len
-        of_experts = sum(each.numel() for each in self.experts.parameters())
-        return 6 * (
-            self.router.weight.numel() + of_experts * self.top_k // self.router.out_features
-        )
+        num_values = sum(each.numel() for each in self.experts.parameters())
+        active = num_values * self.top_k // self.router.out_features
+        return 6 * (self.router.weight.numel() + active)
 
     @torch.compiler.disable  # a compiled block would be another one for every list
     def _record_routing(self, probs_TE: torch.Tensor, experts_TK: torch.Tensor) -> None:
         self._recorded.append((probs_TE, experts_TK))
 
     def take_routing(self) -> list[Routing]:
-        """What was noted since the last call, with the gradient of the probabilities."""
-        noted, self._recorded = self._recorded, []
-        return noted
+        """The routing recorded since the last call, with the gradient of the probabilities."""
+        recorded = self._recorded
+        self._recorded = []
+        return recorded
 
 
 class ExpertGroup:
@@ -139,22 +139,21 @@ class ExpertGroup:
         so the average over the group is taken here.
         """
         assert isinstance(stack, DTensor)
-        own = stack.to_local()
-        if own.requires_grad:
-            own.register_hook(lambda gradient: gradient / self.degree)
-        return own
+        local = stack.to_local()
+        if local.requires_grad:
+            local.register_hook(lambda gradient: gradient / self.degree)
+        return local
 
     # PyTorch's compiler would give up a whole block with an all-to-all in it.
     @torch.compiler.disable
     def dispatch(
         self, stacks: Sequence[torch.Tensor], x_SD: torch.Tensor, ends_E: torch.Tensor
     ) -> torch.Tensor:
-        """What all experts make of this rank's rows, expert e of those from `ends_E[e - 1]` to
-        `ends_E[e]`.
+        """The experts' output for this rank's rows; expert e has `ends_E[e - 1]` to `ends_E[e]`.
 
         :param stacks: see `_mlps`.
         """
-        own = [self.select_local(stack) for stack in stacks]
+        local_stacks = [self.select_local(stack) for stack in stacks]
         sent_RE = ends_E.diff(prepend=ends_E.new_zeros(1)).view(self.degree, -1)
         received_RE = all_to_all_single(sent_RE, None, None, self.group)
         num_sent, num_received = torch.stack((sent_RE, received_RE)).sum(dim=-1).tolist()
@@ -165,22 +164,24 @@ class ExpertGroup:
             received_RE.flatten(), output_size=sum(num_received)
         )
         order_N = experts_N.argsort(stable=True)
-        y_ND = _mlps(own, x_ND.index_select(0, order_N), received_RE.sum(dim=0).cumsum(0).int())
+        received_ends_E = received_RE.sum(dim=0).cumsum(0).int()
+        y_ND = _mlps(local_stacks, x_ND.index_select(0, order_N), received_ends_E)
         y_ND = y_ND.index_select(0, order_N.argsort())
         return all_to_all_single_autograd(y_ND, num_sent, num_received, self.group)
 
 
 class Experts(nn.Module):
-    """The experts' matrices, stacked: those of gates and of what they multiply (E, H, D), and the
-    last (E, D, H).
+    """The experts' matrices, stacked.
+
+    `w1`, of gates, and `w3`, of what these multiply, have shape (E, H, D), and `w2`, the last, has
+    shape (E, D, H).
     """
 
     def __init__(self, num_experts: int, d_model: int, width: int, *, device: str) -> None:
         super().__init__()
         self.group: ExpertGroup | None = None  # of ranks that split them
-        self.w1, self.w3 = (
-            nn.Parameter(torch.empty(num_experts, width, d_model, device=device)) for _ in range(2)
-        )
+        self.w1 = nn.Parameter(torch.empty(num_experts, width, d_model, device=device))
+        self.w3 = nn.Parameter(torch.empty(num_experts, width, d_model, device=device))
         self.w2 = nn.Parameter(torch.empty(num_experts, d_model, width, device=device))
 
     def forward(self, x_SD: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
@@ -195,25 +196,29 @@ class Experts(nn.Module):
         """
         mesh = dp_mesh["dp_shard"]
         for name, stack in list(self.named_parameters()):
-            own = distribute_tensor(stack.detach(), mesh, [Shard(0)], src_data_rank=None)
-            self.register_parameter(name, nn.Parameter(own, requires_grad=stack.requires_grad))
+            part = distribute_tensor(stack.detach(), mesh, [Shard(0)], src_data_rank=None)
+            self.register_parameter(name, nn.Parameter(part, requires_grad=stack.requires_grad))
         fully_shard(self, mesh=dp_mesh["dp_replicate"], **style)
         self.group = ExpertGroup(mesh)
 
 
 def _mlps(stacks: Sequence[torch.Tensor], x_SD: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
-    """What experts make of rows in their order; stacks are of gates, of what these multiply, and of
-    the last.
+    """The experts' output for rows in the order of experts.
+
+    :param stacks: those of gates, of what these multiply, and the last.
     """
     w1, w3, w2 = stacks
-    gate_SH, up_SH = (_products(x_SD, weight, ends_E) for weight in (w1, w3))
-    return _products(F.silu(gate_SH) * up_SH, w2, ends_E)
+    gate_SH = _multiply_by_expert(x_SD, w1, ends_E)
+    up_SH = _multiply_by_expert(x_SD, w3, ends_E)
+    return _multiply_by_expert(F.silu(gate_SH) * up_SH, w2, ends_E)
 
 
 # PyTorch 2.13 compiles it in bfloat16 alone.
 _uncompiled_grouped_mm = torch.compiler.disable(F.grouped_mm)
 
 
-def _products(x: torch.Tensor, weight: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
+def _multiply_by_expert(
+    x: torch.Tensor, weight: torch.Tensor, ends_E: torch.Tensor
+) -> torch.Tensor:
     grouped_mm = F.grouped_mm if x.dtype == torch.bfloat16 else _uncompiled_grouped_mm
     return grouped_mm(x, weight.transpose(-2, -1), offs=ends_E)

@@ -101,12 +101,12 @@ class LogprobHead(LMHead):
         self.tp_mesh = tp_mesh
 
     def forward(self, x: torch.Tensor, **kwargs: Any) -> Any:
-        """See `LMHead.forward`; `LabelLosses` when only the unreduced loss of given labels is asked
-        for.
+        """As `LMHead.forward`, but `LabelLosses` for the unreduced loss of labels without logits.
 
         :param kwargs: those of `LMHead`, and `settings`, a function that returns a `HeadSettings`.
         """
-        settings = (kwargs.pop("settings", None) or HeadSettings)()
+        make_settings = kwargs.pop("settings", None) or HeadSettings
+        settings: HeadSettings = make_settings()
         labels = kwargs.get("labels")
         if (
             labels is None
@@ -124,9 +124,10 @@ class LogprobHead(LMHead):
             labels = labels.gather(1, keep_BK)
         # Under tensor parallelism these are the rank's own positions. Every rank has equally many,
         # so all cut them into the same chunks and meet in the head's collectives.
-        h_BKD, labels_BK = get_local_tensor(h_BKD), get_local_tensor(labels)
+        h_BKD = get_local_tensor(h_BKD)
+        labels_BK = get_local_tensor(labels)
         if settings.only_hidden:
-            return self._joined((h_BKD.flatten(0, 1),), labels_BK)
+            return self._join((h_BKD.flatten(0, 1),), labels_BK)
         beside: tuple[torch.Tensor, ...] = ()
         max_bytes = self.max_logits_bytes
         if settings.measure is not None:
@@ -143,20 +144,20 @@ class LogprobHead(LMHead):
         split = [
             tensor.flatten(0, 1).split(num_positions) for tensor in (h_BKD, labels_BK, *beside)
         ]
-        num_kept = self._num_kept(h_BKD, num_positions)
-        parts = [
-            losses(
-                self._product(h_ND) if index < num_kept else partial(self._product, h_ND), *others
-            )
-            for index, (h_ND, *others) in enumerate(zip(*split, strict=True))
-        ]
-        joined: list[Any] = [
-            None if p[0] is None else self._joined(p, labels_BK) for p in zip(*parts, strict=True)
-        ]
+        num_kept = self._count_kept(h_BKD, num_positions)
+        parts = []
+        for index, (h_ND, *others) in enumerate(zip(*split, strict=True)):
+            product: Any = partial(self._multiply, h_ND)
+            if index < num_kept:
+                product = product()
+            parts.append(losses(product, *others))
+        joined: list[Any] = []
+        for chunks in zip(*parts, strict=True):
+            joined.append(None if chunks[0] is None else self._join(chunks, labels_BK))
         return LabelLosses(*joined)
 
-    def _num_kept(self, h_BKD: torch.Tensor, num_positions: int) -> int:
-        """The chunks, of so many positions, that keep their product.
+    def _count_kept(self, h_BKD: torch.Tensor, num_positions: int) -> int:
+        """Count the chunks, of so many positions, that keep their product.
 
         Tensor ranks would keep what they gather.
         """
@@ -164,7 +165,7 @@ class LogprobHead(LMHead):
             return 0
         return self.max_kept_bytes // (num_positions * self.vocab_size * h_BKD.itemsize)
 
-    def _product(self, h_ND: torch.Tensor) -> torch.Tensor:
+    def _multiply(self, h_ND: torch.Tensor) -> torch.Tensor:
         """The logits, (N, V)."""
         if self.tp_mesh is None:
             return cast(torch.Tensor, self.w_out(h_ND))
@@ -191,12 +192,17 @@ class LogprobHead(LMHead):
         if settings.measure is not None:
             measured = settings.measure.function(logits_NV, *beside_N)
         compute_losses = self.compute_losses or compute_label_losses
-        both = settings.with_entropy, settings.with_collisions
-        return LabelLosses(
-            *compute_losses(logits_NV, labels_N, ignored, temperature, *both), measured
+        losses = compute_losses(
+            logits_NV,
+            labels_N,
+            ignored,
+            temperature,
+            settings.with_entropy,
+            settings.with_collisions,
         )
+        return LabelLosses(*losses, measured)
 
-    def _joined(self, parts: tuple[Any, ...], labels_BK: torch.Tensor) -> torch.Tensor:
+    def _join(self, parts: tuple[Any, ...], labels_BK: torch.Tensor) -> torch.Tensor:
         values_BK = torch.cat(parts).unflatten(0, labels_BK.shape)
         if self.tp_mesh is not None:
             return DTensor.from_local(values_BK, self.tp_mesh, (Shard(1),), run_check=False)
@@ -217,21 +223,23 @@ def compute_label_losses(
     with_entropy: bool,
     with_collisions: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """-log p of the labels with gradient, and entropy and collisions without, from one
-    log-softmax.
-    """
+    """-log p of labels with gradient, and entropy and collisions without, from one log-softmax."""
     logprobs_NV = _scale_logits(logits_NV, temperature).log_softmax(dim=-1)
     # Computed first, because recomputation of a chunk stops at the last tensor that the backward
     # pass needs.
     loss_N = F.nll_loss(logprobs_NV, labels_N, ignore_index=ignored, reduction="none")
     logprobs_NV = logprobs_NV.detach()
-    entropy_N = -logprobs_NV.exp().mul_(logprobs_NV).sum(dim=-1) if with_entropy else None
-    collisions_N = (2.0 * logprobs_NV).logsumexp(dim=-1) if with_collisions else None
+    entropy_N = None
+    if with_entropy:
+        entropy_N = -logprobs_NV.exp().mul_(logprobs_NV).sum(dim=-1)
+    collisions_N = None
+    if with_collisions:
+        collisions_N = (2.0 * logprobs_NV).logsumexp(dim=-1)
     return loss_N, entropy_N, collisions_N
 
 
 def compile_label_losses() -> Callable[..., Any]:
-    """`compute_label_losses`, compiled in one version for any number of positions."""
+    """Compile `compute_label_losses` in one version for any number of positions."""
     compiled = torch.compile(compute_label_losses)
 
     def compute_losses(logits_NV: torch.Tensor, labels_N: torch.Tensor, *settings: Any) -> Any:
@@ -244,8 +252,6 @@ def compile_label_losses() -> Callable[..., Any]:
 
 def _scale_logits(logits_NV: torch.Tensor, temperature: float | torch.Tensor) -> torch.Tensor:
     logits_NV = logits_NV.float()
-    return (
-        logits_NV / temperature
-        if isinstance(temperature, torch.Tensor) or temperature != 1.0
-        else logits_NV
-    )
+    if isinstance(temperature, torch.Tensor) or temperature != 1.0:
+        logits_NV = logits_NV / temperature
+    return logits_NV

@@ -1,5 +1,4 @@
-"""A head that gives a few numbers at a position in place of logits: a score, or the logits of two
-classes.
+"""A head that computes a score, or the logits of two classes, in place of logits over words.
 
 Its product is float32 even where the model computes in 16 bits, because two replies to one prompt
 often have equal scores to three digits. Its parameters are float32 too, except under a backend that
@@ -58,10 +57,13 @@ class ValueHead(LMHead):
         if self.keeps_float32:
             values_BKC = self.w_out(h_BKD)
         else:
-            bias_C: Any = self.w_out.bias  # None of a score
-            bias_C = None if bias_C is None else bias_C.float()
+            bias_C: Any = self.w_out.bias
+            if bias_C is not None:  # a score has none
+                bias_C = bias_C.float()
             values_BKC = F.linear(h_BKD, self.w_out.weight.float(), bias_C)
-        return values_BKC.squeeze(-1) if self.vocab_size == 1 else values_BKC
+        if self.vocab_size == 1:
+            return values_BKC.squeeze(-1)
+        return values_BKC
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> ValueHead:
         """Called by `Module.to`: the matrix moves with the model, and keeps its dtype."""
@@ -75,11 +77,8 @@ class ValueHead(LMHead):
     ) -> None:
         """Leave norm and matrix whole: each rank computes at its own positions of the rows."""
         layout = None if input_layouts is None else input_layouts[0]
-        parallelize_module(
-            self,
-            tp_mesh,
-            PrepareModuleInput(input_layouts=layout, desired_input_layouts=Shard(1)),
-        )
+        split_rows = PrepareModuleInput(input_layouts=layout, desired_input_layouts=Shard(1))
+        parallelize_module(self, tp_mesh, split_rows)
         if self.norm is not None:
             parallelize_module(self.norm, tp_mesh, SequenceParallel())
         parallelize_module(self.w_out, tp_mesh, SequenceParallel())
@@ -90,11 +89,10 @@ class ValueHead(LMHead):
 
 
 def draw_score_matrix(hidden_size: int, *, seed: int, num_rows: int = 1) -> torch.Tensor:
-    """A new matrix of shape (C, D): normal with standard deviation 1 / sqrt(D + 1), the same
-    wherever it is drawn.
+    """Draw a new matrix of shape (C, D), the same on every rank.
 
-    As Stiennon et al. draw it (2020, arXiv:2009.01325): scores then begin with a variance of about
-    1.
+    It is normal with standard deviation 1 / sqrt(D + 1), as Stiennon et al. draw it (2020,
+    arXiv:2009.01325): scores then begin with a variance of about 1.
     """
     digest = hashlib.sha256(f"{HF_SCORE} {seed}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big", signed=True))
@@ -104,7 +102,7 @@ def draw_score_matrix(hidden_size: int, *, seed: int, num_rows: int = 1) -> torc
 def open_head_files(
     folder: Path, hf_config: PretrainedConfig, head: Head, *, seed: int
 ) -> CheckpointFiles:
-    """A checkpoint's files for a model with a head of this kind, without the language model's.
+    """Open a checkpoint's files for a model with a head of this kind, without the words' head.
 
     The head is drawn at random, unless the checkpoint has one of its kind.
 

@@ -1,6 +1,6 @@
-"""Low-rank adapters beside the matrices of the blocks (LoRA, Hu et al. 2021, arXiv:2106.09685,
-section 4.1).
+"""Low-rank adapters (LoRA) beside the matrices of the blocks.
 
+They are those of Hu et al. 2021 (arXiv:2106.09685, section 4.1).
 `add_adapters` adds them before the model is sharded. An adapter is two more parameters of a linear
 layer, and moves and is sharded with it. Adapters are float32 and trained; everything else is
 frozen, except the head of a score or of classes. Readers and writers of checkpoints
@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from olmo_core.nn.transformer import Transformer
 from torch import nn
 from torch.distributed import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
 from open_instruct.config.lora import ALL_LINEAR, BLOCK, IN_4_BITS, MODULES_OF_TARGETS, LoRASection
 from open_instruct.core.errors import InputError
@@ -44,8 +44,9 @@ A, B = ADAPTER
 
 
 class AdaptedLinear(FrozenLinear):
-    """A linear layer that adds `scale * B A x` to its output; it takes over the parameters of
-    another layer.
+    """A linear layer that adds `scale * B A x` to its output.
+
+    It takes over the parameters of another layer.
     """
 
     lora_A: nn.Parameter  # (R, I)
@@ -53,23 +54,31 @@ class AdaptedLinear(FrozenLinear):
 
     def __init__(self, stands_for: nn.Linear, lora: LoRASection, *, dtype: torch.dtype) -> None:
         super().__init__(stands_for, in_4_bits=lora.use_qlora, dtype=dtype)
-        self.rank, self.scale, self.is_off = lora.lora_r, lora.scale, False
+        self.rank = lora.lora_r
+        self.scale = lora.scale
+        self.is_off = False
         self._dropped_share = lora.lora_dropout
         self.register_adapter()
 
     def register_adapter(self, tp_mesh: DeviceMesh | None = None) -> None:
-        """Add the adapter without values; tensor parallelism cuts its half that meets the matrix's
-        cut side.
+        """Add the adapter without values.
+
+        Tensor parallelism cuts the half that meets the side on which the matrix is cut.
         """
         device = next(self.parameters()).device
         a_RI = torch.empty(self.rank, self.in_features, device=device)
         b_OR = torch.empty(self.out_features, self.rank, device=device)
         if tp_mesh is not None:
             assert isinstance(self.weight, DTensor)
-            cuts_out = self.weight.placements[0].is_shard(0)
-            a_RI = distribute_tensor(a_RI, tp_mesh, [Replicate() if cuts_out else Shard(1)])
-            b_OR = distribute_tensor(b_OR, tp_mesh, [Shard(0) if cuts_out else Replicate()])
-        self.lora_A, self.lora_B = nn.Parameter(a_RI), nn.Parameter(b_OR)
+            a_placement: Placement = Shard(1)
+            b_placement: Placement = Replicate()
+            if self.weight.placements[0].is_shard(0):
+                a_placement = Replicate()
+                b_placement = Shard(0)
+            a_RI = distribute_tensor(a_RI, tp_mesh, [a_placement])
+            b_OR = distribute_tensor(b_OR, tp_mesh, [b_placement])
+        self.lora_A = nn.Parameter(a_RI)
+        self.lora_B = nn.Parameter(b_OR)
         # OLMo-core looks for dropout modules, and only then replays random numbers when a block is
         # recomputed.
         self.dropout = nn.Dropout(self._dropped_share)
@@ -82,7 +91,9 @@ class AdaptedLinear(FrozenLinear):
         if self.is_off:
             return y
         # ZeRO prefetches weights only for modules that are called.
-        low = F.linear(self.dropout(x) if self._dropped_share else x, self.lora_A.to(x.dtype))
+        if self._dropped_share:
+            x = self.dropout(x)
+        low = F.linear(x, self.lora_A.to(x.dtype))
         return y + F.linear(low, self.lora_B.to(x.dtype)) * self.scale
 
 
@@ -104,20 +115,18 @@ def add_adapters(model: Transformer, lora: LoRASection, *, dtype: torch.dtype) -
                 kind="conflict",
             )
         modules: dict[str, Any] = dict(block.named_modules())
+        replaced = IN_4_BITS if lora.use_qlora else wanted
         # Mixers of other kinds have others.
-        for name in sorted(modules.keys() & (IN_4_BITS if lora.use_qlora else wanted)):
+        for name in sorted(modules.keys() & replaced):
             linear = modules[name]
             columns = linear.in_features
             if lora.use_qlora and columns % BLOCK:
-                raise InputError(
-                    (
-                        f"--use_qlora: {name} has {columns} columns, no multiple of {BLOCK}; "
-                        "leave it out"
-                    ),
-                    kind="conflict",
-                )
-            adapted = AdaptedLinear(linear, lora, dtype=dtype) if name in wanted else None
-            block.set_submodule(name, adapted or FrozenLinear(linear, in_4_bits=True, dtype=dtype))
+                problem = f"{name} has {columns} columns, no multiple of {BLOCK}; leave it out"
+                raise InputError(f"--use_qlora: {problem}", kind="conflict")
+            if name in wanted:
+                block.set_submodule(name, AdaptedLinear(linear, lora, dtype=dtype))
+            else:
+                block.set_submodule(name, FrozenLinear(linear, in_4_bits=True, dtype=dtype))
     for name, parameter in model.named_parameters():
         # The head of a score, or of classes, is new too, and therefore trained whole.
         is_of_head = clean_name(name) in (LM_HEAD, LM_HEAD_BIAS)
@@ -153,28 +162,31 @@ def disable_adapters(model: nn.Module) -> Iterator[None]:
 def fill_adapter(
     model: nn.Module, lora: LoRASection, *, seed: int, start: Mapping[str, torch.Tensor] | None
 ) -> None:
-    """Load this rank's parts from `start`, by their names in OLMo-core; or initialise A, and set B
-    to zero.
+    """Load this rank's parts from `start`; or, where that is None, draw A and set B to zero.
 
     Each matrix is drawn whole, from a seed of its name, so that it is the same on any number of
     ranks.
+
+    :param start: whole matrices by OLMo-core's names.
     """
     layers = find_adapted_layers(model)
     for full_name, parameter in model.named_parameters():
         name = clean_name(full_name)
-        ours = find_local_shard(parameter)
+        shard = find_local_shard(parameter)
         if start is not None and parameter.requires_grad:
-            ours.local.copy_(ours.values(start[name]))
+            shard.local.copy_(shard.values(start[name]))
         elif name.endswith(A):
             layer = name.removesuffix(f".{A}")
-            ours.local.copy_(ours.values(_draw_first_half(layers[layer], layer, lora, seed)))
+            whole = _draw_first_half(layers[layer], layer, lora, seed)
+            shard.local.copy_(shard.values(whole))
         elif name.endswith(B):
-            ours.local.zero_()
+            shard.local.zero_()
 
 
 def _draw_first_half(layer: AdaptedLinear, name: str, lora: LoRASection, seed: int) -> torch.Tensor:
-    """First values by one of peft's two ways: uniform within 1 / sqrt(I), or normal with standard
-    deviation 1 / R.
+    """Draw A by one of peft's two ways.
+
+    It is uniform within 1 / sqrt(I), or normal with standard deviation 1 / R.
     """
     digest = hashlib.sha256(f"{name} {seed}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big", signed=True))
@@ -187,7 +199,7 @@ def _draw_first_half(layer: AdaptedLinear, name: str, lora: LoRASection, seed: i
 
 @torch.no_grad()
 def gather_adapter(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every trained matrix, whole, by OLMo-core's names.
+    """Gather every trained matrix whole, by OLMo-core's names.
 
     Collective: every rank iterates to the end.
     """
@@ -201,8 +213,11 @@ def gather_adapter(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 def scale_adapters(model: nn.Module) -> dict[str, LocalShard]:
     """This rank's parts of the adapters' matrices, A and `scale` x B, by OLMo-core's names."""
     scales = {f"{name}.{B}": layer.scale for name, layer in find_adapted_layers(model).items()}
-    held = find_local_shards(model, adapters_only=True).items()
-    return {name: replace(each, stored=each.local * scales.get(name, 1)) for name, each in held}
+    shards = find_local_shards(model, adapters_only=True)
+    return {
+        name: replace(shard, stored=shard.local * scales.get(name, 1))
+        for name, shard in shards.items()
+    }
 
 
 @torch.no_grad()
@@ -255,26 +270,22 @@ class MergedWeights(UserDict[str, LocalShard]):
         layer = name.removesuffix(".weight")
         if f"{layer}.{A}" not in self._halves:
             return plain
-        a_RI, b_OR = (
-            self._halves[f"{layer}.{half}"].to(plain.stored.device, torch.float32)
-            for half in ADAPTER
-        )
+        a_RI = self._halves[f"{layer}.{A}"].to(plain.stored.device, torch.float32)
+        b_OR = self._halves[f"{layer}.{B}"].to(plain.stored.device, torch.float32)
         if len(plain.box) == 1:
-            return self._run(plain, a_RI, b_OR)
+            return self._merge_run(plain, a_RI, b_OR)
         merged = plain.local.float().addmm(b_OR, a_RI[:, plain.box[1]], alpha=self._scale)
         return replace(plain, stored=merged, scales=None)
 
-    def _run(self, plain: LocalShard, a_RI: torch.Tensor, b_OR: torch.Tensor) -> LocalShard:
-        """The product for the rows that a run of values touches; the run may begin and end within a
-        row.
-        """
+    def _merge_run(self, plain: LocalShard, a_RI: torch.Tensor, b_OR: torch.Tensor) -> LocalShard:
+        """Merge a run of values, which may begin and end within a row."""
         assert plain.num_slabs == 1
         (values,) = plain.box
         width = a_RI.shape[1]
         first = values.start // width
         last = -(-values.stop // width)
-        own = slice(values.start - first * width, values.stop - first * width)
+        run = slice(values.start - first * width, values.stop - first * width)
         rows = plain.local.new_zeros((last - first) * width, dtype=torch.float32)
-        rows[own] = plain.local.float()
+        rows[run] = plain.local.float()
         merged = rows.view(-1, width).addmm(b_OR[first:last], a_RI, alpha=self._scale)
-        return replace(plain, stored=merged.flatten()[own])
+        return replace(plain, stored=merged.flatten()[run])

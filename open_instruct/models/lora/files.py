@@ -1,8 +1,7 @@
-"""An adapter on disk as peft writes it: adapter_config.json and adapter_model.safetensors, of
-float32.
+"""Reads and writes adapters as peft does: adapter_config.json and adapter_model.safetensors.
 
-A matrix is there under `base_model.model.` + the Hugging Face name of its layer + `.lora_A.weight`
-or `.lora_B.weight`.
+Matrices are float32. A matrix is there under `base_model.model.` + the Hugging Face name of its
+layer + `.lora_A.weight` or `.lora_B.weight`.
 """
 
 import json
@@ -42,7 +41,7 @@ TASK_TYPES: dict[Head, str] = {
 
 
 def find_peft_name(name: str, names: TensorNames) -> str:
-    """The name in an adapter's file, of a name such as `blocks.3.attention.w_q.lora_A`."""
+    """Find the name in an adapter's file of, say, `blocks.3.attention.w_q.lora_A`."""
     if name in HEAD_TENSORS.get(names.head, {}):
         return f"{PREFIX}{names.hf_name(name)}"
     layer, _, leaf = name.rpartition(".")
@@ -50,38 +49,35 @@ def find_peft_name(name: str, names: TensorNames) -> str:
 
 
 def read_head(folder: Path) -> Head:
-    """The kind of head of the model that the adapter in `folder` is of;
+    """Read which kind of head the model of the adapter in `folder` has.
 
     `read_settings` has accepted its file.
     """
     task = read_object(folder / CONFIG_NAME).get("task_type")
-    return next((head for head, task_type in TASK_TYPES.items() if task_type == task), "vocabulary")
+    for head, task_type in TASK_TYPES.items():
+        if task_type == task:
+            return head
+    return "vocabulary"
 
 
 def open_adapter(
     folder: Path, model: Transformer, names: TensorNames, lora: LoRASection
 ) -> dict[str, torch.Tensor]:
-    """Views of the file's matrices by OLMo-core's names; nothing is read before it is copied from
-    them.
+    """Open views of the file's matrices, by OLMo-core's names; a copy of one reads it.
 
     :param model: on meta; it gets adapters, which define the matrices to find.
     :raises InputError: the adapter is missing or damaged, is of another model, or does not fit the
         flags.
     """
-    own = vars(lora) | {"lora_target_modules": list(lora.targets)}
+    settings = vars(lora) | {"lora_target_modules": list(lora.targets)}
     differing = [
         f"--{name} {spelled(value)}"
         for name, value in read_settings(folder).items()
-        if own[name] != value
+        if settings[name] != value
     ]
     if differing:
-        raise InputError(
-            (
-                f"--adapter_name_or_path {folder} was made with other flags: give "
-                f"{' '.join(differing)}"
-            ),
-            kind="conflict",
-        )
+        problem = f"{folder} was made with other flags: give {' '.join(differing)}"
+        raise InputError(f"--adapter_name_or_path {problem}", kind="conflict")
     add_adapters(model, lora, dtype=torch.float32)
     shapes = {
         clean_name(name): tuple(each.shape)
@@ -91,9 +87,9 @@ def open_adapter(
     path = folder / WEIGHTS_NAME
     files = CheckpointFiles(folder, read_header(path))
     wanted = {find_peft_name(name, names): name for name in shapes}
-    if problem := find_cover_problem(
-        files, {file_name: shapes[name] for file_name, name in wanted.items()}
-    ):
+    wanted_shapes = {file_name: shapes[name] for file_name, name in wanted.items()}
+    problem = find_cover_problem(files, wanted_shapes)
+    if problem:
         raise InputError(
             f"{path} {problem}. It is of other --lora_target_modules, or of another model",
             kind="bad_model",
@@ -102,9 +98,9 @@ def open_adapter(
 
 
 def check_base(folder: Path, base: Path, fingerprint: str) -> str | None:
-    """Check that the adapter in `folder` belongs to `base`, whose weights have this fingerprint; a
-    warning if unknown.
+    """Check that the adapter in `folder` belongs to `base`; a warning if that is unknown.
 
+    :param fingerprint: of the weights of `base`.
     :raises InputError: the adapter was trained on other weights.
     """
     named = str(read_object(folder / CONFIG_NAME).get("base_model_name_or_path"))
@@ -124,8 +120,9 @@ def check_base(folder: Path, base: Path, fingerprint: str) -> str | None:
 
 
 def read_model_fields(folder: Path) -> dict[str, Any]:
-    """The fields that a model with this adapter added has in config.json, beside its base's; none
-    of others' adapters.
+    """Read the fields that config.json of the merged model adds to its base's.
+
+    There are none in adapters that others wrote.
 
     :raises InputError: they are damaged.
     """
@@ -153,8 +150,9 @@ def write_adapter(
     more_config: Mapping[str, Any] | None = None,
     card: Callable[[], str | None] = lambda: None,
 ) -> None:
-    """Write `adapter`, whole matrices by OLMo-core's names, in place of an earlier one. Collective;
-    rank 0 writes.
+    """Write `adapter`, whole matrices by OLMo-core's names, in place of an earlier one.
+
+    Collective; rank 0 writes.
 
     :param base: the name of the base model, for readers.
     :param fingerprint: of the weights of `base`, checked when a run goes on from the adapter.

@@ -1,6 +1,4 @@
-"""The adapter_config.json of peft: which adapters compute here what they compute in peft, and with
-which settings.
-"""
+"""Reads peft's adapter_config.json, and refuses adapters that would compute something else here."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,9 +7,11 @@ from typing import Any
 from open_instruct.config.lora import ALL_LINEAR, MODULES_OF_TARGETS, LoRASection
 from open_instruct.core.errors import InputError
 from open_instruct.data.files.foreign_json import read_object
+from open_instruct.models.hf.config_values import shorten_value
 
 CONFIG_NAME = "adapter_config.json"
-MAX_RANK, MAX_ALPHA = 2**16, 1e12
+MAX_RANK = 2**16
+MAX_ALPHA = 1e12
 
 # Ways of drawing an adapter that leave the base as it is. The others (PiSSA, OLoRA, CorDA, LoftQ,
 # LoRA-GA) take a part of its weights away, which peft does again when it loads such an adapter.
@@ -19,23 +19,22 @@ PLAIN_INITS = (True, False, None, "gaussian", "eva", "orthogonal")
 # Fields that change nothing of what a saved adapter computes; those that only a way of drawing
 # reads are here too.
 WITHOUT_EFFECT = {
-    *(
-        "task_type",
-        "auto_mapping",
-        "base_model_name_or_path",
-        "revision",
-        "inference_mode",
-        "peft_version",
-    ),
-    *(
-        "lora_dropout",
-        "megatron_config",
-        "megatron_core",
-        "runtime_config",
-        "qalora_group_size",
-        "layers_pattern",
-    ),
-    *("loftq_config", "eva_config", "corda_config", "lora_ga_config"),
+    "task_type",
+    "auto_mapping",
+    "base_model_name_or_path",
+    "revision",
+    "inference_mode",
+    "peft_version",
+    "lora_dropout",
+    "megatron_config",
+    "megatron_core",
+    "runtime_config",
+    "qalora_group_size",
+    "layers_pattern",
+    "loftq_config",
+    "eva_config",
+    "corda_config",
+    "lora_ga_config",
 }
 READ = {
     "peft_type",
@@ -65,7 +64,8 @@ def read_settings(folder: Path) -> dict[str, Any]:
     fields = read_object(path)
     _check_kind(fields, path)
     targets = fields.get("target_modules")
-    targets = [targets] if isinstance(targets, str) else targets
+    if isinstance(targets, str):
+        targets = [targets]
     known = {*MODULES_OF_TARGETS, ALL_LINEAR}
     if not isinstance(targets, list) or not all(
         isinstance(each, str) and each in known for each in targets
@@ -73,7 +73,9 @@ def read_settings(folder: Path) -> dict[str, Any]:
         raise _refusal(
             path, "target_modules", targets, f"supported are {', '.join(MODULES_OF_TARGETS)}"
         )
-    rank, alpha, use_rslora = fields.get("r"), fields.get("lora_alpha"), fields.get("use_rslora")
+    rank = fields.get("r")
+    alpha = fields.get("lora_alpha")
+    use_rslora = fields.get("use_rslora")
     if type(rank) is not int or not 1 <= rank <= MAX_RANK:
         raise _refusal(path, "r", rank, f"it must be a whole number from 1 to {MAX_RANK}")
     if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not 0 < alpha <= MAX_ALPHA:
@@ -127,6 +129,5 @@ def _check_kind(fields: Mapping[str, Any], path: Path) -> None:
 
 
 def _refusal(path: Path, field: str, value: Any, remedy: str) -> InputError:
-    text = ascii(value)
-    shown = text if len(text) <= 60 else f"{text[:57]}..."
-    return InputError(f"{path}: {field} = {shown} is not supported; {remedy}", kind="bad_model")
+    problem = f"{field} = {shorten_value(value)} is not supported"
+    return InputError(f"{path}: {problem}; {remedy}", kind="bad_model")

@@ -87,7 +87,7 @@ def _split_delta_rule(mixer: Any, group: Any, degree: int) -> None:
         if module is not mixer.o_norm:
             setattr(module, name, _part(parameter, group, degree))
     mixer.o_norm.weight.sums_over = group
-    _split_pair(mixer, mixer.firsts, mixer.shape.output, group)
+    _split_pair(mixer, mixer.input_names, mixer.shape.output, group)
 
 
 def _split_pair(module: Any, firsts: Sequence[str], second: str, group: Any) -> None:

@@ -42,7 +42,7 @@ def test_chunks_change_nothing(
 ) -> None:
     """Whatever is kept of them, as it is on a GPU alone."""
     model = new_model("olmo2", tie_word_embeddings=tie)
-    monkeypatch.setattr(model.lm_head, "_num_kept", lambda *given: num_kept)
+    monkeypatch.setattr(model.lm_head, "_count_kept", lambda *given: num_kept)
     labels = torch.randint(0, VOCAB_SIZE, (2, 9), generator=torch.Generator().manual_seed(0))
     labels[0, 2] = IGNORE_INDEX
     results = []
@@ -88,10 +88,10 @@ def test_chunk_that_is_kept_needs_no_second_product(
         3 * 4 * VOCAB_SIZE,
         max_kept_bytes,
     )
-    num_kept = model.lm_head._num_kept
+    num_kept = model.lm_head._count_kept
     on_gpu = SimpleNamespace(is_cuda=True, itemsize=4)
     monkeypatch.setattr(
-        model.lm_head, "_num_kept", lambda h_BKD, num_positions: num_kept(on_gpu, num_positions)
+        model.lm_head, "_count_kept", lambda h_BKD, num_positions: num_kept(on_gpu, num_positions)
     )
     losses(model, torch.zeros(2, 9, dtype=torch.long)).sum().backward()
     assert len(shapes) == products
