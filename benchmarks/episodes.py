@@ -159,7 +159,13 @@ class Setting:
         config.environment = EnvironmentSection(
             max_turns=NUM_TURNS, turn_length=REPLY_TOKENS, environment_timeout_s=TIMEOUT_S
         )
-        self.conversations = Conversations(noted, self._chat, {"slow": Slow}, config)
+        self.conversations = Conversations(
+            noted,
+            self._chat,
+            {"slow": Slow},
+            config.environment,
+            max_prompt_tokens=config.data.max_prompt_token_length,
+        )
         self._at_once = at_once
 
     def episodes(

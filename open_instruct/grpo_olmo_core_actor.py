@@ -212,12 +212,13 @@ class PolicyTrainerOLMoCoreProcess:
         if best is not None and best.step != loop.step:
             loop.load_step(best.step)
         if self.learner.critic is not None:
-            self.learner.critic.export(run=self.run, config=self.config)
+            self.learner.critic.export(run=self.run, export_dtype=self.config.run.export_dtype)
         export_policy(
             self.learner.policy,
             self.pretrained,
             run=self.run,
-            config=self.config,
+            export_dtype=self.config.run.export_dtype,
+            adapters=self.config.adapters,
             trained_by="grpo",
             best=best,
         )

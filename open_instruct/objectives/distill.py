@@ -118,11 +118,8 @@ def _problems(config: DistillConfig) -> Iterator[str]:
         yield "--teacher_model_name_or_path is empty: name the folder of the model to learn from"
 
 
-def describe_teacher(config: DistillConfig) -> Teacher:
-    """The teacher that the flags name, with the comparison of the student's distribution with
-    it.
-    """
-    section = config.distillation
+def describe_teacher(section: DistillationSection) -> Teacher:
+    """The teacher that the flags name, and how the student's distribution is compared with it."""
     k = section.teacher_top_k or 0
     settings = {
         "beta": {"forward": 0.0, "reverse": 1.0, "jsd": section.kd_beta}[section.kd_loss],
@@ -209,7 +206,7 @@ class DistillationObjective(Objective[DistillConfig]):
         return bind(config.distillation)
 
     def teacher(self, config: DistillConfig) -> Teacher:
-        return describe_teacher(config)
+        return describe_teacher(config.distillation)
 
     def evaluate(
         self,

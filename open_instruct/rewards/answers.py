@@ -275,7 +275,9 @@ class StrictMath(Math):
     def compare(self, completion: str, truth: str) -> float:
         completion = find_tagged_answer(completion)
         final = _FINAL.search(completion + "I hope it is correct.")
-        answer = final[1] if final else completion
+        answer = completion
+        if final is not None:
+            answer = final[1]
         return float(are_equal(answer, truth))
 
 
@@ -294,7 +296,10 @@ def find_stated_answer(completion: str) -> str:
     """The rest of the line behind the last "Answer:", in any case; else the whole answer."""
     completion = find_tagged_answer(completion)
     answers = re.findall(r"answer:[ \t]*([^\n]*)", completion, flags=re.IGNORECASE)
-    return answers[-1] if answers else completion
+    if not answers:
+        return completion
+    last: str = answers[-1]
+    return last
 
 
 MATCHERS = (StringMatcher, Flan, Puzzle, ReSearch, ReSearchF1, StringF1)

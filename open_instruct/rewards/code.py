@@ -61,9 +61,14 @@ class Code(Verifier):
     def score(self, completion: str, ground_truth: Any) -> float:
         program = find_program(completion)
         tests = json_or_text(ground_truth)
-        run_tests = self._ask_server if self._flags.code_api_url else self._run_tests
-        rate = sum(run_tests(program, tests)) / len(tests)
-        return rate if rate >= self._flags.code_pass_rate_reward_threshold else 0.0
+        if self._flags.code_api_url:
+            passed = self._ask_server(program, tests)
+        else:
+            passed = self._run_tests(program, tests)
+        rate = sum(passed) / len(tests)
+        if rate < self._flags.code_pass_rate_reward_threshold:
+            return 0.0
+        return rate
 
     def _run_tests(self, program: str, tests: list[Any]) -> Iterator[bool]:
         """Whether each test passes, as long as there is time, and the score can be above 0."""
@@ -203,9 +208,10 @@ def split_assertion(test: str) -> tuple[str, str]:
     try:
         match ast.parse(test).body:
             case [ast.Assert(test=ast.Compare(left=call, ops=[ast.Eq()], comparators=[literal]))]:
-                sides = [call, literal] if _is_literal(literal) else [literal, call]
-                if _is_literal(sides[1]):
-                    return ast.unparse(sides[0]), ast.unparse(sides[1])
+                if not _is_literal(literal):
+                    call, literal = literal, call
+                if _is_literal(literal):
+                    return ast.unparse(call), ast.unparse(literal)
     except NO_LITERAL:
         pass
     return test, ""

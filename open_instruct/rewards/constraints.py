@@ -38,6 +38,11 @@ RELATIONS: dict[str, Callable[[int, int], bool]] = {
 }
 
 
+def _holds(number: int, relation: str, count: int) -> bool:
+    """Whether `number` is at least, or at most, ... `count`."""
+    return RELATIONS[relation](number, count)
+
+
 def _count_phrases(text: str, phrase: str) -> int:
     """How often `phrase` stands in `text` as whole words, in any case."""
     return len(re.findall(rf"(?<!\w){re.escape(phrase)}(?!\w)", text, flags=re.IGNORECASE))
@@ -61,7 +66,11 @@ def count_sentences(text: str) -> int:
     pieces = [piece for piece in _SENTENCE_END.split(text) if _WORD.search(piece)]
     if not pieces:
         return 0
-    return 1 + sum(1 for piece in pieces[:-1] if not _ABBREVIATION.search(piece[-20:]))
+    num_sentences = 1
+    for piece in pieces[:-1]:
+        if not _ABBREVIATION.search(piece[-20:]):
+            num_sentences += 1
+    return num_sentences
 
 
 # --- keywords ---
@@ -74,7 +83,8 @@ def has_keywords(text: str, *, words: Sequence[str]) -> bool:
 
 def keyword_frequency(text: str, *, word: str, count: int, relation: str) -> bool:
     """As IFEval counts: in any case, and inside longer words too, so that plurals count."""
-    return RELATIONS[relation](text.lower().count(word.lower()), count)
+    num_words = text.lower().count(word.lower())
+    return _holds(num_words, relation, count)
 
 
 def word_frequency(text: str, *, word: str, count: int) -> bool:
@@ -87,7 +97,8 @@ def avoids_words(text: str, *, words: Sequence[str]) -> bool:
 
 
 def letter_frequency(text: str, *, letter: str, count: int, relation: str = "exactly") -> bool:
-    return RELATIONS[relation](text.lower().count(letter.lower()), count)
+    num_letters = text.lower().count(letter.lower())
+    return _holds(num_letters, relation, count)
 
 
 # --- language and case ---
@@ -102,7 +113,9 @@ def is_in_language(text: str, *, language: str) -> bool:
 
     langdetect.DetectorFactory.seed = 0  # it samples
     try:
-        return str(langdetect.detect(text)).partition("-")[0] == language.partition("-")[0]
+        found, _, _ = str(langdetect.detect(text)).partition("-")
+        wanted, _, _ = language.partition("-")
+        return found == wanted
     except langdetect.LangDetectException:
         return False
 
@@ -113,18 +126,22 @@ is_lowercase = str.islower
 
 def capital_word_frequency(text: str, *, count: int, relation: str) -> bool:
     """Words without a small letter; what a hyphen or an apostrophe joins is one word."""
-    return RELATIONS[relation](sum(word.isupper() for word in _JOINED_WORD.findall(text)), count)
+    words = _JOINED_WORD.findall(text)
+    num_capital = sum(word.isupper() for word in words)
+    return _holds(num_capital, relation, count)
 
 
 # --- length ---
 
 
 def number_of_words(text: str, *, count: int, relation: str) -> bool:
-    return RELATIONS[relation](len(_WORD.findall(text)), count)
+    num_words = len(_WORD.findall(text))
+    return _holds(num_words, relation, count)
 
 
 def number_of_sentences(text: str, *, count: int, relation: str) -> bool:
-    return RELATIONS[relation](count_sentences(text), count)
+    num_sentences = count_sentences(text)
+    return _holds(num_sentences, relation, count)
 
 
 def number_of_paragraphs(text: str, *, count: int) -> bool:
@@ -138,7 +155,8 @@ def nth_paragraph_first_word(text: str, *, count: int, paragraph: int, word: str
 
     They are counted from 1.
     """
-    paragraphs = [piece.strip() for piece in re.split(r"\n\s*\n", text) if piece.strip()]
+    pieces = re.split(r"\n\s*\n", text)
+    paragraphs = [piece.strip() for piece in pieces if piece.strip()]
     if len(paragraphs) != count or paragraph > count:
         return False
     pattern = rf"\W*?{re.escape(word)}(?!\w)"
@@ -150,7 +168,8 @@ def nth_paragraph_first_word(text: str, *, count: int, paragraph: int, word: str
 
 def number_of_placeholders(text: str, *, count: int) -> bool:
     """At least `count`, such as [address]."""
-    return len(re.findall(r"\[[^\[\]\n]+\]", text)) >= count
+    placeholders = re.findall(r"\[[^\[\]\n]+\]", text)
+    return len(placeholders) >= count
 
 
 def has_postscript(text: str, *, marker: str) -> bool:
@@ -162,7 +181,8 @@ def has_postscript(text: str, *, marker: str) -> bool:
 
 def number_of_bullets(text: str, *, count: int) -> bool:
     """Exactly `count` lines that begin with one * or one -, not with bold text or a divider."""
-    return len(_BULLET.findall(_DIVIDER_LINE.sub("", text))) == count
+    bullets = _BULLET.findall(_DIVIDER_LINE.sub("", text))
+    return len(bullets) == count
 
 
 def has_choice(text: str, *, options: Sequence[str] = IFEVAL_OPTIONS) -> bool:
@@ -178,7 +198,8 @@ def number_of_highlights(text: str, *, count: int) -> bool:
 
 def number_of_sections(text: str, *, marker: str, count: int) -> bool:
     """At least `count` headings of `marker` and a number, such as "Section 2"."""
-    return len(re.findall(rf"{re.escape(marker)}\s?\d", text)) >= count
+    headings = re.findall(rf"{re.escape(marker)}\s?\d", text)
+    return len(headings) >= count
 
 
 def is_json(text: str) -> bool:
@@ -192,7 +213,8 @@ def is_json(text: str) -> bool:
 
 def has_title(text: str) -> bool:
     """Somewhere <<a title>>."""
-    return any(title.strip() for title in re.findall(r"<<([^<>\n]+)>>", text))
+    titles = re.findall(r"<<([^<>\n]+)>>", text)
+    return any(title.strip() for title in titles)
 
 
 def has_two_responses(text: str) -> bool:
@@ -208,11 +230,14 @@ def repeats_prompt(text: str, *, prompt: str) -> bool:
 def ends_with(text: str, *, phrase: str) -> bool:
     """In any case; a closing quotation mark may follow."""
     end = phrase.strip().lower()
-    return text.lower().endswith(end) or text.lower().rstrip('" ').endswith(end)
+    lowered = text.lower()
+    return lowered.endswith(end) or lowered.rstrip('" ').endswith(end)
 
 
 def is_quoted(text: str) -> bool:
-    return len(text) > 1 and text[0] == text[-1] == '"'
+    if len(text) < 2:
+        return False
+    return text.startswith('"') and text.endswith('"')
 
 
 def has_no_comma(text: str) -> bool:

@@ -57,4 +57,6 @@ async def _gather(entries: list[Any]) -> list[Any]:
 
 
 async def _await_entry(entry: Any) -> Any:
-    return await entry if inspect.isawaitable(entry) else entry
+    if inspect.isawaitable(entry):
+        return await entry
+    return entry

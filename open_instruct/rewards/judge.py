@@ -75,7 +75,9 @@ class Judge(Verifier):
         self._server = share_server(flags)
         self._max_tokens = flags.llm_judge_max_context_length - flags.llm_judge_max_tokens
         word = flags.llm_judge_prompt or "general-quality"
-        name = word if self.name == Judge.name else self.name
+        name = self.name
+        if name == Judge.name:
+            name = word
         self._prompt, self._verdicts = JUDGE_PROMPTS.get(name, JUDGE_PROMPTS["general-quality"])
         if name not in JUDGE_PROMPTS:
             self._prompt = read_asked(word, where=f"--llm_judge_prompt {word}")
@@ -145,7 +147,9 @@ def parse_rubrics(ground_truth: Any) -> tuple[str, dict[str, float]]:
     """
     weights: dict[str, float] = {}
     try:
-        truth = json.loads(ground_truth) if isinstance(ground_truth, str) else ground_truth
+        truth = ground_truth
+        if isinstance(truth, str):
+            truth = json.loads(truth)
         for each in truth["rubrics"]:
             text = str(each.get("description") or each.get("rubric_item") or each["Ingredient"])
             weights[text] = weights.get(text, 0.0) + float(each.get("weight", 1.0))

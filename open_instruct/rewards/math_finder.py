@@ -41,8 +41,10 @@ def find_answer(completion: str) -> str | None:
 
     Example: `find_answer("So \\boxed{\\frac{1}{2}}.") == "\\frac{1}{2}"`.
     """
-    found = find_answers(completion)
-    return found[-1] if found else None
+    answers = find_answers(completion)
+    if not answers:
+        return None
+    return answers[-1]
 
 
 def find_answers(completion: str) -> list[str]:
@@ -73,11 +75,17 @@ def _find_all(completion: str) -> tuple[list[str], bool]:
     if boxes:
         return _read_boxes(judged, boxes), False
     stated = _find_stated(judged)
-    marked = None if stated else _find_marked(judged)
-    found = stated or marked or _find_last_line(judged)
-    if found is None and judged != completion:
-        found = judged
-    return ([found] if found else []), marked is None and bool(found)
+    if stated:
+        return [stated], True
+    marked = _find_marked(judged)
+    if marked is not None:
+        return [marked], False
+    last_line = _find_last_line(judged)
+    if last_line is None and judged != completion:
+        last_line = judged
+    if not last_line:
+        return [], False
+    return [last_line], True
 
 
 def _read_boxes(text: str, boxes: list[re.Match[str]]) -> list[str]:
@@ -138,7 +146,9 @@ def _take_sentence(text: str) -> str:
     """The text up to the end of its first sentence; ends within formulas are none."""
     hidden = _MATH.sub(_hide_formula, text)
     end = _END_OF_SENTENCE.search(hidden)
-    sentence = _SMILES.sub("", text[: end.start()] if end else text).strip()
+    if end is not None:
+        text = text[: end.start()]
+    sentence = _SMILES.sub("", text).strip()
     # Behind a formula, or bold, a mark is of the sentence.
     return re.sub(r"(?<=[*$\])])[!?]+$", "", sentence).strip(" *_").rstrip(".,;")
 
@@ -146,16 +156,21 @@ def _take_sentence(text: str) -> str:
 def _hide_formula(match: re.Match[str]) -> str:
     """As many letters x as a formula has; bold text stays."""
     is_bold = match[5] is not None
-    return match[0] if is_bold else re.sub(r"[^\n]", "x", match[0])
+    if is_bold:
+        return match[0]
+    return re.sub(r"[^\n]", "x", match[0])
 
 
 def _find_marked(text: str) -> str | None:
     """What stands in the last formula, or in bold, of the lines at the end."""
     if len(text) > MAX_SEARCHED:
         text = text[-MAX_SEARCHED:].partition("\n")[2]
-    marked = [next(filter(None, match.groups())).strip() for match in _MATH.finditer(text)]
-    formulas = [each for each in marked if _is_formula(each)]
-    return formulas[-1] if formulas else None
+    last: str | None = None
+    for match in _MATH.finditer(text):
+        content = next(filter(None, match.groups())).strip()
+        if _is_formula(content):
+            last = content
+    return last
 
 
 def _is_formula(text: str) -> bool:
@@ -166,10 +181,12 @@ def _is_formula(text: str) -> bool:
 
 def _find_last_line(text: str) -> str | None:
     """The last line, if it is nothing but mathematics, or a word."""
-    lines = [
-        _SMILES.sub("", line).strip(" *_`.") for line in text.splitlines() if line.strip(" *_`.")
-    ]
+    marks = " *_`."
+    lines = [line for line in text.splitlines() if line.strip(marks)]
     if not lines:
         return None
-    is_alone = len(lines) == 1 and len(lines[0].split()) <= 3
-    return lines[-1] if is_alone or _is_formula(lines[-1]) else None
+    last = _SMILES.sub("", lines[-1]).strip(marks)
+    is_alone = len(lines) == 1 and len(last.split()) <= 3
+    if is_alone or _is_formula(last):
+        return last
+    return None

@@ -144,8 +144,11 @@ class VerifierPool:
         """The outcome of a score, or of a problem in its place."""
         if isinstance(score, dict):
             return self._report_problem(verifier.name, **score)
-        low = 0.0 if verifier.is_bounded else -MAX_REWARD
-        high = 1.0 if verifier.is_bounded else MAX_REWARD
+        low = -MAX_REWARD
+        high = MAX_REWARD
+        if verifier.is_bounded:
+            low = 0.0
+            high = 1.0
         if low <= score <= high:
             return Outcome(score=score)
         problem = describe_unusable(score) or f"{score}, which is not between 0 and 1"
@@ -185,7 +188,9 @@ class VerifierPool:
 
         def call(**arguments: Any) -> Trial | None:
             answer = self._ask_worker(name, request | arguments)
-            return Trial(*answer["trial"]) if "trial" in answer else None
+            if "trial" not in answer:
+                return None
+            return Trial(*answer["trial"])
 
         trial = call()
         if trial is None:
@@ -250,7 +255,10 @@ def _prepare_completions(
         return values
     texts = []
     for text in values:
-        texts.append("" if is_only_thinking(prompt, text) else remove_thinking(text))
+        if is_only_thinking(prompt, text):
+            texts.append("")
+        else:
+            texts.append(remove_thinking(text))
     return texts
 
 

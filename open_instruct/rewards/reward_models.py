@@ -30,7 +30,7 @@ class ModelVerifier(Verifier):
         folder, *words = settings.split(",")
         self.folder = Path(folder).expanduser()
         devices = [word for word in words if word.partition(":")[0] in ("cpu", "cuda")]
-        self.device = devices[0] if devices else "cpu"
+        self.device = next(iter(devices), "cpu")
         self.options = {*words} - {self.device}
         try:
             self.config = json.loads((self.folder / "config.json").read_text(encoding="utf-8"))
@@ -169,16 +169,22 @@ class ProcessRewardModel(ModelVerifier):
         scores = self.score_steps(prompt, steps)
         if "product" in self.options:
             return float(scores.prod())
-        return float(scores.mean() if "mean" in self.options else scores.min())
+        if "mean" in self.options:
+            return float(scores.mean())
+        return float(scores.min())
 
     def score_steps(self, prompt: str, steps: Sequence[str]) -> Any:
         """The probability that each step is right, a tensor on the CPU."""
         separator = self.config["prm_step_separator"]
         placeholder = self.config.get("prm_placeholder_token")
         if placeholder is None:
-            texts = [prompt, *chain.from_iterable((step, separator) for step in steps)]
+            texts = [prompt]
+            for step in steps:
+                texts += [step, separator]
         else:
-            bos = self.tokenizer.bos_token if self.config.get("prm_add_bos") else ""
+            bos = ""
+            if self.config.get("prm_add_bos"):
+                bos = self.tokenizer.bos_token
             texts = write_step_lines(
                 prompt, steps, separator=separator, placeholder=placeholder, bos=bos
             )
@@ -207,10 +213,12 @@ def write_step_lines(
 
     Example: of the steps a and b, `["", "Q?a ", "ки", "\nb ", "ки"]`.
     """
-    prompt = prompt.removeprefix(bos)
-    first, *others = [f"{step} " for step in steps]
-    lines = [prompt + first, *(separator + other for other in others)]
-    return [bos, *chain.from_iterable((line, placeholder) for line in lines)]
+    texts = [bos]
+    before = prompt.removeprefix(bos)
+    for step in steps:
+        texts += [f"{before}{step} ", placeholder]
+        before = separator
+    return texts
 
 
 def _count_labels(config: dict[str, Any]) -> int:

@@ -82,7 +82,9 @@ def find_prompt_turns(row: Mapping[str, Any]) -> Turns | None:
         turns = row.get(key)
         if isinstance(turns, list) and turns and all(map(_is_message, turns)):
             has_answer = len(turns) > 1 and turns[-1]["role"] == "assistant"
-            return turns[:-1] if has_answer else turns
+            if has_answer:
+                turns = turns[:-1]
+            return turns
     return None
 
 
@@ -128,13 +130,17 @@ def try_function(
 
 
 def _watch_text(value: Any, keys_read: list[str]) -> Any:
-    return WatchedText.watch(value, keys_read) if isinstance(value, str) else value
+    if not isinstance(value, str):
+        return value
+    return WatchedText.watch(value, keys_read)
 
 
 def _list_arguments(arguments: Mapping[str, Any]) -> str:
     names = sorted(arguments, key=lambda name: name != "completions")
     listed = ", ".join(f"{name}={_short.repr(arguments[name])}" for name in names)
-    return listed if len(listed) <= MAX_LISTED else f"{listed[:MAX_LISTED]}…"
+    if len(listed) > MAX_LISTED:
+        listed = f"{listed[:MAX_LISTED]}…"
+    return listed
 
 
 def _find_place(error: BaseException, function: Callable[..., Any]) -> str:
@@ -144,8 +150,11 @@ def _find_place(error: BaseException, function: Callable[..., Any]) -> str:
     """
     code = function.__code__
     frames = traceback.extract_tb(error.__traceback__)
-    lines = [frame.lineno for frame in frames if frame.filename == code.co_filename]
-    return f"{code.co_filename}:{lines[-1] if lines else code.co_firstlineno}"
+    line: int | None = code.co_firstlineno
+    for frame in frames:
+        if frame.filename == code.co_filename:
+            line = frame.lineno
+    return f"{code.co_filename}:{line}"
 
 
 def function_error(name: str, trial: Trial, *, form: Form, is_conversation: bool) -> InputError:

@@ -69,10 +69,12 @@ def _weigh_scores(prompt: Prompt, outcomes: Sequence[Outcome], config: RewardSec
     pairs = zip(prompt.checks, outcomes, strict=True)
     weighted_sum = sum(check.weight * outcome.score for check, outcome in pairs)
     reward = config.verification_reward * weighted_sum
-    total_weight = 1.0
-    if config.several_verifiers != "sum":
-        total_weight = sum(check.weight for check in prompt.checks)
-    return reward / total_weight if total_weight else 0.0
+    if config.several_verifiers == "sum":
+        return reward
+    total_weight = sum(check.weight for check in prompt.checks)
+    if not total_weight:
+        return 0.0
+    return reward / total_weight
 
 
 def _average_by_name(prompt: Prompt, outcomes: Sequence[Outcome]) -> dict[str, float]:

@@ -56,7 +56,9 @@ def find_last_number(text: str) -> Decimal | None:
     """
     text = _SEPARATOR.sub("", text.translate(_DASHES))
     numbers = _MARKED.findall(text) or _NUMBER.findall(text)
-    return Decimal(numbers[-1].replace("$", "")) if numbers else None
+    if not numbers:
+        return None
+    return Decimal(numbers[-1].replace("$", ""))
 
 
 def split_words(text: str) -> list[str]:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from concurrent.futures import Future
 
 from open_instruct.batching.rollouts import RankStep, plan_steps_of_ranks
-from open_instruct.config.grpo import GRPOConfig
+from open_instruct.config.rollout_sections import RolloutSection
 from open_instruct.core.errors import RunError
 from open_instruct.core.records import Completion, Document, RolloutSample, Span
 from open_instruct.generation.requests import GenerationRequest, SamplingSettings, sampling_seed
@@ -32,12 +32,19 @@ PROBE_METRICS = ("logprob_diff/probe_mean", "logprob_diff/probe_max")
 
 
 class AgreementWatch:
-    """Compares the log-probs of engines and learners, step after step; it ends or warns a run."""
+    """Compares the log-probs of engines and learners, step after step; it ends or warns a run.
 
-    def __init__(self, config: GRPOConfig) -> None:
-        self._config = config
-        is_float32 = config.model.param_dtype == config.engine_dtype == "float32"
-        self._dtype = "float32" if is_float32 else "bfloat16"
+    Args:
+        param_dtype: in which learners compute.
+        engine_dtype: in which engines compute.
+        async_steps: how many steps engines may lag behind the learners.
+    """
+
+    def __init__(self, *, param_dtype: str, engine_dtype: str, async_steps: int) -> None:
+        self._async_steps = async_steps
+        self._dtype = "bfloat16"
+        if param_dtype == engine_dtype == "float32":
+            self._dtype = "float32"
         self._first_mean: float | None = None
         self._has_compared_sync = False
         self._has_warned = False
@@ -51,7 +58,7 @@ class AgreementWatch:
         """
         if self._measures_same_weights(metrics) and self._has_compared_sync:
             return False
-        is_on_policy = self._config.rollout.async_steps == 0
+        is_on_policy = self._async_steps == 0
         return not is_on_policy and (not self._has_compared_sync or step % PROBE_EVERY == 0)
 
     def check(self, step: int, metrics: Mapping[str, float]) -> str | None:
@@ -101,23 +108,32 @@ class AgreementWatch:
 
 
 def build_probe(
-    prompt_token_ids: tuple[int, ...], *, step: int, config: GRPOConfig
+    prompt_token_ids: tuple[int, ...],
+    *,
+    step: int,
+    rollout: RolloutSection,
+    response_length: int,
+    seed: int,
 ) -> GenerationRequest:
     """A short completion of a prompt, asked of an engine after the sync of `step`."""
     return GenerationRequest(
         request_id=f"agreement/{step}",
         prompt_token_ids=prompt_token_ids,
-        seed=sampling_seed(config.optim.seed, "agreement", step),
+        seed=sampling_seed(seed, "agreement", step),
         sampling=SamplingSettings(
-            temperature=config.rollout.temperature,
-            top_p=config.rollout.vllm_top_p,
-            max_tokens=min(PROBE_TOKENS, config.data.response_length),
+            temperature=rollout.temperature,
+            top_p=rollout.vllm_top_p,
+            max_tokens=min(PROBE_TOKENS, response_length),
         ),
     )
 
 
 def plan_probe(
-    request: GenerationRequest, answer: Future[Completion], *, config: GRPOConfig, num_ranks: int
+    request: GenerationRequest,
+    answer: Future[Completion],
+    *,
+    max_tokens_per_microbatch: int,
+    num_ranks: int,
 ) -> tuple[RankStep, ...]:
     """What each data-parallel rank computes of the answer, once it has come.
 
@@ -139,7 +155,7 @@ def plan_probe(
     return plan_steps_of_ranks(
         (sample,) * num_ranks,
         num_ranks=num_ranks,
-        max_tokens_per_microbatch=config.max_tokens_per_microbatch,
+        max_tokens_per_microbatch=max_tokens_per_microbatch,
         num_mini_batches=1,
     )
 

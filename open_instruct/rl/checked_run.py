@@ -55,7 +55,7 @@ from open_instruct.run.run_directory import RunDirectory, start_log
 from open_instruct.run.trackers import Tracker, build_trackers
 from open_instruct.run.untrained_rows import find_untrained_rows
 from open_instruct.training.best_step_watch import find_idle_watch
-from open_instruct.training.rows.datasets import reading
+from open_instruct.training.rows.datasets import build_load_arguments
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,7 +101,8 @@ def open_rollout_run(config: GRPOConfig) -> Iterator[RolloutRun]:
         pretrained = _open_policy(config, directory, layout)
         config = _apply_plan(config, pretrained.folder, console, directory)
         chat = ChatFormat.from_flags(pretrained.tokenizer, config.data)
-        for warning in _find_warnings(config, pretrained, chat, verifiers):
+        trains_adapters = config.adapters is not None
+        for warning in _find_warnings(pretrained, chat, verifiers, trains_adapters=trains_adapters):
             console.warn(warning)
         prompts, held_out = _read_prompts(config, pretrained, verifiers, environments, console)
         _check_best_score(config, prompts, held_out, console)
@@ -110,7 +111,9 @@ def open_rollout_run(config: GRPOConfig) -> Iterator[RolloutRun]:
         )
         if answering:
             check_bridges(chat)
-        conversations = load_conversations(config, pretrained.tokenizer, console=console)
+        conversations = load_conversations(
+            config.data, pretrained.tokenizer, seed=config.optim.seed, console=console
+        )
         refuse_other_rows(directory.path, prompts, conversations, seed=config.optim.seed)
         yield RolloutRun(
             config=config,
@@ -141,7 +144,12 @@ def _open_policy(config: GRPOConfig, directory: RunDirectory, layout: ShardLayou
             kind="conflict",
         )
     check_companion_models(pretrained, config, layout)
-    check_engine(config, pretrained.hf_config)
+    check_engine(
+        pretrained.hf_config,
+        config.fleet,
+        engine_dtype=config.engine_dtype,
+        sends_adapter=config.sent_adapter is not None,
+    )
     return pretrained
 
 
@@ -156,18 +164,23 @@ def _check_best_score(
     metric = config.run.keep_best
     if metric is None:
         return
-    refuse_unknown_score(config, (prompts, held_out))
+    judges_format = config.reward.apply_r1_style_format_reward
+    refuse_unknown_score(metric, prompts, held_out, judges_format=judges_format)
     warning = find_idle_watch(metric, build_cadence(config), flag="--local_eval_every")
     if warning:
         console.warn(warning)
 
 
 def _find_warnings(
-    config: GRPOConfig, pretrained: Pretrained, chat: ChatFormat, verifiers: Mapping[str, Verifier]
+    pretrained: Pretrained,
+    chat: ChatFormat,
+    verifiers: Mapping[str, Verifier],
+    *,
+    trains_adapters: bool,
 ) -> list[str]:
     """Warnings about the start model, its template, and what adapters leave frozen."""
     warnings = [*pretrained.warnings, *find_template_mismatches(verifiers, chat)]
-    if config.adapters:
+    if trains_adapters:
         untrained = find_untrained_rows(pretrained, chat.turn_end_token_ids())
         if untrained is not None:
             warnings.append(untrained)
@@ -216,13 +229,16 @@ def _read_prompts(
     changes = build_row_settings(config)
 
     def read(title: str, flag: str, *, is_held_out: bool = False) -> Prompts:
+        arguments = build_load_arguments(
+            data, pretrained.tokenizer, flag, seed=config.optim.seed, is_held_out=is_held_out
+        )
         with console.counting(title) as on_progress:
             prompts, report = load_prompt_dataset(
                 max_prompt_token_length=data.max_prompt_token_length,
                 known_verifiers=verifiers,
                 known_environments=environments,
                 on_progress=on_progress,
-                **reading(config, pretrained.tokenizer, flag, is_held_out=is_held_out),
+                **arguments,
                 **changes,
             )
         console.report(title, report.lines())

@@ -51,7 +51,6 @@ from concurrent.futures import Future
 from itertools import chain
 from typing import Any
 
-from open_instruct.config.grpo import GRPOConfig
 from open_instruct.config.rollout_sections import RolloutSection
 from open_instruct.core.errors import RunError
 from open_instruct.core.records import Prompt, RolloutGroup
@@ -79,13 +78,28 @@ class Conductor:
     Args:
         prompts: the endless stream of tickets; nobody else may draw from it.
         episodes: asks and judges; closed with the conductor.
-        config: the flags of the run; after its last step no prompt is asked.
+        rollout: the flags of steps and completions.
+        num_steps: of the run; after the last no prompt is asked.
+        response_length: the most tokens of a completion.
+        seed: of the run.
     """
 
-    def __init__(self, prompts: PromptStream, episodes: Episodes, *, config: GRPOConfig) -> None:
+    def __init__(
+        self,
+        prompts: PromptStream,
+        episodes: Episodes,
+        *,
+        rollout: RolloutSection,
+        num_steps: int,
+        response_length: int,
+        seed: int,
+    ) -> None:
         self._prompts = prompts
         self._episodes = episodes
-        self._config = config
+        self._rollout = rollout
+        self._num_steps = num_steps
+        self._response_length = response_length
+        self._seed = seed
         self._version = 0
         self._num_accepted = 0  # of the step at hand
         self._last_check_s = time.monotonic()
@@ -119,10 +133,10 @@ class Conductor:
         )
         groups: list[RolloutGroup] = []
         rejected: list[RolloutGroup] = []
-        size = self._config.rollout.num_unique_prompts_rollout
+        size = self._rollout.num_unique_prompts_rollout
         while len(groups) < size:
             group = self._next_group(check, timeout_s)
-            if is_rejected(group, self._config.rollout):
+            if is_rejected(group, self._rollout):
                 rejected.append(group)
                 if len(rejected) == size:
                     refuse_failed_verdicts((*groups, *rejected))
@@ -138,7 +152,7 @@ class Conductor:
             rejected=tuple(rejected),
             num_given_up=self._give_up_before(step + 1),
         )
-        for row_id in find_solved_rows(batch, self._config.rollout):
+        for row_id in find_solved_rows(batch, self._rollout):
             self._prompts.exclude(row_id)
         return batch
 
@@ -200,8 +214,8 @@ class Conductor:
 
     def _fill_flight(self) -> None:
         """Draw tickets until all batches that may be out at once are full."""
-        rollout = self._config.rollout
-        num_steps_left = self._config.num_steps - self._version
+        rollout = self._rollout
+        num_steps_left = self._num_steps - self._version
         num_batches = min(rollout.async_steps + 1, num_steps_left)
         size = num_batches * rollout.num_unique_prompts_rollout
         if num_batches:
@@ -210,7 +224,13 @@ class Conductor:
             self._ask(*self._prompts.next())
 
     def _ask(self, ticket: int, prompt: Prompt) -> None:
-        requests = build_group_requests(ticket, prompt, config=self._config)
+        requests = build_group_requests(
+            ticket,
+            prompt,
+            rollout=self._rollout,
+            response_length=self._response_length,
+            seed=self._seed,
+        )
         group = self._episodes.ask(ticket, prompt, requests, version=self._version)
         with self._changed:
             self._outstanding.append(group)
@@ -219,7 +239,7 @@ class Conductor:
 
     def _next_group(self, check: Callable[[], object], timeout_s: float) -> RolloutGroup:
         """Wait for the first complete group in ticket order; as many as are spare may be passed."""
-        num_candidates = 1 + self._config.rollout.num_spare_prompts
+        num_candidates = 1 + self._rollout.num_spare_prompts
         candidates = list(self._outstanding)[:num_candidates]
         changed_s = time.monotonic()
         while True:
@@ -242,8 +262,8 @@ class Conductor:
     def _give_up_before(self, step: int) -> int:
         """Give up the spare groups that are too old for `step`; returns how many there were."""
         with self._changed:
-            is_over = step > self._config.num_steps
-            oldest_version = step - 1 - self._config.rollout.async_steps
+            is_over = step > self._num_steps
+            oldest_version = step - 1 - self._rollout.async_steps
             late = [
                 group for group in self._outstanding if is_over or group.version < oldest_version
             ]
@@ -285,18 +305,17 @@ def _describe_missing_signal(
 
 
 def build_group_requests(
-    ticket: int, prompt: Prompt, *, config: GRPOConfig
+    ticket: int, prompt: Prompt, *, rollout: RolloutSection, response_length: int, seed: int
 ) -> list[GenerationRequest]:
     """One request for each sample of a ticket's prompt."""
-    rollout = config.rollout
     sampling = SamplingSettings(
         temperature=rollout.temperature,
         top_p=rollout.vllm_top_p,
-        max_tokens=config.data.response_length,
+        max_tokens=response_length,
         stop_strings=tuple(rollout.stop_strings),
     )
     num_samples = rollout.num_samples_per_prompt_rollout
-    return build_requests(prompt, num_samples, sampling, seed=config.optim.seed, place=(ticket,))
+    return build_requests(prompt, num_samples, sampling, seed=seed, place=(ticket,))
 
 
 def is_rejected(group: RolloutGroup, config: RolloutSection) -> bool:

@@ -48,7 +48,11 @@ class Driver:
         self.console = run.console
         self.conductor = fleet.new_conductor()
         self.cadence = build_cadence(config)
-        self.signal_watch = SignalWatch(config)
+        self.signal_watch = SignalWatch(
+            has_critic=config.rollout.has_critic,
+            judges_format=config.reward.apply_r1_style_format_reward,
+            response_length=config.data.response_length,
+        )
         self.metrics = MetricsLog(run.directory.metrics, run.trackers, run.console.warn)
         self.traces = Traces(
             run.directory.path, save_traces=config.run.save_traces, warn=run.console.warn
@@ -59,7 +63,11 @@ class Driver:
         self.step = 0
         self.num_restarts = 0
         self.num_tokens = 0
-        self.agreement = AgreementWatch(config)
+        self.agreement = AgreementWatch(
+            param_dtype=config.model.param_dtype,
+            engine_dtype=config.engine_dtype,
+            async_steps=config.rollout.async_steps,
+        )
         self.best: BestStepWatch | None = None
 
     def fit(self) -> int:
@@ -173,11 +181,22 @@ class Driver:
 
     def _probe_sync(self, prompt_token_ids: tuple[int, ...]) -> dict[str, float]:
         """Measure how far apart engines and learners are on tokens sampled after the last sync."""
-        request = build_probe(prompt_token_ids, step=self.step, config=self.config)
+        config = self.config
+        request = build_probe(
+            prompt_token_ids,
+            step=self.step,
+            rollout=config.rollout,
+            response_length=config.data.response_length,
+            seed=config.optim.seed,
+        )
         with self.view.phase("comparing log-probs"):
             answer = self.fleet.engines.submit(request)
-            num_ranks = self.run.layout.data_parallel_world_size
-            work = plan_probe(request, answer, config=self.config, num_ranks=num_ranks)
+            work = plan_probe(
+                request,
+                answer,
+                max_tokens_per_microbatch=config.max_tokens_per_microbatch,
+                num_ranks=self.run.layout.data_parallel_world_size,
+            )
             with self.fleet.publisher.learners_at_work():
                 call = self.fleet.learners.start_each(
                     LearnerProcess.compare_with_engine, self._assign_to_learners(work)
@@ -213,7 +232,7 @@ class Driver:
         if self.best is not None:
             best = self.best.best
             if best is None:
-                self.console.warn(self.best.nothing_found)
+                self.console.warn(self.best.no_best_warning)
         with self.view.phase("exporting"):
             self._call_learners(LearnerProcess.save_model, best)
         self.metrics.close()

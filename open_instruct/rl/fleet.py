@@ -79,14 +79,25 @@ class Fleet:
         self.conversations: Conversations | None = None
         if run.environments is not None:
             self.conversations = Conversations(
-                self.engines, run.chat, run.environments, run.config, warn=run.console.warn
+                self.engines,
+                run.chat,
+                run.environments,
+                run.config.environment,
+                max_prompt_tokens=run.config.data.max_prompt_token_length,
+                warn=run.console.warn,
             )
 
     def new_conductor(self) -> Conductor:
         """A new conductor at the start of the run; it may load another state."""
         config = self.run.config
+        seed = config.optim.seed
         return Conductor(
-            PromptStream(self.run.prompts, config.optim.seed), self.new_episodes(), config=config
+            PromptStream(self.run.prompts, seed),
+            self.new_episodes(),
+            rollout=config.rollout,
+            num_steps=config.num_steps,
+            response_length=config.data.response_length,
+            seed=seed,
         )
 
     def new_episodes(self) -> Episodes:

@@ -57,7 +57,9 @@ def take_lone_step(
 
         pretrained = open_model(model)
         check_trace_fits(groups, pretrained.hf_config.vocab_size)
-        conversations = load_conversations(config, pretrained.tokenizer)
+        conversations = load_conversations(
+            config.data, pretrained.tokenizer, seed=config.optim.seed
+        )
         batch = RolloutStepBatch(groups=tuple(groups))
         learned, (work,) = plan_rank_work(
             batch, step=step, config=config, conversations=conversations, num_ranks=1

@@ -8,6 +8,7 @@ import torch
 from transformers import PretrainedConfig
 
 from open_instruct.checkpoints.saved_place import read_saved_place
+from open_instruct.config.fleet_sections import FleetSection
 from open_instruct.config.grpo import GRPOConfig
 from open_instruct.config.policy_sections import RewardSection
 from open_instruct.core.errors import InputError, refuse_first
@@ -51,7 +52,9 @@ def check_companion_models(pretrained: Pretrained, config: GRPOConfig, layout: S
         )
 
 
-def check_engine(config: GRPOConfig, hf_config: PretrainedConfig) -> None:
+def check_engine(
+    hf_config: PretrainedConfig, fleet: FleetSection, *, engine_dtype: str, sends_adapter: bool
+) -> None:
     """Refuse what vLLM cannot do with a model of this family.
 
     What depends on the device is checked only where this host is like the engines'.
@@ -67,12 +70,20 @@ def check_engine(config: GRPOConfig, hf_config: PretrainedConfig) -> None:
             "PyTorch",
             kind="missing_package",
         )
-    if family.delta is None or torch.cuda.is_available() or config.fleet.ray_address is not None:
+    if family.delta is None or torch.cuda.is_available() or fleet.ray_address is not None:
         return
-    refuse_first(_find_cpu_problems(config, hf_config))
+    problems = _find_cpu_problems(
+        hf_config,
+        engine_dtype=engine_dtype,
+        caches_prefixes=fleet.vllm_enable_prefix_caching,
+        sends_adapter=sends_adapter,
+    )
+    refuse_first(problems)
 
 
-def _find_cpu_problems(config: GRPOConfig, hf_config: PretrainedConfig) -> Iterator[str]:
+def _find_cpu_problems(
+    hf_config: PretrainedConfig, *, engine_dtype: str, caches_prefixes: bool, sends_adapter: bool
+) -> Iterator[str]:
     """What vLLM's layers of the gated delta rule cannot do on a CPU."""
     family = FAMILIES[hf_config.model_type]
     head_dims = {hf_config.linear_key_head_dim, hf_config.linear_value_head_dim}
@@ -83,11 +94,11 @@ def _find_cpu_problems(config: GRPOConfig, hf_config: PretrainedConfig) -> Itera
             f"vLLM's layers of {family.name} are for GPUs, and there is none here: generate where "
             "there are, or learn from rows (sft, dpo, kto, distill)"
         )
-    if config.engine_dtype != "bfloat16":
+    if engine_dtype != "bfloat16":
         yield f"{takes} bfloat16 alone: give --vllm_dtype bfloat16"
-    if config.fleet.vllm_enable_prefix_caching:
+    if caches_prefixes:
         yield f"{takes} no cache of prefixes: give --no_vllm_enable_prefix_caching"
-    if config.sent_adapter is not None:
+    if sends_adapter:
         yield f"{takes} no adapters: give --lora_sync merged"
     if other_dims:
         yield f"{takes} heads of 64 or 128 features, not {other_dims}"
@@ -105,7 +116,9 @@ def try_sandbox(
         try_walls(reward.code_sandbox, say=console.say, warn=console.warn)
 
 
-def refuse_unknown_score(config: GRPOConfig, datasets: tuple[Prompts, Prompts | None]) -> None:
+def refuse_unknown_score(
+    metric: str, training: Prompts, held_out: Prompts | None, *, judges_format: bool
+) -> None:
     """Refuse a `--keep_best` that names the score of a verifier which judges none of the prompts.
 
     Where an environment answers, any name is taken: only its answers show the names of its rewards.
@@ -113,14 +126,15 @@ def refuse_unknown_score(config: GRPOConfig, datasets: tuple[Prompts, Prompts | 
     Raises:
         InputError: no verifier of that name judges the prompts.
     """
-    metric = config.run.keep_best or ""
-    prompts = datasets[metric.startswith(HELD_OUT_PREFIX)]
+    prompts: Prompts | None = training
+    if metric.startswith(HELD_OUT_PREFIX):
+        prompts = held_out
     what, _, name = metric.removeprefix(HELD_OUT_PREFIX).partition("/")
     if what != "verifier" or prompts is None:
         return
     judges, answering = prompts.find_names()
     names = set(judges)
-    if config.reward.apply_r1_style_format_reward:
+    if judges_format:
         names.add("format")
     if name not in names and not answering:
         known = one_of(f"{metric.removesuffix(name)}{each}" for each in sorted(names))

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from open_instruct.batching.rollouts import RankStep, plan_steps_of_ranks
 from open_instruct.config.grpo import GRPOConfig
-from open_instruct.config.rollout_sections import RolloutSection
+from open_instruct.config.rollout_sections import PromptDataSection, RolloutSection
 from open_instruct.core.records import (
     Completion,
     Document,
@@ -27,7 +27,7 @@ from open_instruct.data.sft_rows import choose_builder
 from open_instruct.data.token_dataset import TokenDataset, load_token_dataset
 from open_instruct.losses.advantages import ADVANTAGES, advantages_of, has_signal
 from open_instruct.run.console import Console
-from open_instruct.training.rows.datasets import reading
+from open_instruct.training.rows.datasets import build_load_arguments
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,8 +66,14 @@ def plan_rank_work(
     The work includes the step's conversations.
     """
     learned = training_samples(batch, config=config.rollout, version=step - 1)
+    conversation_samples = sft_samples(
+        conversations,
+        step=step,
+        num_rows_per_step=config.data.sft_rows_per_step,
+        seed=config.optim.seed,
+    )
     work = plan_steps_of_ranks(
-        (*learned.samples, *sft_samples(conversations, step=step, config=config)),
+        (*learned.samples, *conversation_samples),
         num_ranks=num_ranks,
         max_tokens_per_microbatch=config.max_tokens_per_microbatch,
         num_mini_batches=config.loss.num_mini_batches,
@@ -279,28 +285,30 @@ def add_answer_loss(sample: RolloutSample, completion: Completion, coef: float) 
 
 
 def load_conversations(
-    config: GRPOConfig, tokenizer: PreTrainedTokenizerFast, *, console: Console | None = None
+    data: PromptDataSection,
+    tokenizer: PreTrainedTokenizerFast,
+    *,
+    seed: int,
+    console: Console | None = None,
 ) -> TokenDataset | None:
     """Load the rows of --sft_mixer_list, if there are any; the `console` reports on them.
 
     Raises:
         InputError: for a bad row, a missing file, a bad amount.
     """
-    data = config.data
     if not data.sft_mixer_list:
         return None
-    options = reading(config, tokenizer, "sft_mixer_list")
+    arguments = build_load_arguments(data, tokenizer, "sft_mixer_list", seed=seed)
+    arguments["max_seq_length"] = data.max_seq_length
     make_builder = choose_builder(splits_replies=data.split_replies)
-    dataset, report = load_token_dataset(
-        make_builder, max_seq_length=data.max_seq_length, **options
-    )
+    dataset, report = load_token_dataset(make_builder, **arguments)
     if console is not None:
         console.report("conversations", report.lines())
     return dataset
 
 
 def sft_samples(
-    dataset: TokenDataset | None, *, step: int, config: GRPOConfig
+    dataset: TokenDataset | None, *, step: int, num_rows_per_step: int, seed: int
 ) -> list[RolloutSample]:
     """The conversations of `step` (1-based): the next rows of a shuffled epoch.
 
@@ -308,11 +316,12 @@ def sft_samples(
     """
     if dataset is None:
         return []
-    last = step * config.data.sft_rows_per_step
+    first = (step - 1) * num_rows_per_step
     samples = []
-    for position in range(last - config.data.sft_rows_per_step, last):
+    for position in range(first, first + num_rows_per_step):
         epoch, place = divmod(position, len(dataset))
-        row = np.random.default_rng([config.optim.seed, epoch]).permutation(len(dataset))[place]
+        order = np.random.default_rng([seed, epoch]).permutation(len(dataset))
+        row = order[place]
         (document,) = dataset[int(row)]
         zeros = (0.0,) * document.num_label_tokens
         weights = {"rl": zeros, "ce": (1.0,) * len(zeros), "kl": zeros}

@@ -4,7 +4,6 @@ from collections import deque
 from collections.abc import Sequence
 from itertools import chain
 
-from open_instruct.config.grpo import GRPOConfig
 from open_instruct.core.errors import RunError
 from open_instruct.core.records import RolloutGroup, Verdict
 from open_instruct.losses.advantages import has_signal
@@ -21,10 +20,17 @@ class SignalWatch:
     """Watches the groups of the last steps.
 
     It warns once in a run if none had a signal, and once if most completions were cut.
+
+    Args:
+        has_critic: whether a critic compares all completions of a step.
+        judges_format: whether rewards have a part for the form of an answer.
+        response_length: the most tokens of a completion.
     """
 
-    def __init__(self, config: GRPOConfig) -> None:
-        self._config = config
+    def __init__(self, *, has_critic: bool, judges_format: bool, response_length: int) -> None:
+        self._has_critic = has_critic
+        self._judges_format = judges_format
+        self._response_length = response_length
         self._groups: deque[Sequence[RolloutGroup]] = deque(maxlen=MAX_SILENT_STEPS)  # by step
         self._has_learned: deque[bool] = deque(maxlen=MAX_SILENT_STEPS)
         # The checks that have not led to a warning yet.
@@ -38,7 +44,7 @@ class SignalWatch:
         """
         self._groups.append(groups)
         rewards = [group.rewards for group in groups]
-        if self._config.rollout.has_critic:  # which compares all of a step
+        if self._has_critic:  # which compares all of a step
             rewards = [tuple(chain.from_iterable(rewards))]
         self._has_learned.append(num_samples > 0 and any(map(has_signal, rewards)))
         if len(self._groups) < MAX_SILENT_STEPS:
@@ -54,7 +60,7 @@ class SignalWatch:
     def _check_signal(self) -> str | None:
         if any(self._has_learned):
             return None
-        reason = _explain_silence(list(chain.from_iterable(self._groups)), self._config)
+        reason = self._explain_silence(list(chain.from_iterable(self._groups)))
         return f"no group of the last {MAX_SILENT_STEPS} steps had a signal to learn from: {reason}"
 
     def _check_lengths(self) -> str | None:
@@ -62,11 +68,39 @@ class SignalWatch:
         are_cut = [completion.is_truncated for completion in completions]
         if sum(are_cut) <= MOST_CUT * len(are_cut):
             return None
-        limit = self._config.data.response_length
+        limit = self._response_length
         return (
             f"{sum(are_cut) / len(are_cut):.0%} of the completions of the last {MAX_SILENT_STEPS} "
             f"steps were cut off at --response_length {limit} tokens, and one that breaks off is "
             f"seldom judged right. {LONGER}"
+        )
+
+    def _explain_silence(self, groups: Sequence[RolloutGroup]) -> str:
+        verdicts = all_verdicts(groups)
+        if all(verdict.is_right for verdict in verdicts):
+            return (
+                "every answer was right. The prompts are too easy for this model: use harder ones"
+            )
+        if all(completion.is_truncated for completion in all_completions(groups)):
+            return (
+                f"every completion was cut off at --response_length {self._response_length} "
+                f"tokens. {LONGER}"
+            )
+        if self._judges_format and not any(verdict.scores["format"] for verdict in verdicts):
+            return (
+                "no completion had the form <think>…</think><answer>…</answer>. Ask for it in the "
+                "prompts, or show the model some examples first (open-instruct sft)"
+            )
+        if not any(map(_has_score, verdicts)):
+            return (
+                "every answer was wrong. The prompts are too hard for this model, or its answers "
+                "are not written as the verifier reads them: look at some (open-instruct report), "
+                "use easier prompts, or show the model some examples first (open-instruct sft)"
+            )
+        return (
+            "the completions of each prompt all got the same reward. Raise "
+            "--num_samples_per_prompt_rollout, or use prompts that this model answers right now "
+            "and then"
         )
 
 
@@ -84,34 +118,6 @@ def refuse_failed_verdicts(groups: Sequence[RolloutGroup]) -> None:
             "run.log. Mend the verifier or environment (or raise its time-out, where it needs "
             "longer) and give the same command again"
         )
-
-
-def _explain_silence(groups: Sequence[RolloutGroup], config: GRPOConfig) -> str:
-    verdicts = all_verdicts(groups)
-    if all(verdict.is_right for verdict in verdicts):
-        return "every answer was right. The prompts are too easy for this model: use harder ones"
-    if all(completion.is_truncated for completion in all_completions(groups)):
-        return (
-            f"every completion was cut off at --response_length {config.data.response_length} "
-            f"tokens. {LONGER}"
-        )
-    format_is_judged = config.reward.apply_r1_style_format_reward
-    if format_is_judged and not any(verdict.scores["format"] for verdict in verdicts):
-        return (
-            "no completion had the form <think>…</think><answer>…</answer>. Ask for it in the "
-            "prompts, or show the model some examples first (open-instruct sft)"
-        )
-    if not any(map(_has_score, verdicts)):
-        return (
-            "every answer was wrong. The prompts are too hard for this model, or its answers are "
-            "not written as the verifier reads them: look at some (open-instruct report), use "
-            "easier prompts, or show the model some examples first (open-instruct sft)"
-        )
-    return (
-        "the completions of each prompt all got the same reward. Raise "
-        "--num_samples_per_prompt_rollout, or use prompts that this model answers right now and "
-        "then"
-    )
 
 
 def _has_score(verdict: Verdict) -> bool:

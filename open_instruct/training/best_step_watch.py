@@ -1,5 +1,4 @@
-"""`--keep_best` while a run goes on: which step is the best, and so has the checkpoint that is kept
-and exported.
+"""`--keep_best` while a run goes on: which step is the best, and is exported in the end.
 
 That follows from the rows that a run writes, and from the checkpoints that it has: it is found
 again when a run resumes, however it ended, and no checkpoint has to hold it.
@@ -18,10 +17,9 @@ from open_instruct.run.run_directory import RunDirectory, is_number, read_rows
 
 
 def find_idle_watch(metric: str, cadence: Cadence, *, flag: str) -> str | None:
-    """A warning where a run is evaluated after its last step alone, which then is the best; None
-    otherwise.
+    """A warning where a run is evaluated after its last step alone; None otherwise.
 
-    `flag` says how often a run is evaluated.
+    :param flag: says how often a run is evaluated.
     """
     interval = cadence.evaluate_every
     if not metric.startswith(HELD_OUT_PREFIX) or interval is None or interval < cadence.num_steps:
@@ -35,8 +33,9 @@ def find_idle_watch(metric: str, cadence: Cadence, *, flag: str) -> str | None:
 def better_step(
     best: BestStep | None, step: int, row: Mapping[str, Any], *, metric: str
 ) -> BestStep | None:
-    """`step`, or the `best` before it where that is as good, or where `row` has no finite value of
-    the metric.
+    """The better of `step` and the `best` before it, by the value of `metric` in the step's `row`.
+
+    It is the former best where both are as good, or where `row` has no finite value.
     """
     value = row.get(metric)
     if value is None or not is_number(value):  # which NaN and infinity are not
@@ -66,10 +65,12 @@ class BestStepWatch:
     @property
     def step(self) -> int | None:
         """The best step; None where none was compared yet."""
-        return None if self.best is None else self.best.step
+        if self.best is None:
+            return None
+        return self.best.step
 
     @property
-    def nothing_found(self) -> str:
+    def no_best_warning(self) -> str:
         """The warning of a run that ends without a best step."""
         return (
             f"--keep_best {self.metric}: no step with a checkpoint has a finite value of it; the "
@@ -77,8 +78,9 @@ class BestStepWatch:
         )
 
     def improves(self, step: int, row: Mapping[str, Any], *, is_saved: bool) -> bool:
-        """Whether `step`, whose metrics are in `row`, is the best so far; it must have a checkpoint
-        then.
+        """Whether `step`, whose metrics are in `row`, is the best so far.
+
+        Then it must have a checkpoint.
 
         Args:
             is_saved: whether it has one anyway. A metric of training is compared only then: most
@@ -97,13 +99,13 @@ class BestStepWatch:
         return best
 
     def _find(self, until: int) -> BestStep | None:
-        """The best of the steps up to `until` that have a checkpoint, from the rows of the run's
-        files.
-        """
+        """The best step up to `until` that has a checkpoint, from the rows of the run's files."""
         steps = {step_of(path) for path in find_checkpoints(self.directory.path)}
-        is_held_out = self.metric.startswith(HELD_OUT_PREFIX)
+        path = self.directory.metrics
+        if self.metric.startswith(HELD_OUT_PREFIX):
+            path = self.directory.evaluations
         best: BestStep | None = None
-        for row in read_rows(self.directory.evaluations if is_held_out else self.directory.metrics):
+        for row in read_rows(path):
             if row["step"] <= until and row["step"] in steps:
                 best = better_step(best, int(row["step"]), row, metric=self.metric)
         self.directory.write_best_step(best)

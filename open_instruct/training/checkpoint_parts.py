@@ -26,7 +26,9 @@ class ReferencePart:
 
     def state_to_load(self, saved: Metadata) -> dict[str, Any] | None:
         """None where the run had no moving reference yet: it then moves from the start model on."""
-        return self.reference.state() if saved.state_dict_metadata else None
+        if not saved.state_dict_metadata:
+            return None
+        return self.reference.state()
 
     def load_state(self, state: dict[str, Any]) -> None:
         """The tensors of `state` are the reference's own."""

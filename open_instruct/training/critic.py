@@ -1,5 +1,4 @@
-"""The critic of PPO: a second model beside the policy, which says at each sampled token what reward
-is still to come.
+"""The critic of PPO: a second model, which says at each sampled token what reward is to come.
 
 It is a `Policy` of its own: a start model with the head of a score, an optimizer, and a loss over
 the same packed rows.
@@ -76,30 +75,34 @@ class Critic:
         self.policy = Policy(backend, loss, rate_flag="--critic_learning_rate")
 
     @torch.no_grad()
-    def with_advantages(self, updates: Sequence[StepBatch]) -> tuple[StepBatch, ...]:
-        """The updates of a step with advantages, returns and present values of all labels, 0 where
-        none was sampled.
+    def add_advantages(self, updates: Sequence[StepBatch]) -> tuple[StepBatch, ...]:
+        """The updates of a step with advantages, returns and present values of all labels.
 
-        They come with rewards, as the advantages of their completions. Written conversations stay
-        as they are.
+        They are 0 where no token was sampled. The updates come with rewards, as the advantages of
+        their completions. Written conversations stay as they are.
         """
         policy = self.policy
         policy.backend.set_mode("eval")
-        valued = [[self._value(batch) for batch in rl_microbatches(each)] for each in updates]
+        valued_updates: list[list[ValuedBatch]] = []
+        for update in updates:
+            valued_updates.append([self._value(batch) for batch in rl_microbatches(update)])
         reshard(policy.model)
-        values_R2 = torch.cat([each.advantages_and_values_M2 for each in chain(*valued)])
+        valued_batches = chain.from_iterable(valued_updates)
+        values_R2 = torch.cat([each.advantages_and_values_M2 for each in valued_batches])
         values_A2 = gather_rows(values_R2, group=policy.dp_process_group)
-        explained = explained_variance(values_A2) if len(values_A2) else None
-
-        def fill_update(update: StepBatch, microbatches: Sequence[ValuedBatch]) -> StepBatch:
-            filled = [self._fill(each, values_A2, explained) for each in microbatches]
-            return replace(update, microbatches=(*filled, *sft_microbatches(update)))
-
-        return tuple(map(fill_update, updates, valued))
+        explained: torch.Tensor | None = None
+        if len(values_A2):
+            explained = explained_variance(values_A2)
+        filled_updates: list[StepBatch] = []
+        for update, valued in zip(updates, valued_updates, strict=True):
+            filled = [self._fill(each, values_A2, explained) for each in valued]
+            microbatches = (*filled, *sft_microbatches(update))
+            filled_updates.append(replace(update, microbatches=microbatches))
+        return tuple(filled_updates)
 
     def _value(self, batch: Batch) -> ValuedBatch:
         batch = replace(batch, values=on_device(batch.values, self.policy.device))
-        scores = self.policy.scores(unrouted(batch))
+        scores = self.policy.score(drop_routes(batch))
         values = RLValues.read(batch.values)
         values_M = values.rl.take(scores.logprobs_N)
         sequence_ids_M = values.rl.take(scores.sequence_ids_N)
@@ -130,19 +133,22 @@ class Critic:
         )
         return replace(batch, values=values)
 
-    def export(self, *, run: Run, config: LearnerConfig) -> None:
-        """Write OUT/critic, for --critic_model_name_or_path and as transformers' class with a
-        score. Collective.
+    def export(self, *, run: Run, export_dtype: str) -> None:
+        """Write OUT/critic, as transformers' class with a score. Collective.
+
+        A later run takes it by --critic_model_name_or_path.
         """
-        dtype, folder = self.pretrained.find_dtype(config.run.export_dtype), run.directory.critic
+        dtype = self.pretrained.find_dtype(export_dtype)
+        folder = run.directory.critic
         check_weights(self.policy.model, what="the critic", folder=run.directory.path, dtype=dtype)
         fields = fields_of_class(self.pretrained.hf_config)
         self.pretrained.export(self.policy.model, folder, dtype=dtype, more_config=fields)
         run.console.say(f"the critic is in {folder}", style="green")
 
     def learn(self, updates: Sequence[StepBatch], take: TakeUpdates) -> dict[str, float]:
-        """One optimizer update for each of the `updates`, which have their returns; gives the
-        metrics of the step.
+        """One optimizer update for each of the `updates`; returns the metrics of the step.
+
+        The updates have their returns already.
         """
         row = take(self.policy, [select_critic_part(each) for each in updates])
         spent_s = sum(value for name, value in row.items() if name.startswith("time/"))
@@ -194,13 +200,14 @@ class ValueLoss(BoundLoss):
 def explained_variance(values_A2: torch.Tensor) -> torch.Tensor:
     """1 - var(returns - values) / var(returns), of the step's advantages and values, (A, 2)."""
     advantages_A, values_A = values_A2.unbind(1)
-    of_returns = (advantages_A + values_A).var(correction=0).clamp(LEAST_VARIANCE)
-    return 1 - advantages_A.var(correction=0) / of_returns
+    returns_variance = (advantages_A + values_A).var(correction=0).clamp(LEAST_VARIANCE)
+    return 1 - advantages_A.var(correction=0) / returns_variance
 
 
 def rl_microbatches(update: StepBatch) -> tuple[Batch, ...]:
-    """The microbatches that have completions on some rank: as many on all, so that ranks meet in
-    collectives.
+    """The microbatches that have completions on some rank.
+
+    They are as many on all ranks, so that these meet in collectives.
     """
     return update.microbatches[: update.counts["rl_microbatches"]]
 
@@ -210,7 +217,7 @@ def sft_microbatches(update: StepBatch) -> tuple[Batch, ...]:
     return update.microbatches[update.counts["rl_microbatches"] :]
 
 
-def unrouted(batch: Batch) -> Batch:
+def drop_routes(batch: Batch) -> Batch:
     """The microbatch without the experts that an engine chose, which are the policy's."""
     return replace(batch, packed=replace(batch.packed, routes_TR=None))
 
@@ -218,5 +225,5 @@ def unrouted(batch: Batch) -> Batch:
 def select_critic_part(update: StepBatch) -> StepBatch:
     """The update as the critic learns it: nothing, where no completion is among its rows."""
     counts = {**update.counts, "rows": update.counts["rl_rows"]}
-    microbatches = tuple(map(unrouted, rl_microbatches(update)))
+    microbatches = tuple(map(drop_routes, rl_microbatches(update)))
     return replace(update, microbatches=microbatches, counts=counts)

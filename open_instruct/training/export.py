@@ -1,11 +1,11 @@
-"""A run ends by exporting its model."""
+"""The export of a trained model, with which a run ends."""
 
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
 from open_instruct.checkpoints.resume import check_weights
-from open_instruct.config.training import LearnerConfig
+from open_instruct.config.lora import LoRASection
 from open_instruct.core.records import BestStep
 from open_instruct.models.lora.adapters import find_merged_weights, gather_adapter
 from open_instruct.models.lora.files import write_adapter
@@ -22,13 +22,13 @@ def export_policy(
     pretrained: Pretrained,
     *,
     run: Run,
-    config: LearnerConfig,
+    export_dtype: str,
+    adapters: LoRASection | None,
     trained_by: str,
     best: BestStep | None = None,
     more_config: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write OUT/hf_model in the dtype of `--export_dtype`; see `Pretrained.export`. Every rank
-    enters together.
+    """Write OUT/hf_model in the dtype of `--export_dtype`; see `Pretrained.export`. Collective.
 
     The weights are those of the `best` step, if there is one, and otherwise those of the last.
 
@@ -36,18 +36,20 @@ def export_policy(
     has them alone.
     """
     this_process.begin("exporting the trained model")
-    dtype = pretrained.find_dtype(config.run.export_dtype)
+    dtype = pretrained.find_dtype(export_dtype)
     check_weights(policy.model, what="the trained model", folder=run.directory.path, dtype=dtype)
-    lora = config.adapters
-    what = f" of {best}," if best else ""
-    until = best.step if best else None
-    card = partial(write_card, run.directory, trained_by=trained_by, until=until)
-    if lora is not None and lora.export != "merged":
+    what = ""
+    last_step: int | None = None
+    if best is not None:
+        what = f" of {best},"
+        last_step = best.step
+    card = partial(write_card, run.directory, trained_by=trained_by, until=last_step)
+    if adapters is not None and adapters.export != "merged":
         write_adapter(
             run.directory.adapter,
             gather_adapter(policy.model),
             pretrained.names,
-            lora,
+            adapters,
             base=str(pretrained.folder),
             fingerprint=pretrained.files.fingerprint,
             chat_template=pretrained.chat_template,
@@ -55,7 +57,7 @@ def export_policy(
             card=partial(card, is_adapter=True),
         )
         run.console.say(f"the adapter{what} is in {run.directory.adapter}", style="green")
-    if lora is not None and lora.export == "adapter":
+    if adapters is not None and adapters.export == "adapter":
         return
     num_bytes = pretrained.export(
         policy.model,

@@ -16,7 +16,7 @@ from open_instruct.run.cadence import build_cadence
 from open_instruct.run.opening import Run
 from open_instruct.run.pretrained import Pretrained, fingerprint_start_model
 from open_instruct.training.learner_state import CompanionModels, build_learner_state
-from open_instruct.training.loop import Before
+from open_instruct.training.loop import LearnBefore
 from open_instruct.training.open_companion import open_companion_model
 
 
@@ -46,8 +46,9 @@ def open_companions(
             config=config,
             layout=run.layout,
         )
+    has_penalty = flags.beta > 0
     return CompanionModels(
-        reference=reference if flags.beta > 0 else None,
+        reference=reference if has_penalty else None,
         reference_moves=moves,
         teacher=teacher,
         critic=critic,
@@ -97,14 +98,13 @@ class GRPOLearner:
         minibatches = rollout_minibatches(
             work, pad_to_multiple_of=self.run.layout.model_parallel_degree
         )
-        before: Before | None = None
+        before: LearnBefore | None = None
         if self.critic is not None:
-            minibatches = self.critic.with_advantages(minibatches)
+            minibatches = self.critic.add_advantages(minibatches)
             before = partial(self.critic.learn, minibatches * num_epochs)
-        is_warm = self.loop.step >= self.config.critic.critic_warmup_steps
         updates: tuple[StepBatch, ...] = ()
-        if is_warm:
-            updates = self.policy.with_frozen_logprobs(minibatches, num_epochs=num_epochs)
+        if self.loop.step >= self.config.critic.critic_warmup_steps:
+            updates = self.policy.add_frozen_logprobs(minibatches, num_epochs=num_epochs)
         row = self.loop.take_step(
             updates * num_epochs, num_tokens=work.num_tokens_global, before=before
         )
@@ -144,7 +144,9 @@ class GRPOLearner:
 
     def resume(self, *, warn: Callable[[str], None]) -> dict[str, Any] | None:
         """Load the newest whole checkpoint; returns the driver's state, None without one."""
-        return self.drivers_state if self.loop.resume(warn=warn) else None
+        if not self.loop.resume(warn=warn):
+            return None
+        return self.drivers_state
 
     def state_dict(self) -> dict[str, Any]:
         """The driver's place among its prompts, which the loop keeps in its checkpoints."""

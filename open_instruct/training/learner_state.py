@@ -4,7 +4,7 @@ Offline runs and GRPO are wired here alike. Which models there are follows from 
 (`CompanionModels`); what they compute follows from the objective, which is given as its loss.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -14,6 +14,7 @@ from olmo_core.train.callbacks import Callback
 from torch.distributed.checkpoint.stateful import Stateful
 
 from open_instruct.config.policy_sections import CriticSection
+from open_instruct.config.run_sections import RunSection
 from open_instruct.config.training import LearnerConfig
 from open_instruct.objectives.objective import BoundLoss
 from open_instruct.run.cadence import Cadence
@@ -57,7 +58,10 @@ class LearnerState:
     """
 
     run: Run
-    config: LearnerConfig
+    run_flags: RunSection
+    profile_steps: Sequence[int]
+    """The first and the last step that are profiled; empty: none."""
+
     policy: Policy
     """With its backend and optimizer, its reference, and its teacher."""
 
@@ -73,14 +77,18 @@ class LearnerState:
         self, place: Stateful, *, callbacks: Mapping[str, Callback] | None = None
     ) -> Loop:
         """The loop that takes the steps, of which `place` knows the next. Collective."""
+        critic: Policy | None = None
+        if self.critic is not None:
+            critic = self.critic.policy
         return Loop(
             self.policy,
             place,
             run=self.run,
-            config=self.config,
+            flags=self.run_flags,
+            profile_steps=self.profile_steps,
             start_model=self.start_model,
             cadence=self.cadence,
-            critic=None if self.critic is None else self.critic.policy,
+            critic=critic,
             callbacks=callbacks,
         )
 
@@ -130,7 +138,8 @@ def build_learner_state(
     )
     return LearnerState(
         run=run,
-        config=config,
+        run_flags=config.run,
+        profile_steps=config.logging.profile_steps,
         policy=policy,
         critic=critic,
         rows=rows,

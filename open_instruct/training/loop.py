@@ -23,7 +23,7 @@ from open_instruct.checkpoints.resume import (
     resume,
     save_checkpoint,
 )
-from open_instruct.config.training import LearnerConfig
+from open_instruct.config.run_sections import RunSection
 from open_instruct.core.errors import RunError
 from open_instruct.core.metrics import metric_entry
 from open_instruct.core.records import StepBatch
@@ -34,8 +34,8 @@ from open_instruct.run.alarms import WINDOW, find_slowest, find_slowest_loader
 from open_instruct.run.cadence import Cadence, record_signals
 from open_instruct.run.opening import Run
 from open_instruct.training.best_step_watch import BestStepWatch
-from open_instruct.training.measure.profile import profiling
-from open_instruct.training.measure.speed import StepClock, flops_of_step, peak_flops_per_second
+from open_instruct.training.measure.profile import build_profilers
+from open_instruct.training.measure.speed import StepClock, count_step_flops, find_peak_flops
 from open_instruct.training.policy import Policy
 from open_instruct.training.rows.sample_loader import SampleLoader
 from open_instruct.training.scoring import Heldout
@@ -44,7 +44,7 @@ from open_instruct.training.trainer import build_checkpointer, build_trainer, li
 # Takes optimizer updates of a policy, and gives their metrics.
 TakeUpdates = Callable[[Policy, Sequence[StepBatch]], dict[str, float]]
 # What else learns in a step; it gives its metrics.
-Before = Callable[[TakeUpdates], Mapping[str, float]]
+LearnBefore = Callable[[TakeUpdates], Mapping[str, float]]
 OnStep = Callable[[int, Mapping[str, float]], None]
 
 
@@ -55,7 +55,8 @@ class Loop:
         learner: the policy that learns.
         place: the run's place in its data, saved and loaded with every checkpoint.
         run: the run that this process has joined.
-        config: the flags of the run.
+        flags: of the run: its checkpoints and how they are written.
+        profile_steps: the first and the last step that are profiled; empty: none.
         start_model: fingerprint of the start model, see `fingerprint_start_model`.
         cadence: of the whole run; the schedule stretches over its steps.
         critic: what else learns in a step, and is saved with every checkpoint.
@@ -68,44 +69,43 @@ class Loop:
         place: Stateful,
         *,
         run: Run,
-        config: LearnerConfig,
+        flags: RunSection,
+        profile_steps: Sequence[int] = (),
         start_model: str,
         cadence: Cadence,
         critic: Policy | None = None,
         callbacks: Mapping[str, Callback] | None = None,
     ) -> None:
-        flags = config.run
         self.learner = learner
         self.folder = run.directory.path
         self.cadence = cadence
         self.keep_last_n = flags.keep_last_n_checkpoints
         self.best_step: int | None = None
-        is_default = learner.device.type != "cpu"
-        self.saves_in_background = {"on": True, "off": False}.get(
-            flags.async_checkpoints, is_default
+        self.saves_in_background = flags.async_checkpoints == "on"
+        if flags.async_checkpoints == "auto":
+            self.saves_in_background = learner.device.type != "cpu"
+        chosen_callbacks = build_profilers(
+            profile_steps, num_steps=cadence.num_steps, run_folder=self.folder
         )
-        asked_for = profiling(
-            config.logging.profile_steps, num_steps=cadence.num_steps, run_folder=self.folder
-        )
-        asked_for |= callbacks or {}
+        chosen_callbacks |= callbacks or {}
         self.trainer = build_trainer(
             learner,
             place,
             folder=self.folder,
             num_steps=cadence.num_steps,
-            callbacks=asked_for,
+            callbacks=chosen_callbacks,
             critic=critic,
         )
         self.checkpointer = build_checkpointer(self.folder, start_model, learner, critic)
         self.trainer.checkpointer = self.checkpointer
-        self._callbacks = list_called(self.trainer, asked_for)
+        self._callbacks = list_called(self.trainer, chosen_callbacks)
         # Passing metrics on costs two all-reduces in every step, so it is done only where a
         # callback listens.
-        self._is_heard = bool(asked_for)
+        self._has_listeners = bool(chosen_callbacks)
         self._has_begun = False
         self._clock = StepClock(torch.device("cpu"))  # a save takes the host's time
         self._removal = in_background(lambda: None)
-        self._peak_flops = peak_flops_per_second(learner.device)
+        self._peak_flops = find_peak_flops(learner.device)
 
     @property
     def step(self) -> int:
@@ -113,7 +113,7 @@ class Loop:
         return self.trainer.global_step
 
     def take_step(
-        self, updates: Sequence[StepBatch], *, num_tokens: int, before: Before | None = None
+        self, updates: Sequence[StepBatch], *, num_tokens: int, before: LearnBefore | None = None
     ) -> dict[str, float]:
         """One optimizer update for each of `updates`, and at last the learner's `end_step`.
 
@@ -128,7 +128,9 @@ class Loop:
         self.trainer.global_train_tokens_seen += num_tokens
         this_process.begin(f"training step {self.step}")
         self._call("pre_step", {"updates": updates})
-        row_before = {} if before is None else before(self.take_updates)
+        row_before: Mapping[str, float] = {}
+        if before is not None:
+            row_before = before(self.take_updates)
         row = self.take_updates(self.learner, updates)
         self.learner.end_step()
         this_process.begin(f"finishing step {self.step}")
@@ -141,7 +143,7 @@ class Loop:
             token_s = [seconds for seconds, _ in paces]
             row |= find_slowest("learner", token_s, [host for _, host in paces])
         self._call("post_step")
-        if self._is_heard:
+        if self._has_listeners:
             for name, value in row.items():
                 self.trainer.record_metric(name, value)
             self.trainer._log_metrics()  # to the callbacks, as OLMo-core's `fit` does after a step
@@ -195,12 +197,8 @@ class Loop:
                 is_saved = is_last or self.cadence.saves_after(self.step)
                 # After a signal nothing is scored, as its sender waits. A run that resumes there
                 # scores first of all.
-                is_scored = (
-                    heldout is not None
-                    and signal is None
-                    and self.cadence.evaluates_after(self.step)
-                )
-                if is_saved or is_scored:
+                is_scored = signal is None and self.cadence.evaluates_after(self.step)
+                if is_saved or (heldout is not None and is_scored):
                     # The optimizer's time counts as this step's, as no later step will wait for it.
                     self.wait_for_device()
                 duration_s = time.perf_counter() - began_s
@@ -214,7 +212,8 @@ class Loop:
                 on_step(self.step, row)
                 is_best = best is not None and best.improves(self.step, row, is_saved=is_saved)
                 if is_saved or is_best:
-                    self.save(waits=is_last, best_step=best.step if best else None)
+                    best_step = None if best is None else best.step
+                    self.save(waits=is_last, best_step=best_step)
                 # Scoring held-out rows and writing a checkpoint do not count as slow training.
                 began_s = time.perf_counter()
         self.close()
@@ -307,7 +306,7 @@ class Loop:
             packed = [microbatch.packed for microbatch in update.microbatches]
             num_documents = max(1, sum(each.num_sequences for each in packed))
             mean_length = max(1, sum(each.num_tokens for each in packed) // num_documents)
-            num_flops = flops_of_step(self.learner.model, update.counts, mean_length=mean_length)
+            num_flops = count_step_flops(self.learner.model, update.counts, mean_length=mean_length)
             speeds["mfu"] = num_flops / (duration_s * dist.get_world_size() * self._peak_flops)
         return speeds
 

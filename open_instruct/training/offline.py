@@ -30,7 +30,9 @@ def train(
     :param callbacks: OLMo-core's, by name.
     """
     if config.data.has_held_out_rows and not objective.scores_heldout_rows:
-        flag = "--eval_mixer_list" if config.data.eval_mixer_list else "--eval_split"
+        flag = "--eval_split"
+        if config.data.eval_mixer_list:
+            flag = "--eval_mixer_list"
         raise InputError(
             f"{flag}: {objective.name} has no `evaluate`; write one, or leave the flag out",
             kind="own_code",
@@ -83,9 +85,10 @@ def fit_and_export(
         state.policy,
         pretrained,
         run=run,
-        config=config,
+        export_dtype=config.run.export_dtype,
+        adapters=config.adapters,
         trained_by=objective.name,
-        best=best.best if best else None,
+        best=None if best is None else best.best,
         more_config=more_config,
     )
     return 0
@@ -156,9 +159,11 @@ def load_best(
     """Load the best step; returns what its held-out scores add to its config.json. Collective."""
     best = watch.best
     if best is None:
-        run.console.warn(watch.nothing_found)
+        run.console.warn(watch.no_best_warning)
         return {}
     if best.step == loop.step:
         return {}
     loop.load_step(best.step)
-    return heldout.score_again(best.step).exported if heldout else {}
+    if heldout is None:
+        return {}
+    return heldout.score_again(best.step).exported

@@ -4,6 +4,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from open_instruct.config.run_sections import RunSection
+from open_instruct.config.sections import OptimSection
 from open_instruct.config.training import TrainingConfig
 from open_instruct.core.text import counted
 from open_instruct.data.files.array_file import find_cache_folder
@@ -24,7 +26,7 @@ from open_instruct.training.scoring import (
     Heldout,
     Scorer,
     open_reference_cache,
-    reference_logprobs,
+    score_reference,
 )
 from open_instruct.training.teacher import TeacherComparison
 
@@ -58,7 +60,12 @@ def build_offline_learner(
         run=run,
         config=config,
         loss=loss,
-        cadence=plan_cadence(config, rows.num_steps_per_epoch),
+        cadence=plan_cadence(
+            config.optim,
+            config.run,
+            eval_steps=config.data.eval_steps,
+            num_steps_per_epoch=rows.num_steps_per_epoch,
+        ),
         start_model=start_model,
         companions=companions,
         rows=rows,
@@ -110,15 +117,16 @@ def bind_loss(objective: Objective, config: TrainingConfig, pretrained: Pretrain
     return replace(loss, checks_first_loss=False)
 
 
-def plan_cadence(config: TrainingConfig, num_steps_per_epoch: int) -> Cadence:
+def plan_cadence(
+    optim: OptimSection, run: RunSection, *, eval_steps: int | None, num_steps_per_epoch: int
+) -> Cadence:
     """When a run saves and evaluates; rows come again where it has more steps than epochs do."""
-    num_steps = config.optim.num_epochs * num_steps_per_epoch
     return Cadence(
-        num_steps=config.optim.max_train_steps or num_steps,
-        save_every=config.run.checkpointing_steps or num_steps_per_epoch,
-        save_ephemeral_every=config.run.ephemeral_save_interval,
-        evaluate_every=config.data.eval_steps or None,
-        saves_best=config.run.keep_best is not None,
+        num_steps=optim.max_train_steps or optim.num_epochs * num_steps_per_epoch,
+        save_every=run.checkpointing_steps or num_steps_per_epoch,
+        save_ephemeral_every=run.ephemeral_save_interval,
+        evaluate_every=eval_steps or None,
+        saves_best=run.keep_best is not None,
     )
 
 
@@ -131,8 +139,8 @@ def warn_of_rows(
 ) -> None:
     num_ranks = run.layout.data_parallel_world_size
     num_rows_per_step = rows.shape.max_samples_per_rank * num_ranks
-    of_rows = objective.check_rows(rows.dataset, num_rows_per_step, config)
-    for warning in (*pretrained.warnings, *of_rows):
+    row_warnings = objective.check_rows(rows.dataset, num_rows_per_step, config)
+    for warning in (*pretrained.warnings, *row_warnings):
         run.console.warn(warning)
     if config.adapters is not None:
         untrained = find_untrained_rows(pretrained, find_learned_token_ids(rows.dataset))
@@ -175,10 +183,10 @@ def score_frozen(
     with disable_adapters(policy.model):
         if not reference_moves:
             title = "reference log-probs"
-            training_ND = reference_logprobs(scorer, rows.dataset, cache=cache, title=title)
+            training_ND = score_reference(scorer, rows.dataset, cache=cache, title=title)
         if rows.heldout is not None:
             title = "held-out reference log-probs"
-            heldout_ND = reference_logprobs(scorer, rows.heldout, cache=cache, title=title)
+            heldout_ND = score_reference(scorer, rows.heldout, cache=cache, title=title)
     if objective.only_scores(config):
         num_rows = counted(len(cache), "row")
         scorer.run.console.say(f"reference log-probs of {num_rows}: {cache.path}")

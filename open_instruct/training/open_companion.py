@@ -27,39 +27,44 @@ def open_companion_model(
 
     :raises InputError: it cannot be opened, or its vocabulary is not the student's.
     """
-    model, directory = config.model, RunDirectory(path=Path(config.run.output_dir))
+    model = config.model
+    directory = RunDirectory(path=Path(config.run.output_dir))
     if name is not None:
         model = replace(model, model_name_or_path=name, tokenizer_name_or_path=None)
     config = replace(config, model=model, lora=LoRASection())
     if kind == "critic":
-        beside = open_pretrained(config, directory.critic, layout=layout, head="score")
+        companion = open_pretrained(config, directory.critic, layout=layout, head="score")
     else:
         # A teacher may be dense: its experts are split where they divide, see
         # `SegmentTransformer.apply_fsdp`.
         layout = replace(layout, expert_parallel_degree=1)
-        beside = open_pretrained(config, directory.hf_model, layout=layout, is_trained=False)
-    require_same_vocabulary(kind, beside, student)
-    return beside
+        companion = open_pretrained(config, directory.hf_model, layout=layout, is_trained=False)
+    require_same_vocabulary(kind, companion, student)
+    return companion
 
 
-def require_same_vocabulary(kind: str, beside: Pretrained, student: Pretrained) -> None:
+def require_same_vocabulary(kind: str, companion: Pretrained, student: Pretrained) -> None:
     """:raises InputError: the tokenizers differ; it names the first token that does."""
     ours = student.tokenizer.get_vocab()
-    theirs = beside.tokenizer.get_vocab()
+    theirs = companion.tokenizer.get_vocab()
     if ours == theirs:
         return
     differing = dict(ours.items() ^ theirs.items())
     first = min(differing, key=lambda word: min(ours.get(word, 1e9), theirs.get(word, 1e9)))
     there = describe_token(first, theirs)
     here = describe_token(first, ours)
+    num_rows_there = companion.hf_config.vocab_size
+    num_rows_here = student.hf_config.vocab_size
     raise InputError(
-        f"--{kind}_model_name_or_path {beside.folder}: its tokenizer has {len(theirs):,} tokens "
-        f"(its head {beside.hf_config.vocab_size:,} rows), the student's {len(ours):,} (its head "
-        f"{student.hf_config.vocab_size:,}), and they are not the same: {first!r} is {there} "
-        f"there and {here} here. Take a {kind} with the student's vocabulary",
+        f"--{kind}_model_name_or_path {companion.folder}: its tokenizer has {len(theirs):,} tokens "
+        f"(its head {num_rows_there:,} rows), the student's {len(ours):,} (its head "
+        f"{num_rows_here:,}), and they are not the same: {first!r} is {there} there and {here} "
+        f"here. Take a {kind} with the student's vocabulary",
         kind="conflict",
     )
 
 
 def describe_token(word: str, vocabulary: Mapping[str, int]) -> str:
-    return f"id {vocabulary[word]}" if word in vocabulary else "no token"
+    if word not in vocabulary:
+        return "no token"
+    return f"id {vocabulary[word]}"

@@ -1,5 +1,4 @@
-"""One rank's part of a policy: forward passes, losses, checks and metrics, for every objective and
-every backend.
+"""One rank's part of a policy: its forward passes, losses, checks and metrics.
 
 A policy is given an objective's loss and owns a `Backend`: it knows no algorithm and no sharding
 library.
@@ -11,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -25,13 +25,14 @@ from open_instruct.core.batch_values import LogprobsField
 from open_instruct.core.errors import RunError
 from open_instruct.core.records import Batch, Metric, PackedBatch, StepBatch
 from open_instruct.models.compiled import FALLBACKS
+from open_instruct.models.heads.logprob_head import Measure
 from open_instruct.models.lora.adapters import disable_adapters
 from open_instruct.models.shards import reshard
 from open_instruct.objectives.objective import BoundLoss, LossOutputs, TokenLogprobs
 from open_instruct.parallel.process import gather_objects
 from open_instruct.parallel.reduce import combine_microbatches, gather_rows, reduce_metrics
 from open_instruct.training.backend import GRAD_NORM, Backend, Metrics
-from open_instruct.training.measure.speed import ComputeTimer, StepClock, memory_so_far
+from open_instruct.training.measure.speed import ComputeTimer, StepClock, measure_peak_memory
 from open_instruct.training.model.forward import token_logprobs
 from open_instruct.training.model.routing import (
     StepRouting,
@@ -54,7 +55,7 @@ MAX_NAMED = 16
 class Policy:
     """One rank of a policy. Every method is collective: all ranks call it together.
 
-    A step of several updates is: `with_frozen_logprobs` for all of them, then for each of them
+    A step of several updates is: `add_frozen_logprobs` for all of them, then for each of them
     `zero_grads` of the backend, `forward_backward`, `update`; at last `end_step`.
 
     Losses are sums over the microbatch divided by a global count, so their total over microbatches
@@ -103,7 +104,7 @@ class Policy:
         self._grad_norm = 0.0
         self._num_left_out = 0
         self._clock = StepClock(self.device)
-        self._pace: ComputeTimer | None = None
+        self._compute_timer: ComputeTimer | None = None
 
     @property
     def trainer(self) -> Trainer:
@@ -112,16 +113,14 @@ class Policy:
 
     def microbatch_loss(self, batch: Batch, counts: Mapping[str, int]) -> LossOutputs:
         """The microbatch's share of the loss of the global batch, with gradient."""
-        scores = self.scores(batch, with_collisions=self.loss.with_collisions)
-        return self.loss.compute(
-            scores, replace(batch, values=on_device(batch.values, self.device)), counts
-        )
+        scores = self.score(batch, with_collisions=self.loss.with_collisions)
+        values = on_device(batch.values, self.device)
+        return self.loss.compute(scores, replace(batch, values=values), counts)
 
-    def with_frozen_logprobs(
+    def add_frozen_logprobs(
         self, updates: Sequence[StepBatch], *, num_epochs: int
     ) -> tuple[StepBatch, ...]:
-        """The updates of a step with the log-probs that are fixed during it; call it before the
-        first of them.
+        """The updates of a step with the log-probs that are fixed during it; call it before them.
 
         They are the log-probs of the reference policy, if there is one, and of the policy before
         the step. A step of a single update needs no pass for the latter: its own forward pass gives
@@ -147,41 +146,43 @@ class Policy:
             return tuple(updates)
         self.backend.set_mode("eval")
 
-        def with_logprobs(batch: Batch) -> Batch:
+        def add_to_batch(batch: Batch) -> Batch:
             values = batch.values
             for field, model in models.items():
                 packed = batch.packed
-                as_it_was: AbstractContextManager[None] = nullcontext()
+                context: AbstractContextManager[None] = nullcontext()
                 if field != "old_logprobs_N":
                     # A reference or a teacher may be the policy itself without its adapters. It is
                     # what it is with experts of its own choice, whichever the policy's engine
                     # chose.
                     packed = replace(packed, routes_TR=None)
-                    as_it_was = disable_adapters(model)
-                with as_it_was:
+                    context = disable_adapters(model)
+                with context:
                     scored = token_logprobs(
                         model, packed, device=self.device, temperature=self.loss.temperature
                     )
                 values = values.with_logprobs(field, scored.logprobs_N)
             return replace(batch, values=values)
 
-        filled = [
-            replace(each, microbatches=tuple(map(with_logprobs, each.microbatches)))
-            for each in updates
-        ]
+        filled: list[StepBatch] = []
+        for update in updates:
+            microbatches = tuple(map(add_to_batch, update.microbatches))
+            filled.append(replace(update, microbatches=microbatches))
         # A forward pass without a backward leaves FSDP's root parameters gathered.
         reshard(self.model)
         for model in models.values():
             reshard(model)
         return tuple(filled)
 
-    def scores(self, batch: Batch, *, with_collisions: bool = False) -> TokenLogprobs:
-        """Log-probs of the labelled tokens under the policy, and what else the loss asks for
-        (collisions: if told to).
+    def score(self, batch: Batch, *, with_collisions: bool = False) -> TokenLogprobs:
+        """Log-probs of the labelled tokens under the policy, and what else the loss asks for.
 
         Without gradient, call `reshard` after the last of several calls.
         """
-        model, comparison = self.computing_model, self.comparison
+        model = self.computing_model
+        measure: Measure | None = None
+        if self.comparison is not None:
+            measure = self.comparison.measure(model, batch, device=self.device)
         return token_logprobs(
             model,
             batch.packed,
@@ -189,32 +190,27 @@ class Policy:
             temperature=self.loss.find_temperatures(batch),
             with_entropy=self.loss.with_entropy,
             with_collisions=with_collisions,
-            measure=None
-            if comparison is None
-            else comparison.measure(model, batch, device=self.device),
+            measure=measure,
             word_ids=self.loss.word_ids,
         )
 
     @torch.no_grad()
     def prepare_step(self, step: StepBatch) -> StepBatch:
-        """The step with the reference's log-probs, and prepared by the loss
-        (`BoundLoss.prepare`).
-        """
+        """The step with the reference's log-probs, after `BoundLoss.prepare`."""
         if self.reference is not None and step.microbatches[0].values.reference_logprobs_N is None:
-            (step,) = self.with_frozen_logprobs([step], num_epochs=1)
+            (step,) = self.add_frozen_logprobs([step], num_epochs=1)
         scores: list[TokenLogprobs] = []
         if self.loss.scores_before_step:
             self.backend.set_mode("eval")
             microbatches = self.loss.select_scored(step).microbatches
-            scores = [self.scores(batch) for batch in microbatches]
+            scores = [self.score(batch) for batch in microbatches]
             reshard(self.model)
         return self.loss.prepare(step, scores, partial(gather_rows, group=self.dp_process_group))
 
     def forward_backward(self, step: StepBatch) -> Metrics:
-        """Gradients of this rank's microbatches, reduced over ranks and clipped; then one
-        all-reduce for all metrics.
+        """Compute the gradient of this rank's microbatches, reduced over ranks and clipped.
 
-        Returns `loss` and the other metrics of the update.
+        One all-reduce follows for all metrics. Returns `loss` and the other metrics of the update.
 
         :raises RunError: the loss or the gradient is not finite, or the first loss is not the
             expected one.
@@ -225,34 +221,36 @@ class Policy:
         self.backend.set_mode("train")
         measured: list[Mapping[str, Metric]] = []
         losses: list[float | torch.Tensor] = []
-        num_ranks = dist.get_world_size(self.dp_process_group) if dist.is_initialized() else 1
+        num_ranks = 1
+        if dist.is_initialized():
+            num_ranks = dist.get_world_size(self.dp_process_group)
+        share = 1 / (len(step.microbatches) * num_ranks)
         for index, microbatch in enumerate(step.microbatches):
             with self.backend.microbatch(index, len(step.microbatches)):
                 with self._clock.timing("forward"), record_routing(self.computing_model) as routers:
                     outputs = self.microbatch_loss(microbatch, step.counts)
-                share = 1 / (len(step.microbatches) * num_ranks)
-                added, of_routers = balance(
+                balance_loss, router_metrics = balance(
                     self.model, routers, microbatch.packed, share=share, step_routing=step_routing
                 )
                 with self._clock.timing("backward"):
-                    self.backend.backward(outputs.loss + added)
+                    self.backend.backward(outputs.loss + balance_loss)
             losses.append(outputs.metrics["loss"].value)
-            measured += [outputs.metrics, of_routers, token_fractions(microbatch.packed)]
+            measured += [outputs.metrics, router_metrics, token_fractions(microbatch.packed)]
         self.model.post_batch()
 
-        maxima = {
-            name: Metric(value=value, reduction="max")
-            for name, value in memory_so_far(self.device).items()
-        }
-        metrics = combine_microbatches(measured) | maxima
+        metrics = combine_microbatches(measured)
+        for name, value in measure_peak_memory(self.device).items():
+            metrics[name] = Metric(value=value, reduction="max")
         # Clipping here and not in `update` reads the norm together with the loss, in one wait for
         # the device.
-        if (norm := self.backend.clip()) is not None:
+        norm = self.backend.clip()
+        if norm is not None:
             metrics[GRAD_NORM] = Metric(value=norm, reduction="max")
         reduced = reduce_metrics(metrics, group=self.dp_process_group, device=self.device)
         if not math.isfinite(reduced["loss"]):
-            raise self._broken(f"the loss is {reduced['loss']}{self._where(step, losses)}")
-        self._check(reduced["loss"], step.counts)
+            rows = self._name_broken_rows(step, losses)
+            raise self._build_step_error(f"the loss is {reduced['loss']}{rows}")
+        self._check_first_loss(reduced["loss"], step.counts)
         for name in self.loss.never_negative:
             if reduced[name] < -NEGATIVE_BY_ROUNDING:
                 raise RunError(
@@ -265,8 +263,9 @@ class Policy:
         return self.loss.derive_metrics(reduced)
 
     def _count_routing(self, step: StepBatch) -> StepRouting | None:
-        """The tokens of each expert in the step, where the balance loss is the step's: a pass more
-        if it is cut.
+        """The tokens of each expert in the step, where the balance loss is the step's.
+
+        If the step is cut into microbatches, that takes a pass more.
         """
         if self._balance_scope != "step":
             return None
@@ -285,8 +284,7 @@ class Policy:
         return routing
 
     def update(self) -> Metrics:
-        """Take the optimizer's step. Returns `grad_norm`, `lr`, and `step_skipped` where that can
-        be.
+        """Take the optimizer's step; returns `grad_norm`, `lr`, and maybe `step_skipped`.
 
         No step is taken from a gradient that is not finite, nor from an update without rows to
         learn from, since momentum alone would move the weights.
@@ -309,39 +307,35 @@ class Policy:
         return {**metrics, **taken, **self._clock.read()}
 
     def seconds_per_token(self) -> float | None:
-        """Seconds of this rank's own computation per token since the last call; the first call
-        begins to measure.
+        """Seconds of this rank's own computation for a token since the last call.
+
+        The first call begins to measure.
         """
-        if self._pace is None:
-            self._pace = ComputeTimer(self.computing_model.lm_head, self.device)
-        return self._pace.read()
+        if self._compute_timer is None:
+            self._compute_timer = ComputeTimer(self.computing_model.lm_head, self.device)
+        return self._compute_timer.read()
 
     def end_step(self) -> None:
         """Call it once after the last update of a step."""
         if self.reference is not None:
             self.reference.follow(self.model, step=self.trainer.global_step)
 
-    def _where(self, step: StepBatch, losses: Sequence[float | torch.Tensor]) -> str:
-        """Names, in parentheses, the rows of all ranks' microbatches whose losses are not
-        finite.
-        """
-        broken = [
-            each
-            for each, loss in zip(step.microbatches, losses, strict=True)
-            if not math.isfinite(float(loss))
-        ]
-        own = [row for batch in broken for row in batch.row_ids]
-        rows = sorted({row for ids in gather_objects(own, self.dp_process_group) for row in ids})
-        more = f" and {len(rows) - MAX_NAMED} more" if len(rows) > MAX_NAMED else ""
-        named = ", ".join(map(str, rows[:MAX_NAMED]))
+    def _name_broken_rows(self, step: StepBatch, losses: Sequence[float | torch.Tensor]) -> str:
+        """The rows, in parentheses, of the microbatches of all ranks whose loss is not finite."""
+        rows_here: list[int] = []
+        for batch, loss in zip(step.microbatches, losses, strict=True):
+            if not math.isfinite(float(loss)):
+                rows_here += batch.row_ids
+        rows = sorted(set(chain.from_iterable(gather_objects(rows_here, self.dp_process_group))))
+        if not rows:
+            return ""
         noun = "row" if len(rows) == 1 else "rows"
-        return (
-            f" (in a microbatch with {noun} {named}{more} of the training data, counted from 0)"
-            if rows
-            else ""
-        )
+        names = ", ".join(map(str, rows[:MAX_NAMED]))
+        if len(rows) > MAX_NAMED:
+            names += f" and {len(rows) - MAX_NAMED} more"
+        return f" (in a microbatch with {noun} {names} of the training data, counted from 0)"
 
-    def _check(self, loss: float, counts: Mapping[str, int]) -> None:
+    def _check_first_loss(self, loss: float, counts: Mapping[str, int]) -> None:
         if self.trainer.global_step != 1 or not self.loss.checks_first_loss:
             return
         expected = self.loss.first_loss(counts)
@@ -350,11 +344,13 @@ class Policy:
         # Policy and reference have the same weights before the first update, so the expected loss
         # is the cheapest proof that packing, labels and the frozen scores agree. Those are never in
         # float8, whose rounding adds up.
-        in_16_bits = 0.25 if self.computing_model.fp8_enabled else 5e-2
-        tolerance = (1e-3 if self.backend.compute_dtype == torch.float32 else in_16_bits) * max(
-            1.0, expected
-        )
-        if abs(loss - expected) > tolerance:
+        if self.backend.compute_dtype == torch.float32:
+            tolerance = 1e-3
+        elif self.computing_model.fp8_enabled:
+            tolerance = 0.25
+        else:
+            tolerance = 5e-2
+        if abs(loss - expected) > tolerance * max(1.0, expected):
             raise RunError(
                 f"the first loss is {loss:.6f}, but a policy equal to its reference has "
                 f"{expected:.6f}: {self.loss.remedy}"
@@ -366,12 +362,12 @@ class Policy:
             return
         self._num_left_out += 1
         if not self.backend.leaves_out_outliers or self._num_left_out > MAX_LEFT_OUT:
-            raise self._broken(f"the norm of the gradient is {norm}")
+            raise self._build_step_error(f"the norm of the gradient is {norm}")
         log.warning(
             "step %d is left out: the norm of its gradient is %s", self.trainer.global_step, norm
         )
 
-    def _broken(self, what: str) -> RunError:
+    def _build_step_error(self, what: str) -> RunError:
         return RunError(
             f"{what} at step {self.trainer.global_step}, which was not taken: start again with a "
             f"lower {self.rate_flag} in another --output_dir, or look at the data of this step. "
@@ -380,17 +376,12 @@ class Policy:
 
 
 def token_fractions(packed: PackedBatch) -> dict[str, Metric]:
-    """Shares of padding in a microbatch's token slots, and of its documents' tokens that sharing
-    saves.
-    """
+    """Shares of a microbatch: padding of its slots, and tokens that sharing saves its documents."""
     num_slots = packed.input_ids_BT.numel()
     num_document_tokens = packed.num_tokens + packed.num_shared_tokens
+    padding = 1.0 - packed.num_tokens / num_slots
+    shared = packed.num_shared_tokens / max(num_document_tokens, 1)
     return {
-        "padding_fraction": Metric(
-            value=1.0 - packed.num_tokens / num_slots, weight=float(num_slots)
-        ),
-        "shared_fraction": Metric(
-            value=packed.num_shared_tokens / max(num_document_tokens, 1),
-            weight=float(num_document_tokens),
-        ),
+        "padding_fraction": Metric(value=padding, weight=float(num_slots)),
+        "shared_fraction": Metric(value=shared, weight=float(num_document_tokens)),
     }

@@ -33,14 +33,16 @@ class RowCache:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._values: list[np.ndarray] = []  # those of the file, and of each row behind them
-        # Start and stop among the values, in the order of the file.
-        self._place_of: dict[str, tuple[int, int]] = {}
+        # Those of the file, then of each row that was added.
+        self._values: list[np.ndarray] = []
+        # Start and stop among the values, by key and in the order of the file.
+        self._places: dict[str, tuple[int, int]] = {}
 
         try:
             arrays, _ = read_arrays(self.path)
             keys = [key.tobytes().hex() for key in arrays["keys"]]
-            self._place_of = dict(zip(keys, pairwise(arrays["edges"].tolist()), strict=True))
+            edges = arrays["edges"].tolist()
+            self._places = dict(zip(keys, pairwise(edges), strict=True))
             self._values = [arrays["values"]]
         except FileNotFoundError:
             return
@@ -48,62 +50,67 @@ class RowCache:
             log.warning("%s cannot be read (%s): computing it again", self.path, error)
 
     def __len__(self) -> int:
-        return len(self._place_of)
+        return len(self._places)
 
-    def missing(self, dataset: TokenDataset) -> list[int]:
+    def find_missing_rows(self, dataset: TokenDataset) -> list[int]:
         """The first row of `dataset` for every key that the cache lacks."""
-        first_of = {dataset.key(row): row for row in reversed(range(len(dataset)))}
-        return sorted(row for key, row in first_of.items() if key not in self._place_of)
+        first_rows = {dataset.key(row): row for row in reversed(range(len(dataset)))}
+        return sorted(row for key, row in first_rows.items() if key not in self._places)
 
     def add(self, key: str, values: np.ndarray) -> None:
         """Add a row, unless the cache has it; `write` puts it on disk."""
-        if key not in self._place_of:
-            start = next(reversed(self._place_of.values()), (0, 0))[1]
-            self._place_of[key] = (start, start + values.size)
+        if key not in self._places:
+            start = next(reversed(self._places.values()), (0, 0))[1]
+            self._places[key] = (start, start + values.size)
             self._values.append(values.reshape(-1))
 
     def write(self) -> None:
         """Put the whole file in place."""
-        keys = np.frombuffer(bytes.fromhex("".join(self._place_of)), dtype=np.uint8).reshape(
-            -1, KEY_NUM_BYTES
-        )
-        edges = np.array([0, *(stop for _, stop in self._place_of.values())], dtype=np.int64)
-        write_arrays(self.path, {"keys": keys, "edges": edges, "values": self._all()}, {})
+        key_bytes = bytes.fromhex("".join(self._places))
+        keys = np.frombuffer(key_bytes, dtype=np.uint8).reshape(-1, KEY_NUM_BYTES)
+        stops = [stop for _, stop in self._places.values()]
+        edges = np.array([0, *stops], dtype=np.int64)
+        arrays: dict[str, np.ndarray] = {
+            "keys": keys,
+            "edges": edges,
+            "values": self._join_values(),
+        }
+        write_arrays(self.path, arrays, {})
 
-    def numbers(self, dataset: TokenDataset) -> np.ndarray:
-        """The numbers of all rows of `dataset`, float32 (N, D); the cache must have D numbers for
-        each row.
-        """
-        places_N2, values = self._places(dataset), self._all()
+    def read_numbers(self, dataset: TokenDataset) -> np.ndarray:
+        """The numbers of all rows of `dataset`, float32 (N, D); the cache must have D of each."""
+        places_N2 = self._find_places(dataset)
+        values = self._join_values()
         return np.array([values[start:stop] for start, stop in places_N2], dtype=np.float32)
 
-    def beside(self, dataset: TokenDataset) -> TokenDataset:
+    def attach_numbers(self, dataset: TokenDataset) -> TokenDataset:
         """`dataset` with the numbers of its rows as their values; the cache must have all rows."""
-        rows, values = copy(dataset), self._all()
+        values = self._join_values()
+        byte_places_N2 = self._find_places(dataset) * values.itemsize
+        rows = copy(dataset)
         rows.details_C = values.view(np.uint8)
-        rows.bounds_N4 = np.concatenate(
-            [dataset.bounds_N4[:, :2], self._places(dataset) * values.itemsize], axis=1
-        )
+        rows.bounds_N4 = np.concatenate([dataset.bounds_N4[:, :2], byte_places_N2], axis=1)
         return rows
 
-    def _places(self, dataset: TokenDataset) -> np.ndarray:
-        return np.array(
-            [self._place_of[dataset.key(row)] for row in range(len(dataset))], dtype=np.int64
-        )
+    def _find_places(self, dataset: TokenDataset) -> np.ndarray:
+        places = [self._places[dataset.key(row)] for row in range(len(dataset))]
+        return np.array(places, dtype=np.int64)
 
-    def _all(self) -> np.ndarray:
+    def _join_values(self) -> np.ndarray:
         if len(self._values) > 1:
             self._values = [np.concatenate(self._values)]
         return self._values[0]
 
 
 def open_row_cache(folder: Path, model: Pretrained, *words: str) -> RowCache:
-    """Open the cache of a frozen model's numbers; `words` name everything else that the numbers
-    depend on.
+    """Open the cache of a frozen model's numbers.
 
     Collective: all ranks see the same rows before any of them writes.
+
+    :param words: name everything else that the numbers depend on.
     """
     fingerprint = fingerprint_model(model.hf_config.to_dict(), model.files.fingerprint)
-    cache = RowCache(folder / f"{'-'.join([fingerprint[:32], *words])}.safetensors")
+    name = "-".join([fingerprint[:32], *words])
+    cache = RowCache(folder / f"{name}.safetensors")
     dist.barrier()
     return cache

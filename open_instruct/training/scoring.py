@@ -53,11 +53,14 @@ class Scorer:
 
         For a loss that sums several values, the sums of each value stand side by side.
         """
-        model, group = self.policy.computing_model, self.policy.dp_process_group
-        num_documents, device = dataset.documents_per_row, self.policy.device
+        policy = self.policy
+        model = policy.computing_model
+        group = policy.dp_process_group
+        device = policy.device
+        num_documents = dataset.documents_per_row
         columns: list[torch.Tensor] = []
-        position_of = {row: position for position, row in enumerate(rows)}
-        self.policy.backend.set_mode("eval")
+        positions = {row: position for position, row in enumerate(rows)}
+        policy.backend.set_mode("eval")
         batches = scoring_batches(
             dataset,
             rows,
@@ -65,25 +68,25 @@ class Scorer:
             dp_process_group=group,
             run=self.run,
             title=title,
-            values_class=self.policy.loss.values_class,
+            values_class=policy.loss.values_class,
         )
         for batch in batches:
             with float8_off(model):
-                scores = self.policy.scores(batch)
+                scores = policy.score(batch)
             values = on_device(batch.values, device)
-            summed = self.policy.loss.sum_columns(scores, replace(batch, values=values))
-            columns = columns or [
-                torch.zeros(len(rows), num_documents, device=device) for _ in summed
-            ]
-            positions = torch.tensor([position_of[row] for row in batch.row_ids], dtype=torch.long)
+            summed = policy.loss.sum_columns(scores, replace(batch, values=values))
+            if not columns:
+                columns = [torch.zeros(len(rows), num_documents, device=device) for _ in summed]
+            batch_positions = torch.tensor([positions[row] for row in batch.row_ids])
+            where = on_device(batch_positions, device)
             for column_ND, values_N in zip(columns, summed, strict=True):
                 sums_S, _ = sum_by_reply(
                     values_N,
                     scores.sequence_ids_N,
                     batch.packed.num_sequences,
-                    self.policy.loss.ld_alpha,
+                    policy.loss.ld_alpha,
                 )
-                column_ND[on_device(positions, device)] = sums_S.view(num_documents, -1).T.float()
+                column_ND[where] = sums_S.view(num_documents, -1).T.float()
         values_ND = torch.cat(columns, dim=1)
         if dist.get_world_size(group) > 1:
             # Each row was computed on one rank and is zero on the others.
@@ -93,7 +96,7 @@ class Scorer:
         return values_ND.cpu().numpy()
 
 
-def reference_logprobs(
+def score_reference(
     scorer: Scorer, dataset: TokenDataset, *, cache: RowCache, title: str
 ) -> np.ndarray:
     """Reference log-probs of all rows, float32 (N, D): those that the cache lacks are computed.
@@ -101,23 +104,27 @@ def reference_logprobs(
     The model must still hold the weights it started from. Every rank enters together and all return
     the same arrays; rank 0 writes the file.
     """
-    missing = cache.missing(dataset)
+    missing = cache.find_missing_rows(dataset)
     scorer.run.console.say(
         f"{title}: {counted(len(cache), 'row')} cached, {len(missing):,} to compute"
     )
     if missing:
-        for row, values_D in zip(missing, scorer.score(dataset, missing, title=title), strict=True):
+        values_ND = scorer.score(dataset, missing, title=title)
+        for row, values_D in zip(missing, values_ND, strict=True):
             cache.add(dataset.key(row), values_D)
         run_on_main_process(cache.write)
-    return cache.numbers(dataset)
+    return cache.read_numbers(dataset)
 
 
 def open_reference_cache(
     folder: Path, pretrained: Pretrained, *, precision: str, shape: BatchShape
 ) -> RowCache:
     """The cache of these weights in this precision and layout, read by every rank."""
-    laid_out = f"packed-sharing-{shape.prefix_sharing}" if shape.packing else "padded"
-    return open_row_cache(folder, pretrained, precision, laid_out, str(shape.documents_per_sample))
+    row_layout = "padded"
+    if shape.packing:
+        row_layout = f"packed-sharing-{shape.prefix_sharing}"
+    num_documents = str(shape.documents_per_sample)
+    return open_row_cache(folder, pretrained, precision, row_layout, num_documents)
 
 
 @dataclass
@@ -146,15 +153,16 @@ class Heldout:
         return evaluation
 
     def score_again(self, step: int) -> Evaluation:
-        """The evaluation of an earlier `step`, whose weights the model has again; `eval.jsonl` has
-        it already.
+        """The evaluation of an earlier `step`, whose weights the model has again.
 
-        Rows are not scored for an objective whose evaluations add nothing to the exported
-        config.json: the last evaluation is returned then.
+        It stands in `eval.jsonl` already. Rows are not scored for an objective whose evaluations
+        add nothing to the exported config.json: the last evaluation is returned then.
         """
         assert self._last is not None, "the last step was evaluated"
         _, last = self._last
-        return self._score(step) if last.exported else last
+        if not last.exported:
+            return last
+        return self._score(step)
 
     def _score(self, step: int) -> Evaluation:
         logps_ND = self.reference_ND
@@ -168,9 +176,7 @@ class Heldout:
         )
 
     def metrics(self, step: int) -> dict[str, float]:
-        """The entries of an evaluation in a row of metrics.jsonl: its numbers, and the seconds that
-        it took.
-        """
+        """The entries of an evaluation in a row of metrics.jsonl: its numbers, and its seconds."""
         began_s = time.perf_counter()
         row = self.evaluate(step).row
         numbers = {name: value for name, value in row.items() if isinstance(value, int | float)}

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Self
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from olmo_core.nn.transformer import Transformer
@@ -109,17 +110,14 @@ class TeacherComparison:
         return logits_NV[:, : self.vocab_size]
 
     def measure(self, policy: Transformer, batch: Batch, *, device: torch.device) -> Measure:
-        """The `Measure` that a forward pass of `policy` over a microbatch computes of its
-        logits.
-        """
+        """The `Measure` of the logits of a forward pass of `policy` over a microbatch."""
         if self.model is None:
             num_labels = len(batch.packed.sequence_ids_N)
             stored = TeacherValues.read(batch.values).stored_numbers
             assert stored is not None, "rows carry what is stored where there is no model"
             kept_NC = stored.view(num_labels, -1 if num_labels else 1)
-            return Measure(
-                self.compare_kept, (beside_labels(policy, batch.packed, kept_NC, device=device),)
-            )
+            kept_BKC = beside_labels(policy, batch.packed, kept_NC, device=device)
+            return Measure(self.compare_kept, (kept_BKC,))
         with torch.no_grad(), disable_adapters(self.model):
             hidden_BKD = hidden_at_labels(self.model, batch.packed, policy, device)
         # A forward pass without a backward leaves FSDP's root parameters gathered.
@@ -149,22 +147,20 @@ def build_comparison(
     Where only a part of each distribution is kept, the rows carry it, from the cache or from a pass
     of the teacher, which is freed afterwards.
     """
-    build = partial(
-        build_teacher,
-        opened.pretrained,
-        student,
-        backend.computing_model,
-        run=run,
-        config=config,
-    )
+    policy = backend.computing_model
+    build = partial(build_teacher, opened.pretrained, student, policy, run=run, config=config)
     if opened.teacher.keep is None:
         model = build()
         compute_dtype = getattr(torch, config.model.param_dtype)
         head_VD = gather_full(model.lm_head.w_out.weight, compute_dtype).to(model.device)
         return replace(opened, model=model, head_VD=head_VD), rows
-    cache = open_teacher_cache(opened, rows, config)
-    datasets = [each for each in (rows.dataset, rows.heldout) if each is not None]
-    num_missing = len(missing_keys(cache, datasets))
+    cache = open_teacher_cache(
+        opened, rows, cache_dir=config.data.cache_dir, precision=config.reference_precision
+    )
+    datasets = [rows.dataset]
+    if rows.heldout is not None:
+        datasets.append(rows.heldout)
+    num_missing = len(find_missing_keys(cache, datasets))
     run.console.say(
         f"teacher's distributions: {counted(len(cache), 'row')} cached, {num_missing:,} to compute"
     )
@@ -176,28 +172,32 @@ def build_comparison(
                     cache, opened, model, dataset, rows=rows, backend=backend, run=run
                 )
         run_on_main_process(cache.write)
-    heldout = None if rows.heldout is None else cache.beside(rows.heldout)
-    return opened, replace(rows, dataset=cache.beside(rows.dataset), heldout=heldout)
+    heldout = rows.heldout
+    if heldout is not None:
+        heldout = cache.attach_numbers(heldout)
+    dataset = cache.attach_numbers(rows.dataset)
+    return opened, replace(rows, dataset=dataset, heldout=heldout)
 
 
 def open_teacher_cache(
-    opened: TeacherComparison, rows: TrainingRows, config: LearnerConfig
+    opened: TeacherComparison, rows: TrainingRows, *, cache_dir: str | None, precision: str
 ) -> RowCache:
     """The file of the numbers that are kept of the teacher's distributions. Collective."""
     return open_row_cache(
-        find_cache_folder(config.data.cache_dir) / "teacher_distributions",
+        find_cache_folder(cache_dir) / "teacher_distributions",
         opened.pretrained,
-        config.reference_precision,
+        precision,
         "packed" if rows.shape.packing else "padded",
         opened.teacher.kept_as,
         str(opened.vocab_size),
     )
 
 
-def missing_keys(cache: RowCache, datasets: list[TokenDataset]) -> set[str]:
+def find_missing_keys(cache: RowCache, datasets: list[TokenDataset]) -> set[str]:
+    """The keys of the rows that the cache lacks."""
     keys: set[str] = set()
     for dataset in datasets:
-        keys |= {dataset.key(row) for row in cache.missing(dataset)}
+        keys |= {dataset.key(row) for row in cache.find_missing_rows(dataset)}
     return keys
 
 
@@ -218,7 +218,7 @@ def add_distributions(
     measure = Measure(lambda logits_NV: keep(opened.shared_logits(logits_NV)))
     batches = scoring_batches(
         dataset,
-        cache.missing(dataset),
+        cache.find_missing_rows(dataset),
         shape=rows.shape,
         dp_process_group=backend.dp_process_group,
         run=run,
@@ -229,9 +229,10 @@ def add_distributions(
         assert scores.measured_N is not None
         kept_NC = scores.measured_N.float().cpu()
         lengths = dataset.num_label_tokens[list(batch.row_ids)].tolist()
-        by_row = zip(batch.row_ids, kept_NC.split(lengths), strict=True)
-        values_by_key = {dataset.key(row): values_NC.numpy() for row, values_NC in by_row}
-        for values_of_rank in gather_objects(values_by_key, backend.dp_process_group):
-            for key, values_NC in values_of_rank.items():
-                cache.add(key, values_NC)
+        values_by_key: dict[str, np.ndarray] = {}
+        for row, values_NC in zip(batch.row_ids, kept_NC.split(lengths), strict=True):
+            values_by_key[dataset.key(row)] = values_NC.numpy()
+        for rank_values in gather_objects(values_by_key, backend.dp_process_group):
+            for key, row_values_NC in rank_values.items():
+                cache.add(key, row_values_NC)
     reshard(model)

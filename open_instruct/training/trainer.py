@@ -77,8 +77,9 @@ def skip_step_histories(policies: Mapping[str, Policy | None]) -> dict[str, Call
     """Callbacks that save what optimizers compare a step with; the keys begin their names."""
     histories: dict[str, Callback] = {}
     for prefix, policy in policies.items():
-        train_module = None if policy is None else policy.backend.train_module
-        optim = getattr(train_module, "optim", None)
+        if policy is None:
+            continue
+        optim = getattr(policy.backend.train_module, "optim", None)
         if isinstance(optim, SkipStepOptimizer):
             histories[f"{prefix}skip_step_history"] = SkipStepHistory(optim)
     return histories

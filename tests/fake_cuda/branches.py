@@ -488,9 +488,9 @@ def driver(folder: Path) -> Any:
 
 def callbacks(folder: Path) -> Any:
     """Of --profile_steps: a GPU's memory is recorded too."""
-    from open_instruct.training.measure.profile import profiling
+    from open_instruct.training.measure.profile import build_profilers
 
-    return sorted(profiling([1, 2], num_steps=3, run_folder=folder))
+    return sorted(build_profilers([1, 2], num_steps=3, run_folder=folder))
 
 
 def plans(folder: Path) -> Any:

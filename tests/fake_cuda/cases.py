@@ -251,7 +251,7 @@ def run(case: Case, folder: Path) -> dict[str, Any]:
 
     def looked_at_unpack(inputs: InputsOnHost, kept: Any) -> Any:
         tensor = unpack(inputs, kept)
-        seen["on_host"].append([_kind(kept.shown_as), _kind(tensor), [*kept.shown_as.shape]])
+        seen["on_host"].append([_kind(kept.on_host), _kind(tensor), [*kept.on_host.shape]])
         return tensor
 
     exchanged = routed.all_to_all_single_autograd
@@ -489,7 +489,7 @@ def _offline(case: Case, config: Any, run: Any) -> tuple[Any, TakeSteps]:
         policy,
         loader,
         run=run,
-        config=config,
+        flags=config.run,
         start_model="",
         cadence=Cadence(num_steps=NUM_STEPS + 1, save_every=NUM_STEPS + 1),
     )

@@ -326,7 +326,7 @@ def traced(case: Case, folder: Path) -> dict[str, int]:
         policy.backend.backward = watched("backward", policy.backend.backward)
         policy.update = watched("optimizer step", policy.update)
         if (critic := getattr(policy, "critic", None)) is not None:
-            critic.with_advantages = watched("critic", critic.with_advantages)
+            critic.add_advantages = watched("critic", critic.add_advantages)
             critic.learn = watched("critic", critic.learn)
         take()
     most = {phase: alive.most.get(f"{phase} {taken - 1}") for phase in PHASES}

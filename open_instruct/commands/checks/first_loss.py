@@ -67,7 +67,12 @@ def _with_one_microbatch(config: TrainingConfig) -> TrainingConfig:
 
 def _rollout_loss(config: GRPOConfig, prompts: Prompts, chat: ChatFormat) -> str:
     pretrained = open_pretrained(config, Path(config.run.output_dir) / "hf_model")
-    check_engine(config, pretrained.hf_config)
+    check_engine(
+        pretrained.hf_config,
+        config.fleet,
+        engine_dtype=config.engine_dtype,
+        sends_adapter=config.sent_adapter is not None,
+    )
     process = start_process(timeout_s=config.parallel.dist_timeout_s, seed=config.optim.seed)
     try:
         row = take_lone_step(

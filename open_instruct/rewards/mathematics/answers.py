@@ -1,13 +1,13 @@
 r"""Compare two answers of mathematics, by rules around math-verify.
 
 An answer is taken apart into choices, lists, brackets, equations, quantities and words, as long as
-it has any of them; what is left are expressions and relations, which math-verify reads. Each step
-below knows one kind, and says nothing (None) of answers that are not of it. Malicious answers may
-take forever: call `are_equal` in a process that can be killed.
+it has any; math-verify reads the rest. Each step below knows one kind, and says nothing (None) of
+other answers. Malicious answers may take forever: call `are_equal` in a process that can be killed.
 """
 
 import re
 from collections.abc import Callable, Sequence
+from itertools import chain
 
 from open_instruct.rewards.mathematics.parts import (
     WORDS,
@@ -88,8 +88,6 @@ def _same_choices(ours: str, theirs: str) -> Verdict:
     """
     one = find_choice(ours)
     other = find_choice(theirs)
-    if one is None and other is None:
-        return None
     for choice, text in ((one, theirs), (other, ours)):
         if choice is not None and re.fullmatch("[A-J]", text):
             return text == choice[0]
@@ -97,8 +95,11 @@ def _same_choices(ours: str, theirs: str) -> Verdict:
         if one[0] != other[0]:
             return False
         return not one[1] or not other[1] or _are_same(one[1], other[1])
-    _, rest = one or other or ("", "")
-    return bool(rest) and _are_same(rest, ours if one is None else theirs)
+    if one is not None:
+        return bool(one[1]) and _are_same(one[1], theirs)
+    if other is not None:
+        return bool(other[1]) and _are_same(other[1], ours)
+    return None
 
 
 def _same_times(ours: str, theirs: str) -> Verdict:
@@ -208,10 +209,11 @@ def _same_equations(ours: str, theirs: str) -> Verdict:
         return None
     if not are_same_names(squeeze(one[0]), squeeze(other[0])):
         return False
-    values = _list_values(other)
-    return any(
-        any(_are_same(value, other_value) for other_value in values) for value in _list_values(one)
-    )
+    other_values = _list_values(other)
+    for value in _list_values(one):
+        if any(_are_same(value, other_value) for other_value in other_values):
+            return True
+    return False
 
 
 def _same_brackets(ours: str, theirs: str) -> Verdict:
@@ -221,18 +223,25 @@ def _same_brackets(ours: str, theirs: str) -> Verdict:
     """
     one = find_brackets(ours)
     other = find_brackets(theirs)
-    if one is None and other is None:
-        return None
+    if one is not None and other is None:
+        return _is_in_set(one, theirs)
+    if one is None and other is not None:
+        return _is_in_set(other, ours)
     if one is None or other is None:
-        kind, inside = one or other or ("", "")
-        # The set that has the empty set is not empty.
-        is_of_empty = squeeze(inside) == r"\emptyset"
-        return kind == "{}" and not is_of_empty and _are_same(inside, theirs if one else ours)
+        return None
     items = split_items(one[1])
     other_items = split_items(other[1])
     if one[0] == "{}" and other[0] == "{}":
         return _match(_drop_repeats(items), _drop_repeats(other_items), has_order=False)
     return one[0] == other[0] and _match(items, other_items, has_order=True)
+
+
+def _is_in_set(brackets: tuple[str, str], text: str) -> bool:
+    """Whether a text is the one member of what `find_brackets` has found, which is a set."""
+    kind, inside = brackets
+    if kind != "{}" or squeeze(inside) == r"\emptyset":  # the set of the empty set is not empty
+        return False
+    return _are_same(inside, text)
 
 
 def _same_matrices(ours: str, theirs: str) -> Verdict:
@@ -246,9 +255,7 @@ def _same_matrices(ours: str, theirs: str) -> Verdict:
         return False
     if [len(row) for row in rows] != [len(row) for row in other_rows]:
         return False
-    return all(
-        all(map(_are_same, row, other_row)) for row, other_row in zip(rows, other_rows, strict=True)
-    )
+    return all(map(_are_same, chain(*rows), chain(*other_rows)))
 
 
 def _same_percentages(ours: str, theirs: str) -> Verdict:
@@ -312,14 +319,11 @@ def _match_pieces(ours: Sequence[tuple[bool, str]], theirs: Sequence[tuple[bool,
     """Whether pieces are the same in turn, each of which is words, or a number, in both."""
     is_one_number = len(ours) == 2
     for (is_words, text), (_, other) in zip(ours, theirs, strict=True):
-        if (
-            is_one_number
-            and is_words
-            and are_alike(text, other)
-            and is_droppable(f"{text} {other}")
-        ):
-            continue
-        is_same = name_unit(text) == name_unit(other) if is_words else _are_same(text, other)
+        if is_words:
+            is_unit = is_one_number and are_alike(text, other) and is_droppable(f"{text} {other}")
+            is_same = is_unit or name_unit(text) == name_unit(other)
+        else:
+            is_same = _are_same(text, other)
         if not is_same:
             return False
     return True
@@ -350,8 +354,7 @@ def _match(ours: Sequence[str], theirs: Sequence[str], *, has_order: bool) -> bo
         return _match_in_any_order(ours, theirs)
     if has_order or max(len(ours), len(theirs)) > MAX_ITEMS:
         return False
-    # "1/2 or 0.5" is one answer.
-    one = _drop_repeats(ours)
+    one = _drop_repeats(ours)  # "1/2 or 0.5" is one answer
     other = _drop_repeats(theirs)
     return len(one) == len(other) and _match_in_any_order(one, other)
 
@@ -372,11 +375,11 @@ def _list_values(sides: Sequence[str]) -> list[str]:
     values = [side for side in sides if not is_name(side)]
     if len(values) == len(sides) and any(map(has_variables, sides)):
         return []  # a relation of variables, which says no value
-    are_near = all(
-        _are_same(values[0], each) or are_same_values(values[0], each, tolerance=NEAR)
-        for each in values[1:]
-    )
-    return values if are_near else []
+    for value in values[1:]:
+        first = values[0]
+        if not (_are_same(first, value) or are_same_values(first, value, tolerance=NEAR)):
+            return []
+    return values
 
 
 STEPS: tuple[Callable[[str, str], Verdict], ...] = (

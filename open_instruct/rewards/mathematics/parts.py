@@ -54,11 +54,20 @@ def unwrap(text: str) -> str:
 def _find_closing(text: str, start: int) -> int:
     """Where the bracket that opens at `start` is closed, by any bracket; -1 if it is not."""
     depth = 0
-    for at in range(start, len(text)):
-        depth += (text[at] in _OPENS) - (text[at] in _CLOSES)
+    for position in range(start, len(text)):
+        depth += _change_depth(text[position])
         if depth == 0:
-            return at
+            return position
     return -1
+
+
+def _change_depth(letter: str) -> int:
+    """1 at a bracket that opens, and -1 at one that closes."""
+    if letter in _OPENS:
+        return 1
+    if letter in _CLOSES:
+        return -1
+    return 0
 
 
 def _split_at_top(text: str, pattern: re.Pattern[str]) -> list[str]:
@@ -67,7 +76,7 @@ def _split_at_top(text: str, pattern: re.Pattern[str]) -> list[str]:
         return [text.strip()]
     depths = [0]
     for letter in text:
-        depths.append(depths[-1] + (letter in _OPENS) - (letter in _CLOSES))
+        depths.append(depths[-1] + _change_depth(letter))
     pieces = []
     start = 0
     for match in pattern.finditer(text):
@@ -97,7 +106,8 @@ def _separate_words(text: str) -> str:
 
 def _choose_sign(text: str, sign: str) -> str:
     """The text with one sign for plus or minus, and the other for minus or plus."""
-    signs = {"p": sign, "m": "-" if sign == "+" else "+"}
+    other_sign = {"+": "-", "-": "+"}[sign]
+    signs = {"p": sign, "m": other_sign}
     return _PLUS_MINUS.sub(lambda match: signs[match[0][1]], text).removeprefix("+").strip()
 
 
@@ -120,11 +130,12 @@ def find_brackets(text: str) -> tuple[str, str] | None:
     interval = re.fullmatch(r"([\]\[(])([^\[\]()]*,[^\[\]()]*)([\[\])])", text)
     if interval:
         first, inside, last = interval.groups()  # ]0, 1[ is (0, 1)
-        opening = "[" if first == "[" else "("
-        closing = "]" if last == "]" else ")"
-        return opening + closing, inside.strip()
+        brackets = {"]": "("}.get(first, first) + {"[": ")"}.get(last, last)
+        return brackets, inside.strip()
     if text[:1] in ("(", "[", "{") and _find_closing(text, 0) == len(text) - 1:
-        brackets = "{}" if text[0] == "{" else text[0] + text[-1]
+        brackets = text[0] + text[-1]
+        if text[0] == "{":
+            brackets = "{}"
         return brackets, text[1:-1].strip()
     return None
 
@@ -183,9 +194,12 @@ def split_pieces(text: str) -> list[tuple[bool, str]]:
     pieces = []
     for number, piece in enumerate(WORDS.split(text)):
         is_words = number % 2 == 1
-        piece = piece.strip(" ,.") if is_words else piece.strip()
-        if is_words and len(piece) > 1:
-            piece = piece.lower()
+        if not is_words:
+            piece = piece.strip()
+        else:
+            piece = piece.strip(" ,.")
+            if len(piece) > 1:
+                piece = piece.lower()
         if piece:
             pieces.append((is_words, piece))
     return pieces

@@ -65,14 +65,18 @@ def _plain_letter(letter: str) -> str:
     plain = unicodedata.normalize("NFKC", letter).replace("−", "-")
     if kind == "<fraction>":
         top, _, bottom = plain.partition("⁄")
-        return rf"\frac{{{top}}}{{{bottom}}}" if bottom else letter
+        if not bottom:
+            return letter
+        return rf"\frac{{{top}}}{{{bottom}}}"
     if kind == "<super>":
         return f"^{{{plain}}}"
     if kind == "<sub>":
         return f"_{{{plain}}}"
     if letter.isdecimal():
         return str(unicodedata.decimal(letter))
-    return " " if plain.isspace() else plain
+    if plain.isspace():
+        return " "
+    return plain
 
 
 def _is_function(name: str, command: str) -> bool:
@@ -87,8 +91,10 @@ def _words(match: re.Match[str]) -> str:
     content = match[2].replace("~", " ").replace("⟨", " ").replace("⟩", " ")
     words = " ".join(content.split())
     is_upright = command in _UPRIGHT
-    if not words or (is_upright and words in ("e", "i", "d")) or _is_function(words, command):
-        return f" {words} " if words else " "
+    if not words:
+        return " "
+    if (is_upright and words in ("e", "i", "d")) or _is_function(words, command):
+        return f" {words} "
     if command not in ("mathrm", "rm", "operatorname") and is_upright and len(words) == 1:
         return words
     if re.fullmatch(r"[A-J]", words) and command not in ("mathrm", "rm"):
@@ -98,10 +104,14 @@ def _words(match: re.Match[str]) -> str:
     if not re.search(r"[A-Za-z]", words) or "\\" in words or "$" in words or "=" in words:
         return f" {words.replace('$', ' ')} "
     pieces = re.split(r"(\([A-Za-z]\)|[()]|(?<![\w^/])[-+]?\d[\d.,/]*)", words)
-    return "".join(
-        f"⟨{piece.strip(' ,')}⟩" if at % 2 == 0 and piece.strip(" ,.") else f" {piece} "
-        for at, piece in enumerate(pieces)
-    )
+    result = ""
+    for number, piece in enumerate(pieces):
+        is_word = number % 2 == 0 and piece.strip(" ,.")
+        if is_word:
+            result += f"⟨{piece.strip(' ,')}⟩"
+        else:
+            result += f" {piece} "
+    return result
 
 
 def _bare_word(match: re.Match[str]) -> str:
@@ -110,11 +120,15 @@ def _bare_word(match: re.Match[str]) -> str:
     is_word = re.fullmatch(_SHORT_WORDS, run) or (
         len(run) > 2 and not run.isupper() and re.search("[eiou]", run[1:])
     )
-    return f"⟨{run}⟩" if is_word else run
+    if not is_word:
+        return run
+    return f"⟨{run}⟩"
 
 
 def _brace(match: re.Match[str]) -> str:
-    return r"\{ " if "lbrace" in match[0] else r"\}"
+    if "lbrace" in match[0]:
+        return r"\{ "
+    return r"\}"
 
 
 def _one_script(match: re.Match[str]) -> str:
@@ -127,7 +141,8 @@ def _digits(match: re.Match[str]) -> str:
 
 
 def _temperature(match: re.Match[str]) -> str:
-    return f"⟨degrees {'celsius' if match[1] == 'C' else 'fahrenheit'}⟩"
+    scale = {"C": "celsius", "F": "fahrenheit"}[match[1]]
+    return f"⟨degrees {scale}⟩"
 
 
 def _scaled(match: re.Match[str]) -> str:
@@ -159,7 +174,9 @@ def _dots(match: re.Match[str]) -> str:
     before = match[1]
     digits = match[2]
     for length in range(1, len(digits) // 2 + 1):
-        times = 3 if length == 1 else 2
+        times = 2
+        if length == 1:
+            times = 3
         period = digits[-length:]
         if digits.endswith(period * times):
             start = digits[:-length]

@@ -42,14 +42,16 @@ def name_unit(words: str) -> str:
         kind, size = UNITS[name_unit(power[2])]
         exponent = power[3]
         if not exponent:
-            exponent = "3" if power[1].startswith("cu") else "2"
+            exponent = {"cu": "3", "sq": "2"}[power[1][:2]]
         return f"{size} {kind}^{exponent}"
     return " ".join(map(_singular, name.split()))
 
 
 def _singular(word: str) -> str:
     is_plural = len(word) > 3 and word.endswith("s") and not word.endswith("ss")
-    return word[:-1] if is_plural else word
+    if is_plural:
+        return word[:-1]
+    return word
 
 
 def is_droppable(words: str) -> bool:

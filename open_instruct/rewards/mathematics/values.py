@@ -47,8 +47,9 @@ def are_same_values(ours: str, theirs: str, *, tolerance: float | None = None) -
     number = _work_out(one)
     other_number = _work_out(other)
     if number is not None and other_number is not None:
-        default = _DECIMAL if has_decimals else _EXACT
-        return _are_same_numbers(number, other_number, tolerance or default)
+        if tolerance is None:
+            tolerance = _DECIMAL if has_decimals else _EXACT
+        return _are_same_numbers(number, other_number, tolerance)
     if tolerance is not None:
         return False
     agree = [_agree_at(points, one, other) for points in _POINTS]
@@ -108,11 +109,7 @@ def _prepare(text: str) -> str:
 
     Decimals become fractions, degrees in functions radians, and names of figures one name.
     """
-    text = re.sub(
-        r"(?<![\d.])(\d+)\.(\d+)",
-        lambda m: rf"\frac{{{int(m[1] + m[2])}}}{{{10 ** len(m[2])}}}",
-        text,
-    )
+    text = re.sub(r"(?<![\d.])(\d+)\.(\d+)", _write_fraction, text)
     if re.search(r"\\(?:sin|cos|tan|cot|sec|csc)", text):
         text = re.sub(r"(\d+|\\frac\{\d+\}\{\d+\})\s*°", r"{(\\frac{\1\\pi}{180})}", text)
         text = re.sub(r"\{\((.*?)\)\}", r"(\1)", text)
@@ -124,6 +121,12 @@ def _prepare(text: str) -> str:
     text = re.sub(r"\\math(?:cal|frak|scr)\s*\{(\w)\}", r"\1", text)
     text = re.sub(r"\\lg(?![a-z])", r"\\log", text)
     return text.replace("°", "").strip()
+
+
+def _write_fraction(match: re.Match[str]) -> str:
+    r"""The fraction of a decimal: 0.25 is `\frac{25}{100}`."""
+    whole, places = match.groups()
+    return rf"\frac{{{int(whole + places)}}}{{{10 ** len(places)}}}"
 
 
 def _is_huge(text: str) -> bool:
@@ -146,7 +149,9 @@ def _work_out(value: Any) -> Any:
         done = value.doit()
     except Exception:  # an integral without an end, for one
         return None
-    return done if isinstance(done, sympy.Expr) and done.is_number else None
+    if isinstance(done, sympy.Expr) and done.is_number:
+        return done
+    return None
 
 
 def _are_same_numbers(one: Any, other: Any, tolerance: float) -> bool:
@@ -227,7 +232,9 @@ def _find_region(text: str) -> tuple[str, Any] | None:
     member = re.fullmatch(r"([a-zA-Z]|\\[a-z]+)\s*(?:\\in(?![a-z])|=(?=\s*[\[(\]]))\s*(.+)", text)
     if member:
         inside = _find_region(member[2])
-        return None if inside is None else (member[1], inside[1])
+        if inside is None:
+            return None
+        return member[1], inside[1]
     if re.search(r"<|>|\\(?:leq|geq|neq)(?![a-z])", text):
         return _read_relation(text)
     return _read_set(text)
@@ -250,9 +257,11 @@ def _read_relation(text: str) -> tuple[str, Any] | None:
     other_than = re.fullmatch(r"([a-zA-Z]|\\[a-z]+)\s*\\neq\s*([^,]+)", text)
     if other_than:
         value = _read(other_than[2], is_complex=False)
-        return None if value is None else (other_than[1], sympy.S.Reals - sympy.FiniteSet(value))
+        if value is None:
+            return None
+        return other_than[1], sympy.S.Reals - sympy.FiniteSet(value)
     value = _read(text, is_complex=False)
-    names = sorted(map(str, value.free_symbols)) if hasattr(value, "free_symbols") else []
+    names = [str(symbol) for symbol in getattr(value, "free_symbols", ())]
     if len(names) != 1:
         return None
     parts = getattr(value, "_unsorted_args", (value,))
@@ -272,6 +281,8 @@ def _read_set(text: str) -> tuple[str, Any] | None:
     try:
         if isinstance(value, sympy.Tuple) and len(value) == 2 and text.startswith("("):
             value = sympy.Interval.open(*value)
-        return ("", value.doit()) if isinstance(value, sympy.Set) else None
+        if not isinstance(value, sympy.Set):
+            return None
+        return "", value.doit()
     except Exception:  # ends that are no numbers
         return None

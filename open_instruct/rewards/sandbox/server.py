@@ -157,9 +157,8 @@ def _serve_child(work: int, walls: Walls | None, server: int, handler: str) -> N
             handle_request = load_named(handler, origin="ForkServer", what="function")
         else:
             sys.modules[settings["name"]] = module = types.ModuleType(settings["name"])
-            handle_request = partial(
-                _run_code, module.__dict__
-            )  # all pieces of code have the same names
+            # All pieces of code have the same names.
+            handle_request = partial(_run_code, module.__dict__)
         connection.sendall(b"+")
         for line in requests:
             request = json.loads(line)
@@ -189,16 +188,18 @@ def _run_code(names: dict[str, Any], *, code: str, is_plain: bool) -> dict[str, 
     value = None
     try:
         tree = ast.parse(code)
-        last = tree.body[-1] if tree.body else None
-        if not isinstance(last, ast.Expr):
-            exec(compile(tree, "<program>", "exec"), names)
-        else:
-            exec(compile(ast.Module(tree.body[:-1], []), "<program>", "exec"), names)
-            value = eval(compile(ast.Expression(last.value), "<program>", "eval"), names)
+        match tree.body:
+            case [*statements, ast.Expr(value=last)]:
+                exec(compile(ast.Module(statements, []), "<program>", "exec"), names)
+                value = eval(compile(ast.Expression(last), "<program>", "eval"), names)
+            case _:
+                exec(compile(tree, "<program>", "exec"), names)
         for thread in threading.enumerate():
             if thread is not threading.current_thread() and not thread.daemon:
                 thread.join()
-        return {"status": "done", "value": repr(_make_plain(value) if is_plain else value)}
+        if is_plain:
+            value = _make_plain(value)
+        return {"status": "done", "value": repr(value)}
     except BaseException as error:
         if isinstance(error, SystemExit) and not error.code:
             return {"status": "exit"}
@@ -218,14 +219,16 @@ def _make_plain(value: Any) -> Any:
             continue
         if kind in (list, tuple, set):
             return kind(map(_make_plain, value))
-        # An Enum of texts has a `__str__` of its own.
-        return str.__str__(value) if kind is str else kind(value)
+        if kind is str:
+            return str.__str__(value)  # an Enum of texts has a `__str__` of its own
+        return kind(value)
     if hasattr(value, "item"):  # a number of numpy's
         return value.item()
     if isinstance(value, Number):  # a Decimal, or a Fraction
         number = float(value)  # type: ignore[arg-type]
-        is_whole = number.is_integer() and int(value) == value  # type: ignore[call-overload]
-        return int(value) if is_whole else number  # type: ignore[call-overload]
+        if number.is_integer() and int(value) == value:  # type: ignore[call-overload]
+            return int(value)  # type: ignore[call-overload]
+        return number
     if hasattr(value, "__float__"):
         return float(value)
     return value

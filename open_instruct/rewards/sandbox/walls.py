@@ -66,7 +66,9 @@ def _build_ruleset(readable: list[str]) -> Ruleset | None:
     except LandlockError:
         return None
     for path in filter(os.path.exists, readable):
-        access = READ | AccessFS.READ_DIR if os.path.isdir(path) else READ
+        access = READ
+        if os.path.isdir(path):
+            access |= AccessFS.READ_DIR
         ruleset.allow_path(path, access)
     ruleset.allow_path(os.devnull, AccessFS.READ_FILE | AccessFS.WRITE_FILE)
     return ruleset
@@ -80,7 +82,9 @@ def _refused_flags(landlock_abi: int | None) -> int:
     if landlock_abi is None:
         # So files can be read at least, and not changed.
         return os.O_ACCMODE | os.O_CREAT | os.O_TRUNC
-    return os.O_TRUNC if landlock_abi < TRUNCATE_ABI else 0
+    if landlock_abi < TRUNCATE_ABI:
+        return os.O_TRUNC
+    return 0
 
 
 def _filter(*, refused_flags: int) -> Any:
@@ -97,7 +101,10 @@ def _filter(*, refused_flags: int) -> Any:
     rules += TABLES["allowed_by_argument"]
     for name, number in TABLES["opening"].items():
         without_flags = [number, "MASKED_EQ", refused_flags, 0]
-        rules.append([name, without_flags] if refused_flags else [name])
+        rule = [name]
+        if refused_flags:
+            rule.append(without_flags)
+        rules.append(rule)
     for name, *conditions in rules:
         arguments = [
             pyseccomp.Arg(number, getattr(pyseccomp, comparison), *values)

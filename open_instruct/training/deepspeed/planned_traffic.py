@@ -97,8 +97,7 @@ def _world_exchange(
 def _activation_exchanges(
     run: ZeroMemoryModel, num_passes: int, num_values: int, *, trains: bool
 ) -> Iterator[Exchange]:
-    """AutoTP's exchanges: all-reduces of each pair's output and, backwards, of its input's
-    gradient.
+    """AutoTP's exchanges: all-reduces of each pair's output, and of its input's gradient.
 
     A split head gathers its logits, which are computed again in the backward pass.
     """

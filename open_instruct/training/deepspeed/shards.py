@@ -122,7 +122,8 @@ class Place(NamedTuple):
 
     def view(self, values: torch.Tensor) -> torch.Tensor:
         """This part of a tensor that is laid out as `flat` is."""
-        return values.detach().view(-1)[self.offset : self.offset + self.stop - self.start]
+        num_values = self.stop - self.start
+        return values.detach().view(-1)[self.offset : self.offset + num_values]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -107,14 +107,16 @@ def _column_parallel(linear: nn.Module, group: Any, **more: Any) -> Any:
 
 def _part(whole: torch.Tensor, group: Any, degree: int) -> Any:
     """A rank's rows of a parameter on the meta device, for a layer that is none of AutoTP's."""
-    part: Any = nn.Parameter(whole.detach().chunk(degree)[0].clone())
+    first, *_ = whole.detach().chunk(degree)
+    part: Any = nn.Parameter(first.clone())
     _mark(part, 0, group)
     part.tensor_model_parallel = True
     return part
 
 
 def _mark(parameter: Any, dim: int, group: Any) -> None:
-    parameter.cut = Cut(dim=dim, index=dist.get_rank(group), degree=dist.get_world_size(group))
+    rank = dist.get_rank(group)
+    parameter.cut = Cut(dim=dim, index=rank, degree=dist.get_world_size(group))
 
 
 class SplitNorm(nn.Module):

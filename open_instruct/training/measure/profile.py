@@ -1,5 +1,6 @@
-"""OLMo-core's callbacks profile some steps of a run with torch's profiler, and record a GPU's
-memory history.
+"""Profiles of some steps of a run, by OLMo-core's callbacks.
+
+They use torch's profiler, and record the memory history of a GPU.
 """
 
 import logging
@@ -19,9 +20,12 @@ log = logging.getLogger(__name__)
 FOLDER = "profiler"  # OLMo-core's profiler writes there
 
 
-def profiling(steps: Sequence[int], *, num_steps: int, run_folder: Path) -> dict[str, Callback]:
-    """Callbacks, by name, that profile rank 0 from the first to the last of `steps`; none where it
-    is empty.
+def build_profilers(
+    steps: Sequence[int], *, num_steps: int, run_folder: Path
+) -> dict[str, Callback]:
+    """Callbacks, by name, that profile rank 0 from the first to the last of `steps`.
+
+    There are none where `steps` is empty.
 
     :raises InputError: the run has no such steps.
     """
@@ -47,8 +51,9 @@ def profiling(steps: Sequence[int], *, num_steps: int, run_folder: Path) -> dict
 
 @dataclass
 class StepProfiler(ProfilerCallback):
-    """OLMo-core's profiler, which counts steps from a process's start, set to begin at the run's
-    step `first`.
+    """OLMo-core's profiler, set to begin at the run's step `first`.
+
+    By itself it counts the steps from a process's start.
     """
 
     first: int = 1

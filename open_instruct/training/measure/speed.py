@@ -1,6 +1,4 @@
-"""The time that parts of a step take, the memory it needs, and its FLOPs beside the device's
-peak.
-"""
+"""The time, the memory and the FLOPs that a step takes."""
 
 import resource
 import sys
@@ -9,7 +7,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from olmo_core.distributed.utils import get_local_tensor
@@ -20,45 +18,62 @@ from open_instruct.models.nf4 import FrozenLinear
 from open_instruct.planning.subject.devices import find_gpu
 
 Moment = float | torch.cuda.Event
-MOST_PASSES = 256
+MAX_PASSES = 256
 SHORT_S = 2e-4  # shorter passes measure kernel launches, not the device
 GIB = 1024**3
 LEAST_TOKENS = 256  # fewer tokens take a GPU as long, since reading the head's matrix dominates
 
 
+class Span(NamedTuple):
+    """One run of a named part of a step."""
+
+    part: Any
+    began: Moment
+    ended: Moment
+
+
 class StepClock:
-    """Takes the time of named parts of a step; a GPU's by CUDA events, without a wait for the
-    device.
+    """Takes the time of named parts of a step.
+
+    On a GPU it does so by CUDA events, without a wait for the device.
 
     Args:
         device: where the parts run.
-        most: spans that are kept until they are read; default: all.
+        max_spans: the number of spans that wait to be read; default: all.
     """
 
-    def __init__(self, device: torch.device, *, most: int | None = None) -> None:
+    def __init__(self, device: torch.device, *, max_spans: int | None = None) -> None:
         self._on_gpu = device.type == "cuda"
-        self._spans = deque[tuple[Any, Moment, Moment]](maxlen=most)
+        self._spans = deque[Span](maxlen=max_spans)
 
     @contextmanager
     def timing(self, part: Any) -> Iterator[None]:
         began = self._now()
         yield
-        self._spans.append((part, began, self._now()))
+        self._spans.append(Span(part, began, self._now()))
 
-    def finished(self) -> list[tuple[Any, float]]:
-        """Part and seconds of each span that the device has finished since the last call; others
-        come later.
+    def take_finished(self) -> list[tuple[Any, float]]:
+        """Part and seconds of each span that the device has finished since the last call.
+
+        Others come later.
         """
-        spans = [(span, _seconds_between(*span[1:])) for span in self._spans]
+        finished: list[tuple[Any, float]] = []
+        unfinished: list[Span] = []
+        for span in self._spans:
+            duration_s = _seconds_between(span.began, span.ended)
+            if duration_s is None:
+                unfinished.append(span)
+            else:
+                finished.append((span.part, duration_s))
         self._spans.clear()
-        self._spans.extend(span for span, seconds in spans if seconds is None)
-        return [(span[0], seconds) for span, seconds in spans if seconds is not None]
+        self._spans.extend(unfinished)
+        return finished
 
     def read(self) -> dict[str, float]:
-        """The sums of what has `finished`, by `time/PART`."""
+        """The sums of what the device has finished, by `time/PART`."""
         sums = defaultdict[str, float](float)
-        for part, seconds in self.finished():
-            sums[f"time/{part}"] += seconds
+        for part, duration_s in self.take_finished():
+            sums[f"time/{part}"] += duration_s
         return dict(sums)
 
     def _now(self) -> Moment:
@@ -78,41 +93,39 @@ class ComputeTimer:
     """
 
     def __init__(self, head: torch.nn.Module, device: torch.device) -> None:
-        self._clock = StepClock(device, most=MOST_PASSES)
+        self._clock = StepClock(device, max_spans=MAX_PASSES)
         if isinstance(head, LogprobHead) and head.tp_enabled:
-            head.compute_losses = self._timed(
-                head.compute_losses or compute_label_losses, _num_logits
-            )
+            compute_losses = head.compute_losses or compute_label_losses
+            head.compute_losses = self._time_calls(compute_losses, _count_logits)
         else:
             # Between the hooks that gather weights.
-            head.forward = self._timed(head.forward, _num_positions)
+            head.forward = self._time_calls(head.forward, _count_positions)
 
     def read(self) -> float | None:
-        """Median seconds for a token since the last call;
+        """Median seconds for a token since the last call; None where all passes are too short."""
+        paces: list[float] = []
+        for num_tokens, duration_s in self._clock.take_finished():
+            if num_tokens >= LEAST_TOKENS and duration_s > SHORT_S:
+                paces.append(duration_s / num_tokens)
+        if not paces:
+            return None
+        return median(paces)
 
-        None where all passes are too short to tell.
-        """
-        passes = self._clock.finished()
-        paces = [
-            seconds / num for num, seconds in passes if num >= LEAST_TOKENS and seconds > SHORT_S
-        ]
-        return median(paces) if paces else None
-
-    def _timed(
-        self, function: Callable[..., Any], num_tokens: Callable[..., int]
+    def _time_calls(
+        self, function: Callable[..., Any], count_tokens: Callable[..., int]
     ) -> Callable[..., Any]:
-        def timed(*inputs: Any, **more: Any) -> Any:
-            with self._clock.timing(num_tokens(*inputs, **more)):
+        def call(*inputs: Any, **more: Any) -> Any:
+            with self._clock.timing(count_tokens(*inputs, **more)):
                 return function(*inputs, **more)
 
-        return timed
+        return call
 
 
-def _num_logits(logits_NV: torch.Tensor, *others: Any) -> int:
+def _count_logits(logits_NV: torch.Tensor, *others: Any) -> int:
     return len(logits_NV)
 
 
-def _num_positions(
+def _count_positions(
     hidden_BTD: torch.Tensor, *, logits_to_keep: torch.Tensor | int | None = None, **others: Any
 ) -> int:
     if isinstance(logits_to_keep, torch.Tensor):
@@ -124,41 +137,48 @@ def _seconds_between(began: Moment, ended: Moment) -> float | None:
     if isinstance(began, float) and isinstance(ended, float):
         return ended - began
     assert not isinstance(began, float) and not isinstance(ended, float), "of one clock"
-    return began.elapsed_time(ended) / 1000 if ended.query() else None
+    if not ended.query():
+        return None
+    return began.elapsed_time(ended) / 1000
 
 
-def peak_flops_per_second(device: torch.device) -> float | None:
+def find_peak_flops(device: torch.device) -> float | None:
     """Dense bfloat16 FLOP/s of a GPU whose published numbers are known here."""
-    known = find_gpu(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
-    return known.peak_tflops_bf16 * 1e12 if known is not None and known.has_bf16 else None
+    if device.type != "cuda":
+        return None
+    gpu = find_gpu(torch.cuda.get_device_name(device))
+    if gpu is None or not gpu.has_bf16:
+        return None
+    return gpu.peak_tflops_bf16 * 1e12
 
 
-def flops_of_step(model: Transformer, counts: Mapping[str, int], *, mean_length: int) -> int:
-    """FLOPs of forward and backward as OLMo-core counts them, without recomputation and shared
-    prefixes.
+def count_step_flops(model: Transformer, counts: Mapping[str, int], *, mean_length: int) -> int:
+    """FLOPs of forward and backward as OLMo-core counts them.
+
+    Recomputation and shared prefixes are left out.
 
     :param counts: over all ranks: `tokens` go through the blocks, `labels` through the head.
     :param mean_length: mean tokens of a document, for attention.
     """
 
-    def flops(module: Any) -> int:
+    def count_token_flops(module: Any) -> int:
         """FLOPs a token: 6 a trained weight, and 4 a frozen one, which has no weight gradient."""
-        frozen = sum(each.numel() for each in module.parameters() if not each.requires_grad)
-        in_4_bits = [
-            each for each in module.modules() if isinstance(each, FrozenLinear) and each.in_4_bits
-        ]
-        # A byte of codes is two weights, and a scale none.
-        not_counted = sum(each.codes.numel() - each.scales.numel() for each in in_4_bits)
+        num_frozen = sum(each.numel() for each in module.parameters() if not each.requires_grad)
+        num_uncounted = 0
+        for layer in module.modules():
+            if isinstance(layer, FrozenLinear) and layer.in_4_bits:
+                # A byte of codes is two weights, and a scale none.
+                num_uncounted += layer.codes.numel() - layer.scales.numel()
         num_flops: int = module.num_flops_per_token(mean_length)
-        return num_flops - 2 * frozen + 4 * not_counted
+        return num_flops - 2 * num_frozen + 4 * num_uncounted
 
-    return counts["tokens"] * sum(map(flops, model.blocks.values())) + counts["labels"] * flops(
-        model.lm_head
-    )
+    block_flops = sum(map(count_token_flops, model.blocks.values()))
+    head_flops = count_token_flops(model.lm_head)
+    return counts["tokens"] * block_flops + counts["labels"] * head_flops
 
 
-def memory_so_far(device: torch.device) -> dict[str, float]:
-    """Most memory this process has held: the device's on CUDA, the host's elsewhere.
+def measure_peak_memory(device: torch.device) -> dict[str, float]:
+    """The most memory that this process has used: of the device on CUDA, of the host elsewhere.
 
     On CUDA also the most that its allocator had reserved, and how often it ran out and freed its
     cache to try again.
@@ -170,5 +190,7 @@ def memory_so_far(device: torch.device) -> dict[str, float]:
             "peak_reserved_gib": stats["reserved_bytes.all.peak"] / GIB,
             "allocation_retries/max": stats["num_alloc_retries"],
         }
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return {"peak_memory_gib": peak * (1 if sys.platform == "darwin" else 1024) / GIB}
+    peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    if sys.platform != "darwin":
+        peak_bytes *= 1024  # Linux gives KiB
+    return {"peak_memory_gib": peak_bytes / GIB}

@@ -1,3 +1,1 @@
-"""Preparation of OLMo-core's model for training, the same for every backend; and its forward
-pass.
-"""
+"""OLMo-core's model, prepared for training, and its forward pass; the same for every backend."""

@@ -30,8 +30,7 @@ MULTIPLE = 16
 
 @dataclass
 class Recipe(AOFloat8LinearConfig):
-    """torchao's recipe of a name, as in Recipe(name="rowwise"), which OLMo-core knows but cannot
-    have emulated.
+    """torchao's recipe of a name, as in Recipe(name="rowwise"); it can be emulated.
 
     A row of documents has any number of tokens, which is the inner dimension of a weight's
     gradient: it is padded.
@@ -52,35 +51,36 @@ class Recipe(AOFloat8LinearConfig):
 def build_float8_config(
     recipe: str, *, model: Transformer, device: torch.device
 ) -> Float8Config | None:
-    """OLMo-core's config of --float8_linears, None for "off". Without CUDA the products are
-    emulated.
+    """OLMo-core's config of --float8_linears; None for "off".
+
+    Without CUDA the products are emulated.
 
     :raises InputError: torchao is missing, the GPU has no float8, or a matrix cannot be multiplied
         so.
     """
     if recipe == "off":
         return None
-    given = f"--float8_linears {recipe}"
+    flag = f"--float8_linears {recipe}"
     if find_spec("torchao") is None:
         raise InputError(
-            f"{given}: the package torchao is not installed; pip install 'open-instruct[float8]'",
+            f"{flag}: the package torchao is not installed; pip install 'open-instruct[float8]'",
             kind="missing_package",
         )
     on_cuda = device.type == "cuda"
-    if on_cuda and (capability := torch.cuda.get_device_capability(device)) < FIRST_CAPABILITY:
-        least, here = (".".join(map(str, each)) for each in (FIRST_CAPABILITY, capability))
+    capability = torch.cuda.get_device_capability(device) if on_cuda else FIRST_CAPABILITY
+    if capability < FIRST_CAPABILITY:
+        least = ".".join(map(str, FIRST_CAPABILITY))
+        here = ".".join(map(str, capability))
         raise InputError(
-            (
-                f"{given} needs a GPU of compute capability {least} or newer, this one has "
-                f"{here}: use off"
-            ),
+            f"{flag} needs a GPU of compute capability {least} or newer, this one has {here}: "
+            "use off",
             kind="machine",
         )
     for name, module in model.blocks.named_modules():
         if isinstance(module, nn.Linear) and any(size % MULTIPLE for size in module.weight.shape):
             sizes = " x ".join(map(str, module.weight.shape))
             raise InputError(
-                f"{given}: blocks.{name} is {sizes}, and float8 takes multiples of {MULTIPLE}: "
+                f"{flag}: blocks.{name} is {sizes}, and float8 takes multiples of {MULTIPLE}: "
                 "use off",
                 kind="unsupported_model",
             )
@@ -98,7 +98,7 @@ def float8_off(model: Transformer) -> Iterator[None]:
     ]
     recipes = [layer.config for layer in layers]
     for layer in layers:
-        layer.config = without_casts()
+        layer.config = build_recipe_without_casts()
     try:
         yield
     finally:
@@ -107,7 +107,7 @@ def float8_off(model: Transformer) -> Iterator[None]:
 
 
 @cache
-def without_casts() -> "Float8LinearConfig":
+def build_recipe_without_casts() -> "Float8LinearConfig":
     """torchao's recipe of a layer that casts nothing."""
     from torchao.float8.config import CastConfig, Float8LinearConfig, ScalingType
 

@@ -4,6 +4,7 @@ B rows, T tokens of a row, K label positions kept for the language-model head, N
 words or classes, D width of the model.
 """
 
+from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
@@ -20,7 +21,7 @@ from open_instruct.objectives.objective import TokenLogprobs
 from open_instruct.training.model.forward_inputs import (
     ForwardInputs,
     beside_labels,
-    forward_inputs,
+    build_forward_inputs,
     values_at_head,
 )
 
@@ -78,17 +79,20 @@ def read_losses(
     """What a language-model head computed, at the labels; the measure may be of words."""
 
     def at_labels(values: torch.Tensor | None) -> torch.Tensor | None:
-        return None if values is None else values_at_labels(model, values, inputs)
+        if values is None:
+            return None
+        return values_at_labels(model, values, inputs)
 
-    measured_N = at_labels(losses.measured)
-    return TokenLogprobs(
+    scores = TokenLogprobs(
         logprobs_N=-values_at_labels(model, losses.loss, inputs),
         sequence_ids_N=inputs.sequence_ids_N,
         entropy_N=at_labels(losses.entropy),
         collision_logprobs_N=at_labels(losses.collision_logprobs),
-        measured_N=None if has_words else measured_N,
-        class_logits_NC=measured_N if has_words else None,
     )
+    measured = at_labels(losses.measured)
+    if has_words:
+        return replace(scores, class_logits_NC=measured)
+    return replace(scores, measured_N=measured)
 
 
 def values_at_labels(
@@ -136,7 +140,7 @@ def run_forward(
     model: Transformer, batch: PackedBatch, settings: HeadSettings, *, device: torch.device
 ) -> tuple[Any, ForwardInputs]:
     """Run the forward pass of this rank's part; returns the head's output and the inputs."""
-    inputs = on_device(forward_inputs(model, batch), device)
+    inputs = on_device(build_forward_inputs(model, batch), device)
     set_forced_experts(model, inputs.routes_TR)
     output = model(
         inputs.input_ids_BT,

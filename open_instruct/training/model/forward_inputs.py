@@ -32,7 +32,7 @@ class ForwardInputs(NamedTuple):
     routes_TR: torch.Tensor | None
 
 
-def forward_inputs(model: Transformer, batch: PackedBatch) -> ForwardInputs:
+def build_forward_inputs(model: Transformer, batch: PackedBatch) -> ForwardInputs:
     """This rank's part of `batch`, on the CPU."""
     local, kept_BK = local_slice(model, batch)
     model_kwargs: dict[str, Any] = {
@@ -43,7 +43,7 @@ def forward_inputs(model: Transformer, batch: PackedBatch) -> ForwardInputs:
     if kept_BK is not None:
         model_kwargs["logits_to_keep"] = kept_BK
         if find_context_group(model) is None:
-            labelled_N = places_among_kept(batch, kept_BK)
+            labelled_N = find_kept_labels(batch, kept_BK)
     return ForwardInputs(
         local.input_ids_BT, model_kwargs, labelled_N, batch.sequence_ids_N, local.routes_TR
     )
@@ -58,7 +58,9 @@ def local_slice(model: Transformer, batch: PackedBatch) -> tuple[PackedBatch, to
     if context is not None:
         # Labels are shifted already, so none is lost where the row is cut.
         part = context.local_slice(batch.input_ids_BT.shape[1])
-        routes_TR = None if batch.routes_TR is None else batch.routes_TR[part]
+        routes_TR = batch.routes_TR
+        if routes_TR is not None:
+            routes_TR = routes_TR[part]
         batch = replace(
             batch,
             kept_BK=None,
@@ -91,7 +93,7 @@ def find_segments(model: Transformer, batch: PackedBatch) -> Segments:
     return segments._replace(positions_T=segments.positions_T[context.local_slice(row_len)])
 
 
-def places_among_kept(batch: PackedBatch, kept_BK: torch.Tensor) -> torch.Tensor:
+def find_kept_labels(batch: PackedBatch, kept_BK: torch.Tensor) -> torch.Tensor:
     """The place of each label among the kept positions, (N,).
 
     Each row has as many kept positions, in the order of its labels.

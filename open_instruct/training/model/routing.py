@@ -63,9 +63,11 @@ class StepRouting:
                 counted.append(count_tokens(_without_padding(layers, batch), batch))
         self._total_E = self._reduce(torch.stack(counted).sum(dim=0))
 
-    def find_total(self, own_E: torch.Tensor) -> torch.Tensor:
-        """The counts of the step; `own_E` are those of the microbatch at hand."""
-        return self._reduce(own_E) if self._total_E is None else self._total_E
+    def find_total(self, counts_E: torch.Tensor) -> torch.Tensor:
+        """The counts of the step; `counts_E` are those of the microbatch at hand."""
+        if self._total_E is None:
+            return self._reduce(counts_E)
+        return self._total_E
 
     def _reduce(self, counts_E: torch.Tensor) -> torch.Tensor:
         if dist.is_initialized():
@@ -103,71 +105,76 @@ def balance(
     :param layers: what they have noted of `batch` is taken from them.
     :param share: 1 / the number of these microbatches.
     """
-    noted = _without_padding(layers, batch)
-    if not noted:
+    routings = _without_padding(layers, batch)
+    if not routings:
         return 0.0, {}
-    probs = [probs_TE for probs_TE, _ in noted]
-    chosen = [experts_TK for _, experts_TK in noted]
+    probs = [probs_TE for probs_TE, _ in routings]
+    chosen = [experts_TK for _, experts_TK in routings]
     with torch.no_grad():
-        loads = torch.stack(list(map(_tokens_of_experts, probs, chosen)))
+        shares = [_count_expert_shares(*routing) for routing in routings]
+        loads = torch.stack(shares)
         entropies = [torch.special.entr(probs_TE).sum(dim=-1).mean() for probs_TE in probs]
         entropy = torch.stack(entropies).mean()
-    metrics = {
-        "router/entropy": entropy,
-        "router/max_load": (loads.amax(dim=1) / loads.mean(dim=1)).mean(),
-    }
+    load_ratios = loads.amax(dim=1) / loads.mean(dim=1)  # by layer
+    metrics = {"router/entropy": entropy, "router/max_load": load_ratios.mean()}
     forced_experts_TK = layers[0].forced_experts_TK
     if forced_experts_TK is not None:
-        metrics["router/differing"] = torch.stack(list(map(_differing, probs, chosen))).mean()
-        metrics["router/replayed"] = (forced_experts_TK[: len(probs[0]), 0] >= 0).float().mean()
+        differing = [_count_differing(*routing) for routing in routings]
+        metrics["router/differing"] = torch.stack(differing).mean()
+        num_tokens = len(probs[0])
+        is_replayed_T = forced_experts_TK[:num_tokens, 0] >= 0
+        metrics["router/replayed"] = is_replayed_T.float().mean()
     loss: torch.Tensor | float = 0.0
     coefficient = cast(SegmentTransformer, model).balance_coefficient
     if coefficient:
-        mean_probs_E = torch.stack([probs_TE.mean(dim=0) for probs_TE in probs]).mean(dim=0)
+        layer_probs = [probs_TE.mean(dim=0) for probs_TE in probs]
+        mean_probs_E = torch.stack(layer_probs).mean(dim=0)
         mean_loads_E = loads.mean(dim=0)
         if step_routing is not None:
-            own_E = count_tokens(noted, batch)
-            total_E = step_routing.find_total(own_E.clone())
+            counts_E = count_tokens(routings, batch)
+            total_E = step_routing.find_total(counts_E.clone())
             num_chosen = total_E.sum().clamp(min=1)  # by all tokens in all layers
             mean_loads_E = (chosen[0].shape[1] * total_E / num_chosen).to(mean_loads_E.dtype)
-            share = (own_E.sum() / num_chosen).to(mean_loads_E.dtype)  # of the step's tokens
+            share = (counts_E.sum() / num_chosen).to(mean_loads_E.dtype)  # of the step's tokens
         unscaled = mean_probs_E.numel() * (mean_loads_E * mean_probs_E).sum()
         metrics["router/balance_loss"] = unscaled.detach()
         loss = coefficient * share * unscaled * bool(batch.num_tokens)
-    return loss, {
-        name: Metric(value=value, weight=float(batch.num_tokens)) for name, value in metrics.items()
-    }
+    weight = float(batch.num_tokens)
+    return loss, {name: Metric(value=value, weight=weight) for name, value in metrics.items()}
 
 
 def _without_padding(layers: Sequence[RoutedFeedForward], batch: PackedBatch) -> list[Routing]:
     """What the layers noted of a microbatch, without its padding unless there is nothing else."""
-    noted = [routing for layer in layers for routing in layer.take_routing()]
-    if not noted:
+    routings: list[Routing] = []
+    for layer in layers:
+        routings += layer.take_routing()
+    if not routings:
         return []
-    is_whole_row = (
-        batch.document_lengths is not None and len(noted[0][0]) == batch.input_ids_BT.numel()
-    )
-    num_tokens = (is_whole_row and batch.num_tokens) or None
-    return [(probs_TE[:num_tokens], experts_TK[:num_tokens]) for probs_TE, experts_TK in noted]
+    num_rows = len(routings[0][0])
+    num_tokens: int | None = None
+    if batch.document_lengths is not None and num_rows == batch.input_ids_BT.numel():
+        num_tokens = batch.num_tokens or None
+    return [(probs_TE[:num_tokens], experts_TK[:num_tokens]) for probs_TE, experts_TK in routings]
 
 
 @torch.no_grad()
-def count_tokens(noted: Sequence[Routing], batch: PackedBatch) -> torch.Tensor:
+def count_tokens(routings: Sequence[Routing], batch: PackedBatch) -> torch.Tensor:
     """The tokens of each expert in a microbatch, over all layers; 0 without documents."""
     # bincount would have a GPU's host wait.
-    counts = [
-        torch.zeros_like(probs_TE, dtype=torch.float64).scatter_(1, experts_TK, 1.0).sum(dim=0)
-        for probs_TE, experts_TK in noted
-    ]
+    counts: list[torch.Tensor] = []
+    for probs_TE, experts_TK in routings:
+        chosen_TE = torch.zeros_like(probs_TE, dtype=torch.float64)
+        counts.append(chosen_TE.scatter_(1, experts_TK, 1.0).sum(dim=0))
     return torch.stack(counts).sum(dim=0) * bool(batch.num_tokens)
 
 
-def _tokens_of_experts(probs_TE: torch.Tensor, experts_TK: torch.Tensor) -> torch.Tensor:
+def _count_expert_shares(probs_TE: torch.Tensor, experts_TK: torch.Tensor) -> torch.Tensor:
     """The share of tokens that each expert has; they add up to K."""
     return torch.zeros_like(probs_TE).scatter_(1, experts_TK, 1.0).mean(dim=0)
 
 
-def _differing(probs_TE: torch.Tensor, experts_TK: torch.Tensor) -> torch.Tensor:
+def _count_differing(probs_TE: torch.Tensor, experts_TK: torch.Tensor) -> torch.Tensor:
     """The share of tokens whose experts are not those that the router would choose."""
-    own_TK = probs_TE.topk(experts_TK.shape[1], dim=-1).indices
-    return (own_TK.sort().values != experts_TK.sort().values).any(dim=-1).float().mean()
+    preferred_TK = probs_TE.topk(experts_TK.shape[1], dim=-1).indices
+    differs_TK = preferred_TK.sort().values != experts_TK.sort().values
+    return differs_TK.any(dim=-1).float().mean()

@@ -93,7 +93,7 @@ def build_backend(
             flags=flags,
             max_seq_length=config.data.max_seq_length,
         )
-        module.compute_with(copy)
+        module.set_computing_copy(copy)
     module.fill(
         pretrained, run=run, memory=config.memory, adapters=config.adapters, seed=optim.seed
     )
@@ -153,7 +153,7 @@ class FSDP2Backend(ShardedModule):
         if context is not None:
             self._num_averaged *= context.degree
 
-    def compute_with(self, model: Transformer) -> None:
+    def set_computing_copy(self, model: Transformer) -> None:
         """Run the passes with `model`, an unfilled copy of the trained model in another dtype."""
         self._copy = model
         hand_gradients_over(model, self.model)

@@ -1,6 +1,6 @@
 """Muon for matrices and AdamW for the rest, as one optimizer with one state."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from math import prod, sqrt
 from typing import Any
 
@@ -31,103 +31,112 @@ class MuonWithAdamW(torch.optim.Optimizer):
     def __init__(self, params: Any, *, eps: float = 1e-8, **defaults: Any) -> None:
         super().__init__(params, defaults | {"use_muon": False})
         # torch's constructors fill the missing defaults into our groups.
-        if groups := self._groups(use_muon=True):
-            torch.optim.Muon(groups, adjust_lr_fn="match_rms_adamw")
-        groups = self._groups(use_muon=False)
-        self._adamw = torch.optim.AdamW(groups, eps=eps, foreach=False) if groups else None
+        muon_groups = self._select_groups(use_muon=True)
+        if muon_groups:
+            torch.optim.Muon(muon_groups, adjust_lr_fn="match_rms_adamw")
+        self._adamw: torch.optim.AdamW | None = None
+        adamw_groups = self._select_groups(use_muon=False)
+        if adamw_groups:
+            self._adamw = torch.optim.AdamW(adamw_groups, eps=eps, foreach=False)
 
-    def _groups(self, *, use_muon: bool) -> list[dict[str, Any]]:
+    def _select_groups(self, *, use_muon: bool) -> list[dict[str, Any]]:
         return [group for group in self.param_groups if group["use_muon"] is use_muon]
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         assert closure is None, "the train module computes the loss itself"
-        for group in self._groups(use_muon=True):
+        for group in self._select_groups(use_muon=True):
+            matrices = [matrix for matrix in group["params"] if matrix.grad is not None]
+            if not matrices:
+                continue
             # Largest first: matrices that are taken together have similar sizes, so no rank waits
             # long for another.
-            matrices = [matrix for matrix in group["params"] if matrix.grad is not None]
             matrices.sort(key=lambda matrix: -matrix.numel())
-            owners = [*find_copy_boxes(matrices[0], get_rank())] if matrices else []
-            for first in range(0, len(matrices), len(owners) or 1):
-                self._step_together(dict(zip(owners, matrices[first:], strict=False)), group)
+            owners = list(find_copy_boxes(matrices[0], get_rank()))
+            for first in range(0, len(matrices), len(owners)):
+                by_owner = dict(zip(owners, matrices[first:], strict=False))
+                self._step_together(by_owner, group)
         if self._adamw is not None:
             # Loading a checkpoint replaces our groups and state, so both are shared anew.
-            self._adamw.param_groups, self._adamw.state = self._groups(use_muon=False), self.state
+            self._adamw.param_groups = self._select_groups(use_muon=False)
+            self._adamw.state = self.state
             self._adamw.step()
 
     def _step_together(self, by_owner: dict[int, Any], group: dict[str, Any]) -> None:
         """Step matrices that the same ranks share; each rank owns one of them, or none."""
-        first, own = by_owner[min(by_owner)], by_owner.get(get_rank())
-        boxes = {} if own is None else find_copy_boxes(own, get_rank())
-        parts = {owner: self._update(matrix, group) for owner, matrix in by_owner.items()}
-        parts = _exchange(parts, {rank: box_shape(box) for rank, box in boxes.items()}, first)
-        if own is not None:
-            whole = parts[get_rank()].new_empty(own.shape)
+        any_matrix = by_owner[min(by_owner)]
+        matrix_here = by_owner.get(get_rank())  # the one that this rank owns
+        boxes: Mapping[int, Any] = {}
+        if matrix_here is not None:
+            boxes = find_copy_boxes(matrix_here, get_rank())
+        box_shapes = {rank: box_shape(box) for rank, box in boxes.items()}
+        local_shapes = {owner: local_part(each).shape for owner, each in by_owner.items()}
+        parts = {owner: self._update_momentum(each, group) for owner, each in by_owner.items()}
+        parts = _exchange(parts, box_shapes, any_matrix)
+        if matrix_here is not None:
+            whole = parts[get_rank()].new_empty(matrix_here.shape)
             for rank, box in boxes.items():
                 whole[box] = parts.pop(rank)
-            whole = _orthogonal(whole, group)
+            whole = _orthogonalise(whole, group)
             parts = {rank: whole[box] for rank, box in boxes.items()}
-        parts = _exchange(
-            parts, {owner: local_part(matrix).shape for owner, matrix in by_owner.items()}, first
-        )
+        parts = _exchange(parts, local_shapes, any_matrix)
         for owner, matrix in by_owner.items():
             local = local_part(matrix)
             local.mul_(1 - group["lr"] * group["weight_decay"])
             local.add_(parts[owner], alpha=group["lr"] * _scale(matrix))
 
-    def _update(self, matrix: Any, group: dict[str, Any]) -> torch.Tensor:
-        """Add the gradient to this rank's part of the momentum, and return it with Nesterov's
-        look-ahead.
-        """
+    def _update_momentum(self, matrix: Any, group: dict[str, Any]) -> torch.Tensor:
+        """Add the gradient to this rank's momentum; returned is it with Nesterov's look-ahead."""
         if MOMENTUM not in self.state[matrix]:
             self.state[matrix][MOMENTUM] = torch.zeros_like(matrix.grad)
-        gradient, momentum = local_part(matrix.grad), local_part(self.state[matrix][MOMENTUM])
+        gradient = local_part(matrix.grad)
+        momentum = local_part(self.state[matrix][MOMENTUM])
         momentum.lerp_(gradient, 1 - group["momentum"])
-        return (
-            gradient.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
-        ).bfloat16()
+        if group["nesterov"]:
+            momentum = gradient.lerp(momentum, group["momentum"])
+        return momentum.bfloat16()
 
 
 def _exchange(
-    given: dict[int, torch.Tensor], shapes: dict[int, Any], matrix: Any
+    parts: dict[int, torch.Tensor], shapes: dict[int, Any], matrix: Any
 ) -> dict[int, torch.Tensor]:
-    """Exchange tensors among the ranks that share `matrix`: send `given` by rank, and receive
-    `shapes` by rank.
+    """Exchange tensors among the ranks that share `matrix`.
+
+    Sent are `parts` by rank, and received are tensors of `shapes` by rank.
     """
-    axes = [
-        axis for axis, cut in enumerate(getattr(matrix, "placements", ())) if not cut.is_replicate()
-    ]
+    placements = getattr(matrix, "placements", ())
+    axes = [axis for axis, cut in enumerate(placements) if not cut.is_replicate()]
     if not axes:
-        return given
+        return parts
     # FSDP's and tensor parallelism's axes have no joint group, so there all ranks enter, and others
     # send nothing.
     group = matrix.device_mesh.get_group(axes[0]) if len(axes) == 1 else None
-    ranks, nothing = (
-        dist.get_process_group_ranks(group),
-        local_part(matrix).new_empty(0, dtype=torch.bfloat16),
-    )
-    sent = [given.get(rank, nothing).flatten() for rank in ranks]
+    ranks = dist.get_process_group_ranks(group)
+    nothing = local_part(matrix).new_empty(0, dtype=torch.bfloat16)
+    sent = [parts.get(rank, nothing).flatten() for rank in ranks]
     sizes = [prod(shapes.get(rank, nothing.shape)) for rank in ranks]
+    sent_sizes = [len(each) for each in sent]
     received = nothing.new_empty(sum(sizes))
-    dist.all_to_all_single(received, torch.cat(sent), sizes, [len(each) for each in sent], group)
+    dist.all_to_all_single(received, torch.cat(sent), sizes, sent_sizes, group)
     by_rank = zip(ranks, received.split(sizes), strict=True)
     return {rank: values.view(shapes[rank]) for rank, values in by_rank if rank in shapes}
 
 
-def _orthogonal(whole: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
-    """The orthogonalised matrix: torch's step from zero at the rate that makes its scale 1, so
-    nothing is rounded.
+def _orthogonalise(whole: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
+    """The orthogonalised matrix: torch's step from zero, at the rate that makes its scale 1.
+
+    So nothing is rounded.
     """
     step = nn.Parameter(torch.zeros_like(whole))
     step.grad = whole
-    only = {
+    settings = {
         "params": [step],
         "lr": 1 / _scale(whole),
         "momentum": 0.0,
         "nesterov": False,
         "weight_decay": 0.0,
     }
-    torch.optim.Muon([group | only]).step()
+    torch.optim.Muon([group | settings]).step()
     return step.detach()
 
 

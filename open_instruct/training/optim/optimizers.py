@@ -28,6 +28,8 @@ class AdamLikeConfig(core.OptimConfig[Any]):
 
 @dataclass
 class AdamW8bitConfig(AdamLikeConfig):
+    """Our AdamW, with moments of 8 bits or in host memory."""
+
     has_codes: bool = True
     on_host: bool = False
 
@@ -55,8 +57,9 @@ class MuonWithAdamWConfig(AdamLikeConfig):
 
 
 class HostSkipStepAdamW(core.SkipStepAdamW):
-    """OLMo-core's SkipStepAdamW with losses and gradient norms on the host, which decides whether a
-    step is skipped.
+    """OLMo-core's SkipStepAdamW, whose losses and gradient norms are on the host.
+
+    The host decides whether a step is skipped.
     """
 
     @property
@@ -75,6 +78,8 @@ class HostSkipStepAdamW(core.SkipStepAdamW):
 
 @dataclass
 class HostSkipStepAdamWConfig(core.SkipStepAdamWConfig):
+    """OLMo-core's settings, for our `HostSkipStepAdamW`."""
+
     @classmethod
     def optimizer(cls) -> type[core.SkipStepAdamW]:
         return HostSkipStepAdamW
@@ -82,7 +87,7 @@ class HostSkipStepAdamWConfig(core.SkipStepAdamWConfig):
 
 @dataclass
 class SkipStepHistory(Callback):
-    """Carries a skip-step optimizer's rolling window over a restart;
+    """Carries a skip-step optimizer's rolling window over a restart.
 
     OLMo-core leaves it out of its state.
     """
@@ -101,25 +106,29 @@ class SkipStepHistory(Callback):
 def build_optimizer_config(
     optim: OptimizerSection, *, device: torch.device, names: Collection[str], on_host: bool = False
 ) -> core.OptimConfig[Any]:
-    """The OLMo-core config of `--optimizer`; PyTorch computes AdamW in one pass on CUDA and on CPUs
-    (`fused`).
+    """The OLMo-core config of `--optimizer`.
+
+    PyTorch computes AdamW in one pass on CUDA and on CPUs (`fused`).
 
     :param names: of the parameters. OLMo-core refuses a pattern that names nothing.
     :param on_host: whether the host of a device has AdamW's moments.
     """
-    adam_settings = {"betas": (optim.adam_beta1, optim.adam_beta2), "eps": optim.adam_epsilon}
     common: dict[str, Any] = {
         "lr": optim.learning_rate,
+        "betas": (optim.adam_beta1, optim.adam_beta2),
+        "eps": optim.adam_epsilon,
         "weight_decay": optim.weight_decay,
-    } | adam_settings
+    }
     if optim.optimizer == "muon":
         return MuonWithAdamWConfig(**common)
-    if not_decayed := [
-        each for each in optim.not_decayed if any(fnmatchcase(name, each) for name in names)
-    ]:
-        common["group_overrides"] = [
-            core.OptimGroupOverride(params=not_decayed, opts={"weight_decay": 0.0})
-        ]
+    patterns = [
+        pattern
+        for pattern in optim.not_decayed
+        if any(fnmatchcase(name, pattern) for name in names)
+    ]
+    if patterns:
+        no_decay = core.OptimGroupOverride(params=patterns, opts={"weight_decay": 0.0})
+        common["group_overrides"] = [no_decay]
     if optim.optimizer == "skip_step_adamw":
         return HostSkipStepAdamWConfig(**common)
     if optim.optimizer == "adamw_8bit" or on_host:
@@ -135,8 +144,10 @@ def build_scheduler(optim: OptimizerSection, *, num_steps: int) -> Scheduler:
     num_warmup_steps = round(optim.warmup_ratio * num_steps)
     if optim.lr_scheduler_type == "constant":
         return core.ConstantWithWarmup(warmup=num_warmup_steps)
-    shape = core.LinearWithWarmup if optim.lr_scheduler_type == "linear" else core.CosWithWarmup
-    return shape(warmup=num_warmup_steps, alpha_f=0.0, t_max=num_steps + 1)
+    last = num_steps + 1
+    if optim.lr_scheduler_type == "linear":
+        return core.LinearWithWarmup(warmup=num_warmup_steps, alpha_f=0.0, t_max=last)
+    return core.CosWithWarmup(warmup=num_warmup_steps, alpha_f=0.0, t_max=last)
 
 
 def set_learning_rate(
@@ -147,8 +158,8 @@ def set_learning_rate(
     Returns that of the first, which has most weights.
     """
     assert optim is not None
-    rates = [
-        group["lr"] if scheduler is None else scheduler.set_lr(group, trainer)
-        for group in optim.param_groups
-    ]
+    if scheduler is None:
+        rate: float | torch.Tensor = optim.param_groups[0]["lr"]
+        return rate
+    rates = [scheduler.set_lr(group, trainer) for group in optim.param_groups]
     return rates[0]

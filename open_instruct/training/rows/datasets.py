@@ -1,10 +1,13 @@
 """The tokenised rows of a run, built once by rank 0 and read from the cache by all."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from transformers import PreTrainedTokenizerFast
 
-from open_instruct.config.training import LearnerConfig, TrainingConfig
+from open_instruct.config.rollout_sections import PromptDataSection
+from open_instruct.config.sections import DataSection
+from open_instruct.config.training import TrainingConfig
 from open_instruct.data.chat import ChatFormat
 from open_instruct.data.eval_split import Side
 from open_instruct.data.mixer import find_entries
@@ -29,54 +32,59 @@ def load_datasets(
 
     :raises InputError: for a bad row, a missing file, a bad amount; on every rank.
     """
-    data, own = config.data, objective.row_arguments(config)
+    data = config.data
+    form = objective.choose_rows(config)
+    form_arguments = objective.row_arguments(config)
 
     def load_one(title: str, flag: str, *, is_held_out: bool = False) -> TokenDataset:
-        given = reading(config, tokenizer, flag, is_held_out=is_held_out)
-        given |= {"max_seq_length": data.max_seq_length, **own}
+        arguments = build_load_arguments(
+            data, tokenizer, flag, seed=config.optim.seed, is_held_out=is_held_out
+        )
+        arguments |= {"max_seq_length": data.max_seq_length, **form_arguments}
 
-        def read(speaks: bool) -> tuple[TokenDataset, DataReport]:
+        def load(*, speaks: bool) -> tuple[TokenDataset, DataReport]:
             with Console(speaks=speaks).counting(title) as on_progress:
-                return load_token_dataset(
-                    objective.choose_rows(config), on_progress=on_progress, **given
-                )
+                return load_token_dataset(form, on_progress=on_progress, **arguments)
 
-        console.report(title, run_on_main_process(lambda: read(console.speaks)[1].lines()))
-        return read(False)[0]
+        def load_and_report() -> Sequence[str]:
+            _, report = load(speaks=console.speaks)
+            return report.lines()
+
+        console.report(title, run_on_main_process(load_and_report))
+        dataset, _ = load(speaks=False)
+        return dataset
 
     this_process.begin("reading the rows")
     training = load_one("training data", "mixer_list")
     if not data.has_held_out_rows:
         return training, None
-    flag = "eval_mixer_list" if data.eval_mixer_list else "mixer_list"
+    flag = "mixer_list"
+    if data.eval_mixer_list:
+        flag = "eval_mixer_list"
     return training, load_one("held-out data", flag, is_held_out=True)
 
 
-def reading(
-    config: LearnerConfig,
+def build_load_arguments(
+    data: DataSection | PromptDataSection,
     tokenizer: PreTrainedTokenizerFast,
     flag: str,
     *,
+    seed: int,
     is_held_out: bool = False,
 ) -> dict[str, Any]:
-    """Arguments of `load_token_dataset` for the rows that `flag` lists, without the form of the
-    rows.
+    """Arguments of `load_token_dataset` for the rows that `flag` lists, without their form.
 
     With --eval_split they are one side of the training mixture: the rows to train on, or those held
     out.
     """
-    data = config.data
-    is_split = data.eval_split is not None and flag in ("mixer_list", "dataset_mixer_list")
-    side = (
-        Side(share=data.eval_split, is_held_out=is_held_out)
-        if is_split and data.eval_split
-        else None
-    )
+    side: Side | None = None
+    if data.eval_split and flag in ("mixer_list", "dataset_mixer_list"):
+        side = Side(share=data.eval_split, is_held_out=is_held_out)
     return {
         "entries": find_entries(data, flag),
         "chat": ChatFormat.from_flags(tokenizer, data),
         "on_bad_row": data.on_bad_row,
-        "seed": config.optim.seed,
+        "seed": seed,
         "cache_dir": data.cache_dir,
         "columns": data.columns,
         "side": side,

@@ -23,11 +23,12 @@ V = TypeVar("V")
 
 @dataclass(eq=False)
 class SampleLoader:
-    """Shuffles by (seed, epoch) alone, so the order does not depend on ranks, microbatches or
-    restarts.
+    """The steps of an epoch, which each data-parallel rank builds its own part of.
 
-    The last batch of an epoch is the shorter rest, and each of `samples` (rows that stay together)
-    comes once an epoch. `reference_logps_ND` and `values_class` are explained at `collate`.
+    Rows are shuffled by (seed, epoch) alone, so the order does not depend on ranks, microbatches or
+    restarts. The last batch of an epoch is the shorter rest, and each of `samples` (rows that stay
+    together) comes once an epoch. `reference_logps_ND` and `values_class` are explained at
+    `collate`.
     """
 
     dataset: TokenDataset
@@ -42,23 +43,21 @@ class SampleLoader:
     batches_processed: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
-        self.dp_world_size, self.dp_rank = (
-            dist.get_world_size(self.dp_group),
-            dist.get_rank(self.dp_group),
-        )
+        self.dp_world_size = dist.get_world_size(self.dp_group)
+        self.dp_rank = dist.get_rank(self.dp_group)
         self.num_samples_per_step = self.shape.max_samples_per_rank * self.dp_world_size
 
     def rest_of_epoch(self) -> Iterator[StepBatch]:
         """The steps left in the epoch; `state_dict` counts every step given out so far as taken."""
         order = np.random.default_rng([self.seed, self.epoch]).permutation(len(self.samples))
 
+        size = self.num_samples_per_step
+
         def build(start: int) -> StepBatch:
+            indices = order[start : start + size].tolist()
             return step_batch(
                 self.dataset,
-                [
-                    self.samples[index]
-                    for index in order[start : start + self.num_samples_per_step].tolist()
-                ],
+                [self.samples[index] for index in indices],
                 shape=self.shape,
                 rank=self.dp_rank,
                 num_ranks=self.dp_world_size,
@@ -66,12 +65,10 @@ class SampleLoader:
                 values_class=self.values_class,
             )
 
-        size = self.num_samples_per_step
+        starts = range(self.batches_processed * size, len(self.samples), size)
         # A step that the thread has built ahead is not given out yet, so a checkpoint does not
         # count it.
-        for step in build_ahead(
-            build, range(self.batches_processed * size, len(self.samples), size)
-        ):
+        for step in build_ahead(build, starts):
             self.batches_processed += 1
             yield step
 
@@ -99,45 +96,45 @@ class SampleLoader:
 def check_place_of_samples(
     saved: Mapping[str, Any], dataset: TokenDataset, *, seed: int, shape: BatchShape, num_ranks: int
 ) -> None:
-    """Refuse the `SampleLoader.state_dict` of a checkpoint where `num_ranks` would take other rows
-    from there on.
+    """Refuse a saved `SampleLoader.state_dict` if `num_ranks` would take other rows from there on.
 
     :raises InputError: rows, seed or the number of rows in a step are others.
     """
     num_now = shape.max_samples_per_rank * num_ranks
     num_before = saved.get("num_samples_per_step")
+    size_fact = PlaceFact(
+        key="num_samples_per_step",
+        value=num_now,
+        flag="gradient_accumulation_steps",
+        problem=(
+            f"the checkpoint was written with {num_before} samples in a step, this run has "
+            f"{num_now}"
+        ),
+        remedy=(
+            "choose --per_device_train_batch_size and --gradient_accumulation_steps so that "
+            f"their product times {num_ranks} data-parallel ranks is {num_before}"
+        ),
+    )
     check_saved_place(
         saved,
         rows_fact(dataset.fingerprint, flag="mixer_list", limit="--max_seq_length"),
         seed_fact(saved, seed),
-        PlaceFact(
-            key="num_samples_per_step",
-            value=num_now,
-            flag="gradient_accumulation_steps",
-            problem=(
-                f"the checkpoint was written with {num_before} samples in a step, this run has "
-                f"{num_now}"
-            ),
-            remedy="choose --per_device_train_batch_size and --gradient_accumulation_steps so that "
-            "their product "
-            f"times {num_ranks} data-parallel ranks is {num_before}",
-        ),
+        size_fact,
     )
 
 
 def build_ahead(build: Callable[[T], V], items: Iterable[T]) -> Generator[V]:
-    """`build` of each of `items`, in order; while the caller is busy with one, a thread builds the
-    next, and no more.
+    """Build each of `items` in order; a thread builds the next one while the caller is busy.
 
-    An error of `build` is raised when its result is asked for. Closing the iterator early waits for
-    the thread.
+    It builds no more than that one. An error of `build` is raised when its result is asked for.
+    Closing the iterator early waits for the thread.
     """
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="built-ahead") as thread:
-        wanted: Future[V] | None = None
+        ready: Future[V] | None = None
         for item in items:
             following = thread.submit(build, item)
-            if wanted is not None:
-                yield wanted.result()
-            wanted = following
-        if wanted is not None:
-            yield wanted.result()
+            if ready is not None:
+                yield ready.result()
+            ready = following
+        if ready is not None:
+            yield ready.result()

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from open_instruct.batching.balance import best_fit
 from open_instruct.batching.steps import BatchShape
 from open_instruct.checkpoints.saved_place import read_saved_place
+from open_instruct.config.sections import PrefixSharing
 from open_instruct.config.training import TrainingConfig
 from open_instruct.data.token_dataset import TokenDataset
 from open_instruct.objectives.objective import Objective
@@ -39,6 +40,9 @@ def read_training_rows(
     """
     dataset, heldout = load_datasets(objective, config, pretrained.tokenizer, run.console)
     packing = config.data.packing
+    prefix_sharing: PrefixSharing = "off"
+    if packing:
+        prefix_sharing = objective.prefix_sharing(config)
     shape = BatchShape(
         documents_per_sample=objective.choose_rows(config).documents_per_row,
         max_samples_per_microbatch=config.optim.per_device_train_batch_size,
@@ -46,7 +50,7 @@ def read_training_rows(
         max_seq_length=config.data.max_seq_length,
         packing=packing,
         pad_to_multiple_of=run.layout.model_parallel_degree,
-        prefix_sharing=objective.prefix_sharing(config) if packing else "off",
+        prefix_sharing=prefix_sharing,
     )
     run_on_main_process(lambda: _refuse_other_rows(dataset, shape, config.optim.seed, run))
     samples: Sequence[Sequence[int]] = [(row,) for row in range(len(dataset))]

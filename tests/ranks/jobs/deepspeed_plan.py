@@ -74,15 +74,15 @@ def _measured(
     policy = Policy(
         built.build_backend(pretrained, run=run, config=config, num_steps=9), DPO.bind(config)
     )
-    policy._check = lambda loss, counts: None  # type: ignore[method-assign]  # reference log-probs are made up
+    policy._check_first_loss = lambda loss, counts: None  # type: ignore[method-assign]  # reference log-probs are made up
     settings_of_loop: Any = {
         "start_model": "",
         "cadence": Cadence(num_steps=9, save_every=1),
     }
     place: Any = SimpleNamespace(state_dict=dict, load_state_dict=None)
-    loop = Loop(policy, place, run=run, config=config, **settings_of_loop)
+    loop = Loop(policy, place, run=run, flags=config.run, **settings_of_loop)
     with torch.no_grad():
-        policy.scores(microbatch)
+        policy.score(microbatch)
     # The second pass learns the order of the modules, and the third one goes by it: a short step
     # before a whole one.
     for num_passes in (1, num_microbatches):

@@ -44,7 +44,14 @@ def run_it(flags: list[str], *, num_steps: int, export: bool = False) -> list[di
         if run.process.rank == 0:
             write_traces(run.directory.path, step, batch, learned)
     if export:
-        export_policy(learner.policy, learner.pretrained, run=run, config=config, trained_by="grpo")
+        export_policy(
+            learner.policy,
+            learner.pretrained,
+            run=run,
+            export_dtype=config.run.export_dtype,
+            adapters=config.adapters,
+            trained_by="grpo",
+        )
     if run.process.rank == 0:
         write_config(config, run.directory.config, command="grpo")
         run.directory.metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))

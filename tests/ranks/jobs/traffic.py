@@ -105,10 +105,10 @@ def _steps(
         )
     # No plan counts the numbers that `BoundLoss.prepare` brings together of all ranks.
     policy_module.gather_rows = lambda rows, **_: rows
-    policy._check = lambda loss, counts: None  # the reference log-probs are made up
+    policy._check_first_loss = lambda loss, counts: None  # the reference log-probs are made up
     settings: Any = {"start_model": "", "cadence": Cadence(num_steps=2, save_every=1)}
     place: Any = SimpleNamespace(state_dict=dict, load_state_dict=None)
-    loop = Loop(policy, place, run=run, config=config, **settings)
+    loop = Loop(policy, place, run=run, flags=config.run, **settings)
     microbatch = _row(
         num_tokens,
         objective.choose_rows(config).documents_per_row,
@@ -124,7 +124,7 @@ def _steps(
     step = StepBatch(microbatches=(microbatch,) * num_microbatches, counts=counts)
     counted = {}
     with torch.no_grad():
-        counted["reference"] = _counted(lambda: policy.scores(microbatch))
+        counted["reference"] = _counted(lambda: policy.score(microbatch))
     # The second step, as all that follow: the first one, be it as short as can be, makes what
     # lasts.
     loop.take_step(
@@ -232,7 +232,7 @@ def count_pretended(cases: list[dict[str, Any]]) -> list[dict[str, Rows]]:
     """
     placement_types.shard_dim_alltoall = _swap_as_on_cuda
     of_memory = ("peak_memory_gib", "peak_reserved_gib", "allocation_retries/max")
-    policy_module.memory_so_far = lambda device: dict.fromkeys(of_memory, 0.0)  # type: ignore[assignment]
+    policy_module.measure_peak_memory = lambda device: dict.fromkeys(of_memory, 0.0)  # type: ignore[assignment]
     results = []
     for case in cases:
         job = dict(case)

@@ -162,7 +162,7 @@ def test_step_of_grpo_ends_with_its_optimizer() -> None:
             loss=SimpleNamespace(num_epochs=1), critic=SimpleNamespace(critic_warmup_steps=0)
         ),
         critic=None,
-        policy=SimpleNamespace(with_frozen_logprobs=lambda updates, num_epochs: ()),
+        policy=SimpleNamespace(add_frozen_logprobs=lambda updates, num_epochs: ()),
         run=SimpleNamespace(layout=SimpleNamespace(model_parallel_degree=1)),
         loop=SimpleNamespace(step=0, take_step=take_step, wait_for_device=device.wait),
     )

@@ -362,7 +362,14 @@ def ask(tokenizer: PreTrainedTokenizerFast) -> Iterator[Callable[..., Asked]]:
             **({"max_turns": 4, "environment_timeout_s": 0.5} | limits)
         )
         pool: Any = engines
-        conversations = Conversations(pool, chat, {"it": factory}, config, **(watch or {}))
+        conversations = Conversations(
+            pool,
+            chat,
+            {"it": factory},
+            config.environment,
+            max_prompt_tokens=config.data.max_prompt_token_length,
+            **(watch or {}),
+        )
         opened.append(conversations)
         (prompt_ids,) = chat.tokenize([chat.render([USER], ())[0]])
         prompt = Prompt(
@@ -559,7 +566,7 @@ class TestEpisodes:
         chat = ChatFormat.choose(tokenizer, "chatml")
         engines: Any = Engines(tokenizer, [None])
         conversations = Conversations(
-            engines, chat, {"it": Waits}, grpo_config("--max_prompt_token_length", "2000")
+            engines, chat, {"it": Waits}, grpo_config().environment, max_prompt_tokens=2000
         )
         prompt = Prompt(
             row_id=0, token_ids=(1,), text="", checks=(), environment="it", row={"messages": [USER]}

@@ -302,6 +302,15 @@ def test_adapters_stand_beside_the_matrices_that_a_layer_has(family: str) -> Non
 FOR_A_CPU = "--vllm_dtype bfloat16 --no_vllm_enable_prefix_caching"
 
 
+def check_engine(hf_config: Any, config: GRPOConfig) -> None:
+    run_checks.check_engine(
+        hf_config,
+        config.fleet,
+        engine_dtype=config.engine_dtype,
+        sends_adapter=config.sent_adapter is not None,
+    )
+
+
 @pytest.mark.parametrize(
     ("family", "flags", "has_torchvision", "on_gpu", "named"),
     [
@@ -350,7 +359,7 @@ def test_model_that_engines_cannot_run_is_refused_before_they_start(
         model_type=family, linear_key_head_dim=128, linear_value_head_dim=128
     )
     with nullcontext() if named is None else pytest.raises(InputError, match=named):
-        run_checks.check_engine(config, hf_config)
+        check_engine(hf_config, config)
 
 
 def test_engine_on_a_cpu_takes_heads_of_some_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -363,7 +372,7 @@ def test_engine_on_a_cpu_takes_heads_of_some_sizes(monkeypatch: pytest.MonkeyPat
         model_type="qwen3_5_text", linear_key_head_dim=32, linear_value_head_dim=32
     )
     with refused("input", None, "64", "128", "32"):
-        run_checks.check_engine(config, hf_config)
+        check_engine(hf_config, config)
     for size in SIZES.values():  # those of the models that there are to try it with
         tiny = tiny_config("qwen3_5_text", size, vocab_size=size["vocab_size"], tie=False)
-        run_checks.check_engine(config, tiny)
+        check_engine(tiny, config)

@@ -30,7 +30,7 @@ from open_instruct.models.nf4 import (
 )
 from open_instruct.models.shards import find_local_shards
 from open_instruct.objectives.dpo import DPOConfig, validate_dpo
-from open_instruct.training.measure.speed import flops_of_step
+from open_instruct.training.measure.speed import count_step_flops
 from tests.unit.small_models import CPU, hf_config, with_random_weights
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -194,7 +194,7 @@ def test_nf4_matrix_computes_as_its_dequantised_values(
         "all are in 4 bits, those with an adapter and others"
     )
     counts = {"tokens": 40, "labels": 30}
-    assert flops_of_step(ours, counts, mean_length=40) == flops_of_step(
+    assert count_step_flops(ours, counts, mean_length=40) == count_step_flops(
         plain, counts, mean_length=40
     )
     losses = [model(IDS).float().log_softmax(-1)[..., 5].sum() for model in (ours, plain)]

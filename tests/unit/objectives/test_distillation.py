@@ -196,7 +196,7 @@ def comparison_of(config: DistillConfig, *, vocab_size: int = VOCAB_SIZE) -> Tea
     """With a teacher of another family, its rows of the head beyond `vocab_size` being padding."""
     model = deepcopy(random_model("qwen3")).requires_grad_(False)  # other tests share it
     opened = TeacherComparison(
-        teacher=describe_teacher(config), pretrained=None, vocab_size=vocab_size
+        teacher=describe_teacher(config.distillation), pretrained=None, vocab_size=vocab_size
     )  # type: ignore[arg-type]
     if config.distillation.teacher_top_k is not None:
         return opened
@@ -317,15 +317,15 @@ def test_cache_gives_back_what_was_put_in(tmp_path: Path) -> None:
 
     dataset = make_pairs(3)
     cache = RowCache(tmp_path / "folder" / "kept.safetensors")
-    assert cache.missing(dataset) == [0, 1, 2]
+    assert cache.find_missing_rows(dataset) == [0, 1, 2]
     numbers = {row: np.arange(4.0 * (row + 1), dtype=np.float32) + 100 * row for row in range(3)}
     for row in (2, 0):
         cache.add(dataset.key(row), numbers[row])
     cache.write()
     again = RowCache(cache.path)
-    assert len(again) == 2 and again.missing(dataset) == [1]
+    assert len(again) == 2 and again.find_missing_rows(dataset) == [1]
     again.add(dataset.key(1), numbers[1])
-    rows = again.beside(dataset)
+    rows = again.attach_numbers(dataset)
     assert all(np.array_equal(rows.values(row), numbers[row]) for row in range(3))
     assert (
         rows.fingerprint == dataset.fingerprint
@@ -357,7 +357,7 @@ def opened(folders: Path, *words: str) -> TeacherComparison:
     config.model.model_name_or_path = str(folders / "student")
     student = open_pretrained(config, folders / "out")
     return TeacherComparison.open(
-        describe_teacher(config),
+        describe_teacher(config.distillation),
         student,
         config=config,
         layout=find_layout(config.parallel, (1,), config.backend),

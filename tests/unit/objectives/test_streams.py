@@ -468,10 +468,10 @@ def test_conversations_of_a_step_depend_on_its_number_alone() -> None:
     """Every row once an epoch, in another order the next time; so nothing of them need be saved."""
     rows: Any = [(sample.document,) for sample in completions(14, count=7)]
     config = grpo_config("--sft_mixer_list", "r.jsonl", "1.0", "--sft_rows_per_step", "3")
-    steps = [sft_samples(rows, step=step, config=config) for step in range(1, 15)]
+    flags = {"num_rows_per_step": config.data.sft_rows_per_step, "seed": config.optim.seed}
+    steps = [sft_samples(rows, step=step, **flags) for step in range(1, 15)]
     assert (
-        sft_samples(rows, step=9, config=config) == steps[8]
-        and sft_samples(None, step=9, config=config) == []
+        sft_samples(rows, step=9, **flags) == steps[8] and sft_samples(None, step=9, **flags) == []
     )
     order = [sample.document for step in steps for sample in step]
     epochs = [order[start : start + 7] for start in range(0, 42, 7)]

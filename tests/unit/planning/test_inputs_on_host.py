@@ -48,7 +48,7 @@ def inputs() -> InputsOnHost:
 def offloaded(inputs: InputsOnHost) -> Any:
     model = checkpointed_model()
     for block in model.blocks.values():
-        inputs.around(block)
+        inputs.hook_block(block)
     return model
 
 
@@ -75,15 +75,15 @@ def test_gradients_are_the_same_bit_by_bit(offloaded: Any, inputs: InputsOnHost)
         gradients(offloaded, lengths), gradients(checkpointed_model(), lengths), strict=True
     ):
         assert theirs.any() and torch.equal(ours, theirs)
-    assert not inputs._kept
+    assert not inputs._inputs
     # One buffer a block, for all microbatches.
-    assert len(inputs._free) == SIZE["num_hidden_layers"]
+    assert len(inputs._free_buffers) == SIZE["num_hidden_layers"]
 
 
 def test_inputs_are_not_kept_without_a_backward_pass(offloaded: Any, inputs: InputsOnHost) -> None:
     with torch.no_grad():
         loss_of(offloaded, 40)
-    assert not inputs._kept and not inputs._free
+    assert not inputs._inputs and not inputs._free_buffers
 
 
 def test_pass_that_was_given_up_changes_nothing(offloaded: Any) -> None:
@@ -114,8 +114,8 @@ def test_inputs_on_host_are_as_planned(offloaded: Any, inputs: InputsOnHost) -> 
         checkpointing="offload",
     )
     loss = loss_of(offloaded, num_tokens)
-    on_device = [kept.on_device for kept in inputs._kept if kept.on_device is not None]
-    assert len(inputs._kept) == SIZE["num_hidden_layers"] and len(on_device) == 1
+    on_device = [each.on_device for each in inputs._inputs if each.on_device is not None]
+    assert len(inputs._inputs) == SIZE["num_hidden_layers"] and len(on_device) == 1
     kinds: dict[str, dict[str, int]] = {}
     for mode in ("full", "offload"):
         phases = memory_by_phase(MemoryModel(shape, layout, replace(workload, checkpointing=mode)))  # type: ignore[arg-type]
@@ -129,7 +129,7 @@ def test_inputs_on_host_are_as_planned(offloaded: Any, inputs: InputsOnHost) -> 
     on_host = MemoryModel(shape, layout, workload).host_parts()[INPUTS]
     assert (
         on_host
-        == sum(buffer.nbytes for buffer in inputs._free)
+        == sum(buffer.nbytes for buffer in inputs._free_buffers)
         >= SIZE["num_hidden_layers"] * stream_bytes
     )
     assert not any(

@@ -29,7 +29,12 @@ def probed(mean: float, largest: float | None = None) -> dict[str, float]:
 
 
 def watch(*flags: str) -> AgreementWatch:
-    return AgreementWatch(grpo_config(*flags))
+    config = grpo_config(*flags)
+    return AgreementWatch(
+        param_dtype=config.model.param_dtype,
+        engine_dtype=config.engine_dtype,
+        async_steps=config.rollout.async_steps,
+    )
 
 
 @pytest.mark.parametrize(
@@ -109,7 +114,13 @@ def test_syncs_of_an_on_policy_run_need_no_probe() -> None:
 
 def test_probe_gives_each_rank_the_same_tokens() -> None:
     config: GRPOConfig = grpo_config("--response_length", "8")
-    request = build_probe((5, 6, 7), step=20, config=config)
+    request = build_probe(
+        (5, 6, 7),
+        step=20,
+        rollout=config.rollout,
+        response_length=config.data.response_length,
+        seed=config.optim.seed,
+    )
     answer: Future[Completion] = Future()
     answer.set_result(
         Completion(
@@ -121,7 +132,12 @@ def test_probe_gives_each_rank_the_same_tokens() -> None:
             seed=1,
         )
     )
-    ranks = plan_probe(request, answer, config=config, num_ranks=3)
+    ranks = plan_probe(
+        request,
+        answer,
+        max_tokens_per_microbatch=config.max_tokens_per_microbatch,
+        num_ranks=3,
+    )
     assert request.sampling.max_tokens == 8
     assert len(ranks) == 3
     for rank in ranks:

@@ -74,7 +74,10 @@ def conductor(
         it = Conductor(
             PromptStream(FakeDataset(num_rows), SEED),
             Episodes(pool, FakeReward(rule)),
-            config=config,
+            rollout=config.rollout,
+            num_steps=config.num_steps,
+            response_length=config.data.response_length,
+            seed=config.optim.seed,
         )
         if state is not None:
             it.load_state_dict(json.loads(json.dumps(state)))
@@ -124,13 +127,16 @@ def plain_batches(
         groups: dict[bool, list[RolloutGroup]] = {False: [], True: []}
         while num_missing := config.rollout.num_unique_prompts_rollout - len(groups[False]):
             tickets = [prompts.next() for _ in range(num_missing)]
-            asked = [
-                [
-                    pool.submit(request)
-                    for request in build_group_requests(ticket, prompt, config=config)
-                ]
-                for ticket, prompt in tickets
-            ]
+            asked = []
+            for ticket, prompt in tickets:
+                requests = build_group_requests(
+                    ticket,
+                    prompt,
+                    rollout=config.rollout,
+                    response_length=config.data.response_length,
+                    seed=config.optim.seed,
+                )
+                asked.append([pool.submit(request) for request in requests])
             for (ticket, prompt), futures in zip(tickets, asked, strict=True):
                 completions = tuple(future.result() for future in futures)
                 verdicts = tuple(reward.judge(prompt, completions))

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from open_instruct.config.grpo import GRPOConfig
 from open_instruct.core.errors import RunError
 from open_instruct.core.records import RolloutGroup, Verdict
 from open_instruct.rl.step_checks import MAX_SILENT_STEPS, SignalWatch, refuse_failed_verdicts
@@ -20,9 +21,17 @@ CUT = group_of([0.0, 0.0], CUT_ANSWERS, format=0.0)
 MIXED_CUT = group_of([0.0, 1.0], CUT_ANSWERS, format=1.0)
 
 
+def new_watch(config: GRPOConfig) -> SignalWatch:
+    return SignalWatch(
+        has_critic=config.rollout.has_critic,
+        judges_format=config.reward.apply_r1_style_format_reward,
+        response_length=config.data.response_length,
+    )
+
+
 def warnings_of(steps: list[list[RolloutGroup]]) -> list[list[str]]:
     """By step."""
-    watch = SignalWatch(CONFIG)
+    watch = new_watch(CONFIG)
     return [watch.after_step(groups, num_samples=4) for groups in steps]
 
 
@@ -59,13 +68,13 @@ def test_group_with_a_signal_starts_the_count_anew() -> None:
 
 
 def test_signal_of_completions_that_are_all_left_out_is_none() -> None:
-    watch = SignalWatch(CONFIG)
+    watch = new_watch(CONFIG)
     *_, warnings = [watch.after_step([MIXED_CUT], num_samples=0) for _ in range(MAX_SILENT_STEPS)]
     assert "no group" in warnings[0] and "cut off" in warnings[0]
 
 
 def test_critic_compares_all_completions_of_a_step() -> None:
-    watch = SignalWatch(grpo_config("--advantages", "gae"))
+    watch = new_watch(grpo_config("--advantages", "gae"))
     steps = [[RIGHT, WRONG]] * MAX_SILENT_STEPS + [[RIGHT, RIGHT]] * MAX_SILENT_STEPS
     *before, warnings = [watch.after_step(groups, num_samples=4) for groups in steps]
     assert not any(before) and "every answer was right" in warnings[0]

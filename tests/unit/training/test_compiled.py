@@ -265,7 +265,7 @@ def test_compiled_blocks_are_recomputed(family: str, parts: tuple[str, ...]) -> 
     if not parts:
         on_host = InputsOnHost(CPU)
         for block in model.blocks.values():
-            on_host.around(block)
+            on_host.hook_block(block)
     for shares in (True, False):
         batch = row(random.Random(0), shares=shares)
         assert_same(outcome(model, batch, learned=True), outcome(plain, batch, learned=True))

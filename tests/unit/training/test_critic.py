@@ -58,7 +58,7 @@ def critic_of(**flags: Any) -> Critic:
     critic.flags = CriticSection(gamma=GAMMA, gae_lambda=LAMBDA, **flags)
     backend = SimpleNamespace(set_mode=lambda mode: None)
     policy: Any = SimpleNamespace(
-        backend=backend, scores=valued, model=torch.nn.Linear(1, 1), dp_process_group=None
+        backend=backend, score=valued, model=torch.nn.Linear(1, 1), dp_process_group=None
     )
     policy.device = torch.device("cpu")
     critic.policy = policy
@@ -76,7 +76,7 @@ def test_advantages_are_of_sampled_tokens_alone_over_all_turns() -> None:
     episode = Episode(status="done", replies=replies, turns=(), answers=(Span(start=2, stop=4),))
     completion: Any = SimpleNamespace(token_ids=EPISODE.document.token_ids[2:], episode=episode)
     update = update_of([add_answer_loss(EPISODE, completion, 0.5), SHORT, WRITTEN])
-    (filled,) = critic_of(whiten_advantages=False).with_advantages([update])
+    (filled,) = critic_of(whiten_advantages=False).add_advantages([update])
     values = RLValues.read(filled.microbatches[0].values)
     old = valued(update.microbatches[0]).logprobs_N
     sampled = [0, 1, 4, 5]  # of the episode's labels: two more are what the environment answered
@@ -96,7 +96,7 @@ def test_advantages_are_of_sampled_tokens_alone_over_all_turns() -> None:
 
 def test_whitening_is_over_all_updates_of_a_step() -> None:
     updates = [update_of([EPISODE], [SHORT]), update_of([SHORT, EPISODE])]
-    filled = critic_of().with_advantages(updates)
+    filled = critic_of().add_advantages(updates)
     everything = torch.cat(
         [RLValues.read(batch.values).advantages_N for each in filled for batch in each.microbatches]
     )
@@ -122,10 +122,10 @@ def test_microbatches_of_conversations_are_not_computed() -> None:
         computed.append(batch)
         return valued(batch)
 
-    critic.policy.scores = noted  # type: ignore[method-assign, assignment]
+    critic.policy.score = noted  # type: ignore[method-assign, assignment]
     for updates in ranks:
         computed.clear()
-        filled = critic.with_advantages(updates)
+        filled = critic.add_advantages(updates)
         assert [len(each.microbatches) for each in filled] == [3]
         assert len(computed) == 2
         assert filled[0].microbatches[2] is updates[0].microbatches[2]
@@ -141,7 +141,7 @@ def test_microbatches_of_conversations_are_not_computed() -> None:
 
 def test_step_without_completions_leaves_the_critic_alone() -> None:
     critic = critic_of()
-    (filled,) = critic.with_advantages([update_of([WRITTEN], [])])
+    (filled,) = critic.add_advantages([update_of([WRITTEN], [])])
     assert select_critic_part(filled).counts["rows"] == 0
     for batch in filled.microbatches:
         outputs = ValueLoss(clip=0.2).compute(valued(batch), batch, filled.counts)

@@ -12,8 +12,8 @@ from open_instruct.training.measure.speed import (
     LEAST_TOKENS,
     ComputeTimer,
     StepClock,
-    flops_of_step,
-    peak_flops_per_second,
+    count_step_flops,
+    find_peak_flops,
 )
 
 GPU = torch.device("cuda", 0)
@@ -118,8 +118,8 @@ def test_only_a_known_gpu_has_a_peak(
     monkeypatch: pytest.MonkeyPatch, name: str, tflops: float | None
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
-    assert peak_flops_per_second(GPU) == (None if tflops is None else tflops * 1e12)
-    assert peak_flops_per_second(torch.device("cpu")) is None
+    assert find_peak_flops(GPU) == (None if tflops is None else tflops * 1e12)
+    assert find_peak_flops(torch.device("cpu")) is None
 
 
 def test_flops_are_six_a_weight_and_those_of_attention() -> None:
@@ -129,7 +129,7 @@ def test_flops_are_six_a_weight_and_those_of_attention() -> None:
     of_head = sum(each.numel() for each in model.lm_head.parameters())
 
     def flops(tokens: int, labels: int, mean_length: int) -> int:
-        return flops_of_step(
+        return count_step_flops(
             model, {"tokens": tokens, "labels": labels, "rows": 1}, mean_length=mean_length
         )
 

@@ -28,7 +28,7 @@ from open_instruct.parallel.reduce import combine_microbatches, reduce_metrics
 from open_instruct.run.metrics_log import MetricsLog
 from open_instruct.run.run_directory import RunDirectory
 from open_instruct.training.loop import merge_rows
-from open_instruct.training.measure.speed import memory_so_far
+from open_instruct.training.measure.speed import measure_peak_memory
 from open_instruct.training.model import kernels
 from open_instruct.training.model.kernels import build_activation_checkpointing, kernel_warnings
 from open_instruct.training.optim.muon import MuonWithAdamW
@@ -170,8 +170,8 @@ class TestReferenceCache:
         pairs = make_pairs(6)
         order = [5, 1, 1]
         pairs.keys_N32 = pairs.keys_N32[order]
-        assert again.missing(pairs) == []
-        assert again.numbers(pairs).tolist() == [[10, 11], [2, 3], [2, 3]]
+        assert again.find_missing_rows(pairs) == []
+        assert again.read_numbers(pairs).tolist() == [[10, 11], [2, 3], [2, 3]]
 
     def test_other_weights_precision_or_layout_find_nothing(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -190,7 +190,7 @@ class TestReferenceCache:
         cache = opened()
         cache.add(make_pairs(1).key(0), np.zeros(2, dtype=np.float32))
         cache.write()
-        assert opened().missing(make_pairs(1)) == []
+        assert opened().find_missing_rows(make_pairs(1)) == []
         others: list[dict[str, Any]] = [
             {"weights": "b"},
             {"precision": "bfloat16"},
@@ -201,7 +201,7 @@ class TestReferenceCache:
             {"documents_per_sample": 3},
             {"prefix_sharing": "on"},
         ]
-        assert all(opened(**other).missing(make_pairs(1)) == [0] for other in others)
+        assert all(opened(**other).find_missing_rows(make_pairs(1)) == [0] for other in others)
         assert len({opened(**other).path for other in others}) == len(others)
 
     def test_damaged_file_counts_as_empty(self, tmp_path: Path) -> None:
@@ -424,7 +424,7 @@ def test_gpus_memory_is_its_allocators(monkeypatch: pytest.MonkeyPatch) -> None:
     }
     stats |= {"allocated_bytes.all.current": 1, "reserved_bytes.all.current": 1, "num_ooms": 9}
     monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: stats)
-    of_gpu = memory_so_far(torch.device("cuda", 0))
+    of_gpu = measure_peak_memory(torch.device("cuda", 0))
     assert of_gpu == {"peak_memory_gib": 3.0, "peak_reserved_gib": 5.0, "allocation_retries/max": 2}
     assert merge_rows([dict.fromkeys(of_gpu, 0.0), of_gpu]) == of_gpu
-    assert set(memory_so_far(CPU)) == {"peak_memory_gib"}
+    assert set(measure_peak_memory(CPU)) == {"peak_memory_gib"}
