@@ -30,7 +30,9 @@ def run_it(flags: list[str], *, num_steps: int, export: bool = False) -> list[di
     learner = Learner(flags)
     config, run = learner.config, learner.run
     assert config.num_steps == num_steps, "the schedule is that of the flags"
-    conversations = load_conversations(config, learner.pretrained.tokenizer)
+    conversations = load_conversations(
+        config.data, learner.pretrained.tokenizer, seed=config.optim.seed
+    )
     rows = []
     for step in range(1, num_steps + 1):
         batch = RolloutStepBatch(groups=make_groups(step, vocab_size=learner.vocab_size))
