@@ -97,7 +97,7 @@ def choose_chat_template(
         template = _try_on_plain_conversations(tokenizer, template, values)
     check_syntax(f"{template.name} chat template", template.text)
     if add_bos:
-        template = _put_behind_bos(tokenizer, template)
+        template = _put_behind_bos(tokenizer, template, values)
     if values:
         template = _set_variables(template, values)
     return template
@@ -268,13 +268,14 @@ def _check_tokens(tokenizer: PreTrainedTokenizerFast, template: ChatTemplate) ->
         )
 
 
-def _put_behind_bos(tokenizer: PreTrainedTokenizerFast, template: ChatTemplate) -> ChatTemplate:
+def _put_behind_bos(
+    tokenizer: PreTrainedTokenizerFast, template: ChatTemplate, values: Mapping[str, Variable]
+) -> ChatTemplate:
     if tokenizer.bos_token is None:
         raise InputError(
             "--add_bos: the tokenizer has no bos token; leave the flag out.", kind="conflict"
         )
-    begins_with_name = re.match(r"\s*\{\{-?\s*bos_token", template.text)
-    if begins_with_name or template.text.startswith(tokenizer.bos_token):
+    if _begins_with_bos(tokenizer, template, values):
         raise InputError(
             f"--add_bos: {template.name} chat template begins with the bos token itself; leave "
             "the flag out.",
@@ -285,3 +286,30 @@ def _put_behind_bos(tokenizer: PreTrainedTokenizerFast, template: ChatTemplate) 
         name=f"{template.name}, behind a bos token",
         text="{{ bos_token }}" + template.text,
     )
+
+
+def _begins_with_bos(
+    tokenizer: PreTrainedTokenizerFast, template: ChatTemplate, values: Mapping[str, Variable]
+) -> bool:
+    """Whether a question, rendered, begins with the bos token.
+
+    A template that refuses the question is judged by its first words.
+    """
+    bos_token = str(tokenizer.bos_token)
+    question: list[Any] = list(QUESTION)
+    variables: dict[str, Any] = {
+        **values,
+        **build_variables(None, add_generation_prompt=True),
+        "strftime_now": TEMPLATE_DAY.strftime,
+    }
+    try:
+        rendered = tokenizer.apply_chat_template(
+            question,
+            chat_template=template.text,
+            tokenize=False,
+            **variables,
+        )
+    except Exception:  # a foreign template may raise anything; with rows it is said
+        begins_with_name = re.match(r"\s*\{\{-?\s*bos_token", template.text) is not None
+        return begins_with_name or template.text.startswith(bos_token)
+    return str(rendered).lstrip().startswith(bos_token)

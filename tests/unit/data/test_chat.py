@@ -307,6 +307,19 @@ def test_bos_token_may_be_written_before_any_template() -> None:
         assert rendered == tokenizer.bos_token + own(tokenizer, text).render(turns("?"), ())[0]
     with refused("conflict", "add_bos", "llama3"):
         choose_chat_template(tokenizer, "llama3", add_bos=True)
+    for beginning in (
+        "{%- set first = bos_token -%}{{- first -}}",
+        "{%- for message in messages -%}{%- if loop.first -%}{{- bos_token -}}{%- endif -%}{%- endfor -%}",
+        "{{- '' + bos_token -}}",
+        str(tokenizer.bos_token),
+    ):
+        tokenizer.chat_template = beginning + TURNS + ASK
+        with refused("conflict", "add_bos", "own"):
+            choose_chat_template(tokenizer, None, add_bos=True)
+    tokenizer.chat_template = "{%- if first_turn -%}{{- bos_token -}}{%- endif -%}" + TURNS + ASK
+    choose_chat_template(tokenizer, None, add_bos=True)
+    with refused("conflict", "add_bos", "own"):
+        choose_chat_template(tokenizer, None, add_bos=True, variables=["first_turn=true"])
     tokenizer.bos_token = None
     with refused("conflict", "add_bos"):
         choose_chat_template(tokenizer, "tulu", add_bos=True)

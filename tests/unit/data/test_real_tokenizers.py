@@ -26,6 +26,7 @@ from open_instruct.data.sft_rows import ReplyBuilder, SFTBuilder
 from open_instruct.data.token_dataset import load_token_dataset
 from open_instruct.data.tokenizer import load_tokenizer
 from open_instruct.run.generation_settings import build_export_settings
+from tests.refusals import refused
 from tests.unit.token_data import load_rows, write_rows
 
 pytestmark = pytest.mark.extended
@@ -118,6 +119,12 @@ def test_ids_are_those_of_the_file(real: Real) -> None:
     for text in texts:
         ids = real.tokenizer(text, add_special_tokens=False)["input_ids"]
         assert ids == real.encode(text), text
+
+
+def test_bos_token_is_not_doubled(real: Real) -> None:
+    """Every template here writes one itself, Qwen 3's tokenizer apart, which has none."""
+    with refused("conflict", "add_bos"):
+        ChatFormat.choose(real.tokenizer, None, add_bos=True)
 
 
 def test_rows_that_a_template_cannot_write_are_refused(real: Real) -> None:
