@@ -15,6 +15,7 @@ from open_instruct.commands.run_flags import parse_run
 from open_instruct.config.grpo import GRPOConfig, validate_grpo
 from open_instruct.objectives.dpo import DPOConfig, validate_dpo
 from open_instruct.objectives.sft import SFT, SFTConfig
+from open_instruct.rewards.ifeval import IFEval
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 WIDTHS = [72, 80, 140]
@@ -36,7 +37,7 @@ def printed(drawing: RenderableType, width: int) -> str:
     return text
 
 
-@pytest.mark.parametrize("name", ["demo_dpo", "demo_grpo", "demo_tools"])
+@pytest.mark.parametrize("name", ["demo_dpo", "demo_grpo", "demo_real", "demo_tools"])
 def test_importing_a_demo_does_not_load_torch(name: str) -> None:
     code = (
         f"import runpy, sys; sys.path.insert(0, 'scripts'); runpy.run_path('scripts/{name}.py'); "
@@ -132,6 +133,59 @@ def test_grpo_samples_show_both_answers(load: Load) -> None:
     )
     text = printed(load("demo_grpo").samples([before], [after]), 100)
     assert "What is 1 + 2?" in text and "4 ✗" in text and "1+2=3 3 ✓" in text
+
+
+def test_real_model_is_given_the_questions_that_the_demo_writes(load: Load, tmp_path: Path) -> None:
+    demo = load("demo_real")
+    config = parse_run(GRPOConfig, demo.grpo_flags())
+    assert validate_grpo(config) == []
+    assert config.model.model_name_or_path == str(demo.MODEL)
+    assert config.data.dataset_mixer_list[0] == str(demo.FOLDER / demo.PROMPTS_FILE)
+    assert config.data.dataset_mixer_eval_list[0] == str(demo.FOLDER / demo.HELD_OUT_FILE)
+
+    demo.write_questions(tmp_path)
+    rows_of = load("demo_shell").rows_of
+    questions, held_out = (
+        {row["messages"][0]["content"] for row in rows_of(tmp_path / name)}
+        for name in (demo.PROMPTS_FILE, demo.HELD_OUT_FILE)
+    )
+    assert len(questions) == 150 and len(held_out) == 32 and not questions & held_out
+
+
+@pytest.mark.parametrize(
+    ("reply", "num_kept"),
+    [
+        ("the sky is blue because small particles scatter light.", 3),
+        ("The sky is blue because small particles scatter light.", 2),
+        ("Blue light is scattered. That is why.", 0),
+    ],
+)
+def test_reward_of_a_real_reply_is_the_share_of_constraints(
+    load: Load, reply: str, num_kept: int
+) -> None:
+    constraints = load("demo_data.written_questions").CONSTRAINTS
+    assert IFEval().score(reply, constraints) == pytest.approx(num_kept / 3)
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_real_replies_and_summary_fit(load: Load, width: int) -> None:
+    demo = load("demo_real")
+    prompt = f"<|im_start|>user\nWhy is the sky blue? {demo.REQUEST}<|im_end|>\n"
+    before = {"prompt": prompt, "completion": "It is blue.", "reward": 1 / 3}
+    after = before | {"completion": "it is blue because of the light.", "reward": 1.0}
+    text = printed(demo.replies([before], [after]), width)
+    assert "Why is the sky blue?" in text.replace("\n", " ") and demo.REQUEST not in text
+    assert "1 of 3" in text and "3 of 3" in text
+
+    metrics = [{"reward": reward} for reward in (0.25, 0.5, 0.75)]
+    evaluations = [
+        {"eval/reward": 0.344, "eval/pass_at_1": 0.0},
+        {"eval/reward": 0.719, "eval/pass_at_1": 0.5},
+    ]
+    summary = demo.summary(metrics=metrics, evaluations=evaluations, elapsed_s=360.0, width=width)
+    words = " ".join(printed(summary, width).replace("│", " ").split())
+    for fact in ("0.344 -> 0.719 in 3 steps", "0% -> 50%", "6.0 minutes"):
+        assert fact in words
 
 
 def test_dpo_accepts_the_flags(load: Load) -> None:

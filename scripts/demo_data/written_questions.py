@@ -1,0 +1,46 @@
+"""Questions of our own writing, each to be answered in one lowercase sentence of at least 8 words.
+
+The constraints are those of IFEval, which a verifier counts. No held-out question is among those of
+training.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from demo_data.sums import write_rows
+
+PROMPTS_FILE, HELD_OUT_FILE = "prompts.jsonl", "held_out.jsonl"
+_QUESTIONS = {PROMPTS_FILE: "questions.txt", HELD_OUT_FILE: "held_out_questions.txt"}
+REQUEST = "Answer in one sentence of at least 8 words, all in lowercase."
+CONSTRAINTS = {
+    "instruction_id_list": [
+        "length_constraints:number_sentences",
+        "length_constraints:number_words",
+        "change_case:english_lowercase",
+    ],
+    "kwargs": [
+        {"relation": "less than", "num_sentences": 2},
+        {"relation": "at least", "num_words": 8},
+        {},
+    ],
+}
+
+
+def write_questions(folder: Path) -> dict[str, int]:
+    """Write `prompts.jsonl` and `held_out.jsonl`; returns the number of rows of each."""
+    folder.mkdir(parents=True, exist_ok=True)
+    num_rows = {}
+    for name, source in _QUESTIONS.items():
+        text = Path(__file__).with_name(source).read_text(encoding="utf-8")
+        rows = [_row(question) for question in text.splitlines()]
+        write_rows(folder / name, rows)
+        num_rows[name] = len(rows)
+    return num_rows
+
+
+def _row(question: str) -> dict[str, Any]:
+    return {
+        "messages": [{"role": "user", "content": f"{question} {REQUEST}"}],
+        "ground_truth": CONSTRAINTS,
+        "dataset": "ifeval",
+    }
