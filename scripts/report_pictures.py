@@ -1,4 +1,4 @@
-"""The pictures of docs/report.md, from the runs that `make demo` leaves: `python
+"""The pictures of the pages, from the runs that `make demo` and `make demo-real` leave: `python
 scripts/report_pictures.py`.
 
 Needs Chromium. A second DPO run, with another loss, is trained first where it is not there: a
@@ -15,6 +15,7 @@ if __name__ == "__main__":
 
 import demo_dpo
 import demo_grpo
+import demo_real
 from browser import CHROMIUM, Scheme, Tab, browser
 from demo_shell import OUTPUT, REPOSITORY, torchrun
 
@@ -49,6 +50,8 @@ def main() -> int:
     with browser() as tab:
         picture(tab, "dpo", [demo_dpo.RUN], width=1200, height=1500)
         picture(tab, "grpo_phone", [demo_grpo.GRPO], width=400, height=1150, scheme="dark")
+        if (demo_real.GRPO / "hf_model").exists():
+            picture(tab, "real", [demo_real.GRPO], width=1200, height=900)
         picture(tab, "compared", [demo_dpo.RUN, OTHER], width=1200, height=1500)
         picture(
             tab,
