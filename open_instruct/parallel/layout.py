@@ -4,7 +4,7 @@ No torch and no process group: the launcher, the planner and every rank call the
 the same numbers and agree. docs/sharding.md explains the vocabulary.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import fields, replace
 from math import gcd, prod
 
@@ -169,6 +169,23 @@ def check_heads(
         )
     num_shareable = gcd(num_heads, num_kv_heads, num_delta_heads)
     _check_product(tensor, context, what=heads, number=num_shareable)
+
+
+def check_feed_forward(layout: ShardLayout, *, sizes: Collection[int], model: str) -> None:
+    """Check that tensor ranks can share the hidden features of each feed-forward layer equally.
+
+    Raises:
+        InputError: names the flag and lists the degrees that would work.
+    """
+    degree = layout.tensor_parallel_degree
+    smaller = [each for each in divisors(gcd(*sizes)) if each < degree]
+    for size in sizes:
+        if size % degree:
+            raise InputError(
+                f"{TENSOR} {degree} does not divide the {size} hidden features of a feed-forward "
+                f"layer of {model}; use {one_of(smaller)}",
+                kind="layout",
+            )
 
 
 def check_experts(layout: ShardLayout, *, num_experts: int, model: str) -> None:

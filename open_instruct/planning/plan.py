@@ -14,7 +14,12 @@ from open_instruct.config.sections import OptimSection
 from open_instruct.config.training import LearnerConfig
 from open_instruct.core.errors import InputError, refuse_first
 from open_instruct.core.shard_layout import ShardLayout
-from open_instruct.parallel.layout import check_experts, check_heads, divisors
+from open_instruct.parallel.layout import (
+    check_experts,
+    check_feed_forward,
+    check_heads,
+    divisors,
+)
 from open_instruct.planning.exchanges import Exchange
 from open_instruct.planning.memory.block import BLOCK_MODULES
 from open_instruct.planning.memory.memory_model import MemoryModel
@@ -190,6 +195,7 @@ def check_model(
             model=shape.name,
         )
         check_experts(layout, num_experts=shape.num_experts, model=shape.name)
+        check_feed_forward(layout, sizes={layer.d_ff for layer in shape.layers}, model=shape.name)
     if config is None or not shape.num_experts:
         return
     refuse_first(_find_expert_problems(config, is_balanced=shape.is_balanced))

@@ -90,11 +90,16 @@ class AdaptedLinear(FrozenLinear):
         y = super().forward(x)
         if self.is_off:
             return y
-        # ZeRO prefetches weights only for modules that are called.
-        if self._dropped_share:
-            x = self.dropout(x)
-        low = F.linear(x, self.lora_A.to(x.dtype))
+        # What is left of x has no name here: a recomputed block then frees it at once.
+        low = F.linear(self._drop_features(x), self.lora_A.to(x.dtype))
         return y + F.linear(low, self.lora_B.to(x.dtype)) * self.scale
+
+    def _drop_features(self, x: torch.Tensor) -> torch.Tensor:
+        # ZeRO prefetches weights only for modules that are called.
+        if not self._dropped_share:
+            return x
+        dropped: torch.Tensor = self.dropout(x)
+        return dropped
 
 
 def add_adapters(model: Transformer, lora: LoRASection, *, dtype: torch.dtype) -> None:

@@ -24,7 +24,13 @@ from open_instruct.config.sharding_sections import ParallelSection, RanksSection
 from open_instruct.core.errors import InputError
 from open_instruct.core.shard_layout import ShardLayout
 from open_instruct.core.text import counted, one_of
-from open_instruct.parallel.layout import check_experts, divisors, find_layout, resolve_layout
+from open_instruct.parallel.layout import (
+    check_experts,
+    check_feed_forward,
+    divisors,
+    find_layout,
+    resolve_layout,
+)
 from open_instruct.parallel.node_sizes import node_sizes_from_environment
 from open_instruct.parallel.picture import draw_layout
 from open_instruct.parallel.wording import group_name, nodes_text, ranks_text
@@ -135,6 +141,13 @@ def test_experts_are_split_evenly(degree: int, num_experts: int, message: str | 
     layout = resolve_layout([4], fsdp_shard_degree=degree, expert_parallel_degree=degree)
     with nullcontext() if message is None else pytest.raises(InputError, match=message):
         check_experts(layout, num_experts=num_experts, model="a model")
+
+
+def test_feed_forward_layers_are_split_evenly() -> None:
+    layout = resolve_layout([3], tensor_parallel_degree=3)
+    check_feed_forward(layout, sizes={1536}, model="a model")
+    with pytest.raises(InputError, match=r"3 does not divide the 100 .* of a model; use 1 or 2"):
+        check_feed_forward(layout, sizes={100}, model="a model")
 
 
 @given(layouts())

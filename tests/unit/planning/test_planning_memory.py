@@ -233,7 +233,7 @@ class PretendedGroup(ExpertGroup):
         for name, stack in list(experts.named_parameters()):
             experts.register_parameter(name, nn.Parameter(stack.detach().chunk(degree)[0].clone()))
 
-    def own(self, stack: torch.Tensor) -> torch.Tensor:
+    def select_local(self, stack: torch.Tensor) -> torch.Tensor:
         return stack
 
 
