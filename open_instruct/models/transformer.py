@@ -239,8 +239,10 @@ class SegmentRotaryEmbedding(RotaryEmbedding):
         segments: Segments = kwargs.pop("cu_doc_lens")
         with torch.autocast(q.device.type, enabled=False):
             dtype = torch.float32 if self.full_precision else q.dtype
-            rows = [table.index_select(0, segments.positions_T) for table in self.tables]
-            sin, cos = [row.to(dtype).unflatten(0, q.shape[:2]).unsqueeze(2) for row in rows]
+            sin, cos = [
+                table.index_select(0, segments.positions_T).to(dtype).view(*q.shape[:2], 1, -1)
+                for table in self.tables
+            ]
             turned_q = self._apply_rotary_pos_emb(sin, cos, q.to(dtype))
             turned_k = self._apply_rotary_pos_emb(sin, cos, k.to(dtype))
         return turned_q.type_as(q), turned_k.type_as(k)

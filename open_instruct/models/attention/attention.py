@@ -100,8 +100,8 @@ def attend(qkv: QKV, *, left: int = -1, scale: float | None = None) -> torch.Ten
     distance = num_keys - num_queries
     mask_QK = None
     if distance or 0 <= left < num_keys - 1:
-        all_QK = torch.ones(num_queries, num_keys, dtype=torch.bool, device=qkv.key.device)
-        mask_QK = all_QK.tril(distance)
+        mask_QK = torch.ones(num_queries, num_keys, dtype=torch.bool, device=qkv.key.device)
+        mask_QK = mask_QK.tril(distance)
         if left >= 0:
             mask_QK = mask_QK.triu(distance - left)
     output_NHQD = F.scaled_dot_product_attention(

@@ -145,12 +145,10 @@ class LogprobHead(LMHead):
             tensor.flatten(0, 1).split(num_positions) for tensor in (h_BKD, labels_BK, *beside)
         ]
         num_kept = self._count_kept(h_BKD, num_positions)
-        parts = []
-        for index, (h_ND, *others) in enumerate(zip(*split, strict=True)):
-            product: Any = partial(self._multiply, h_ND)
-            if index < num_kept:
-                product = product()
-            parts.append(losses(product, *others))
+        parts = [
+            losses(self._make_product(h_ND, is_kept=index < num_kept), *others)
+            for index, (h_ND, *others) in enumerate(zip(*split, strict=True))
+        ]
         joined: list[Any] = []
         for chunks in zip(*parts, strict=True):
             joined.append(None if chunks[0] is None else self._join(chunks, labels_BK))
@@ -164,6 +162,12 @@ class LogprobHead(LMHead):
         if not h_BKD.is_cuda or self.tp_mesh is not None:
             return 0
         return self.max_kept_bytes // (num_positions * self.vocab_size * h_BKD.itemsize)
+
+    def _make_product(self, h_ND: torch.Tensor, *, is_kept: bool) -> Any:
+        """The logits, or the call that makes them where the loss is recomputed."""
+        if is_kept:
+            return self._multiply(h_ND)
+        return partial(self._multiply, h_ND)
 
     def _multiply(self, h_ND: torch.Tensor) -> torch.Tensor:
         """The logits, (N, V)."""
