@@ -77,8 +77,9 @@ class Scorer:
             summed = policy.loss.sum_columns(scores, replace(batch, values=values))
             if not columns:
                 columns = [torch.zeros(len(rows), num_documents, device=device) for _ in summed]
-            batch_positions = torch.tensor([positions[row] for row in batch.row_ids])
-            where = on_device(batch_positions, device)
+            # A rank beyond the last rows has a batch of none.
+            batch_rows = [positions[row] for row in batch.row_ids]
+            batch_positions = on_device(torch.tensor(batch_rows, dtype=torch.long), device)
             for column_ND, values_N in zip(columns, summed, strict=True):
                 sums_S, _ = sum_by_reply(
                     values_N,
@@ -86,7 +87,7 @@ class Scorer:
                     batch.packed.num_sequences,
                     policy.loss.ld_alpha,
                 )
-                column_ND[where] = sums_S.view(num_documents, -1).T.float()
+                column_ND[batch_positions] = sums_S.view(num_documents, -1).T.float()
         values_ND = torch.cat(columns, dim=1)
         if dist.get_world_size(group) > 1:
             # Each row was computed on one rank and is zero on the others.

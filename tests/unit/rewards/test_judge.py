@@ -530,7 +530,7 @@ def test_rows_are_checked_when_they_are_read() -> None:
         ({"dataset": "rubric", "ground_truth": "{}"}, "'ground_truth' for 'rubric': it must be"),
         (
             {"dataset": "max_length", "ground_truth": "long"},
-            "'ground_truth' for 'max_length': could not convert",
+            "'ground_truth' for 'max_length': it must be a number of tokens",
         ),
         (
             {"dataset": "ifeval_old", "ground_truth": "long"},
