@@ -61,7 +61,7 @@ def _find_transformers_shapes(names: TensorNames) -> dict[str, tuple[int, ...]]:
         with_head = f", with a head of {counted(num_rows, 'row')}"
         config.num_labels = num_rows
         if find_class(names.hf_config, names.head) is None:
-            problem = explain_missing_class(names.hf_config, names.head)
+            problem = explain_missing_class(names.hf_config.model_type, names.head)
             raise InputError(problem, kind="unsupported_model")
     try:
         with torch.device("meta"):

@@ -239,8 +239,9 @@ class SegmentRotaryEmbedding(RotaryEmbedding):
         segments: Segments = kwargs.pop("cu_doc_lens")
         with torch.autocast(q.device.type, enabled=False):
             dtype = torch.float32 if self.full_precision else q.dtype
+            rows_of_heads = (*q.shape[:2], 1)  # a row of a table is for all heads of a token
             sin, cos = [
-                table.index_select(0, segments.positions_T).to(dtype).view(*q.shape[:2], 1, -1)
+                table.index_select(0, segments.positions_T).to(dtype).unflatten(0, rows_of_heads)
                 for table in self.tables
             ]
             turned_q = self._apply_rotary_pos_emb(sin, cos, q.to(dtype))

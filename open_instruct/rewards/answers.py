@@ -141,7 +141,10 @@ class ReSearch(StringMatcher):
 
     def list_truths(self, ground_truth: Any) -> list[Any]:
         truths = json_or_text(ground_truth)
-        return truths if isinstance(truths, list) else [ground_truth]
+        if isinstance(truths, list):
+            return truths
+        # A number stays as it is written: 1.50 is not 1.5.
+        return [truths if isinstance(truths, str) else ground_truth]
 
     def compare(self, completion: str, truth: str) -> float:
         found = _FINISHED.search(completion)

@@ -234,7 +234,9 @@ class GatedNorm(nn.Module):
         if isinstance(weight, DTensor):
             # Tensor ranks have their own heads' part of its gradient each.
             weight = weight.to_local(grad_placements=[Partial()])
-        exact = to_float32(x)
-        normed = exact * (exact.square().mean(-1, keepdim=True) + self.eps).rsqrt()
-        scaled = weight * normed.to(x.dtype)
+        scaled = weight * self._normalize(to_float32(x)).to(x.dtype)
         return (scaled * F.silu(to_float32(gate))).to(x.dtype)
+
+    def _normalize(self, exact: torch.Tensor) -> torch.Tensor:
+        """Divide each head's features by their root mean square."""
+        return exact * (exact.square().mean(-1, keepdim=True) + self.eps).rsqrt()

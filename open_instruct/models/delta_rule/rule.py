@@ -59,8 +59,9 @@ def gated_delta_rule(inputs: DeltaRuleInputs, segments: Segments, walk: Walk) ->
 def compute_by_chunks(inputs: DeltaRuleInputs, walk: Walk) -> torch.Tensor:
     """The rule in plain PyTorch, (T, H, V)."""
     with torch.autocast(inputs.query.device.type, enabled=False):
-        chunks = [_gather_chunks(to_float32(each), walk.tokens_NC) for each in inputs]
-        query, key, value, decay, rate = chunks
+        query, key, value, decay, rate = (
+            _gather_chunks(to_float32(each), walk.tokens_NC) for each in inputs
+        )
         query = _normalize(query) * query.shape[-1] ** -0.5
         key = _normalize(key)
         # From the beginning of the chunk to each token, and between each two tokens.

@@ -145,7 +145,7 @@ def default_zpg(parallel: ParallelSection) -> int:
     if not isinstance(parallel, LearnerParallelSection):
         return 1
     nodes = parallel.num_learners_per_node
-    if len(nodes) == 1:
+    if len(nodes) < 2:
         return 1
     num_shared = gcd(*nodes)
     return max(n for n in range(1, 9) if num_shared % n == 0)

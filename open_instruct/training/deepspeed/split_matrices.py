@@ -33,9 +33,9 @@ class Cut:
 
     def whole(self, part: tuple[int, ...]) -> tuple[int, ...]:
         """The shape of all parts together."""
-        shape = list(part)
-        shape[self.dim] *= self.degree
-        return tuple(shape)
+        return tuple(
+            size * self.degree if dim == self.dim else size for dim, size in enumerate(part)
+        )
 
 
 UNCUT = Cut(dim=0, index=0, degree=1)

@@ -161,11 +161,14 @@ def _without_padding(layers: Sequence[RoutedFeedForward], batch: PackedBatch) ->
 def count_tokens(routings: Sequence[Routing], batch: PackedBatch) -> torch.Tensor:
     """The tokens of each expert in a microbatch, over all layers; 0 without documents."""
     # bincount would have a GPU's host wait.
-    counts: list[torch.Tensor] = []
-    for probs_TE, experts_TK in routings:
-        chosen_TE = torch.zeros_like(probs_TE, dtype=torch.float64)
-        counts.append(chosen_TE.scatter_(1, experts_TK, 1.0).sum(dim=0))
+    counts = [_count_choices(probs_TE, experts_TK) for probs_TE, experts_TK in routings]
     return torch.stack(counts).sum(dim=0) * bool(batch.num_tokens)
+
+
+def _count_choices(probs_TE: torch.Tensor, experts_TK: torch.Tensor) -> torch.Tensor:
+    """The tokens of each expert of one layer."""
+    chosen_TE = torch.zeros_like(probs_TE, dtype=torch.float64)
+    return chosen_TE.scatter_(1, experts_TK, 1.0).sum(dim=0)
 
 
 def _count_expert_shares(probs_TE: torch.Tensor, experts_TK: torch.Tensor) -> torch.Tensor:
