@@ -12,7 +12,13 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from demo_data.written_questions import HELD_OUT_FILE, PROMPTS_FILE, REQUEST, write_questions
+from demo_data.written_questions import (
+    HELD_OUT_FILE,
+    NUM_CONSTRAINTS,
+    PROMPTS_FILE,
+    REQUEST,
+    write_questions,
+)
 from demo_shell import (
     OUTPUT,
     REPOSITORY,
@@ -82,11 +88,10 @@ def find_question(prompt: str) -> str:
 
 
 def judged_reply(sample: dict[str, Any]) -> Text:
-    num_kept = round(3 * sample["reward"])
-    return Text.assemble(
-        sample["completion"].strip(),
-        (f"\n{num_kept} of 3", "green" if num_kept == 3 else "red"),
-    )
+    num_kept = round(NUM_CONSTRAINTS * sample["reward"])
+    style = "green" if num_kept == NUM_CONSTRAINTS else "red"
+    verdict = f"\n{num_kept} of {NUM_CONSTRAINTS}"
+    return Text.assemble(sample["completion"].strip(), (verdict, style))
 
 
 def summary(

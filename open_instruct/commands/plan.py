@@ -274,11 +274,11 @@ def _choose_device(
 
     Args:
         num_here: processes that share this machine, where the device is its CPU.
-        is_for_cpu: whether that is the device where --gpu names none.
+        is_for_cpu: whether that is the device, although no --gpu names it.
     """
     notes = []
     name = flags.gpu
-    if name is None and is_for_cpu:
+    if is_for_cpu:
         name = CPU
         notes.append(
             "planned for this machine's CPU, as the run computes in float32 and no GPU is here; "
@@ -299,8 +299,8 @@ def _choose_device(
 
 def _is_for_this_cpu(flags: PlanFlags, param_dtype: str) -> bool:
     """Whether a run that can be on one node is meant for this machine, which has no GPU."""
-    names_nodes = flags.gpus_per_node or flags.num_nodes is not None
-    return not names_nodes and param_dtype == "float32" and not has_gpu_here()
+    names_machine = flags.gpu or flags.gpus_per_node or flags.num_nodes is not None
+    return not names_machine and param_dtype == "float32" and not has_gpu_here()
 
 
 def _is_on_one_node(parallel: LearnerParallelSection, fleet: FleetSection) -> bool:

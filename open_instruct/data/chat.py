@@ -25,11 +25,11 @@ from open_instruct.data.files.rows import MalformedRow
 from open_instruct.data.templates.chat_templates import (
     ANSWERED,
     QUESTION,
-    TEMPLATE_DAY,
     ChatTemplate,
     build_variables,
     choose_chat_template,
     find_form,
+    render_conversation,
     suggest_template,
 )
 from open_instruct.data.templates.template_trial import refuse_endless
@@ -240,16 +240,9 @@ class ChatFormat:
         if self.template.is_foreign:
             self._try_template(turns, tools, variables)
         try:
-            text = self.tokenizer.apply_chat_template(
-                turns,
-                chat_template=self.template.text,
-                tokenize=False,
-                strftime_now=TEMPLATE_DAY.strftime,
-                **variables,
-            )
+            text = render_conversation(self.tokenizer, self.template, turns, variables)
         except Exception as error:  # foreign code, which may raise anything
             raise self._template_error(f"refuses the conversation: {one_line(error)}") from error
-        assert isinstance(text, str)
         if len(text) > MAX_RENDERED + 2 * len(str(messages)):
             raise self._template_error(f"writes {len(text):,} characters")
         return text

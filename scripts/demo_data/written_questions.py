@@ -24,6 +24,7 @@ CONSTRAINTS = {
         {},
     ],
 }
+NUM_CONSTRAINTS = len(CONSTRAINTS["instruction_id_list"])
 
 
 def write_questions(folder: Path) -> dict[str, int]:

@@ -96,10 +96,10 @@ def choose_chat_template(
     if template.is_foreign:
         template = _try_on_plain_conversations(tokenizer, template, values)
     check_syntax(f"{template.name} chat template", template.text)
-    if add_bos:
-        template = _put_behind_bos(tokenizer, template, values)
     if values:
         template = _set_variables(template, values)
+    if add_bos:
+        template = _put_behind_bos(tokenizer, template)
     return template
 
 
@@ -172,6 +172,27 @@ def build_variables(tools: Sequence[Any] | None, *, add_generation_prompt: bool)
         "add_generation_prompt": add_generation_prompt,
         "date_string": TEMPLATE_DAY.strftime("%d %b %Y"),
     }
+
+
+def render_conversation(
+    tokenizer: PreTrainedTokenizerFast,
+    template: ChatTemplate,
+    messages: Sequence[Any],
+    variables: Mapping[str, Any],
+) -> str:
+    """The text that a template writes of a conversation; it may raise anything.
+
+    :param variables: those of `build_variables`.
+    """
+    text = tokenizer.apply_chat_template(
+        list(messages),
+        chat_template=template.text,
+        tokenize=False,
+        strftime_now=TEMPLATE_DAY.strftime,
+        **variables,
+    )
+    assert isinstance(text, str)
+    return text
 
 
 def read_template(name: str) -> str:
@@ -268,14 +289,12 @@ def _check_tokens(tokenizer: PreTrainedTokenizerFast, template: ChatTemplate) ->
         )
 
 
-def _put_behind_bos(
-    tokenizer: PreTrainedTokenizerFast, template: ChatTemplate, values: Mapping[str, Variable]
-) -> ChatTemplate:
+def _put_behind_bos(tokenizer: PreTrainedTokenizerFast, template: ChatTemplate) -> ChatTemplate:
     if tokenizer.bos_token is None:
         raise InputError(
             "--add_bos: the tokenizer has no bos token; leave the flag out.", kind="conflict"
         )
-    if _begins_with_bos(tokenizer, template, values):
+    if _begins_with_bos(tokenizer, template):
         raise InputError(
             f"--add_bos: {template.name} chat template begins with the bos token itself; leave "
             "the flag out.",
@@ -288,28 +307,16 @@ def _put_behind_bos(
     )
 
 
-def _begins_with_bos(
-    tokenizer: PreTrainedTokenizerFast, template: ChatTemplate, values: Mapping[str, Variable]
-) -> bool:
+def _begins_with_bos(tokenizer: PreTrainedTokenizerFast, template: ChatTemplate) -> bool:
     """Whether a question, rendered, begins with the bos token.
 
     A template that refuses the question is judged by its first words.
     """
     bos_token = str(tokenizer.bos_token)
-    question: list[Any] = list(QUESTION)
-    variables: dict[str, Any] = {
-        **values,
-        **build_variables(None, add_generation_prompt=True),
-        "strftime_now": TEMPLATE_DAY.strftime,
-    }
+    variables = build_variables(None, add_generation_prompt=True)
     try:
-        rendered = tokenizer.apply_chat_template(
-            question,
-            chat_template=template.text,
-            tokenize=False,
-            **variables,
-        )
+        text = render_conversation(tokenizer, template, QUESTION, variables)
     except Exception:  # a foreign template may raise anything; with rows it is said
         begins_with_name = re.match(r"\s*\{\{-?\s*bos_token", template.text) is not None
         return begins_with_name or template.text.startswith(bos_token)
-    return str(rendered).lstrip().startswith(bos_token)
+    return text.lstrip().startswith(bos_token)

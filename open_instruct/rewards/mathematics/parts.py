@@ -130,8 +130,9 @@ def find_brackets(text: str) -> tuple[str, str] | None:
     interval = re.fullmatch(r"([\]\[(])([^\[\]()]*,[^\[\]()]*)([\[\])])", text)
     if interval:
         first, inside, last = interval.groups()  # ]0, 1[ is (0, 1)
-        brackets = {"]": "("}.get(first, first) + {"[": ")"}.get(last, last)
-        return brackets, inside.strip()
+        opening = "[" if first == "[" else "("
+        closing = "]" if last == "]" else ")"
+        return opening + closing, inside.strip()
     if text[:1] in ("(", "[", "{") and _find_closing(text, 0) == len(text) - 1:
         brackets = text[0] + text[-1]
         if text[0] == "{":

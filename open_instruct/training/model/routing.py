@@ -161,19 +161,20 @@ def _without_padding(layers: Sequence[RoutedFeedForward], batch: PackedBatch) ->
 def count_tokens(routings: Sequence[Routing], batch: PackedBatch) -> torch.Tensor:
     """The tokens of each expert in a microbatch, over all layers; 0 without documents."""
     # bincount would have a GPU's host wait.
-    counts = [_count_choices(probs_TE, experts_TK) for probs_TE, experts_TK in routings]
+    counts = [_mark_choices(*routing, dtype=torch.float64).sum(dim=0) for routing in routings]
     return torch.stack(counts).sum(dim=0) * bool(batch.num_tokens)
-
-
-def _count_choices(probs_TE: torch.Tensor, experts_TK: torch.Tensor) -> torch.Tensor:
-    """The tokens of each expert of one layer."""
-    chosen_TE = torch.zeros_like(probs_TE, dtype=torch.float64)
-    return chosen_TE.scatter_(1, experts_TK, 1.0).sum(dim=0)
 
 
 def _count_expert_shares(probs_TE: torch.Tensor, experts_TK: torch.Tensor) -> torch.Tensor:
     """The share of tokens that each expert has; they add up to K."""
-    return torch.zeros_like(probs_TE).scatter_(1, experts_TK, 1.0).mean(dim=0)
+    return _mark_choices(probs_TE, experts_TK).mean(dim=0)
+
+
+def _mark_choices(
+    probs_TE: torch.Tensor, experts_TK: torch.Tensor, *, dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """1 where a token has an expert and 0 elsewhere, (T, E), in the dtype of `probs_TE` if None."""
+    return torch.zeros_like(probs_TE, dtype=dtype).scatter_(1, experts_TK, 1.0)
 
 
 def _count_differing(probs_TE: torch.Tensor, experts_TK: torch.Tensor) -> torch.Tensor:

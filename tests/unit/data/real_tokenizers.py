@@ -67,11 +67,7 @@ def download(name: str) -> Path:
 
 
 def _download_smollm2() -> Path:
-    folder = find_cache_folder(None) / "tokenizers" / SMOLLM2
-    if not folder.is_dir():
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            get_model.main(["smollm2-135m", str(folder)])
-        except InputError as error:
-            pytest.skip(str(error))
-    return folder
+    try:
+        return get_model.fetch_model("smollm2-135m", cache_dir=None)
+    except InputError as error:
+        pytest.skip(str(error))
