@@ -66,12 +66,26 @@ def write_python_call(name: str, arguments: Mapping[str, Any]) -> str:
 
 
 def read_schemas(value: Any) -> list[Any]:
-    """The JSON schemas of tools in a list or its JSON text; none where it has anything else."""
+    """The JSON schemas of tools in a list or its JSON text; none where it has anything else.
+
+    Each is in OpenAI's form, in which servers give tools to a chat template.
+    """
     listed = json_or_text(value)
     if not isinstance(listed, list):
         return []
     schemas = [json_or_text(entry) for entry in listed]
-    return schemas if all(isinstance(schema, Mapping) for schema in schemas) else []
+    if not all(isinstance(schema, Mapping) for schema in schemas):
+        return []
+    return [_wrap_function(schema) for schema in schemas]
+
+
+def _wrap_function(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A bare function, `{"name": "add", ...}`, as `{"type": "function", "function": {...}}`."""
+    is_bare = isinstance(schema.get("name"), str) and "function" not in schema
+    if not is_bare or schema.get("type", "function") != "function":
+        return schema
+    function = {key: value for key, value in schema.items() if key != "type"}
+    return {"type": "function", "function": function}
 
 
 def read_calls(value: Any, where: str) -> list[dict[str, Any]]:

@@ -115,6 +115,18 @@ IN_OLMOS_FORM = {
 }
 
 
+# Without the outer object, as in the Responses API, the verifiers library and LLaMA-Factory's rows.
+BARE = OPENAI | {"tools": [SCHEMA]}
+BARE_WITH_TYPE = OPENAI | {"tools": json.dumps([{"type": "function", **SCHEMA}])}
+ROWS = {
+    "openai": OPENAI,
+    "in text": IN_TEXT,
+    "olmo": IN_OLMOS_FORM,
+    "bare": BARE,
+    "bare with type": BARE_WITH_TYPE,
+}
+
+
 @pytest.fixture(scope="module")
 def tokenizer() -> PreTrainedTokenizerFast:
     return make_tokenizer([*CHATML, *LLAMA3])
@@ -150,7 +162,7 @@ def oracle(tokenizer: Any, name: str, messages: list[Any] = NATIVE, **more: Any)
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-@pytest.mark.parametrize("row", [OPENAI, IN_TEXT, IN_OLMOS_FORM], ids=["openai", "in text", "olmo"])
+@pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)
 def test_conversation_is_what_transformers_writes_and_replies_alone_are_learned(
     tokenizer: Any, name: str, row: Any
 ) -> None:
