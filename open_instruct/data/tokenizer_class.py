@@ -31,13 +31,15 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 GENERIC_CLASS = "PreTrainedTokenizerFast"
+# The same by the name that transformers 5 writes, which transformers 4 does not know.
+NEW_GENERIC_CLASS = "TokenizersBackend"
 
 
 def build_tokenizer_config(folder: Path, model_fields: Mapping[str, Any]) -> dict[str, Any]:
     """The tokenizer_config.json beside an export of a tokenizer.
 
     It is the folder's own, without fields that name code, and with another class only where its
-    class would give other ids.
+    class would give other ids, or is unknown to transformers 4.
 
     Args:
         folder: of the tokenizer.
@@ -48,8 +50,11 @@ def build_tokenizer_config(folder: Path, model_fields: Mapping[str, Any]) -> dic
     """
     fields, settings = read_tokenizer_files(folder)
     plain = {name: value for name, value in settings.items() if name != "auto_map"}
+    choices = [plain, use_generic_class(plain)]
+    if plain.get("tokenizer_class") == NEW_GENERIC_CLASS:
+        choices.reverse()
     problem = None
-    for choice in (plain, use_generic_class(plain)):
+    for choice in choices:
         problem = _find_difference(fields, choice, model_fields)
         if problem is None:
             return choice

@@ -36,16 +36,15 @@ from open_instruct.parallel.process import run_on_main_process
 
 MAX_FILE_BYTES = 2 * 2**30
 GENERATION_CONFIG_NAME = "generation_config.json"
-TOKENIZER_CONFIG_NAME = "tokenizer_config.json"
 TOKENIZER_FILES = (
     "tokenizer.json",
-    TOKENIZER_CONFIG_NAME,
+    export_files.TOKENIZER_CONFIG_NAME,
     "special_tokens_map.json",
     "added_tokens.json",
     "vocab.json",
     "merges.txt",
     "tokenizer.model",
-    "chat_template.json",
+    export_files.OLD_CHAT_TEMPLATE_NAME,
     export_files.CHAT_TEMPLATE_NAME,
 )
 
@@ -105,9 +104,10 @@ def export_hf(
         _write_config(folder, source, names, dtype, more_config or {})
         _copy_files(folder, source, (GENERATION_CONFIG_NAME,))
         _copy_files(folder, Path(tokenizer_folder or source), TOKENIZER_FILES)
-        _write_fields(folder / GENERATION_CONFIG_NAME, generation_config)
-        _write_fields(folder / TOKENIZER_CONFIG_NAME, tokenizer_config)
+        export_files.write_fields(folder / GENERATION_CONFIG_NAME, generation_config)
+        export_files.write_fields(folder / export_files.TOKENIZER_CONFIG_NAME, tokenizer_config)
         export_files.write_texts(folder, chat_template=chat_template, card=card())
+        export_files.align_chat_templates(folder, is_chosen=chat_template is not None)
 
     _finish(out, finish, problems)
     return num_bytes
@@ -201,13 +201,6 @@ def _write_config(
     for key in {"dtype", "torch_dtype"} & fields.keys() or {"torch_dtype"}:
         fields[key] = str(dtype).removeprefix("torch.")
     (folder / "config.json").write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
-
-
-def _write_fields(path: Path, fields: Mapping[str, Any] | None) -> None:
-    """Write a JSON file in place of the one that was copied, unless it has these fields."""
-    if fields is None or (path.is_file() and read_object(path) == fields):
-        return
-    path.write_text(json.dumps(fields, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def _copy_files(folder: Path, source: Path, file_names: tuple[str, ...]) -> None:

@@ -14,15 +14,19 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from open_instruct.core.errors import RunError
+from open_instruct.data.files.foreign_json import read_object
 from open_instruct.models.hf.checkpoint_files import make_header
 from open_instruct.models.hf.hf_config import INDEX_NAME, SINGLE_NAME
 from open_instruct.models.hf.names import TensorNames
 
 CHAT_TEMPLATE_NAME = "chat_template.jinja"
+OLD_CHAT_TEMPLATE_NAME = "chat_template.json"
+TOKENIZER_CONFIG_NAME = "tokenizer_config.json"
 CARD_NAME = "README.md"
 _FULL = "the disk is full: free some space or export to another disk"
 _FORBIDDEN = "it may not be written to: change its permissions or choose another folder"
@@ -147,6 +151,35 @@ def write_texts(folder: Path, *, chat_template: str | None, card: str | None) ->
     for name, text in {CHAT_TEMPLATE_NAME: chat_template, CARD_NAME: card}.items():
         if text is not None:
             (folder / name).write_text(text, encoding="utf-8")
+
+
+def align_chat_templates(folder: Path, *, is_chosen: bool) -> None:
+    """Write chat_template.jinja's text into the other files in which readers look for it.
+
+    Of several templates transformers takes that file, llama.cpp and others tokenizer_config.json.
+
+    Args:
+        folder: of the export.
+        is_chosen: whether the run chose the template, in place of the tokenizer's own; then named
+            ones, such as "tool_use", go, too.
+    """
+    file = folder / CHAT_TEMPLATE_NAME
+    if not file.is_file():
+        return
+    template = file.read_text(encoding="utf-8")
+    for name in (TOKENIZER_CONFIG_NAME, OLD_CHAT_TEMPLATE_NAME):
+        path = folder / name
+        fields = read_object(path) if path.is_file() else {}
+        other = fields.get("chat_template")
+        if other not in (None, template) and (is_chosen or isinstance(other, str)):
+            write_fields(path, fields | {"chat_template": template})
+
+
+def write_fields(path: Path, fields: Mapping[str, Any] | None) -> None:
+    """Write a JSON file in place of the one that was copied, unless it has these fields."""
+    if fields is None or (path.is_file() and read_object(path) == fields):
+        return
+    path.write_text(json.dumps(fields, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def find_partial_folder(out: Path) -> Path:

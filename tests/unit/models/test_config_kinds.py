@@ -15,6 +15,7 @@ from open_instruct.core.errors import InputError
 from open_instruct.core.families import FAMILIES, FULL, SLIDING
 from open_instruct.models.build import build_model
 from open_instruct.models.export import _write_config
+from open_instruct.models.export_files import align_chat_templates
 from open_instruct.models.hf.checkpoint_files import CheckpointFiles
 from open_instruct.models.hf.convolutions import recut_convolutions
 from open_instruct.models.hf.hf_config import (
@@ -225,6 +226,35 @@ def test_export_says_its_dtype_under_every_name(
     fields = exported(folder, tmp_path / "out")
     told = {name: fields[name] for name in ("dtype", "torch_dtype") if name in fields}
     assert set(told.values()) == {"bfloat16"} and told.keys() >= given.keys()
+
+
+NAMED = [{"name": "default", "template": "old"}, {"name": "tool_use", "template": "{{ tools }}"}]
+
+
+@pytest.mark.parametrize(
+    ("given", "is_chosen", "expected"),
+    [
+        ("old", True, "new"),
+        ("old", False, "new"),
+        ("new", False, "new"),
+        (NAMED, True, "new"),
+        (NAMED, False, NAMED),
+        (None, True, None),
+    ],
+)
+def test_export_has_one_chat_template_wherever_readers_look(
+    tmp_path: Path, given: Any, is_chosen: bool, expected: Any
+) -> None:
+    files = [tmp_path / name for name in ("tokenizer_config.json", "chat_template.json")]
+    for file in files:
+        file.write_text(
+            json.dumps({"eos_token": "x"} | ({"chat_template": given} if given else {}))
+        )
+    (tmp_path / "chat_template.jinja").write_text("new")
+    align_chat_templates(tmp_path, is_chosen=is_chosen)
+    for file in files:
+        fields = json.loads(file.read_text())
+        assert fields["eos_token"] == "x" and fields.get("chat_template") == expected
 
 
 # --- files of weights
