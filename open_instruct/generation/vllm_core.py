@@ -22,6 +22,7 @@ from open_instruct.core.errors import InputError
 from open_instruct.core.records import Completion
 from open_instruct.data.tokenizer_class import copy_tokenizer
 from open_instruct.generation.expert_routes import read_routes, record_routes
+from open_instruct.generation.reply_text import decode_reply
 from open_instruct.generation.requests import EngineSettings, GenerationRequest
 from open_instruct.generation.vllm_checks import (
     NUM_PROBED,
@@ -34,7 +35,7 @@ from open_instruct.generation.vllm_options import engine_options
 from open_instruct.weight_sync.receiver import ADAPTER_ID, AdapterReceiver, WeightReceiver
 
 if TYPE_CHECKING:
-    from vllm import CompletionOutput, RequestOutput, SamplingParams
+    from vllm import RequestOutput, SamplingParams
     from vllm.lora.request import LoRARequest
 
 P = ParamSpec("P")
@@ -208,8 +209,10 @@ class VLLMCore:
             stop=list(sampling.stop_strings),
             stop_token_ids=list(self._settings.stop_token_ids),
             include_stop_str_in_output=True,  # the text has all tokens
-            # Token by token only where it must be looked at.
+            # Token by token only where it must be looked at; as `decode_reply` does.
             detokenize=bool(sampling.stop_strings),
+            skip_special_tokens=False,
+            spaces_between_special_tokens=False,
             logprobs=0,  # of the sampled token alone
             flat_logprobs=True,
             output_kind=RequestOutputKind.FINAL_ONLY,
@@ -251,25 +254,16 @@ class VLLMCore:
             token_ids=tuple(output.token_ids),
             logprobs=tuple(logprobs.logprobs),
             versions=tuple(versions),
-            text=self._decode_output(output),
+            text=decode_reply(
+                self._tokenizer,
+                output.token_ids,
+                finish_reason=finish_reason,
+                stop_reason=output.stop_reason,
+            ),
             finish_reason=finish_reason,
             seed=self._seeds.pop(key),
             routes=bytes(np.asarray(routes, dtype=np.int16)),
         )
-
-    def _decode_output(self, output: CompletionOutput) -> str:
-        token_ids = list(output.token_ids)
-        if isinstance(output.stop_reason, str):
-            # vLLM's own text has some of the prompt in front where that ends within a character.
-            before, stop_string, _ = self._decode(token_ids).partition(output.stop_reason)
-            return before + stop_string  # which may end within a token
-        if output.finish_reason == "stop":
-            token_ids.pop()
-        return self._decode(token_ids)
-
-    def _decode(self, token_ids: list[int]) -> str:
-        text: str = self._tokenizer.decode(token_ids, skip_special_tokens=True)
-        return text
 
 
 def yield_adapter_names() -> Iterator[LoRARequest]:

@@ -6,6 +6,7 @@ stands between the last of these tags is judged.
 
 import math
 import re
+from decimal import Decimal
 from typing import Any, ClassVar, Literal
 
 from open_instruct.config.policy_sections import RewardSection
@@ -45,7 +46,7 @@ class AnswerVerifier(Verifier):
                 raise ValueError(
                     f"it must be a text or a number, or a list of these, and has {truth!r:.60}"
                 )
-            self.check_truth(str(truth))
+            self.check_truth(write_truth(truth))
 
     def check_truth(self, truth: str) -> None:
         """Refuse a ground truth that no answer could equal.
@@ -57,12 +58,25 @@ class AnswerVerifier(Verifier):
             raise ValueError("it is empty, so no answer equals it")
 
     def score(self, completion: str, ground_truth: Any) -> float:
-        scores = [self.compare(completion, str(each)) for each in self.list_truths(ground_truth)]
+        truths = map(write_truth, self.list_truths(ground_truth))
+        scores = [self.compare(completion, truth) for truth in truths]
         return max(scores, default=0.0)
 
     def compare(self, completion: str, truth: str) -> float:
         """The score of a completion by one ground truth."""
         raise NotImplementedError
+
+
+def write_truth(truth: Any) -> str:
+    """A ground truth as text: of a number, as people write it.
+
+    Tables often have whole numbers as floats.
+
+    Example: `write_truth(42.0) == "42"`, `write_truth(1e16) == "10000000000000000"`.
+    """
+    if isinstance(truth, float) and math.isfinite(truth):
+        return f"{Decimal(repr(truth)).normalize():f}"
+    return str(truth)
 
 
 class GSM8K(AnswerVerifier):

@@ -152,6 +152,29 @@ def test_a_truth_that_nothing_equals_is_refused(name: str, truths: list[Any]) ->
 
 
 @pytest.mark.parametrize(
+    ("name", "truth", "answer", "score"),
+    [
+        ("string_matcher", 42.0, "42", 1.0),
+        ("string_matcher", [7, 42.0], "42", 1.0),
+        ("string_matcher", 42.0, "420", 0.0),
+        ("string_matcher", "1.50", "1.5", 0.0),
+        ("string_f1", 42.0, "42", 1.0),
+        ("flan", 0.00001, "The answer is: 0.00001", 1.0),
+        ("puzzle", 2.5, "2.5", 1.0),
+        ("re_search", 3.0, "<finish>3</finish>", 1.0),
+        ("gsm8k", 1e16, "10000000000000000", 1.0),
+        ("gsm8k", 1e16, "16", 0.0),
+        ("math", 1e22, "\\boxed{10^{22}}", 1.0),
+    ],
+)
+def test_number_of_a_table_is_the_number_that_people_write(
+    name: str, truth: Any, answer: str, score: float
+) -> None:
+    VERIFIERS[name].check_ground_truth(truth)
+    assert VERIFIERS[name].score(answer, truth) == score
+
+
+@pytest.mark.parametrize(
     "truth",
     [
         [{"instruction_id": ["punctuation:no_comma"], "kwargs": [{}]}],
