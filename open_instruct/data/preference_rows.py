@@ -68,7 +68,7 @@ class PreferenceBuilder(RowBuilder):
     def render(self, row: Mapping[str, Any]) -> RenderedRow:
         chosen, rejected = parse_preference_row(row)
         prompt, replies = self.chat.render(chosen[:-1], (chosen[-1], rejected[-1]))
-        return RenderedRow(texts=(prompt, *replies))
+        return RenderedRow(texts=(prompt, *replies), messages=chosen)
 
     def cut(self, pieces: list[list[int]]) -> list[list[int]] | None:
         """Replies are cut on the right, prompts never."""

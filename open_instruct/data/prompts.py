@@ -130,6 +130,7 @@ class PromptBuilder(RowBuilder):
         # Two rows of one prompt, with another answer each, are on one side of --eval_split.
         return RenderedRow(
             texts=(text,),
+            messages=messages,
             details=json.dumps(details).encode(),
             content=row_content({"messages": messages}),
         )

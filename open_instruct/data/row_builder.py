@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import islice
 from typing import Any, ClassVar
 
@@ -19,11 +20,16 @@ from open_instruct.core.errors import InputError
 from open_instruct.core.text import counted
 from open_instruct.data.chat import ChatFormat
 from open_instruct.data.conversations.leading_turns import trim_leading_turns
-from open_instruct.data.conversations.messages import find_unread_keys
+from open_instruct.data.conversations.messages import Message, find_unread_keys
 from open_instruct.data.conversations.row_keys import TrackedRow
 from open_instruct.data.eval_split import Side, SideFilter, row_content
 from open_instruct.data.files.rows import RawRow, RowSource
 from open_instruct.data.mixer import MixerEntry, select_rows
+from open_instruct.data.prompt_faults import (
+    find_roles_left_out,
+    find_token_in_turns,
+    find_turn_tokens,
+)
 from open_instruct.data.report import BadRowLog, DataReport
 from open_instruct.data.row_counts import END_OF_THOUGHT, RowCounts, count_thoughts
 from open_instruct.data.row_store import RowStore
@@ -47,6 +53,8 @@ class RenderedRow:
     """
 
     texts: tuple[str, ...]
+    messages: Sequence[Message] = ()
+    """The conversation, of which the turns of system and user are looked for in the texts."""
     details: bytes = b""
     """Bytes that are stored beside the tokens."""
     values: tuple[float, ...] = ()
@@ -324,9 +332,17 @@ class RowBuilder(ABC):
         counts.num_with_two_ends += sum(number > 1 for number in num_ends)
         bos = self.chat.tokenizer.bos_token_id
         counts.num_with_two_starts += bos is not None and pieces[0][:2] == [bos, bos]
+        counts.left_out.update(set(find_roles_left_out(rendered.messages, "".join(rendered.texts))))
+        token = find_token_in_turns(rendered.messages, self._turn_tokens)
+        if token is not None:
+            counts.with_turn_tokens[token] += 1
         num_thoughts = sum(rendered.texts[piece].count(END_OF_THOUGHT) for piece in replies)
         if num_thoughts:
             counts.num_with_more_thoughts += num_thoughts > count_thoughts(row.value)
+
+    @cached_property
+    def _turn_tokens(self) -> tuple[str, ...]:
+        return find_turn_tokens(self.chat)
 
     def _list_warnings(self) -> list[str]:
         warnings = list(self.chat.warnings)

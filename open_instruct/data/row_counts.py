@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from open_instruct.core.text import counted
-from open_instruct.data.conversations.messages import REASONING
+from open_instruct.data.conversations.messages import find_reasoning
 
 MAX_KEYS_SHOWN = 8  # in a warning
 END_OF_THOUGHT = "</think>"
@@ -30,6 +30,10 @@ class RowCounts:
     """Rows in whose text the template writes more ends of thoughts than they have."""
     num_with_two_starts: int = 0
     """Rows that begin with two bos tokens."""
+    left_out: Counter[str] = field(default_factory=Counter)
+    """By role, the rows of which the template does not write a turn of the system or the user."""
+    with_turn_tokens: Counter[str] = field(default_factory=Counter)
+    """By token of the template, the rows that spell it out in such a turn."""
     shortest_prompt: int | None = None
     """The fewest tokens of any row's first piece."""
 
@@ -67,6 +71,19 @@ class RowCounts:
                 f"{template} and {counted(self.num_with_two_starts, 'row')} each begin with the "
                 "bos token, and it is there twice: leave it out of the rows"
             )
+        for role, num_rows in self.left_out.items():
+            warnings.append(
+                f"{template} leaves out a {role} turn of {counted(num_rows, 'row')}: choose "
+                "another by --chat_template_name, or take the turn out of the rows"
+            )
+        if self.with_turn_tokens:
+            token, _ = self.with_turn_tokens.most_common(1)[0]
+            warnings.append(
+                f"{counted(self.with_turn_tokens.total(), 'row')} spell out tokens of the "
+                f"{template}, such as {token!r}, in what the system or the user says, and they "
+                "are read as those tokens: if a template wrote these texts before, give the "
+                "messages that it wrote them of"
+            )
         if self.num_with_more_thoughts:
             warnings.append(
                 f"{template} writes more {END_OF_THOUGHT} than "
@@ -86,7 +103,7 @@ def count_thoughts(row: Any) -> int:
     if isinstance(row, str):
         return row.count(END_OF_THOUGHT)
     if isinstance(row, Mapping):
-        return bool(row.get(REASONING)) + sum(map(count_thoughts, row.values()))
+        return bool(find_reasoning(row)) + sum(map(count_thoughts, row.values()))
     if isinstance(row, list | tuple):
         return sum(map(count_thoughts, row))
     return 0

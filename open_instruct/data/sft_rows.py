@@ -35,7 +35,7 @@ def parse_sft_row(row: Mapping[str, Any]) -> tuple[Message, ...]:
     if all("is_learned" in reply for reply in replies):
         raise MalformedRow(
             "nothing_learned",
-            "every reply has weight 0 or train false, so there is nothing to learn",
+            "every reply has weight 0, or train or loss false, so there is nothing to learn",
         )
     for turn, message in enumerate(messages, start=1):
         if message["role"] == "assistant" and is_empty_turn(message):
@@ -66,7 +66,7 @@ class SFTBuilder(RowBuilder):
             else:
                 texts[-1] += text
         # Without the context behind the last learned reply.
-        return RenderedRow(texts=tuple(texts[:-1]))
+        return RenderedRow(texts=tuple(texts[:-1]), messages=messages)
 
 
 class ReplyBuilder(SFTBuilder):
@@ -84,7 +84,7 @@ class ReplyBuilder(SFTBuilder):
         prompt, (text,) = self.chat.render(messages[:place], [messages[place]])
         # All replies of a conversation are on one side of --eval_split.
         content = row_content({"messages": messages})
-        return RenderedRow(texts=(prompt, text), content=content)
+        return RenderedRow(texts=(prompt, text), messages=messages[:place], content=content)
 
 
 def choose_builder(*, splits_replies: bool) -> type[SFTBuilder]:

@@ -70,7 +70,9 @@ class UnpairedBuilder(RowBuilder):
         prompt, (text,) = self.chat.render(messages[:-1], messages[-1:])
         # Both replies to a prompt are on one side of --eval_split.
         content = row_content({"messages": messages[:-1]})
-        return RenderedRow(texts=(prompt, text), values=(float(label),), content=content)
+        return RenderedRow(
+            texts=(prompt, text), messages=messages, values=(float(label),), content=content
+        )
 
 
 class MismatchedBuilder(UnpairedBuilder):

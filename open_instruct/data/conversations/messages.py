@@ -16,6 +16,7 @@ from open_instruct.data.conversations.tool_turns import (
     read_calls,
     read_schemas,
 )
+from open_instruct.data.files.message_text import read_message_text
 from open_instruct.data.files.rows import MalformedRow, kind_of
 
 ROLES = ("system", "user", "assistant", "tool")
@@ -26,10 +27,13 @@ _FOLLOWING = {
     "assistant": ("user", "tool"),
     "tool": ("assistant", "tool"),
 }
-# ShareGPT writes turns as {"from", "value"}. OpenAI's `weight` and axolotl's `train` say whether a
-# reply is learned.
-READ_KEYS = {"role", "content", "from", "value", "weight", "train", *OTHER_FORM}
+# Whether a reply is learned: OpenAI's mark, axolotl's, and ms-swift's.
+LEARNING_MARKS = ("weight", "train", "loss")
 REASONING: Final = "reasoning_content"
+# The same, as servers call it since vLLM 0.12, and OpenRouter.
+REASONING_KEYS = (REASONING, "reasoning")
+# ShareGPT writes turns as {"from", "value"}.
+READ_KEYS = {"role", "content", "from", "value", *LEARNING_MARKS, *OTHER_FORM}
 
 
 def _list_role_names() -> dict[str, str]:
@@ -101,12 +105,12 @@ def check_is_learned(reply: Message, where: str) -> None:
     """Refuse a reply that is marked as context only, where the loss is of whole replies.
 
     Raises:
-        MalformedRow: the reply has weight 0, or `train` false.
+        MalformedRow: the reply has weight 0, or `train` or `loss` false.
     """
     if "is_learned" in reply:
         raise MalformedRow(
             "nothing_learned",
-            f"the reply in {where} has weight 0 or train false: leave the row out",
+            f"the reply in {where} has weight 0, or train or loss false: leave the row out",
         )
 
 
@@ -123,18 +127,30 @@ def find_unread_keys(row: Mapping[str, Any], reads_reasoning: bool) -> set[str]:
         row: with lists of messages under any of its keys.
         reads_reasoning: whether the chat template writes `reasoning_content`.
     """
-    known = {*READ_KEYS, REASONING} if reads_reasoning else READ_KEYS
+    known = {*READ_KEYS, *REASONING_KEYS} if reads_reasoning else READ_KEYS
     unread: set[str] = set()
-    for value in row.values():
+    for value in map(read_message_text, row.values()):
         if not isinstance(value, list):
             continue
         for message in value:
             if not isinstance(message, Mapping) or find_role(message) not in ROLES:
                 continue
             unread.update(
-                f"{key} of messages" for key, item in message.items() if item and key not in known
+                f"{key} of messages"
+                for key, item in message.items()
+                if key not in known and _says_something(item)
             )
     return unread
+
+
+def find_reasoning(message: Mapping[str, Any]) -> Any:
+    """What was thought before a reply, under any of its keys; unchecked, and None without one."""
+    return next((message[key] for key in REASONING_KEYS if message.get(key)), None)
+
+
+def _says_something(value: Any) -> bool:
+    """Whether a value is one: `false` and 0 are, an empty text or list is none."""
+    return value is not None and value not in ("", [], {})
 
 
 def _parse_message(message: Any, where: str) -> Message:
@@ -148,8 +164,9 @@ def _parse_message(message: Any, where: str) -> Message:
     if content is None and (calls or message.get("function_calls")):
         content = ""  # as OpenAI writes a reply that only calls
     texts = {"role": find_role(message), "content": content}
-    if message.get(REASONING):
-        texts[REASONING] = _join_text_parts(message[REASONING])
+    reasoning = find_reasoning(message)
+    if reasoning:
+        texts[REASONING] = _join_text_parts(reasoning)
     for key in ("functions", "function_calls"):
         if message.get(key) not in (None, []):
             texts[key] = message[key]
@@ -208,7 +225,7 @@ def _join_text_parts(content: Any) -> Any:
 
 def _is_learned(message: Mapping[str, Any], where: str) -> bool:
     is_learned = True
-    for key in ("weight", "train"):
+    for key in LEARNING_MARKS:
         value = message.get(key)
         if value not in (None, 0, 1):
             raise MalformedRow(

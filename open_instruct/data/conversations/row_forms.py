@@ -11,6 +11,7 @@ from typing import Any
 from open_instruct.data.conversations.messages import Message, find_role, parse_conversation
 from open_instruct.data.conversations.row_keys import describe_keys, find_key, untracked
 from open_instruct.data.conversations.tool_turns import read_schemas
+from open_instruct.data.files.message_text import read_message_text
 from open_instruct.data.files.rows import MalformedRow, kind_of
 
 # The keys of conversations; the second and the third are ShareGPT's.
@@ -35,7 +36,8 @@ def find_conversation(row: Mapping[str, Any]) -> tuple[Message, ...]:
         reply_key = find_key(row, _REPLY_KEYS)
         if prompt_key and reply_key:
             both = f"{prompt_key} + {reply_key}"
-            turns = _join_prompt_and_reply(row, reply_key, row[reply_key])
+            reply = read_message_text(row[reply_key])
+            turns = _join_prompt_and_reply(row, reply_key, reply)
             return parse_conversation({both: turns}, both)
         if "messages" not in row:
             raise MalformedRow(
@@ -66,7 +68,7 @@ def find_replies(row: Mapping[str, Any], keys: Sequence[str]) -> list[tuple[Mess
         MalformedRow: a reply has no prompt; a conversation does not begin with the row's `prompt`;
             or see `parse_conversation`.
     """
-    values = {key: row[key] for key in keys if key in row}
+    values = {key: read_message_text(row[key]) for key in keys if key in row}
     prompt = row["prompt"] if find_key(row, ("prompt",)) else None
     if _is_repeated(prompt, values):
         values = {key: text.removeprefix(prompt).lstrip() for key, text in values.items()}
@@ -157,7 +159,7 @@ def _find_prompt_turns(row: Mapping[str, Any], problem_prefix: str = "") -> tupl
             f"{problem_prefix}no key 'prompt', nor 'messages', 'conversations' or 'instruction'; "
             f"the row has {describe_keys(row)}",
         )
-    turns = _read_alpaca(row) if key == "instruction" else row[key]
+    turns = _read_alpaca(row) if key == "instruction" else read_message_text(row[key])
     if key in PROMPT_KEYS and isinstance(turns, str):
         turns = _read_prompt_text(turns)
     if not isinstance(turns, list):

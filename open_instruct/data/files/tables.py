@@ -1,8 +1,6 @@
 """Rows of tables: text (.csv and .tsv, packed or not), and columns (.parquet and .arrow)."""
 
-import ast
 import csv
-import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -15,6 +13,7 @@ from typing import IO, Any
 from open_instruct.core.errors import InputError
 from open_instruct.data.files.arrow_values import build_row_conversion
 from open_instruct.data.files.foreign_json import one_line
+from open_instruct.data.files.message_text import read_message_text
 from open_instruct.data.files.rows import MalformedRow, RowSource, open_file_rows, open_unpacked
 from open_instruct.data.files.unfolding import check_declared_size
 
@@ -59,7 +58,7 @@ def _parse_row(columns: Sequence[str], cells: Sequence[str]) -> dict[str, Any]:
         )
     if _NOT_UTF8.search("".join(cells)):
         raise MalformedRow("not_readable", "not UTF-8: save the table as CSV UTF-8")
-    return {column: _parse_cell(cell) for column, cell in zip(columns, cells, strict=True)}
+    return {column: read_message_text(cell) for column, cell in zip(columns, cells, strict=True)}
 
 
 def _read_cells(path: Path, name: str, delimiter: str) -> Iterator[tuple[int, list[str]]]:
@@ -84,26 +83,6 @@ def _open_text(path: Path) -> IO[str]:
     return TextIOWrapper(
         open_unpacked(path), encoding="utf-8-sig", errors="surrogateescape", newline=""
     )
-
-
-def _parse_cell(cell: str) -> Any:
-    """The messages of a cell if it holds a list of them, else its text."""
-    if not cell.lstrip().startswith("["):
-        return cell
-    for read in (json.loads, ast.literal_eval):
-        try:
-            value = read(cell)
-        except (ValueError, SyntaxError, RecursionError, MemoryError):
-            continue
-        is_messages = isinstance(value, list) and all(map(_looks_like_message, value))
-        return value if is_messages and value else cell
-    return cell
-
-
-def _looks_like_message(value: Any) -> bool:
-    if not isinstance(value, dict):
-        return False
-    return {"role", "content"} <= value.keys() or {"from", "value"} <= value.keys()
 
 
 def open_column_file(path: Path, name: str, flag: str) -> RowSource:

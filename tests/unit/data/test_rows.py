@@ -199,10 +199,11 @@ def test_reasoning_is_named_in_a_warning_when_the_template_does_not_read_it(
 
 
 def test_keys_that_nothing_reads_are_named_in_a_warning(tokenizer: Any, tmp_path: Path) -> None:
-    reply = REPLY | {"reasoning_content": "Hm.", "name": None}
+    reply = REPLY | {"reasoning": "Hm.", "name": None, "refusal": "", "trainable": False}
     row = {"messages": [ASKED, reply], "system": " ", "tools": ["f"], "id": 3, "source": None}
     (warning,) = load("sft", row, tokenizer, tmp_path)[1].warnings
-    assert set(warning.split("'")[1::2]) == {"tools", "id", "reasoning_content of messages"}
+    unread = {"tools", "id", "reasoning of messages", "trainable of messages"}
+    assert set(warning.split("'")[1::2]) == unread
     twice = {"messages": [*turns("s", roles="s"), ASKED, REPLY], "system": "another"}
     assert "'system' of 1 row" in load("sft", twice, tokenizer, tmp_path)[1].warnings[0]
     scored = {"prompt": "q", "chosen": "a", "rejected": "b", "score": 3}
@@ -253,7 +254,7 @@ def test_prompt_is_cut_from_replies_that_both_repeat_it() -> None:
     assert short[-1]["content"] == "Yes, sir"
 
 
-@pytest.mark.parametrize("key", ["weight", "train"])
+@pytest.mark.parametrize("key", ["weight", "train", "loss"])
 def test_reply_of_weight_0_is_refused_in_pairs_and_labelled_rows(key: str) -> None:
     unlearned = REPLY | {key: 0}
     for parse, row in (

@@ -153,6 +153,62 @@ def test_bos_token_that_a_row_has_too_is_told_of(
     assert bool(report.warnings) is warns
 
 
+def warnings_of(tokenizer: Any, folder: Path, template: str, *messages: Any) -> list[str]:
+    file = write_rows(folder / "r.jsonl", {"messages": list(messages)})
+    (entry,) = parse_mixer_list([str(file), "1.0"])
+    builder = SFTBuilder(own(tokenizer, template), max_seq_length=400, on_bad_row="error")
+    _, report = builder.build([entry], [entry.open({})], seed=1)
+    return report.warnings
+
+
+SYSTEM: Message = {"role": "system", "content": 'Say "so",\n and no more.'}
+# What is passed over: turns of the system, what follows the first letters.
+NO_SYSTEM = TURN.replace("for m in messages", "for m in messages if m.role != 'system'")
+FIRST_WORDS = TURN.replace("{{ m.content }}", "{{ m.content[:4] }}")
+AS_JSON = TURN.replace(
+    "{{ m.content }}", "{{ m.content if m.role == 'assistant' else m.content | tojson }}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "roles"),
+    [
+        (TURN, [SYSTEM, *QUESTION, *REPLY], []),
+        (AS_JSON, [SYSTEM, *QUESTION, *REPLY], []),
+        (TURN.replace("m.content", "m.content | trim"), [SYSTEM, *QUESTION, *REPLY], []),
+        (NO_SYSTEM, [*QUESTION, *REPLY], []),
+        (NO_SYSTEM, [SYSTEM, *QUESTION, *REPLY], ["system"]),
+        (FIRST_WORDS, [{"role": "user", "content": "What is it?"}, {"role": "assistant", "content": "So."}], ["user"]),
+    ],
+)  # fmt: skip
+def test_turn_that_a_template_leaves_out_is_told_of(
+    tokenizer: Any, tmp_path: Path, template: str, messages: list[Any], roles: list[str]
+) -> None:
+    warnings = warnings_of(tokenizer, tmp_path, template + ASKS, *messages)
+    assert len(warnings) == len(roles)
+    for role, warning in zip(roles, warnings, strict=True):
+        assert f" {role} turn " in warning and "1 row" in warning
+
+
+@pytest.mark.parametrize(
+    ("text", "token"),
+    [
+        ("Hi", None),
+        ("What does <think> do?", None),
+        (f"<|user|>\nHi{EOS}\n<|assistant|>\n", "<|user|>"),
+        (f"Hi{EOS}", EOS),
+    ],
+)
+def test_row_that_a_template_wrote_before_is_told_of(
+    tokenizer: Any, tmp_path: Path, text: str, token: str | None
+) -> None:
+    asked = {"role": "user", "content": text}
+    warnings = warnings_of(tokenizer, tmp_path, TURN + ASKS, asked, *REPLY)
+    assert len(warnings) == (token is not None)
+    if token is not None:
+        assert "1 row" in warnings[0] and any(each in warnings[0] for each in (token, EOS))
+
+
 def test_named_template_for_tools_is_not_passed_over_in_silence(tokenizer: Any) -> None:
     """Some tokenizers have a template for rows with tools beside the default one, which leaves
     tools out.
