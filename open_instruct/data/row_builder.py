@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import islice
 from typing import Any, ClassVar
 
@@ -25,14 +25,14 @@ from open_instruct.data.conversations.row_keys import TrackedRow
 from open_instruct.data.eval_split import Side, SideFilter, row_content
 from open_instruct.data.files.rows import RawRow, RowSource
 from open_instruct.data.mixer import MixerEntry, select_rows
-from open_instruct.data.prompt_faults import (
+from open_instruct.data.report import BadRowLog, DataReport
+from open_instruct.data.row_counts import END_OF_THOUGHT, RowCounts, count_thoughts
+from open_instruct.data.row_store import RowStore
+from open_instruct.data.templates.prompt_faults import (
     find_roles_left_out,
     find_token_in_turns,
     find_turn_tokens,
 )
-from open_instruct.data.report import BadRowLog, DataReport
-from open_instruct.data.row_counts import END_OF_THOUGHT, RowCounts, count_thoughts
-from open_instruct.data.row_store import RowStore
 
 ROWS_PER_CHUNK = 512
 # The share of rows that may be cut; above it a warning says that the length limit is too low.
@@ -342,7 +342,8 @@ class RowBuilder(ABC):
 
     @cached_property
     def _turn_tokens(self) -> tuple[str, ...]:
-        return find_turn_tokens(self.chat)
+        render = partial(self.chat.apply, add_generation_prompt=False)
+        return find_turn_tokens(self.chat.tokenizer, render)
 
     def _list_warnings(self) -> list[str]:
         warnings = list(self.chat.warnings)

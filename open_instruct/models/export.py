@@ -107,7 +107,6 @@ def export_hf(
         export_files.write_fields(folder / GENERATION_CONFIG_NAME, generation_config)
         export_files.write_fields(folder / export_files.TOKENIZER_CONFIG_NAME, tokenizer_config)
         export_files.write_texts(folder, chat_template=chat_template, card=card())
-        export_files.align_chat_templates(folder, is_chosen=chat_template is not None)
 
     _finish(out, finish, problems)
     return num_bytes

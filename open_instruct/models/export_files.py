@@ -151,6 +151,7 @@ def write_texts(folder: Path, *, chat_template: str | None, card: str | None) ->
     for name, text in {CHAT_TEMPLATE_NAME: chat_template, CARD_NAME: card}.items():
         if text is not None:
             (folder / name).write_text(text, encoding="utf-8")
+    align_chat_templates(folder, is_chosen=chat_template is not None)
 
 
 def align_chat_templates(folder: Path, *, is_chosen: bool) -> None:

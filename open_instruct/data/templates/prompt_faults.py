@@ -5,7 +5,7 @@ Such rows are counted and told of, not refused: some people want just that.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from open_instruct.data.conversations.messages import Message
@@ -14,23 +14,28 @@ from open_instruct.data.templates.chat_templates import QUESTION
 from open_instruct.data.text_compare import escape_as_json, squeeze
 
 if TYPE_CHECKING:
-    from open_instruct.data.chat import ChatFormat
+    from transformers import PreTrainedTokenizerFast
 
 ASKING_ROLES = ("system", "user")
 _SYSTEM: Message = {"role": "system", "content": "."}
 
 
-def find_turn_tokens(chat: ChatFormat) -> tuple[str, ...]:
+def find_turn_tokens(
+    tokenizer: PreTrainedTokenizerFast, render: Callable[[Sequence[Message]], str]
+) -> tuple[str, ...]:
     """The tokens that a template writes around turns of the system and of the user.
 
     Example: `("<|im_end|>", "<|im_start|>")` of ChatML.
+
+    Args:
+        tokenizer: which has the tokens.
+        render: the template's text of a conversation; it raises MalformedRow where it refuses one.
     """
-    tokenizer = chat.tokenizer
     tokens = {str(token) for token in tokenizer.added_tokens_decoder.values()}
     tokens.update(tokenizer.all_special_tokens)
     for turns in ((_SYSTEM, *QUESTION), QUESTION):  # some templates refuse a system turn
         try:
-            text = chat.apply(turns, add_generation_prompt=False)
+            text = render(turns)
         except MalformedRow:
             continue
         return tuple(sorted(token for token in tokens if token.strip() and token in text))
