@@ -33,7 +33,7 @@ from open_instruct.data.templates.chat_templates import (
     suggest_template,
 )
 from open_instruct.data.templates.template_trial import refuse_endless
-from open_instruct.data.text_compare import (
+from open_instruct.data.templates.text_compare import (
     compose,
     describe_difference,
     escape_as_json,

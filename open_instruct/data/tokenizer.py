@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from open_instruct.core.errors import InputError
 from open_instruct.core.files import near_files
 from open_instruct.data.files.foreign_json import check_files, one_line, read_object
-from open_instruct.data.text_compare import squeeze
+from open_instruct.data.templates.text_compare import squeeze
 from open_instruct.data.tokenizer_ids import WHITE_SPACE, find_other_ids
 from open_instruct.data.tokenizer_panics import refuse_panics
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from open_instruct.data.conversations.messages import Message
 from open_instruct.data.files.rows import MalformedRow
 from open_instruct.data.templates.chat_templates import QUESTION
-from open_instruct.data.text_compare import escape_as_json, squeeze
+from open_instruct.data.templates.text_compare import escape_as_json, squeeze
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

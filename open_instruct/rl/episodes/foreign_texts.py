@@ -11,7 +11,7 @@ from functools import cached_property
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from open_instruct.data.text_compare import escape_as_json
+from open_instruct.data.templates.text_compare import escape_as_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

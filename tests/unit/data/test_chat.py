@@ -19,7 +19,7 @@ from open_instruct.data.templates.chat_templates import (
     choose_chat_template,
     read_template,
 )
-from open_instruct.data.text_compare import squeeze
+from open_instruct.data.templates.text_compare import squeeze
 from open_instruct.data.tokenizer import load_tokenizer
 from tests.refusals import refused
 from tests.unit.token_data import chat_format, encoded, marked, turns
