@@ -31,15 +31,15 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 GENERIC_CLASS = "PreTrainedTokenizerFast"
-# The same by the name that transformers 5 writes, which transformers 4 does not know.
+# The name that transformers 5 writes for it.
 NEW_GENERIC_CLASS = "TokenizersBackend"
 
 
 def build_tokenizer_config(folder: Path, model_fields: Mapping[str, Any]) -> dict[str, Any]:
     """The tokenizer_config.json beside an export of a tokenizer.
 
-    It is the folder's own, without fields that name code, and with another class only where its
-    class would give other ids, or is unknown to transformers 4.
+    It is the folder's own, without fields that name code, as transformers 4 spells it, and with
+    another class only where its class would give other ids.
 
     Args:
         folder: of the tokenizer.
@@ -49,12 +49,9 @@ def build_tokenizer_config(folder: Path, model_fields: Mapping[str, Any]) -> dic
         InputError: beside a model of this family no class gives the ids of tokenizer.json.
     """
     fields, settings = read_tokenizer_files(folder)
-    plain = {name: value for name, value in settings.items() if name != "auto_map"}
-    choices = [plain, use_generic_class(plain)]
-    if plain.get("tokenizer_class") == NEW_GENERIC_CLASS:
-        choices.reverse()
+    plain = _spell_for_all_readers(settings)
     problem = None
-    for choice in choices:
+    for choice in (plain, use_generic_class(plain)):
         problem = _find_difference(fields, choice, model_fields)
         if problem is None:
             return choice
@@ -65,6 +62,21 @@ def build_tokenizer_config(folder: Path, model_fields: Mapping[str, Any]) -> dic
         "tokenizer of a model of that family",
         kind="bad_model",
     )
+
+
+def _spell_for_all_readers(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings without code, in the spelling of transformers 4, which 5 reads too.
+
+    Transformers 4 stops at a class that it does not know, and at a list where it has an object.
+    """
+    plain = {name: value for name, value in settings.items() if name != "auto_map"}
+    if plain.get("tokenizer_class") == NEW_GENERIC_CLASS:
+        plain["tokenizer_class"] = GENERIC_CLASS
+    if isinstance(plain.get("extra_special_tokens"), list):
+        tokens = list(plain.get("additional_special_tokens") or [])
+        tokens += [each for each in plain.pop("extra_special_tokens") if each not in tokens]
+        plain["additional_special_tokens"] = tokens
+    return plain
 
 
 def use_generic_class(settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -284,7 +284,33 @@ def test_class_of_the_source_stays_where_it_gives_the_same_ids(tmp_path: Path) -
         "tokenizer_class": "Qwen2Tokenizer"
     }
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
-    assert build_tokenizer_config(tmp_path, {"model_type": "qwen3"}) == settings
+    exported = build_tokenizer_config(tmp_path, {"model_type": "qwen3"})
+    assert exported["tokenizer_class"] == "Qwen2Tokenizer"
+    assert exported.keys() - {"additional_special_tokens"} == settings.keys() - {
+        "extra_special_tokens"
+    }
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"tokenizer_class": "TokenizersBackend"}, {"tokenizer_class": "PreTrainedTokenizerFast"}),
+        ({"extra_special_tokens": [CALL]}, {"additional_special_tokens": [CALL]}),
+        (
+            {"extra_special_tokens": [CALL, EOS], "additional_special_tokens": [EOS]},
+            {"additional_special_tokens": [EOS, CALL]},
+        ),
+        ({"extra_special_tokens": {"call": CALL}}, {"extra_special_tokens": {"call": CALL}}),
+    ],
+)
+def test_export_is_spelt_as_transformers_4_reads_it(
+    kinds: dict[str, Path], tmp_path: Path, given: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    source = kinds["byte-level, three digits"]
+    plain = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    folder = write(tmp_path / "own", plain | given, source=source, family="llama")
+    exported = build_tokenizer_config(folder, {"model_type": "llama"})
+    assert exported == {"bos_token": BOS, "eos_token": EOS} | plain | expected
 
 
 def test_tokenizer_that_readers_replace_is_refused(kinds: dict[str, Path], tmp_path: Path) -> None:
