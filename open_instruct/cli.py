@@ -60,6 +60,10 @@ COMMANDS = {
     ),
     "export": ("write a checkpoint of a run as a Hugging Face folder", "commands.export:main"),
     "merge": ("add an adapter to the model that it was trained beside", "commands.merge:main"),
+    "convert": (
+        "write a checkpoint of OLMo-core as a Hugging Face folder, or the other way",
+        "commands.convert:main",
+    ),
     "score": (
         "write a file's rows with a reward model's score of each, or of its steps",
         "commands.score:main",
@@ -84,6 +88,7 @@ FLAGS = {
     "replay": ("commands.replay:ReplayFlags", "replay", "RUN --step N"),
     "export": ("commands.export:ExportFlags", "export RUN", ""),
     "merge": ("commands.merge:MergeFlags", "merge", ""),
+    "convert": ("commands.convert:ConvertFlags", "convert FROM TO", ""),
     "score": ("commands.score:ScoreFlags", "score MODEL FILE", ""),
     "chat": ("commands.chat:ChatFlags", "chat RUN|MODEL", ""),
     "tiny-model": ("commands.tiny_model:TinyModelFlags", "tiny-model DIR", ""),

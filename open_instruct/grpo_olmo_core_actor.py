@@ -221,6 +221,7 @@ class PolicyTrainerOLMoCoreProcess:
             adapters=self.config.adapters,
             trained_by="grpo",
             best=best,
+            for_olmo_core=self.config.run.export_olmo_core,
         )
 
     def open_weight_channel(self, num_receivers: int) -> dict[str, Any]:

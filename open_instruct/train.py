@@ -31,7 +31,7 @@ from open_instruct.core.errors import InputError
 from open_instruct.core.user_code import load_named
 from open_instruct.data.tokenizer import find_local_folder
 from open_instruct.models.hf.head_kinds import check_head
-from open_instruct.models.hf.hf_config import read_config_fields
+from open_instruct.models.model_folder import read_model_fields
 from open_instruct.objectives.objective import Objective
 from open_instruct.objectives.registry import OBJECTIVES
 from open_instruct.run.earlier_command import refuse_another_command
@@ -122,7 +122,7 @@ def preflight(config: TrainingConfig, *, objective: Objective) -> None:
     refuse_another_command(config.run, objective.name)
     check_paths(config)
     if (folder := find_local_folder(config.model.model_name_or_path)) is not None:
-        check_head(read_config_fields(folder)["model_type"], objective.choose_head(config))
+        check_head(read_model_fields(folder)["model_type"], objective.choose_head(config))
     form = objective.choose_rows(config)
     if (check := vars(form).get("check")) is not None:
         check_first_rows(

@@ -175,9 +175,9 @@ def refuse_another_format(folder: Path) -> None:
     ]
     if others and not find_checkpoints(folder):
         raise InputError(
-            f"{others[0]} is a checkpoint of OLMo-core's own format, whose pickles can run code "
-            "and are never read: give its model, converted to Hugging Face's form, as "
-            "--model_name_or_path, and another --output_dir",
+            f"{others[0]} is a checkpoint of OLMo-core's own format, which a run here cannot go on "
+            "from: give it as --model_name_or_path to start from its weights, and another "
+            "--output_dir",
             kind="bad_checkpoint",
         )
 

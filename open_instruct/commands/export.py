@@ -103,7 +103,8 @@ def _trained_weights(
     from open_instruct.models.hf.head_kinds import LM_HEAD, LM_HEAD_BIAS
     from open_instruct.models.hf.names import clean_name
     from open_instruct.models.lora.adapters import MergedWeights
-    from open_instruct.models.shards import find_local_shard, find_local_shards
+    from open_instruct.models.open_files import FileWeights
+    from open_instruct.models.shards import find_local_shards
 
     trained = {
         clean_name(name): tuple(each.shape)
@@ -114,10 +115,8 @@ def _trained_weights(
     if lora is None:
         return saved
     refuse_another_start_model(folder, pretrained.fingerprint)
-    plain = {
-        name: find_local_shard(pretrained.files.read(hf_name)) for name, hf_name in pretrained.names
-    }
-    plain |= {name: saved[name] for name in (LM_HEAD, LM_HEAD_BIAS) if name in saved}
+    heads = {name: saved[name] for name in (LM_HEAD, LM_HEAD_BIAS) if name in saved}
+    plain = FileWeights(pretrained.files, pretrained.names, others=heads)
     halves = {name: each.local for name, each in saved.items()}
     scales = {
         name: each.scales.dtype

@@ -51,6 +51,9 @@ class RunSection:
     export_dtype: ExportDtype = resumable_flag(
         "dtype of the exported model; 'source': that of the start model", "source"
     )
+    export_olmo_core: bool = resumable_flag(
+        "write the exported model as a checkpoint of OLMo-core too, in OUT/olmo_core_model", False
+    )
     push_to_hub: bool = resumable_flag(
         "upload the exported model to the Hugging Face hub at the end", False
     )

@@ -45,7 +45,8 @@ class ModelSection:
     title: ClassVar[str] = "Model"
 
     model_name_or_path: str = flag(
-        "folder or hub name of the Hugging Face checkpoint to start from", is_path=True
+        "folder or hub name of the checkpoint to start from, Hugging Face's or OLMo-core's",
+        is_path=True,
     )
     tokenizer_name_or_path: str | None = flag(
         "folder of the tokenizer; default: the model's", None, is_path=True

@@ -193,6 +193,18 @@ REMEDIES = {
 }
 
 
+def find_model_type(*, norm_after: bool, qk_norm: QKNorm, has_windows: bool) -> str | None:
+    """The `model_type` of the family with these traits, all of whose layers are attention without
+    biases and a dense MLP; None if there is none.
+    """
+    traits = (norm_after, qk_norm, has_windows)
+    for model_type, family in FAMILIES.items():
+        is_plain = not (family.qkv_bias or family.expert_size or family.delta)
+        if is_plain and (family.norm_after, family.qk_norm, family.has_windows) == traits:
+            return model_type
+    return None
+
+
 def family_of(model_type: Any, where: str = "config.json") -> Family:
     """The family of a `model_type`; raises InputError, which says `where` it was found, if there is
     none.

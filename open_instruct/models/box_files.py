@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import xxhash
 
+from open_instruct.core.boxes import intersect_boxes, shift_box
 from open_instruct.models.hf.checkpoint_files import (
     DTYPE_NAMES,
     CheckpointFiles,
@@ -193,36 +194,17 @@ def _find_pieces(name: str, part: Part, entry: Mapping[str, Any] | None) -> Iter
         raise ValueError(f"{name!r} is {saved} there, {wanted} here")
     missing = part.local.numel()
     for rank, start, size in entry["boxes"]:
-        common = _intersect_boxes(start, size, part.start, part.local.shape)
+        common = intersect_boxes(start, size, part.start, part.local.shape)
         if common is None:
             continue
-        target = part.local[_shift_box(common, part.start)]
+        target = part.local[shift_box(common, part.start)]
         missing -= target.numel()
         yield _Piece(
             file_name=f"rank{int(rank)}.safetensors",
             name=name,
             size=size,
-            source=_shift_box(common, start),
+            source=shift_box(common, start),
             target=target,
         )
     if missing:
         raise ValueError(f"{name!r} is not there whole")
-
-
-def _intersect_boxes(
-    start: Sequence[int], size: Sequence[int], other_start: Sequence[int], other_size: Sequence[int]
-) -> list[slice] | None:
-    """The box that two boxes have in common; None if it is empty."""
-    common = []
-    for a, n, b, m in zip(start, size, other_start, other_size, strict=True):
-        cut = slice(max(a, b), min(a + n, b + m))
-        if cut.start >= cut.stop:
-            return None
-        common.append(cut)
-    return common
-
-
-def _shift_box(box: Sequence[slice], origin: Sequence[int]) -> tuple[slice, ...]:
-    """`box` in coordinates that begin at `origin`."""
-    ranges = zip(box, origin, strict=True)
-    return tuple(slice(cut.start - first, cut.stop - first) for cut, first in ranges)

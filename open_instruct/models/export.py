@@ -1,38 +1,25 @@
-"""Writes a sharded model as a Hugging Face folder, tensor by tensor, spread over the ranks.
-
-A plan made from shapes alone assigns each tensor a file and an offset, and each file a writing
-rank, its owner. Then all ranks go through rounds: in each round every owner receives the parts of
-its next tensor, already cast, and writes it while the next one arrives. Beside its shards a rank
-holds these two tensors, and its parts of the other owners'.
-
-Everything is written to a sibling folder, which replaces an earlier export in the end, so that a
-crash leaves the earlier export unchanged.
-"""
+"""Writes a sharded model as a Hugging Face folder, tensor by tensor, spread over the ranks."""
 
 import json
 import shutil
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from olmo_core.distributed.utils import get_rank, get_world_size
+from olmo_core.distributed.utils import get_world_size
 from torch import nn
 
-from open_instruct.core.errors import InputError, RunError
 from open_instruct.core.families import family_of
-from open_instruct.data.files.foreign_json import read_object
 from open_instruct.models import export_files
-from open_instruct.models.export_checks import check_destination
+from open_instruct.models.export_files import append_tensor
+from open_instruct.models.export_rounds import finish_export, prepare_export, write_weights
 from open_instruct.models.hf.hf_config import remove_code_fields
 from open_instruct.models.hf.names import TensorNames
 from open_instruct.models.hf.rope import export_rope_fields, read_rope
-from open_instruct.models.load import find_parameter_shapes, raise_together
-from open_instruct.models.shards import LocalShard, find_local_shards, gather_to_owner, reshard
-from open_instruct.parallel.process import run_on_main_process
+from open_instruct.models.load import find_parameter_shapes
+from open_instruct.models.model_folder import read_source_fields
+from open_instruct.models.shards import LocalShard, find_local_shards, reshard
 
 MAX_FILE_BYTES = 2 * 2**30
 GENERATION_CONFIG_NAME = "generation_config.json"
@@ -95,83 +82,21 @@ def export_hf(
         names, shapes, dtype, max_file_bytes=max_file_bytes, num_ranks=get_world_size()
     )
     num_bytes = sum(tensor.num_bytes for file in plan for tensor in file.tensors)
-    run_on_main_process(partial(_prepare, source, out, num_bytes))
+    prepare_export(source, out, num_bytes)
     folder = export_files.find_partial_folder(out)
-    problems = _write_weights(folder, plan, weights or find_local_shards(model))
+    problems = write_weights(folder, plan, weights or find_local_shards(model), append_tensor)
 
     def finish() -> None:
         export_files.write_index(folder, plan)
         _write_config(folder, source, names, dtype, more_config or {})
-        _copy_files(folder, source, (GENERATION_CONFIG_NAME,))
-        _copy_files(folder, Path(tokenizer_folder or source), TOKENIZER_FILES)
+        copy_files(folder, source, (GENERATION_CONFIG_NAME,))
+        copy_files(folder, Path(tokenizer_folder or source), TOKENIZER_FILES)
         export_files.write_fields(folder / GENERATION_CONFIG_NAME, generation_config)
         export_files.write_fields(folder / export_files.TOKENIZER_CONFIG_NAME, tokenizer_config)
         export_files.write_texts(folder, chat_template=chat_template, card=card())
 
-    _finish(out, finish, problems)
+    finish_export(out, finish, problems)
     return num_bytes
-
-
-def _prepare(source: Path, out: Path, num_bytes: int) -> None:
-    with export_files.translate_disk_errors(out, InputError):
-        check_destination(source, out)
-        export_files.prepare_folder(out, num_bytes)
-
-
-def _write_weights(
-    folder: Path, plan: Sequence[export_files.PlannedFile], weights: Mapping[str, LocalShard]
-) -> list[str]:
-    """Write every file of the plan: a tensor arrives while the one before it is written.
-
-    Returns what went wrong.
-    """
-    device = weights[plan[0].tensors[0].name].local.device
-    if device.type != "cpu" and dist.is_initialized():
-        # NCCL makes its communicator in the first call, which every rank must enter; not all ranks
-        # send in every round.
-        dist.all_reduce(torch.zeros(1, device=device))
-    problems: list[str] = []
-
-    def write(
-        file: export_files.PlannedFile, tensor: export_files.PlannedTensor, values: torch.Tensor
-    ) -> None:
-        try:
-            export_files.append_tensor(folder, file, tensor, values)
-        except OSError as error:  # kept until the end, since peers still wait to send
-            problems.append(export_files.explain_disk_error(folder / file.file_name, error))
-
-    with ThreadPoolExecutor(max_workers=1) as disk:
-        writing: list[Future[None]] = []
-        for entries in export_files.plan_rounds(plan):
-            parts = {
-                owner: (weights[tensor.name], tensor.dtype)
-                for owner, (_, tensor) in entries.items()
-            }
-            whole = gather_to_owner(parts)
-            for earlier in writing:
-                earlier.result()  # at most one tensor waits for the disk while the next arrives
-            if whole is not None and not problems:
-                writing = [disk.submit(write, *entries[get_rank()], whole)]
-            del whole
-        for last in writing:
-            last.result()
-    return problems
-
-
-def _finish(out: Path, write_other_files: Callable[[], None], problems: list[str]) -> None:
-    """Complete the export on rank 0 and put it in its place, unless a rank has problems."""
-    if get_rank() == 0:
-        try:
-            write_other_files()
-        except OSError as error:
-            problems.append(export_files.explain_disk_error(out, error))
-    try:
-        raise_together(problems, kind=RunError)
-    except RunError:
-        if get_rank() == 0:
-            shutil.rmtree(export_files.find_partial_folder(out), ignore_errors=True)
-        raise
-    run_on_main_process(partial(export_files.put_in_place, out))
 
 
 def _write_config(
@@ -186,7 +111,7 @@ def _write_config(
 
     hf_config = names.hf_config
     path = source / "config.json"
-    source_fields = read_object(path) if path.is_file() else hf_config.to_dict()
+    source_fields = read_source_fields(source) if path.is_file() else hf_config.to_dict()
     fields = remove_code_fields(source_fields) | dict(more)
     left_out = {name for name, value in more.items() if value is None}
     fields = {name: value for name, value in fields.items() if name not in left_out}
@@ -202,7 +127,8 @@ def _write_config(
     (folder / "config.json").write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
 
 
-def _copy_files(folder: Path, source: Path, file_names: tuple[str, ...]) -> None:
+def copy_files(folder: Path, source: Path, file_names: tuple[str, ...]) -> None:
+    """Copy those of the files that `source` has."""
     for file_name in file_names:
         if (source / file_name).is_file():
             shutil.copyfile(source / file_name, folder / file_name)

@@ -1,4 +1,4 @@
-"""Loads weights from safetensors into shards: each rank reads the byte ranges of its own, no more.
+"""Loads the weights of a checkpoint into shards: each rank reads the byte ranges of its own.
 
 The steps, with a model that `build_model` made on the meta device and `parallelize` sharded::
 
@@ -17,6 +17,7 @@ from itertools import chain
 import torch
 from torch import nn
 
+from open_instruct.core.boxes import box_shape, complete_box
 from open_instruct.core.errors import InputError
 from open_instruct.models.build import find_not_finite
 from open_instruct.models.hf.checkpoint_files import CheckpointFiles
@@ -91,15 +92,15 @@ def find_cover_problem(files: CheckpointFiles, wanted: Mapping[str, tuple[int, .
     other_dtype = []
     for name, shape in wanted.items():
         if name not in files:
-            missing.append(name)
+            missing.append(files.spell(name))
             continue
         if shapes[name] != tuple(shape):
             expected = f"expected {tuple(shape)}"
-            other_shape.append(f"{name} is {shapes[name]}, {expected} {locate(name)}")
+            other_shape.append(f"{files.spell(name)} is {shapes[name]}, {expected} {locate(name)}")
         if dtypes[name] not in LOADABLE_DTYPES:
-            other_dtype.append(f"{name} is {dtypes[name]} {locate(name)}")
+            other_dtype.append(f"{files.spell(name)} is {dtypes[name]} {locate(name)}")
     not_wanted = [name for name in files if name not in wanted and not is_harmless_extra(name)]
-    extra = [f"{name} {locate(name)}" for name in not_wanted]
+    extra = [f"{files.spell(name)} {locate(name)}" for name in not_wanted]
     not_loadable = (
         "holds a tensor whose dtype is not float32, float16 or bfloat16 (is it quantised? "
         "use the original):"
@@ -138,24 +139,29 @@ def stream_load(
     started_s = time.perf_counter()
     num_bytes_read = 0
     loaded = []
+    unreadable: list[str] = []
     meter = RoundingMeter()
     for name, shard in find_local_shards(model).items():
         if names.tied and name == LM_HEAD:
             continue
         hf_name = names.hf_name(name)
         assert files.shapes[hf_name] == shard.shape, f"{name}: call check_cover first"
-        for rows, stored in _read_chunks(shard, files, hf_name, chunk_bytes):
-            shard.fill(rows, stored)
-            if shard.scales is not None:
-                rounded = dequantize(shard.stored[rows], shard.scales[rows])
-                meter.add(hf_name, stored, rounded)
-            num_bytes_read += stored.numel() * stored.element_size()
+        try:
+            for rows, stored in _read_chunks(shard, files, hf_name, chunk_bytes):
+                shard.fill(rows, stored)
+                if shard.scales is not None:
+                    rounded = dequantize(shard.stored[rows], shard.scales[rows])
+                    meter.add(hf_name, stored, rounded)
+                num_bytes_read += stored.numel() * stored.element_size()
+        except InputError as error:  # kept until all ranks are here
+            unreadable.append(str(error))
         loaded.append(name)
     missed = set(names.olmo_core_names) - set(loaded)
     assert not missed, f"the model has no parameter {sorted(missed)[:MAX_NAMED]}"
+    raise_together(unreadable)
     problems = [
-        f"{files.find_file(names.hf_name(name))}: tensor {names.hf_name(name)} holds {value}: the "
-        "checkpoint is damaged; fetch it again, or start from another"
+        f"{files.find_file(names.hf_name(name))}: tensor {files.spell(names.hf_name(name))} holds "
+        f"{value}: the checkpoint is damaged; fetch it again, or start from another"
         for name, value in find_not_finite(model).items()
     ]
     if names.tied and HF_LM_HEAD in files:
@@ -178,13 +184,17 @@ def _read_chunks(
     """
     if shard.stored.numel() == 0:
         return
-    stored = shard.values(files.read(hf_name))
+    shape = box_shape(shard.box)
     value_bytes = shard.stored.element_size() if shard.scales is None else QUANTIZING_BYTES
-    row_bytes = math.prod(stored.shape[1:]) * max(value_bytes, files.dtypes[hf_name].itemsize)
+    row_bytes = math.prod(shape[1:]) * max(value_bytes, files.dtypes[hf_name].itemsize)
     num_rows = max(1, chunk_bytes // row_bytes)
-    for start in range(0, stored.shape[0], num_rows):
-        rows = slice(start, start + num_rows)
-        yield rows, stored[rows]
+    read = files.open_tensor(hf_name)
+    slabs = None
+    if shard.num_slabs > 1:
+        slabs = shard.values(read(complete_box((), shard.shape)))
+    for start in range(0, shape[0], num_rows):
+        rows = slice(start, min(start + num_rows, shape[0]))
+        yield rows, shard.read_rows(read, rows) if slabs is None else slabs[rows]
 
 
 def _check_tied_head(model: nn.Module, files: CheckpointFiles, chunk_bytes: int) -> list[str]:
@@ -194,8 +204,9 @@ def _check_tied_head(model: nn.Module, files: CheckpointFiles, chunk_bytes: int)
     if all(torch.equal(shard.stored[rows], stored.to(shard.stored)) for rows, stored in pairs):
         return []
     return [
-        f"{files.find_file(HF_LM_HEAD)}: {HF_LM_HEAD} differs from the embeddings, but config.json "
-        "ties them: set tie_word_embeddings to false there to keep a head of its own"
+        f"{files.find_file(HF_LM_HEAD)}: {files.spell(HF_LM_HEAD)} differs from the embeddings, "
+        "but config.json ties them: set tie_word_embeddings to false there to keep a head of "
+        "its own"
     ]
 
 

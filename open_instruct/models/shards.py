@@ -13,6 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
+from open_instruct.core.boxes import Box, box_shape
 from open_instruct.models.hf.names import (
     CODES,
     SCALES,
@@ -21,9 +22,6 @@ from open_instruct.models.hf.names import (
     is_expert_stack,
 )
 from open_instruct.models.nf4 import dequantize, quantize
-
-Box = tuple[slice, ...]
-"""One range for every dim of a tensor."""
 
 
 def shard_box(
@@ -55,10 +53,6 @@ def shard_box(
         starts[dim] = start
         stops[dim] = min(start + size, stops[dim])
     return tuple(slice(start, stop) for start, stop in zip(starts, stops, strict=True))
-
-
-def box_shape(box: Box) -> tuple[int, ...]:
-    return tuple(part.stop - part.start for part in box)
 
 
 def select_box(whole: torch.Tensor, box: Box) -> torch.Tensor:
@@ -171,6 +165,23 @@ class LocalShard:
             box=_cut_row(self.box, index, num_values),
             find_boxes=find_boxes,
         )
+
+    def read_rows(self, read: Callable[[Box], torch.Tensor], rows: slice) -> torch.Tensor:
+        """The values of some rows of `local`, which `read` reads as a box of the whole tensor.
+
+        Of a shard that is a run of values, a row is one of them.
+        """
+        assert self.num_slabs == 1, "columns of slabs are cut from the whole tensor"
+        first, *others = self.box
+        cut = slice(first.start + rows.start, min(first.start + rows.stop, first.stop))
+        if len(self.box) == len(self.shape):
+            return read((cut, *others))
+        num_values = math.prod(self.shape[1:])
+        top = cut.start // num_values
+        bottom = -(-cut.stop // num_values)
+        columns = (slice(0, size) for size in self.shape[1:])
+        run = slice(cut.start - top * num_values, cut.stop - top * num_values)
+        return read((slice(top, bottom), *columns)).reshape(-1)[run]
 
     def values(self, whole: torch.Tensor) -> torch.Tensor:
         """The values of the contiguous tensor `whole` that belong in `local`."""

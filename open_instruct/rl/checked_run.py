@@ -31,6 +31,7 @@ from open_instruct.parallel.wording import describe_layout
 from open_instruct.planning.start_check import check_plan
 from open_instruct.rewards.registry import known_verifiers
 from open_instruct.rewards.verifier import Verifier
+from open_instruct.rl.engine_folder import find_engine_folder
 from open_instruct.rl.episodes.bridge import check_bridges
 from open_instruct.rl.run_checks import (
     check_companion_models,
@@ -67,6 +68,7 @@ class RolloutRun:
     directory: RunDirectory
     console: Console
     pretrained: Pretrained
+    engine_folder: Path  # what engines open
     chat: ChatFormat
     prompts: Prompts
     held_out: Prompts | None
@@ -115,12 +117,15 @@ def open_rollout_run(config: GRPOConfig) -> Iterator[RolloutRun]:
             config.data, pretrained.tokenizer, seed=config.optim.seed, console=console
         )
         refuse_other_rows(directory.path, prompts, conversations, seed=config.optim.seed)
+        engine_dtype: torch.dtype = getattr(torch, config.engine_dtype)
+        engine_folder = find_engine_folder(pretrained, directory, console, dtype=engine_dtype)
         yield RolloutRun(
             config=config,
             layout=layout,
             directory=directory,
             console=console,
             pretrained=pretrained,
+            engine_folder=engine_folder,
             chat=chat,
             prompts=prompts,
             held_out=held_out,

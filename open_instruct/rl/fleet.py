@@ -153,7 +153,7 @@ class Fleet:
         placement = self._placement
         on_gpus = placement.on_gpus
         settings = EngineSettings(
-            model_folder=str(self.run.pretrained.folder.resolve()),
+            model_folder=str(self.run.engine_folder.resolve()),
             tokenizer_folder=str(self.run.pretrained.tokenizer_folder.resolve()),
             dtype=config.engine_dtype,
             max_model_len=config.data.max_seq_length,

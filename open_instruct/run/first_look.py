@@ -22,11 +22,17 @@ from open_instruct.data.report import BadRowLog
 from open_instruct.data.row_builder import RowBuilder
 from open_instruct.data.templates.chat_templates import check_syntax, read_template
 from open_instruct.data.tokenizer import check_tokenizer_folder, find_local_folder
-from open_instruct.models.hf.hf_config import find_weights_file, read_config_fields
+from open_instruct.models.model_folder import (
+    check_weights_exist,
+    find_olmo_core_config,
+    find_tokenizer_name,
+    read_model_fields,
+)
 
 # Larger files and further rows are checked a little later, by the run itself.
 MAX_BYTES = 2**25
 MAX_ROWS = 10_000
+PADDED_TO = 128  # OLMo-core's TokenizerConfig.padded_vocab_size
 DOWNLOADED = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model"]
 
 
@@ -48,8 +54,8 @@ def check_models(config: LearnerConfig) -> None:
             continue
         folder = find_local_folder(value)
         if folder is not None:
-            read_config_fields(folder)
-            find_weights_file(folder)
+            read_model_fields(folder)
+            check_weights_exist(folder)
 
 
 def check_row_files(config: LearnerConfig, *flags: str) -> None:
@@ -62,7 +68,7 @@ def check_row_files(config: LearnerConfig, *flags: str) -> None:
 
 def check_tokenizer(model: ModelSection, data: DataSection | PromptDataSection) -> None:
     """:raises InputError: the tokenizer is missing, or the named template has an error."""
-    name = model.tokenizer_name_or_path or model.model_name_or_path
+    name = find_tokenizer_name(model)
     folder = find_local_folder(name, flag="--tokenizer_name_or_path")
     if folder is not None:
         check_tokenizer_folder(folder, flag="--tokenizer_name_or_path")
@@ -98,6 +104,32 @@ def check_sizes(
             f"positions the model in {model_folder} has; use at most {num_positions}",
             kind="out_of_range",
         )
+
+
+def check_vocabulary(model_folder: Path, tokenizer: Any, tokenizer_folder: Path) -> None:
+    """Compare the tokenizer with the one that an OLMo-core config.json describes.
+
+    OLMo-core rounds the rows of the embeddings up, so the model's own size shows too little.
+
+    Raises:
+        InputError: they have other numbers of tokens.
+    """
+    olmo_core = find_olmo_core_config(model_folder)
+    if olmo_core is None or olmo_core.tokenizer is None:
+        return
+    described = olmo_core.tokenizer
+    num_tokens = len(tokenizer)
+    # A description that was made from a model's config.json has the model's rounded size.
+    rounded = -(-num_tokens // PADDED_TO) * PADDED_TO
+    if described.vocab_size in (num_tokens, rounded):
+        return
+    name = described.identifier or "no name"
+    raise InputError(
+        f"the tokenizer in {tokenizer_folder} has {num_tokens} tokens, but config.json in "
+        f"{model_folder} was trained with one of vocab_size {described.vocab_size} ({name}): give "
+        "that one's folder by --tokenizer_name_or_path",
+        kind="conflict",
+    )
 
 
 def check_first_rows(

@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerFast
 from open_instruct.data.chat import ChatFormat
 from open_instruct.data.files.foreign_json import read_object
 from open_instruct.data.tokenizer_class import build_tokenizer_config
+from open_instruct.models.model_folder import read_source_fields
 
 NAME = "generation_config.json"
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -34,7 +35,7 @@ def build_export_settings(
         InputError: no reader would open the tokenizer with the ids that it has here, or it cannot
             end a turn.
     """
-    fields = read_object(folder / "config.json")
+    fields = read_source_fields(folder)
     settings = {"tokenizer_config": build_tokenizer_config(tokenizer_folder, fields)}
     if chat is not None:
         settings["generation_config"] = build_generation_config(

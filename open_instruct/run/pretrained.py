@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -22,29 +21,43 @@ from open_instruct.config.lora import LoRASection
 from open_instruct.config.rollout_sections import PromptDataSection
 from open_instruct.config.sections import DataSection, ModelSection
 from open_instruct.config.training import LearnerConfig
+from open_instruct.core.errors import InputError
 from open_instruct.core.shard_layout import ShardLayout
 from open_instruct.data.chat import ChatFormat
-from open_instruct.data.tokenizer import load_tokenizer
+from open_instruct.data.tokenizer import find_tokenizer_folder, load_tokenizer
 from open_instruct.models.build import build_model
 from open_instruct.models.export import export_hf
 from open_instruct.models.export_checks import check_destination, check_exportable
+from open_instruct.models.export_olmo_core import (
+    TokenizerFiles,
+    check_olmo_core_exportable,
+    export_olmo_core,
+)
 from open_instruct.models.family import find_unknown_fields
-from open_instruct.models.heads.value_head import open_head_files
+from open_instruct.models.heads.value_head import replace_head
 from open_instruct.models.hf.checkpoint_files import CheckpointFiles
 from open_instruct.models.hf.convolutions import recut_convolutions
 from open_instruct.models.hf.head_kinds import Head
-from open_instruct.models.hf.hf_config import fingerprint_model, load_hf_config
+from open_instruct.models.hf.hf_config import fingerprint_model
 from open_instruct.models.hf.names import TensorNames
 from open_instruct.models.load import check_cover, find_parameter_shapes
 from open_instruct.models.lora.files import check_base, open_adapter
 from open_instruct.models.lora.peft_config import CONFIG_NAME
+from open_instruct.models.model_folder import (
+    find_olmo_core_config,
+    find_tokenizer_name,
+    load_model_config,
+    read_source_fields,
+)
+from open_instruct.models.open_files import open_files
 from open_instruct.models.transformer import SegmentTransformer
 from open_instruct.parallel.process import run_on_main_process
 from open_instruct.parallel.status import this_process
 from open_instruct.planning.plan import check_model
 from open_instruct.planning.subject.read_shape import shape_from_fields
-from open_instruct.run.first_look import check_sizes, fetch_folder
+from open_instruct.run.first_look import check_sizes, check_vocabulary, fetch_folder
 from open_instruct.run.generation_settings import build_export_settings
+from open_instruct.run.run_directory import RunDirectory
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -102,6 +115,25 @@ class Pretrained:
             **settings,
         )
 
+    def export_olmo_core(self, model: nn.Module, out_folder: Path, **settings: Any) -> int:
+        """Write `model` as a checkpoint of OLMo-core; returns its bytes. Collective.
+
+        :param settings: the other arguments of `export_olmo_core`.
+        """
+        return export_olmo_core(
+            model,
+            self.names,
+            source_folder=self.folder,
+            out_folder=out_folder,
+            tokenizer=TokenizerFiles(
+                tokenizer=self.tokenizer,
+                folder=self.tokenizer_folder,
+                config=self.tokenizer_config,
+                chat_template=self.chat_template,
+            ),
+            **settings,
+        )
+
     @property
     def fingerprint(self) -> str:
         """Fingerprint of the weights and of config.json. Collective at the first call.
@@ -109,8 +141,7 @@ class Pretrained:
         The text of config.json counts, not the object that transformers parses: a newer version has
         more defaults.
         """
-        config = json.loads((self.folder / "config.json").read_text(encoding="utf-8"))
-        return fingerprint_model(config, self.files.fingerprint)
+        return fingerprint_model(read_source_fields(self.folder), self.files.fingerprint)
 
     def is_same_as(self, other: Pretrained) -> bool:
         """Whether both have the same weights and config.json.
@@ -123,7 +154,8 @@ class Pretrained:
     def warnings(self) -> list[str]:
         """Warnings about the start model."""
         unknown = ", ".join(ascii(name)[:60] for name in find_unknown_fields(self.hf_config)[:10])
-        warnings: list[str] = []
+        olmo_core = find_olmo_core_config(self.folder)
+        warnings = [] if olmo_core is None else [*olmo_core.notes]
         if unknown:
             file = self.folder / "config.json"
             warnings.append(f"{file} has fields that nothing reads: {unknown}")
@@ -162,17 +194,17 @@ def open_pretrained(
     """
     this_process.begin("reading what is in the start model's folder")
     folder, tokenizer_folder = _find_folders(config.model)
-    hf_config = load_hf_config(str(folder))
+    hf_config = load_model_config(folder)
     shape = shape_from_fields(
         hf_config.to_dict(), name=f"the model in {folder}", where=str(folder / "config.json")
     )
     check_model(shape, layout, config if is_trained else None)
     tokenizer = load_tokenizer(str(tokenizer_folder))
+    check_vocabulary(folder, tokenizer, tokenizer_folder)
     names = TensorNames(hf_config, head=head)
-    if head == "vocabulary":
-        files = CheckpointFiles.open(folder)
-    else:
-        files = open_head_files(folder, hf_config, head, seed=config.optim.seed)
+    files = open_files(folder, hf_config)
+    if head != "vocabulary":
+        files = replace_head(files, hf_config, head, seed=config.optim.seed)
     pretrained = Pretrained(
         folder=folder,
         tokenizer_folder=tokenizer_folder,
@@ -188,16 +220,27 @@ def open_pretrained(
     model = pretrained.build(init_device="meta")
     _check_tensors(pretrained, model)
     check_destination(folder, export_folder)
+    if is_trained and config.run.export_olmo_core:
+        _check_olmo_core_export(pretrained, config)
     return _with_adapter(pretrained, model, config.adapters)
 
 
 def _find_folders(section: ModelSection) -> tuple[Path, Path]:
     """The folders of the start model and of its tokenizer, downloaded if need be."""
     folder = fetch_folder(section.model_name_or_path, revision=section.model_revision)
-    if not section.tokenizer_name_or_path:
-        return folder, folder
+    return folder, find_tokenizer_beside(section, folder)
+
+
+def find_tokenizer_beside(section: ModelSection, folder: Path) -> Path:
+    """The folder of the tokenizer of the model in `folder`, downloaded if need be.
+
+    :raises InputError: there is none that can be read.
+    """
+    name = find_tokenizer_name(section)
+    if name == section.model_name_or_path:
+        return folder
     revision = section.revision_of_tokenizer
-    return folder, fetch_folder(section.tokenizer_name_or_path, revision=revision)
+    return find_tokenizer_folder(name, revision=revision, flag="--tokenizer_name_or_path")
 
 
 def _with_exported_settings(
@@ -223,6 +266,20 @@ def _check_tensors(pretrained: Pretrained, model: nn.Module) -> None:
     recut_convolutions(pretrained.files, hf_shapes)
     check_cover(names, pretrained.files, shapes)
     check_exportable(names, shapes)
+
+
+def _check_olmo_core_export(pretrained: Pretrained, config: LearnerConfig) -> None:
+    """:raises InputError: the trained model could not be written for OLMo-core."""
+    if config.adapters is not None and config.adapters.export == "adapter":
+        raise InputError(
+            "--export_olmo_core: with --export adapter no whole model is written; use --export "
+            "both",
+            kind="conflict",
+        )
+    check_olmo_core_exportable(pretrained.names)
+    check_destination(
+        pretrained.folder, RunDirectory(path=Path(config.run.output_dir)).olmo_core_model
+    )
 
 
 def _with_adapter(

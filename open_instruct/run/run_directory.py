@@ -56,11 +56,14 @@ class RunDirectory:
         self.pids = path / "pids.json"
         self.plan = path / "plan.json"
         self.hf_model = path / "hf_model"
+        self.olmo_core_model = path / "olmo_core_model"
+        self.engine_model = path / "engine_model"
         self.adapter = path / "adapter"
         self.critic = path / "critic"
         self.exports = {
             "adapter": self.adapter,
             "critic": self.critic,
+            "trained model for OLMo-core": self.olmo_core_model,
             "trained model": self.hf_model,
         }
 
@@ -147,6 +150,7 @@ class RunDirectory:
                 if step.name.removeprefix("step").split("-")[0].isdigit():
                     shutil.rmtree(step)
             beside = [self.path / name for name in ("tensorboard", "swanlog", "traces")]
+            beside.append(self.engine_model)
             for folder in (*self.exports.values(), *beside):
                 shutil.rmtree(folder, ignore_errors=True)
             for name in RUN_FILES:

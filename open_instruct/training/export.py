@@ -27,8 +27,11 @@ def export_policy(
     trained_by: str,
     best: BestStep | None = None,
     more_config: Mapping[str, Any] | None = None,
+    for_olmo_core: bool = False,
 ) -> None:
     """Write OUT/hf_model in the dtype of `--export_dtype`; see `Pretrained.export`. Collective.
+
+    With `for_olmo_core`, OUT/olmo_core_model is the same model in OLMo-core's form.
 
     The weights are those of the `best` step, if there is one, and otherwise those of the last.
 
@@ -71,5 +74,11 @@ def export_policy(
     run.console.say(
         f"the trained model{what} is in {run.directory.hf_model} ({size})", style="green"
     )
+    if for_olmo_core:
+        folder = run.directory.olmo_core_model
+        pretrained.export_olmo_core(
+            policy.model, folder, weights=find_merged_weights(policy.model), dtype=dtype
+        )
+        run.console.say(f"and for OLMo-core in {folder}", style="green")
     if policy.backend.rounding:
         run.console.say(describe_rounding(policy.backend.rounding))

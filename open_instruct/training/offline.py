@@ -90,6 +90,7 @@ def fit_and_export(
         trained_by=objective.name,
         best=None if best is None else best.best,
         more_config=more_config,
+        for_olmo_core=config.run.export_olmo_core,
     )
     return 0
 

@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 
+from open_instruct.core.boxes import Box, box_shape
 from open_instruct.core.weight_buckets import plan_buckets
-from open_instruct.models.shards import Box, box_shape, select_box
+from open_instruct.models.shards import select_box
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -210,8 +210,8 @@ def export(folder: Path) -> Any:
     import torch
     import torch.distributed as dist
 
-    from open_instruct.models.export import _write_weights
-    from open_instruct.models.export_files import plan_files
+    from open_instruct.models.export_files import append_tensor, plan_files
+    from open_instruct.models.export_rounds import write_weights
     from open_instruct.models.hf.names import TensorNames
     from open_instruct.models.load import find_parameter_shapes
     from open_instruct.models.shards import find_local_shards, reshard
@@ -236,7 +236,7 @@ def export(folder: Path) -> Any:
             return reduced(tensor, *rest, **more)
 
         with patch.object(dist, "all_reduce", all_reduce):
-            problems = _write_weights(folder, plan, held)
+            problems = write_weights(folder, plan, held, append_tensor)
     written = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
     num_bytes = sum(tensor.num_bytes for tensor in plan[0].tensors)
     return {"problems": problems, "first": first, "is_whole": written >= num_bytes}

@@ -15,6 +15,7 @@ from torch.distributed.tensor._utils import _compute_local_shape_and_global_offs
 from torch.distributed.tensor.placement_types import _StridedShard
 from transformers import AutoModelForCausalLM
 
+from open_instruct.core.boxes import box_shape
 from open_instruct.core.errors import InputError
 from open_instruct.models.build import build_model
 from open_instruct.models.export import export_hf
@@ -24,7 +25,7 @@ from open_instruct.models.hf.checkpoint_files import CheckpointFiles
 from open_instruct.models.hf.hf_config import INDEX_NAME, SINGLE_NAME, load_hf_config
 from open_instruct.models.hf.names import TensorNames
 from open_instruct.models.load import find_parameter_shapes
-from open_instruct.models.shards import box_shape, shard_box
+from open_instruct.models.shards import shard_box
 from tests.ranks.shallow import write_shallow_model
 from tests.unit.models.test_checkpoint_files import write_indexed
 

@@ -25,7 +25,10 @@ from open_instruct.data.prompt_rows import parse_prompt_row
 from open_instruct.data.prompts import PromptBuilder, Prompts, build_row_settings
 from open_instruct.data.token_dataset import TokenDataset
 from open_instruct.data.tokenizer import find_local_folder
-from open_instruct.models.hf.hf_config import read_config_fields
+from open_instruct.models.model_folder import (
+    find_tokenizer_name,
+    read_model_fields,
+)
 from open_instruct.objectives.objective import Objective
 from open_instruct.parallel.launch import count_ranks_to_start
 from open_instruct.parallel.layout import find_layout
@@ -180,11 +183,11 @@ class RunChecks:
         self.chat.turn_end_token_ids()
         folder = find_local_folder(model.model_name_or_path)
         if folder is not None:
-            fields = read_config_fields(folder)
+            fields = read_model_fields(folder)
             check_sizes(
                 self.tokenizer,
                 self.config.data,
-                tokenizer_folder=Path(model.tokenizer_name_or_path or folder),
+                tokenizer_folder=Path(find_tokenizer_name(model)),
                 model_folder=folder,
                 vocab_size=fields.get("vocab_size"),
                 num_positions=fields.get("max_position_embeddings"),

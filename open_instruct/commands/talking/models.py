@@ -5,6 +5,7 @@ from pathlib import Path
 
 from open_instruct.core.errors import InputError
 from open_instruct.data.files.foreign_json import read_object
+from open_instruct.models.model_folder import refuse_olmo_core
 from open_instruct.run.first_look import fetch_folder
 from open_instruct.run.run_directory import RunDirectory
 from open_instruct.run.saved_settings import read_settings
@@ -93,6 +94,7 @@ def _model_with_adapter(name: str, adapter: Path) -> TalkingModel:
 
 
 def _talking_folder(folder: Path) -> Path:
+    refuse_olmo_core(str(folder), "transformers")
     architectures = (
         read_object(folder / "config.json").get("architectures") if folder.is_dir() else None
     )

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -99,17 +98,13 @@ def draw_score_matrix(hidden_size: int, *, seed: int, num_rows: int = 1) -> torc
     return torch.randn(num_rows, hidden_size, generator=generator) / (hidden_size + 1) ** 0.5
 
 
-def open_head_files(
-    folder: Path, hf_config: PretrainedConfig, head: Head, *, seed: int
+def replace_head(
+    files: CheckpointFiles, hf_config: PretrainedConfig, head: Head, *, seed: int
 ) -> CheckpointFiles:
-    """Open a checkpoint's files for a model with a head of this kind, without the words' head.
+    """Take a head of this kind into a checkpoint's opened files, in place of the words' head.
 
-    The head is drawn at random, unless the checkpoint has one of its kind.
-
-    Raises:
-        InputError: see `CheckpointFiles.open`.
+    It is drawn at random, unless the checkpoint has one of its kind.
     """
-    files = CheckpointFiles.open(folder)
     files.tensors.pop(HF_LM_HEAD, None)
     if has_head(hf_config, head):
         return files

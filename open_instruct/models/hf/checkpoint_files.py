@@ -16,11 +16,11 @@ import json
 import math
 import struct
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import xxhash
@@ -51,6 +51,31 @@ DIGESTED_BYTES = 64 * 2**20
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
+ReadBox = Callable[[tuple[slice, ...]], torch.Tensor]
+FileRange = tuple[Path, int, int]
+"""A file, the first of some bytes in it, and the end of them."""
+
+
+class TensorOnDisk(Protocol):
+    """A tensor of a checkpoint's files, of whatever format."""
+
+    @property
+    def path(self) -> Path: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def ranges(self) -> Sequence[FileRange]:
+        """The bytes that a fingerprint of the tensor is made of."""
+
+    def open(self) -> ReadBox:
+        """What reads a box of the tensor. The result is not for writing."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredTensor:
     """The entry of a tensor in a file's header, or of `part` of the tensor `stored` there."""
@@ -60,6 +85,20 @@ class StoredTensor:
     shape: tuple[int, ...]
     stored: str
     part: tuple[Any, ...] = ()
+
+    @property
+    def ranges(self) -> Sequence[FileRange]:
+        """All of the file, whose header counts too."""
+        return [(self.path, 0, self.path.stat().st_size)]
+
+    def open(self) -> ReadBox:
+        """Map the file: no bytes are read until a view is copied from.
+
+        The file's pages are let go with the last view of them.
+        """
+        with safe_open(self.path, framework="pt") as file:
+            view: torch.Tensor = file.get_tensor(self.stored)[self.part]
+        return view.__getitem__
 
 
 class CheckpointFiles:
@@ -72,10 +111,21 @@ class CheckpointFiles:
         files.read("model.embed_tokens.weight", (slice(0, 16), slice(None)))   # 16 rows
     """
 
-    def __init__(self, folder: Path, tensors: Mapping[str, StoredTensor]) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        tensors: Mapping[str, TensorOnDisk],
+        *,
+        spelling: Mapping[str, str] | None = None,
+    ) -> None:
+        """Take tensors that were found in files of `folder`.
+
+        :param spelling: the names in the files, where they are others than Hugging Face's.
+        """
         self.folder = folder
+        self.spelling = spelling or {}
         # A torch.Tensor is in none of the files.
-        self.tensors: dict[str, StoredTensor | torch.Tensor] = dict(tensors)
+        self.tensors: dict[str, TensorOnDisk | torch.Tensor] = dict(tensors)
 
     @classmethod
     def open(cls, folder: str | Path) -> CheckpointFiles:
@@ -124,7 +174,7 @@ class CheckpointFiles:
 
     @cached_property
     def fingerprint(self) -> str:
-        """32 hexadecimal digits that change if any byte of the files does.
+        """32 hexadecimal digits that change if any byte of the tensors' files does.
 
         Collective at its first use.
 
@@ -132,13 +182,15 @@ class CheckpointFiles:
         byte is read once whatever the number of ranks, and the result is the same for any number.
         The folder and the names of the files do not matter. All ranks see the same files.
         """
-        paths = sorted(
-            {each.path for each in self.tensors.values() if isinstance(each, StoredTensor)}
-        )
-        # Chunks in the order of the files' names; no chunk crosses two files.
-        chunks: list[tuple[Path, int]] = []
-        for path in paths:
-            chunks += [(path, start) for start in range(0, path.stat().st_size, DIGESTED_BYTES)]
+        ranges: set[FileRange] = set()
+        for tensor in self.tensors.values():
+            if not isinstance(tensor, torch.Tensor):
+                ranges.update(tensor.ranges)
+        # Chunks in the order of the files' names; no chunk crosses two ranges.
+        chunks: list[FileRange] = []
+        for path, first, end in sorted(ranges):
+            for start in range(first, end, DIGESTED_BYTES):
+                chunks.append((path, start, min(start + DIGESTED_BYTES, end)))
         rank_numbers = range(get_rank(), len(chunks), get_world_size())
         rank_digests = {number: _digest(*chunks[number]) for number in rank_numbers}
         digests: dict[int, bytes] = {}
@@ -149,21 +201,27 @@ class CheckpointFiles:
 
     def find_file(self, name: str) -> Path:
         tensor = self.tensors[name]
-        assert isinstance(tensor, StoredTensor), f"{name} is in no file"
+        assert not isinstance(tensor, torch.Tensor), f"{name} is in no file"
         return tensor.path
 
-    def read(self, name: str, slices: tuple[slice, ...] = ()) -> torch.Tensor:
-        """A view of `tensor[slices]` on the mapped file: no bytes are read until it is copied from.
+    def spell(self, name: str) -> str:
+        """The name of a tensor in the files, for messages."""
+        return self.spelling.get(name, name)
 
-        The view is for reading (writes to it would never reach the file). The file is mapped anew
-        for each, and its pages are let go with the last view of them.
-        """
+    def open_tensor(self, name: str) -> ReadBox:
+        """What reads boxes of a tensor; whoever reads several opens its file once."""
         tensor = self.tensors[name]
         if isinstance(tensor, torch.Tensor):
-            return tensor[slices]
-        with safe_open(tensor.path, framework="pt") as file:
-            view: torch.Tensor = file.get_tensor(tensor.stored)[tensor.part][slices]
-        return view
+            return tensor.__getitem__
+        return tensor.open()
+
+    def read(self, name: str, slices: tuple[slice, ...] = ()) -> torch.Tensor:
+        """Read `tensor[slices]`, which is not for writing.
+
+        Of safetensors it is a view on the mapped file, and no bytes are read until it is copied
+        from.
+        """
+        return self.open_tensor(name)(slices)
 
     def __contains__(self, name: str) -> bool:
         return name in self.tensors
@@ -172,10 +230,10 @@ class CheckpointFiles:
         return iter(self.tensors)
 
 
-def _digest(path: Path, offset: int) -> bytes:
+def _digest(path: Path, start: int, end: int) -> bytes:
     with path.open("rb") as file:
-        file.seek(offset)
-        return xxhash.xxh3_128_digest(file.read(DIGESTED_BYTES))
+        file.seek(start)
+        return xxhash.xxh3_128_digest(file.read(end - start))
 
 
 def read_header(path: Path) -> dict[str, StoredTensor]:

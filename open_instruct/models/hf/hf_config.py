@@ -59,17 +59,26 @@ def load_hf_config(path: str) -> PretrainedConfig:
             supported family, a size is impossible, or transformers refuses a value in it.
     """
     folder = Path(path).expanduser()
-    fields = read_config_fields(folder)
-    file = folder / "config.json"
-    # Imported late, because transformers takes a second to import.
-    from transformers import CONFIG_MAPPING, GenerationConfig
+    config = build_hf_config(read_config_fields(folder), folder / "config.json")
+    from transformers import GenerationConfig
 
-    family = family_of(fields["model_type"])
-    read = normalize_rope_fields(remove_code_fields(fields), family, str(file))
-    config = _build_config(CONFIG_MAPPING[fields["model_type"]], read, file)
     generation = folder / "generation_config.json"
     if generation.is_file():
         _build_config(GenerationConfig, read_object(generation), generation)
+    return config
+
+
+def build_hf_config(fields: dict[str, Any], file: Path) -> PretrainedConfig:
+    """The configuration of checked fields, which `file` gave.
+
+    :raises InputError: transformers refuses a value of it.
+    """
+    # Imported late, because transformers takes a second to import.
+    from transformers import CONFIG_MAPPING
+
+    family = family_of(fields["model_type"])
+    read = normalize_rope_fields(remove_code_fields(fields), family, str(file))
+    config: PretrainedConfig = _build_config(CONFIG_MAPPING[fields["model_type"]], read, file)
     return config
 
 
@@ -99,6 +108,16 @@ def read_config_fields(folder: Path) -> dict[str, Any]:
         )
     check_files(folder)
     fields = read_object(file)
+    check_config_fields(fields, file)
+    return fields
+
+
+def check_config_fields(fields: Mapping[str, Any], file: Path) -> None:
+    """Check the fields of a config.json as far as possible without transformers.
+
+    Raises:
+        InputError: see `load_hf_config`.
+    """
     family_of(fields.get("model_type"), str(file))
 
     for name, does in FIELDS["refused"].items():
@@ -114,7 +133,6 @@ def read_config_fields(folder: Path) -> dict[str, Any]:
             kind="bad_model",
         )
     check_supported(fields, str(file))
-    return fields
 
 
 def find_weights_file(folder: Path) -> Path:

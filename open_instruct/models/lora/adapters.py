@@ -11,7 +11,6 @@ Legend of the shape suffixes: O output features of a layer, I input features, R 
 
 import hashlib
 import math
-from collections import UserDict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -242,7 +241,7 @@ def find_merged_weights(model: nn.Module) -> Mapping[str, LocalShard]:
     return MergedWeights(find_local_shards(model), halves, scale=scale)
 
 
-class MergedWeights(UserDict[str, LocalShard]):
+class MergedWeights(Mapping[str, LocalShard]):
     """`plain` with adapters added, in float32; each matrix is made when it is asked for.
 
     :param halves: of adapters, by OLMo-core's names: the first whole; the second whole, or the rows
@@ -259,7 +258,7 @@ class MergedWeights(UserDict[str, LocalShard]):
         scale: float,
         in_4_bits: Mapping[str, torch.dtype] | None = None,
     ) -> None:
-        super().__init__(plain)
+        self._plain = plain
         self._halves = halves
         self._scale = scale
         self._in_4_bits = in_4_bits or {}
@@ -267,7 +266,7 @@ class MergedWeights(UserDict[str, LocalShard]):
 
     @torch.no_grad()
     def __getitem__(self, name: str) -> LocalShard:
-        plain = self.data[name]
+        plain = self._plain[name]
         if name in self._in_4_bits:
             codes, scales = quantize(plain.stored, self._in_4_bits[name])
             self.meter.add(name, plain.stored, dequantize(codes, scales))
@@ -281,6 +280,12 @@ class MergedWeights(UserDict[str, LocalShard]):
             return self._merge_run(plain, a_RI, b_OR)
         merged = plain.local.float().addmm(b_OR, a_RI[:, plain.box[1]], alpha=self._scale)
         return replace(plain, stored=merged, scales=None)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._plain)
+
+    def __len__(self) -> int:
+        return len(self._plain)
 
     def _merge_run(self, plain: LocalShard, a_RI: torch.Tensor, b_OR: torch.Tensor) -> LocalShard:
         """Merge a run of values, which may begin and end within a row."""

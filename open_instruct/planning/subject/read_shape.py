@@ -27,6 +27,10 @@ from open_instruct.models.hf.config_values import (
     read_size,
 )
 from open_instruct.models.hf.supported import check_supported
+from open_instruct.models.olmo_core.model_config import (
+    is_olmo_core_config,
+    read_olmo_core_config,
+)
 from open_instruct.planning.subject.model import LayerShape, ModelShape
 
 BYTES_OF_DTYPE = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -157,7 +161,10 @@ def _read_shape(path: Path) -> ModelShape:
     """The shape of a config.json, or of the one in a folder."""
     file = path / "config.json" if path.is_dir() else path
     folder_or_file = file.parent if file.name == "config.json" else file
-    return shape_from_fields(read_object(file), name=str(folder_or_file), where=str(file))
+    fields = read_object(file)
+    if is_olmo_core_config(fields):
+        fields = dict(read_olmo_core_config(fields, str(file)).fields)
+    return shape_from_fields(fields, name=str(folder_or_file), where=str(file))
 
 
 def _short_name(name: str) -> str:

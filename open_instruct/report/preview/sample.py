@@ -34,7 +34,7 @@ from open_instruct.data.row_builder import RowBuilder
 from open_instruct.data.token_dataset import TokenDataset
 from open_instruct.data.tokenizer import load_tokenizer
 from open_instruct.models.hf.head_kinds import check_head
-from open_instruct.models.hf.hf_config import read_config_fields
+from open_instruct.models.model_folder import find_tokenizer_name, read_model_fields
 from open_instruct.objectives.objective import Objective
 
 LEARNED_STYLE = "bold green"
@@ -144,7 +144,7 @@ def _check_model(config: LearnerConfig, objective: Objective) -> None:
     """:raises InputError: the model's folder holds one that the run would refuse."""
     folder = Path(config.model.model_name_or_path).expanduser()
     if (folder / "config.json").is_file():
-        fields = read_config_fields(folder)
+        fields = read_model_fields(folder)
         check_head(fields["model_type"], objective.choose_head(config))
 
 
@@ -173,7 +173,7 @@ def open_chat(
     Raises:
         InputError: one of them will not do.
     """
-    name = model.tokenizer_name_or_path or model.model_name_or_path
+    name = find_tokenizer_name(model)
     tokenizer = load_tokenizer(name, revision=model.revision_of_tokenizer)
     return tokenizer, ChatFormat.from_flags(tokenizer, data)
 

@@ -9,7 +9,8 @@ import torch.distributed as dist
 from olmo_core.distributed.utils import get_rank
 from torch import nn
 
-from open_instruct.models.shards import box_shape, find_copy_boxes, local_part
+from open_instruct.core.boxes import box_shape
+from open_instruct.models.shards import find_copy_boxes, local_part
 
 MOMENTUM = "momentum_buffer"  # torch's name
 

@@ -3,6 +3,7 @@
 import itertools
 import resource
 import signal
+from pathlib import Path
 from typing import Any
 
 import olmo_core.distributed.parallel as olmo_core_parallel
@@ -30,6 +31,8 @@ from open_instruct.models.hf.hf_config import load_hf_config
 from open_instruct.models.hf.names import TensorNames, clean_name
 from open_instruct.models.load import check_cover, find_parameter_shapes, stream_load
 from open_instruct.models.lora.adapters import add_adapters
+from open_instruct.models.model_folder import load_model_config
+from open_instruct.models.open_files import open_files
 from open_instruct.models.shards import (
     find_local_box,
     find_local_shards,
@@ -158,7 +161,7 @@ def import_and_export(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
     start()
     results = []
     for case in cases:
-        hf_config = load_hf_config(case["folder"])
+        hf_config = load_model_config(Path(case["folder"]))
         names = TensorNames(hf_config)
         layout, dtype = case["layout"], case.get("dtype", "float32")
         if layout == "ranges":
@@ -169,7 +172,7 @@ def import_and_export(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
                 if layout is None
                 else sharded(hf_config, dtype=dtype, **layout)
             )
-        files = CheckpointFiles.open(case["folder"])
+        files = open_files(Path(case["folder"]), hf_config)
         check_cover(names, files, find_parameter_shapes(model))
         check_exportable(names, find_parameter_shapes(model))
         report = stream_load(model, files, names, chunk_bytes=case.get("chunk_bytes", 4096))

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from open_instruct.models.shards import Box, select_box, shard_box
+from open_instruct.core.boxes import Box
+from open_instruct.models.shards import select_box, shard_box
 from open_instruct.weight_sync import changes
 from open_instruct.weight_sync.changes import (
     BITS,

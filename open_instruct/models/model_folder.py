@@ -1,0 +1,172 @@
+"""Reads what a model's folder says of the model, before torch is loaded.
+
+The folder is a Hugging Face checkpoint, or one of OLMo-core's Trainer: `config.json` with the
+sections of the model and its tokenizer, and `model_and_optim`. Either way the fields are those of a
+Hugging Face config.json.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from open_instruct.config.sections import ModelSection
+from open_instruct.core.errors import InputError
+from open_instruct.data.files.foreign_json import check_files, read_object
+from open_instruct.data.tokenizer import TOKENIZER_NAME
+from open_instruct.models.hf.hf_config import (
+    build_hf_config,
+    check_config_fields,
+    find_weights_file,
+    load_hf_config,
+    read_config_fields,
+)
+from open_instruct.models.olmo_core.dcp_names import METADATA_NAME, WEIGHTS_FOLDER
+from open_instruct.models.olmo_core.model_config import (
+    OLMoCoreConfig,
+    is_olmo_core_config,
+    read_olmo_core_config,
+)
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+CONFIG_NAME = "config.json"
+_STEP = re.compile(r"step(\d+)")
+
+
+def find_olmo_core_config(folder: Path) -> OLMoCoreConfig | None:
+    """The config.json of a checkpoint of OLMo-core in `folder`; None for any other folder.
+
+    Raises:
+        InputError: it is of OLMo-core, and cannot be read or is not supported; or the folder lies
+            beside the one that holds a checkpoint.
+    """
+    _refuse_other_part(folder)
+    file = folder / CONFIG_NAME
+    if not file.is_file():
+        return None
+    fields = read_object(file)
+    if not is_olmo_core_config(fields):
+        return None
+    return read_olmo_core_config(fields, str(file))
+
+
+def read_model_fields(folder: Path) -> dict[str, Any]:
+    """Read the fields of a config.json, checked as far as possible without transformers.
+
+    Raises:
+        InputError: see `load_model_config`.
+    """
+    olmo_core = find_olmo_core_config(folder)
+    if olmo_core is None:
+        return read_config_fields(folder)
+    check_files(folder)
+    fields = dict(olmo_core.fields)
+    check_config_fields(fields, folder / CONFIG_NAME)
+    return fields
+
+
+def read_source_fields(folder: Path) -> dict[str, Any]:
+    """The fields of a config.json that was checked before."""
+    olmo_core = find_olmo_core_config(folder)
+    if olmo_core is None:
+        return read_object(folder / CONFIG_NAME)
+    return dict(olmo_core.fields)
+
+
+def load_model_config(folder: Path) -> PretrainedConfig:
+    """Read the configuration of the model in a folder.
+
+    Raises:
+        InputError: there is no such folder or file, it is damaged, or the model is not supported;
+            the message names the field, its value and what is supported.
+    """
+    folder = folder.expanduser()
+    if find_olmo_core_config(folder) is None:
+        return load_hf_config(str(folder))
+    return build_hf_config(read_model_fields(folder), folder / CONFIG_NAME)
+
+
+def check_weights_exist(folder: Path) -> None:
+    """:raises InputError: the folder holds no weights that can be read."""
+    if find_olmo_core_config(folder) is None:
+        find_weights_file(folder)
+        return
+    file = folder / WEIGHTS_FOLDER / METADATA_NAME
+    if not file.is_file():
+        raise InputError(
+            f"{file}: no such file; a checkpoint of OLMo-core holds its weights in "
+            f"{WEIGHTS_FOLDER}: fetch the whole checkpoint",
+            kind="missing_file",
+        )
+
+
+def find_tokenizer_name(section: ModelSection) -> str:
+    """The folder or hub name of a model's tokenizer.
+
+    Without --tokenizer_name_or_path it is the model's own. A checkpoint of OLMo-core holds none,
+    but may have one beside it, and names one in its config.json.
+
+    Raises:
+        InputError: an OLMo-core config.json names no tokenizer.
+    """
+    if section.tokenizer_name_or_path:
+        return section.tokenizer_name_or_path
+    name = section.model_name_or_path
+    folder = Path(name).expanduser()
+    olmo_core = find_olmo_core_config(folder) if folder.is_dir() else None
+    if olmo_core is None:
+        return name
+    for nearby in (folder, folder.parent / "tokenizer"):
+        if (nearby / TOKENIZER_NAME).is_file():
+            return str(nearby)
+    if olmo_core.tokenizer is None or not olmo_core.tokenizer.identifier:
+        raise InputError(
+            f"{folder / CONFIG_NAME} names no tokenizer: give its folder by "
+            "--tokenizer_name_or_path",
+            kind="missing_flag",
+        )
+    return olmo_core.tokenizer.identifier
+
+
+def refuse_olmo_core(name_or_path: str, reader: str) -> None:
+    """Refuse a checkpoint of OLMo-core where another library opens it.
+
+    :raises InputError: the folder holds one.
+    """
+    folder = Path(name_or_path).expanduser()
+    if folder.is_dir() and find_olmo_core_config(folder) is not None:
+        raise InputError(
+            f"{folder} is a checkpoint of OLMo-core, which {reader} does not open: `open-instruct "
+            f"convert {folder} DIR` writes a Hugging Face folder that it does",
+            kind="unsupported_model",
+        )
+
+
+def _refuse_other_part(folder: Path) -> None:
+    """:raises InputError: the folder is above or within the one that holds a checkpoint."""
+    whole = None
+    if (folder / METADATA_NAME).is_file() and (folder.parent / CONFIG_NAME).is_file():
+        whole = folder.parent
+    elif not (folder / CONFIG_NAME).is_file():
+        steps = {
+            int(match[1]): path.parent
+            for path in folder.glob(f"step*/{WEIGHTS_FOLDER}")
+            if (match := _STEP.fullmatch(path.parent.name))
+        }
+        if steps:
+            whole = steps[max(steps)]
+    if whole is not None:
+        raise InputError(
+            f"{folder} is a part of what OLMo-core's Trainer saves, or holds several; did you mean "
+            f"{whole}?",
+            kind="bad_model",
+        )
+    if (folder / WEIGHTS_FOLDER).is_dir() and not (folder / CONFIG_NAME).is_file():
+        raise InputError(
+            f"{folder / CONFIG_NAME}: no such file; OLMo-core's ConfigSaverCallback writes it: put "
+            "the config.json of the experiment there, with its model and tokenizer",
+            kind="missing_file",
+        )
