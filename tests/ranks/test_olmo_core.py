@@ -118,7 +118,8 @@ def test_model_of_its_trainer_is_tuned_here_and_trained_on_there(
     assert not torch.allclose(tuned, logits_of_stock(saved, ids), atol=1e-4)
     fields = {"dataset": json.loads((theirs / "config.json").read_text())["dataset"]}
     on = tmp_path / "on"
-    losses = run_ranks(2, TRAINER, folder=str(on), fields=fields, start=str(theirs), **KIND)
+    start = str(theirs / "model_and_optim")
+    losses = run_ranks(2, TRAINER, folder=str(on), fields=fields, start=start, **KIND)
     # The first step's tokens, on both ranks, by the tuned model.
     rows_BT = torch.stack([torch.arange(16), torch.arange(7, 23)])
     logits = logits_of_stock(theirs, rows_BT)[:, :-1]
