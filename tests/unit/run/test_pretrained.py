@@ -34,7 +34,8 @@ def test_pretrained_takes_the_given_revision_of_the_hub(
         raise Stopped
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    monkeypatch.setattr(pretrained, "load_hf_config", stop)
+    monkeypatch.setattr(pretrained, "load_model_config", stop)
+    (tmp_path / "tokenizer.json").touch()
     for words in (
         ["org/model"],
         ["org/model", "--model_revision", "step5"],
