@@ -32,6 +32,7 @@ from torch.distributed.checkpoint.metadata import (
 from open_instruct.core.errors import InputError
 from open_instruct.models import export_files
 from open_instruct.models.export import TOKENIZER_FILES, copy_files
+from open_instruct.models.export_files import PlannedFile, PlannedTensor
 from open_instruct.models.export_rounds import finish_export, prepare_export, write_weights
 from open_instruct.models.hf.head_kinds import LM_HEAD
 from open_instruct.models.hf.names import EMBEDDINGS, TensorNames
@@ -119,10 +120,7 @@ def export_olmo_core(
     places: Places = {}
 
     def append(
-        folder: Path,
-        file: export_files.PlannedFile,
-        tensor: export_files.PlannedTensor,
-        values: torch.Tensor,
+        folder: Path, file: PlannedFile, tensor: PlannedTensor, values: torch.Tensor
     ) -> None:
         is_last = tensor is file.tensors[-1]
         places[tensor.name] = _append_chunk(folder / file.file_name, values, is_last=is_last)
@@ -134,9 +132,7 @@ def export_olmo_core(
     def finish() -> None:
         tensors = {tensor.name: tensor for file in plan for tensor in file.tensors}
         _write_metadata(folder / WEIGHTS_FOLDER, tensors, places, is_tied=names.tied)
-        copy_files(folder, tokenizer.folder, TOKENIZER_FILES)
-        export_files.write_fields(folder / export_files.TOKENIZER_CONFIG_NAME, tokenizer.config)
-        export_files.write_texts(folder, chat_template=tokenizer.chat_template, card=None)
+        _write_tokenizer(folder, tokenizer)
         fields = {
             "model": config.as_config_dict(),
             "dataset": {
@@ -151,9 +147,15 @@ def export_olmo_core(
     return num_bytes
 
 
+def _write_tokenizer(folder: Path, tokenizer: TokenizerFiles) -> None:
+    copy_files(folder, tokenizer.folder, TOKENIZER_FILES)
+    export_files.write_fields(folder / export_files.TOKENIZER_CONFIG_NAME, tokenizer.config)
+    export_files.write_texts(folder, chat_template=tokenizer.chat_template, card=None)
+
+
 def _rename_files(
-    plan: Sequence[export_files.PlannedFile],
-) -> Sequence[export_files.PlannedFile]:
+    plan: Sequence[PlannedFile],
+) -> Sequence[PlannedFile]:
     """The files by the names that DCP gives them: of a rank, and numbered."""
     numbers: dict[int, int] = {}
     files = []
@@ -182,7 +184,7 @@ def _append_chunk(path: Path, values: torch.Tensor, *, is_last: bool) -> tuple[s
 
 def _write_metadata(
     folder: Path,
-    tensors: Mapping[str, export_files.PlannedTensor],
+    tensors: Mapping[str, PlannedTensor],
     places: Places,
     *,
     is_tied: bool,

@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
+import torch
+
 from open_instruct.checkpoints.resume import check_weights
 from open_instruct.config.lora import LoRASection
 from open_instruct.core.records import BestStep
@@ -75,10 +77,15 @@ def export_policy(
         f"the trained model{what} is in {run.directory.hf_model} ({size})", style="green"
     )
     if for_olmo_core:
-        folder = run.directory.olmo_core_model
-        pretrained.export_olmo_core(
-            policy.model, folder, weights=find_merged_weights(policy.model), dtype=dtype
-        )
-        run.console.say(f"and for OLMo-core in {folder}", style="green")
+        _export_for_olmo_core(policy, pretrained, run, dtype)
     if policy.backend.rounding:
         run.console.say(describe_rounding(policy.backend.rounding))
+
+
+def _export_for_olmo_core(
+    policy: Policy, pretrained: Pretrained, run: Run, dtype: torch.dtype
+) -> None:
+    folder = run.directory.olmo_core_model
+    weights = find_merged_weights(policy.model)
+    pretrained.export_olmo_core(policy.model, folder, weights=weights, dtype=dtype)
+    run.console.say(f"and for OLMo-core in {folder}", style="green")
