@@ -19,6 +19,7 @@ import torch
 from olmo_core.data.tokenizer import TokenizerConfig
 from olmo_core.distributed.checkpoint.filesystem import _StorageInfo
 from olmo_core.distributed.utils import get_world_size
+from olmo_core.nn.transformer import TransformerConfig
 from torch import nn
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -109,10 +110,7 @@ def export_olmo_core(
     reshard(model)
     out = Path(out_folder).absolute()
     shapes = find_parameter_shapes(model)
-    plan = export_files.plan_files(
-        names, shapes, dtype, max_file_bytes=max_file_bytes, num_ranks=get_world_size()
-    )
-    plan = tuple(_rename_files(plan))
+    plan = _plan_files(names, shapes, dtype, max_file_bytes)
     num_bytes = sum(tensor.num_bytes for file in plan for tensor in file.tensors)
     prepare_export(Path(source_folder), out, num_bytes)
     folder = export_files.find_partial_folder(out)
@@ -131,20 +129,27 @@ def export_olmo_core(
 
     def finish() -> None:
         tensors = {tensor.name: tensor for file in plan for tensor in file.tensors}
-        _write_metadata(folder / WEIGHTS_FOLDER, tensors, places, is_tied=names.tied)
+        if places.keys() == tensors.keys():  # else a rank has a problem, which is raised
+            _write_metadata(folder / WEIGHTS_FOLDER, tensors, places, is_tied=names.tied)
         _write_tokenizer(folder, tokenizer)
-        fields = {
-            "model": config.as_config_dict(),
-            "dataset": {
-                "tokenizer": _describe_tokenizer(tokenizer.tokenizer, out),
-                "sequence_length": names.hf_config.max_position_embeddings,
-            },
-        }
-        text = json.dumps(fields, indent=2)
-        (folder / "config.json").write_text(text + "\n", encoding="utf-8")
+        fields = _describe_model(names, config, tokenizer, out)
+        (folder / "config.json").write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
 
     finish_export(out, finish, problems)
     return num_bytes
+
+
+def _describe_model(
+    names: TensorNames, config: TransformerConfig, tokenizer: TokenizerFiles, out: Path
+) -> dict[str, Any]:
+    """The fields of config.json, of which OLMo-core's readers take two sections."""
+    return {
+        "model": config.as_config_dict(),
+        "dataset": {
+            "tokenizer": _describe_tokenizer(tokenizer.tokenizer, out),
+            "sequence_length": names.hf_config.max_position_embeddings,
+        },
+    }
 
 
 def _write_tokenizer(folder: Path, tokenizer: TokenizerFiles) -> None:
@@ -153,10 +158,16 @@ def _write_tokenizer(folder: Path, tokenizer: TokenizerFiles) -> None:
     export_files.write_texts(folder, chat_template=tokenizer.chat_template, card=None)
 
 
-def _rename_files(
-    plan: Sequence[PlannedFile],
+def _plan_files(
+    names: TensorNames,
+    shapes: Mapping[str, tuple[int, ...]],
+    dtype: torch.dtype,
+    max_file_bytes: int,
 ) -> Sequence[PlannedFile]:
-    """The files by the names that DCP gives them: of a rank, and numbered."""
+    """The files to write, by the names that DCP gives them: of a rank, and numbered."""
+    plan = export_files.plan_files(
+        names, shapes, dtype, max_file_bytes=max_file_bytes, num_ranks=get_world_size()
+    )
     numbers: dict[int, int] = {}
     files = []
     for file in plan:

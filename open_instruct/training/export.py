@@ -72,10 +72,8 @@ def export_policy(
         card=card,
         more_config=more_config,
     )
-    size = f"{num_bytes / 1e6:,.1f} MB"
-    run.console.say(
-        f"the trained model{what} is in {run.directory.hf_model} ({size})", style="green"
-    )
+    found = f"{run.directory.hf_model} ({num_bytes / 1e6:,.1f} MB)"
+    run.console.say(f"the trained model{what} is in {found}", style="green")
     if for_olmo_core:
         _export_for_olmo_core(policy, pretrained, run, dtype)
     if policy.backend.rounding:
