@@ -15,8 +15,9 @@ from open_instruct.core.errors import RunError
 from open_instruct.core.files import read_asked
 from open_instruct.core.records import Check, Prompt
 from open_instruct.data.chat import ChatFormat
+from open_instruct.data.conversations.row_forms import ends_with_reply
 from open_instruct.data.eval_split import row_content
-from open_instruct.data.files.rows import MalformedRow
+from open_instruct.data.files.rows import MalformedRow, RawRow
 from open_instruct.data.prompt_rows import check_json_value, parse_prompt_row
 from open_instruct.data.report import DataReport
 from open_instruct.data.row_builder import RenderedRow, RowBuilder
@@ -134,6 +135,12 @@ class PromptBuilder(RowBuilder):
             details=json.dumps(details).encode(),
             content=row_content({"messages": messages}),
         )
+
+    def count_marks(
+        self, row: RawRow, rendered: RenderedRow, pieces: list[list[int]], replies: range
+    ) -> None:
+        super().count_marks(row, rendered, pieces, replies)
+        self.counts.num_replies_left_out += ends_with_reply(row.value)
 
     def cut(self, pieces: list[list[int]]) -> list[list[int]] | None:
         return pieces

@@ -308,7 +308,7 @@ class RowBuilder(ABC):
 
         if not self.bad_rows.try_read(row, check_replies):
             return False
-        self._count_marks(row, rendered, pieces, replies)
+        self.count_marks(row, rendered, pieces, replies)
         counts = self.counts
         prompt_length = len(pieces[0])
         counts.shortest_prompt = min(prompt_length, counts.shortest_prompt or prompt_length)
@@ -322,10 +322,13 @@ class RowBuilder(ABC):
         self.store_row(left, rendered.details or array("f", rendered.values).tobytes())
         return True
 
-    def _count_marks(
+    def count_marks(
         self, row: RawRow, rendered: RenderedRow, pieces: list[list[int]], replies: range
     ) -> None:
-        """Count the ends of replies, the starts of texts and the ends of thoughts."""
+        """Count what the template makes of a row, to be told of.
+
+        It is of the ends of replies, the starts of texts, the ends of thoughts, and turns.
+        """
         counts = self.counts
         num_ends = [self.chat.count_ends(pieces[piece]) for piece in replies]
         counts.num_without_end += num_ends.count(0)

@@ -30,6 +30,8 @@ class RowCounts:
     """Rows in whose text the template writes more ends of thoughts than they have."""
     num_with_two_starts: int = 0
     """Rows that begin with two bos tokens."""
+    num_replies_left_out: int = 0
+    """Prompts that end with a reply, which is not asked with."""
     left_out: Counter[str] = field(default_factory=Counter)
     """By role, the rows of which the template does not write a turn of the system or the user."""
     with_turn_tokens: Counter[str] = field(default_factory=Counter)
@@ -52,6 +54,11 @@ class RowCounts:
                 shown += f" and {len(unread) - MAX_KEYS_SHOWN} more"
             warnings.append(
                 f"not read by this run: {shown} of {counted(self.unread[unread[0]], 'row')}"
+            )
+        if self.num_replies_left_out:
+            warnings.append(
+                f"the reply at the end of {counted(self.num_replies_left_out, 'prompt')} is left "
+                "out: a prompt is asked, and not continued"
             )
         for key, flag in optional_keys.items():
             if key in self.unread:

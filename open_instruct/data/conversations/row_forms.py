@@ -59,6 +59,12 @@ def find_prompt(row: Mapping[str, Any]) -> tuple[Message, ...]:
     return parse_conversation({key: turns}, key, last_role="user")
 
 
+def ends_with_reply(row: Mapping[str, Any]) -> bool:
+    """Whether a row's prompt ends with a reply, which `find_prompt` leaves out."""
+    _, turns = _find_prompt_turns(row)
+    return isinstance(turns[-1], Mapping) and find_role(turns[-1]) == "assistant"
+
+
 def find_replies(row: Mapping[str, Any], keys: Sequence[str]) -> list[tuple[Message, ...]]:
     """A whole conversation for each of `keys`, such as "chosen" and "rejected".
 

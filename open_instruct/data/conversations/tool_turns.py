@@ -17,6 +17,10 @@ from open_instruct.core.text import json_or_text
 from open_instruct.data.files.rows import MalformedRow
 
 CALLS = ("tool_calls", "function_calls")  # the keys of a message's calls, in either form
+# Of a call's arguments: OpenAI's key, Llama 3's, LangChain's and Anthropic's.
+ARGUMENT_KEYS = ("arguments", "parameters", "args", "input")
+# Of the schema of a function's arguments: Anthropic's and MCP's, for "parameters".
+SCHEMA_KEYS = ("input_schema", "inputSchema")
 JSON_LITERALS = {"null": None, "true": True, "false": False}
 
 
@@ -84,7 +88,11 @@ def _wrap_function(schema: Mapping[str, Any]) -> Mapping[str, Any]:
     is_bare = isinstance(schema.get("name"), str) and "function" not in schema
     if not is_bare or schema.get("type", "function") != "function":
         return schema
-    function = {key: value for key, value in schema.items() if key != "type"}
+    function = {
+        "parameters" if key in SCHEMA_KEYS else key: value
+        for key, value in schema.items()
+        if key != "type"
+    }
     return {"type": "function", "function": function}
 
 
@@ -102,8 +110,15 @@ def read_calls(value: Any, where: str) -> list[dict[str, Any]]:
 def _read_call(call: Any, where: str) -> dict[str, Any]:
     function = call.get("function", call) if isinstance(call, Mapping) else None
     if isinstance(function, Mapping) and isinstance(function.get("name"), str):
-        arguments = json_or_text(function.get("arguments") or {})
-        if isinstance(arguments, Mapping):
+        given: Any = next((function[key] for key in ARGUMENT_KEYS if function.get(key)), {})
+        arguments = json_or_text(given)
+        # Under a key that is not known, they would be lost.
+        has_other_objects = any(
+            isinstance(value, Mapping) and value
+            for key, value in function.items()
+            if key not in ARGUMENT_KEYS
+        )
+        if isinstance(arguments, Mapping) and (arguments or not has_other_objects):
             return _build_call(function["name"], arguments)
     raise MalformedRow(
         "bad_tools", f"{where}: a call in 'tool_calls' needs a name, and an object of arguments"

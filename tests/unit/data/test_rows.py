@@ -140,6 +140,16 @@ def test_row_of_every_form_teaches_its_replies(
     check(load(kind, row, tokenizer, tmp_path), texts, tokenizer)
 
 
+@pytest.mark.parametrize(("kind", "row", "texts"), taught_cases("answered"))
+def test_reply_behind_a_prompt_is_left_out_with_a_warning(
+    kind: str, row: Any, texts: list[str], tokenizer: Any, tmp_path: Path
+) -> None:
+    dataset, report = load(kind, row, tokenizer, tmp_path)
+    (warning,) = report.warnings
+    assert "reply" in warning and "1 prompt" in warning
+    check((dataset, replace(report, warnings=[])), texts, tokenizer)
+
+
 @pytest.mark.parametrize(("parser", "row", "kind", "names"), refused_cases())
 def test_malformed_row_is_refused_with_its_kind(
     parser: str, row: Any, kind: str, names: list[str]

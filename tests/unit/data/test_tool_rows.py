@@ -118,7 +118,22 @@ IN_OLMOS_FORM = {
 # Without the outer object, as in the Responses API, the verifiers library and LLaMA-Factory's rows.
 BARE = OPENAI | {"tools": [SCHEMA]}
 BARE_WITH_TYPE = OPENAI | {"tools": json.dumps([{"type": "function", **SCHEMA}])}
+BY_MCP = OPENAI | {
+    "tools": [{"inputSchema" if key == "parameters" else key: SCHEMA[key] for key in SCHEMA}]
+}
+
+
+def calling_by(key: str) -> dict[str, Any]:
+    """The same row with a bare call, whose arguments stand under another key."""
+    call = {"name": "add", key: ARGUMENTS, "id": "1"}
+    return OPENAI | {"messages": [*NATIVE[:2], calling({}) | {"tool_calls": [call]}, *NATIVE[3:]]}
+
+
 ROWS = {
+    "parameters": calling_by("parameters"),
+    "args": calling_by("args"),
+    "input": calling_by("input"),
+    "by MCP": BY_MCP,
     "openai": OPENAI,
     "in text": IN_TEXT,
     "olmo": IN_OLMOS_FORM,

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from open_instruct.commands.run_flags import parse_run
 from open_instruct.config.lora import LoRASection
@@ -303,6 +303,26 @@ def test_adapter_that_does_not_fit_is_refused(
     folder = stored(tmp_path / "adapter", UP, **changes)
     with refused(*problem):
         opened(folder, lora)
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        ("base_model.model.model.", "base_model.model.model.language_model."),
+        ("base_model.model.model.", "base_model.model."),
+        ("base_model.model.", ""),
+        (".lora_A.weight", ".lora_A.default.weight"),
+    ],
+)
+def test_adapter_of_other_names_is_refused_and_not_passed_over(
+    ours: str, theirs: str, tmp_path: Path
+) -> None:
+    """As of the same model within another class; readers that match by endings load nothing."""
+    path = stored(tmp_path / "adapter", UP) / WEIGHTS_NAME
+    renamed = {name.replace(ours, theirs, 1): each for name, each in load_file(path).items()}
+    save_file(renamed, path)
+    with refused("bad_model", None, next(iter(renamed))):
+        opened(path.parent, UP)
 
 
 def test_incomplete_adapter_is_refused(tmp_path: Path) -> None:
