@@ -171,7 +171,10 @@ def _words(flags: Mapping[str, Any]) -> list[str]:
 
 
 def _find_row_flags(
-    objective: Objective, rows: Any, reward: Any, folder: Path
+    objective: Objective,
+    rows: Any,
+    reward: Any,
+    folder: Path,
 ) -> tuple[dict[str, Any], dict[Path, str]]:
     """The flags for rows and reward, and the text of each file that the run's folder needs."""
     rows_flag = "dataset_mixer_list" if objective is GRPO else "mixer_list"

@@ -78,7 +78,12 @@ class GRPOTrainModule(ObjectiveTrainModule):
     """
 
     def __init__(
-        self, *, loss: PolicyLossSection, temperature: float, response_length: int, **olmo_core: Any
+        self,
+        *,
+        loss: PolicyLossSection,
+        temperature: float,
+        response_length: int,
+        **olmo_core: Any,
     ) -> None:
         bound = policy_gradient.bind(loss, temperature=temperature, response_length=response_length)
         super().__init__(loss=bound, **olmo_core)

@@ -115,7 +115,10 @@ def plan_rollouts(
 
 
 def _ways_to_chunk(
-    documents: Sequence[Document], samples: Sequence[int], capacity: int, sharing: PrefixSharing
+    documents: Sequence[Document],
+    samples: Sequence[int],
+    capacity: int,
+    sharing: PrefixSharing,
 ) -> Iterator[list[Chunk]]:
     """The ways to cut groups: whole, halves, quarters, down to single samples.
 
@@ -138,7 +141,10 @@ def _ways_to_chunk(
 
 
 def _chunks_that_fit(
-    documents: Sequence[Document], branches: Sequence[Branch], capacity: int, sharing: PrefixSharing
+    documents: Sequence[Document],
+    branches: Sequence[Branch],
+    capacity: int,
+    sharing: PrefixSharing,
 ) -> list[Chunk]:
     """The samples as one chunk, halved until each fits a microbatch.
 

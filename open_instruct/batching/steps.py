@@ -174,7 +174,12 @@ def collate(
     if row_numbers is not None:
         numbers = torch.from_numpy(np.concatenate([NO_NUMBERS, *row_numbers]))
     values = values_class.from_rows(reference_logps_S=reference_logps_S, row_numbers=numbers)
-    return Batch(packed=packed, row_ids=tuple(row_ids), values=values, documents=tuple(documents))
+    return Batch(
+        packed=packed,
+        row_ids=tuple(row_ids),
+        values=values,
+        documents=tuple(documents),
+    )
 
 
 def num_packed_tokens(dataset: TokenDataset, row: int, sharing: PrefixSharing) -> int:

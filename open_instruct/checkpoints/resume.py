@@ -30,7 +30,11 @@ LARGEST_WEIGHT = math.sqrt(torch.finfo(torch.float32).max)
 
 @torch.no_grad()
 def check_weights(
-    model: Transformer, *, what: str, folder: Path, dtype: torch.dtype = torch.float32
+    model: Transformer,
+    *,
+    what: str,
+    folder: Path,
+    dtype: torch.dtype = torch.float32,
 ) -> None:
     """Check that all weights are finite and not too large, before `what` is written in `dtype`.
 
@@ -85,7 +89,11 @@ def save_checkpoint(trainer: Trainer, model: Transformer, *, waits: bool = True)
 
 
 def remove_old_checkpoints(
-    folder: Path, *, keep_last_n: int, lasting_interval: int = 1, best_step: int | None = None
+    folder: Path,
+    *,
+    keep_last_n: int,
+    lasting_interval: int = 1,
+    best_step: int | None = None,
 ) -> Future[None]:
     """Have a thread remove old checkpoints: all but the newest `keep_last_n` and the best.
 

@@ -64,7 +64,10 @@ class Manifest:
 
 
 def write_own_files(
-    part: Path, rank: int, tensors: Mapping[str, torch.Tensor], documents: Mapping[str, Any]
+    part: Path,
+    rank: int,
+    tensors: Mapping[str, torch.Tensor],
+    documents: Mapping[str, Any],
 ) -> Files:
     """Write this rank's files of a checkpoint; nothing here is collective."""
     wait_for(part.exists, f"waiting for {part}", timeout=VISIBLE_WITHIN_S)

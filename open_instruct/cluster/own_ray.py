@@ -78,7 +78,10 @@ def main(options: str) -> None:
     # servers and workers inherit the mask.
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     context: Any = ray.init(
-        address="local", log_to_driver=False, configure_logging=False, **json.loads(options)
+        address="local",
+        log_to_driver=False,
+        configure_logging=False,
+        **json.loads(options),
     )
     print(f"{ADDRESS}{context.address_info['address']}", flush=True)
     # None where there is no /proc: there Ray itself looks for a lost server for a minute, and ends

@@ -171,7 +171,11 @@ class Placement:
 
 @contextmanager
 def place(
-    shape: FleetShape, *, timeout_s: float, say: Say, is_one_machine: bool
+    shape: FleetShape,
+    *,
+    timeout_s: float,
+    say: Say,
+    is_one_machine: bool,
 ) -> Iterator[Placement]:
     """Reserve places in the Ray cluster of this process; actors in them end with the block.
 
@@ -212,7 +216,10 @@ def place(
         engine_bundle = bundle(num_devices, 1 if on_gpus else num_devices)
         engine_bundles = placement_group([engine_bundle] * shape.num_engines, strategy="PACK")
     placement = Placement(
-        shape=shape, on_gpus=on_gpus, learner_bundles=learner_bundles, engine_bundles=engine_bundles
+        shape=shape,
+        on_gpus=on_gpus,
+        learner_bundles=learner_bundles,
+        engine_bundles=engine_bundles,
     )
     try:
         placement.wait(timeout_s=timeout_s, say=say)

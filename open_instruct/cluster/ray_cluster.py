@@ -43,7 +43,11 @@ TOKEN_VARIABLES = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
 
 @contextlib.contextmanager
 def start_cluster(
-    fleet: FleetSection, shape: FleetShape, *, say: Say, logs_folder: Path | None = None
+    fleet: FleetSection,
+    shape: FleetShape,
+    *,
+    say: Say,
+    logs_folder: Path | None = None,
 ) -> Iterator[Placement]:
     """Join the cluster of `--ray_address` or start a local one, and reserve the places of `shape`.
 

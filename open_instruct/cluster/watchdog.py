@@ -84,7 +84,12 @@ class Watchdog:
         self._process.wait()
 
 
-def main(mark: str, driver: int, folder: Path, logs_folder: Path | None) -> None:
+def main(
+    mark: str,
+    driver: int,
+    folder: Path,
+    logs_folder: Path | None,
+) -> None:
     """Wait for the driver's end, then sweep."""
     # These are for the driver.
     signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGINT, signal.SIGHUP))

@@ -32,7 +32,11 @@ from open_instruct.run.pretrained import find_tokenizer_beside
 
 
 def merge_adapter(
-    base: Path, adapter_folder: Path, out_folder: Path, *, export_dtype: ExportDtype
+    base: Path,
+    adapter_folder: Path,
+    out_folder: Path,
+    *,
+    export_dtype: ExportDtype,
 ) -> int:
     """Write the model in `base` with the adapter added to `out_folder`; returns its bytes.
 

@@ -95,7 +95,10 @@ def main(words: Sequence[str]) -> int:
 
 
 def _trained_weights(
-    folder: Path, model: Transformer, pretrained: Pretrained, lora: LoRASection | None
+    folder: Path,
+    model: Transformer,
+    pretrained: Pretrained,
+    lora: LoRASection | None,
 ) -> Mapping[str, LocalShard]:
     """The weights in a checkpoint; with adapters, the start model's with these added."""
     from open_instruct.checkpoints.saved_weights import SavedWeights

@@ -135,7 +135,13 @@ def _convert(model: dict[str, Any], reader: dict[str, str], converted: Path) -> 
     root = str(Path(__file__).resolve().parents[2])
     paths = [str(work / "library"), root, *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
-    done = subprocess.run(program, env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        program,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     if done.returncode:
         raise RunError(f"{gguf.name} could not be converted: {_last_line(done.stderr)}")
     answer = json.loads(done.stdout.splitlines()[-1])["answer"]

@@ -200,7 +200,11 @@ def _choose_nodes(parallel: RanksSection, sizes: list[int]) -> tuple[int, ...]:
 
 
 def _choose_learners(
-    parallel: LearnerParallelSection, fleet: FleetSection, sizes: list[int], *, is_given: bool
+    parallel: LearnerParallelSection,
+    fleet: FleetSection,
+    sizes: list[int],
+    *,
+    is_given: bool,
 ) -> tuple[int, ...]:
     """GRPO's learners of each node.
 
@@ -268,7 +272,11 @@ def _check_shared_prompt(config: RunConfig, num_tokens: int) -> None:
 
 
 def _choose_device(
-    flags: PlanFlags, param_dtype: str, *, num_here: int, is_for_cpu: bool
+    flags: PlanFlags,
+    param_dtype: str,
+    *,
+    num_here: int,
+    is_for_cpu: bool,
 ) -> tuple[Device, list[str]]:
     """The device that a process of the run has, and warnings about it.
 

@@ -64,7 +64,11 @@ def parse_run(
 
 
 def parse_named_run(
-    words: Sequence[str], *, assumed: Mapping[str, Any], example: str, **more: type
+    words: Sequence[str],
+    *,
+    assumed: Mapping[str, Any],
+    example: str,
+    **more: type,
 ) -> tuple[Any, Objective, list[str]]:
     """Parse a run from the name of its command and its flags, as `open-instruct plan` has them.
 

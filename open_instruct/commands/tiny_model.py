@@ -119,7 +119,11 @@ def _empty_folder(folder: Path) -> Path:
 
 
 def tiny_config(
-    family: str, size: Mapping[str, int], *, vocab_size: int, tie: bool
+    family: str,
+    size: Mapping[str, int],
+    *,
+    vocab_size: int,
+    tie: bool,
 ) -> PretrainedConfig:
     """The transformers config of a model of `size`, as in `SIZES`; its token ids are those of
     `train_tokenizer`.
@@ -156,13 +160,23 @@ def tiny_config(
             ("linear_key_head_dim", "linear_value_head_dim"), max(least, head_dim)
         )
     if (expert_size := FAMILIES[family].expert_size) is not None:
-        fields |= {"num_experts": 8, "num_experts_per_tok": 2, "norm_topk_prob": True}
+        fields |= {
+            "num_experts": 8,
+            "num_experts_per_tok": 2,
+            "norm_topk_prob": True,
+        }
         fields[expert_size] = size["intermediate_size"] // 4
     config: PretrainedConfig = getattr(transformers, FAMILIES[family].config_class)(**fields)
     return config
 
 
-def _write_weights(folder: Path, config: PretrainedConfig, *, seed: int, dtype: str) -> None:
+def _write_weights(
+    folder: Path,
+    config: PretrainedConfig,
+    *,
+    seed: int,
+    dtype: str,
+) -> None:
     """Write weights as save_pretrained would, without its slow and noisy import of DeepSpeed."""
     import torch
     from safetensors.torch import save_file

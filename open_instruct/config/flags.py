@@ -24,7 +24,12 @@ LARGEST_INT = 2**31 - 1
 LONGEST_SHOWN = 60
 OWN = "FILE.py:FUNCTION"  # a function of the user's own, in usage lines
 # Other trainers' names for some of the choices of our flags.
-OTHER_WORDS = {"sigmoid": "dpo", "sigmoid_norm": "dpo_norm", "bf16": "bfloat16", "fp32": "float32"}
+OTHER_WORDS = {
+    "sigmoid": "dpo",
+    "sigmoid_norm": "dpo_norm",
+    "bf16": "bfloat16",
+    "fp32": "float32",
+}
 # How a value is written in usage lines and in error messages, by the kind of the flag and of a
 # list's items.
 KINDS: dict[tuple[type, type], tuple[str, str]] = {
@@ -329,7 +334,12 @@ def _read_section(section_class: type, section: str) -> dict[str, Flag]:
     return {flag.name: flag for flag in sorted(flags, key=lambda flag: not flag.required)}
 
 
-def _flag_of(field: Field[Any], hint: Any, section: str, all_read_with: str) -> Flag:
+def _flag_of(
+    field: Field[Any],
+    hint: Any,
+    section: str,
+    all_read_with: str,
+) -> Flag:
     read_with = "" if field.name == all_read_with else all_read_with
     facts: dict[str, Any] = {
         "choices": (),
@@ -365,13 +375,22 @@ def _facts_of_type(hint: Any) -> dict[str, Any]:
         assert len(members) == 1 or or_one, f"a flag has one type, or one type and None: {hint}"
         hint = members[-1]
     if get_origin(hint) is Literal:
-        return {"kind": str, "choices": get_args(hint), "optional": optional}
+        return {
+            "kind": str,
+            "choices": get_args(hint),
+            "optional": optional,
+        }
     if get_origin(hint) is list:
         (item,) = get_args(hint)
         assert item in (str, int, float), (
             f"a list flag is list[str], list[int] or list[float]: {hint}"
         )
-        return {"kind": list, "item_kind": item, "optional": optional, "or_one": or_one}
+        return {
+            "kind": list,
+            "item_kind": item,
+            "optional": optional,
+            "or_one": or_one,
+        }
     assert hint in (str, int, float, bool), (
         f"a flag's type is str, int, float, bool, Literal or a list: {hint}"
     )

@@ -76,7 +76,11 @@ def help_topic(words: Sequence[str]) -> str | None:
 
 
 def help_page(
-    config_class: type, program: str, width: int, usage: str = "", topic: str | None = None
+    config_class: type,
+    program: str,
+    width: int,
+    usage: str = "",
+    topic: str | None = None,
 ) -> Text:
     """The page of `--help`.
 
@@ -150,7 +154,12 @@ def docstring_parts(config_class: type) -> tuple[str, list[str]]:
     ]
 
 
-def print_help(config_class: type, program: str, words: Sequence[str], usage: str = "") -> None:
+def print_help(
+    config_class: type,
+    program: str,
+    words: Sequence[str],
+    usage: str = "",
+) -> None:
     """Print the help that `words` ask for: styled in a terminal, plain elsewhere."""
     width = min(shutil.get_terminal_size().columns, MAX_WIDTH)
     page = help_page(config_class, program, width, usage, help_topic(words))
@@ -160,7 +169,12 @@ def print_help(config_class: type, program: str, words: Sequence[str], usage: st
         print(page.plain)
 
 
-def _wrapped(width: int, text: str, indent: int = 0, later_indent: int = 0) -> str:
+def _wrapped(
+    width: int,
+    text: str,
+    indent: int = 0,
+    later_indent: int = 0,
+) -> str:
     """`text` in lines of at most `width` characters; its own line breaks count as spaces."""
     filled = textwrap.fill(
         " ".join(text.split()),

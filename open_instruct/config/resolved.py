@@ -37,7 +37,11 @@ def as_flat_dict(config: object) -> dict[str, Any]:
 
 
 def write_config(
-    config: object, path: str | Path, extra: Mapping[str, Any] | None = None, *, command: str = ""
+    config: object,
+    path: str | Path,
+    extra: Mapping[str, Any] | None = None,
+    *,
+    command: str = "",
 ) -> None:
     """Write `config.yaml`: `extra` as comments, the `command`, then every flag by section.
 
@@ -90,7 +94,11 @@ def _git_state(repository: Path) -> str:
     ]
     try:
         status = subprocess.run(
-            command, capture_output=True, text=True, check=True, timeout=10
+            command,
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=10,
         ).stdout
     except (OSError, subprocess.SubprocessError):
         return "unknown"
@@ -186,7 +194,10 @@ def _is_flat(values: Mapping[str, Any]) -> bool:
 
 
 def _batch_conflict(
-    saved: Mapping[str, Any], now: Mapping[str, Any], saved_world: int, world: int
+    saved: Mapping[str, Any],
+    now: Mapping[str, Any],
+    saved_world: int,
+    world: int,
 ) -> Iterator[str]:
     before, was = _global_batch(saved, saved_world)
     after, becomes = _global_batch(now, world)

@@ -20,7 +20,11 @@ ExportDtype = Literal["bfloat16", "float32", "source"]
 # The parameter-name patterns that each --weight_decay_on exempts from decay. Only some models have
 # the last two: biases, and the rates at which layers of the gated delta rule forget.
 NO_MATRICES = ("*norm.weight", "*bias", "*.A_log")
-SPARED_BY_DECAY = {"linear": ("embeddings.*", *NO_MATRICES), "matrices": NO_MATRICES, "all": ()}
+SPARED_BY_DECAY = {
+    "linear": ("embeddings.*", *NO_MATRICES),
+    "matrices": NO_MATRICES,
+    "all": (),
+}
 
 
 def flag(help: str, default: Any = MISSING, **facts: Any) -> Any:

@@ -45,7 +45,14 @@ class BackendRecord(Protocol):
     def make_planner(self, parallel: sharding_sections.ParallelSection) -> Any:
         """What the backend adds to a plan: a `planning.setting.BackendPlanner`."""
 
-    def build(self, pretrained: Any, *, run: Any, config: LearnerConfig, num_steps: int) -> Any:
+    def build(
+        self,
+        pretrained: Any,
+        *,
+        run: Any,
+        config: LearnerConfig,
+        num_steps: int,
+    ) -> Any:
         """The `training.backend.Backend` of a run, with the weights of `pretrained` in place.
 
         Collective.

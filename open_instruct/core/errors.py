@@ -14,7 +14,11 @@ from typing import Literal, ParamSpec
 EXIT_INPUT = 2
 EXIT_FAILURE = 1
 EXIT_PREEMPTED = 143
-EXIT_OF_SIGNAL = {signal.SIGTERM: EXIT_PREEMPTED, signal.SIGHUP: 129, signal.SIGINT: EXIT_FAILURE}
+EXIT_OF_SIGNAL = {
+    signal.SIGTERM: EXIT_PREEMPTED,
+    signal.SIGHUP: 129,
+    signal.SIGINT: EXIT_FAILURE,
+}
 
 # What kind of problem it is. A message may be worded anew; its kind stays.
 Kind = Literal[

@@ -12,7 +12,11 @@ from pathlib import Path
 from open_instruct.core.errors import InputError
 
 MAX_BYTES = 256 * 2**20
-KINDS = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket"}
+KINDS = {
+    stat.S_IFDIR: "a folder",
+    stat.S_IFIFO: "a FIFO",
+    stat.S_IFSOCK: "a socket",
+}
 
 
 def kind_of_other(path: Path) -> str:

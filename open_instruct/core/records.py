@@ -17,7 +17,11 @@ if TYPE_CHECKING:
 
 IGNORE_INDEX = -100
 # The usual weights of a completion's tokens in each loss.
-USUAL_WEIGHTS = {"rl": 1.0, "ce": 0.0, "kl": 1.0}
+USUAL_WEIGHTS = {
+    "rl": 1.0,
+    "ce": 0.0,
+    "kl": 1.0,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -55,7 +55,12 @@ def pages_in(folder: Path, **options: Any) -> Environment:
     return pages
 
 
-def macro_text(template: Path, macro: str, *facts: object, **names: object) -> str:
+def macro_text(
+    template: Path,
+    macro: str,
+    *facts: object,
+    **names: object,
+) -> str:
     """The text of a macro of a template, for these facts;
 
     `names` are what all macros of the template know.

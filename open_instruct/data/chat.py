@@ -254,7 +254,11 @@ class ChatFormat:
         form = find_form(turns, tools, add_generation_prompt=variables["add_generation_prompt"])
         if form in self._forms_tried or len(self._forms_tried) >= MAX_FORMS_TRIED:
             return
-        rendering = {**self.tokenizer.special_tokens_map, **variables, "messages": turns}
+        rendering = {
+            **self.tokenizer.special_tokens_map,
+            **variables,
+            "messages": turns,
+        }
         refuse_endless(
             self.template.text,
             [rendering],

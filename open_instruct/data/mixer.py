@@ -85,7 +85,12 @@ def parse_mixer_list(
     if len(splits) == 1:
         splits = list(splits) * len(names)
     return tuple(
-        MixerEntry(name=name, amount=_parse_amount(amount), split=split, flag=flag)
+        MixerEntry(
+            name=name,
+            amount=_parse_amount(amount),
+            split=split,
+            flag=flag,
+        )
         for name, amount, split in zip(names, amounts, splits, strict=True)
     )
 

@@ -78,7 +78,10 @@ def _replace_system_prompt(messages: tuple[Message, ...], text: str) -> tuple[Me
 
 
 def _parse_checks(
-    row: Mapping[str, Any], names: Any, known: Mapping[str, Verifier], remapped: Mapping[str, str]
+    row: Mapping[str, Any],
+    names: Any,
+    known: Mapping[str, Verifier],
+    remapped: Mapping[str, str],
 ) -> tuple[Check, ...]:
     listed = names if isinstance(names, list) else [names]
     verifiers = [_find_verifier(name, known, remapped) for name in listed]

@@ -60,7 +60,12 @@ class BadRowLog:
         return lines
 
     def error(
-        self, num_rows: int, *, row_example: str, columns: Sequence[str], docs_page: str
+        self,
+        num_rows: int,
+        *,
+        row_example: str,
+        columns: Sequence[str],
+        docs_page: str,
     ) -> InputError:
         """One error for the user, with all reasons.
 

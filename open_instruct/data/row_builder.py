@@ -219,7 +219,11 @@ class RowBuilder(ABC):
         return arrays, self._report(arrays, progress.num_rows, taken, warnings)
 
     def _report(
-        self, arrays: Mapping[str, np.ndarray], num_rows: int, taken: list[str], warnings: list[str]
+        self,
+        arrays: Mapping[str, np.ndarray],
+        num_rows: int,
+        taken: list[str],
+        warnings: list[str],
     ) -> DataReport:
         num_held_out = 0
         if self.side_filter is not None:

@@ -25,7 +25,11 @@ class PlaceFact:
 
 
 def rows_fact(
-    fingerprint: str, *, key: str = "data_fingerprint", flag: str, limit: str
+    fingerprint: str,
+    *,
+    key: str = "data_fingerprint",
+    flag: str,
+    limit: str,
 ) -> PlaceFact:
     """The fact that the rows of a mixer list are those of the checkpoint.
 

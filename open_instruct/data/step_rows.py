@@ -41,7 +41,13 @@ class StepBuilder(RowBuilder):
     ends_per_document = STEPS_IN_PLANS
 
     def __init__(
-        self, chat: ChatFormat, *, step_end: str, classes: Sequence[str], right: int, **common: Any
+        self,
+        chat: ChatFormat,
+        *,
+        step_end: str,
+        classes: Sequence[str],
+        right: int,
+        **common: Any,
     ) -> None:
         """
         Args:
@@ -203,7 +209,14 @@ class PlaceholderBuilder(StepBuilder):
 
     columns = ("input", "values")
 
-    def __init__(self, chat: ChatFormat, *, step_end: str, add_bos: bool, **more: Any) -> None:
+    def __init__(
+        self,
+        chat: ChatFormat,
+        *,
+        step_end: str,
+        add_bos: bool,
+        **more: Any,
+    ) -> None:
         super().__init__(chat, step_end=step_end, **more)
         self.bos = (chat.tokenizer.bos_token or "") if add_bos else ""
         self.row_example = (

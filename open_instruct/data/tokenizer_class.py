@@ -120,7 +120,11 @@ def _open_by_auto_class(
         for name, value in settings.items()
         if name not in ("added_tokens_decoder", "chat_template")
     }
-    files = {TOKENIZER_NAME: small, CONFIG_NAME: read, "config.json": model_fields}
+    files = {
+        TOKENIZER_NAME: small,
+        CONFIG_NAME: read,
+        "config.json": model_fields,
+    }
     with TemporaryDirectory() as folder:
         for name, content in files.items():
             (Path(folder) / name).write_text(json.dumps(content), encoding="utf-8")

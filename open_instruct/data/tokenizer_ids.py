@@ -74,7 +74,10 @@ def find_first_difference(one: Sequence[Any], other: Sequence[Any]) -> int:
 
 
 def _describe_difference(
-    ids: Sequence[int], right: Sequence[int], reference: Tokenizer, text: str
+    ids: Sequence[int],
+    right: Sequence[int],
+    reference: Tokenizer,
+    text: str,
 ) -> str:
     place = find_first_difference(ids, right)
     shown = slice(max(0, place - 2), place + 6)
@@ -91,7 +94,11 @@ def without_vocabulary(fields: Mapping[str, Any]) -> dict[str, Any]:
         model["vocab"] = {}
     if "merges" in model:
         model["merges"] = []
-    return {**fields, "model": model, "added_tokens": []}
+    return {
+        **fields,
+        "model": model,
+        "added_tokens": [],
+    }
 
 
 def _build_reference(loaded: Tokenizer, fields: Mapping[str, Any]) -> Tokenizer:

@@ -25,7 +25,11 @@ _TYPES: dict[type, tuple[str, ...]] = {
     dict: ("object",),
 }
 # Python's spellings, which policies use too.
-_LITERALS = {"True": True, "False": False, "None": None}
+_LITERALS = {
+    "True": True,
+    "False": False,
+    "None": None,
+}
 
 
 def read_arguments(

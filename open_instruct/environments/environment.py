@@ -137,11 +137,20 @@ def tool_schema(name: str, description: str, parameters: Mapping[str, Any]) -> d
     """The schema of a tool in OpenAI's form."""
     return {
         "type": "function",
-        "function": {"name": name, "description": description, "parameters": parameters},
+        "function": {
+            "name": name,
+            "description": description,
+            "parameters": parameters,
+        },
     }
 
 
-def text_tool(name: str, description: str, argument: str, meaning: str) -> dict[str, Any]:
+def text_tool(
+    name: str,
+    description: str,
+    argument: str,
+    meaning: str,
+) -> dict[str, Any]:
     """The schema of a tool whose one argument is a text."""
     parameters = {
         "type": "object",

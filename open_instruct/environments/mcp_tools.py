@@ -53,7 +53,12 @@ class McpServer(ToolServer):
     """
 
     def __init__(
-        self, where: str, *, origin: str, tool: str | None = None, timeout_s: float | None = None
+        self,
+        where: str,
+        *,
+        origin: str,
+        tool: str | None = None,
+        timeout_s: float | None = None,
     ) -> None:
         self._where = where
         self._origin = origin

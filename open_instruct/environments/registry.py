@@ -109,7 +109,10 @@ def known_environments(flags: EnvironmentSection) -> dict[str, Factory]:
 
 
 def _make_tool_factory(
-    word: str, text: str, known: Mapping[str, Factory], flags: EnvironmentSection
+    word: str,
+    text: str,
+    known: Mapping[str, Factory],
+    flags: EnvironmentSection,
 ) -> Factory:
     """Make the factory of one of --tools, with its settings.
 

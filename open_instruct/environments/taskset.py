@@ -88,7 +88,11 @@ class Episode:
         self, taskset: Any, row: Mapping[str, Any], loop: asyncio.AbstractEventLoop
     ) -> None:
         self._taskset = taskset
-        self._row = {"example_id": 0, **row, "prompt": row["messages"]}
+        self._row = {
+            "example_id": 0,
+            **row,
+            "prompt": row["messages"],
+        }
         self._loop = loop
         self._state: Any = None
 

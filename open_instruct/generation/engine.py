@@ -57,7 +57,10 @@ class Engine:
         self._failure: RunError | None = None
         ready: Future[None] = Future()
         self._thread = threading.Thread(
-            target=self._loop, args=(make_core, ready), name="engine", daemon=True
+            target=self._loop,
+            args=(make_core, ready),
+            name="engine",
+            daemon=True,
         )
         self._thread.start()
         ready.result()

@@ -53,7 +53,11 @@ class RayEngine:
         self._actor.call.remote(method.__name__, *args, **kwargs)
 
     def ask(
-        self, timeout_s: float, method: EngineMethod[P, R], *args: P.args, **kwargs: P.kwargs
+        self,
+        timeout_s: float,
+        method: EngineMethod[P, R],
+        *args: P.args,
+        **kwargs: P.kwargs,
     ) -> R:
         """Call a method of the engine and return its result.
 

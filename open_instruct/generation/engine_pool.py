@@ -102,7 +102,10 @@ class EnginePool:
         self._callers = ThreadPoolExecutor(len(engines), thread_name_prefix="engines")
         for index in range(len(engines)):
             threading.Thread(
-                target=self._watch, args=(index,), name=f"engine-{index}", daemon=True
+                target=self._watch,
+                args=(index,),
+                name=f"engine-{index}",
+                daemon=True,
             ).start()
 
     def __len__(self) -> int:
@@ -129,7 +132,11 @@ class EnginePool:
     # All engines at once
 
     def call_all(
-        self, timeout_s: float, method: EngineMethod[P, R], *args: P.args, **kwargs: P.kwargs
+        self,
+        timeout_s: float,
+        method: EngineMethod[P, R],
+        *args: P.args,
+        **kwargs: P.kwargs,
     ) -> list[R]:
         """Call a method of every engine and return the results, by engine.
 
@@ -139,7 +146,11 @@ class EnginePool:
         return self.results(self.start_all(timeout_s, method, *args, **kwargs))
 
     def start_all(
-        self, timeout_s: float, method: EngineMethod[P, R], *args: P.args, **kwargs: P.kwargs
+        self,
+        timeout_s: float,
+        method: EngineMethod[P, R],
+        *args: P.args,
+        **kwargs: P.kwargs,
     ) -> list[Future[R]]:
         """Have every engine begin a method, with the same arguments."""
         calls = [

@@ -178,7 +178,10 @@ class VLLMCore:
         probes: list[dict[int, float]] = []
         for temperature in PROBED_TEMPERATURES:
             params = SamplingParams(
-                temperature=temperature, max_tokens=1, logprobs=NUM_PROBED, detokenize=False
+                temperature=temperature,
+                max_tokens=1,
+                logprobs=NUM_PROBED,
+                detokenize=False,
             )
             # Of two tokens, as vLLM 0.32 cannot take one alone where a layer remembers (on a CPU).
             self._add(f"probe at {temperature}", [0, 0], params)

@@ -88,7 +88,10 @@ def is_drawn_by_covariance(
 
 
 def _are_among(
-    here: TokenColumns, update: TokenColumns, order: torch.Tensor, share: float
+    here: TokenColumns,
+    update: TokenColumns,
+    order: torch.Tensor,
+    share: float,
 ) -> torch.Tensor:
     """Whether each token is one of the first in `order`, which are as many as the share of the
     update, at least one.

@@ -45,7 +45,11 @@ def keep_top_k(logits_NV: torch.Tensor, k: int, temperature: float = 1.0) -> tor
 
 
 def top_k_divergence(
-    logits_NV: torch.Tensor, kept_NC: torch.Tensor, *, beta: float, temperature: float = 1.0
+    logits_NV: torch.Tensor,
+    kept_NC: torch.Tensor,
+    *,
+    beta: float,
+    temperature: float = 1.0,
 ) -> torch.Tensor:
     """`divergence` over the teacher's tokens kept by `keep_top_k`, with all other tokens as one
     outcome.
@@ -81,7 +85,10 @@ class _Divergence(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, logprobs_NO: torch.Tensor, teacher_NO: torch.Tensor, beta: float
+        ctx: Any,
+        logprobs_NO: torch.Tensor,
+        teacher_NO: torch.Tensor,
+        beta: float,
     ) -> torch.Tensor:
         p_NO = teacher_NO.exp()
         q_NO = logprobs_NO.exp()

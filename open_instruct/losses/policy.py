@@ -84,7 +84,11 @@ register = make_register(POLICY_LOSSES, PolicyLoss)
 )
 @register("dapo", "−min(r A, clip(r) A)", "2503.14476 eq. 8", flags=(*CLIP_FLAGS, "delta"))
 def clipped_ratio(
-    inputs: PolicyLossInputs, *, clip_lower: float, clip_higher: float, delta: float | None
+    inputs: PolicyLossInputs,
+    *,
+    clip_lower: float,
+    clip_higher: float,
+    delta: float | None,
 ) -> PolicyLossOutputs:
     """With `delta` the ratio of a negative advantage is at most that: the two-sided clip of
     INTELLECT-2 (arXiv 2505.07291), which above 1 + `clip_higher` is the dual clip of arXiv
@@ -108,7 +112,11 @@ def clipped_ratio(
     flags=(*CLIP_FLAGS, "cispo_clamp_below"),
 )
 def cispo(
-    inputs: PolicyLossInputs, *, clip_lower: float, clip_higher: float, cispo_clamp_below: bool
+    inputs: PolicyLossInputs,
+    *,
+    clip_lower: float,
+    clip_higher: float,
+    cispo_clamp_below: bool,
 ) -> PolicyLossOutputs:
     """MiniMax-M1's equation, with the bound from above alone that its text and ScaleRL (arXiv
     2510.13786) use.
@@ -186,7 +194,11 @@ def vespo(inputs: PolicyLossInputs) -> PolicyLossOutputs:
 
 @register("dppo_tv", "−M r A, by the total variation", "2602.04879", flags=(*CLIP_FLAGS, "delta"))
 def dppo_tv(
-    inputs: PolicyLossInputs, *, clip_lower: float, clip_higher: float, delta: float | None
+    inputs: PolicyLossInputs,
+    *,
+    clip_lower: float,
+    clip_higher: float,
+    delta: float | None,
 ) -> PolicyLossOutputs:
     moved_N = inputs.logprobs_N.detach().exp() - inputs.old_logprobs_N.exp()
     return _within_divergence(inputs, moved_N.abs(), clip_lower, clip_higher, delta)
@@ -196,7 +208,11 @@ def dppo_tv(
     "dppo_kl", "−M r A, by the divergence of two coins", "2602.04879", flags=(*CLIP_FLAGS, "delta")
 )
 def dppo_kl(
-    inputs: PolicyLossInputs, *, clip_lower: float, clip_higher: float, delta: float | None
+    inputs: PolicyLossInputs,
+    *,
+    clip_lower: float,
+    clip_higher: float,
+    delta: float | None,
 ) -> PolicyLossOutputs:
     old_N = inputs.old_logprobs_N.exp()
     new_N = inputs.logprobs_N.detach().exp()
@@ -240,7 +256,11 @@ def _within_divergence(
     marks_flags=("cov_fraction", "clip_cov_lower", "clip_cov_upper", *CLIP_FLAGS),
 )
 def clip_cov(
-    inputs: PolicyLossInputs, *, clip_lower: float, clip_higher: float, delta: float | None
+    inputs: PolicyLossInputs,
+    *,
+    clip_lower: float,
+    clip_higher: float,
+    delta: float | None,
 ) -> PolicyLossOutputs:
     """Clip-Cov: tokens that are drawn by their covariance have no loss, see
     `is_drawn_by_covariance`.

@@ -174,7 +174,10 @@ class PreferenceLoss:
             f_alpha_divergence_coef=section.f_alpha_divergence_coef,
         )
         return ComparedPairs(
-            chosen_P=chosen_P, rejected_P=rejected_P, inputs=inputs, beta=section.beta
+            chosen_P=chosen_P,
+            rejected_P=rejected_P,
+            inputs=inputs,
+            beta=section.beta,
         )
 
 

@@ -27,10 +27,18 @@ def make_register(
     """
 
     def register(
-        name: str, formula: str, paper: str, **facts: Any
+        name: str,
+        formula: str,
+        paper: str,
+        **facts: Any,
     ) -> Callable[[Function], Function]:
         def add(function: Function) -> Function:
-            table[name] = record(function=function, formula=formula, paper=paper, **facts)
+            table[name] = record(
+                function=function,
+                formula=formula,
+                paper=paper,
+                **facts,
+            )
             return function
 
         return add

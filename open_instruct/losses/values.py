@@ -61,7 +61,10 @@ def whitened(advantages_N: torch.Tensor, everywhere_N: torch.Tensor) -> torch.Te
 
 
 def value_losses(
-    values_N: torch.Tensor, old_values_N: torch.Tensor, returns_N: torch.Tensor, clip: float | None
+    values_N: torch.Tensor,
+    old_values_N: torch.Tensor,
+    returns_N: torch.Tensor,
+    clip: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Each token's half squared error, and whether (0 or 1) the clip has taken its gradient.
 

@@ -20,7 +20,11 @@ TRAINERS = {
 OTHER_TRAINERS = {"prm": ("trl_prm", "train_prm")}
 ALL_TRAINERS = TRAINERS | OTHER_TRAINERS
 # Trainers that have the defaults of another.
-DEFAULTS_FROM = {"dpo_tune_cache": "dpo", "dpo_tune": "dpo", "grpo_fast": "grpo"}
+DEFAULTS_FROM = {
+    "dpo_tune_cache": "dpo",
+    "dpo_tune": "dpo",
+    "grpo_fast": "grpo",
+}
 SCRIPT = re.compile(r"(?:.*/)?open_instruct/(\w+)\.py")
 OTHER_SCRIPTS = {
     "trl_prm": re.compile(r"(?:.*/)?scripts/prm\.py"),

@@ -191,7 +191,13 @@ def migrate(command: str, sheet: Sheet) -> Migration:
     return migration
 
 
-def _write_flag(flag: str, value: Any, here: Any, sheet: Sheet, migration: Migration) -> None:
+def _write_flag(
+    flag: str,
+    value: Any,
+    here: Any,
+    sheet: Sheet,
+    migration: Migration,
+) -> None:
     """Add a flag of ours to the arguments, unless it has its default `here` without the launch."""
     words, source = sheet.ours[flag]
     if source in sheet.launch_flags:
@@ -204,7 +210,12 @@ def _write_flag(flag: str, value: Any, here: Any, sheet: Sheet, migration: Migra
     migration.arguments.extend([f"--{flag}", *words])
 
 
-def _find_entry(command: str, name: str, flags: Mapping[str, Flag], sheet: Sheet) -> Entry | None:
+def _find_entry(
+    command: str,
+    name: str,
+    flags: Mapping[str, Flag],
+    sheet: Sheet,
+) -> Entry | None:
     """What becomes of one of upstream's flags; None if it is known neither there nor here."""
     for table in (upstream_table(sheet.trainer), upstream_table(command), upstream_table(EVERY)):
         if name in table:
@@ -214,7 +225,12 @@ def _find_entry(command: str, name: str, flags: Mapping[str, Flag], sheet: Sheet
     return None
 
 
-def _translate(command: str, name: str, flags: Mapping[str, Flag], sheet: Sheet) -> None:
+def _translate(
+    command: str,
+    name: str,
+    flags: Mapping[str, Flag],
+    sheet: Sheet,
+) -> None:
     entry = _find_entry(command, name, flags, sheet)
     if entry is None:
         hint = describe_name_here(name, flags, "--")

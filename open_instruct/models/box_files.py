@@ -106,7 +106,11 @@ def assign_boxes(claims_of_ranks: Sequence[Mapping[str, Claim]]) -> dict[str, di
         ranks = holders[name, claim]
         owner = min(ranks, key=lambda rank: (load[rank], rank))
         load[owner] += math.prod(claim.size)
-        new_entry = {"dtype": claim.dtype, "shape": list(claim.shape), "boxes": []}
+        new_entry = {
+            "dtype": claim.dtype,
+            "shape": list(claim.shape),
+            "boxes": [],
+        }
         entry = index.setdefault(name, new_entry)
         entry["boxes"].append([owner, list(claim.start), list(claim.size)])
     for name, entry in index.items():

@@ -100,7 +100,11 @@ def export_hf(
 
 
 def _write_config(
-    folder: Path, source: Path, names: TensorNames, dtype: torch.dtype, more: Mapping[str, Any]
+    folder: Path,
+    source: Path,
+    names: TensorNames,
+    dtype: torch.dtype,
+    more: Mapping[str, Any],
 ) -> None:
     """Write the source's config.json with `more` and the new dtype, without fields that name code.
 

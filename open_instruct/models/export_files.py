@@ -81,7 +81,12 @@ def plan_files(
     groups: list[list[PlannedTensor]] = [[]]
     num_bytes = 0
     for name, hf_name in names:
-        tensor = PlannedTensor(name=name, hf_name=hf_name, shape=shapes[name], dtype=dtype)
+        tensor = PlannedTensor(
+            name=name,
+            hf_name=hf_name,
+            shape=shapes[name],
+            dtype=dtype,
+        )
         if groups[-1] and num_bytes + tensor.num_bytes > max_file_bytes:
             groups.append([])
             num_bytes = 0
@@ -114,7 +119,10 @@ def plan_rounds(
 
 
 def append_tensor(
-    folder: Path, file: PlannedFile, tensor: PlannedTensor, values: torch.Tensor
+    folder: Path,
+    file: PlannedFile,
+    tensor: PlannedTensor,
+    values: torch.Tensor,
 ) -> None:
     """Write the next tensor of a planned file; the last one is flushed to the disk.
 

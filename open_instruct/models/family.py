@@ -72,7 +72,12 @@ def build_transformer_config(hf_config: PretrainedConfig) -> TransformerConfig:
 
     kind = LayerNormType.rms if family.in_float32 else LayerNormType.qwen_rms
     norm_config = NormFromZeroConfig if family.norms_from_zero else LayerNormConfig
-    norm = norm_config(name=kind, eps=hf_config.rms_norm_eps, bias=False, dtype=DType.float32)
+    norm = norm_config(
+        name=kind,
+        eps=hf_config.rms_norm_eps,
+        bias=False,
+        dtype=DType.float32,
+    )
     layer_types = family.layer_types(
         getattr(hf_config, "layer_types", None), hf_config.num_hidden_layers
     )

@@ -124,7 +124,11 @@ def list_some(items: list[str]) -> str:
 
 @torch.no_grad()
 def stream_load(
-    model: nn.Module, files: CheckpointFiles, names: TensorNames, *, chunk_bytes: int = CHUNK_BYTES
+    model: nn.Module,
+    files: CheckpointFiles,
+    names: TensorNames,
+    *,
+    chunk_bytes: int = CHUNK_BYTES,
 ) -> LoadReport:
     """Fill this rank's shards of `model` from `files`, cast to each parameter's dtype. Collective.
 
@@ -176,7 +180,10 @@ def stream_load(
 
 
 def _read_chunks(
-    shard: LocalShard, files: CheckpointFiles, hf_name: str, chunk_bytes: int
+    shard: LocalShard,
+    files: CheckpointFiles,
+    hf_name: str,
+    chunk_bytes: int,
 ) -> Iterator[tuple[slice, torch.Tensor]]:
     """Pairs of some rows of the shard and their values in the file.
 

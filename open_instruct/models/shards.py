@@ -95,7 +95,12 @@ def reshard(model: nn.Module) -> None:
             module.reshard()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(
+    frozen=True,
+    slots=True,
+    kw_only=True,
+    eq=False,
+)
 class LocalShard:
     """This rank's part of a tensor: the values in `box` of it (see `select_box`).
 
@@ -262,7 +267,11 @@ def flat_shard(
 
     box = (slice(*ranges[rank]),)
     return LocalShard(
-        stored=local, shape=shape, box=box, find_boxes=find_boxes, num_slabs=num_slabs
+        stored=local,
+        shape=shape,
+        box=box,
+        find_boxes=find_boxes,
+        num_slabs=num_slabs,
     )
 
 

@@ -233,7 +233,11 @@ class SegmentRotaryEmbedding(RotaryEmbedding):
         )
 
     def forward(
-        self, q: torch.Tensor, k: torch.Tensor, *args: Any, **kwargs: Any
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        *args: Any,
+        **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Queries (B, T, H, D) and keys (B, T, G, D), turned."""
         segments: Segments = kwargs.pop("cu_doc_lens")

@@ -122,7 +122,11 @@ def describe_teacher(section: DistillationSection) -> Teacher:
     """The teacher that the flags name, and how the student's distribution is compared with it."""
     k = section.teacher_top_k or 0
     settings = {
-        "beta": {"forward": 0.0, "reverse": 1.0, "jsd": section.kd_beta}[section.kd_loss],
+        "beta": {
+            "forward": 0.0,
+            "reverse": 1.0,
+            "jsd": section.kd_beta,
+        }[section.kd_loss],
         "temperature": section.kd_temperature,
     }
 
@@ -172,7 +176,11 @@ class DistillationLoss(BoundLoss):
         ce_N = -scores.logprobs_N
         kl_N = _divergences(scores)
         loss_N = self.ce_weight * ce_N + self.kl_weight * kl_N
-        values_N = {"loss": loss_N.detach(), "ce": ce_N.detach(), "kl": kl_N.detach()}
+        values_N = {
+            "loss": loss_N.detach(),
+            "ce": ce_N.detach(),
+            "kl": kl_N.detach(),
+        }
         return LossOutputs(loss=loss_N.sum() / counts["labels"], metrics=mean_metrics(values_N))
 
     def sum_columns(self, scores: TokenLogprobs, batch: Batch) -> Sequence[torch.Tensor]:

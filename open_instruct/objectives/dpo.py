@@ -195,7 +195,11 @@ def preference_inputs(
 
 
 def add_partners(
-    step: StepBatch, scores: Sequence[TokenLogprobs], gather: Gather, *, ld_alpha: float | None
+    step: StepBatch,
+    scores: Sequence[TokenLogprobs],
+    gather: Gather,
+    *,
+    ld_alpha: float | None,
 ) -> StepBatch:
     """The step whose pairs have their partners among all pairs of the global batch, see
     `match_by_rank`.

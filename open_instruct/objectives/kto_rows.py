@@ -35,9 +35,12 @@ def parse_labelled_row(row: Mapping[str, Any]) -> tuple[tuple[Message, ...], boo
         raise missing_key_error(row, "label")
     label = row["label"]
     if isinstance(label, str):  # tables hold text only
-        label = {"true": True, "1": True, "false": False, "0": False}.get(
-            label.strip().lower(), label
-        )
+        label = {
+            "true": True,
+            "1": True,
+            "false": False,
+            "0": False,
+        }.get(label.strip().lower(), label)
     if not isinstance(label, bool | int | float) or label not in (0, 1):
         shown = f"{label!r:.40}" if isinstance(label, str | int | float) else kind_of(label)
         raise MalformedRow("bad_label", f"'label' must be true or false (or 1 or 0), not {shown}")
@@ -108,7 +111,10 @@ class MismatchedBuilder(UnpairedBuilder):
 
 
 def _find_other(
-    distinct: Sequence[array[int]], start: int, reply: array[int], room: int
+    distinct: Sequence[array[int]],
+    start: int,
+    reply: array[int],
+    room: int,
 ) -> array[int]:
     """The first reply from number `start` on that differs from `reply`, cut to `room` tokens.
 

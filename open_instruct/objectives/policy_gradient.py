@@ -186,7 +186,10 @@ class PolicyGradientLoss(BoundLoss):
 
 
 def _sampled_tokens(
-    stream: Stream, scores: TokenLogprobs, batch: Batch, loss: PolicyLossSection
+    stream: Stream,
+    scores: TokenLogprobs,
+    batch: Batch,
+    loss: PolicyLossSection,
 ) -> tuple[PolicyLossInputs, Correction]:
     """The inputs of the policy loss for a stream's tokens, and the correction for the engine that
     sampled them.
@@ -216,7 +219,10 @@ def _old_logprobs(values: RLValues, scores: TokenLogprobs) -> torch.Tensor:
 
 
 def _reference_distance(
-    scores: TokenLogprobs, batch: Batch, loss: PolicyLossSection, policy_loss: PolicyLoss
+    scores: TokenLogprobs,
+    batch: Batch,
+    loss: PolicyLossSection,
+    policy_loss: PolicyLoss,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The weighted sum of the estimated divergence from the reference, and the estimate at every
     token.
@@ -236,7 +242,10 @@ def _reference_distance(
 
 
 def _teacher_distance(
-    scores: TokenLogprobs, batch: Batch, loss: PolicyLossSection, policy_loss: PolicyLoss
+    scores: TokenLogprobs,
+    batch: Batch,
+    loss: PolicyLossSection,
+    policy_loss: PolicyLoss,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The weighted sum of half the squared log-ratio to the teacher, and the log-ratio at every
     token.
@@ -262,7 +271,11 @@ def _cross_entropy_sum(scores: TokenLogprobs, batch: Batch) -> torch.Tensor:
 
 
 def choose_tokens(
-    step: StepBatch, scores: Sequence[TokenLogprobs], gather: Gather, *, loss: PolicyLossSection
+    step: StepBatch,
+    scores: Sequence[TokenLogprobs],
+    gather: Gather,
+    *,
+    loss: PolicyLossSection,
 ) -> StepBatch:
     """The step with what is chosen among all tokens of `rl` in the update, so however the batch is
     cut.
@@ -291,7 +304,11 @@ def choose_tokens(
 
 
 def _highest_entropy(
-    step: StepBatch, scores: Sequence[TokenLogprobs], gather: Gather, *, share: float
+    step: StepBatch,
+    scores: Sequence[TokenLogprobs],
+    gather: Gather,
+    *,
+    share: float,
 ) -> list[torch.Tensor]:
     """Of each microbatch, 1 at the tokens among the share of the highest entropy: at least one,
     with all ties.

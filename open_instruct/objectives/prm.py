@@ -224,7 +224,11 @@ class StepObjective(Objective[PRMConfig]):
         classes = {"classes": steps.classes, "right": steps.right}
         if steps.placeholder_token is None:
             return {"step_end": steps.separator, **classes}
-        return {"step_end": steps.placeholder_token, "add_bos": config.data.add_bos, **classes}
+        return {
+            "step_end": steps.placeholder_token,
+            "add_bos": config.data.add_bos,
+            **classes,
+        }
 
     def choose_head(self, config: PRMConfig) -> Head:
         return "vocabulary" if config.steps.reward_tokens else "classes"

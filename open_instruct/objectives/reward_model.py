@@ -227,8 +227,17 @@ def fields_of_class(hf_config: PretrainedConfig) -> dict[str, Any]:
     if class_name is None:
         return {}
     # The start model's mean and deviation, if any, describe other rewards.
-    labels = {"num_labels": 1, "id2label": {"0": "score"}, "label2id": {"score": 0}}
-    return {"architectures": [class_name], **labels, "score_mean": None, "score_std": None}
+    labels = {
+        "num_labels": 1,
+        "id2label": {"0": "score"},
+        "label2id": {"score": 0},
+    }
+    return {
+        "architectures": [class_name],
+        **labels,
+        "score_mean": None,
+        "score_std": None,
+    }
 
 
 class RewardObjective(Objective[RewardModelConfig]):

@@ -44,7 +44,11 @@ def build_parallel_configs(
         reduce_dtype=DType.float32,
         prefetch_factor=prefetch_factor,
     )
-    configs: dict[str, Any] = {"dp": hsdp, "tp": None, "cp": None}
+    configs: dict[str, Any] = {
+        "dp": hsdp,
+        "tp": None,
+        "cp": None,
+    }
     if layout.single_device:
         configs["dp"] = None
     if tensor > 1:

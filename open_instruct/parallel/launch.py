@@ -52,7 +52,11 @@ def share_threads(num_processes: int) -> dict[str, str]:
 
 
 def start_ranks(
-    script: Path, words: Sequence[str], num_ranks: int, *, command: str
+    script: Path,
+    words: Sequence[str],
+    num_ranks: int,
+    *,
+    command: str,
 ) -> tuple[int, str]:
     """Run `script` on `num_ranks` ranks to their end.
 

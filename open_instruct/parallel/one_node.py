@@ -18,7 +18,14 @@ class LoopbackRendezvous(StaticTCPRendezvous):
 
     def __init__(self, run_id: str) -> None:
         store = listen_at(LOOPBACK)
-        super().__init__(LOOPBACK, store.port, rank=0, world_size=1, run_id=run_id, timeout=0)
+        super().__init__(
+            LOOPBACK,
+            store.port,
+            rank=0,
+            world_size=1,
+            run_id=run_id,
+            timeout=0,
+        )
         self._store = store  # replaces the store that the first rendezvous would make
         # Inherited by the ranks: otherwise gloo and NCCL listen on the interface of the machine's
         # host name.

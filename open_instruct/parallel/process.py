@@ -54,7 +54,11 @@ def start_process(*, timeout_s: int, seed: int) -> Process:
     alone: dict[str, Any] = {}
     if os.environ.get("WORLD_SIZE", "1") == "1":
         # A single process needs no TCP store, which would listen on every interface.
-        alone = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+        alone = {
+            "store": dist.HashStore(),
+            "rank": 0,
+            "world_size": 1,
+        }
         os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK_INTERFACE)
     # OLMo-core's own default backend calls CUDA even where there is none.
     init_distributed(

@@ -71,7 +71,13 @@ def reduce_metrics(
     return numbers
 
 
-def _slots(metric: Metric, *, rank: int, world_size: int, device: torch.device) -> torch.Tensor:
+def _slots(
+    metric: Metric,
+    *,
+    rank: int,
+    world_size: int,
+    device: torch.device,
+) -> torch.Tensor:
     """The numbers of a metric on one rank; `_read_number` reads their sums over all ranks."""
     value = _number(metric.value, device)
     if metric.reduction == "sum":

@@ -89,7 +89,13 @@ def ring_bytes(collective: Collective, num_bytes: int, group_size: int) -> int:
     return num_rounds * num_bytes * (group_size - 1) // group_size
 
 
-def build_exchange(layout: ShardLayout, axis: Axis, calls: Calls, *, within: int = 0) -> Exchange:
+def build_exchange(
+    layout: ShardLayout,
+    axis: Axis,
+    calls: Calls,
+    *,
+    within: int = 0,
+) -> Exchange:
     """Calls in the groups of one axis of the layout.
 
     Args:

@@ -170,7 +170,13 @@ def make_plan(setting: Setting) -> Plan:
     _check_layers_alike(shape, workload)
     memory = setting.backend.memory_model(shape, layout, workload)
     phases = memory_by_phase(memory)
-    return Plan(setting=setting, layout=layout, workload=workload, memory=memory, phases=phases)
+    return Plan(
+        setting=setting,
+        layout=layout,
+        workload=workload,
+        memory=memory,
+        phases=phases,
+    )
 
 
 def check_model(

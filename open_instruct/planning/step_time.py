@@ -207,7 +207,10 @@ def flops_per_step(shape: ModelShape, layout: ShardLayout, workload: Workload) -
 
 
 def _repeated_head_flops(
-    shape: ModelShape, layout: ShardLayout, workload: Workload, head_flops: int
+    shape: ModelShape,
+    layout: ShardLayout,
+    workload: Workload,
+    head_flops: int,
 ) -> int:
     """Operations of the head in backward, which computes logits of chunks again unless kept."""
     chunks = logit_chunks(shape, num_head_positions(layout, workload))

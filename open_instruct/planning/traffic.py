@@ -90,7 +90,10 @@ def _updates(shape: ModelShape, layout: ShardLayout, workload: Workload) -> Iter
 
 
 def _reductions(
-    layout: ShardLayout, unit: Unit, num_reductions: int, num_updates: int
+    layout: ShardLayout,
+    unit: Unit,
+    num_reductions: int,
+    num_updates: int,
 ) -> Iterator[Exchange]:
     """Gradients of a unit to their shards, and the sums of shards over replicas.
 
@@ -118,7 +121,10 @@ def _reductions(
 
 
 def _whole_gradients(
-    shape: ModelShape, layout: ShardLayout, workload: Workload, num_reductions: int
+    shape: ModelShape,
+    layout: ShardLayout,
+    workload: Workload,
+    num_reductions: int,
 ) -> Iterator[Exchange]:
     """Sums over tensor ranks of the gradients of what each of them has whole.
 
@@ -170,7 +176,10 @@ def _muon(shape: ModelShape, layout: ShardLayout, workload: Workload) -> Iterato
 
 
 def _gathers(
-    layout: ShardLayout, workload: Workload, unit: Unit, num_times: int
+    layout: ShardLayout,
+    workload: Workload,
+    unit: Unit,
+    num_times: int,
 ) -> Iterator[Exchange]:
     for axis, parameters in _by_axis(unit.parameters, layout).items():
         if group_span(layout, axis)[0] > 1:

@@ -104,7 +104,12 @@ def _histogram(title: str, values: numpy.ndarray, steps: numpy.ndarray) -> Itera
         return [round_to_six_digits(share) for share in (counts / max(1, counts.sum())).tolist()]
 
     early = shares(steps <= first + third) if third else None
-    yield {"title": title, "labels": labels, "early": early, "late": shares(steps >= last - third)}
+    yield {
+        "title": title,
+        "labels": labels,
+        "early": early,
+        "late": shares(steps >= last - third),
+    }
 
 
 def _bins(values: numpy.ndarray) -> tuple[numpy.ndarray, list[str]]:

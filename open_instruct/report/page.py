@@ -35,7 +35,11 @@ SCRIPTS = ("marks.js", "curves.js", "rollouts.js", "live.js", "start.js")
 
 
 def report_page(
-    folders: Sequence[Path], *, max_rollouts: int, version: str = "", refresh_s: float = 0.0
+    folders: Sequence[Path],
+    *,
+    max_rollouts: int,
+    version: str = "",
+    refresh_s: float = 0.0,
 ) -> str:
     """Render the page about the runs in `folders`.
 

@@ -27,7 +27,15 @@ BAR_WIDTH = 48
 MAX_LAYOUTS_SHOWN = 8
 MAX_LINES = 40
 
-_ASCII = str.maketrans({"▕": "|", "·": ".", "×": "x", "◀": "<", "▶": ">"})
+_ASCII = str.maketrans(
+    {
+        "▕": "|",
+        "·": ".",
+        "×": "x",
+        "◀": "<",
+        "▶": ">",
+    }
+)
 
 
 def html_page(plan: Plan, advice: Advice) -> str:
@@ -41,7 +49,13 @@ def html_page(plan: Plan, advice: Advice) -> str:
     )
 
 
-def print_plan(plan: Plan, advice: Advice, console: Console, *, is_short: bool = False) -> None:
+def print_plan(
+    plan: Plan,
+    advice: Advice,
+    console: Console,
+    *,
+    is_short: bool = False,
+) -> None:
     """Print the plan, with colours where the console has them and in plain lines elsewhere.
 
     Args:
@@ -55,7 +69,11 @@ def print_plan(plan: Plan, advice: Advice, console: Console, *, is_short: bool =
         "units": units,
         "presentation": presentation,
     }
-    pages.globals |= {"styled": _styled, "drawn": draw_layout, "bar": _bar}
+    pages.globals |= {
+        "styled": _styled,
+        "drawn": draw_layout,
+        "bar": _bar,
+    }
     if is_short:
         text = _shorten(pages, plan, advice)
     else:
@@ -67,7 +85,13 @@ def print_plan(plan: Plan, advice: Advice, console: Console, *, is_short: bool =
         console.print(line, soft_wrap=True, highlight=False)
 
 
-def _render(pages: "Environment", name: str, plan: Plan, advice: Advice, **limits: Any) -> str:
+def _render(
+    pages: "Environment",
+    name: str,
+    plan: Plan,
+    advice: Advice,
+    **limits: Any,
+) -> str:
     return pages.get_template(name).render(plan=plan, advice=advice, **limits)
 
 

@@ -263,7 +263,16 @@ def _build_held_out_row(step: float, sample: Mapping[str, Any]) -> dict[str, Any
         "scores": json.dumps(sample.get("scores", {})),
         "checks": json.dumps(sample.get("ground_truth")),
     }
-    return row | texts | {"step": step, "advantage": None, "num_tokens": 0, "held_out": True}
+    return (
+        row
+        | texts
+        | {
+            "step": step,
+            "advantage": None,
+            "num_tokens": 0,
+            "held_out": True,
+        }
+    )
 
 
 def _write_conversation(episode: str) -> str:

@@ -8,7 +8,11 @@ LEVELS = len(BLOCKS) - 1
 
 
 def draw_curve(
-    values: Sequence[float], *, width: int = 60, height: int = 8, title: str = ""
+    values: Sequence[float],
+    *,
+    width: int = 60,
+    height: int = 8,
+    title: str = "",
 ) -> str:
     """Draw `values`, evenly spaced from left to right, as lines of text.
 
@@ -62,7 +66,12 @@ def _means(values: Sequence[float], num_columns: int) -> Iterator[float]:
             yield math.nan
 
 
-def _level(value: float, low: float, high: float, num_levels: int) -> int:
+def _level(
+    value: float,
+    low: float,
+    high: float,
+    num_levels: int,
+) -> int:
     """The height of a value, from 1 to `num_levels`, or 0 for a gap.
 
     A flat curve is half as high as the plot.

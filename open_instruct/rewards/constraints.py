@@ -81,7 +81,13 @@ def has_keywords(text: str, *, words: Sequence[str]) -> bool:
     return all(word.lower() in text.lower() for word in words)
 
 
-def keyword_frequency(text: str, *, word: str, count: int, relation: str) -> bool:
+def keyword_frequency(
+    text: str,
+    *,
+    word: str,
+    count: int,
+    relation: str,
+) -> bool:
     """As IFEval counts: in any case, and inside longer words too, so that plurals count."""
     num_words = text.lower().count(word.lower())
     return _holds(num_words, relation, count)
@@ -96,7 +102,13 @@ def avoids_words(text: str, *, words: Sequence[str]) -> bool:
     return not any(_count_phrases(text, word) for word in words)
 
 
-def letter_frequency(text: str, *, letter: str, count: int, relation: str = "exactly") -> bool:
+def letter_frequency(
+    text: str,
+    *,
+    letter: str,
+    count: int,
+    relation: str = "exactly",
+) -> bool:
     num_letters = text.lower().count(letter.lower())
     return _holds(num_letters, relation, count)
 
@@ -150,7 +162,13 @@ def number_of_paragraphs(text: str, *, count: int) -> bool:
     return len(paragraphs) == count and all(paragraphs)
 
 
-def nth_paragraph_first_word(text: str, *, count: int, paragraph: int, word: str) -> bool:
+def nth_paragraph_first_word(
+    text: str,
+    *,
+    count: int,
+    paragraph: int,
+    word: str,
+) -> bool:
     """Exactly `count` paragraphs between blank lines, of which number `paragraph` has `word` first.
 
     They are counted from 1.

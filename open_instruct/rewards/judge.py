@@ -92,13 +92,22 @@ class Judge(Verifier):
         self._server.begin(cache)
 
     async def judge(
-        self, prompt: str, completion: str, ground_truth: Any, *, is_truncated: bool
+        self,
+        prompt: str,
+        completion: str,
+        ground_truth: Any,
+        *,
+        is_truncated: bool,
     ) -> float:
         label = ground_truth
         if not isinstance(ground_truth, str):
             label = json.dumps(ground_truth, ensure_ascii=False)
         answer = find_tagged_answer(completion).strip()
-        texts = {"input": prompt, "output": answer, "label": label}
+        texts = {
+            "input": prompt,
+            "output": answer,
+            "label": label,
+        }
         texts = {name: _MARKS.sub(r"[\1\2]", text) for name, text in texts.items()}
         room = CHARACTERS_PER_TOKEN * self._max_tokens
         room -= len(self._prompt) + len(texts["input"]) + len(texts["label"])
@@ -122,7 +131,12 @@ class Rubric(Judge):
         parse_rubrics(ground_truth)
 
     async def judge(
-        self, prompt: str, completion: str, ground_truth: Any, *, is_truncated: bool
+        self,
+        prompt: str,
+        completion: str,
+        ground_truth: Any,
+        *,
+        is_truncated: bool,
     ) -> float:
         question, weights = parse_rubrics(ground_truth)
         judge = super().judge

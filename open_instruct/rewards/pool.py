@@ -211,7 +211,13 @@ class VerifierPool:
             )
         return result
 
-    def _report_problem(self, name: str, problem: str, traceback: str = "", **_: object) -> Outcome:
+    def _report_problem(
+        self,
+        name: str,
+        problem: str,
+        traceback: str = "",
+        **_: object,
+    ) -> Outcome:
         with self._lock:
             is_first = name not in self._names_reported
             self._names_reported.add(name)

@@ -118,7 +118,12 @@ class RewardModel(ModelVerifier):
         self._end = whole.removeprefix(prompt).partition("!")[2].rstrip()
 
     def judge(
-        self, prompt: str, completion: str, ground_truth: Any, *, is_truncated: bool
+        self,
+        prompt: str,
+        completion: str,
+        ground_truth: Any,
+        *,
+        is_truncated: bool,
     ) -> float:
         end = "" if is_truncated else self._end
         logits = self.compute_logits(self.tokenize(prompt) + self.tokenize(completion + end))
@@ -158,7 +163,12 @@ class ProcessRewardModel(ModelVerifier):
         return "AutoModelForTokenClassification"
 
     def judge(
-        self, prompt: str, completion: str, ground_truth: Any, *, is_truncated: bool
+        self,
+        prompt: str,
+        completion: str,
+        ground_truth: Any,
+        *,
+        is_truncated: bool,
     ) -> float:
         steps = completion.split(self.config["prm_step_separator"])
         if is_truncated:
@@ -202,7 +212,12 @@ MODEL_VERIFIERS = {kind.name: kind for kind in (RewardModel, ProcessRewardModel)
 
 
 def write_step_lines(
-    prompt: str, steps: Sequence[str], *, separator: str, placeholder: str, bos: str = ""
+    prompt: str,
+    steps: Sequence[str],
+    *,
+    separator: str,
+    placeholder: str,
+    bos: str = "",
 ) -> list[str]:
     """Steps as Math-Shepherd writes them, in texts that are tokenised apart.
 

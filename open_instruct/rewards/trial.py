@@ -157,7 +157,13 @@ def _find_place(error: BaseException, function: Callable[..., Any]) -> str:
     return f"{code.co_filename}:{line}"
 
 
-def function_error(name: str, trial: Trial, *, form: Form, is_conversation: bool) -> InputError:
+def function_error(
+    name: str,
+    trial: Trial,
+    *,
+    form: Form,
+    is_conversation: bool,
+) -> InputError:
     """The error about a reward function that has raised on made-up answers."""
     remedy = "mend the function, or no answer would have a reward"
     if trial.reads_messages and not is_conversation:

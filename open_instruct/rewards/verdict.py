@@ -61,7 +61,12 @@ def build_verdict(
     if unusable:  # a sum or a product of numbers that each were usable
         problems.append(f"the reward is {unusable}")
         reward = 0.0
-    return Verdict(reward=reward, scores=scores, problems=tuple(problems), overlong_penalty=penalty)
+    return Verdict(
+        reward=reward,
+        scores=scores,
+        problems=tuple(problems),
+        overlong_penalty=penalty,
+    )
 
 
 def _weigh_scores(prompt: Prompt, outcomes: Sequence[Outcome], config: RewardSection) -> float:

@@ -75,7 +75,12 @@ class Verifier:
         raise NotImplementedError
 
     def judge(
-        self, prompt: str, completion: str, ground_truth: Any, *, is_truncated: bool
+        self,
+        prompt: str,
+        completion: str,
+        ground_truth: Any,
+        *,
+        is_truncated: bool,
     ) -> Score:
         """As `score`, with the prompt, and whether the completion was cut off."""
         del prompt, is_truncated

@@ -159,7 +159,10 @@ def _open_policy(config: GRPOConfig, directory: RunDirectory, layout: ShardLayou
 
 
 def _check_best_score(
-    config: GRPOConfig, prompts: Prompts, held_out: Prompts | None, console: Console
+    config: GRPOConfig,
+    prompts: Prompts,
+    held_out: Prompts | None,
+    console: Console,
 ) -> None:
     """Check the metric of `--keep_best`, if there is one.
 
@@ -270,7 +273,10 @@ def _read_prompts(
 
 
 def _apply_plan(
-    config: GRPOConfig, folder: Path, console: Console, directory: RunDirectory
+    config: GRPOConfig,
+    folder: Path,
+    console: Console,
+    directory: RunDirectory,
 ) -> GRPOConfig:
     """The flags with the choices of the learners' plan, where this host is like the learners'.
 

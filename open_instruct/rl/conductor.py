@@ -305,7 +305,12 @@ def _describe_missing_signal(
 
 
 def build_group_requests(
-    ticket: int, prompt: Prompt, *, rollout: RolloutSection, response_length: int, seed: int
+    ticket: int,
+    prompt: Prompt,
+    *,
+    rollout: RolloutSection,
+    response_length: int,
+    seed: int,
 ) -> list[GenerationRequest]:
     """One request for each sample of a ticket's prompt."""
     sampling = SamplingSettings(

@@ -62,7 +62,11 @@ def take_lone_step(
         )
         batch = RolloutStepBatch(groups=tuple(groups))
         learned, (work,) = plan_rank_work(
-            batch, step=step, config=config, conversations=conversations, num_ranks=1
+            batch,
+            step=step,
+            config=config,
+            conversations=conversations,
+            num_ranks=1,
         )
         start: Pretrained | None = None
         if config.loss.beta > 0:

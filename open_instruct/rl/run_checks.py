@@ -53,7 +53,11 @@ def check_companion_models(pretrained: Pretrained, config: GRPOConfig, layout: S
 
 
 def check_engine(
-    hf_config: PretrainedConfig, fleet: FleetSection, *, engine_dtype: str, sends_adapter: bool
+    hf_config: PretrainedConfig,
+    fleet: FleetSection,
+    *,
+    engine_dtype: str,
+    sends_adapter: bool,
 ) -> None:
     """Refuse what vLLM cannot do with a model of this family.
 
@@ -82,7 +86,11 @@ def check_engine(
 
 
 def _find_cpu_problems(
-    hf_config: PretrainedConfig, *, engine_dtype: str, caches_prefixes: bool, sends_adapter: bool
+    hf_config: PretrainedConfig,
+    *,
+    engine_dtype: str,
+    caches_prefixes: bool,
+    sends_adapter: bool,
 ) -> Iterator[str]:
     """What vLLM's layers of the gated delta rule cannot do on a CPU."""
     family = FAMILIES[hf_config.model_type]
@@ -105,7 +113,10 @@ def _find_cpu_problems(
 
 
 def try_sandbox(
-    reward: RewardSection, judges: Container[str], answering: Container[str], console: Console
+    reward: RewardSection,
+    judges: Container[str],
+    answering: Container[str],
+    console: Console,
 ) -> None:
     """Try the sandbox if programs of the policy will run here, and say how long they may take."""
     are_judged = Code.name in judges or CodeStdio.name in judges
@@ -117,7 +128,11 @@ def try_sandbox(
 
 
 def refuse_unknown_score(
-    metric: str, training: Prompts, held_out: Prompts | None, *, judges_format: bool
+    metric: str,
+    training: Prompts,
+    held_out: Prompts | None,
+    *,
+    judges_format: bool,
 ) -> None:
     """Refuse a `--keep_best` that names the score of a verifier which judges none of the prompts.
 
@@ -146,7 +161,11 @@ def refuse_unknown_score(
 
 
 def refuse_other_rows(
-    folder: Path, prompts: Prompts, conversations: TokenDataset | None, *, seed: int
+    folder: Path,
+    prompts: Prompts,
+    conversations: TokenDataset | None,
+    *,
+    seed: int,
 ) -> None:
     """Refuse to resume with other rows than those of the newest checkpoint in `folder`.
 

@@ -131,7 +131,11 @@ def _can_train_on(completion: Completion, config: RolloutSection) -> bool:
 
 
 def _rollout_metrics(
-    batch: RolloutStepBatch, *, num_trained: int, config: RolloutSection, version: int
+    batch: RolloutStepBatch,
+    *,
+    num_trained: int,
+    config: RolloutSection,
+    version: int,
 ) -> dict[str, float]:
     """The metrics of a step's rollouts; rejected groups count in all but staleness."""
     groups = (*batch.groups, *batch.rejected)
@@ -308,7 +312,11 @@ def load_conversations(
 
 
 def sft_samples(
-    dataset: TokenDataset | None, *, step: int, num_rows_per_step: int, seed: int
+    dataset: TokenDataset | None,
+    *,
+    step: int,
+    num_rows_per_step: int,
+    seed: int,
 ) -> list[RolloutSample]:
     """The conversations of `step` (1-based): the next rows of a shuffled epoch.
 
@@ -324,8 +332,17 @@ def sft_samples(
         row = order[place]
         (document,) = dataset[int(row)]
         zeros = (0.0,) * document.num_label_tokens
-        weights = {"rl": zeros, "ce": (1.0,) * len(zeros), "kl": zeros}
+        weights = {
+            "rl": zeros,
+            "ce": (1.0,) * len(zeros),
+            "kl": zeros,
+        }
         samples.append(
-            RolloutSample(document=document, engine_logprobs=zeros, advantage=0.0, weights=weights)
+            RolloutSample(
+                document=document,
+                engine_logprobs=zeros,
+                advantage=0.0,
+                weights=weights,
+            )
         )
     return samples

@@ -46,7 +46,11 @@ SCHEMA = pyarrow.schema(
     }
 )
 # The field of a record that each column holds.
-OF_PROMPT = {"row_id": "row_id", "prompt": "text", "prompt_token_ids": "token_ids"}
+OF_PROMPT = {
+    "row_id": "row_id",
+    "prompt": "text",
+    "prompt_token_ids": "token_ids",
+}
 OF_COMPLETION = {
     "completion": "text",
     "token_ids": "token_ids",
@@ -111,7 +115,10 @@ def trace_file(run_folder: Path, step: int) -> Path:
 
 
 def write_traces(
-    run_folder: Path, step: int, batch: RolloutStepBatch, learned: StepSamples
+    run_folder: Path,
+    step: int,
+    batch: RolloutStepBatch,
+    learned: StepSamples,
 ) -> Path:
     """Write the rollouts of `step`, also the rejected ones, and what was learned from them.
 
@@ -187,10 +194,18 @@ def _make_rows(
     for group, advantages, is_used in of_groups:
         rows = zip(_make_group_rows(step, group), advantages, is_used, strict=True)
         for row, advantage, used in rows:
-            yield row | {"advantage": advantage, "used_in_training": used, "rejected": False}
+            yield row | {
+                "advantage": advantage,
+                "used_in_training": used,
+                "rejected": False,
+            }
     for group in batch.rejected:
         for row in _make_group_rows(step, group):
-            yield row | {"advantage": None, "used_in_training": False, "rejected": True}
+            yield row | {
+                "advantage": None,
+                "used_in_training": False,
+                "rejected": True,
+            }
 
 
 def _make_group_rows(step: int, group: RolloutGroup) -> Iterator[dict[str, Any]]:
@@ -254,7 +269,12 @@ def _make_completion(row: dict[str, Any]) -> dict[str, Any]:
         logprobs += row["logprobs"][reply["start"] : reply["stop"]]
         versions += row["versions"][reply["start"] : reply["stop"]]
     fields = {field: row[column] for column, field in OF_COMPLETION.items()}
-    return {**fields, "logprobs": logprobs, "versions": versions, "episode": episode}
+    return {
+        **fields,
+        "logprobs": logprobs,
+        "versions": versions,
+        "episode": episode,
+    }
 
 
 def _describe_steps(run_folder: Path) -> str:

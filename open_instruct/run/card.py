@@ -15,7 +15,11 @@ PIPELINES = {"reward_model": "text-classification", "prm": "token-classification
 
 
 def write_card(
-    directory: RunDirectory, *, trained_by: str, is_adapter: bool = False, until: int | None = None
+    directory: RunDirectory,
+    *,
+    trained_by: str,
+    is_adapter: bool = False,
+    until: int | None = None,
 ) -> str | None:
     """The card of the model that the run exports; None if the run's settings cannot be read.
 

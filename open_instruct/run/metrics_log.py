@@ -92,7 +92,11 @@ def describe_step(row: Mapping[str, float]) -> str:
 
 @contextmanager
 def log_steps(
-    run: Run, config: LearnerConfig, *, first_step: int, num_steps: int
+    run: Run,
+    config: LearnerConfig,
+    *,
+    first_step: int,
+    num_steps: int,
 ) -> Iterator[Callable[[int, Mapping[str, float]], None]]:
     """Yield a function for the number and metrics of every step; rank 0 writes and shows them.
 

@@ -81,7 +81,12 @@ def open_run(config: TrainingConfig, command: str) -> Iterator[Run]:
             console.warn(warning)
         description = describe_layout(layout, config.parallel, config.backend)
         console.say(f"{description} on {process.device.type}")
-        yield Run(process=process, layout=layout, directory=directory, console=console)
+        yield Run(
+            process=process,
+            layout=layout,
+            directory=directory,
+            console=console,
+        )
         # A failed run does not leave the group, since leaving waits for peers that may be gone.
         stop_process()
 
@@ -95,7 +100,12 @@ def join_run(config: LearnerConfig) -> Run:
     layout = find_layout(config.parallel, process.gpus_per_node, config.backend)
     directory = RunDirectory(path=Path(config.run.output_dir))
     start_log(directory.log, rank=process.rank)
-    return Run(process=process, layout=layout, directory=directory, console=Console(speaks=False))
+    return Run(
+        process=process,
+        layout=layout,
+        directory=directory,
+        console=Console(speaks=False),
+    )
 
 
 @contextmanager
@@ -188,7 +198,11 @@ def find_memory_bytes(device: torch.device, *, num_sharing: int) -> int:
 
 
 def refuse_another_run(
-    config: LearnerConfig, directory: RunDirectory, layout: ShardLayout, step: int, console: Console
+    config: LearnerConfig,
+    directory: RunDirectory,
+    layout: ShardLayout,
+    step: int,
+    console: Console,
 ) -> None:
     """Refuse to continue another run's checkpoints; a run that has ended may become longer."""
     if not directory.config.exists():

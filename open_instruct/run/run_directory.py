@@ -190,7 +190,11 @@ class RunDirectory:
 
         Learners are in rank order.
         """
-        pids = {"driver": driver, "learners": learners, "engines": engines}
+        pids = {
+            "driver": driver,
+            "learners": learners,
+            "engines": engines,
+        }
         replace_text(self.pids, json.dumps(pids) + "\n")
 
     def write_best_step(self, best: BestStep | None) -> None:

@@ -112,7 +112,12 @@ def release_all() -> None:
         lease.release()
 
 
-def _take(lease: SoftFileLease, descriptor: int, folder: Path, say: Callable[[str], None]) -> None:
+def _take(
+    lease: SoftFileLease,
+    descriptor: int,
+    folder: Path,
+    say: Callable[[str], None],
+) -> None:
     try:
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:

@@ -256,7 +256,13 @@ def _build_step_scorer(
         add_bos = bool(config.get(ADD_BOS))
         texts = PlaceholderBuilder(step_end=placeholder, add_bos=add_bos, **rows)
     lists = StepBuilder(step_end=config[SEPARATOR], **rows)
-    return StepScorer(fields=config, lists=lists, texts=texts, word_ids=word_ids, **common)
+    return StepScorer(
+        fields=config,
+        lists=lists,
+        texts=texts,
+        word_ids=word_ids,
+        **common,
+    )
 
 
 def _find_class(folder: Path, config: Mapping[str, Any], *, is_of_steps: bool) -> str:

@@ -144,7 +144,11 @@ class Backend(Protocol):
 
 
 def build_empty_model(
-    pretrained: Pretrained, *, adapters: LoRASection | None, param_dtype: str, init_device: str
+    pretrained: Pretrained,
+    *,
+    adapters: LoRASection | None,
+    param_dtype: str,
+    init_device: str,
 ) -> SegmentTransformer:
     """Build the start model without its weights, with the adapters that the flags ask for."""
     this_process.begin("loading the start model")

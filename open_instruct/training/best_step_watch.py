@@ -31,7 +31,11 @@ def find_idle_watch(metric: str, cadence: Cadence, *, flag: str) -> str | None:
 
 
 def better_step(
-    best: BestStep | None, step: int, row: Mapping[str, Any], *, metric: str
+    best: BestStep | None,
+    step: int,
+    row: Mapping[str, Any],
+    *,
+    metric: str,
 ) -> BestStep | None:
     """The better of `step` and the `best` before it, by the value of `metric` in the step's `row`.
 

@@ -192,7 +192,11 @@ class ValueLoss(BoundLoss):
             metrics[EXPLAINED] = Metric(value=values.explained_variance, reduction="max")
         if counts["rl_rows"] > 0:
             metrics |= mean_metrics(
-                {"value": values_M.detach(), "return": returns_M, "clip_fraction": is_clipped_M}
+                {
+                    "value": values_M.detach(),
+                    "return": returns_M,
+                    "clip_fraction": is_clipped_M,
+                }
             )
         return LossOutputs(loss=loss, metrics=metrics)
 

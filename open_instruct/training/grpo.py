@@ -21,7 +21,11 @@ from open_instruct.training.open_companion import open_companion_model
 
 
 def open_companions(
-    config: GRPOConfig, pretrained: Pretrained, reference: Pretrained, *, run: Run
+    config: GRPOConfig,
+    pretrained: Pretrained,
+    reference: Pretrained,
+    *,
+    run: Run,
 ) -> CompanionModels:
     """The models beside a policy of GRPO, as the flags ask for them.
 

@@ -119,7 +119,12 @@ def build_learner_state(
     if comparison is not None:
         assert rows is not None, "a teacher is compared on rows"
         comparison, rows = build_comparison(
-            comparison, rows, student=pretrained, backend=backend, run=run, config=config
+            comparison,
+            rows,
+            student=pretrained,
+            backend=backend,
+            run=run,
+            config=config,
         )
     reference = build_companion_reference(companions, backend, run=run, config=config)
     teacher: Transformer | None = None
@@ -149,7 +154,11 @@ def build_learner_state(
 
 
 def build_critic(
-    companions: CompanionModels, *, run: Run, config: LearnerConfig, num_steps: int
+    companions: CompanionModels,
+    *,
+    run: Run,
+    config: LearnerConfig,
+    num_steps: int,
 ) -> Critic | None:
     """The critic of a run that has one."""
     if companions.critic is None:
@@ -165,7 +174,11 @@ def build_critic(
 
 
 def build_companion_reference(
-    companions: CompanionModels, backend: Backend, *, run: Run, config: LearnerConfig
+    companions: CompanionModels,
+    backend: Backend,
+    *,
+    run: Run,
+    config: LearnerConfig,
 ) -> Reference | None:
     """The reference of a penalty in every step. Collective.
 

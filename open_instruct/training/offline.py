@@ -143,7 +143,11 @@ def check_metric(keep_best: str | None, evaluation: Evaluation) -> None:
 
 
 def watch_best_step(
-    keep_best: str | None, run: Run, cadence: Cadence, *, until: int
+    keep_best: str | None,
+    run: Run,
+    cadence: Cadence,
+    *,
+    until: int,
 ) -> BestStepWatch | None:
     """What follows the best step under `--keep_best`; None without it. Collective."""
     if keep_best is None:
@@ -155,7 +159,10 @@ def watch_best_step(
 
 
 def load_best(
-    loop: Loop, watch: BestStepWatch, heldout: Heldout | None, run: Run
+    loop: Loop,
+    watch: BestStepWatch,
+    heldout: Heldout | None,
+    run: Run,
 ) -> Mapping[str, Any]:
     """Load the best step; returns what its held-out scores add to its config.json. Collective."""
     best = watch.best

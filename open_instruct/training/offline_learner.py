@@ -43,7 +43,10 @@ class OfflineLearner:
 
 
 def build_offline_learner(
-    config: TrainingConfig, objective: Objective, pretrained: Pretrained, run: Run
+    config: TrainingConfig,
+    objective: Objective,
+    pretrained: Pretrained,
+    run: Run,
 ) -> OfflineLearner:
     """Read the rows, build the models, and score the rows under the frozen start model. Collective.
 
@@ -72,7 +75,12 @@ def build_offline_learner(
     )
     assert state.rows is not None
     rows = state.rows
-    scorer = Scorer(policy=state.policy, shape=rows.shape, run=run, config=config)
+    scorer = Scorer(
+        policy=state.policy,
+        shape=rows.shape,
+        run=run,
+        config=config,
+    )
     frozen = FrozenScores()
     if objective.needs_reference(config):
         moves = bool(companions.reference_moves)
@@ -93,7 +101,10 @@ def build_offline_learner(
 
 
 def open_companions(
-    config: TrainingConfig, objective: Objective, pretrained: Pretrained, run: Run
+    config: TrainingConfig,
+    objective: Objective,
+    pretrained: Pretrained,
+    run: Run,
 ) -> CompanionModels:
     """The models beside the policy of an offline run, as its objective asks for them.
 
@@ -118,7 +129,11 @@ def bind_loss(objective: Objective, config: TrainingConfig, pretrained: Pretrain
 
 
 def plan_cadence(
-    optim: OptimSection, run: RunSection, *, eval_steps: int | None, num_steps_per_epoch: int
+    optim: OptimSection,
+    run: RunSection,
+    *,
+    eval_steps: int | None,
+    num_steps_per_epoch: int,
 ) -> Cadence:
     """When a run saves and evaluates; rows come again where it has more steps than epochs do."""
     return Cadence(

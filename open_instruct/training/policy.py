@@ -304,7 +304,11 @@ class Policy:
             taken = self.backend.step(loss=self._loss, grad_norm=self._grad_norm)
         if GRAD_NORM in taken:
             self._check_gradient(float(taken[GRAD_NORM]))
-        return {**metrics, **taken, **self._clock.read()}
+        return {
+            **metrics,
+            **taken,
+            **self._clock.read(),
+        }
 
     def seconds_per_token(self) -> float | None:
         """Seconds of this rank's own computation for a token since the last call.

@@ -98,7 +98,11 @@ class Scorer:
 
 
 def score_reference(
-    scorer: Scorer, dataset: TokenDataset, *, cache: RowCache, title: str
+    scorer: Scorer,
+    dataset: TokenDataset,
+    *,
+    cache: RowCache,
+    title: str,
 ) -> np.ndarray:
     """Reference log-probs of all rows, float32 (N, D): those that the cache lacks are computed.
 
@@ -118,7 +122,11 @@ def score_reference(
 
 
 def open_reference_cache(
-    folder: Path, pretrained: Pretrained, *, precision: str, shape: BatchShape
+    folder: Path,
+    pretrained: Pretrained,
+    *,
+    precision: str,
+    shape: BatchShape,
 ) -> RowCache:
     """The cache of these weights in this precision and layout, read by every rank."""
     row_layout = "padded"

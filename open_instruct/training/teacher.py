@@ -88,7 +88,12 @@ class TeacherComparison:
 
     @classmethod
     def open(
-        cls, teacher: Teacher, student: Pretrained, *, config: TrainingConfig, layout: ShardLayout
+        cls,
+        teacher: Teacher,
+        student: Pretrained,
+        *,
+        config: TrainingConfig,
+        layout: ShardLayout,
     ) -> Self:
         """Open the teacher's checkpoint with `open_companion_model`; `model` comes later.
 
@@ -180,7 +185,11 @@ def build_comparison(
 
 
 def open_teacher_cache(
-    opened: TeacherComparison, rows: TrainingRows, *, cache_dir: str | None, precision: str
+    opened: TeacherComparison,
+    rows: TrainingRows,
+    *,
+    cache_dir: str | None,
+    precision: str,
 ) -> RowCache:
     """The file of the numbers that are kept of the teacher's distributions. Collective."""
     return open_row_cache(

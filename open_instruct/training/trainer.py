@@ -50,7 +50,11 @@ def build_trainer(
         async_bookkeeping=False,  # all ranks must stop after the same step when a signal comes
         no_checkpoints=True,  # the loop writes them
         device=str(learner.device),
-        callbacks={**callbacks, **histories, "console_logger": console},
+        callbacks={
+            **callbacks,
+            **histories,
+            "console_logger": console,
+        },
     )
     adapter = LoaderStateAdapter(place, work_dir=folder, dp_process_group=learner.dp_process_group)
     trainer = config.build(learner.backend.train_module, adapter)
@@ -60,7 +64,10 @@ def build_trainer(
 
 
 def build_checkpointer(
-    folder: Path, start_model: str, learner: Policy, critic: Policy | None
+    folder: Path,
+    start_model: str,
+    learner: Policy,
+    critic: Policy | None,
 ) -> SafeCheckpointer:
     """What writes the checkpoints of a policy, and of what stands beside it."""
     parts = list_checkpoint_parts(learner, critic)

@@ -204,7 +204,10 @@ class PartReceiver(Incoming):
 
 
 def split_messages(
-    bucket: Bucket, rank: int, memory_N: torch.Tensor, device: torch.device
+    bucket: Bucket,
+    rank: int,
+    memory_N: torch.Tensor,
+    device: torch.device,
 ) -> Iterator[tuple[Bucket, torch.Tensor]]:
     """Yield the messages of a rank's parts of a bucket, each with its place in `memory_N`.
 
@@ -243,7 +246,12 @@ def find_flat_bytes(
 
 
 def broadcast_group(
-    info: Info, progress: SyncProgress, *, sender: str, rank: int, device: torch.device
+    info: Info,
+    progress: SyncProgress,
+    *,
+    sender: str,
+    rank: int,
+    device: torch.device,
 ) -> Any:
     """Connect a process group of `sender`, its rank 0, and all receivers of a channel.
 
@@ -274,7 +282,13 @@ def broadcast_group(
     return group
 
 
-def _make_group(info: Info, store: TCPStore, *, sender: str, rank: int) -> Any:
+def _make_group(
+    info: Info,
+    store: TCPStore,
+    *,
+    sender: str,
+    rank: int,
+) -> Any:
     prefixed = PrefixStore(f"{info['backend']}/{sender}/", store)
     size = info["num_receivers"] + 1
     if info["backend"] == "gloo":

@@ -34,7 +34,11 @@ BLOCK_VALUES = 2**19
 BLOCK_VALUES_ON_DEVICE = 2**22  # larger, as the host waits for the device in every block
 ALIGNMENT = 8  # bytes; every tensor in a message begins at a multiple
 NOTHING = torch.empty(0, dtype=torch.int32)
-BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+BITS = {
+    1: torch.uint8,
+    2: torch.int16,
+    4: torch.int32,
+}
 
 Message = list[torch.Tensor]
 """Pieces of bytes, to be read one behind the other."""
@@ -232,7 +236,10 @@ def expand_runs(entries: torch.Tensor) -> torch.Tensor:
 
 
 def read_values(
-    message: torch.Tensor, start: int, count: int, dtype: torch.dtype
+    message: torch.Tensor,
+    start: int,
+    count: int,
+    dtype: torch.dtype,
 ) -> tuple[torch.Tensor, int]:
     """Read `count` values from byte `start` of a message; also returns where the next begin."""
     stop = start + count * dtype.itemsize
@@ -266,7 +273,12 @@ def build_change_bucket(whole: WeightManifest, index: int, sizes: Mapping[int, i
         )
         messages[rank] = {name: message}
         start += most_bytes
-    return Bucket(dtype=torch.uint8, shapes={name: (start,)}, parts=messages, num_bytes=start)
+    return Bucket(
+        dtype=torch.uint8,
+        shapes={name: (start,)},
+        parts=messages,
+        num_bytes=start,
+    )
 
 
 def view_bits(values: torch.Tensor) -> torch.Tensor:

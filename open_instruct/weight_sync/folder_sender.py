@@ -38,7 +38,11 @@ class FolderSender(WeightSender):
     """
 
     def __init__(
-        self, *arguments: Any, folder: Path, anchor_every: int = 16, **others: Any
+        self,
+        *arguments: Any,
+        folder: Path,
+        anchor_every: int = 16,
+        **others: Any,
     ) -> None:
         super().__init__(*arguments, **others)
         self._folder = folder

@@ -198,7 +198,12 @@ class WeightManifest(Manifest):
                 box, local_box = _cut_box(self.boxes[name][rank], piece, num_pieces)
                 num_bytes = math.prod(box_shape(box)) * self.dtype.itemsize
                 if num_bytes:
-                    part = Part(box=box, local_box=local_box, start=start, num_bytes=num_bytes)
+                    part = Part(
+                        box=box,
+                        local_box=local_box,
+                        start=start,
+                        num_bytes=num_bytes,
+                    )
                     parts.setdefault(rank, {})[name] = part
                     start += num_bytes
         shapes = {name: self.shapes[name] for name in names}

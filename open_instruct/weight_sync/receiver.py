@@ -191,7 +191,11 @@ WeightSource = IncomingWeights | FolderWeights
 
 
 def open_incoming(
-    info: Mapping[str, Any], *, index: int, device: torch.device, previous: WeightSource | None
+    info: Mapping[str, Any],
+    *,
+    index: int,
+    device: torch.device,
+    previous: WeightSource | None,
 ) -> WeightSource:
     """Open a receiver's end of what the learners offer, and close the `previous` one.
 
@@ -235,7 +239,12 @@ class WeightReceiver:
         # The thread gets values, not the worker: if it finds out late that its channel broke, it
         # must not touch the channel that came after.
         arguments = (version, self.incoming_weights, self.staging, self.device)
-        threading.Thread(target=_stage, args=arguments, name="weights", daemon=True).start()
+        threading.Thread(
+            target=_stage,
+            args=arguments,
+            name="weights",
+            daemon=True,
+        ).start()
 
     def has_staged(self: Any) -> bool:
         """Whether everything has arrived; raises the error if receiving failed."""
@@ -360,7 +369,10 @@ class AdapterReceiver(WeightReceiver):
 
 
 def _stage(
-    version: int, incoming: WeightSource, staging: Future[None], device: torch.device
+    version: int,
+    incoming: WeightSource,
+    staging: Future[None],
+    device: torch.device,
 ) -> None:
     """Stage a version and set the outcome of `staging`; runs on a thread of its own."""
     if device.type == "cuda":

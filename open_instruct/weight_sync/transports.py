@@ -30,7 +30,13 @@ FOLDER = "files"
 """The value of `--weight_sync_backend` for the transport without a channel (`folder.py`)."""
 
 
-def choose_transport(flag: str, *, on_cuda: bool, single_device: bool, same_host: bool) -> str:
+def choose_transport(
+    flag: str,
+    *,
+    on_cuda: bool,
+    single_device: bool,
+    same_host: bool,
+) -> str:
     """The transport that `--weight_sync_backend` stands for.
 
     Args:

@@ -27,7 +27,11 @@ from open_instruct.training.offline import take_first_loss as take_offline_loss
 
 
 def take_first_loss(
-    config: RunConfig, objective: Objective, *, rows: TokenDataset, chat: ChatFormat
+    config: RunConfig,
+    objective: Objective,
+    *,
+    rows: TokenDataset,
+    chat: ChatFormat,
 ) -> str:
     """Load the model, and take the loss of a first microbatch; returns a sentence.
 
@@ -104,4 +108,9 @@ def make_group(prompt: Prompt, chat: ChatFormat) -> RolloutGroup:
         for text, ids in zip(TRIAL_ANSWERS, answers, strict=True)
     )
     verdicts = (Verdict(reward=1.0, scores={}), Verdict(reward=0.0, scores={}))
-    return RolloutGroup(ticket=0, prompt=prompt, completions=completions, verdicts=verdicts)
+    return RolloutGroup(
+        ticket=0,
+        prompt=prompt,
+        completions=completions,
+        verdicts=verdicts,
+    )

@@ -125,7 +125,12 @@ def judge_once(pool: VerifierPool, prompt: Prompt, check: Check) -> str:
 
 def make_completion(text: str) -> Completion:
     return Completion(
-        text=text, token_ids=(0,), logprobs=(0.0,), versions=(0,), finish_reason="stop", seed=0
+        text=text,
+        token_ids=(0,),
+        logprobs=(0.0,),
+        versions=(0,),
+        finish_reason="stop",
+        seed=0,
     )
 
 

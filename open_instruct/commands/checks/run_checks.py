@@ -57,7 +57,11 @@ MOST_ROWS = 1000  # of each data set, that are tokenised
 
 
 def check_parts(
-    config: RunConfig, objective: Objective, report: Report, *, with_model: bool
+    config: RunConfig,
+    objective: Objective,
+    report: Report,
+    *,
+    with_model: bool,
 ) -> None:
     """Check everything that the flags name; weights are read `with_model` alone."""
     run = RunChecks(config=config, objective=objective)
@@ -211,7 +215,12 @@ class RunChecks:
         from open_instruct.commands.checks.rewards import RewardChecks
 
         prompts = Prompts(self.dataset)
-        return RewardChecks(config=config, prompts=prompts, chat=self.chat, **self.known)
+        return RewardChecks(
+            config=config,
+            prompts=prompts,
+            chat=self.chat,
+            **self.known,
+        )
 
     def check_rows(self, *, is_held_out: bool = False) -> str:
         share = self.config.data.eval_split

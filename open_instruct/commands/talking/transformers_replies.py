@@ -107,7 +107,12 @@ def _generation_options(sampling: Sampling, tokenizer: PreTrainedTokenizerFast) 
         "pad_token_id": pad if pad is not None else sampling.end_token_ids[0],
     }
     if sampling.temperature == 0:
-        return options | {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
+        return options | {
+            "do_sample": False,
+            "temperature": None,
+            "top_p": None,
+            "top_k": None,
+        }
     if sampling.temperature is not None:
         options |= {"do_sample": True, "temperature": sampling.temperature}
     if sampling.top_p is not None:

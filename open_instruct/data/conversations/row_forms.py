@@ -130,7 +130,10 @@ def _list_user_texts(turns: list[Any]) -> list[str]:
 
 
 def _join_prompt_and_reply(
-    row: Mapping[str, Any], key: str, reply: Any, problem_prefix: str = ""
+    row: Mapping[str, Any],
+    key: str,
+    reply: Any,
+    problem_prefix: str = "",
 ) -> list[Any]:
     """The row's prompt and a reply as turns.
 

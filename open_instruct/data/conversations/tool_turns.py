@@ -205,7 +205,13 @@ class ToolForm:
                 if key == "tools":
                     tools += value or []
                 elif key == "functions" and name == "tools" and turn["role"] != "system":
-                    turns.append({"role": "system", "content": "", key: value})
+                    turns.append(
+                        {
+                            "role": "system",
+                            "content": "",
+                            key: value,
+                        }
+                    )
                 elif key in self.reads and value is not None:
                     turn[key] = value
             turns.append(turn)

@@ -123,7 +123,12 @@ def _find_suffix(path: Path) -> str:
     return next((suffix for suffix in SUFFIXES if name.endswith(suffix)), path.suffix)
 
 
-def _open_folder(path: Path, name: str, split: str, flag: str) -> RowSource:
+def _open_folder(
+    path: Path,
+    name: str,
+    split: str,
+    flag: str,
+) -> RowSource:
     """The files of a folder, one after the other in the order of their names.
 
     Files that have a split in their name are of that split, all others of 'train'.
@@ -154,7 +159,12 @@ def _open_folder(path: Path, name: str, split: str, flag: str) -> RowSource:
     fingerprints = " ".join(source.fingerprint for source in sources)
     fingerprint = hashlib.sha256(fingerprints.encode()).hexdigest()
     shown = name if split == "train" else f"{name}[{split}]"
-    return RowSource(name=shown, fingerprint=fingerprint, num_rows=starts[-1], rows=rows)
+    return RowSource(
+        name=shown,
+        fingerprint=fingerprint,
+        num_rows=starts[-1],
+        rows=rows,
+    )
 
 
 def _find_split(file: Path) -> str:
@@ -165,7 +175,12 @@ def _find_split(file: Path) -> str:
     return "train"
 
 
-def _missing_split_error(name: str, split: str, splits: Iterable[str], flag: str) -> InputError:
+def _missing_split_error(
+    name: str,
+    split: str,
+    splits: Iterable[str],
+    flag: str,
+) -> InputError:
     return InputError(
         f"{flag}_splits: {name} has no split {split!r}; it has {', '.join(sorted(set(splits)))}.",
         kind="bad_value",
@@ -212,5 +227,8 @@ def _open_dataset(name: str, split: str, flag: str) -> RowSource:
             yield RawRow(file=shown, line=index + 1, value=convert(value))
 
     return RowSource(
-        name=shown, fingerprint=str(dataset._fingerprint), num_rows=len(dataset), rows=rows
+        name=shown,
+        fingerprint=str(dataset._fingerprint),
+        num_rows=len(dataset),
+        rows=rows,
     )

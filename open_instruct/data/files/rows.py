@@ -96,7 +96,12 @@ ParseItem = Callable[[Any], dict[str, Any]]
 
 
 def open_file_rows(
-    path: Path, name: str, *, read: ReadItems, parse: ParseItem, num_rows: int | None = None
+    path: Path,
+    name: str,
+    *,
+    read: ReadItems,
+    parse: ParseItem,
+    num_rows: int | None = None,
 ) -> RowSource:
     """The rows of one file, read from its start each time, so that memory holds one of them.
 
@@ -114,10 +119,21 @@ def open_file_rows(
         fingerprint = hashlib.file_digest(file, "sha256").hexdigest()
     if num_rows is None:
         num_rows = sum(1 for _ in read())
-    return RowSource(name=name, fingerprint=fingerprint, num_rows=num_rows, rows=read_rows)
+    return RowSource(
+        name=name,
+        fingerprint=fingerprint,
+        num_rows=num_rows,
+        rows=read_rows,
+    )
 
 
-def _parse_row(item: Any, parse: ParseItem, *, file: str, line: int) -> RawRow:
+def _parse_row(
+    item: Any,
+    parse: ParseItem,
+    *,
+    file: str,
+    line: int,
+) -> RawRow:
     try:
         return RawRow(file=file, line=line, value=parse(item))
     except MalformedRow as error:

@@ -135,7 +135,12 @@ def _try_on_plain_conversations(
     for messages, asks in ((QUESTION, True), (QUESTION, False), (ANSWERED, False)):
         variables = build_variables(None, add_generation_prompt=asks)
         renderings.append(
-            {**values, **tokenizer.special_tokens_map, **variables, "messages": messages}
+            {
+                **values,
+                **tokenizer.special_tokens_map,
+                **variables,
+                "messages": messages,
+            }
         )
         forms.add(find_form(messages, None, add_generation_prompt=asks))
     refuse_endless(template.text, renderings, template=template.name, remedy=suggest_template())

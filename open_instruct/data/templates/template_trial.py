@@ -29,7 +29,11 @@ RENDERER = (sys.executable, "-P", str(Path(template_renderer.__file__)))
 
 
 def refuse_endless(
-    text: str, renderings: Sequence[Mapping[str, Any]], *, template: str, remedy: str
+    text: str,
+    renderings: Sequence[Mapping[str, Any]],
+    *,
+    template: str,
+    remedy: str,
 ) -> None:
     """Compile a template, and render it, in a process of its own.
 
@@ -42,7 +46,11 @@ def refuse_endless(
     Raises:
         InputError: that takes more than `TIMEOUT_S` of CPU time, or ends the process.
     """
-    request = {"text": text, "renderings": renderings, "timeout_s": TIMEOUT_S}
+    request = {
+        "text": text,
+        "renderings": renderings,
+        "timeout_s": TIMEOUT_S,
+    }
     end_signal = _run_renderer(json.dumps(request, default=str))
     if end_signal is None:
         return

@@ -79,7 +79,12 @@ def read_settings(words: list[str]) -> Settings:
     unreadable = {name: how for name, how in unreadable.items() if name not in values}
     if trainer == "reward_modeling":  # the name of an older script
         trainer = "reward"
-    return Settings(trainer=trainer, values=values, unreadable=unreadable, num_gpus=num_gpus)
+    return Settings(
+        trainer=trainer,
+        values=values,
+        unreadable=unreadable,
+        num_gpus=num_gpus,
+    )
 
 
 def _split(words: Sequence[str]) -> tuple[list[str], list[str]]:

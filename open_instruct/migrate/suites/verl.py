@@ -18,7 +18,12 @@ from open_instruct.migrate.suites.settings import (
 from open_instruct.migrate.suites.shell_script import expand_script
 
 PROGRAM = re.compile(r"(?:.*[./])?(main_ppo|main_dapo|fsdp_sft_trainer|sft_trainer)(?:\.py)?")
-TRAINERS = {"main_ppo": "ppo", "main_dapo": "ppo", "fsdp_sft_trainer": "sft", "sft_trainer": "sft"}
+TRAINERS = {
+    "main_ppo": "ppo",
+    "main_dapo": "ppo",
+    "fsdp_sft_trainer": "sft",
+    "sft_trainer": "sft",
+}
 OVERRIDE = re.compile(r"(?:\+\+|\+|~)?([A-Za-z_][\w.@/]*)=(.*)", re.DOTALL)
 REFERENCE = re.compile(r"\$\{([a-z_]+\.[\w.]+)\}")
 # Settings that only a run of reinforcement learning has.

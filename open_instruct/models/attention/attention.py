@@ -60,7 +60,11 @@ class SegmentAttention(TorchAttentionBackend):
         )
 
     def forward(
-        self, qkv: Any, cu_doc_lens: Any = None, *_: object, **unused: object
+        self,
+        qkv: Any,
+        cu_doc_lens: Any = None,
+        *_: object,
+        **unused: object,
     ) -> torch.Tensor:
         """Attend.
 
@@ -116,7 +120,11 @@ def attend(qkv: QKV, *, left: int = -1, scale: float | None = None) -> torch.Ten
 
 @torch.compiler.disable
 def attend_by_segment(
-    qkv: QKV, segments: Segments, *, left: int = -1, scale: float | None = None
+    qkv: QKV,
+    segments: Segments,
+    *,
+    left: int = -1,
+    scale: float | None = None,
 ) -> torch.Tensor:
     """Attention of one segment after another; shape (T, H, D).
 
@@ -150,7 +158,11 @@ def attend_by_segment(
 
 
 def attend_over_segments(
-    qkv_T: QKV, segments: Segments, *, left: int = -1, scale: float | None = None
+    qkv_T: QKV,
+    segments: Segments,
+    *,
+    left: int = -1,
+    scale: float | None = None,
 ) -> torch.Tensor:
     """Every token attends to its segment's prefix and the tokens before it; shape (T, H, D).
 

@@ -16,7 +16,12 @@ class GatedAttentionConfig(AttentionConfig):
     """OLMo-core's config of attention with a norm for each head, for a `GatedAttention`."""
 
     def build(
-        self, d_model: int, *, init_device: str = "cpu", cache: Any = None, **_: object
+        self,
+        d_model: int,
+        *,
+        init_device: str = "cpu",
+        cache: Any = None,
+        **_: object,
     ) -> GatedAttention:
         return GatedAttention(
             d_model=d_model,
@@ -41,9 +46,19 @@ class GatedAttention(Attention):
     """
 
     def __init__(
-        self, *, d_model: int, dtype: torch.dtype, init_device: str, **options: Any
+        self,
+        *,
+        d_model: int,
+        dtype: torch.dtype,
+        init_device: str,
+        **options: Any,
     ) -> None:
-        super().__init__(d_model=d_model, dtype=dtype, init_device=init_device, **options)
+        super().__init__(
+            d_model=d_model,
+            dtype=dtype,
+            init_device=init_device,
+            **options,
+        )
         num_rows = 2 * self.n_heads * self.head_dim
         self.w_q = nn.Linear(d_model, num_rows, bias=False, dtype=dtype, device=init_device)
 
@@ -79,5 +94,9 @@ class NormFromZeroConfig(LayerNormConfig):
     ) -> NormFromZero:
         assert self.eps is not None and self.dtype is not None and weight_shape is None
         return NormFromZero(
-            size=size, eps=self.eps, bias=False, dtype=self.dtype.as_pt(), init_device=init_device
+            size=size,
+            eps=self.eps,
+            bias=False,
+            dtype=self.dtype.as_pt(),
+            init_device=init_device,
         )

@@ -59,7 +59,12 @@ class DeltaRuleMixer(SequenceMixer):
         linear = partial(nn.Linear, bias=False, device=init_device)
         self.A_log = nn.Parameter(torch.empty(heads, device=init_device))
         self.dt_bias = nn.Parameter(torch.empty(heads, device=init_device))
-        num_rows = {**self.shape.parts, "a": heads, "b": heads, "g": values}
+        num_rows = {
+            **self.shape.parts,
+            "a": heads,
+            "b": heads,
+            "g": values,
+        }
         for name, rows in num_rows.items():
             self.add_module(f"w_{name}", linear(d_model, rows))
         # The matrices whose rows are those of heads, the gate's last.

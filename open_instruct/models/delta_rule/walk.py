@@ -45,7 +45,10 @@ class Walk(NamedTuple):
 # Kept for all layers of a model, and for what is recomputed in a backward pass.
 @lru_cache(maxsize=4)
 def plan_walk(
-    lengths: tuple[int, ...], prefix_lengths: tuple[int, ...], num_before: int, device: torch.device
+    lengths: tuple[int, ...],
+    prefix_lengths: tuple[int, ...],
+    num_before: int,
+    device: torch.device,
 ) -> Walk:
     """The walk of a row, for a convolution that sees `num_before` tokens before its own."""
     before = _find_predecessors(lengths, prefix_lengths)

@@ -177,7 +177,14 @@ class Experts(nn.Module):
     shape (E, D, H).
     """
 
-    def __init__(self, num_experts: int, d_model: int, width: int, *, device: str) -> None:
+    def __init__(
+        self,
+        num_experts: int,
+        d_model: int,
+        width: int,
+        *,
+        device: str,
+    ) -> None:
         super().__init__()
         self.group: ExpertGroup | None = None  # of ranks that split them
         self.w1 = nn.Parameter(torch.empty(num_experts, width, d_model, device=device))

@@ -256,7 +256,10 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
                     raise InputError(f"{path}: {problem}", kind="bad_model")
                 shape = tuple(tensor.get_shape())
                 tensors[name] = StoredTensor(
-                    path=path, dtype=DTYPES[dtype], shape=shape, stored=name
+                    path=path,
+                    dtype=DTYPES[dtype],
+                    shape=shape,
+                    stored=name,
                 )
     except OSError as error:
         raise InputError(
@@ -288,7 +291,11 @@ def make_header(
     begin = 0
     for name, dtype, shape in tensors:
         end = begin + math.prod(shape) * dtype.itemsize
-        entries[name] = {"dtype": DTYPE_NAMES[dtype], "shape": shape, "data_offsets": (begin, end)}
+        entries[name] = {
+            "dtype": DTYPE_NAMES[dtype],
+            "shape": shape,
+            "data_offsets": (begin, end),
+        }
         begin = end
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # the format wants the data aligned to 8 bytes

@@ -19,7 +19,12 @@ FIELDS: dict[str, Any] = yaml.safe_load(
 SIZES: dict[str, int] = FIELDS["sizes"]
 
 
-def check_size(name: str, value: Any, where: str, largest: int = MAX_SIZE) -> int:
+def check_size(
+    name: str,
+    value: Any,
+    where: str,
+    largest: int = MAX_SIZE,
+) -> int:
     """`value`; raises InputError unless it is a whole number from 1 to `largest`."""
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= largest:
         raise InputError(
@@ -30,7 +35,13 @@ def check_size(name: str, value: Any, where: str, largest: int = MAX_SIZE) -> in
     return value
 
 
-def check_number(name: str, value: Any, where: str = "config.json", *, above: float = 0) -> Any:
+def check_number(
+    name: str,
+    value: Any,
+    where: str = "config.json",
+    *,
+    above: float = 0,
+) -> Any:
     """`value`; raises InputError unless RoPE, or a norm, can be computed with it."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not is_number or not above < value <= MAX_NUMBER:
@@ -51,7 +62,12 @@ def check_multiple(where: str, **sizes: int) -> None:
         )
 
 
-def read_size(fields: Mapping[str, Any], where: str, name: str, default: Any = None) -> int:
+def read_size(
+    fields: Mapping[str, Any],
+    where: str,
+    name: str,
+    default: Any = None,
+) -> int:
     """The size `name` that the fields of a config.json give; raises InputError if it is none."""
     value = fields.get(name)
     if value is None:

@@ -38,7 +38,11 @@ _DENSE = {
     "feed_forward.w2.weight": "mlp.down_proj.weight",
     "feed_forward.w3.weight": "mlp.up_proj.weight",
 }
-_EXPERTS = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+_EXPERTS = {
+    "w1": "gate_proj",
+    "w2": "down_proj",
+    "w3": "up_proj",
+}
 # As transformers 5 has experts in memory: all of a layer in one tensor, gates above what they
 # multiply.
 _PACKED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}

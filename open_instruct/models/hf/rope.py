@@ -63,7 +63,11 @@ def read_rope(fields: Mapping[str, Any], family: Family, where: str) -> dict[str
 
 
 def _merge_top_fields(
-    own: Any, scaling: Mapping[str, Any] | None, theta: Any, name: str, where: str
+    own: Any,
+    scaling: Mapping[str, Any] | None,
+    theta: Any,
+    name: str,
+    where: str,
 ) -> dict[str, Any]:
     """The parameters of one type of layers, with those at the top of the file.
 

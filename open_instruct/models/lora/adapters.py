@@ -164,7 +164,11 @@ def disable_adapters(model: nn.Module) -> Iterator[None]:
 
 @torch.no_grad()
 def fill_adapter(
-    model: nn.Module, lora: LoRASection, *, seed: int, start: Mapping[str, torch.Tensor] | None
+    model: nn.Module,
+    lora: LoRASection,
+    *,
+    seed: int,
+    start: Mapping[str, torch.Tensor] | None,
 ) -> None:
     """Load this rank's parts from `start`; or, where that is None, draw A and set B to zero.
 
@@ -187,7 +191,12 @@ def fill_adapter(
             shard.local.zero_()
 
 
-def _draw_first_half(layer: AdaptedLinear, name: str, lora: LoRASection, seed: int) -> torch.Tensor:
+def _draw_first_half(
+    layer: AdaptedLinear,
+    name: str,
+    lora: LoRASection,
+    seed: int,
+) -> torch.Tensor:
     """Draw A by one of peft's two ways.
 
     It is uniform within 1 / sqrt(I), or normal with standard deviation 1 / R.

@@ -61,7 +61,10 @@ def read_head(folder: Path) -> Head:
 
 
 def open_adapter(
-    folder: Path, model: Transformer, names: TensorNames, lora: LoRASection
+    folder: Path,
+    model: Transformer,
+    names: TensorNames,
+    lora: LoRASection,
 ) -> dict[str, torch.Tensor]:
     """Open views of the file's matrices, by OLMo-core's names; a copy of one reads it.
 

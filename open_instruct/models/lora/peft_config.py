@@ -128,6 +128,11 @@ def _check_kind(fields: Mapping[str, Any], path: Path) -> None:
             )
 
 
-def _refusal(path: Path, field: str, value: Any, remedy: str) -> InputError:
+def _refusal(
+    path: Path,
+    field: str,
+    value: Any,
+    remedy: str,
+) -> InputError:
     problem = f"{field} = {shorten_value(value)} is not supported"
     return InputError(f"{path}: {problem}; {remedy}", kind="bad_model")

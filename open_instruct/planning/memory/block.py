@@ -132,7 +132,11 @@ class Block(Piece):
             return self.norm(x, self.num_tokens * num_parts, width // num_parts)
 
     def _rotate(
-        self, query: Tensor, key: Tensor, q_width: int, kv_width: int
+        self,
+        query: Tensor,
+        key: Tensor,
+        q_width: int,
+        kv_width: int,
     ) -> tuple[Tensor, Tensor]:
         """RoPE; cosine and sine of every token are kept, once for both."""
         num_tokens = self.num_tokens
@@ -167,7 +171,13 @@ class Block(Piece):
         self.tape.hold(turned_query, turned_key)
         return query, key
 
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor, q_width: int) -> Tensor:
+    def _attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        q_width: int,
+    ) -> Tensor:
         """Queries, keys, values, output and a float32 a head and token are kept.
 
         One kernel makes all gradients; in float32 on CUDA each document is a call of its own.
@@ -205,7 +215,11 @@ class Block(Piece):
         )
 
     def _attend_by_document(
-        self, query: Tensor, key: Tensor, value: Tensor, statistics_bytes: int
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        statistics_bytes: int,
     ) -> Tensor:
         """Attention in float32 on CUDA, whose calls read views and write into one output."""
         run = self.tape.run

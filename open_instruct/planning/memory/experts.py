@@ -7,7 +7,13 @@ from open_instruct.planning.memory.autograd_sizes import Tensor
 from open_instruct.planning.memory.piece import FLOAT32, Piece, full_gradient
 
 
-def record_experts(block: Piece, x: Tensor, *, num_experts: int, width: int) -> Tensor:
+def record_experts(
+    block: Piece,
+    x: Tensor,
+    *,
+    num_experts: int,
+    width: int,
+) -> Tensor:
     """Record the router, the experts, and the sum of what a token's experts put out.
 
     Args:
@@ -62,7 +68,12 @@ def record_experts(block: Piece, x: Tensor, *, num_experts: int, width: int) -> 
     return run(output_bytes, *factors, saved=factors, gradients=gradients)
 
 
-def _route(block: Piece, x: Tensor, num_experts: int, num_pairs: int) -> tuple[Tensor, Tensor]:
+def _route(
+    block: Piece,
+    x: Tensor,
+    num_experts: int,
+    num_pairs: int,
+) -> tuple[Tensor, Tensor]:
     """The router's logits, and the weight of each pair of a token and its expert."""
     run = block.tape.run
     num_logits = block.num_tokens * num_experts

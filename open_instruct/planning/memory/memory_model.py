@@ -221,7 +221,11 @@ class MemoryModel:
 
     def _resident_alone(self, gradients: int, *, is_training: bool) -> dict[str, int]:
         """`resident_parts` without a model that is at rest."""
-        parts = {PARAMETERS: self.parameters, GRADIENTS: gradients, OPTIMIZER: 0}
+        parts = {
+            PARAMETERS: self.parameters,
+            GRADIENTS: gradients,
+            OPTIMIZER: 0,
+        }
         if is_training:
             parts[OPTIMIZER] = self.optimizer
             for scoring in self.workload.scorings:

@@ -36,7 +36,11 @@ class Piece:
     """A block or the head: it records its operations on `tape`, from the source on."""
 
     def __init__(
-        self, shape: ModelShape, degrees: PieceSplit, workload: Workload, splits_rows: bool
+        self,
+        shape: ModelShape,
+        degrees: PieceSplit,
+        workload: Workload,
+        splits_rows: bool,
     ) -> None:
         self.shape = shape
         self.degrees = degrees
@@ -82,7 +86,13 @@ class Piece:
         """A tensor of int64 without a gradient."""
         return self.tape.run(num_entries * INDEX_BYTES, gradients=())
 
-    def linear(self, module: str, x: Tensor, num_inputs: int, num_outputs: int) -> Tensor:
+    def linear(
+        self,
+        module: str,
+        x: Tensor,
+        num_inputs: int,
+        num_outputs: int,
+    ) -> Tensor:
         """The output of one of the block's matrices for all tokens, plus its adapter's output."""
         adapters = self.shape.adapters
         output = self.product(x, num_inputs, num_outputs, self.kind)

@@ -42,7 +42,12 @@ CONTEXT_BYTES = 2**29
 
 
 def attention_scratch(
-    *, num_queries: int, num_keys: int, num_documents: int, heads: tuple[int, int], dim: int
+    *,
+    num_queries: int,
+    num_keys: int,
+    num_documents: int,
+    heads: tuple[int, int],
+    dim: int,
 ) -> int:
     """Bytes within flash attention's backward pass over documents, in 16 bits.
 

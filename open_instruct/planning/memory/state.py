@@ -56,7 +56,11 @@ class LocalSize(NamedTuple):
 
 
 def state_bytes(
-    shape: ModelShape, layout: ShardLayout, workload: Workload, *, rank: int = 0
+    shape: ModelShape,
+    layout: ShardLayout,
+    workload: Workload,
+    *,
+    rank: int = 0,
 ) -> tuple[int, int, int]:
     """Bytes of parameters, gradients and optimizer states on `rank`, after a first step.
 
@@ -86,7 +90,10 @@ def state_bytes(
 
 
 def moment_bytes(
-    parameter: ParameterShape, num_values: int, layout: ShardLayout, workload: Workload
+    parameter: ParameterShape,
+    num_values: int,
+    layout: ShardLayout,
+    workload: Workload,
 ) -> tuple[int, ...]:
     """Bytes of each tensor of the optimizer's moments for so many values of a parameter."""
     if uses_muon(parameter, workload):

@@ -50,7 +50,11 @@ def find_objective(config: RunConfig) -> Objective:
 
 
 def build_workload(
-    config: RunConfig, shape: ModelShape, layout: ShardLayout, *, prompt_tokens: int = 0
+    config: RunConfig,
+    shape: ModelShape,
+    layout: ShardLayout,
+    *,
+    prompt_tokens: int = 0,
 ) -> Workload:
     """The workload of a run, from its own flags.
 
@@ -118,13 +122,19 @@ def with_adapters(shape: ModelShape, lora: LoRASection | None) -> ModelShape:
         return replace(shape, adapters=None)
     modules = tuple(MODULES_OF_TARGETS[target] for target in lora.targets)
     adapters = Adapters(
-        rank=lora.lora_r, modules=modules, drops=lora.lora_dropout > 0, in_4_bits=lora.use_qlora
+        rank=lora.lora_r,
+        modules=modules,
+        drops=lora.lora_dropout > 0,
+        in_4_bits=lora.use_qlora,
     )
     return replace(shape, adapters=adapters)
 
 
 def _row_workload(
-    config: TrainingConfig, objective: Objective, shape: ModelShape, prefix_tokens: int
+    config: TrainingConfig,
+    objective: Objective,
+    shape: ModelShape,
+    prefix_tokens: int,
 ) -> Workload:
     rows = objective.choose_rows(config)
     num_documents = rows.documents_per_row
@@ -183,7 +193,10 @@ def _is_start_model(teacher: str, model: ModelSection, adapters: LoRASection | N
 
 
 def _rollout_workload(
-    config: GRPOConfig, shape: ModelShape, layout: ShardLayout, prefix_tokens: int
+    config: GRPOConfig,
+    shape: ModelShape,
+    layout: ShardLayout,
+    prefix_tokens: int,
 ) -> Workload:
     loss = config.loss
     fleet = config.fleet
@@ -239,7 +252,10 @@ def _rollout_workload(
 
 
 def _rollout_scorings(
-    loss: PolicyLossSection, model: ModelSection, adapters: LoRASection | None, shape: ModelShape
+    loss: PolicyLossSection,
+    model: ModelSection,
+    adapters: LoRASection | None,
+    shape: ModelShape,
 ) -> Iterator[Scoring]:
     teacher = loss.teacher_model_name_or_path
     num_updates = loss.num_mini_batches * loss.num_epochs

@@ -67,27 +67,47 @@ _KNOWN = (
     # NVIDIA A100 80GB SXM data sheet: 312 TFLOP/s, NVLink 600 GB/s. DGX A100 data sheet: 8 x 200
     # Gb/s.
     Device(
-        name="a100", memory_gib=79.1, peak_tflops_bf16=312, in_node_gb_s=300, cross_node_gb_s=25
+        name="a100",
+        memory_gib=79.1,
+        peak_tflops_bf16=312,
+        in_node_gb_s=300,
+        cross_node_gb_s=25,
     ),
     # NVIDIA H100 SXM data sheet: 1,979 TFLOP/s sparse, NVLink 900 GB/s. DGX H100 data sheet: 8 x
     # 400 Gb/s.
     Device(
-        name="h100", memory_gib=79.1, peak_tflops_bf16=989, in_node_gb_s=450, cross_node_gb_s=50
+        name="h100",
+        memory_gib=79.1,
+        peak_tflops_bf16=989,
+        in_node_gb_s=450,
+        cross_node_gb_s=50,
     ),
     # NVIDIA H200 SXM data sheet: 1,979 TFLOP/s sparse, NVLink 900 GB/s. DGX H200 data sheet: 8 x
     # 400 Gb/s.
     Device(
-        name="h200", memory_gib=139.8, peak_tflops_bf16=989, in_node_gb_s=450, cross_node_gb_s=50
+        name="h200",
+        memory_gib=139.8,
+        peak_tflops_bf16=989,
+        in_node_gb_s=450,
+        cross_node_gb_s=50,
     ),
     # NVIDIA HGX B200 data sheet: 36 PFLOP/s sparse of 8, NVLink 1.8 TB/s. DGX B200 data sheet: 8 x
     # 400 Gb/s.
     Device(
-        name="b200", memory_gib=178.3, peak_tflops_bf16=2250, in_node_gb_s=900, cross_node_gb_s=50
+        name="b200",
+        memory_gib=178.3,
+        peak_tflops_bf16=2250,
+        in_node_gb_s=900,
+        cross_node_gb_s=50,
     ),
     # AMD Instinct MI300X data sheet: 1,307 TFLOP/s, 192 GB, seven links of 128 GB/s in both
     # directions. MI300X platform: 8 x 400 Gb/s.
     Device(
-        name="mi300x", memory_gib=191.9, peak_tflops_bf16=1307, in_node_gb_s=448, cross_node_gb_s=50
+        name="mi300x",
+        memory_gib=191.9,
+        peak_tflops_bf16=1307,
+        in_node_gb_s=448,
+        cross_node_gb_s=50,
     ),
     # NVIDIA Ada GPU architecture, appendix A: 165.2 TFLOP/s, 24 GB, PCIe 4.0 x16.
     Device(
@@ -125,12 +145,20 @@ _KNOWN = (
     # NVIDIA L40S data sheet: 362 TFLOP/s, 48 GB with ECC, PCIe 4.0 x16. AWS g6e.48xlarge: 400 Gb/s
     # for 8.
     Device(
-        name="l40s", memory_gib=44.3, peak_tflops_bf16=362, in_node_gb_s=32, cross_node_gb_s=6.25
+        name="l40s",
+        memory_gib=44.3,
+        peak_tflops_bf16=362,
+        in_node_gb_s=32,
+        cross_node_gb_s=6.25,
     ),
     # NVIDIA A10G data sheet: 70 TFLOP/s, 24 GB with ECC, PCIe 4.0 x16. AWS g5.48xlarge: 100 Gb/s
     # for 8.
     Device(
-        name="a10g", memory_gib=22.0, peak_tflops_bf16=70, in_node_gb_s=32, cross_node_gb_s=1.5625
+        name="a10g",
+        memory_gib=22.0,
+        peak_tflops_bf16=70,
+        in_node_gb_s=32,
+        cross_node_gb_s=1.5625,
     ),
     # NVIDIA V100 SXM2 data sheet: 15.7 TFLOP/s in float32, 32 GB, NVLink 300 GB/s, and no bfloat16.
     # DGX-1: 4 x 100 Gb/s for 8.

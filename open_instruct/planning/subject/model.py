@@ -144,7 +144,12 @@ class ModelShape:
         return tuple(parameters)
 
     def _parameter(
-        self, name: str, size: tuple[int, ...], axis: int | None, *, layer: int | None = None
+        self,
+        name: str,
+        size: tuple[int, ...],
+        axis: int | None,
+        *,
+        layer: int | None = None,
     ) -> ParameterShape:
         """A parameter by its whole name; it is trained unless adapters are trained instead."""
         is_of_new_head = self.scores > 0 and name in (LM_HEAD, LM_HEAD_BIAS)

@@ -33,7 +33,11 @@ from open_instruct.models.olmo_core.model_config import (
 )
 from open_instruct.planning.subject.model import LayerShape, ModelShape
 
-BYTES_OF_DTYPE = {"float32": 4, "bfloat16": 2, "float16": 2}
+BYTES_OF_DTYPE = {
+    "float32": 4,
+    "bfloat16": 2,
+    "float16": 2,
+}
 
 # Words of a name that say how a model was trained or when, not how large it is.
 _VARIANT = re.compile(

@@ -149,7 +149,11 @@ def _check_model(config: LearnerConfig, objective: Objective) -> None:
 
 
 def _build_training_rows(
-    config: LearnerConfig, builder: RowBuilder, sources: "Sources", *, num_read: int
+    config: LearnerConfig,
+    builder: RowBuilder,
+    sources: "Sources",
+    *,
+    num_read: int,
 ) -> tuple[dict[str, np.ndarray], DataReport]:
     share = config.data.eval_split
     side = None
@@ -236,7 +240,10 @@ def build_rows(
 
 
 def make_row_builder(
-    config: LearnerConfig, objective: Objective, chat: ChatFormat, known: dict[str, Any]
+    config: LearnerConfig,
+    objective: Objective,
+    chat: ChatFormat,
+    known: dict[str, Any],
 ) -> RowBuilder:
     """The run's builder, which counts bad rows also where the run stops, to show good ones."""
     on_bad_row = "trim" if config.data.on_bad_row == "trim" else "skip"
@@ -254,7 +261,10 @@ def make_row_builder(
 
 
 def _show_row(
-    dataset: TokenDataset, row: int, titles: Sequence[str], tokenizer: PreTrainedTokenizerFast
+    dataset: TokenDataset,
+    row: int,
+    titles: Sequence[str],
+    tokenizer: PreTrainedTokenizerFast,
 ) -> ShownRow:
     shown: list[ShownDocument] = []
     for title, document in zip(titles, dataset[row], strict=True):
@@ -329,7 +339,12 @@ def html_page(sample: Sample, *, title: str) -> str:
     pages = pages_in(Path(__file__).parent, autoescape=True, trim_blocks=True)
     page = pages.get_template("page.html.jinja")
     bars = count_by_length(sample.lengths)
-    return page.render(sample=sample, title=title, bars=bars, summary=_summarize)
+    return page.render(
+        sample=sample,
+        title=title,
+        bars=bars,
+        summary=_summarize,
+    )
 
 
 def _style_document(document: ShownDocument, *, is_plain: bool) -> Text:

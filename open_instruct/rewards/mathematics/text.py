@@ -42,7 +42,13 @@ _NAMES = (
     "sin|cos|tan|cot|sec|csc|arcsin|arccos|arctan|sinh|cosh|tanh|log|ln|lg|exp|lim|max|min|gcd|lcm|det|deg|arg|sqrt|pi|"
     "mod|inf"
 )
-_SCALES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
+_SCALES = {
+    "hundred": 2,
+    "thousand": 3,
+    "million": 6,
+    "billion": 9,
+    "trillion": 12,
+}
 _COUNTED = """zero one two three four five six seven eight nine ten eleven twelve thirteen
 fourteen fifteen sixteen seventeen eighteen nineteen twenty"""
 _NUMBER_WORDS = {word: number for number, word in enumerate(_COUNTED.split())}

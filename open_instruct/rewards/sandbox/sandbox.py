@@ -36,7 +36,11 @@ MAX_OUTPUT_BYTES = 1 << 20
 READ_BYTES = 1 << 16
 # All that a program sees of an environment, but for LD_LIBRARY_PATH and a variable of the package:
 # libraries of numbers are to start no threads.
-ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+ENVIRONMENT = {
+    "OPENBLAS_NUM_THREADS": "1",
+    "OMP_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+}
 
 Status = Literal["done", "exit", "error", "late", "died"]
 STATUSES = get_args(Status)
@@ -244,7 +248,12 @@ class Sandbox(ForkServer):
         super().__init__(handler=None, environment=ENVIRONMENT | libraries)
 
     def interpreter(
-        self, *, cpu_s: int, name: str = "__main__", stdin: str = "", stderr: bool = False
+        self,
+        *,
+        cpu_s: int,
+        name: str = "__main__",
+        stdin: str = "",
+        stderr: bool = False,
     ) -> Interpreter:
         """Start an interpreter.
 
@@ -257,7 +266,13 @@ class Sandbox(ForkServer):
         Raises:
             RunError: the sandbox did not start.
         """
-        return Interpreter(self, cpu_s=cpu_s, name=name, stdin=stdin, stderr=stderr)
+        return Interpreter(
+            self,
+            cpu_s=cpu_s,
+            name=name,
+            stdin=stdin,
+            stderr=stderr,
+        )
 
 
 SANDBOX = Sandbox()  # of this process, with which it ends

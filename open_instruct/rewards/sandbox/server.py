@@ -132,7 +132,12 @@ def _reap_all_but(exceptions: Collection[int]) -> bool:
     return False
 
 
-def _serve_child(work: int, walls: Walls | None, server: int, handler: str) -> NoReturn:
+def _serve_child(
+    work: int,
+    walls: Walls | None,
+    server: int,
+    handler: str,
+) -> NoReturn:
     """The life of a child: it answers one request after the other."""
     try:
         os.setsid()

@@ -46,7 +46,10 @@ class PendingGroup:
         completions = tuple(completion for completion, _ in answers)
         verdicts = tuple(verdict for _, verdict in answers)
         return RolloutGroup(
-            ticket=self.ticket, prompt=self.prompt, completions=completions, verdicts=verdicts
+            ticket=self.ticket,
+            prompt=self.prompt,
+            completions=completions,
+            verdicts=verdicts,
         )
 
     def give_up(self) -> None:
@@ -106,7 +109,11 @@ class Episodes:
         """
         answers: list[Future[Answer]] = [Future() for _ in requests]
         group = PendingGroup(
-            ticket=ticket, prompt=prompt, requests=requests, answers=answers, version=version
+            ticket=ticket,
+            prompt=prompt,
+            requests=requests,
+            answers=answers,
+            version=version,
         )
         for sample, request in enumerate(requests):
             completion = self._start_completion(prompt, request)

@@ -48,7 +48,11 @@ class ZeroMemoryModel(MemoryModel):
     """The memory of a policy that DeepSpeed partitions, moment by moment."""
 
     def __init__(
-        self, flags: ParallelSection, shape: ModelShape, layout: ShardLayout, workload: Workload
+        self,
+        flags: ParallelSection,
+        shape: ModelShape,
+        layout: ShardLayout,
+        workload: Workload,
     ) -> None:
         self.flags = flags
         self.stage = flags.deepspeed_stage

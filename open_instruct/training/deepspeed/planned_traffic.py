@@ -87,15 +87,28 @@ def _weight_gathers(
 
 
 def _world_exchange(
-    run: ZeroMemoryModel, what: str, how: Collective, num_bytes: int, within: int = 0
+    run: ZeroMemoryModel,
+    what: str,
+    how: Collective,
+    num_bytes: int,
+    within: int = 0,
 ) -> Exchange:
     """The sum of a step's exchanges of one kind among all ranks, or `within` so many neighbours."""
-    calls = Calls(what=what, collective=how, num_bytes=num_bytes, num_calls=1)
+    calls = Calls(
+        what=what,
+        collective=how,
+        num_bytes=num_bytes,
+        num_calls=1,
+    )
     return build_exchange(run.layout, "world", calls, within=within)
 
 
 def _activation_exchanges(
-    run: ZeroMemoryModel, num_passes: int, num_values: int, *, trains: bool
+    run: ZeroMemoryModel,
+    num_passes: int,
+    num_values: int,
+    *,
+    trains: bool,
 ) -> Iterator[Exchange]:
     """AutoTP's exchanges: all-reduces of each pair's output, and of its input's gradient.
 

@@ -39,7 +39,11 @@ WHY_ADAMW = (
     "shards have no rows for the blocks of 8-bit AdamW)"
 )
 # The first stage of ZeRO at which a flag has a use.
-FIRST_STAGE = {"adam_offload": 1, "offload": 3, "tensor_parallel_degree": 1}
+FIRST_STAGE = {
+    "adam_offload": 1,
+    "offload": 3,
+    "tensor_parallel_degree": 1,
+}
 
 
 class DeepSpeed:

@@ -41,7 +41,11 @@ def effective_zpg(parallel: ParallelSection) -> int:
 
 
 def engine_settings(
-    parallel: ParallelSection, *, param_dtype: str, max_grad_norm: float, on_cuda: bool
+    parallel: ParallelSection,
+    *,
+    param_dtype: str,
+    max_grad_norm: float,
+    on_cuda: bool,
 ) -> dict[str, Any]:
     """The `config` of `deepspeed.initialize`.
 

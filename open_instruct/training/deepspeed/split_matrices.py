@@ -90,7 +90,12 @@ def _split_delta_rule(mixer: Any, group: Any, degree: int) -> None:
     _split_pair(mixer, mixer.input_names, mixer.shape.output, group)
 
 
-def _split_pair(module: Any, firsts: Sequence[str], second: str, group: Any) -> None:
+def _split_pair(
+    module: Any,
+    firsts: Sequence[str],
+    second: str,
+    group: Any,
+) -> None:
     for name in firsts:
         setattr(module, name, _column_parallel(getattr(module, name), group))
     row_parallel = deepspeed.module_inject.layers.LinearAllreduce(getattr(module, second), group)

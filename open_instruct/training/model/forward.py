@@ -74,7 +74,11 @@ def token_logprobs(
 
 
 def read_losses(
-    model: Transformer, losses: LabelLosses, inputs: ForwardInputs, *, has_words: bool
+    model: Transformer,
+    losses: LabelLosses,
+    inputs: ForwardInputs,
+    *,
+    has_words: bool,
 ) -> TokenLogprobs:
     """What a language-model head computed, at the labels; the measure may be of words."""
 
@@ -124,7 +128,10 @@ def select_word_logits(logits_NV: torch.Tensor, *, word_ids: tuple[int, ...]) ->
 
 
 def hidden_at_labels(
-    model: Transformer, batch: PackedBatch, policy: Transformer, device: torch.device
+    model: Transformer,
+    batch: PackedBatch,
+    policy: Transformer,
+    device: torch.device,
 ) -> torch.Tensor:
     """The states that the head of `model` reads, (B, K, D), where the head of `policy` runs."""
     hidden, _ = run_forward(model, batch, HeadSettings(only_hidden=True), device=device)
@@ -137,7 +144,11 @@ def hidden_at_labels(
 
 
 def run_forward(
-    model: Transformer, batch: PackedBatch, settings: HeadSettings, *, device: torch.device
+    model: Transformer,
+    batch: PackedBatch,
+    settings: HeadSettings,
+    *,
+    device: torch.device,
 ) -> tuple[Any, ForwardInputs]:
     """Run the forward pass of this rank's part; returns the head's output and the inputs."""
     inputs = on_device(build_forward_inputs(model, batch), device)

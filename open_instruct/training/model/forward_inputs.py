@@ -114,7 +114,11 @@ def values_at_head(model: Transformer, batch: PackedBatch, values_BT: torch.Tens
 
 
 def beside_labels(
-    model: Transformer, batch: PackedBatch, values_N: torch.Tensor, *, device: torch.device
+    model: Transformer,
+    batch: PackedBatch,
+    values_N: torch.Tensor,
+    *,
+    device: torch.device,
 ) -> torch.Tensor:
     """Values of labels (further axes may follow), at the positions where the head of `model` runs.
 

@@ -71,7 +71,12 @@ class AdamW8bit(torch.optim.Optimizer):
     """
 
     def __init__(
-        self, params: Any, *, has_codes: bool = True, on_host: bool = False, **defaults: Any
+        self,
+        params: Any,
+        *,
+        has_codes: bool = True,
+        on_host: bool = False,
+        **defaults: Any,
     ) -> None:
         super().__init__(params, defaults)
         self.has_codes = has_codes
@@ -120,7 +125,13 @@ class AdamW8bit(torch.optim.Optimizer):
             state.update(build_first_state(weight, has_codes=self.has_codes, device=device))
         return state
 
-    def _move(self, name: str, moment: list[Tensor], target: Tensor, fraction: float) -> Tensor:
+    def _move(
+        self,
+        name: str,
+        moment: list[Tensor],
+        target: Tensor,
+        fraction: float,
+    ) -> Tensor:
         """`move` a moment, with its scales if it has any, on the device of `target`."""
         on_device = [each.to(target.device) for each in moment]
         moved = move(self._codes[name], target, fraction, *on_device)
@@ -139,7 +150,11 @@ class AdamW8bit(torch.optim.Optimizer):
 
 
 def move(
-    code: Code, target: Tensor, fraction: float, moment: Tensor, scales: Tensor | None = None
+    code: Code,
+    target: Tensor,
+    fraction: float,
+    moment: Tensor,
+    scales: Tensor | None = None,
 ) -> Tensor:
     """Move a moment by a fraction of its way to `target`.
 

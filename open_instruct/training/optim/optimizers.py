@@ -52,7 +52,11 @@ class MuonWithAdamWConfig(AdamLikeConfig):
             by_kind[parameter.ndim == 2 and ".blocks." in f".{name}"].append(parameter)
         return [
             {"params": by_kind[True], "use_muon": True},
-            {"params": by_kind[False], "use_muon": False, "weight_decay": 0.0},
+            {
+                "params": by_kind[False],
+                "use_muon": False,
+                "weight_decay": 0.0,
+            },
         ]
 
 
@@ -104,7 +108,11 @@ class SkipStepHistory(Callback):
 
 
 def build_optimizer_config(
-    optim: OptimizerSection, *, device: torch.device, names: Collection[str], on_host: bool = False
+    optim: OptimizerSection,
+    *,
+    device: torch.device,
+    names: Collection[str],
+    on_host: bool = False,
 ) -> core.OptimConfig[Any]:
     """The OLMo-core config of `--optimizer`.
 

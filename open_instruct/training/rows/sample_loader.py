@@ -94,7 +94,12 @@ class SampleLoader:
 
 
 def check_place_of_samples(
-    saved: Mapping[str, Any], dataset: TokenDataset, *, seed: int, shape: BatchShape, num_ranks: int
+    saved: Mapping[str, Any],
+    dataset: TokenDataset,
+    *,
+    seed: int,
+    shape: BatchShape,
+    num_ranks: int,
 ) -> None:
     """Refuse a saved `SampleLoader.state_dict` if `num_ranks` would take other rows from there on.
 

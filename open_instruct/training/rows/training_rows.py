@@ -32,7 +32,10 @@ class TrainingRows:
 
 
 def read_training_rows(
-    config: TrainingConfig, objective: Objective, pretrained: Pretrained, run: Run
+    config: TrainingConfig,
+    objective: Objective,
+    pretrained: Pretrained,
+    run: Run,
 ) -> TrainingRows:
     """Read the rows, and plan their steps. Collective.
 
@@ -65,7 +68,12 @@ def read_training_rows(
     )
 
 
-def _refuse_other_rows(dataset: TokenDataset, shape: BatchShape, seed: int, run: Run) -> None:
+def _refuse_other_rows(
+    dataset: TokenDataset,
+    shape: BatchShape,
+    seed: int,
+    run: Run,
+) -> None:
     """:raises InputError: the run's newest checkpoint was written with other rows."""
     saved = read_saved_place(run.directory.path)
     if saved is not None:
