@@ -67,8 +67,8 @@ def require_same_setting(flag: str, value: object, is_same: bool) -> None:
 class Backend(Protocol):
     """One rank's shards of a model and its optimizer. Every method is collective.
 
-    An update is: `microbatch` and in it `backward` for each microbatch, `clip`, then either
-    `set_learning_rate` and `step`, or `leave_out_step`.
+    An update is: `microbatch` and in it `backward` for each microbatch, `clip`, then
+    `set_learning_rate` and `step`; or `leave_out_step`, with or without `set_learning_rate` before.
 
     What no backend may do:
 

@@ -2,7 +2,7 @@
 
 Read `parallelize` from top to bottom. What it applies is decided before, from the flags and the
 device, by `plan_frozen` (a reference, a teacher) or `plan_trained`. Both backends come by here;
-DeepSpeed shards by itself, and so gives no `sharding`.
+DeepSpeed shards and splits matrices by itself, so its policy asks only for the rest.
 """
 
 from dataclasses import dataclass, replace

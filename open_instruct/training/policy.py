@@ -299,6 +299,7 @@ class Policy:
             metrics["uncompiled_functions"] = float(FALLBACKS.count)
         metrics["lr"] = self.backend.set_learning_rate()
         if self._num_left_out:
+            self.backend.leave_out_step()
             return metrics | {"step_skipped": 1.0}
         with self._clock.timing("optimizer"):
             taken = self.backend.step(loss=self._loss, grad_norm=self._grad_norm)
