@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from harness.program import parser_of
 
-from open_instruct.batching.steps import BatchShape, step_batch
+from open_instruct.batching.steps import BatchShape, build_step_batch
 from open_instruct.core.records import StepBatch
 from open_instruct.data.token_dataset import TokenDataset
 from open_instruct.training.rows.sample_loader import SampleLoader
@@ -70,7 +70,7 @@ def main() -> None:
     )
     size = shape.max_samples_per_rank
     asked_for = (
-        step_batch(
+        build_step_batch(
             rows, [(row,) for row in range(start, start + size)], shape=shape, rank=0, num_ranks=1
         )
         for start in range(0, len(rows), size)

@@ -38,7 +38,7 @@ from sharing_runs.rows import (
 )
 
 from open_instruct.batching.documents import pack_documents
-from open_instruct.batching.prefixes import groups_that_share
+from open_instruct.batching.prefixes import split_unshared_groups
 from open_instruct.commands.tiny_model import SIZES, write_tiny_model
 from open_instruct.core.families import FAMILIES
 from open_instruct.core.records import PackedBatch
@@ -95,7 +95,7 @@ def layouts(rows: Rows) -> dict[str, PackedBatch]:
         "padded": pack_documents(rows.documents, packing=False),
         "packed": pack_documents(rows.documents),
         "shared": pack_documents(
-            rows.documents, groups=groups_that_share(rows.documents, rows.groups, "auto")
+            rows.documents, groups=split_unshared_groups(rows.documents, rows.groups, "auto")
         ),
     }
 

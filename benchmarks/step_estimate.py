@@ -56,7 +56,7 @@ class Estimate:
         return self.useful_flops / (self.step_s * PEAK_FLOPS)
 
 
-def counts_of(name: str, num_layers: int, flags: list[str]) -> dict[str, int]:
+def count_denominators(name: str, num_layers: int, flags: list[str]) -> dict[str, int]:
     command = [sys.executable, "-m", "benchmarks.speed_runs.steps", name, str(num_layers), *flags]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True)
@@ -175,7 +175,7 @@ def estimated(name: str, flags: list[str]) -> tuple[str, Estimate, Estimate]:
     chosen = ["--activation_checkpointing", mode] if plan.is_chosen else []
     if modules and chosen:
         chosen += ["--activation_checkpointing_modules", *modules]
-    one, two = (counts_of(name, num_layers, [*flags, *chosen]) for num_layers in (1, 2))
+    one, two = (count_denominators(name, num_layers, [*flags, *chosen]) for num_layers in (1, 2))
     counts, ends = (drawn_out(one, two, num_layers) for num_layers in (shape.num_layers, 0))
     # The root, the embeddings and one block: gathered in bfloat16, reduced in float32.
     counts["bytes at the ends"] = 6 * sum(

@@ -12,7 +12,7 @@ from open_instruct.config.help import asks_for_help, print_help
 from open_instruct.config.name_hints import suggest_nearest
 from open_instruct.config.packaged import packaged_name, packaged_settings
 from open_instruct.core.errors import EXIT_INPUT, InputError
-from open_instruct.objectives.registry import OBJECTIVES, objective_named, objective_names
+from open_instruct.objectives.registry import OBJECTIVES, list_objectives, load_objective
 
 PROGRAM = "open-instruct"
 CONFIGS_USAGE = """\
@@ -124,10 +124,10 @@ def _run(name: str, words: Sequence[str]) -> int:
     if name in OBJECTIVES:
         from open_instruct.train import run_objective
 
-        return run_objective(objective_named(name), words)
+        return run_objective(load_objective(name), words)
     if name in FLAGS and asks_for_help(words):
         flags, command, line = FLAGS[name]
-        line = line.format(commands="|".join(objective_names()))
+        line = line.format(commands="|".join(list_objectives()))
         print_help(resolve_name(f"open_instruct.{flags}"), f"{PROGRAM} {command}", words, line)
         return 0
     return resolve_name(f"open_instruct.{COMMANDS[name][1]}")(words)
@@ -140,7 +140,7 @@ def program() -> NoReturn:
 
 def usage() -> str:
     width = max(map(len, COMMANDS))
-    listed = "\n".join(f"  {name:{width}}  {summary}" for name, (summary, _) in COMMANDS.items())
+    lines = "\n".join(f"  {name:{width}}  {summary}" for name, (summary, _) in COMMANDS.items())
     return f"""\
 usage: {PROGRAM} COMMAND [--flag value ...]
 
@@ -148,7 +148,7 @@ To begin: `{PROGRAM} tiny-model DIR` writes a small model, `{PROGRAM} preview dp
 --model_name_or_path DIR --mixer_list rows.jsonl 1.0` shows what would be learned, and `dpo`
 with the same flags and --output_dir OUT learns it.
 
-{listed}
+{lines}
 
 `{PROGRAM} COMMAND --help` shows a command's flags; `{PROGRAM} --version` prints the version."""
 

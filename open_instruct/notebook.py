@@ -107,12 +107,12 @@ def _train(
 ) -> Any:
     """Train on rows and a reward with the other flags; returns the run's config."""
     row_flags, texts = _find_row_flags(objective, rows, reward, Path(output_dir))
-    repeated = sorted(row_flags.keys() & flags.keys())
-    if repeated:
+    repeated_names = sorted(row_flags.keys() & flags.keys())
+    if repeated_names:
         raise InputError(
-            f"{', '.join(repeated)}: rows and reward say that; leave it out",
+            f"{', '.join(repeated_names)}: rows and reward say that; leave it out",
             kind="conflict",
-            flag=repeated[0],
+            flag=repeated_names[0],
         )
     words = _words(row_flags | {"output_dir": output_dir} | flags)
     with _files_written(texts):

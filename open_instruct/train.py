@@ -71,7 +71,7 @@ def _run_own(words: list[str]) -> int:
             "open_instruct.objectives.objective.Objective, as in NAME = MyObjective()",
             kind="own_code",
         )
-    return run_objective(objective, words[:at] + words[at + 2 :], own=words[at : at + 2])
+    return run_objective(objective, words[:at] + words[at + 2 :], naming_words=words[at : at + 2])
 
 
 def make_main(objective: Objective) -> Callable[..., int]:
@@ -83,18 +83,18 @@ def make_main(objective: Objective) -> Callable[..., int]:
 
 
 def run_objective(
-    objective: Objective, argv: Sequence[str] | None = None, *, own: Sequence[str] = ()
+    objective: Objective, argv: Sequence[str] | None = None, *, naming_words: Sequence[str] = ()
 ) -> int:
     """Train `objective` with the flags in `argv` (default: the command line) and return the exit
     code.
 
-    `own` are the words that name it, where it is not built in.
+    `naming_words` are the words that name it, where it is not built in.
     """
     program = f"{objective.name}.py"
     words = sys.argv[1:] if argv is None else list(argv)
     if asks_for_check(words):
         return check_in_place_of_run(partial(check, objective=objective), words, program=program)
-    file = Path(__file__) if own else Path(__file__).with_name(program)
+    file = Path(__file__) if naming_words else Path(__file__).with_name(program)
     return run_entry(
         objective.config_class,
         partial(train, objective=objective),
@@ -102,7 +102,7 @@ def run_objective(
         program=program,
         validate=objective.validate,
         look=partial(preflight, objective=objective),
-        script=(file, own) if file.is_file() else None,
+        script=(file, naming_words) if file.is_file() else None,
     )
 
 

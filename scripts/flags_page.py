@@ -11,9 +11,9 @@ if __name__ == "__main__":
 from open_instruct.commands.check import CheckFlags
 from open_instruct.commands.plan import PlanFlags
 from open_instruct.commands.preview import PreviewFlags
-from open_instruct.config.flags import Flag, flags_of, section_title, sections_of, spelled
+from open_instruct.config.flags import Flag, list_flags, list_sections, section_title, spell_value
 from open_instruct.config.help import docstring_parts
-from open_instruct.objectives.registry import OBJECTIVES, objective_named
+from open_instruct.objectives.registry import OBJECTIVES, load_objective
 
 MARKDOWN_HEAD = """\
 # Flags
@@ -77,7 +77,7 @@ def commands_with_flags() -> tuple[CommandFlags, ...]:
         "grpo": "open_instruct/grpo_olmo_core_actor.py"
     }
     return tuple(
-        CommandFlags(name=name, script=script, config_class=objective_named(name).config_class)
+        CommandFlags(name=name, script=script, config_class=load_objective(name).config_class)
         for name, script in sorted(scripts.items())
     )
 
@@ -109,8 +109,8 @@ def find_sections(commands: Sequence[CommandFlags]) -> Iterator[Section]:
     classes = {command.name: command.config_class for command in commands} | OTHERS
     by_title: dict[str, dict[str, list[Flag]]] = {}
     for command, config_class in classes.items():
-        flags = flags_of(config_class).values()
-        for name, section_class in sections_of(config_class).items():
+        flags = list_flags(config_class).values()
+        for name, section_class in list_sections(config_class).items():
             title = section_title(section_class, name) if name else "Flags"
             own = [flag for flag in flags if flag.section == name]
             by_title.setdefault(title, {})[command] = own
@@ -147,7 +147,7 @@ def section_table(section: Section) -> str:
 
 
 def flag_row(flag: Flag) -> str:
-    default = "" if flag.required else spelled(flag.default)
+    default = "" if flag.required else spell_value(flag.default)
     meaning = f"{'**Required.** ' if flag.required else ''}{_escaped(flag.meaning)}"
     return f"| `--{flag.name}` | {_cell(flag.metavar)} | {_cell(default)} | {meaning} |"
 

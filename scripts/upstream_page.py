@@ -12,7 +12,7 @@ import yaml
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from open_instruct.config.flags import spelled
+from open_instruct.config.flags import spell_value
 from open_instruct.config.suites.upstream_flags import (
     LEFT_OUT,
     Entry,
@@ -146,7 +146,7 @@ def default_differences() -> dict[str, dict[tuple[str, str], list[str]]]:
             migration = migrate(command, read_launch(command, words))
             by_no_flag = upstream_behaviours(command) | upstream_behaviours(trainer)
             for name in migration.defaults.keys() - by_no_flag.keys():
-                theirs, ours = map(spelled, migration.defaults[name].values())
+                theirs, ours = map(spell_value, migration.defaults[name].values())
                 trainers_of = found.setdefault(name, {}).setdefault((theirs, ours), [])
                 trainers_of += (
                     []

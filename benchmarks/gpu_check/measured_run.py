@@ -27,7 +27,7 @@ from gpu_check.devices import GIB, known_gpu
 from gpu_check.step_meter import Enough, StepMeter
 from open_instruct.commands.plan import parse_request
 from open_instruct.commands.run_flags import parse_run
-from open_instruct.objectives.registry import OBJECTIVES, objective_named
+from open_instruct.objectives.registry import OBJECTIVES, load_objective
 from open_instruct.parallel.process import stop_process
 from open_instruct.planning.memory.parts import CUDA
 from open_instruct.planning.memory.phases import memory_by_phase
@@ -41,7 +41,7 @@ def measured(
     """Run the objective with the flags in `words`, and give what the module's text lists; on rank 0
     alone.
     """
-    objective = objective_named(objective_name)
+    objective = load_objective(objective_name)
     config: Any = parse_run(
         objective.config_class, [*words, "--max_train_steps", str(num_steps + 1)]
     )

@@ -199,7 +199,7 @@ def counting(counts: Counts) -> Any:
     return Count()
 
 
-def counted(case: SpeedCase, folder: Path) -> dict[str, int]:
+def spell_count(case: SpeedCase, folder: Path) -> dict[str, int]:
     """The sums of the second of two steps, and its waits for the device."""
     from tests.fake_cuda.cases import NUM_STEPS
 
@@ -242,7 +242,7 @@ def main(words: list[str]) -> None:
         load_hooks(Path(scratch))
         pretend_cuda()
         leave_weights_alone()
-        print(json.dumps(counted(case, Path(scratch) / "run")))
+        print(json.dumps(spell_count(case, Path(scratch) / "run")))
 
 
 if __name__ == "__main__":

@@ -50,7 +50,7 @@ class HeldBack(PartBroadcaster):
         passed_s: dict[int, float] = self.__dict__.setdefault("passed_s", {})
         _sleep_until(passed_s.get(position - NUM_SLOTS, 0.0))
         super().put(position, find_local)
-        bucket = self.manifest.bucket_at(position)
+        bucket = self.manifest.find_bucket(position)
         start, stop = bucket.span(self.index)
         HeldBack.num_bytes += stop - start
         if HeldBack.kept is not None:

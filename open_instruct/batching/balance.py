@@ -33,7 +33,7 @@ def deal_to_ranks(num_tokens_of_sample: Sequence[int], num_ranks: int) -> list[l
     return samples_of_rank
 
 
-def best_fit(
+def pack_best_fit(
     samples: Iterable[int], num_tokens_of_sample: Sequence[int], capacity: int
 ) -> list[list[int]]:
     """Best-fit decreasing: each sample, longest first, into the pack that it fills most.
@@ -60,7 +60,7 @@ def best_fit(
     return packs
 
 
-def balanced(
+def balance_microbatches(
     num_tokens_of_sample: Sequence[int],
     *,
     num_ranks: int,

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 from torch.utils._pytree import tree_map_only
 
-from open_instruct.batching.prefixes import branches_of
+from open_instruct.batching.prefixes import order_branches
 from open_instruct.core.records import IGNORE_INDEX, Document, PackedBatch
 
 T = TypeVar("T")
@@ -39,7 +39,7 @@ def pack_documents(
 
     `groups` are indices of documents, each of them once (default: none shares). Groups lie in the
     row in their order; the documents of a group share what they begin with, in the order of
-    `branches_of`.
+    `order_branches`.
 
     Without documents the batch is a row of padding, of no sequence: a rank with nothing to do runs
     it, so that it enters the same collectives as the others.
@@ -51,7 +51,7 @@ def pack_documents(
     num_rows = 1 if packing else max(1, len(documents))
     rows = [_Row() for _ in range(num_rows)]
     for group in groups or [(index,) for index in range(len(documents))]:
-        for index, prefix_length in branches_of(documents, group):
+        for index, prefix_length in order_branches(documents, group):
             rows[0 if packing else index].add_document(documents[index], index, prefix_length)
     lengths = [len(row.input_ids) for row in rows]
     width = max(1, *lengths)
@@ -77,10 +77,10 @@ def pack_documents(
         num_shared_tokens=sum(prefix_lengths),
     )
     # The positions that the language-model head keeps, computed once for all passes.
-    return replace(batch, kept_BK=kept_positions(batch))
+    return replace(batch, kept_BK=find_label_positions(batch))
 
 
-def kept_positions(batch: PackedBatch) -> torch.Tensor:
+def find_label_positions(batch: PackedBatch) -> torch.Tensor:
     """The positions that have a label, (B, K), so that the language-model head runs only there.
 
     K is the largest number of labels in a row, at least 1. A row with fewer is filled up with its
@@ -118,8 +118,10 @@ def _move(batch: Any, device: torch.device) -> Any:
         return tensor.pin_memory().to(device, non_blocking=True)
 
     if is_dataclass(batch):
-        moved = {each.name: _move(getattr(batch, each.name), device) for each in fields(batch)}
-        return replace(batch, **moved)  # type: ignore[type-var]
+        moved_fields = {
+            each.name: _move(getattr(batch, each.name), device) for each in fields(batch)
+        }
+        return replace(batch, **moved_fields)  # type: ignore[type-var]
     return tree_map_only(torch.Tensor, move_tensor, batch)
 
 

@@ -19,9 +19,14 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from open_instruct.batching.balance import Microbatches, balanced, best_fit
+from open_instruct.batching.balance import Microbatches, balance_microbatches, pack_best_fit
 from open_instruct.batching.documents import pack_documents
-from open_instruct.batching.prefixes import Branch, branches_of, pays, runs_of_one_prompt
+from open_instruct.batching.prefixes import (
+    Branch,
+    find_prompt_runs,
+    is_worth_sharing,
+    order_branches,
+)
 from open_instruct.config.sections import PrefixSharing
 from open_instruct.core.batch_values import RLValues, Stream
 from open_instruct.core.records import (
@@ -69,7 +74,7 @@ class Chunk(NamedTuple):
 
 def plan_rollouts(
     documents: Sequence[Document],
-    chosen: Sequence[int] | None = None,
+    samples: Sequence[int] | None = None,
     *,
     num_ranks: int,
     max_tokens_per_microbatch: int,
@@ -78,7 +83,7 @@ def plan_rollouts(
 ) -> tuple[tuple[Microbatches, ...], ...]:
     """`[rank][mini_batch][microbatch]`: the indices of its samples, ascending.
 
-    A pure function of its arguments. The samples are the `chosen` ones of the documents, or all.
+    A pure function of its arguments. The samples are the `samples` ones of the documents, or all.
 
     - Mini-batches are runs of samples in the given order; their numbers of samples differ by at
       most one. They do not depend on the ranks, so neither does the update. With fewer samples than
@@ -96,25 +101,25 @@ def plan_rollouts(
         ((((0,),), ((2,),)), (((1,),), ((3,),)))
     """
     assert num_ranks >= 1 and num_mini_batches >= 1
-    chosen = range(len(documents)) if chosen is None else chosen
-    longest = max((len(documents[i]) for i in chosen), default=0)
+    samples = range(len(documents)) if samples is None else samples
+    longest = max((len(documents[i]) for i in samples), default=0)
     assert longest <= max_tokens_per_microbatch, (
         f"{max_tokens_per_microbatch} tokens do not hold a sample of {longest}"
     )
-    count = min(num_mini_batches, max(1, len(chosen)))
-    bounds = [len(chosen) * index // count for index in range(count + 1)]
+    count = min(num_mini_batches, max(1, len(samples)))
+    bounds = [len(samples) * index // count for index in range(count + 1)]
     capacity = max_tokens_per_microbatch
     minibatches: list[tuple[Microbatches, ...]] = []
     for start, stop in pairwise(bounds):
         plans = []
-        for chunks in _ways_to_chunk(documents, chosen[start:stop], capacity, prefix_sharing):
+        for chunks in _list_chunkings(documents, samples[start:stop], capacity, prefix_sharing):
             plans.append(_plan_chunks(chunks, num_ranks=num_ranks, capacity=capacity))
         _, plan = min(plans, key=itemgetter(0))  # of equal ones the first, with the fewest chunks
         minibatches.append(plan)
     return tuple(zip(*minibatches, strict=True))
 
 
-def _ways_to_chunk(
+def _list_chunkings(
     documents: Sequence[Document],
     samples: Sequence[int],
     capacity: int,
@@ -125,8 +130,8 @@ def _ways_to_chunk(
     If nothing is shared, it is the last alone. Groups are cut in the order of their trees, so that
     those which share most stay together.
     """
-    runs = [] if sharing == "off" else runs_of_one_prompt([documents[i] for i in samples])
-    groups = [branches_of(documents, [samples[i] for i in run]) for run in runs]
+    runs = [] if sharing == "off" else find_prompt_runs([documents[i] for i in samples])
+    groups = [order_branches(documents, [samples[i] for i in run]) for run in runs]
     size = max(map(len, groups), default=1)
     while size > 1:
         chunks: list[Chunk] = []
@@ -134,13 +139,13 @@ def _ways_to_chunk(
             num_parts = -(-len(group) // size)
             edges = [len(group) * part // num_parts for part in range(num_parts + 1)]
             for first, end in pairwise(edges):
-                chunks.extend(_chunks_that_fit(documents, group[first:end], capacity, sharing))
+                chunks.extend(_halve_to_fit(documents, group[first:end], capacity, sharing))
         yield chunks
         size = -(-size // 2)
     yield [Chunk((i,), len(documents[i])) for i in samples]
 
 
-def _chunks_that_fit(
+def _halve_to_fit(
     documents: Sequence[Document],
     branches: Sequence[Branch],
     capacity: int,
@@ -154,14 +159,14 @@ def _chunks_that_fit(
     samples = tuple(branch.document for branch in branches)
     num_tokens = sum(len(documents[i]) for i in samples)
     num_saved = sum(branch.prefix_length for branch in branches[1:])
-    if not pays(num_saved, num_tokens, sharing):
+    if not is_worth_sharing(num_saved, num_tokens, sharing):
         return [Chunk((i,), len(documents[i])) for i in samples]
     if num_tokens - num_saved <= capacity:
         return [Chunk(samples, num_tokens - num_saved)]
     half = len(branches) // 2
     return [
-        *_chunks_that_fit(documents, branches[:half], capacity, sharing),
-        *_chunks_that_fit(documents, branches[half:], capacity, sharing),
+        *_halve_to_fit(documents, branches[:half], capacity, sharing),
+        *_halve_to_fit(documents, branches[half:], capacity, sharing),
     ]
 
 
@@ -170,10 +175,10 @@ def _plan_chunks(
 ) -> tuple[int, tuple[Microbatches, ...]]:
     """The tokens of the busiest rank, and the plan: each rank's microbatches of samples."""
     num_tokens = [chunk.num_tokens for chunk in chunks]
-    plan = balanced(
+    plan = balance_microbatches(
         num_tokens,
         num_ranks=num_ranks,
-        cut=partial(best_fit, num_tokens_of_sample=num_tokens, capacity=capacity),
+        cut=partial(pack_best_fit, num_tokens_of_sample=num_tokens, capacity=capacity),
     )
     tokens_of_ranks = []
     plan_of_samples = []
@@ -202,7 +207,7 @@ def plan_steps_of_ranks(
 
     Samples without a policy loss are spread over the same mini-batches, behind the completions.
     """
-    has_rl = [any(sample.weights_of("rl")) for sample in samples]
+    has_rl = [any(sample.stream_weights("rl")) for sample in samples]
     completions = [i for i in range(len(samples)) if has_rl[i]]
     conversations = [i for i in range(len(samples)) if not has_rl[i]]
     plan_part = partial(
@@ -219,7 +224,7 @@ def plan_steps_of_ranks(
     for ranks, rl_microbatches in zip(zip(*plan, strict=True), completion_plan[0], strict=True):
         microbatches = chain.from_iterable(ranks)
         all_samples = [samples[i] for i in chain.from_iterable(microbatches)]
-        counts.append(counts_of(all_samples) | {"rl_microbatches": len(rl_microbatches)})
+        counts.append(count_denominators(all_samples) | {"rl_microbatches": len(rl_microbatches)})
     num_routes = max(map(_count_routes, samples), default=0)
     steps = []
     for minibatch_plans in plan:
@@ -244,11 +249,11 @@ def _append_microbatches(
 
     `more` may have fewer or more mini-batches.
     """
-    appended = []
+    minibatches = []
     for ours, theirs in zip(plan, more, strict=True):
         pairs = zip_longest(ours, theirs, fillvalue=())
-        appended.append(tuple(first + second for first, second in pairs))
-    return tuple(appended)
+        minibatches.append(tuple(first + second for first, second in pairs))
+    return tuple(minibatches)
 
 
 def _count_routes(sample: RolloutSample) -> int:
@@ -259,7 +264,7 @@ def _count_routes(sample: RolloutSample) -> int:
     return num_bytes // np.dtype(np.int16).itemsize
 
 
-def counts_of(samples: Sequence[RolloutSample]) -> dict[str, int]:
+def count_denominators(samples: Sequence[RolloutSample]) -> dict[str, int]:
     """The denominators of losses: `rows` (samples), `labels`, `tokens`, and those of each stream.
 
     `STREAM_rows` and `STREAM_labels` count those with a weight other than 0 in the stream.
@@ -270,13 +275,13 @@ def counts_of(samples: Sequence[RolloutSample]) -> dict[str, int]:
         "tokens": sum(len(sample.document) for sample in samples),
     }
     for stream in USUAL_WEIGHTS:
-        num_labels = [sum(map(bool, sample.weights_of(stream))) for sample in samples]
+        num_labels = [sum(map(bool, sample.stream_weights(stream))) for sample in samples]
         counts[f"{stream}_rows"] = sum(map(bool, num_labels))
         counts[f"{stream}_labels"] = sum(num_labels)
     return counts
 
 
-def rollout_batch(
+def build_rollout_batch(
     samples: Sequence[RolloutSample],
     *,
     pad_to_multiple_of: int = 1,
@@ -292,7 +297,7 @@ def rollout_batch(
     groups = None
     if prefix_sharing != "off":
         # The plan has decided that sharing pays, so runs of one prompt are not judged again here.
-        groups = runs_of_one_prompt(documents)
+        groups = find_prompt_runs(documents)
     packed = pack_documents(documents, pad_to_multiple_of=pad_to_multiple_of, groups=groups)
     # Labels are in the order in which samples lie in the row, those of a shared token once for each
     # of them: so every sample has its own advantages, weights and log-probs there.
@@ -332,23 +337,25 @@ def _build_routes(
     prefix_lengths = packed.prefix_lengths or repeat(0)
     for sample, start, prefix_length in zip(samples, starts, prefix_lengths, strict=False):
         routes = np.frombuffer(sample.routes, dtype=np.int16).reshape(-1, num_routes)
-        added = routes[prefix_length:]
-        routes_TR[start : start + len(added)] = added
+        added_routes = routes[prefix_length:]
+        routes_TR[start : start + len(added_routes)] = added_routes
     return torch.from_numpy(routes_TR)
 
 
 def _build_stream(name: str, samples: Sequence[RolloutSample]) -> Stream:
     """The tokens that have a weight in the stream `name`."""
-    weights = chain.from_iterable(sample.weights_of(name) for sample in samples)
+    weights = chain.from_iterable(sample.stream_weights(name) for sample in samples)
     weights_N = torch.tensor(list(weights))
     tokens_M = weights_N.nonzero().squeeze(1)
     return Stream(tokens_M=tokens_M, weights_M=weights_N[tokens_M])
 
 
-def rollout_minibatches(step: RankStep, *, pad_to_multiple_of: int = 1) -> tuple[StepBatch, ...]:
+def build_rollout_minibatches(
+    step: RankStep, *, pad_to_multiple_of: int = 1
+) -> tuple[StepBatch, ...]:
     """The tensors of a rank's part of a step: one `StepBatch` for each optimizer update."""
     build_batch = partial(
-        rollout_batch,
+        build_rollout_batch,
         pad_to_multiple_of=pad_to_multiple_of,
         prefix_sharing=step.prefix_sharing,
         num_routes=step.num_routes,

@@ -11,9 +11,14 @@ from itertools import chain
 import numpy as np
 import torch
 
-from open_instruct.batching.balance import Microbatches, balanced, best_fit
+from open_instruct.batching.balance import Microbatches, balance_microbatches, pack_best_fit
 from open_instruct.batching.documents import pack_documents
-from open_instruct.batching.prefixes import groups_that_share, pays, prefix_of, saved_tokens
+from open_instruct.batching.prefixes import (
+    count_saved_tokens,
+    cut_shared_prefix,
+    is_worth_sharing,
+    split_unshared_groups,
+)
 from open_instruct.config.sections import PrefixSharing
 from open_instruct.core.batch_values import BatchValues, RowValues
 from open_instruct.core.records import Batch, Document, StepBatch
@@ -86,15 +91,15 @@ def plan_step(
 
     def cut(samples: list[int]) -> list[list[int]]:
         if shape.packing:
-            return best_fit(samples, num_tokens_of_sample, most_tokens)
+            return pack_best_fit(samples, num_tokens_of_sample, most_tokens)
         return [samples[start : start + most] for start in range(0, len(samples), most)]
 
-    plan = balanced(num_tokens_of_sample, num_ranks=num_ranks, cut=cut)
+    plan = balance_microbatches(num_tokens_of_sample, num_ranks=num_ranks, cut=cut)
     assert len(plan[0]) <= shape.max_microbatches
     return plan
 
 
-def step_batch(
+def build_step_batch(
     dataset: TokenDataset,
     samples: Sequence[Sequence[int]],
     *,
@@ -160,7 +165,7 @@ def collate(
     groups = None
     if shape.prefix_sharing != "off":
         together = [tuple(range(row, len(documents), len(rows))) for row in range(len(rows))]
-        groups = groups_that_share(documents, together, shape.prefix_sharing)
+        groups = split_unshared_groups(documents, together, shape.prefix_sharing)
     packed = pack_documents(
         documents,
         packing=shape.packing,
@@ -192,8 +197,10 @@ def num_packed_tokens(dataset: TokenDataset, row: int, sharing: PrefixSharing) -
     num_documents = dataset.documents_per_row
     if sharing == "off" or num_documents == 1:
         return num_tokens
-    prefix_length = prefix_of(dataset.num_common_tokens(row), int(dataset.prompt_lengths[row]))
-    num_saved = saved_tokens(prefix_length, num_documents)
-    if not pays(num_saved, num_tokens, sharing):
+    prefix_length = cut_shared_prefix(
+        dataset.num_common_tokens(row), int(dataset.prompt_lengths[row])
+    )
+    num_saved = count_saved_tokens(prefix_length, num_documents)
+    if not is_worth_sharing(num_saved, num_tokens, sharing):
         return num_tokens
     return num_tokens - num_saved

@@ -12,7 +12,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from open_instruct.cluster.addresses import address_towards, find_interface
+from open_instruct.cluster.addresses import find_address_towards, find_interface
 from open_instruct.cluster.watchdog import ACTOR_NAME
 from open_instruct.core.errors import InputError
 from open_instruct.parallel.listening import LOOPBACK, LOOPBACK_INTERFACE
@@ -107,15 +107,15 @@ def allocator_environment(*, on_gpus: bool, hands_over_memory: bool) -> dict[str
     return {ALLOCATOR: SEGMENTS_GROW}
 
 
-def without_growing_segments(environment: Mapping[str, str]) -> dict[str, str]:
+def drop_growing_segments(environment: Mapping[str, str]) -> dict[str, str]:
     """Find variables that make torch's allocator grow segments; returns them without that part."""
-    changed: dict[str, str] = {}
+    changed_variables: dict[str, str] = {}
     for name in (ALLOCATOR, SAME_AS[ALLOCATOR]):
         value = environment.get(name, "")
         rest = re.sub(r"expandable_segments\s*:\s*True\s*,?\s*", "", value)
         if rest != value:
-            changed[name] = rest.rstrip(", ")
-    return changed
+            changed_variables[name] = rest.rstrip(", ")
+    return changed_variables
 
 
 def apply_environment(environment: Mapping[str, str], *, meeting_address: str) -> None:
@@ -126,7 +126,7 @@ def apply_environment(environment: Mapping[str, str], *, meeting_address: str) -
     process that hands over memory.
     """
     if environment.get(ALLOCATOR) == SEGMENTS_STAY:
-        for name, rest in without_growing_segments(os.environ).items():
+        for name, rest in drop_growing_segments(os.environ).items():
             value = os.environ.pop(name)
             print(f"{name} is {value}, of which {SEGMENTS_GROW} is left out here", flush=True)
             if rest:
@@ -139,7 +139,7 @@ def apply_environment(environment: Mapping[str, str], *, meeting_address: str) -
 def _choose_interfaces(meeting_address: str) -> dict[str, str]:
     interface: str | None = LOOPBACK_INTERFACE
     if meeting_address != LOOPBACK:
-        interface = find_interface(address_towards(meeting_address, 1))
+        interface = find_interface(find_address_towards(meeting_address, 1))
     if interface is None:
         return {}
     # Without "=" NCCL takes all interfaces whose names begin like it.

@@ -47,7 +47,7 @@ class Whereabouts:
         return self.driver.address
 
 
-def address_towards(host: str, port: int) -> str:
+def find_address_towards(host: str, port: int) -> str:
     """The address of this machine from which packets to `host` would leave; nothing is sent."""
     family, kind, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:
@@ -56,11 +56,11 @@ def address_towards(host: str, port: int) -> str:
     return address
 
 
-def outward_address() -> str:
+def find_outward_address() -> str:
     """The address at which peers reach this process: towards its process group's meeting point."""
     host = os.environ.get("MASTER_ADDR", LOOPBACK)
     port = int(os.environ.get("MASTER_PORT", "1"))
-    return address_towards(host, port)
+    return find_address_towards(host, port)
 
 
 def find_interface(address: str) -> str | None:

@@ -68,16 +68,16 @@ class LearnerCall(Generic[Result]):
         pending = [*self.refs]
         while pending:
             left_s = max(0.0, deadline - time.monotonic())
-            done, pending = ray.wait(pending, num_returns=1, timeout=min(left_s, LOOK_S))
-            if not done:
+            finished_refs, pending = ray.wait(pending, num_returns=1, timeout=min(left_s, LOOK_S))
+            if not finished_refs:
                 if left_s <= LOOK_S:
                     raise self._describe_silence(pending, timeout_s)
                 self._raise_for_frozen()
                 continue
             try:
-                results[done[0]] = ray.get(done[0])
+                results[finished_refs[0]] = ray.get(finished_refs[0])
             except ray.exceptions.RayError as error:
-                self._raise_first_cause(done[0], error, pending)
+                self._raise_first_cause(finished_refs[0], error, pending)
         return [results[ref] for ref in self.refs]
 
     def _raise_first_cause(
@@ -88,10 +88,10 @@ class LearnerCall(Generic[Result]):
         failures = [(ref, error)]
         deadline = time.monotonic() + CAUSE_TIMEOUT_S
         while pending and _distance_from_cause(failures[-1][1]) and time.monotonic() < deadline:
-            done, pending = ray.wait(
+            finished_refs, pending = ray.wait(
                 pending, num_returns=1, timeout=max(0.0, deadline - time.monotonic())
             )
-            for other in done:
+            for other in finished_refs:
                 try:
                     ray.get(other)
                 except ray.exceptions.RayError as other_error:

@@ -10,7 +10,7 @@ from open_instruct.cluster.actor_host import ActorHost, HostFacts
 from open_instruct.cluster.learner_call import LearnerCall
 from open_instruct.cluster.placement import Placement, Say
 from open_instruct.parallel.heartbeats import HeartbeatReader
-from open_instruct.parallel.listening import listen_at
+from open_instruct.parallel.listening import open_listening_store
 from open_instruct.parallel.status import STORE_OF_LAUNCHER
 
 if TYPE_CHECKING:
@@ -176,7 +176,7 @@ class LearnerGroup(Generic[L]):
         ]
         # The store through which the ranks of a process group find each other.
         self._meeting_address = self._placement.whereabouts().meeting_address()
-        self._store = listen_at(self._meeting_address)
+        self._store = open_listening_store(self._meeting_address)
         self._heartbeats = HeartbeatReader(self._store, ranks)
         starting = [actor.facts.remote() for actor in self._actors]
         self._facts = self._make_call("start", starting).result(START_TIMEOUT_S)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from open_instruct.cluster.addresses import Host, Whereabouts
 from open_instruct.config.fleet_sections import FleetSection, LearnerParallelSection
 from open_instruct.core.errors import InputError, RunError
-from open_instruct.core.text import counted
+from open_instruct.core.text import spell_count
 from open_instruct.parallel.wording import nodes_text
 
 if TYPE_CHECKING:
@@ -70,7 +70,8 @@ class FleetShape:
         if self.shares_device:
             return f"1 {device} for learner and engine together"
         engines = (
-            f"{counted(self.num_engines, 'engine')} of {counted(self.devices_per_engine, device)}"
+            f"{spell_count(self.num_engines, 'engine')} of "
+            f"{spell_count(self.devices_per_engine, device)}"
         )
         return f"{nodes_text(self.learners_per_node, device)} for learners, and {engines}"
 
@@ -239,7 +240,7 @@ def _refuse_what_cannot_fit(shape: FleetShape, on_gpus: bool) -> None:
         single = ", use --single_gpu_mode" if num_devices == 1 else ""
         raise InputError(
             f"asked: {shape.text(device)}; this machine is one node, with "
-            f"{counted(num_devices, device)}. Ask for less{single}, or join a cluster with "
+            f"{spell_count(num_devices, device)}. Ask for less{single}, or join a cluster with "
             "--ray_address",
             kind="machine",
         )

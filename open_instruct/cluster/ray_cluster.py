@@ -70,7 +70,7 @@ def start_cluster(
     with contextlib.ExitStack() as stack:
         if fleet.ray_address is None:
             say("starting Ray for this run")
-            stack.enter_context(_local(fleet, shape, logs_folder))
+            stack.enter_context(_run_local_cluster(fleet, shape, logs_folder))
         else:
             _join(fleet.ray_address)
             stack.callback(_disconnect)
@@ -146,25 +146,27 @@ def _answers_as_grpc(connection: socket.socket) -> bool:
 
 
 @contextlib.contextmanager
-def _local(fleet: FleetSection, shape: FleetShape, logs_folder: Path | None) -> Iterator[None]:
-    folder = short_folder()
+def _run_local_cluster(
+    fleet: FleetSection, shape: FleetShape, logs_folder: Path | None
+) -> Iterator[None]:
+    folder = make_short_folder()
     watchdog = Watchdog(folder, logs_folder=logs_folder)
     with contextlib.ExitStack() as stack:
         stack.callback(watchdog.finish)
-        stack.enter_context(_own_token(folder))
+        stack.enter_context(_require_token(folder))
         with watchdog.marking():
-            own = _start(fleet, shape, folder / RAY_FOLDER)
-        stack.callback(own.finish)
+            cluster = _start(fleet, shape, folder / RAY_FOLDER)
+        stack.callback(cluster.finish)
         stack.callback(_disconnect)
         yield
 
 
 @contextlib.contextmanager
-def _own_token(folder: Path) -> Iterator[None]:
+def _require_token(folder: Path) -> Iterator[None]:
     """While it runs, Ray requires a token from a file of `folder` that only this user can read."""
     path = folder / "token"
     path.touch(mode=0o600)
-    path.write_text(_token())
+    path.write_text(_make_token())
     before = {name: os.environ.pop(name) for name in TOKEN_VARIABLES if name in os.environ}
     # Without these Ray takes the user's token, or leaves one in the home folder that others can
     # read.
@@ -178,7 +180,7 @@ def _own_token(folder: Path) -> Iterator[None]:
 
 
 @functools.cache
-def _token() -> str:
+def _make_token() -> str:
     """The token of this process, one for all its runs, since Ray reads it once."""
     return secrets.token_hex(32)
 
@@ -189,7 +191,7 @@ def refuse_imported_ray() -> None:
     Raises:
         InputError: it has.
     """
-    if "ray" in sys.modules and _token.cache_info().currsize == 0:
+    if "ray" in sys.modules and _make_token.cache_info().currsize == 0:
         raise InputError(
             "ray was imported in this process before a run began, and has settled then with which "
             "token it talks: restart the process (the notebook's kernel), and import ray after "
@@ -212,11 +214,11 @@ def _start(fleet: FleetSection, shape: FleetShape, folder: Path) -> OwnRay:
         "include_dashboard": fleet.ray_dashboard_host is not None,
         "dashboard_host": fleet.ray_dashboard_host or LOOPBACK,
     }
-    own = OwnRay(options)
+    cluster = OwnRay(options)
     import ray  # noqa: F401 (which takes a while, as the start does)
 
     try:
-        _connect(own.address())
+        _connect(cluster.address())
     except Exception as error:
         if fleet.ray_dashboard_host is not None:
             raise InputError(
@@ -226,8 +228,8 @@ def _start(fleet: FleetSection, shape: FleetShape, folder: Path) -> OwnRay:
                 kind="remote",
             ) from error
         raise RunError(f"the local Ray did not start: {_first_line(error)}. {AGAIN}") from error
-    own.watch(_report_own_loss)
-    return own
+    cluster.watch(_report_own_loss)
+    return cluster
 
 
 def _report_own_loss() -> None:
@@ -268,7 +270,7 @@ def _disconnect() -> None:
     ray.shutdown()
 
 
-def short_folder() -> Path:
+def make_short_folder() -> Path:
     """Make a temporary folder for this user alone, with a path short enough for Ray's sockets.
 
     Ray opens its own folder to all users. Inside this one they cannot reach it.

@@ -93,12 +93,12 @@ def main(
     """Wait for the driver's end, then sweep."""
     # These are for the driver.
     signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGINT, signal.SIGHUP))
-    shared: set[int] = set()
+    shared_files: set[int] = set()
     sessions: set[int] = set()
     # The pipe tells at once, unless a forked child of the driver holds its other end too.
     while os.getppid() == driver:
         # An engine that dies, and is started again, is not there to be looked at in the end.
-        shared |= _find_shared_memory(_find_living(mark, sessions))
+        shared_files |= _find_shared_memory(_find_living(mark, sessions))
         if select.select([sys.stdin], [], [], POLL_INTERVAL_S)[0]:
             break
     deadline = time.monotonic() + SWEEP_TIMEOUT_S
@@ -106,7 +106,7 @@ def main(
         pids = _find_living(mark, sessions)
         if not pids:
             break
-        shared |= _find_shared_memory(pids)
+        shared_files |= _find_shared_memory(pids)
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -117,7 +117,7 @@ def main(
     shutil.rmtree(folder, ignore_errors=True)
     for path in SHARED_MEMORY.glob("*"):
         with contextlib.suppress(OSError):
-            is_theirs = path.name.startswith(SHARED_PREFIXES) and path.stat().st_ino in shared
+            is_theirs = path.name.startswith(SHARED_PREFIXES) and path.stat().st_ino in shared_files
             if is_theirs or path.name.startswith(mark):
                 path.unlink()
 

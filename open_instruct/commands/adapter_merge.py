@@ -109,7 +109,7 @@ def _read_chat_template(adapter_folder: Path) -> str | None:
 
 def _head_fields(hf_config: PretrainedConfig, head: Head) -> dict[str, Any]:
     if head == "score":
-        return reward_model.fields_of_class(hf_config)
+        return reward_model.find_class_fields(hf_config)
     if head == "classes":
-        return prm.fields_of_class(hf_config)
+        return prm.find_class_fields(hf_config)
     return {}

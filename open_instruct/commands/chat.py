@@ -14,7 +14,7 @@ from open_instruct.config.parser import parse
 from open_instruct.config.sections import Dtype, flag
 from open_instruct.config.validation import limit_problems, refuse, template_variable_problems
 from open_instruct.core.errors import InputError
-from open_instruct.core.text import escaped
+from open_instruct.core.text import escape_controls
 from open_instruct.data.chat import ChatFormat
 from open_instruct.data.files.rows import MalformedRow
 from open_instruct.data.tokenizer import load_tokenizer
@@ -184,10 +184,10 @@ def talk(speakers: Sequence[Speaker], *, system: str | None) -> int:
     """Ask and answer until the input ends; returns the exit code."""
     is_terminal = sys.stdin.isatty()
     opening: list[Any] = [] if system is None else [{"role": "system", "content": system}]
-    _begin(speakers, opening)
+    _begin_conversation(speakers, opening)
     for text in read_turns(is_terminal=is_terminal):
         if text == NEW:
-            _begin(speakers, opening)
+            _begin_conversation(speakers, opening)
             continue
         for speaker in speakers:
             speaker.turns.append({"role": "user", "content": text})
@@ -201,7 +201,7 @@ def talk(speakers: Sequence[Speaker], *, system: str | None) -> int:
     return 0
 
 
-def _begin(speakers: Sequence[Speaker], opening: Sequence[Message]) -> None:
+def _begin_conversation(speakers: Sequence[Speaker], opening: Sequence[Message]) -> None:
     for speaker in speakers:
         speaker.turns = list(opening)
 
@@ -232,10 +232,10 @@ def answer(speaker: Speaker, *, shows_name: bool) -> None:
     if shows_name:
         print(f"[{speaker.name}]")
     pieces: list[str] = []
-    with _interrupts_end(speaker.engine):
+    with _end_reply_on_interrupt(speaker.engine):
         for piece in speaker.engine.stream(prompt_token_ids, speaker.sampling):
             pieces.append(piece)
-            print(escaped(piece, "\n\t"), end="", flush=True)
+            print(escape_controls(piece, "\n\t"), end="", flush=True)
     print()
     if speaker.engine.was_cut:
         print(
@@ -246,7 +246,7 @@ def answer(speaker: Speaker, *, shows_name: bool) -> None:
 
 
 @contextmanager
-def _interrupts_end(engine: ReplyEngine) -> Iterator[None]:
+def _end_reply_on_interrupt(engine: ReplyEngine) -> Iterator[None]:
     """Ctrl-C ends the reply while a person talks; from a pipe it ends the program."""
     before = (
         set_handler(signal.SIGINT, lambda number, frame: engine.stop())

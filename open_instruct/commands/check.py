@@ -9,12 +9,12 @@ from typing import Any
 from open_instruct.commands.checks.report import FLAGS, Report
 from open_instruct.commands.run_flags import parse_run
 from open_instruct.config.name_hints import suggest_nearest
-from open_instruct.config.parser import flags_given
+from open_instruct.config.parser import list_given_flags
 from open_instruct.config.sections import flag
 from open_instruct.core.errors import InputError
-from open_instruct.core.text import counted, one_of
+from open_instruct.core.text import join_choices, spell_count
 from open_instruct.objectives.objective import Objective
-from open_instruct.objectives.registry import objective_named, objective_names
+from open_instruct.objectives.registry import list_objectives, load_objective
 
 
 @dataclass(kw_only=True)
@@ -45,12 +45,14 @@ def main(argv: Sequence[str]) -> int:
         InputError: the run would be refused, with every reason that was found.
     """
     name = argv[0] if argv else ""
-    names = objective_names()
+    names = list_objectives()
     if name not in names:
-        given = f"'{name}' is not a run{suggest_nearest(name, names)}; " if name else ""
+        mistake = f"'{name}' is not a run{suggest_nearest(name, names)}; " if name else ""
         example = "open-instruct check dpo --mixer_list ..."
-        raise InputError(f"{given}the first word is {one_of(names)}: {example}", kind="stray_word")
-    return check_run(objective_named(name), argv[1:])
+        raise InputError(
+            f"{mistake}the first word is {join_choices(names)}: {example}", kind="stray_word"
+        )
+    return check_run(load_objective(name), argv[1:])
 
 
 def check_run(
@@ -76,7 +78,7 @@ def check_run(
 
     def validate() -> str:
         warnings = objective.validate(config)
-        num_given = counted(len(flags_given(checked_class, words)), "flag")
+        num_given = spell_count(len(list_given_flags(checked_class, words)), "flag")
         return "\n".join(
             [f"{num_given}, and they go together", *(f"warning: {each}" for each in warnings)]
         )

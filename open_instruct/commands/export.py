@@ -55,17 +55,17 @@ def main(words: Sequence[str]) -> int:
     if not step_name and run.match("step[0-9]*") and not RunDirectory(path=run).config.exists():
         step_name = run.name
         run = run.parent
-    saved = read_settings(run)
-    saved.print_notes()
-    config = saved.config
-    objective = saved.objective
+    saved_settings = read_settings(run)
+    saved_settings.print_notes()
+    config = saved_settings.config
+    objective = saved_settings.objective
 
     from open_instruct.checkpoints.step_folder import step_of
     from open_instruct.models.lora.adapters import MergedWeights, add_adapters
     from open_instruct.models.nf4 import describe_rounding, find_rounding
     from open_instruct.run.pretrained import open_pretrained
 
-    folder = checkpoint_of(run, step_name)
+    folder = find_checkpoint(run, step_name)
     pretrained = open_pretrained(
         replace(config, lora=LoRASection()),  # the adapter that training began with is not needed
         Path(flags.output_dir),
@@ -129,7 +129,7 @@ def _trained_weights(
     return MergedWeights(plain, halves, scale=lora.scale, in_4_bits=scales)
 
 
-def checkpoint_of(run: Path, name: str) -> Path:
+def find_checkpoint(run: Path, name: str) -> Path:
     """The folder of the checkpoint with that name, or of the newest if it is empty.
 
     :raises InputError: there is none, or it is damaged.

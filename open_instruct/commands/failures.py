@@ -20,7 +20,7 @@ from open_instruct.core.errors import (
     InputError,
     RunError,
 )
-from open_instruct.core.text import escaped
+from open_instruct.core.text import escape_controls
 from open_instruct.parallel.status import this_process
 from open_instruct.run.cadence import set_handler
 
@@ -130,12 +130,12 @@ class FailureReporter:
         next_command = advise_next_command(self.log_file)
         line = f"{self.program}: {name} while {this_process.status}. {next_command}"
         this_process.leave(line)
-        if current_rank() == 0:
+        if find_rank() == 0:
             print_to_stderr(line)
         return EXIT_OF_SIGNAL[number]
 
 
-def current_rank() -> int:
+def find_rank() -> int:
     """The rank that the launcher gave this process; 0 without one."""
     word = os.environ.get("RANK", "0")
     return int(word) if word.isdecimal() else 0
@@ -145,7 +145,7 @@ def print_to_stderr(*lines: str) -> None:
     """Print lines without control characters; where stderr cannot be written, they are lost."""
     with suppress(OSError):  # stderr may lie on the full disk, or its reader be gone
         for line in lines:
-            print(escaped(line, "\n\t"), file=sys.stderr, flush=True)
+            print(escape_controls(line, "\n\t"), file=sys.stderr, flush=True)
 
 
 def report_failure(*lines: str, known_to_all: bool = False) -> None:
@@ -153,7 +153,7 @@ def report_failure(*lines: str, known_to_all: bool = False) -> None:
 
     With `known_to_all` rank 0 alone prints.
     """
-    rank = current_rank()
+    rank = find_rank()
     this_process.leave(" ".join(lines))
     if rank > 0:
         # If rank 0 has printed the reason, the launcher ends this rank here.
@@ -171,7 +171,7 @@ def _write_for_launcher(message: str) -> None:
     if error_file is None:
         return
     failure = {
-        "message": escaped(message, "\n\t"),
+        "message": escape_controls(message, "\n\t"),
         "extraInfo": {"timestamp": str(int(time.time()))},
     }
     with suppress(OSError):
@@ -185,7 +185,7 @@ def _record_traceback(
     text = "".join(traceback.format_exception(error))
     if log_file is not None:
         with suppress(OSError), log_file.open("a", encoding="utf-8") as log:
-            log.write(f"rank {current_rank()} failed:\n{text}")
+            log.write(f"rank {find_rank()} failed:\n{text}")
             return f"in {log_file}"
     if to_stderr:
         print_to_stderr(text.rstrip("\n"))

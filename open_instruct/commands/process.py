@@ -22,7 +22,7 @@ from open_instruct.commands.failures import (
     FailureReporter,
     Terminated,
     advise_next_command,
-    current_rank,
+    find_rank,
     print_to_stderr,
     report_failure,
 )
@@ -77,7 +77,7 @@ def run_entry(
 
     def run() -> int:
         if asks_for_help(words):
-            if current_rank() == 0:
+            if find_rank() == 0:
                 print_help(config_class, program, words)
             return 0
         unneeded: list[str] = []
@@ -113,7 +113,7 @@ def check_in_place_of_run(
     """Check, on rank 0, the run of a command that has `--check`; returns the exit code."""
 
     def run() -> int:
-        if current_rank() > 0:
+        if find_rank() > 0:
             return 0
         return check([word for word in words if word != CHECK])
 
@@ -126,7 +126,7 @@ def _check_access(config: LearnerConfig) -> None:
     Raises:
         InputError: there is no access to one of them.
     """
-    if current_rank() > 0:
+    if find_rank() > 0:
         return
     check_trackers(config.logging.report_to, os.environ)
     if config.run.push_to_hub:
@@ -134,7 +134,7 @@ def _check_access(config: LearnerConfig) -> None:
 
 
 def _print_warnings(program: str, warnings: Sequence[str], unneeded: Sequence[str]) -> None:
-    if current_rank() > 0:
+    if find_rank() > 0:
         return
     print_to_stderr(*(f"{program}: warning: {warning}" for warning in warnings))
     if unneeded:
@@ -175,7 +175,7 @@ def run_and_report(main: Callable[[ConfigT], int], config: ConfigT) -> int:
     """Run `main`; rank 0 of a run that is done says what it has left, and uploads its model."""
     began_s = time.monotonic()
     code = main(config)
-    if code == 0 and current_rank() == 0:
+    if code == 0 and find_rank() == 0:
         print_results(config.run, config.adapters, took_s=time.monotonic() - began_s)
         if config.run.push_to_hub:
             print(
@@ -215,7 +215,7 @@ def run_to_exit_code(run: Callable[[], int], *, program: str, log_file: Path | N
     reporter = FailureReporter(program, log_file)
     this_process.report_loss = partial(_end_for_loss, reporter)
     this_process.watch_launcher()
-    with _stop_signals_raised():
+    with _raise_stop_signals():
         try:
             return run()
         except BrokenPipeError as error:
@@ -233,7 +233,7 @@ def run_to_exit_code(run: Callable[[], int], *, program: str, log_file: Path | N
 
 
 @contextmanager
-def _stop_signals_raised() -> Iterator[None]:
+def _raise_stop_signals() -> Iterator[None]:
     """Stop signals raise in the main thread during the block, except while a loop handles them."""
     if signal.getsignal(signal.SIGTERM) is _raise_stop:
         yield

@@ -15,15 +15,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from open_instruct.commands.run_flags import join_backend, parse_run
-from open_instruct.config.flags import flags_of, spelled
+from open_instruct.config.flags import list_flags, spell_value
 from open_instruct.config.grpo import GRPOConfig, validate_grpo
-from open_instruct.config.parser import flags_given
+from open_instruct.config.parser import list_given_flags
 from open_instruct.config.policy_sections import CriticSection
 from open_instruct.config.resolved import as_flat_dict
 from open_instruct.config.sections import flag
 from open_instruct.config.validation import limit_problems, refuse
 from open_instruct.core.errors import InputError
-from open_instruct.core.files import write_asked
+from open_instruct.core.files import write_user_file
 from open_instruct.core.records import RolloutGroup
 from open_instruct.data.files.foreign_json import read_object
 from open_instruct.run.run_directory import RunDirectory, read_rows
@@ -98,7 +98,7 @@ class Replay:
 
     run: Path
     settings: GRPOConfig
-    asked: ReplayConfig
+    config: ReplayConfig
     changes: dict[str, tuple[Any, Any]]
 
 
@@ -121,12 +121,12 @@ def main(argv: Sequence[str]) -> int:
 
     :raises InputError: if the flags cannot work, or the run has no such step.
     """
-    replayed = parse_replay(argv)
+    request = parse_replay(argv)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise InputError("replay runs on one process: start it without torchrun", kind="conflict")
-    report = replay(replayed)
-    if (file := replayed.asked.replay.json) is not None:
-        write_asked(file, json.dumps(report, indent=2) + "\n", flag="--json")
+    report = replay(request)
+    if (file := request.config.replay.json) is not None:
+        write_user_file(file, json.dumps(report, indent=2) + "\n", flag="--json")
     return 0
 
 
@@ -150,71 +150,75 @@ def parse_replay(words: Sequence[str]) -> Replay:
             kind="bad_checkpoint",
         )
     saved.print_notes()
-    asked = parse_run(
+    config = parse_run(
         ReplayConfig, [str(RunDirectory(path=run).config), *words[1:]], passed_over=[]
     )
-    given = flags_given(ReplayConfig, words[1:])
-    if fixed := sorted(given - flags_that_may_differ() - flags_of(ReplayFlags).keys()):
+    flag_names = list_given_flags(ReplayConfig, words[1:])
+    if fixed_names := sorted(flag_names - list_replay_flags() - list_flags(ReplayFlags).keys()):
         raise InputError(
-            f"{', '.join(f'--{name}' for name in fixed)}: a replay keeps the run's own value; "
-            "what can differ are the flags of the loss, those of a critic, and "
+            f"{', '.join(f'--{name}' for name in fixed_names)}: a replay keeps the run's own "
+            "value; what can differ are the flags of the loss, those of a critic, and "
             f"--{', --'.join(ROLLOUT_FLAGS)}",
             kind="conflict",
         )
-    own = asked.replay
-    refuse(limit_problems(own))
-    if own.weights is not None and not Path(own.weights).is_dir():
+    flags = config.replay
+    refuse(limit_problems(flags))
+    if flags.weights is not None and not Path(flags.weights).is_dir():
         raise InputError(
-            (f"--weights {own.weights}: there is no such folder; give one in Hugging Face format"),
+            (
+                f"--weights {flags.weights}: there is no such folder; give one in Hugging Face "
+                "format"
+            ),
             kind="missing_file",
         )
-    if own.json is not None and (
-        Path(own.json).is_dir() or not Path(own.json).absolute().parent.is_dir()
+    if flags.json is not None and (
+        Path(flags.json).is_dir() or not Path(flags.json).absolute().parent.is_dir()
     ):
         raise InputError(
-            f"--json {own.json}: is a folder, or lies in none; name a file in a folder that exists",
+            f"--json {flags.json}: is a folder, or lies in none; name a file in a folder that "
+            "exists",
             kind="unreadable_file",
         )
     before = as_flat_dict(settings)
-    now = as_flat_dict(asked)
+    now = as_flat_dict(config)
     changes = {}
-    for name in given:
+    for name in flag_names:
         if name in before and now[name] != before[name]:
             changes[name] = (before[name], now[name])
     if changes:
         # What active sampling rejected is not replayed, so it cannot stand against keeping every
         # group.
-        asked.rollout = replace(asked.rollout, active_sampling=False)
-        if not asked.rollout.has_critic:
-            asked.critic = CriticSection()
-        validate_grpo(asked)
-    return Replay(run=run, settings=settings, asked=asked, changes=changes)
+        config.rollout = replace(config.rollout, active_sampling=False)
+        if not config.rollout.has_critic:
+            config.critic = CriticSection()
+        validate_grpo(config)
+    return Replay(run=run, settings=settings, config=config, changes=changes)
 
 
-def flags_that_may_differ() -> set[str]:
+def list_replay_flags() -> set[str]:
     """The flags of a run that may be others in a replay of it."""
     of_sections = {
-        name for name, flag in flags_of(GRPOConfig).items() if flag.section in ("loss", "critic")
+        name for name, flag in list_flags(GRPOConfig).items() if flag.section in ("loss", "critic")
     }
     return of_sections | {*ROLLOUT_FLAGS}
 
 
-def replay(replayed: Replay) -> dict[str, Any]:
+def replay(request: Replay) -> dict[str, Any]:
     """Take the step, print what comes of it, and return the same numbers as JSON."""
     from open_instruct.parallel.process import start_process, stop_process
     from open_instruct.rl.traces import read_traces
 
     # Warnings of libraries belong in the log of a run; a replay has none.
     logging.captureWarnings(True)
-    directory = RunDirectory(path=replayed.run)
-    settings = replayed.settings
-    changes = replayed.changes
-    step = replayed.asked.replay.step
+    directory = RunDirectory(path=request.run)
+    settings = request.settings
+    changes = request.changes
+    step = request.config.replay.step
     groups = read_traces(directory.path, step)
-    weights = weights_before(
-        directory.path, step, config=settings, given=replayed.asked.replay.weights
+    weights = find_start_weights(
+        directory.path, step, config=settings, weights_folder=request.config.replay.weights
     )
-    recorded = recorded_row(directory.metrics, step)
+    recorded_metrics = read_recorded_row(directory.metrics, step)
     print(f"step {step} of {directory.path}: {weights.description}", flush=True)
     if settings.fleet.routing_replay == "on":
         note = "traces have no experts of tokens, so here the learner chooses its own"
@@ -222,32 +226,43 @@ def replay(replayed: Replay) -> dict[str, Any]:
 
     process = start_process(timeout_s=settings.parallel.dist_timeout_s, seed=settings.optim.seed)
 
-    def taken_again(config: GRPOConfig) -> dict[str, float]:
-        return take_again(
-            as_decided(config, directory), groups, step=step, weights=weights, process=process
+    def retake(config: GRPOConfig) -> dict[str, float]:
+        return retake_step(
+            apply_recorded_plan(config, directory),
+            groups,
+            step=step,
+            weights=weights,
+            process=process,
         )
 
-    recomputed = taken_again(settings)
-    changed = None
+    recomputed_metrics = retake(settings)
+    changed_metrics = None
     if changes:
         flags = (
-            f"--{name} {spelled(new)} (was {spelled(old)})" for name, (old, new) in changes.items()
+            f"--{name} {spell_value(new)} (was {spell_value(old)})"
+            for name, (old, new) in changes.items()
         )
         print(f"changed: {', '.join(flags)}", flush=True)
-        changed = taken_again(replayed.asked)
+        changed_metrics = retake(request.config)
     stop_process()
 
-    columns = {"recorded": recorded, "recomputed": recomputed, "changed": changed}
-    print("\n" + table(columns))
-    if recorded is None:
+    columns = {
+        "recorded": recorded_metrics,
+        "recomputed": recomputed_metrics,
+        "changed": changed_metrics,
+    }
+    print("\n" + format_table(columns))
+    if recorded_metrics is None:
         print(f"\nmetrics.jsonl has no row of step {step}: the run ended before it was written")
-    elif weights.are_the_steps_own and "loss" in recorded:  # which the warm-up of a critic has not
-        print(f"\n{differences(recorded, recomputed)}")
+    elif (
+        weights.are_the_steps_own and "loss" in recorded_metrics
+    ):  # which the warm-up of a critic has not
+        print(f"\n{describe_differences(recorded_metrics, recomputed_metrics)}")
     facts = asdict(weights)
     if weights.checkpoint is not None:
         facts["checkpoint"] = str(weights.checkpoint)
     return {
-        "run": str(replayed.run),
+        "run": str(request.run),
         "step": step,
         "weights": facts,
         "changes": {name: {"from": old, "to": new} for name, (old, new) in changes.items()},
@@ -255,7 +270,7 @@ def replay(replayed: Replay) -> dict[str, Any]:
     }
 
 
-def take_again(
+def retake_step(
     config: GRPOConfig,
     groups: Sequence[RolloutGroup],
     *,
@@ -277,7 +292,7 @@ def take_again(
     return {name: value for name, value in row.items() if not name.startswith(OF_THE_RUN)}
 
 
-def as_decided(config: GRPOConfig, directory: RunDirectory) -> GRPOConfig:
+def apply_recorded_plan(config: GRPOConfig, directory: RunDirectory) -> GRPOConfig:
     """The config with the activation checkpointing that the run's plan chose for `auto`."""
     from open_instruct.run.opening import apply_plan
 
@@ -286,21 +301,23 @@ def as_decided(config: GRPOConfig, directory: RunDirectory) -> GRPOConfig:
     return apply_plan(config, read_object(directory.plan))
 
 
-def weights_before(run: Path, step: int, *, config: GRPOConfig, given: str | None) -> StepWeights:
+def find_start_weights(
+    run: Path, step: int, *, config: GRPOConfig, weights_folder: str | None
+) -> StepWeights:
     """The weights that `step` of the run in `run` began with, or the nearest to them that are left.
 
     They are those after step - 1: the checkpoint of that step, or the start model for step 1. Where
-    that checkpoint is gone, an older one. `given` overrules all of that.
+    that checkpoint is gone, an older one. `weights_folder` overrules all of that.
     """
     from open_instruct.checkpoints.step_folder import find_checkpoints, step_of
 
     start = config.model.model_name_or_path
-    if given is not None:
-        description = f"the weights are those of {given}, with a fresh optimizer"
+    if weights_folder is not None:
+        description = f"the weights are those of {weights_folder}, with a fresh optimizer"
         if config.loss.ref_policy_update_freq is not None:
             description += "; the reference policy is the start model, although the run moved it"
         return StepWeights(
-            model=given, checkpoint=None, are_the_steps_own=False, description=description
+            model=weights_folder, checkpoint=None, are_the_steps_own=False, description=description
         )
     checkpoints = {step_of(path): path for path in find_checkpoints(run)}
     newest = max((saved for saved in checkpoints if saved < step), default=0)
@@ -320,7 +337,7 @@ def weights_before(run: Path, step: int, *, config: GRPOConfig, given: str | Non
     )
 
 
-def recorded_row(metrics: Path, step: int) -> dict[str, float] | None:
+def read_recorded_row(metrics: Path, step: int) -> dict[str, float] | None:
     """The row of metrics.jsonl for `step`; None if the run ended before it wrote one.
 
     Raises:
@@ -333,7 +350,7 @@ def recorded_row(metrics: Path, step: int) -> dict[str, float] | None:
     return next((row for row in reversed(rows) if row.get("step") == step), None)
 
 
-def differences(recorded: Mapping[str, float], recomputed: Mapping[str, float]) -> str:
+def describe_differences(recorded: Mapping[str, float], recomputed: Mapping[str, float]) -> str:
     """The difference of the recomputed loss and gradient norm from the recorded ones.
 
     The loss's difference is absolute: advantages of both signs nearly cancel in it.
@@ -347,7 +364,7 @@ def differences(recorded: Mapping[str, float], recomputed: Mapping[str, float]) 
     )
 
 
-def table(columns: Mapping[str, Mapping[str, float] | None]) -> str:
+def format_table(columns: Mapping[str, Mapping[str, float] | None]) -> str:
     """The recomputed metrics, one a line, with a column for each of `columns` that has numbers."""
     rows = {title: row for title, row in columns.items() if row is not None}
     recomputed = dict.fromkeys(
@@ -356,14 +373,14 @@ def table(columns: Mapping[str, Mapping[str, float] | None]) -> str:
     names = sorted(recomputed, key=lambda name: name not in SHOWN_FIRST)
     lines = [["", *rows]]
     for name in names:
-        lines.append([name, *(_cell(row.get(name)) for row in rows.values())])
+        lines.append([name, *(_format_cell(row.get(name)) for row in rows.values())])
     first, *others = (max(map(len, column)) for column in zip(*lines, strict=True))
-    padded = []
+    lines_of_columns = []
     for name, *cells in lines:
         right = [cell.rjust(width) for cell, width in zip(cells, others, strict=True)]
-        padded.append("  ".join([name.ljust(first), *right]))
-    return "\n".join(padded)
+        lines_of_columns.append("  ".join([name.ljust(first), *right]))
+    return "\n".join(lines_of_columns)
 
 
-def _cell(value: float | None) -> str:
+def _format_cell(value: float | None) -> str:
     return MISSING if value is None else f"{value:.6g}"

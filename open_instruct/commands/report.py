@@ -11,7 +11,7 @@ from open_instruct.config.parser import parse
 from open_instruct.config.sections import flag
 from open_instruct.config.validation import limit_problems, refuse
 from open_instruct.core.errors import InputError, Problem
-from open_instruct.core.files import write_asked
+from open_instruct.core.files import write_user_file
 from open_instruct.report.live_page import LivePage, serve_page
 from open_instruct.report.page import report_page
 
@@ -74,7 +74,7 @@ def main(argv: Sequence[str]) -> int:
         out = Path(flags.out).expanduser()
     elif len(folders) == 1:
         out = folders[0] / out
-    write_asked(out, page, flag="--out")
+    write_user_file(out, page, flag="--out")
     print(f"{out} ({len(page) / 1e6:.2f} MB, in {time.monotonic() - began_s:.1f} s)")
     return 0
 

@@ -13,9 +13,9 @@ from open_instruct.config.name_hints import suggest_nearest
 from open_instruct.config.parser import parse
 from open_instruct.config.training import BackendRecord, ConfigT
 from open_instruct.core.errors import InputError
-from open_instruct.core.text import one_of
+from open_instruct.core.text import join_choices
 from open_instruct.objectives.objective import Objective
-from open_instruct.objectives.registry import config_class_of, objective_named, objective_names
+from open_instruct.objectives.registry import build_config_class, list_objectives, load_objective
 from open_instruct.parallel.resolve import resolve
 
 GROUP = "open_instruct.backends"
@@ -24,18 +24,19 @@ GROUP = "open_instruct.backends"
 @cache
 def find_backend(name: str) -> BackendRecord:
     """:raises InputError: no installed backend has this name."""
-    known = {each.name: each for each in entry_points(group=GROUP)}
-    if not known:
+    backends = {each.name: each for each in entry_points(group=GROUP)}
+    if not backends:
         raise InputError(
             "no backend is installed: run `make install`, or `pip install .`, once more",
             kind="missing_package",
         )
-    if name not in known:
+    if name not in backends:
         raise InputError(
-            f"--backend {name}: takes {' or '.join(sorted(known))}{suggest_nearest(name, known)}",
+            f"--backend {name}: takes "
+            f"{' or '.join(sorted(backends))}{suggest_nearest(name, backends)}",
             kind="bad_value",
         )
-    record: BackendRecord = known[name].load()
+    record: BackendRecord = backends[name].load()
     return record
 
 
@@ -83,14 +84,14 @@ def parse_named_run(
         InputError: there is no such run, or a flag is wrong.
     """
     name = words[0] if words else ""
-    names = objective_names()
+    names = list_objectives()
     if name not in names:
-        given = f"'{name}' is not a run{suggest_nearest(name, names)}; " if name else ""
+        mistake = f"'{name}' is not a run{suggest_nearest(name, names)}; " if name else ""
         raise InputError(
-            f"{given}the first word is {one_of(names)}: {example} ...", kind="stray_word"
+            f"{mistake}the first word is {join_choices(names)}: {example} ...", kind="stray_word"
         )
     unneeded: list[str] = []
-    config_class = config_class_of(name, **more)
+    config_class = build_config_class(name, **more)
     config = parse_run(config_class, words[1:], assumed=assumed, unneeded=unneeded)
     warnings = [f"not needed here, and left out: {each}" for each in unneeded]
-    return config, objective_named(name), warnings
+    return config, load_objective(name), warnings

@@ -15,7 +15,7 @@ from open_instruct.config.parser import parse
 from open_instruct.config.sections import Dtype, flag
 from open_instruct.config.validation import limit_problems, refuse, template_variable_problems
 from open_instruct.core.errors import InputError
-from open_instruct.core.text import counted
+from open_instruct.core.text import spell_count
 from open_instruct.data.files.opening import open_rows
 from open_instruct.data.files.rows import RawRow
 from open_instruct.run.first_look import fetch_folder
@@ -92,7 +92,7 @@ def main(words: Sequence[str]) -> int:
     partial = out.with_name(f".{out.name}.partial")
     try:
         with partial.open("w", encoding="utf-8") as file:
-            for row in scored_rows(source.rows(range(len(source))), model, flags):
+            for row in score_rows(source.rows(range(len(source))), model, flags):
                 file.write(json.dumps(row, ensure_ascii=False, default=str) + "\n")
         os.replace(partial, out)
     except OSError as error:
@@ -105,11 +105,11 @@ def main(words: Sequence[str]) -> int:
     finally:
         with suppress(OSError):
             partial.unlink()
-    print(f"scored {counted(len(source), 'row')} of {words[1]}: {out}")
+    print(f"scored {spell_count(len(source), 'row')} of {words[1]}: {out}")
     return 0
 
 
-def scored_rows(
+def score_rows(
     rows: Iterator[RawRow], model: Scorer, flags: ScoreFlags
 ) -> Iterator[dict[str, Any]]:
     """The rows in their order, with their scores.

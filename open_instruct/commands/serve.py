@@ -56,17 +56,17 @@ def main(words: Sequence[str]) -> int:
 
     on_cuda = torch.cuda.is_available()
     environment = os.environ | engine_environment(on_cuda) | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
-    defaults = [] if on_cuda else words_on_a_cpu(words[1:])
-    command = [sys.executable, "-m", SERVER, *server_words(model), *defaults, *words[1:]]
+    defaults = [] if on_cuda else list_cpu_flags(words[1:])
+    command = [sys.executable, "-m", SERVER, *list_server_flags(model), *defaults, *words[1:]]
     sys.stdout.flush()
     os.execve(command[0], command, environment)
 
 
-def words_on_a_cpu(given: Sequence[str]) -> list[str]:
+def list_cpu_flags(words_given: Sequence[str]) -> list[str]:
     """Flags of vLLM's server on a CPU, but for those that are given: by default it wants nearly all
     memory.
     """
-    names = {word.partition("=")[0].replace("_", "-") for word in given}
+    names = {word.partition("=")[0].replace("_", "-") for word in words_given}
     words: list[str] = []
     if not names & {"--kv-cache-memory-bytes", "--gpu-memory-utilization"}:
         words += ["--kv-cache-memory-bytes", str(CPU_CACHE_BYTES)]
@@ -75,7 +75,7 @@ def words_on_a_cpu(given: Sequence[str]) -> list[str]:
     return [*words, "--enforce-eager"]
 
 
-def server_words(model: TalkingModel) -> list[str]:
+def list_server_flags(model: TalkingModel) -> list[str]:
     """The flags of vLLM's server for a model: it goes by the name that it was given here."""
     words = ["--model", str(model.folder), "--host", LOOPBACK]
     if model.adapter is None:

@@ -16,7 +16,7 @@ from open_instruct.config.parser import parse
 from open_instruct.config.sections import flag
 from open_instruct.core.errors import InputError
 from open_instruct.core.families import FAMILIES, FULL
-from open_instruct.core.files import read_asked
+from open_instruct.core.files import read_user_file
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerFast
@@ -74,14 +74,15 @@ def write_tiny_model(
     Raises:
         InputError: the folder is not empty, or an argument cannot work.
     """
-    for name, value, known in (
+    for name, value, known_values in (
         ("family", family, FAMILIES),
         ("size", size, SIZES),
         ("dtype", dtype, DTYPES),
     ):
-        if value not in known:
+        if value not in known_values:
             raise InputError(
-                f"--{name} {value}: unknown; choose from {', '.join(known)}", kind="bad_value"
+                f"--{name} {value}: unknown; choose from {', '.join(known_values)}",
+                kind="bad_value",
             )
     vocab_size = SIZES[size]["vocab_size"] if vocab_size is None else vocab_size
     smallest = NUM_BYTES + len(SPECIAL_TOKENS)
@@ -293,17 +294,19 @@ def main(args: Sequence[str]) -> int:
     Raises:
         InputError: a flag is wrong, or the folder is not empty.
     """
-    name, words = _folder(args)
+    name, words = _split_folder(args)
     flags = parse(TinyModelFlags, words)
-    given = asdict(flags)
-    texts = given.pop("text")
-    tie = given.pop("tie_word_embeddings")
-    folder = write_tiny_model(name, corpus=list(_texts(texts)) if texts else None, tie=tie, **given)
+    settings = asdict(flags)
+    texts = settings.pop("text")
+    tie = settings.pop("tie_word_embeddings")
+    folder = write_tiny_model(
+        name, corpus=list(_read_texts(texts)) if texts else None, tie=tie, **settings
+    )
     print(f"wrote a random {flags.family} model ({flags.size}) and its tokenizer to {folder}")
     return 0
 
 
-def _folder(args: Sequence[str]) -> tuple[str, Sequence[str]]:
+def _split_folder(args: Sequence[str]) -> tuple[str, Sequence[str]]:
     """The first word, or the last one if that is no flag's value, and the words of the flags."""
     if args and not args[0].startswith("-"):
         return args[0], args[1:]
@@ -315,9 +318,9 @@ def _folder(args: Sequence[str]) -> tuple[str, Sequence[str]]:
     )
 
 
-def _texts(files: Sequence[str]) -> Iterator[str]:
+def _read_texts(files: Sequence[str]) -> Iterator[str]:
     for file in files:
-        text = read_asked(file, where=f"--text {file}")
+        text = read_user_file(file, where=f"--text {file}")
         if not text:
             raise InputError(f"--text {file}: the file is empty", kind="bad_row")
         yield from text.splitlines(keepends=True)

@@ -16,7 +16,7 @@ from functools import cache
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from open_instruct.core.errors import InputError
-from open_instruct.core.text import one_of
+from open_instruct.core.text import join_choices
 
 NONE_WORDS = ("none", "null", "~")
 # Large enough for seeds and time-outs; the product of a few such numbers is still a finite float.
@@ -95,8 +95,8 @@ class Flag:
         """`read_with` in words: `--beta above 0`, or `--loss_fn dppo_tv or dppo_kl`."""
         other, *values = self.read_with.split()
         if not values:
-            return one_of(f"--{name}" for name in other.split("|"))
-        return f"--{other} {one_of(values).replace('>', 'above ')}"
+            return join_choices(f"--{name}" for name in other.split("|"))
+        return f"--{other} {join_choices(values).replace('>', 'above ')}"
 
     @property
     def meaning(self) -> str:
@@ -139,7 +139,7 @@ class Flag:
         words = [f"{word} {limit}" for word, limit, _ in limits if limit is not None]
         return f"must be {' and '.join(words)}{self.note}"
 
-    def value_of(self, words: Sequence[str]) -> Any:
+    def parse_value(self, words: Sequence[str]) -> Any:
         """The value that `words` spell: exactly one word, unless the flag is a list.
 
         Raises:
@@ -164,10 +164,10 @@ class Flag:
             )
         if len(words) > 1:
             raise InputError(
-                f"takes one value, so {quoted(words[1])} after {quoted(words[0])} belongs to no "
-                "flag",
+                f"takes one value, so {quote_word(words[1])} after {quote_word(words[0])} belongs "
+                "to no flag",
                 kind="stray_word",
-                remedy=f"leave {quoted(words[1])} out",
+                remedy=f"leave {quote_word(words[1])} out",
             )
         is_none = self.optional and words[0].lower() in NONE_WORDS
         return None if is_none else self._value_of_word(words[0], self.kind)
@@ -184,7 +184,7 @@ class Flag:
             value = fill_in_path(word) if self.is_path else value
         if value is None:
             raise InputError(
-                f"takes {self.accepted}, not {quoted(word)}{self._hint(word)}",
+                f"takes {self.accepted}, not {quote_word(word)}{self._hint(word)}",
                 kind="bad_value",
                 remedy=f"give {self.accepted}",
             )
@@ -211,12 +211,12 @@ def requirement_met(condition: str, values: Mapping[str, Any]) -> bool:
     where that holds of one of both, and `beta >0` by a number above 0. `loss_fn dppo_kl
     FILE.py:FUNCTION` is met by the word dppo_kl, and by any function of the user's own.
     """
-    other, *wanted = condition.split()
-    if not wanted or wanted == [">0"]:
+    other, *wanted_values = condition.split()
+    if not wanted_values or wanted_values == [">0"]:
         return any(bool(values[name]) for name in other.split("|"))
     value = values[other]
     words = value if isinstance(value, list) else [value]
-    return any(word in wanted or (OWN in wanted and ":" in word) for word in words)
+    return any(word in wanted_values or (OWN in wanted_values and ":" in word) for word in words)
 
 
 def fill_in_path(word: str) -> str:
@@ -242,7 +242,7 @@ def fill_in_path(word: str) -> str:
     return path
 
 
-def spelled(value: Any) -> str:
+def spell_value(value: Any) -> str:
     """A flag's value as it is written on the command line."""
     if value is None:
         return "none"
@@ -253,7 +253,7 @@ def spelled(value: Any) -> str:
     return str(value)
 
 
-def quoted(word: str) -> str:
+def quote_word(word: str) -> str:
     """The word in quotes; a long one is cut."""
     return f"'{word}'" if len(word) <= LONGEST_SHOWN else f"'{word[:LONGEST_SHOWN]}…'"
 
@@ -277,7 +277,7 @@ def _finite_number(kind: type, word: str) -> Any:
     return number if within else None
 
 
-def sections_of(config_class: type) -> dict[str, type]:
+def list_sections(config_class: type) -> dict[str, type]:
     """The section classes of a config class by field: its own, then those of every run.
 
     A class whose own fields are flags, as the commands beside the runs have, is its only section,
@@ -306,17 +306,17 @@ def section_title(section_class: type, name: str) -> str:
     return title
 
 
-def flags_of(config_class: type) -> dict[str, Flag]:
+def list_flags(config_class: type) -> dict[str, Flag]:
     """Every flag of a config class by name, in the order of its sections."""
     flags: dict[str, Flag] = {}
-    for section, section_class in sections_of(config_class).items():
-        for name, flag in flags_of_section(section_class, section).items():
+    for section, section_class in list_sections(config_class).items():
+        for name, flag in list_section_flags(section_class, section).items():
             assert name not in flags, f"flag {name} is in two sections"
             flags[name] = flag
     return flags
 
 
-def flags_of_section(section_class: type, section: str = "") -> dict[str, Flag]:
+def list_section_flags(section_class: type, section: str = "") -> dict[str, Flag]:
     """The flags of one section class, required ones first;
 
     `section` is the field of a config class that holds it.
@@ -329,12 +329,12 @@ def _read_section(section_class: type, section: str) -> dict[str, Flag]:
     hints = get_type_hints(section_class)
     read_with = getattr(section_class, "all_read_with", "")
     flags = [
-        _flag_of(field, hints[field.name], section, read_with) for field in fields(section_class)
+        _build_flag(field, hints[field.name], section, read_with) for field in fields(section_class)
     ]
     return {flag.name: flag for flag in sorted(flags, key=lambda flag: not flag.required)}
 
 
-def _flag_of(
+def _build_flag(
     field: Field[Any],
     hint: Any,
     section: str,

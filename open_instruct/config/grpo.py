@@ -5,15 +5,15 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from open_instruct.config import fleet_sections, policy_sections, rollout_sections
-from open_instruct.config.flags import spelled
+from open_instruct.config.flags import spell_value
 from open_instruct.config.lora import RANKS_OF_ENGINES, LoRASection
 from open_instruct.config.run_sections import RolloutRunSection
 from open_instruct.config.training import LearnerConfig, with_held_out
 from open_instruct.config.validation import (
-    changed,
     idle_evaluation_problems,
     learner_problems,
     learner_warnings,
+    list_changed_flags,
     microbatch_problems,
     refuse,
 )
@@ -132,7 +132,7 @@ def _rollout_problems(config: GRPOConfig) -> Iterator[str]:
         )
     if rollout.vllm_top_p != 1.0:
         yield (
-            f"--vllm_top_p {spelled(rollout.vllm_top_p)}: below 1 the engine renormalises over "
+            f"--vllm_top_p {spell_value(rollout.vllm_top_p)}: below 1 the engine renormalises over "
             "the tokens it kept, which biases the ratio of learner to engine; use 1.0, and a "
             "lower --temperature"
         )
@@ -217,14 +217,14 @@ def _loss_problems(config: GRPOConfig) -> Iterator[str]:
     loss = config.loss
     if loss.delta is not None and loss.delta <= 1 + loss.clip_higher:
         yield (
-            f"--delta {spelled(loss.delta)}: must be above 1 plus --clip_higher, or it would "
+            f"--delta {spell_value(loss.delta)}: must be above 1 plus --clip_higher, or it would "
             "undo that clip"
         )
     if loss.clip_cov_lower >= loss.clip_cov_upper:
         yield (
-            f"--clip_cov_lower {spelled(loss.clip_cov_lower)}: must be below --clip_cov_upper "
-            f"{spelled(loss.clip_cov_upper)}, since tokens with a covariance between the two are "
-            "clipped"
+            f"--clip_cov_lower {spell_value(loss.clip_cov_lower)}: must be below --clip_cov_upper "
+            f"{spell_value(loss.clip_cov_upper)}, since tokens with a covariance between the two "
+            "are clipped"
         )
     denominator = f"--loss_denominator {loss.loss_denominator}"
     if loss.loss_denominator != "token":
@@ -240,8 +240,8 @@ def _loss_problems(config: GRPOConfig) -> Iterator[str]:
         upper = getattr(loss, f"rho_{kind}_upper")
         if upper is not None and lower > upper:
             yield (
-                f"--rho_{kind}_lower {spelled(lower)} is above --rho_{kind}_upper "
-                f"{spelled(upper)}: swap them"
+                f"--rho_{kind}_lower {spell_value(lower)} is above --rho_{kind}_upper "
+                f"{spell_value(upper)}: swap them"
             )
     if loss.rl_coef == 0 and loss.teacher_model_name_or_path is None:
         yield (
@@ -310,15 +310,15 @@ def _fleet_problems(config: GRPOConfig) -> Iterator[str]:
     learners = parallel.num_learners_per_node
     if not learners or min(learners) < 1:
         yield (
-            f"--num_learners_per_node {spelled(learners)}: takes at least 1 learner for each "
+            f"--num_learners_per_node {spell_value(learners)}: takes at least 1 learner for each "
             "node, such as '8 8'"
         )
     if parallel.single_gpu_mode:
-        many = changed(
+        many = list_changed_flags(
             config, "num_learners_per_node", "vllm_num_engines", "vllm_tensor_parallel_size"
         )
-        for given in many:
-            yield f"--single_gpu_mode has one device for learner and engine: leave {given} out"
+        for flag_words in many:
+            yield f"--single_gpu_mode has one device for learner and engine: leave {flag_words} out"
     tokens = fleet.vllm_max_num_batched_tokens
     seqs = fleet.vllm_max_num_seqs
     if tokens is not None and seqs is not None and tokens < seqs:
@@ -358,8 +358,8 @@ def _evaluation_problems(config: GRPOConfig) -> Iterator[str]:
         yield "--checkpointing_steps 0: a run of prompts has no epochs; give a number of steps"
     least = rollout_sections.LEAST_TEMPERATURE
     if 0 < evaluation.eval_temperature < least:
-        given = spelled(evaluation.eval_temperature)
-        yield f"--eval_temperature {given}: must be at least {least}, or 0 for the likeliest token"
+        value = spell_value(evaluation.eval_temperature)
+        yield f"--eval_temperature {value}: must be at least {least}, or 0 for the likeliest token"
     for k in evaluation.eval_pass_at_k:
         if not 1 <= k <= evaluation.num_samples:
             yield (
@@ -373,9 +373,9 @@ def _warnings(config: GRPOConfig) -> Iterator[str]:
     loss = config.loss
     rollout = config.rollout
     if loss.loss_fn == "cispo" and not loss.cispo_clamp_below:
-        for given in changed(config, "clip_lower"):
+        for flag_words in list_changed_flags(config, "clip_lower"):
             yield (
-                f"{given}: cispo clamps the ratio from above only; add --cispo_clamp_below to "
+                f"{flag_words}: cispo clamps the ratio from above only; add --cispo_clamp_below to "
                 "clamp it from below too"
             )
     leaves_out = rollout.filter_zero_std_samples and not rollout.has_critic
@@ -386,7 +386,7 @@ def _warnings(config: GRPOConfig) -> Iterator[str]:
         )
     if config.data.sft_mixer_list and rollout.temperature != 1:
         yield (
-            f"--temperature {spelled(rollout.temperature)} applies to the cross-entropy of "
+            f"--temperature {spell_value(rollout.temperature)} applies to the cross-entropy of "
             "--sft_mixer_list too"
         )
     if left_over := rollout.total_episodes % config.num_completions_per_step:

@@ -18,13 +18,13 @@ from rich.text import Text
 
 from open_instruct.config.flags import (
     Flag,
-    flags_of,
-    flags_of_section,
+    list_flags,
+    list_section_flags,
+    list_sections,
     section_title,
-    sections_of,
-    spelled,
+    spell_value,
 )
-from open_instruct.core.text import pages_in
+from open_instruct.core.text import open_templates
 
 MIN_WIDTH, MAX_WIDTH = 40, 110
 ALL = "all"
@@ -92,39 +92,40 @@ def help_page(
         topic: the word behind `--help`.
     """
     description, examples = docstring_parts(config_class)
-    chosen = chosen_flags(config_class, topic)
-    pages = pages_in(Path(__file__).parent, trim_blocks=True, lstrip_blocks=True)
+    sections = select_flags(config_class, topic)
+    pages = open_templates(Path(__file__).parent, trim_blocks=True, lstrip_blocks=True)
     pages.globals |= {
-        "wrapped": partial(_wrapped, width),
+        "wrapped": partial(_wrap_text, width),
         "escape": escape,
-        "default_of": _default_of,
+        "default_of": _describe_default,
     }
     page = pages.get_template("help.txt.jinja").render(
         program=program,
         usage=usage,
         required=[
             f"--{flag.name} {flag.metavar}"
-            for flag in flags_of(config_class).values()
+            for flag in list_flags(config_class).values()
             if flag.required
         ],
         topic=topic,
         trains=any(
-            flag.required and flag.name == "output_dir" for flag in flags_of(config_class).values()
+            flag.required and flag.name == "output_dir"
+            for flag in list_flags(config_class).values()
         ),
-        num_flags=len(flags_of(config_class)),
-        num_shown=sum(len(flags) for flags in chosen.values()),
+        num_flags=len(list_flags(config_class)),
+        num_shown=sum(len(flags) for flags in sections.values()),
         description=description,
         sections=[
-            (section_title(each, name) if name else "Flags", chosen[name])
-            for name, each in sections_of(config_class).items()
-            if chosen[name]
+            (section_title(each, name) if name else "Flags", sections[name])
+            for name, each in list_sections(config_class).items()
+            if sections[name]
         ],
         examples=examples,
     )
     return Text.from_markup(page.rstrip(), emoji=False)
 
 
-def chosen_flags(config_class: type, topic: str | None) -> dict[str, list[Flag]]:
+def select_flags(config_class: type, topic: str | None) -> dict[str, list[Flag]]:
     """The flags that a page of help shows, by their section."""
 
     def is_shown(flag: Flag, section_class: type) -> bool:
@@ -133,13 +134,13 @@ def chosen_flags(config_class: type, topic: str | None) -> dict[str, list[Flag]]
             return flag.required or flag.name in MOST_USED or is_own
         return topic == ALL or topic.replace("-", "_") in flag.name or topic in flag.meaning.lower()
 
-    sections = sections_of(config_class)
+    sections = list_sections(config_class)
     if topic is None and list(sections) == [""]:  # a command with few flags
         topic = ALL
     return {
         name: [
             flag
-            for flag in flags_of_section(section_class).values()
+            for flag in list_section_flags(section_class).values()
             if is_shown(flag, section_class)
         ]
         for name, section_class in sections.items()
@@ -169,14 +170,14 @@ def print_help(
         print(page.plain)
 
 
-def _wrapped(
+def _wrap_text(
     width: int,
     text: str,
     indent: int = 0,
     later_indent: int = 0,
 ) -> str:
     """`text` in lines of at most `width` characters; its own line breaks count as spaces."""
-    filled = textwrap.fill(
+    wrapped_text = textwrap.fill(
         " ".join(text.split()),
         width=max(width, MIN_WIDTH),
         initial_indent=" " * indent,
@@ -184,12 +185,12 @@ def _wrapped(
         break_long_words=False,
         break_on_hyphens=False,
     )
-    return escape(filled)
+    return escape(wrapped_text)
 
 
-def _default_of(flag: Flag) -> str:
+def _describe_default(flag: Flag) -> str:
     if flag.required:
         return "  [required]"
     if flag.default is None and "default" in flag.help:
         return ""
-    return f"  [default: {spelled(flag.default)}]"
+    return f"  [default: {spell_value(flag.default)}]"

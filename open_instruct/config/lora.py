@@ -71,9 +71,9 @@ class LoRASection:
     @property
     def targets(self) -> tuple[str, ...]:
         """The adapted matrices by peft's names, in the order of a block."""
-        wanted = (
+        wanted_names = (
             MODULES_OF_TARGETS
             if ALL_LINEAR in self.lora_target_modules
             else self.lora_target_modules
         )
-        return tuple(name for name in MODULES_OF_TARGETS if name in wanted)
+        return tuple(name for name in MODULES_OF_TARGETS if name in wanted_names)

@@ -7,17 +7,17 @@ from functools import cache
 from open_instruct.config.suites.upstream_flags import read_table
 
 
-def suggest_nearest(name: str, known: Iterable[str], *, prefix: str = "") -> str:
+def suggest_nearest(name: str, names: Iterable[str], *, prefix: str = "") -> str:
     """`; did you mean X?` with the known name closest to `name`, or an empty string."""
-    known = list(known)
-    close = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.6)
+    names = list(names)
+    close = difflib.get_close_matches(name.lower(), names, n=1, cutoff=0.6)
     if not close and len(name) > 2:
-        close = [other for other in known if name.lower() in other][:1]
+        close = [other for other in names if name.lower() in other][:1]
     return f"; did you mean {prefix}{close[0]}?" if close else ""
 
 
-def describe_name_here(name: str, known: Iterable[str], prefix: str) -> str | None:
-    """The end of `--name …`: the flag among `known` that does what the other suite's `name` does;
+def describe_name_here(name: str, names: Iterable[str], prefix: str) -> str | None:
+    """The end of `--name …`: the flag among `names` that does what the other suite's `name` does;
     None without a hint.
 
     Example: of `num_generations`, `is called --num_samples_per_prompt_rollout here`.
@@ -27,18 +27,18 @@ def describe_name_here(name: str, known: Iterable[str], prefix: str) -> str | No
         return hint
     if isinstance(hint, dict):
         return next(
-            (sentence for flag, sentence in hint.items() if flag in known), hint.get("else")
+            (sentence for flag, sentence in hint.items() if flag in names), hint.get("else")
         )
-    ours = find_flag_here(name, known)
+    ours = find_flag_here(name, names)
     return None if ours is None else f"is called {prefix}{ours} here"
 
 
-def find_flag_here(name: str, known: Iterable[str]) -> str | None:
-    """The flag among `known` that only has another name in the other suite, or None."""
+def find_flag_here(name: str, names: Iterable[str]) -> str | None:
+    """The flag among `names` that only has another name in the other suite, or None."""
     hint = _hint_about(name)
     if not isinstance(hint, list):
         return None
-    return next((flag for flag in hint if flag in known), None)
+    return next((flag for flag in hint if flag in names), None)
 
 
 def _hint_about(name: str) -> str | list[str] | dict[str, str] | None:

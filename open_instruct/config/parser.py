@@ -11,13 +11,13 @@ from typing import Any, TypeVar
 
 import yaml
 
-from open_instruct.config.flags import Flag, flags_of, sections_of, spelled
+from open_instruct.config.flags import Flag, list_flags, list_sections, spell_value
 from open_instruct.config.name_hints import describe_name_here, find_flag_here, suggest_nearest
 from open_instruct.config.packaged import packaged_settings, settings_file
 from open_instruct.config.suites.upstream_flags import Fate, translate_flag
 from open_instruct.config.yaml_depth import check_depth
 from open_instruct.core.errors import InputError, Kind, Problem
-from open_instruct.core.files import read_asked
+from open_instruct.core.files import read_user_file
 
 ConfigT = TypeVar("ConfigT")
 
@@ -56,7 +56,7 @@ def parse(
         InputError: listing everything that is wrong (unknown, repeated and missing flags, values
             of a wrong type, a file that cannot be read).
     """
-    reader = _Reader(flags_of(config_class), unneeded=unneeded, passed_over=passed_over)
+    reader = _Reader(list_flags(config_class), unneeded=unneeded, passed_over=passed_over)
     values = {name: value for name, value in (assumed or {}).items() if name in reader.flags}
     values |= reader.read(argv)
     named = values.keys() | reader.renamed
@@ -72,22 +72,22 @@ def parse(
         )
     if reader.problems:
         raise InputError("\n".join(reader.problems), problems=reader.problems)
-    by_section: dict[str, dict[str, Any]] = {section: {} for section in sections_of(config_class)}
+    by_section: dict[str, dict[str, Any]] = {section: {} for section in list_sections(config_class)}
     for name, value in values.items():
         by_section[reader.flags[name].section][name] = value
     made = {
         section: made_of(**by_section[section])
-        for section, made_of in sections_of(config_class).items()
+        for section, made_of in list_sections(config_class).items()
     }
     return made[""] if "" in made else config_class(**made)
 
 
-def flags_given(config_class: type, argv: Sequence[str]) -> KeysView[str]:
+def list_given_flags(config_class: type, argv: Sequence[str]) -> KeysView[str]:
     """The names of the flags that `argv` sets, be it to the default, in its order;
 
     `parse` must accept `argv`.
     """
-    return _Reader(flags_of(config_class), unneeded=[]).read(argv).keys()
+    return _Reader(list_flags(config_class), unneeded=[]).read(argv).keys()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,28 +141,30 @@ class _Reader:
         if words and not words[0].startswith("-"):
             words[0] = settings_file(words[0])
         if words and words[0].lower().endswith(YAML_SUFFIXES) and not words[0].startswith("-"):
-            values = self._values_of(self._in_file(words.pop(0)))
-        typed = self._values_of(self._on_command_line(words))
-        self._leave_out_replaced(values, typed)
-        return values | typed
+            values = self._read_values(self._read_file(words.pop(0)))
+        command_line = self._read_values(self._read_command_line(words))
+        self._leave_out_replaced(values, command_line)
+        return values | command_line
 
-    def _leave_out_replaced(self, values: dict[str, Any], typed: Mapping[str, Any]) -> None:
+    def _leave_out_replaced(self, values: dict[str, Any], command_line: Mapping[str, Any]) -> None:
         """Take out of the `values` of a file what a typed flag takes the place of, and name it
         where it said more.
         """
-        for name, value in typed.items():
+        for name, value in command_line.items():
             flag = self.flags[name]
             if value == flag.default:
                 continue
             for other in (
-                each for each in flag.replaces.split() if each in values and each not in typed
+                each
+                for each in flag.replaces.split()
+                if each in values and each not in command_line
             ):
                 if values.pop(other) != self.flags[other].default and self.unneeded is not None:
                     self.unneeded.append(f"{other} of the file (--{name} takes its place)")
 
-    def _on_command_line(self, words: Sequence[str]) -> Iterator[_Given]:
-        for spelling, its_words in groups_of(words, self.problems):
-            name = _name_of(spelling.removeprefix("--"))
+    def _read_command_line(self, words: Sequence[str]) -> Iterator[_Given]:
+        for spelling, its_words in group_words(words, self.problems):
+            name = _parse_name(spelling.removeprefix("--"))
             positive = self.flags.get(name.removeprefix("no_"))
             if name not in self.flags and positive is not None and positive.kind is bool:
                 name = positive.name
@@ -174,26 +176,26 @@ class _Reader:
                 its_words = its_words or ["true"]
             yield _Given(name=name, spelling=spelling, words=its_words)
 
-    def _in_file(self, path: str) -> Iterator[_Given]:
+    def _read_file(self, path: str) -> Iterator[_Given]:
         """Scalars are taken as they are written, so that `5e-7` (a string to YAML 1.1) is a number
         here too.
         """
-        for key, value in nodes_of(path):
+        for key, value in read_yaml_nodes(path):
             where = f"{path} line {key.start_mark.line + 1}: "
             if not isinstance(key, yaml.ScalarNode):
                 text = f"{where}a flag's name is one word, not a list or mapping"
                 self.problems.append(Problem(text, kind="unreadable_file"))
             elif key.value != COMMAND:
                 yield _Given(
-                    name=_name_of(key.value),
+                    name=_parse_name(key.value),
                     spelling=key.value,
-                    words=words_of(value),
+                    words=list_yaml_words(value),
                     where=where,
                     is_null=value.tag == YAML_NULL,
                     is_section=isinstance(value, yaml.MappingNode),
                 )
 
-    def _values_of(self, all_given: Iterable[_Given]) -> dict[str, Any]:
+    def _read_values(self, all_given: Iterable[_Given]) -> dict[str, Any]:
         values: dict[str, Any] = {}
         first: dict[str, _Given] = {}
         translated: set[str] = set()  # flags of ours that a flag of upstream's sets
@@ -216,7 +218,11 @@ class _Reader:
             # Several flags of upstream's may say the same.
             if name in values and (name not in translated or values[name] != value):
                 self.problems.append(
-                    Problem(_twice(name, first[name], given), kind="repeated_flag", flag=name)
+                    Problem(
+                        _describe_repetition(name, first[name], given),
+                        kind="repeated_flag",
+                        flag=name,
+                    )
                 )
             values[name] = value
             first[name] = given
@@ -229,7 +235,7 @@ class _Reader:
             )
             return None
         try:
-            return flag.value_of([] if given.is_null and not flag.optional else given.words)
+            return flag.parse_value([] if given.is_null and not flag.optional else given.words)
         except InputError as error:
             self._add(given, str(error), kind=error.kind, flag=flag.name, remedy=error.remedy)
             return None
@@ -238,17 +244,17 @@ class _Reader:
         """Whether a line of a file is of another version and may be left out; notes it if so."""
         if self.passed_over is None or not given.where:
             return False
-        shown = f"{given.spelling}: {' '.join(given.words)}"
+        line = f"{given.spelling}: {' '.join(given.words)}"
         flag = self.flags.get(given.name)
         if flag is None:
-            self.passed_over.append(shown)
+            self.passed_over.append(line)
             return True
         before = len(self.problems)
         self._value(flag, given)
         is_unreadable = len(self.problems) > before and flag.resume == "free"
         del self.problems[before:]
         if is_unreadable:
-            self.passed_over.append(f"{shown} (its default instead, {spelled(flag.default)})")
+            self.passed_over.append(f"{line} (its default instead, {spell_value(flag.default)})")
         return is_unreadable
 
     def _refuse_unknown(self, given: _Given) -> None:
@@ -292,9 +298,9 @@ class _Reader:
         self.problems.append(Problem(text, kind=kind, flag=flag or given.name, remedy=remedy))
 
 
-def _twice(name: str, first: _Given, second: _Given) -> str:
+def _describe_repetition(name: str, first: _Given, second: _Given) -> str:
     """The error message where two words set one flag of ours."""
-    if _name_of(first.spelling) == _name_of(second.spelling):
+    if _parse_name(first.spelling) == _parse_name(second.spelling):
         return f"{second.origin} is given twice; keep one"
     return (
         f"{second.where}{first.spelling} and {second.spelling} both say what --{name} is here; "
@@ -302,7 +308,7 @@ def _twice(name: str, first: _Given, second: _Given) -> str:
     )
 
 
-def groups_of(words: Sequence[str], problems: list[Problem]) -> list[tuple[str, list[str]]]:
+def group_words(words: Sequence[str], problems: list[Problem]) -> list[tuple[str, list[str]]]:
     """Each `--flag` with the words up to the next one; in `--flag=value` the value comes first."""
     groups: list[tuple[str, list[str]]] = []
     for word in words:
@@ -321,13 +327,13 @@ def groups_of(words: Sequence[str], problems: list[Problem]) -> list[tuple[str, 
     return groups
 
 
-def nodes_of(path: str) -> list[tuple[Any, Any]]:
+def read_yaml_nodes(path: str) -> list[tuple[Any, Any]]:
     """Keys and values of a flat YAML mapping, as they stand there.
 
     Raises:
         InputError: the file cannot be read, or is no such mapping.
     """
-    text = read_asked(path, where=path, most=MAX_YAML_BYTES)
+    text = read_user_file(path, where=path, most=MAX_YAML_BYTES)
     try:
         check_depth(text)
         root = yaml.compose(text, Loader=yaml.SafeLoader)
@@ -350,7 +356,7 @@ def nodes_of(path: str) -> list[tuple[Any, Any]]:
     return [] if root is None else root.value
 
 
-def words_of(node: Any) -> list[str]:
+def list_yaml_words(node: Any) -> list[str]:
     """A YAML value as words of a command line.
 
     A mapping gives keys and values in turn, and what is nested NESTED.
@@ -363,6 +369,6 @@ def words_of(node: Any) -> list[str]:
     return [item.value if isinstance(item, yaml.ScalarNode) else NESTED for item in items]
 
 
-def _name_of(spelling: str) -> str:
+def _parse_name(spelling: str) -> str:
     """Our name of a flag, from the user's spelling."""
     return spelling.replace("-", "_")

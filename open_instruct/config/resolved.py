@@ -11,11 +11,11 @@ from typing import Any
 import yaml
 
 from open_instruct import __version__
-from open_instruct.config.flags import flags_of, section_title, sections_of, spelled
+from open_instruct.config.flags import list_flags, list_sections, section_title, spell_value
 from open_instruct.config.parser import COMMAND
 from open_instruct.core.errors import InputError
 from open_instruct.core.files import replace_text
-from open_instruct.core.text import counted
+from open_instruct.core.text import spell_count
 
 REPORTED_PACKAGES = (
     "torch",
@@ -32,7 +32,7 @@ def as_flat_dict(config: object) -> dict[str, Any]:
     """Every flag and its value, in the order of the sections."""
     return {
         name: getattr(getattr(config, flag.section), name)
-        for name, flag in flags_of(type(config)).items()
+        for name, flag in list_flags(type(config)).items()
     }
 
 
@@ -51,18 +51,18 @@ def write_config(
     made_with = yaml.safe_dump(dict(extra), sort_keys=False, width=1000) if extra else ""
     lines = [f"# {line}" for line in made_with.splitlines()]
     lines += ["", yaml.safe_dump({COMMAND: command}).rstrip()] if command else []
-    for section, section_class in sections_of(type(config)).items():
+    for section, section_class in list_sections(type(config)).items():
         title = section_title(section_class, section)
         # Escaped, because YAML reads some of the Unicode that it would write (line separators) as
         # spaces.
-        dumped = yaml.safe_dump(
+        text = yaml.safe_dump(
             vars(getattr(config, section)), sort_keys=False, allow_unicode=False, width=1000
         )
-        lines += ["", f"# {title}", dumped.rstrip()]
+        lines += ["", f"# {title}", text.rstrip()]
     replace_text(Path(path), "\n".join(lines).lstrip("\n") + "\n")
 
 
-def provenance() -> dict[str, Any]:
+def collect_provenance() -> dict[str, Any]:
     """Versions and git state, for `write_config`'s `extra`.
 
     Imports none of the packages it names.
@@ -126,15 +126,15 @@ def resume_conflicts(
     not know is passed over.
     """
     now = as_flat_dict(config)
-    flags = flags_of(type(config))
+    flags = list_flags(type(config))
     conflicts = [
-        f"--{name} was {spelled(saved[name])}, is {spelled(now[name])}"
+        f"--{name} was {spell_value(saved[name])}, is {spell_value(now[name])}"
         for name in now
         if flags[name].resume == "same"
         and name in saved
         and _comparable(saved[name]) != _comparable(now[name])
     ]
-    lengths = changed_lengths(saved, config)
+    lengths = describe_changed_lengths(saved, config)
     conflicts += [
         conflict
         for name, conflict in lengths.items()
@@ -146,17 +146,17 @@ def resume_conflicts(
     return conflicts
 
 
-def changed_lengths(saved: Mapping[str, Any], config: object) -> dict[str, str]:
+def describe_changed_lengths(saved: Mapping[str, Any], config: object) -> dict[str, str]:
     """A sentence for each changed flag of the length, where that sets the learning rate."""
     now = as_flat_dict(config)
-    flags = flags_of(type(config))
+    flags = list_flags(type(config))
     if _is_flat(saved) and _is_flat(now):
         return {}
     is_overruled = (
         saved.get("max_train_steps") is not None and now.get("max_train_steps") is not None
     )
     return {
-        name: f"--{name} was {spelled(saved[name])}, is {spelled(now[name])}"
+        name: f"--{name} was {spell_value(saved[name])}, is {spell_value(now[name])}"
         for name in now
         if flags[name].resume == "length" and name in saved and saved[name] != now[name]
         if not (is_overruled and name == "num_epochs")
@@ -178,11 +178,11 @@ def refuse_conflicts(saved: Mapping[str, Any], config: object, **run: Any) -> No
     `run` are its arguments.
     """
     if conflicts := resume_conflicts(saved, config, **run):
-        listed = "\n".join(f"  {conflict}" for conflict in conflicts)
+        lines = "\n".join(f"  {conflict}" for conflict in conflicts)
         folder = as_flat_dict(config)["output_dir"]
         raise InputError(
             f"--output_dir {folder} holds a run with other settings, which this command would not "
-            f"continue:\n{listed}\nGive the old values to resume it, another --output_dir to "
+            f"continue:\n{lines}\nGive the old values to resume it, another --output_dir to "
             "start a second run, or --overwrite_output_dir to remove it and start afresh.",
             kind="other_run",
         )
@@ -214,8 +214,8 @@ def _global_batch(values: Mapping[str, Any], world: int) -> tuple[int, str]:
     per_device = values["per_device_train_batch_size"]
     accumulation = values["gradient_accumulation_steps"]
     num_rows = per_device * accumulation * world
-    ranks = counted(world, "data-parallel rank")
-    return num_rows, f"{counted(num_rows, 'row')} ({per_device} x {accumulation} x {ranks})"
+    ranks = spell_count(world, "data-parallel rank")
+    return num_rows, f"{spell_count(num_rows, 'row')} ({per_device} x {accumulation} x {ranks})"
 
 
 def _comparable(value: Any) -> Any:

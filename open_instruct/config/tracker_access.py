@@ -48,8 +48,10 @@ def _swanlab_may_log_in(environ: Mapping[str, str]) -> bool:
         "SWANLAB_API_KEY"
     ):
         return True
-    own = environ.get("SWANLAB_ROOT") or environ.get("SWANLAB_SAVE_DIR") or "~/.swanlab"
-    return any((Path(folder).expanduser() / ".netrc").is_file() for folder in (".swanlab", own))
+    log_folder = environ.get("SWANLAB_ROOT") or environ.get("SWANLAB_SAVE_DIR") or "~/.swanlab"
+    return any(
+        (Path(folder).expanduser() / ".netrc").is_file() for folder in (".swanlab", log_folder)
+    )
 
 
 def _wandb_may_log_in(environ: Mapping[str, str]) -> bool:

@@ -9,14 +9,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
-from open_instruct.config.flags import flags_of, flags_of_section, requirement_met, spelled
+from open_instruct.config.flags import list_flags, list_section_flags, requirement_met, spell_value
 from open_instruct.config.name_hints import suggest_nearest
 from open_instruct.config.sections import PreferenceDataSection, RowsSection
 from open_instruct.config.sharding_sections import MemorySection, ParallelSection
 from open_instruct.config.training import LearnerConfig, TrainingConfig
 from open_instruct.core.errors import InputError, Problem, problems_of_kind
 from open_instruct.core.metrics import HELD_OUT_PREFIX, metric_entry
-from open_instruct.core.text import counted, one_of
+from open_instruct.core.text import join_choices, spell_count
 
 # Launches name a run for the hub and for trackers whether they use them or not.
 WARNED_OF_WITHOUT = ("push_to_hub", "report_to")
@@ -24,16 +24,16 @@ MAX_PROCESSES = 1024  # of one machine
 MAX_MICROBATCH_TOKENS = 2**28  # hundreds of times what a device holds
 
 
-def changed(config: object, *names: str) -> list[str]:
+def list_changed_flags(config: object, *names: str) -> list[str]:
     """Those of the flags `names` that are not at their default, each as `--name value`."""
-    flags = flags_of(type(config))
+    flags = list_flags(type(config))
     values = {
         name: getattr(getattr(config, flags[name].section, config), name)
         for name in names
         if name in flags
     }
     return [
-        f"--{name} {spelled(value)}"
+        f"--{name} {spell_value(value)}"
         for name, value in values.items()
         if value != flags[name].default
     ]
@@ -50,25 +50,28 @@ def idle_problems(*sections: Any, harmless: bool = False) -> Iterator[str]:
     values = {name: value for section in sections for name, value in vars(section).items()}
     remedy = "" if harmless else "; add that, or leave this out"
     for section in sections:
-        for name, flag in flags_of_section(type(section)).items():
+        for name, flag in list_section_flags(type(section)).items():
             if values[name] == flag.default:
                 continue
             is_read = flag.other not in values or requirement_met(flag.read_with, values)
             if not is_read and harmless == (flag.other in WARNED_OF_WITHOUT):
-                yield f"--{name} {spelled(values[name])} is read only with {flag.condition}{remedy}"
+                yield (
+                    f"--{name} {spell_value(values[name])} is read only with "
+                    f"{flag.condition}{remedy}"
+                )
 
 
 @problems_of_kind("out_of_range")
 def limit_problems(*sections: Any) -> Iterator[str]:
     """A problem for each flag whose number is outside its limits; None passes."""
     for section in sections:
-        for name, flag in flags_of_section(type(section)).items():
+        for name, flag in list_section_flags(type(section)).items():
             value = getattr(section, name)
             if (
                 isinstance(value, int | float)
                 and (problem := flag.limit_problem(value)) is not None
             ):
-                yield f"--{name} {spelled(value)}: {problem}"
+                yield f"--{name} {spell_value(value)}: {problem}"
 
 
 def _find_mixers(data: RowsSection) -> Iterator[tuple[str, list[str], list[str]]]:
@@ -96,7 +99,7 @@ def mixer_problems(flag: str, words: Sequence[str], splits: Sequence[str]) -> It
             pair = f"{name} {amount}"
         yield f"--{flag}: '{names[-1]}' has no amount; write `--{flag} {pair}`"
     if len(splits) not in (1, len(names)):
-        sets = counted(len(names), "data set")
+        sets = spell_count(len(names), "data set")
         yield (
             f"--{flag}_splits: {len(splits)} splits for {sets} in --{flag}; give one for all, or "
             "one for each"
@@ -107,9 +110,9 @@ def mixer_problems(flag: str, words: Sequence[str], splits: Sequence[str]) -> It
 def split_problems(data: Any) -> Iterator[str]:
     for flag in ("eval_mixer_list", "dataset_mixer_eval_list"):
         if data.eval_split is not None and getattr(data, flag, None):
-            given = f"--eval_split {data.eval_split}"
+            flag_words = f"--eval_split {data.eval_split}"
             yield (
-                f"{given} holds out rows of the training mixture, and --{flag} names others: "
+                f"{flag_words} holds out rows of the training mixture, and --{flag} names others: "
                 "give one of them as none"
             )
 
@@ -120,18 +123,24 @@ def keep_best_problems(config: LearnerConfig) -> Iterator[str]:
     metric = config.run.keep_best
     if metric is None:
         return
-    given = f"--keep_best {metric}"
+    flag_words = f"--keep_best {metric}"
     has_held_out_rows = config.data.has_held_out_rows
     names = [name for name in config.quality_metrics if metric_entry(name).better]
-    known = [name for name in names if has_held_out_rows or not name.startswith(HELD_OUT_PREFIX)]
+    known_names = [
+        name for name in names if has_held_out_rows or not name.startswith(HELD_OUT_PREFIX)
+    ]
     is_known = any(fnmatchcase(metric, name) for name in names)
     if is_known and metric.startswith(HELD_OUT_PREFIX) and not has_held_out_rows:
-        yield f"{given} is a number of held-out rows: add --eval_split 0.05, or name their file"
+        yield (
+            f"{flag_words} is a number of held-out rows: add --eval_split 0.05, or name their file"
+        )
     elif not is_known:
         why = "is no metric of this run"
         if metric_entry(metric).meaning and metric_entry(metric).better is None:
             why = "does not say how good the model is"
-        yield f"{given} {why}: give {one_of(known)}{suggest_nearest(metric, names)}"
+        yield (
+            f"{flag_words} {why}: give {join_choices(known_names)}{suggest_nearest(metric, names)}"
+        )
 
 
 @problems_of_kind("conflict")
@@ -186,9 +195,15 @@ def parallel_problems(parallel: ParallelSection) -> Iterator[str]:
     `parallel/layout.py` checks the degrees against that.
     """
     degrees = [f"--{name} {degree}" for name, degree in parallel.splitting.items()]
-    for given in [*degrees, *changed(parallel, "fsdp_prefetch_factor", "gradient_reduction")]:
+    for flag_words in [
+        *degrees,
+        *list_changed_flags(parallel, "fsdp_prefetch_factor", "gradient_reduction"),
+    ]:
         if parallel.single_gpu_mode:
-            yield f"--single_gpu_mode does not shard, so {given} has no use: leave one of them out"
+            yield (
+                f"--single_gpu_mode does not shard, so {flag_words} has no use: leave one of them "
+                "out"
+            )
 
 
 @problems_of_kind("conflict")
@@ -203,21 +218,25 @@ def lora_problems(config: LearnerConfig) -> Iterator[str]:
         yield Problem(empty, kind="bad_value")
     if config.optim.optimizer == "muon":
         yield "--optimizer muon cannot go with --use_lora: it is for whole matrices; use adamw"
-    for given in (
-        changed(config, "lora_dropout") if config.parallel.tensor_parallel_degree > 1 else ()
+    for flag_words in (
+        list_changed_flags(config, "lora_dropout")
+        if config.parallel.tensor_parallel_degree > 1
+        else ()
     ):
         yield (
-            f"{given}: ranks that split a matrix would each leave out others; use 0, or "
+            f"{flag_words}: ranks that split a matrix would each leave out others; use 0, or "
             "--tensor_parallel_degree 1"
         )
-    for given in changed(config, "tensor_parallel_degree") if config.adapters.use_qlora else ():
+    for flag_words in (
+        list_changed_flags(config, "tensor_parallel_degree") if config.adapters.use_qlora else ()
+    ):
         yield (
-            f"{given} cannot go with --use_qlora: matrices in 4 bits are cut by rows alone; use "
-            "--fsdp_shard_degree"
+            f"{flag_words} cannot go with --use_qlora: matrices in 4 bits are cut by rows alone; "
+            "use --fsdp_shard_degree"
         )
-    for given in changed(config, "ref_policy_update_freq"):
+    for flag_words in list_changed_flags(config, "ref_policy_update_freq"):
         yield (
-            f"{given}: with --use_lora the reference is the model without its adapters, which "
+            f"{flag_words}: with --use_lora the reference is the model without its adapters, which "
             "stays; leave it out"
         )
 
@@ -228,21 +247,21 @@ def float8_problems(config: LearnerConfig) -> Iterator[str]:
     recipe = config.model.float8_linears
     if recipe == "off":
         return
-    given = f"--float8_linears {recipe} cannot go with"
+    flag_words = f"--float8_linears {recipe} cannot go with"
     remedy = "leave one of them out"
     if config.adapters is not None:
         why = "whose frozen matrices would be cast anew in every pass"
-        yield f"{given} --use_lora, {why}: {remedy}"
+        yield f"{flag_words} --use_lora, {why}: {remedy}"
     if config.parallel.tensor_parallel_degree > 1:
         degree = "--tensor_parallel_degree above 1"
-        yield f"{given} {degree}, where parts of a matrix have other scales: {remedy}"
+        yield f"{flag_words} {degree}, where parts of a matrix have other scales: {remedy}"
     if config.model.param_dtype == "float32":
-        yield f"{given} --param_dtype float32, which is for exactness: {remedy}"
+        yield f"{flag_words} --param_dtype float32, which is for exactness: {remedy}"
 
 
 @problems_of_kind("conflict")
 def memory_problems(memory: MemorySection) -> Iterator[str]:
-    budget = f"--activation_memory_budget {spelled(memory.activation_memory_budget)}"
+    budget = f"--activation_memory_budget {spell_value(memory.activation_memory_budget)}"
     if memory.activation_memory_budget < 1 and memory.activation_checkpointing not in (
         "none",
         "auto",
@@ -282,7 +301,7 @@ def learner_problems(config: LearnerConfig) -> Iterator[str]:
     yield from limit_problems(*config.all_sections)
     yield from idle_problems(*config.all_sections)
     for flag, words, splits in _find_mixers(config.data):
-        if not words and flags_of(type(config))[flag].required:
+        if not words and list_flags(type(config))[flag].required:
             empty = f"--{flag} is empty: give 'NAME AMOUNT', such as 'rows.jsonl 1.0'"
             yield Problem(empty, kind="bad_value")
         yield from mixer_problems(flag, words, splits)
@@ -295,15 +314,17 @@ def learner_problems(config: LearnerConfig) -> Iterator[str]:
     yield from lora_problems(config)
     yield from float8_problems(config)
     yield from memory_problems(config.memory)
-    for given in changed(config, "weight_decay_on") if config.optim.optimizer == "muon" else ():
-        unread = f"{given} is read by AdamW, not by --optimizer muon; leave it out"
+    for flag_words in (
+        list_changed_flags(config, "weight_decay_on") if config.optim.optimizer == "muon" else ()
+    ):
+        unread = f"{flag_words} is read by AdamW, not by --optimizer muon; leave it out"
         yield Problem(unread, kind="unread_flag")
-    for given in (
-        changed(config, "cache_dataset_only", "cache_logprobs_only")
+    for flag_words in (
+        list_changed_flags(config, "cache_dataset_only", "cache_logprobs_only")
         if config.run.push_to_hub
         else ()
     ):
-        yield f"{given} trains nothing that could be uploaded: leave --push_to_hub out"
+        yield f"{flag_words} trains nothing that could be uploaded: leave --push_to_hub out"
     if not config.run.output_dir.strip():
         yield Problem("--output_dir is empty: name a folder", kind="bad_value")
     often = config.run.ephemeral_save_interval
@@ -316,7 +337,7 @@ def learner_problems(config: LearnerConfig) -> Iterator[str]:
     steps = config.logging.profile_steps
     if steps and not (len(steps) == 2 and 1 <= steps[0] <= steps[1]):
         wrong = (
-            f"--profile_steps {spelled(steps)}: takes the first and the last step to profile, "
+            f"--profile_steps {spell_value(steps)}: takes the first and the last step to profile, "
             "such as '3 5'"
         )
         yield Problem(wrong, kind="bad_value")
@@ -336,10 +357,13 @@ def training_problems(config: TrainingConfig) -> Iterator[str]:
     """Problems of a config that trains on the rows of a `DataSection`, whatever its loss."""
     yield from learner_problems(config)
     yield from idle_evaluation_problems(config, "eval_steps", config.data.eval_steps)
-    asked = config.parallel.num_processes
-    if asked not in (None, "auto") and not (asked.isdecimal() and 1 <= int(asked) <= MAX_PROCESSES):
+    num_processes = config.parallel.num_processes
+    if num_processes not in (None, "auto") and not (
+        num_processes.isdecimal() and 1 <= int(num_processes) <= MAX_PROCESSES
+    ):
         wrong = (
-            f"--num_processes {asked}: takes 'auto', or a whole number from 1 to {MAX_PROCESSES}"
+            f"--num_processes {num_processes}: takes 'auto', or a whole number from 1 to "
+            f"{MAX_PROCESSES}"
         )
         yield Problem(wrong, kind="bad_value")
     shares_prompts = (
@@ -375,7 +399,7 @@ def training_warnings(config: TrainingConfig) -> Iterator[str]:
     yield from learner_warnings(config)
 
 
-def validated(config: TrainingConfig, problems: Iterable[str] = ()) -> list[str]:
+def validate_training(config: TrainingConfig, problems: Iterable[str] = ()) -> list[str]:
     """Check everything that the flags alone can tell, with an objective's `problems`.
 
     Raises:

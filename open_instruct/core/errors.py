@@ -98,15 +98,15 @@ class Problem(str):
 
 
 def _first_flag(text: str) -> str | None:
-    named = re.search(r"(?<![\w-])--([a-z]\w*)", text)
-    return named.group(1) if named else None
+    match = re.search(r"(?<![\w-])--([a-z]\w*)", text)
+    return match.group(1) if match else None
 
 
 def _last_clause(text: str) -> str | None:
     last_line = text.rstrip().rpartition("\n")[2]
     for mark in ("; ", ". ", ": "):
-        _, found, clause = last_line.rpartition(mark)
-        if found:
+        _, separator, clause = last_line.rpartition(mark)
+        if separator:
             return clause
     return last_line if last_line != text else None
 

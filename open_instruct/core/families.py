@@ -91,9 +91,11 @@ class Family:
             not is_dense and (layer + 1) % (getattr(hf_config, "decoder_sparse_step", 1) or 1) == 0
         )
 
-    def layer_types(self, given: Any, num_layers: int, where: str = "config.json") -> list[str]:
-        """The type of each layer: those `given`, or where there are none three of the family's own,
-        then one `FULL`.
+    def layer_types(
+        self, given_types: Any, num_layers: int, where: str = "config.json"
+    ) -> list[str]:
+        """The type of each layer: `given_types`, or without them three of the family's own and one
+        `FULL` in turn.
 
         Raises:
             InputError: what is given are no types of this family, or not as many; `where` stands in
@@ -102,22 +104,22 @@ class Family:
         usual = FULL if self.delta is None else LINEAR
         if self.has_windows:
             usual = SLIDING
-        if given is None:
+        if given_types is None:
             pattern = [usual] * (LAYERS_OF_A_PATTERN - 1) + [FULL]
             return [pattern[layer % LAYERS_OF_A_PATTERN] for layer in range(num_layers)]
-        if not isinstance(given, list) or len(given) != num_layers:
+        if not isinstance(given_types, list) or len(given_types) != num_layers:
             raise InputError(
                 f"{where}: layer_types is no list of num_hidden_layers = {num_layers} entries",
                 kind="bad_model",
             )
-        for layer, layer_type in enumerate(given):
+        for layer, layer_type in enumerate(given_types):
             if layer_type not in (FULL, usual):
                 supported = " or ".join(map(repr, dict.fromkeys((FULL, usual))))
                 problem = f"layer_types[{layer}] = {layer_type!r} is not supported for {self.name}"
                 raise InputError(
                     f"{where}: {problem}; supported: {supported}", kind="unsupported_model"
                 )
-        return given
+        return given_types
 
 
 OLMO2 = Family(

@@ -19,7 +19,7 @@ KINDS = {
 }
 
 
-def kind_of_other(path: Path) -> str:
+def describe_special_file(path: Path) -> str:
     """The kind of a path that is no regular file, such as `a FIFO`; "" for a file, a link to one,
     or nothing.
     """
@@ -37,7 +37,7 @@ def read_whole(path: Path, *, most: int = MAX_BYTES) -> bytes:
         OSError: it cannot be read, or is no file: a FIFO is not waited for, and a device, which may
             have no end, not read; or it has more than `most` bytes.
     """
-    if kind := kind_of_other(path):
+    if kind := describe_special_file(path):
         raise OSError(errno.EINVAL, f"it is {kind}, where a file is needed", str(path))
     with path.open("rb") as file:
         data = file.read(most + 1)
@@ -50,7 +50,7 @@ def read_whole(path: Path, *, most: int = MAX_BYTES) -> bytes:
     return data
 
 
-def read_asked(name: str, *, where: str, most: int = MAX_BYTES) -> str:
+def read_user_file(name: str, *, where: str, most: int = MAX_BYTES) -> str:
     """The text of a file that a command was asked to read, which may be the end of a pipe.
 
     Raises:
@@ -111,7 +111,7 @@ def replace_text(path: Path, text: str, *, durable: bool = True) -> None:
         sync_folder(path.parent)
 
 
-def write_asked(out: str | Path, text: str, *, flag: str) -> None:
+def write_user_file(out: str | Path, text: str, *, flag: str) -> None:
     """Write the file that a command was asked for by `flag`.
 
     Raises:
@@ -119,7 +119,7 @@ def write_asked(out: str | Path, text: str, *, flag: str) -> None:
     """
     try:
         path = Path(out).expanduser()
-        if kind_of_other(path):
+        if describe_special_file(path):
             path.write_text(text, encoding="utf-8")
         else:
             replace_text(path, text, durable=False)

@@ -59,7 +59,7 @@ def metric_table() -> tuple[MetricEntry, ...]:
     )
 
 
-def followed() -> tuple[MetricEntry, ...]:
+def list_console_metrics() -> tuple[MetricEntry, ...]:
     """The metrics in the console's line after every step."""
     return tuple(entry for entry in metric_table() if entry.words)
 
@@ -69,14 +69,14 @@ def metric_entry(name: str) -> MetricEntry:
     """The entry of a metric by its name in a run; an unknown one gets an entry of the last group,
     without a meaning.
     """
-    for asked in (name, name.removeprefix(HELD_OUT_PREFIX)):
+    for base_name in (name, name.removeprefix(HELD_OUT_PREFIX)):
         for entry in metric_table():
-            if fnmatchcase(asked, entry.name):
+            if fnmatchcase(base_name, entry.name):
                 return entry
     return MetricEntry(name=name, exact="num_" in name)
 
 
-def in_order(names: Iterable[str]) -> list[str]:
+def sort_metrics(names: Iterable[str]) -> list[str]:
     """`names` in the table's order; unknown ones come last, by name."""
     places = {entry: place for place, entry in enumerate(metric_table())}
     return sorted(names, key=lambda name: (places.get(metric_entry(name), len(places)), name))

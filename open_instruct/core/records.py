@@ -365,7 +365,7 @@ class RolloutSample:
     weights: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     routes: bytes = b""  # of the completion
 
-    def weights_of(self, stream: str) -> tuple[float, ...]:
+    def stream_weights(self, stream: str) -> tuple[float, ...]:
         """The weight of each labelled token in a loss."""
         return self.weights.get(stream, (USUAL_WEIGHTS[stream],) * len(self.engine_logprobs))
 

@@ -21,7 +21,7 @@ _STEERS = re.compile(
 )
 
 
-def one_of(values: Iterable[object]) -> str:
+def join_choices(values: Iterable[object]) -> str:
     """Values as a choice: `[1, 2, 4]` is "1, 2 or 4"."""
     words = [str(value) for value in values]
     if len(words) == 1:
@@ -29,7 +29,7 @@ def one_of(values: Iterable[object]) -> str:
     return f"{', '.join(words[:-1])} or {words[-1]}"
 
 
-def counted(count: int, noun: str) -> str:
+def spell_count(count: int, noun: str) -> str:
     """`counted(1, "node")` is "1 node", `counted(2000, "node")` "2,000 nodes", `counted(2, "copy")`
     "2 copies".
     """
@@ -43,7 +43,7 @@ def counted(count: int, noun: str) -> str:
     return f"{count:,} {plural}"
 
 
-def pages_in(folder: Path, **options: Any) -> Environment:
+def open_templates(folder: Path, **options: Any) -> Environment:
     """The templates in a folder, which refuse names that they are not given;
 
     `options` are jinja2's.
@@ -51,7 +51,7 @@ def pages_in(folder: Path, **options: Any) -> Environment:
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     pages = Environment(loader=FileSystemLoader(folder), undefined=StrictUndefined, **options)
-    pages.filters |= {"counted": counted, "thousands": "{:,.0f}".format}
+    pages.filters |= {"counted": spell_count, "thousands": "{:,.0f}".format}
     return pages
 
 
@@ -71,16 +71,18 @@ def macro_text(
 @cache
 def _macros(template: Path, **names: object) -> Any:
     """The macros of a template, compiled once."""
-    pages = pages_in(template.parent, trim_blocks=True, lstrip_blocks=True)
+    pages = open_templates(template.parent, trim_blocks=True, lstrip_blocks=True)
     pages.globals |= names
     return pages.get_template(template.name).module
 
 
-def escaped(text: str, kept: str = "") -> str:
-    """Words of a model or a file, which then steer no terminal; of those that would, `kept`
-    stay.
+def escape_controls(text: str, kept_controls: str = "") -> str:
+    """Escape the characters of a model's or a file's words that would steer a terminal, but for
+    `kept_controls`.
     """
-    return _STEERS.sub(lambda match: match[0] if match[0] in kept else ascii(match[0])[1:-1], text)
+    return _STEERS.sub(
+        lambda match: match[0] if match[0] in kept_controls else ascii(match[0])[1:-1], text
+    )
 
 
 def json_or_text(value: Any) -> Any:

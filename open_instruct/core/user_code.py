@@ -35,13 +35,15 @@ def load_named(word: str, *, origin: str, what: str) -> Any:
         ) from error
 
 
-def own_function(word: str, *, flag: str, known: Container[str]) -> Callable[..., Any] | None:
-    """The function that `word` names; None where it is one of those that are `known`.
+def load_own_function(
+    word: str, *, flag: str, built_in: Container[str]
+) -> Callable[..., Any] | None:
+    """The function that `word` names; None where it is one of those that are `built_in`.
 
     Raises:
         InputError: it cannot be imported, or is no function.
     """
-    if word in known:
+    if word in built_in:
         return None
     function: Callable[..., Any] = load_named(word, origin=f"{flag} {word}", what="function")
     if not callable(function):

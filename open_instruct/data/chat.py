@@ -200,16 +200,16 @@ class ChatFormat:
 
     def _check_reply_is_whole(self, message: Message, prompt_text: str, reply_text: str) -> None:
         reply = message["content"]
-        written = squeeze(reply_text)
+        squeezed_text = squeeze(reply_text)
         # The generation prompt may hold the first words of the reply, such as <think>.
         starts = range(min(len(reply), MAX_OPENING) or 1)
         is_whole = any(
-            prompt_text.endswith(reply[:start]) and squeeze(reply[start:]) in written
+            prompt_text.endswith(reply[:start]) and squeeze(reply[start:]) in squeezed_text
             for start in starts
         )
         if not is_whole:
             raise self._template_error(f"leaves out part of the reply {shorten(reply)}")
-        if self.reads_reasoning and squeeze(message.get(REASONING, "")) not in written:
+        if self.reads_reasoning and squeeze(message.get(REASONING, "")) not in squeezed_text:
             raise self._template_error(
                 f"leaves out part of the {REASONING} of the reply {shorten(reply)}"
             )
@@ -217,10 +217,10 @@ class ChatFormat:
     def _check_tools(self, messages: Sequence[Message], text: str) -> None:
         """Check that a text has what messages say of tools, which a template may leave out."""
         expected = self.tool_form.list_expected_texts(messages)
-        written = squeeze(text) if expected else ""
+        squeezed_text = squeeze(text) if expected else ""
         for part in expected:
-            num_plain = written.count(squeeze(part))
-            num_as_json = written.count(squeeze(escape_as_json(part)))
+            num_plain = squeezed_text.count(squeeze(part))
+            num_as_json = squeezed_text.count(squeeze(escape_as_json(part)))
             if max(num_plain, num_as_json) < expected.count(part):
                 raise self._template_error(
                     f"leaves out {shorten(part)}, of tools or their calls and answers; choose "
@@ -278,15 +278,15 @@ class ChatFormat:
         next turn.
         """
         try:
-            asked = self.apply(QUESTION, add_generation_prompt=True)
+            prompt_text = self.apply(QUESTION, add_generation_prompt=True)
             plain = self.apply(QUESTION, add_generation_prompt=False)
             whole = self.apply(ANSWERED, add_generation_prompt=False)
         except MalformedRow:
             return ""
-        _, mark, behind_reply = whole.removeprefix(asked).partition("!")
-        if asked != plain or not mark or not whole.startswith(asked):
+        _, mark, behind_reply = whole.removeprefix(prompt_text).partition("!")
+        if prompt_text != plain or not mark or not whole.startswith(prompt_text):
             return ""
-        common = find_common_end(asked.rpartition("?")[2], behind_reply)
+        common = find_common_end(prompt_text.rpartition("?")[2], behind_reply)
         if common == behind_reply:  # the user's turn ends as the reply does
             body = common.lstrip()
             end = next((end for end in self._end_tokens if body.startswith(end)), "")
@@ -302,13 +302,13 @@ class ChatFormat:
     def warnings(self) -> tuple[str, ...]:
         """Warnings about the template, whatever the rows are."""
         try:
-            asked = self.apply(QUESTION, add_generation_prompt=True)
-            answered = self._apply_answered(ANSWERED)
+            prompt_text = self.apply(QUESTION, add_generation_prompt=True)
+            answer_text = self._apply_answered(ANSWERED)
             plain = self.apply(QUESTION, add_generation_prompt=False)
         except MalformedRow:  # it wants more than a question and its answer
             return ()
-        header, _, _ = answered.removeprefix(asked).partition("!")
-        if asked != plain or not header.strip():
+        header, _, _ = answer_text.removeprefix(prompt_text).partition("!")
+        if prompt_text != plain or not header.strip():
             return ()
         return (
             f"{self.template.name} chat template writes the same with and without "

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from open_instruct.core.errors import InputError
-from open_instruct.core.text import counted
+from open_instruct.core.text import spell_count
 
 SHOWN_PER_UNIT = 1000  # shares in messages have three digits
 
@@ -66,7 +66,7 @@ class SideFilter:
         if self._min_place == self._max_place or not 0 < share < SHOWN_PER_UNIT:
             remedy = "give more rows, or name held-out rows of another file"
         return InputError(
-            f"--eval_split {self.side.share}: {problem} of {counted(self.num_others, 'row')}; "
+            f"--eval_split {self.side.share}: {problem} of {spell_count(self.num_others, 'row')}; "
             f"{remedy}",
             kind="out_of_range",
             flag="eval_split",
@@ -84,7 +84,7 @@ def find_place(content: str) -> float:
     return int.from_bytes(digest[:6], "big") / 2**48
 
 
-def row_content(row: Mapping[str, Any]) -> str:
+def join_columns(row: Mapping[str, Any]) -> str:
     """The columns of a row as one text, whatever their order.
 
     Values that JSON has not are written as Python does.

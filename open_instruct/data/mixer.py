@@ -11,7 +11,7 @@ import numpy as np
 
 from open_instruct.config.sections import RowsSection
 from open_instruct.core.errors import InputError
-from open_instruct.core.text import counted
+from open_instruct.core.text import spell_count
 from open_instruct.data.conversations.row_keys import find_value
 from open_instruct.data.files.opening import open_rows
 from open_instruct.data.files.rows import RawRow, RowSource
@@ -59,8 +59,8 @@ class MixerEntry:
         if count == 0:
             raise InputError(
                 f"{self.flag}: {self.name} {self.amount} takes zero of its "
-                f"{counted(num_rows, 'row')}; take a larger fraction or a count of rows, or leave "
-                "the data set out.",
+                f"{spell_count(num_rows, 'row')}; take a larger fraction or a count of rows, or "
+                "leave the data set out.",
                 kind="out_of_range",
             )
         return count
@@ -137,16 +137,16 @@ def rename_columns(source: RowSource, columns: Sequence[str]) -> RowSource:
 
     def rename(row: RawRow) -> RawRow:
         value: dict[str, Any] = dict(row.value)
-        found = {}
+        source_keys = {}
         for ours, theirs in names.items():
             item = find_value(value, theirs)
             if item is not None:
-                found[ours] = item
+                source_keys[ours] = item
                 missing.discard(theirs)
         for theirs in names.values():
             column = theirs if theirs in row.value else theirs.partition(".")[0]
             value.pop(column, None)
-        return replace(row, value=value | found)
+        return replace(row, value=value | source_keys)
 
     def list_warnings() -> list[str]:
         return [

@@ -7,7 +7,7 @@ are two replies alone, to a prompt in the same row.
 from collections.abc import Mapping
 from typing import Any
 
-from open_instruct.core.text import counted
+from open_instruct.core.text import spell_count
 from open_instruct.data.conversations.messages import REASONING, Message, check_is_learned
 from open_instruct.data.conversations.row_forms import find_replies
 from open_instruct.data.conversations.tool_turns import CALLS
@@ -41,7 +41,7 @@ def _strip_reply(reply: Message) -> tuple[Any, ...]:
 def _describe_difference(chosen: tuple[Message, ...], rejected: tuple[Message, ...]) -> str:
     if len(chosen) != len(rejected):
         return (
-            f"the prompts differ: 'chosen' has {counted(len(chosen), 'turn')}, 'rejected' has "
+            f"the prompts differ: 'chosen' has {spell_count(len(chosen), 'turn')}, 'rejected' has "
             f"{len(rejected)}"
         )
     turns = enumerate(zip(chosen, rejected, strict=True), start=1)

@@ -4,7 +4,7 @@ from collections.abc import Container, Mapping
 from typing import Any, NamedTuple
 
 from open_instruct.data.conversations.tool_turns import read_schemas
-from open_instruct.data.files.rows import MalformedRow, kind_of
+from open_instruct.data.files.rows import MalformedRow, name_json_type
 
 MAX_NAME = 100  # characters of a name that is compared with those that are known
 
@@ -17,7 +17,7 @@ class RowEnvironment(NamedTuple):
 
 
 def find_environment(
-    row: Mapping[str, Any], *, default: str | None, known: Container[str]
+    row: Mapping[str, Any], *, default: str | None, environments: Container[str]
 ) -> RowEnvironment | None:
     """The environment that answers the replies to a row; None where none does.
 
@@ -35,7 +35,7 @@ def find_environment(
             names.
     """
     tools = row.get("tools") if _has_content(row.get("tools")) else None
-    name, settings = _read_config(row.get("env_config"), default=default, known=known)
+    name, settings = _read_config(row.get("env_config"), default=default, environments=environments)
     if name is None and _has_content(settings):
         raise MalformedRow(
             "environment",
@@ -60,7 +60,7 @@ def find_environment(
 
 
 def _read_config(
-    env_config: Any, *, default: str | None, known: Container[str]
+    env_config: Any, *, default: str | None, environments: Container[str]
 ) -> tuple[str | None, dict[str, Any]]:
     """The name of the environment in a row's `env_config`, and the settings beside the name."""
     settings: dict[str, Any] = {}
@@ -78,9 +78,11 @@ def _read_config(
         return default, settings
     entry = entries[0]
     if not isinstance(entry, Mapping):
-        raise MalformedRow("environment", f"'env_config' must be an object, not {kind_of(entry)}")
+        raise MalformedRow(
+            "environment", f"'env_config' must be an object, not {name_json_type(entry)}"
+        )
     name = default if entry.get("env_name") is None else entry["env_name"]
-    if name is not None and (not isinstance(name, str) or name not in known):
+    if name is not None and (not isinstance(name, str) or name not in environments):
         raise MalformedRow(
             "environment",
             f"'env_config': there is no environment {name!r:.{MAX_NAME}}; give one of ours, "

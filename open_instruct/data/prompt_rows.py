@@ -21,7 +21,7 @@ from open_instruct.data.conversations.messages import Message
 from open_instruct.data.conversations.row_forms import find_prompt
 from open_instruct.data.conversations.row_keys import describe_keys
 from open_instruct.data.files.foreign_json import shorten_value
-from open_instruct.data.files.rows import MalformedRow, kind_of
+from open_instruct.data.files.rows import MalformedRow, name_json_type
 from open_instruct.data.prompt_environments import MAX_NAME, RowEnvironment, find_environment
 from open_instruct.rewards.verifier import Verifier
 
@@ -55,7 +55,7 @@ def parse_prompt_row(
     names = row.get("dataset")
     if system_prompt is not None:
         messages = _replace_system_prompt(messages, system_prompt)
-    row_environment = find_environment(row, default=environment, known=known_environments)
+    row_environment = find_environment(row, default=environment, environments=known_environments)
     if names is None and not judges:
         if row_environment is not None:
             return messages, (), row_environment
@@ -83,8 +83,8 @@ def _parse_checks(
     known: Mapping[str, Verifier],
     remapped: Mapping[str, str],
 ) -> tuple[Check, ...]:
-    listed = names if isinstance(names, list) else [names]
-    verifiers = [_find_verifier(name, known, remapped) for name in listed]
+    name_list = names if isinstance(names, list) else [names]
+    verifiers = [_find_verifier(name, known, remapped) for name in name_list]
     if not verifiers:
         raise MalformedRow("bad_verifier", "'dataset' names no verifier")
     truths = row.get("ground_truth")
@@ -152,17 +152,17 @@ def _find_verifier(name: Any, known: Mapping[str, Verifier], remapped: Mapping[s
     if not isinstance(name, str) or not name:
         raise MalformedRow(
             "bad_verifier",
-            f"'dataset' must name verifiers, and has {kind_of(name)}: {shorten_value(name)}",
+            f"'dataset' must name verifiers, and has {name_json_type(name)}: {shorten_value(name)}",
         )
     name = remapped.get(name.lower(), name)
     for spelling in (name, name.lower()):  # published rows write "MATH" beside "gsm8k"
         if spelling in known:
             return spelling
-    shown = name[:MAX_NAME]
-    hint = suggest_nearest(shown, known) or ";"
+    short_name = name[:MAX_NAME]
+    hint = suggest_nearest(short_name, known) or ";"
     raise MalformedRow(
         "unknown_verifier",
-        f"'dataset': there is no verifier {shown!r}{hint} Known are "
+        f"'dataset': there is no verifier {short_name!r}{hint} Known are "
         f"{', '.join(sorted(known))}; add your own by --verifier FILE.py:Class",
     )
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from open_instruct.config.grpo import GRPOConfig
 from open_instruct.core.errors import RunError
-from open_instruct.core.files import read_asked
+from open_instruct.core.files import read_user_file
 from open_instruct.core.records import Check, Prompt
 from open_instruct.data.chat import ChatFormat
 from open_instruct.data.conversations.row_forms import ends_with_reply
@@ -21,7 +21,7 @@ from open_instruct.data.files.rows import MalformedRow, RawRow
 from open_instruct.data.prompt_rows import check_json_value, parse_prompt_row
 from open_instruct.data.report import DataReport
 from open_instruct.data.row_builder import RenderedRow, RowBuilder
-from open_instruct.data.saved_place import check_saved_place, rows_fact, seed_fact
+from open_instruct.data.saved_place import check_saved_place, make_rows_fact, make_seed_fact
 from open_instruct.data.token_dataset import TokenDataset, load_token_dataset
 from open_instruct.rewards.registry import list_judges
 from open_instruct.rewards.verifier import Verifier
@@ -133,7 +133,7 @@ class PromptBuilder(RowBuilder):
             texts=(text,),
             messages=messages,
             details=json.dumps(details).encode(),
-            content=row_content({"messages": messages}),
+            content=join_columns({"messages": messages}),
         )
 
     def count_marks(
@@ -237,10 +237,10 @@ class PromptStream:
         Raises:
             InputError: the state is of other prompts, or of another seed.
         """
-        rows = rows_fact(
+        rows = make_rows_fact(
             self.dataset.fingerprint, flag="dataset_mixer_list", limit="--max_prompt_token_length"
         )
-        check_saved_place(state_dict, rows, seed_fact(state_dict, self.seed))
+        check_saved_place(state_dict, rows, make_seed_fact(state_dict, self.seed))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue where another stream over the same prompts stood.
@@ -273,7 +273,7 @@ def build_row_settings(config: GRPOConfig) -> dict[str, Any]:
     file = config.data.system_prompt_override_file
     if file is not None:
         where = f"--system_prompt_override_file {file}"
-        system_prompt = read_asked(file, where=where).strip()
+        system_prompt = read_user_file(file, where=where).strip()
     return {
         "judges": list_judges(config.reward.verifier),
         "remapped": remapped,

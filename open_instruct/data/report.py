@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from open_instruct.core.errors import InputError
-from open_instruct.core.text import counted, macro_text
+from open_instruct.core.text import macro_text, spell_count
 from open_instruct.data.conversations.columns import guess_columns
 from open_instruct.data.files.foreign_json import shorten_value
 from open_instruct.data.files.rows import MalformedRow, RawRow
@@ -56,7 +56,7 @@ class BadRowLog:
         lines = []
         for reason, row in self._first_rows.items():
             num_more = self._rows_by_reason[reason] - 1
-            lines.append(f"{row} (and so {counted(num_more, 'row')} more)" if num_more else row)
+            lines.append(f"{row} (and so {spell_count(num_more, 'row')} more)" if num_more else row)
         return lines
 
     def error(
@@ -75,12 +75,12 @@ class BadRowLog:
             columns: the keys of a good row, to be guessed among those of the bad row.
             docs_page: the page with other forms of rows.
         """
-        found = ""
+        example = ""
         guess = ""
         if self._example is not None and row_example:
-            found = shorten_value(self._example)
+            example = shorten_value(self._example)
             guess = guess_columns(self._example, columns)
-        text = macro_text(REPORT, "refused", self, num_rows, found, guess, row_example, docs_page)
+        text = macro_text(REPORT, "refused", self, num_rows, example, guess, row_example, docs_page)
         return InputError(text, kind="bad_row")
 
     @property

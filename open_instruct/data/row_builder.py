@@ -17,12 +17,12 @@ from typing import Any, ClassVar
 import numpy as np
 
 from open_instruct.core.errors import InputError
-from open_instruct.core.text import counted
+from open_instruct.core.text import spell_count
 from open_instruct.data.chat import ChatFormat
 from open_instruct.data.conversations.leading_turns import trim_leading_turns
 from open_instruct.data.conversations.messages import Message, find_unread_keys
 from open_instruct.data.conversations.row_keys import TrackedRow
-from open_instruct.data.eval_split import Side, SideFilter, row_content
+from open_instruct.data.eval_split import Side, SideFilter, join_columns
 from open_instruct.data.files.rows import RawRow, RowSource
 from open_instruct.data.mixer import MixerEntry, select_rows
 from open_instruct.data.report import BadRowLog, DataReport
@@ -147,7 +147,7 @@ class RowBuilder(ABC):
 
     def suggest_remedy(self) -> str:
         """The change of flags that would keep some rows, where the limit leaves none."""
-        shortest = counted(self.counts.shortest_prompt or 0, "token")
+        shortest = spell_count(self.counts.shortest_prompt or 0, "token")
         return f"raise it: the shortest prompt alone has {shortest}"
 
     def find_cut_warning(self) -> str | None:
@@ -156,7 +156,7 @@ class RowBuilder(ABC):
         if num_truncated <= MAX_CUT_SHARE * len(self.store):
             return None
         return (
-            f"{num_truncated:,} of {counted(len(self.store), 'row')} are cut to "
+            f"{num_truncated:,} of {spell_count(len(self.store), 'row')} are cut to "
             f"--max_seq_length {self.max_seq_length}, and teach replies that break off: raise it, "
             "or leave such rows out"
         )
@@ -207,7 +207,7 @@ class RowBuilder(ABC):
             numbers = self._read_source(source, rows, progress)[np.searchsorted(rows, selection)]
             order.append(numbers[numbers >= 0])
             num_taken = int((numbers != ON_OTHER_SIDE).sum())
-            taken.append(f"{source.name}: {num_taken:,} taken of {counted(len(source), 'row')}")
+            taken.append(f"{source.name}: {num_taken:,} taken of {spell_count(len(source), 'row')}")
         if self._only_counts:
             raise self.bad_rows_error(progress.num_rows)
         if not len(self.store):
@@ -291,7 +291,7 @@ class RowBuilder(ABC):
         row = TrackedRow(value)
         rendered = self.render(row)
         if self.side_filter is not None:
-            content = rendered.content or row_content(row.columns_read())
+            content = rendered.content or join_columns(row.columns_read())
             if not self.side_filter.accepts(content):
                 return ROW_OF_OTHER_SIDE
         unread_of_messages = find_unread_keys(value, self.chat.reads_reasoning)
@@ -375,7 +375,7 @@ class RowBuilder(ABC):
         kinds = (filtered + self.bad_rows.counts).items()
         counts = ", ".join(f"{kind} {count:,}" for kind, count in kinds)
         return InputError(
-            f"no {self.unit} of {counted(num_rows, 'row')} is left at {self.describe_limit()} "
+            f"no {self.unit} of {spell_count(num_rows, 'row')} is left at {self.describe_limit()} "
             f"({counts}); {self.suggest_remedy()}.",
             kind="bad_row",
         )

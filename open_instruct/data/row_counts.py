@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from open_instruct.core.text import counted
+from open_instruct.core.text import spell_count
 from open_instruct.data.conversations.messages import find_reasoning
 
 MAX_KEYS_SHOWN = 8  # in a warning
@@ -53,7 +53,7 @@ class RowCounts:
             if len(unread) > MAX_KEYS_SHOWN:
                 shown += f" and {len(unread) - MAX_KEYS_SHOWN} more"
             warnings.append(
-                f"not read by this run: {shown} of {counted(self.unread[unread[0]], 'row')}"
+                f"not read by this run: {shown} of {spell_count(self.unread[unread[0]], 'row')}"
             )
         if self.num_replies_left_out:
             warnings.append(
@@ -70,23 +70,23 @@ class RowCounts:
         if self.num_with_two_ends:
             warnings.append(
                 f"{template} adds an end token behind that of "
-                f"{counted(self.num_with_two_ends, 'reply')}, and both are learned: leave it out "
-                "of the rows"
+                f"{spell_count(self.num_with_two_ends, 'reply')}, and both are learned: leave it "
+                "out of the rows"
             )
         if self.num_with_two_starts:
             warnings.append(
-                f"{template} and {counted(self.num_with_two_starts, 'row')} each begin with the "
-                "bos token, and it is there twice: leave it out of the rows"
+                f"{template} and {spell_count(self.num_with_two_starts, 'row')} each begin with "
+                "the bos token, and it is there twice: leave it out of the rows"
             )
         for role, num_rows in self.left_out.items():
             warnings.append(
-                f"{template} leaves out a {role} turn of {counted(num_rows, 'row')}: choose "
+                f"{template} leaves out a {role} turn of {spell_count(num_rows, 'row')}: choose "
                 "another by --chat_template_name, or take the turn out of the rows"
             )
         if self.with_turn_tokens:
             token, _ = self.with_turn_tokens.most_common(1)[0]
             warnings.append(
-                f"{counted(self.with_turn_tokens.total(), 'row')} spell out tokens of the "
+                f"{spell_count(self.with_turn_tokens.total(), 'row')} spell out tokens of the "
                 f"{template}, such as {token!r}, in what the system or the user says, and they "
                 "are read as those tokens: if a template wrote these texts before, give the "
                 "messages that it wrote them of"
@@ -94,13 +94,13 @@ class RowCounts:
         if self.num_with_more_thoughts:
             warnings.append(
                 f"{template} writes more {END_OF_THOUGHT} than "
-                f"{counted(self.num_with_more_thoughts, 'row')} has in its replies, and each is "
-                "learned: an empty thought, or a second end of one that the row has"
+                f"{spell_count(self.num_with_more_thoughts, 'row')} has in its replies, and each "
+                "is learned: an empty thought, or a second end of one that the row has"
             )
         if self.num_without_end:
             warnings.append(
-                f"{template} ends {counted(self.num_without_end, 'reply')} without an end-of-turn "
-                "token, so the model will not learn where a reply stops"
+                f"{template} ends {spell_count(self.num_without_end, 'reply')} without an "
+                "end-of-turn token, so the model will not learn where a reply stops"
             )
         return warnings
 

@@ -57,17 +57,17 @@ class RowStore:
         """Remove the rows from number `first` on; returns the pieces and the details of each."""
         rows = self.rows[first:]
         start = len(self.token_ids) - sum(sum(row.lengths) for row in rows)
-        popped = []
+        row_contents = []
         piece_start = start
         for row in rows:
             pieces = []
             for length in row.lengths:
                 pieces.append(self.token_ids[piece_start : piece_start + length])
                 piece_start += length
-            popped.append((pieces, row.details))
+            row_contents.append((pieces, row.details))
         del self.token_ids[start:]
         del self.rows[first:]
-        return popped
+        return row_contents
 
     def build_arrays(self, order_N: np.ndarray) -> dict[str, np.ndarray]:
         """The arrays of a `TokenDataset` that has the rows in the order `order_N`."""
@@ -89,8 +89,8 @@ class RowStore:
             details += row.details
             start += len(token_ids)
             num_tokens.append(len(token_ids) + (self.documents_per_row - 1) * lengths[0])
-            learned = lengths[1 :: self.learned_stride]
-            num_labels.append(len(learned) if self.reads_ends else sum(learned))
+            learned_lengths = lengths[1 :: self.learned_stride]
+            num_labels.append(len(learned_lengths) if self.reads_ends else sum(learned_lengths))
         return {
             "token_ids_T": np.frombuffer(self.token_ids, dtype=np.int32),
             "edges_E": np.frombuffer(edges, dtype=np.int64),

@@ -24,7 +24,7 @@ class PlaceFact:
     remedy: str
 
 
-def rows_fact(
+def make_rows_fact(
     fingerprint: str,
     *,
     key: str = "data_fingerprint",
@@ -51,7 +51,7 @@ def rows_fact(
     )
 
 
-def seed_fact(saved: Mapping[str, Any], seed: int) -> PlaceFact:
+def make_seed_fact(saved: Mapping[str, Any], seed: int) -> PlaceFact:
     """The fact that rows come in the checkpoint's order."""
     saved_seed = saved.get("seed")
     return PlaceFact(

@@ -14,7 +14,7 @@ from typing import Any
 
 from open_instruct.data.conversations.messages import Message, is_empty_turn
 from open_instruct.data.conversations.row_forms import find_conversation
-from open_instruct.data.eval_split import row_content
+from open_instruct.data.eval_split import join_columns
 from open_instruct.data.files.rows import MalformedRow, RawRow, RowSource
 from open_instruct.data.row_builder import RenderedRow, RowBuilder
 
@@ -83,7 +83,7 @@ class ReplyBuilder(SFTBuilder):
         place = row[REPLY_PLACE]
         prompt, (text,) = self.chat.render(messages[:place], [messages[place]])
         # All replies of a conversation are on one side of --eval_split.
-        content = row_content({"messages": messages})
+        content = join_columns({"messages": messages})
         return RenderedRow(texts=(prompt, text), messages=messages[:place], content=content)
 
 

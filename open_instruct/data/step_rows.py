@@ -13,13 +13,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from open_instruct.core.errors import InputError
-from open_instruct.core.text import counted, one_of
+from open_instruct.core.text import join_choices, spell_count
 from open_instruct.data.chat import ChatFormat
 from open_instruct.data.conversations.messages import parse_conversation
 from open_instruct.data.conversations.row_keys import describe_keys, missing_key_error
-from open_instruct.data.files.rows import MalformedRow, kind_of
+from open_instruct.data.files.rows import MalformedRow, name_json_type
 from open_instruct.data.row_builder import RenderedRow, RowBuilder
-from open_instruct.data.tokenizer import single_token_id
+from open_instruct.data.tokenizer import find_token_id
 
 # The keys of a row's labels; of several that a row has, the first is read.
 LABEL_KEYS = ("labels", "values", "value", "label")
@@ -99,7 +99,8 @@ class StepBuilder(RowBuilder):
             return text
         if not isinstance(prompt, str) or not prompt:
             raise MalformedRow(
-                "bad_prompt", f"'prompt' must be a text or messages, not {kind_of(prompt)} or empty"
+                "bad_prompt",
+                f"'prompt' must be a text or messages, not {name_json_type(prompt)} or empty",
             )
         _check_unicode(prompt, "'prompt'")
         bos: str = self.chat.tokenizer.bos_token or ""
@@ -133,11 +134,12 @@ class StepBuilder(RowBuilder):
         if not isinstance(labels, list):
             raise MalformedRow(
                 "no_labels",
-                f"{key!r} must be a list with a label for each step, not {kind_of(labels)}",
+                f"{key!r} must be a list with a label for each step, not {name_json_type(labels)}",
             )
         if len(labels) != len(steps):
             reason = (
-                f"{key!r} has {counted(len(labels), 'label')} for {counted(len(steps), 'step')}"
+                f"{key!r} has {spell_count(len(labels), 'label')} for "
+                f"{spell_count(len(steps), 'step')}"
             )
             raise MalformedRow("label_count", reason)
         return labels
@@ -159,10 +161,11 @@ class StepBuilder(RowBuilder):
         if not is_share or not has_two_classes:
             numbers = "true, false, a number from 0 to 1, " if has_two_classes else ""
             is_short = isinstance(label, str | int | float)
-            shown = f"{label!r:.40}" if is_short else kind_of(label)
+            description = f"{label!r:.40}" if is_short else name_json_type(label)
             raise MalformedRow(
                 "bad_label",
-                f"the label of step {number} must be {numbers}{one_of(self.classes)}, not {shown}",
+                f"the label of step {number} must be {numbers}{join_choices(self.classes)}, not "
+                f"{description}",
             )
         return float(label) if self.right == 1 else 1.0 - float(label)
 
@@ -196,8 +199,8 @@ class StepBuilder(RowBuilder):
         if not self.num_steps_cut:
             return None
         return (
-            f"{counted(self.num_steps_cut, 'step')} are cut off at --max_seq_length, with their "
-            "labels"
+            f"{spell_count(self.num_steps_cut, 'step')} are cut off at --max_seq_length, with "
+            "their labels"
         )
 
 
@@ -223,7 +226,7 @@ class PlaceholderBuilder(StepBuilder):
             f'{{"input": "a step{step_end} a step{step_end}", "values": [true, false]}}'
         )
         try:
-            single_token_id(chat.tokenizer, step_end)
+            find_token_id(chat.tokenizer, step_end)
         except InputError as error:
             raise InputError(f"--placeholder_token: {error}", kind="bad_value") from None
 
@@ -238,7 +241,7 @@ class PlaceholderBuilder(StepBuilder):
             raise missing_key_error(row, "input", hint)
         text = row["input"]
         if not isinstance(text, str):
-            raise MalformedRow("bad_step", f"'input' must be text, not {kind_of(text)}")
+            raise MalformedRow("bad_step", f"'input' must be text, not {name_json_type(text)}")
         *steps, _ = text.split(self.step_end)
         if not steps:
             raise MalformedRow("no_step", f"'input' has no {self.step_end!r}, which ends a step")
@@ -253,7 +256,7 @@ class PlaceholderBuilder(StepBuilder):
         for number, step in enumerate(steps, start=1):
             word = next((each for each in self.classes if rest.startswith(step + each)), None)
             if word is None:
-                expected = f"{one_of(self.classes)} in place of {self.step_end!r}"
+                expected = f"{join_choices(self.classes)} in place of {self.step_end!r}"
                 raise MalformedRow(
                     "bad_label",
                     f"its labels are not 'input' with {expected}, from step {number} on",
@@ -271,7 +274,8 @@ def _check_steps(steps: Any, key: str) -> list[str]:
     """
     if not isinstance(steps, list) or not steps:
         raise MalformedRow(
-            "no_step", f"{key!r} must be a list of steps, not {kind_of(steps)} or an empty one"
+            "no_step",
+            f"{key!r} must be a list of steps, not {name_json_type(steps)} or an empty one",
         )
     for number, step in enumerate(steps, start=1):
         if not isinstance(step, str) or not step.strip():

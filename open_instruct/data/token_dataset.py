@@ -188,11 +188,13 @@ def load_token_dataset(
     digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
     folder = find_cache_folder(cache_dir) / f"{builder.unit}s"
     path = folder / f"{digest[:32]}.safetensors"
-    cached = _read_cached(path)
-    if cached is None:
-        cached = builder.build(entries, sources, seed=seed, side=side, on_progress=on_progress)
-        write_arrays(path, cached[0], {"report": asdict(cached[1])})
-    arrays, report = cached
+    cached_arrays = _read_cached(path)
+    if cached_arrays is None:
+        cached_arrays = builder.build(
+            entries, sources, seed=seed, side=side, on_progress=on_progress
+        )
+        write_arrays(path, cached_arrays[0], {"report": asdict(cached_arrays[1])})
+    arrays, report = cached_arrays
     dataset = TokenDataset(
         documents_per_row=builder.documents_per_row, reads_ends=builder.reads_ends, **arrays
     )

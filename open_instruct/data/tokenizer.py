@@ -117,7 +117,7 @@ def _download(name: str, revision: str | None, flag: str) -> Path:
         ) from error
 
 
-def single_token_id(tokenizer: PreTrainedTokenizerFast, word: str) -> int:
+def find_token_id(tokenizer: PreTrainedTokenizerFast, word: str) -> int:
     """The id of the one token that a word is.
 
     Raises:

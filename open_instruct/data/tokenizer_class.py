@@ -23,8 +23,8 @@ from open_instruct.data.tokenizer_ids import (
     PARTS,
     PROSE,
     WHITE_SPACE,
+    drop_vocabulary,
     find_first_difference,
-    without_vocabulary,
 )
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ def _find_difference(
     """What AutoTokenizer would read otherwise than the file; None where it is the same."""
     from tokenizers import Tokenizer
 
-    small = without_vocabulary(fields)
+    small = drop_vocabulary(fields)
     try:
         theirs = _open_by_auto_class(small, settings, model_fields)
     except Exception as error:  # of a class that cannot be made of these files
@@ -142,8 +142,8 @@ def _list_differences(ours: Tokenizer, theirs: Tokenizer) -> Iterator[str]:
             other = _split(theirs, text)
             if pieces != other:
                 place = find_first_difference(pieces, other)
-                shown = slice(place, place + 3)
-                yield f"the file splits {pieces[shown]}, that class {other[shown]}"
+                window = slice(place, place + 3)
+                yield f"the file splits {pieces[window]}, that class {other[window]}"
     if _state(ours.decoder) != _state(theirs.decoder) and _decode(ours) != _decode(theirs):
         yield "it decodes otherwise"
     if _added_tokens(ours.post_processor) != _added_tokens(theirs.post_processor):

@@ -80,12 +80,12 @@ def _describe_difference(
     text: str,
 ) -> str:
     place = find_first_difference(ids, right)
-    shown = slice(max(0, place - 2), place + 6)
+    window = slice(max(0, place - 2), place + 6)
     words = _find_text_around(reference, text, place)
-    return f"{words!r} becomes {ids[shown]}, and {right[shown]} by the file"
+    return f"{words!r} becomes {ids[window]}, and {right[window]} by the file"
 
 
-def without_vocabulary(fields: Mapping[str, Any]) -> dict[str, Any]:
+def drop_vocabulary(fields: Mapping[str, Any]) -> dict[str, Any]:
     """The tokenizer.json with its parts, and a model that knows nothing (of Unigram: little)."""
     model = dict(fields["model"])
     if isinstance(model.get("vocab"), list):
@@ -105,7 +105,7 @@ def _build_reference(loaded: Tokenizer, fields: Mapping[str, Any]) -> Tokenizer:
     """The file's parts and added tokens around the vocabulary that is loaded."""
     from tokenizers import Tokenizer
 
-    parts = Tokenizer.from_str(json.dumps(without_vocabulary(fields)))
+    parts = Tokenizer.from_str(json.dumps(drop_vocabulary(fields)))
     reference = Tokenizer(loaded.model)
     for name in PARTS:
         part = getattr(parts, name)
@@ -131,11 +131,11 @@ def _write_added_tokens(loaded: Tokenizer, reference: Tokenizer) -> str:
     """
     loaded_flags = _list_token_flags(loaded)
     right_flags = _list_token_flags(reference)
-    changed = [
+    changed_tokens = [
         content for content, flags in right_flags.items() if loaded_flags.get(content) != flags
     ]
-    shown = [*right_flags][:MAX_ADDED] + changed[:MAX_ADDED]
-    return "".join(f"a {content} \nb{content}c" for content in shown)
+    tokens_shown = [*right_flags][:MAX_ADDED] + changed_tokens[:MAX_ADDED]
+    return "".join(f"a {content} \nb{content}c" for content in tokens_shown)
 
 
 def _list_token_flags(tokenizer: Tokenizer) -> dict[str, list[bool]]:

@@ -22,17 +22,21 @@ def make_environment(factory: Factory, row: Mapping[str, Any]) -> Environment:
     Raises:
         TypeError: the factory makes none of the three kinds.
     """
-    made = factory(**accepted_columns(factory, row))
-    if callable(getattr(made, "start", None)) and callable(getattr(made, "step", None)):
-        return UserEnvironment(made)
-    if callable(getattr(made, "step", None)) and callable(getattr(made, "reset", None)):
-        return Game([made], {}, row)
-    tools = find_tools(made)
+    user_object = factory(**accepted_columns(factory, row))
+    if callable(getattr(user_object, "start", None)) and callable(
+        getattr(user_object, "step", None)
+    ):
+        return UserEnvironment(user_object)
+    if callable(getattr(user_object, "step", None)) and callable(
+        getattr(user_object, "reset", None)
+    ):
+        return Game([user_object], {}, row)
+    tools = find_tools(user_object)
     if tools:
-        return Toolbox([made], tools, row)
+        return Toolbox([user_object], tools, row)
     raise TypeError(
-        f"{type(made).__name__} is no environment: it has neither `start` and `step`, nor `reset` "
-        "and `step`, nor public methods that are tools"
+        f"{type(user_object).__name__} is no environment: it has neither `start` and `step`, nor "
+        "`reset` and `step`, nor public methods that are tools"
     )
 
 
@@ -65,6 +69,6 @@ class Game(Toolbox):
 
     async def step(self, reply: Reply) -> Turn:
         observation, reward, *ends = await call_foreign(self._objects[0].step, reply.text)
-        done = any(end for end in ends if not isinstance(end, Mapping))
+        is_done = any(end for end in ends if not isinstance(end, Mapping))
         messages: list[ChatMessage] = [{"role": "user", "content": str(observation)}]
-        return Turn(messages=messages, done=done, rewards={self._name: reward})
+        return Turn(messages=messages, done=is_done, rewards={self._name: reward})

@@ -196,15 +196,15 @@ class Wordle:
         self._num_bad = 0
         self._guesses.append(guess)
         marks = _mark_letters(guess, self._word)
-        shown = f"{' '.join(guess)}\n{' '.join(marks)}\n"
+        feedback = f"{' '.join(guess)}\n{' '.join(marks)}\n"
         if guess == self._word:
             reward = 1.0 + 1.0 / self._num_turns + self._score_form()
-            return f"{shown}You guessed the word.", reward, True, {}
+            return f"{feedback}You guessed the word.", reward, True, {}
         reward = _score_marks(marks) + self._score_form()
         num_left = self._max_guesses - len(self._guesses)
         if num_left <= 0:
-            return f"{shown}No guesses are left. The word was {self._word}.", reward, True, {}
-        return f"{shown}You have {num_left} guesses left.", reward, False, {}
+            return f"{feedback}No guesses are left. The word was {self._word}.", reward, True, {}
+        return f"{feedback}You have {num_left} guesses left.", reward, False, {}
 
     def _answer_invalid(self) -> tuple[str, float, bool, dict[str, Any]]:
         self._num_bad += 1

@@ -114,15 +114,15 @@ class McpServer(ToolServer):
             raise EnvironmentFault(_reason(error)) from error
         return "\n".join(getattr(part, "text", f"[{part.type}]") for part in result.content)
 
-    async def _hold_session(self, opened: "asyncio.Future[Any]") -> None:
+    async def _hold_session(self, session: "asyncio.Future[Any]") -> None:
         """Hold a session open until this task is cancelled; one task must begin and end it."""
         try:
             async with self._make_client() as client:
-                opened.set_result(client)
+                session.set_result(client)
                 await asyncio.Event().wait()
         except Exception as error:
-            if not opened.done():
-                opened.set_exception(RuntimeError(_reason(error)))
+            if not session.done():
+                session.set_exception(RuntimeError(_reason(error)))
 
     async def _list_tools(self) -> list[dict[str, Any]]:
         tools: list[Any] = []

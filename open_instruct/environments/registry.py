@@ -49,11 +49,11 @@ def find_factory(word: str, *, origin: str) -> Factory:
     if prefix in LOCATED:
         return LOCATED[prefix](where, origin=origin)
     if ":" not in word:
-        known = BUILT_IN | SERVERS
-        hint = suggest_nearest(word, known) or ";"
+        names = BUILT_IN | SERVERS
+        hint = suggest_nearest(word, names) or ";"
         raise InputError(
             f"{origin}: there is no environment of that name{hint} known "
-            f"are {', '.join(sorted(known))}, mcp:SERVER, openenv:URL, verifiers:NAME, and "
+            f"are {', '.join(sorted(names))}, mcp:SERVER, openenv:URL, verifiers:NAME, and "
             "FILE.py:factory or module:factory of your own",
             kind="bad_value",
         )
@@ -73,14 +73,14 @@ def known_environments(flags: EnvironmentSection) -> dict[str, Factory]:
     Raises:
         InputError: see `find_factory`; or the flags of the tools do not go together.
     """
-    known = dict(BUILT_IN)
-    known |= {name: make() for name, make in SERVERS.items()}
-    known["search"] = Search(flags.search_corpus)
+    factories = dict(BUILT_IN)
+    factories |= {name: make() for name, make in SERVERS.items()}
+    factories["search"] = Search(flags.search_corpus)
     word = flags.environment
-    if word is not None and word not in known:
-        known[word] = find_factory(word, origin=f"--environment {word}")
+    if word is not None and word not in factories:
+        factories[word] = find_factory(word, origin=f"--environment {word}")
     if not flags.tools:
-        return known
+        return factories
     if word is not None:
         raise InputError(
             f"--environment {word}: --tools names tools too; put {word} among --tools, or leave "
@@ -104,14 +104,14 @@ def known_environments(flags: EnvironmentSection) -> dict[str, Factory]:
     parts: list[tuple[str, Factory]] = []
     for word, name, text in zip(flags.tools, names, settings, strict=True):
         new_name = "" if name == word else name
-        parts.append((new_name, _make_tool_factory(word, text, known, flags)))
-    return known | {TOOL_SET: ToolSet(parts)}
+        parts.append((new_name, _make_tool_factory(word, text, factories, flags)))
+    return factories | {TOOL_SET: ToolSet(parts)}
 
 
 def _make_tool_factory(
     word: str,
     text: str,
-    known: Mapping[str, Factory],
+    factories: Mapping[str, Factory],
     flags: EnvironmentSection,
 ) -> Factory:
     """Make the factory of one of --tools, with its settings.
@@ -123,7 +123,7 @@ def _make_tool_factory(
     Raises:
         InputError: it is a game, or the settings are not its own.
     """
-    factory = known.get(word)
+    factory = factories.get(word)
     if factory is None:
         factory = find_factory(word, origin=f"--tools {word}")
     if isinstance(factory, OpenEnvServer | Taskset) or hasattr(factory, "step"):

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from open_instruct.core.errors import InputError
-from open_instruct.core.files import read_asked
+from open_instruct.core.files import read_user_file
 from open_instruct.data.files.opening import open_rows
 from open_instruct.environments.environment import ToolServer, text_tool
 from open_instruct.environments.foreign_calls import call_foreign
@@ -103,5 +103,5 @@ def _read_folder(corpus: str) -> Iterator[str]:
     folder = Path(corpus)
     for file in sorted(folder.rglob("*")):
         if file.is_file():
-            text = read_asked(str(file), where=f"{FLAG} {file}")
+            text = read_user_file(str(file), where=f"{FLAG} {file}")
             yield f"{file.relative_to(folder)}\n{text}"

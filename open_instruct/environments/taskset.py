@@ -97,18 +97,18 @@ class Episode:
         self._state: Any = None
 
     async def start(self) -> Opening:
-        return await self._within_loop(self._start())
+        return await self._run_in_loop(self._start())
 
     async def step(self, reply: Reply) -> Turn:
-        return await self._within_loop(self._step(reply))
+        return await self._run_in_loop(self._step(reply))
 
     async def close(self) -> None:
         if self._state is not None and not self._state["is_completed"]:
             # With this condition the taskset releases what it holds.
             self._state["prompt_too_long"] = True
-            await self._within_loop(self._taskset.is_completed(self._state))
+            await self._run_in_loop(self._taskset.is_completed(self._state))
 
-    async def _within_loop(self, coroutine: Coroutine[Any, Any, T]) -> T:
+    async def _run_in_loop(self, coroutine: Coroutine[Any, Any, T]) -> T:
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, self._loop))
 
     async def _start(self) -> Opening:

@@ -46,7 +46,7 @@ def find_tools(toolbox: Any) -> dict[str, Tool]:
     if isinstance(toolbox, ToolServer):
         schemas = {schema["function"]["name"]: schema for schema in toolbox.schemas}
         return {name: Tool(partial(toolbox.call, name), schema) for name, schema in schemas.items()}
-    return {name: Tool(method) for name, method in _public_methods(toolbox)}
+    return {name: Tool(method) for name, method in _list_public_methods(toolbox)}
 
 
 def check_tools(factory: Factory, *, origin: str) -> None:
@@ -60,7 +60,7 @@ def check_tools(factory: Factory, *, origin: str) -> None:
 
     if not inspect.isclass(factory) or hasattr(factory, "step"):
         return
-    for name, method in _public_methods(factory):
+    for name, method in _list_public_methods(factory):
         takes_self = inspect.isfunction(inspect.getattr_static(factory, name))
         bound_method = method.__get__(object()) if takes_self else method
         try:
@@ -72,7 +72,7 @@ def check_tools(factory: Factory, *, origin: str) -> None:
             ) from error
 
 
-def _public_methods(owner: Any) -> list[tuple[str, Any]]:
+def _list_public_methods(owner: Any) -> list[tuple[str, Any]]:
     methods = inspect.getmembers(owner, callable)
     return [
         (name, method)

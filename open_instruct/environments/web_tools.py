@@ -17,7 +17,7 @@ import jinja2
 import yaml
 
 from open_instruct.core.errors import InputError
-from open_instruct.core.files import read_asked
+from open_instruct.core.files import read_user_file
 from open_instruct.environments.environment import EnvironmentFault, ToolServer, text_tool
 
 SERVICES: dict[str, dict[str, Any]] = yaml.safe_load(
@@ -64,12 +64,12 @@ class WebTool(ToolServer):
         if not self._url:
             self._url = _read_variable(f"{prefix}URL")
         for name, variable in self._service.get("files", {}).items():
-            self._names[name] = read_asked(_read_variable(variable), where=variable).split()
+            self._names[name] = read_user_file(_read_variable(variable), where=variable).split()
 
     async def call(self, name: str, /, **arguments: Any) -> str:
         names = {**self._names, self._argument: str(arguments[self._argument])}
-        found = await self._request(names)
-        answer = TEMPLATES.from_string(self._service["answer"]).render(names, found=found)
+        result = await self._request(names)
+        answer = TEMPLATES.from_string(self._service["answer"]).render(names, found=result)
         return answer.strip() or self._service["nothing"]
 
     async def _request(self, names: Mapping[str, Any]) -> Any:

@@ -145,12 +145,12 @@ class Engine:
     def finish_update(self, version: int) -> None:
         """Go on with the new weights; running requests are recomputed from their tokens so far."""
 
-        def go_on(core: VLLMCore) -> None:
+        def continue_generation(core: VLLMCore) -> None:
             core.call_workers(WeightReceiver.finish_update)
             core.weights_changed(version)
             self._is_admitting = self._is_stepping = True
 
-        self._between_steps(go_on)
+        self._between_steps(continue_generation)
 
     # The process
 
@@ -204,9 +204,9 @@ class Engine:
                 self._admit(core)
                 if self._running and self._is_stepping:
                     self._step_began_s = time.monotonic()
-                    finished = core.step()
+                    completions = core.step()
                     self._step_began_s = None
-                    self._store_outcomes(finished)
+                    self._store_outcomes(completions)
                 else:
                     with self._changed:
                         self._changed.wait_for(

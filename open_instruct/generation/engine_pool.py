@@ -269,17 +269,17 @@ class EnginePool:
 
     def _deliver(self, member: _Member, outcomes: Outcomes) -> None:
         with self._lock:
-            finished = [
+            finished_requests = [
                 (member.requests.pop(key), outcome)
                 for key, outcome in outcomes.items()
                 if key in member.requests
             ]
-            for each, outcome in finished:
+            for each, outcome in finished_requests:
                 if isinstance(outcome, Completion):
                     elapsed_s = time.monotonic() - each.sent_s
                     member.token_s.append(elapsed_s / max(1, len(outcome.token_ids)))
         # Outside the lock, since a callback of a future may submit again.
-        for each, outcome in finished:
+        for each, outcome in finished_requests:
             if isinstance(outcome, str):
                 reason = f"request {each.request.request_id} cannot be generated: {outcome}"
                 set_outcome(each.future, RunError(reason))

@@ -43,12 +43,12 @@ class GenerationRequest:
     sampling: SamplingSettings
 
 
-def sampling_seed(*parts: int | str) -> int:
+def make_sampling_seed(*parts: int | str) -> int:
     """A request's seed, made of the run's and the request's place in the run.
 
     63 bits that are the same on every machine and in every version of Python.
 
-    Example: `sampling_seed(run_seed, ticket, sample_index)`.
+    Example: `make_sampling_seed(run_seed, ticket, sample_index)`.
     """
     text = "/".join(map(str, parts))
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1

@@ -41,25 +41,25 @@ ADVANTAGES: dict[str, AdvantageFormula] = {}
 register = make_register(ADVANTAGES, AdvantageFormula)
 
 
-def advantages_of(
+def compute_advantages(
     groups: Sequence[RolloutGroup],
     name: str,
     section: object,
     *,
-    own: AdvantageFunction | None = None,
+    function: AdvantageFunction | None = None,
 ) -> Advantages:
-    """The advantage of each completion by the formula `name`, or by the user's function `own`.
+    """The advantage of each completion by the formula `name`, or by the user's `function`.
 
     A group with equal rewards has advantages of exactly 0, except under formulas that normalise
     over the whole step. `section` has the flags, as `RolloutSection`.
 
     Raises:
-        InputError: `own` does not give a finite number for every completion.
+        InputError: `function` does not give a finite number for every completion.
     """
-    if own is None:
+    if function is None:
         formula = ADVANTAGES[name]
         return bind_flags(formula.function, formula.flags, section)(groups)
-    advantages = [tuple(map(float, values)) for values in own(groups)]
+    advantages = [tuple(map(float, values)) for values in function(groups)]
     if [len(values) for values in advantages] != [len(group.completions) for group in groups]:
         raise InputError(
             f"--advantages {name}: gives other numbers than one for every completion of every "
@@ -130,7 +130,7 @@ def maxrl(groups: Sequence[RolloutGroup]) -> Advantages:
     "reinforce_pp", "`centered`, then normalised over all completions of the step", "2501.03262"
 )
 def reinforce_pp(groups: Sequence[RolloutGroup]) -> Advantages:
-    return _over_the_step(centered(groups))
+    return _normalize_over_step(centered(groups))
 
 
 @register(
@@ -139,7 +139,7 @@ def reinforce_pp(groups: Sequence[RolloutGroup]) -> Advantages:
     "2601.05242",
 )
 def gdpo(groups: Sequence[RolloutGroup]) -> Advantages:
-    summed = []
+    sums = []
     for group in groups:
         weights: dict[str, float] = {}
         for check in group.prompt.checks:
@@ -150,8 +150,8 @@ def gdpo(groups: Sequence[RolloutGroup]) -> Advantages:
             scores = [verdict.scores.get(name, 0.0) for verdict in group.verdicts]
             weight = weights.get(name, 1.0)
             parts.append([weight * value for value in group_advantages(scores, "standard")])
-        summed.append(tuple(map(math.fsum, zip(*parts, strict=True))))
-    return _over_the_step(summed)
+        sums.append(tuple(map(math.fsum, zip(*parts, strict=True))))
+    return _normalize_over_step(sums)
 
 
 @register(
@@ -187,7 +187,7 @@ def pass_at_k(groups: Sequence[RolloutGroup], *, advantage_pass_k: int) -> Advan
     return advantages
 
 
-def _over_the_step(advantages: Advantages) -> Advantages:
+def _normalize_over_step(advantages: Advantages) -> Advantages:
     """The advantages with mean 0 and deviation 1 over all completions; 0 if they are equal."""
     normalised = group_advantages(list(chain.from_iterable(advantages)), "standard")
     groups = []

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from open_instruct.losses.logprobs import places_in_sequence
+from open_instruct.losses.logprobs import find_places
 
 if TYPE_CHECKING:
     import torch
@@ -41,7 +41,7 @@ def token_keys(
 
     ids_N = sequence_ids_N.long()
     bits_N = engine_logprobs_N.float().contiguous().view(torch.int32).long()
-    places_N = places_in_sequence(ids_N, num_sequences)
+    places_N = find_places(ids_N, num_sequences)
     sums_S = ids_N.new_zeros(num_sequences).index_add(0, ids_N, bits_N * (2 * places_N + 1))
     return sums_S[ids_N] * 1_000_003 + places_N
 

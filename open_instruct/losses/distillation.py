@@ -107,10 +107,10 @@ class _Divergence(torch.autograd.Function):
             slope_NO = _weighed(q_NO, ratio_NO - value_N1)
         else:
             ratio_NO = teacher_NO - logprobs_NO
-            from_student_NO = -_log_mixed(ratio_NO, beta)  # log q - log m
+            from_student_NO = -_log_mixture(ratio_NO, beta)  # log q - log m
             student_N1 = _mean(q_NO, from_student_NO)
             value_N1 = (
-                beta * _mean(p_NO, -_log_mixed(-ratio_NO, 1.0 - beta)) + (1.0 - beta) * student_N1
+                beta * _mean(p_NO, -_log_mixture(-ratio_NO, 1.0 - beta)) + (1.0 - beta) * student_N1
             )
             slope_NO = (1.0 - beta) * _weighed(q_NO, from_student_NO - student_N1)
         ctx.save_for_backward(slope_NO)
@@ -122,7 +122,7 @@ class _Divergence(torch.autograd.Function):
         return grad_N.unsqueeze(-1) * slope_NO, None, None
 
 
-def _log_mixed(ratio_NO: torch.Tensor, weight: float) -> torch.Tensor:
+def _log_mixture(ratio_NO: torch.Tensor, weight: float) -> torch.Tensor:
     """log((1 - weight) + weight * e^ratio), exactly 0 where `ratio` is."""
     return torch.where(
         ratio_NO <= 0,

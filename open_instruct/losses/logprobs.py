@@ -42,10 +42,10 @@ def sum_by_sequence(
     assert logprobs_N.shape == sequence_ids_N.shape, (logprobs_N.shape, sequence_ids_N.shape)
     sums_S = sequence_sums(logprobs_N.double(), sequence_ids_N.long(), num_sequences)
     result_dtype = torch.promote_types(logprobs_N.dtype, torch.float32)
-    return sums_S.to(result_dtype), lengths_of(sequence_ids_N, num_sequences)
+    return sums_S.to(result_dtype), count_sequence_tokens(sequence_ids_N, num_sequences)
 
 
-def lengths_of(sequence_ids_N: torch.Tensor, num_sequences: int) -> torch.Tensor:
+def count_sequence_tokens(sequence_ids_N: torch.Tensor, num_sequences: int) -> torch.Tensor:
     """How many tokens each sequence has: int64 (S,).
 
     `bincount` would wait for the device to know the largest id.
@@ -54,7 +54,7 @@ def lengths_of(sequence_ids_N: torch.Tensor, num_sequences: int) -> torch.Tensor
     return ids_N.new_zeros(num_sequences).index_add(0, ids_N, ids_N.new_ones(ids_N.shape))
 
 
-def places_in_sequence(sequence_ids_N: torch.Tensor, num_sequences: int) -> torch.Tensor:
+def find_places(sequence_ids_N: torch.Tensor, num_sequences: int) -> torch.Tensor:
     """How many tokens of its own sequence stand before each token: int64 (N,).
 
     Example: ids `[0, 1, 0, 0]` give `[0, 0, 1, 2]`.
@@ -62,7 +62,7 @@ def places_in_sequence(sequence_ids_N: torch.Tensor, num_sequences: int) -> torc
     import torch
 
     ids_N = sequence_ids_N.long()
-    lengths_S = lengths_of(ids_N, num_sequences)
+    lengths_S = count_sequence_tokens(ids_N, num_sequences)
     starts_S = lengths_S.cumsum(0) - lengths_S
     order_N = ids_N.argsort(stable=True)
     places_N = torch.empty_like(ids_N)
@@ -85,7 +85,7 @@ def sequence_means(
     """Mean over the tokens of each sequence, shape (S,); differentiable; 0 for a sequence without
     tokens.
     """
-    counts_S = lengths_of(sequence_ids_N, num_sequences).to(values_N.dtype)
+    counts_S = count_sequence_tokens(sequence_ids_N, num_sequences).to(values_N.dtype)
     return sequence_sums(values_N, sequence_ids_N, num_sequences) / counts_S.clamp(min=1)
 
 
@@ -110,8 +110,8 @@ def sum_by_reply(
     if ld_alpha is None:
         return sum_by_sequence(logprobs_N, sequence_ids_N, num_sequences)
     ids_N = sequence_ids_N.long()
-    lengths_S = lengths_of(ids_N, num_sequences)
-    places_N = places_in_sequence(ids_N, num_sequences)
+    lengths_S = count_sequence_tokens(ids_N, num_sequences)
+    places_N = find_places(ids_N, num_sequences)
     shared_S = lengths_S.view(2, -1).amin(0).repeat(2)
     weights_N = torch.where(places_N < shared_S[ids_N], 1.0, ld_alpha)
     return sum_by_sequence(logprobs_N * weights_N, sequence_ids_N, num_sequences)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
-from open_instruct.losses.logprobs import clamped_exp, lengths_of, sequence_means
+from open_instruct.losses.logprobs import clamped_exp, count_sequence_tokens, sequence_means
 from open_instruct.losses.registry import bind_flags
 
 if TYPE_CHECKING:
@@ -124,7 +124,7 @@ class PolicyLoss:
         """
         if not self.averaged:
             return values_N
-        lengths_S = lengths_of(inputs.sequence_ids_N, inputs.num_sequences)
+        lengths_S = count_sequence_tokens(inputs.sequence_ids_N, inputs.num_sequences)
         return values_N / lengths_S[inputs.sequence_ids_N].to(values_N.dtype)
 
     def importance_ratio(self, inputs: PolicyLossInputs) -> torch.Tensor:

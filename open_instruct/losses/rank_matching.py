@@ -44,13 +44,13 @@ def match_by_rank(log_ratios_2P: torch.Tensor, reference_margins_P: torch.Tensor
     chosen_P, rejected_P = log_ratios_2P
     policy_margins_P = chosen_P - rejected_P + reference_margins_P
     return RankPartners(
-        margin_shift=reference_margins_P - _with_rank_of(policy_margins_P, reference_margins_P),
-        rejected=_with_rank_of(chosen_P, rejected_P),
-        chosen=_with_rank_of(rejected_P, chosen_P),
+        margin_shift=reference_margins_P - _take_same_rank(policy_margins_P, reference_margins_P),
+        rejected=_take_same_rank(chosen_P, rejected_P),
+        chosen=_take_same_rank(rejected_P, chosen_P),
     )
 
 
-def _with_rank_of(values_P: torch.Tensor, others_P: torch.Tensor) -> torch.Tensor:
+def _take_same_rank(values_P: torch.Tensor, others_P: torch.Tensor) -> torch.Tensor:
     """For each of the values, that one of the others which has the same rank among them."""
     import torch
 

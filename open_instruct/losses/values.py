@@ -46,7 +46,7 @@ def gae(
     return advantages_N.to(torch.promote_types(values_N.dtype, torch.float32))
 
 
-def whitened(advantages_N: torch.Tensor, everywhere_N: torch.Tensor) -> torch.Tensor:
+def whiten(advantages_N: torch.Tensor, everywhere_N: torch.Tensor) -> torch.Tensor:
     """The advantages less the mean, over the root of the variance plus 1e-8, of those of all tokens
     `everywhere_N`.
 

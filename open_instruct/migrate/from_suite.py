@@ -7,12 +7,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from open_instruct.config.flags import spelled
+from open_instruct.config.flags import spell_value
 from open_instruct.config.help import asks_for_help
 from open_instruct.config.name_hints import suggest_nearest
 from open_instruct.config.parser import YAML_SUFFIXES
 from open_instruct.core.errors import EXIT_INPUT, InputError
-from open_instruct.core.text import one_of, pages_in
+from open_instruct.core.text import join_choices, open_templates
 from open_instruct.migrate.launch import ALL_TRAINERS
 from open_instruct.migrate.suites import axolotl, llamafactory, openrlhf, trl, verl
 from open_instruct.migrate.suites.settings import Settings
@@ -45,7 +45,7 @@ class Request:
     asks_for_help: bool = False
 
 
-def migrate_from(request: Request) -> int:
+def migrate_launch(request: Request) -> int:
     """Print the translation of a launch; returns the exit code."""
     suite = request.suite
     settings = READERS[suite](request.launch)
@@ -56,7 +56,7 @@ def migrate_from(request: Request) -> int:
         problem = f"'{trainer}' is no trainer of {name} that is known here"
         if not trainer:
             problem = f"the launch does not say which trainer of {name} it is for"
-        remedy = f"write migrate-args --from {suite} TRAINER ..., with {one_of(trainers)}"
+        remedy = f"write migrate-args --from {suite} TRAINER ..., with {join_choices(trainers)}"
         raise InputError(f"{problem}: {remedy}", kind="stray_word", remedy=remedy)
     numbers = dict(request.numbers)
     if settings.num_gpus is not None:
@@ -76,14 +76,14 @@ def read_request(words: Sequence[str]) -> Request:
 
     :raises InputError: the suite is not one that is known, or a number is none.
     """
-    left: list[str] = []
+    words_left: list[str] = []
     for word in words:
-        left += word.split("=", 1) if word.startswith("--from=") else [word]
+        words_left += word.split("=", 1) if word.startswith("--from=") else [word]
     request = Request(suite="")
-    while left:
-        word = left.pop(0)
+    while words_left:
+        word = words_left.pop(0)
         if word == "--":
-            request.launch = left
+            request.launch = words_left
             break
         if asks_for_help([word]):
             request.asks_for_help = True
@@ -91,15 +91,15 @@ def read_request(words: Sequence[str]) -> Request:
         if word in SWITCHES:
             request.switches.add(word)
         elif word == "--from":
-            request.suite = _find_suite(_take_first(left))
+            request.suite = _find_suite(_take_first(words_left))
         elif word in NUMBERS:
-            number = _parse_whole_number(word, _take_first(left))
+            number = _parse_whole_number(word, _take_first(words_left))
             request.numbers[word.removeprefix("--")] = number
         elif _names_a_trainer(word, request):
             request.trainer = word
         else:
-            request.launch = [word for word in (word, *left) if word not in SWITCHES]
-            request.switches |= {word for word in left if word in SWITCHES}
+            request.launch = [word for word in (word, *words_left) if word not in SWITCHES]
+            request.switches |= {word for word in words_left if word in SWITCHES}
             break
     if not request.launch:
         remedy = f"write migrate-args --from {request.suite} FILE, or its flags"
@@ -125,7 +125,8 @@ def _find_suite(word: str) -> str:
     names = {name.replace("-", ""): name for name in (*READERS, OPEN_INSTRUCT)}
     if suite not in names:
         raise InputError(
-            f"--from takes {one_of(names.values())}, not '{word}'{suggest_nearest(suite, names)}",
+            f"--from takes {join_choices(names.values())}, not "
+            f"'{word}'{suggest_nearest(suite, names)}",
             kind="bad_value",
             flag="from",
         )
@@ -158,8 +159,8 @@ def _write_yaml(translation: Translation) -> str:
 
 
 def _write_notes(translation: Translation) -> str:
-    pages = pages_in(Path(__file__).parent, trim_blocks=True, lstrip_blocks=True)
-    names = {"translation": translation, "spelled": spelled}
+    pages = open_templates(Path(__file__).parent, trim_blocks=True, lstrip_blocks=True)
+    names = {"translation": translation, "spelled": spell_value}
     text = pages.get_template("translation.txt.jinja").render(names)
     wrapper = textwrap.TextWrapper(
         WIDTH, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False

@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from open_instruct.config.parser import YAML_SUFFIXES, groups_of, nodes_of, words_of
+from open_instruct.config.parser import YAML_SUFFIXES, group_words, list_yaml_words, read_yaml_nodes
 from open_instruct.config.suites.upstream_flags import upstream_defaults
 from open_instruct.core.errors import InputError, Problem
 from open_instruct.migrate.suites.settings import first_command
@@ -111,9 +111,9 @@ def read_launch(command: str, words: Sequence[str]) -> Sheet:
     flags: dict[str, list[str]] = {}
     words = first_command(words)
     if words and words[0].lower().endswith(YAML_SUFFIXES):
-        flags |= {key.value: words_of(value) for key, value in nodes_of(words.pop(0))}
+        flags |= {key.value: list_yaml_words(value) for key, value in read_yaml_nodes(words.pop(0))}
     problems: list[Problem] = []
-    for spelling, its_words in groups_of(words, problems):
+    for spelling, its_words in group_words(words, problems):
         flags[spelling.removeprefix("--").replace("-", "_")] = its_words
     if problems and not trainer:
         ways = f"give its flags to `open-instruct {command}`, which says what each is called here"

@@ -7,23 +7,23 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from open_instruct.config.flags import Flag, flags_of, spelled
+from open_instruct.config.flags import Flag, list_flags, spell_value
 from open_instruct.config.help import asks_for_help
 from open_instruct.config.name_hints import describe_name_here
 from open_instruct.config.suites.upstream_flags import (
     EVERY,
     Entry,
-    fate,
+    decide_fate,
     upstream_behaviours,
     upstream_table,
 )
 from open_instruct.core.errors import EXIT_INPUT, InputError
-from open_instruct.core.text import pages_in
+from open_instruct.core.text import open_templates
 from open_instruct.migrate.from_suite import (
     OPEN_INSTRUCT,
     READERS,
     Request,
-    migrate_from,
+    migrate_launch,
     read_request,
 )
 from open_instruct.migrate.launch import (
@@ -35,7 +35,7 @@ from open_instruct.migrate.launch import (
 )
 from open_instruct.migrate.our_flags import drop_idle, find_default, find_problems, read_values
 from open_instruct.migrate.rules import apply_rules
-from open_instruct.objectives.registry import objective_named
+from open_instruct.objectives.registry import load_objective
 
 USAGE = f"""\
 usage: open-instruct migrate-args --from {"|".join((*READERS, OPEN_INSTRUCT))} [TRAINER]
@@ -82,7 +82,7 @@ def migrate_args(words: Sequence[str]) -> int:
             print(USAGE)
             return 0
         if request.suite != OPEN_INSTRUCT and not _trains_on_steps(request):
-            return migrate_from(request)
+            return migrate_launch(request)
         words = _write_open_instruct_words(request)
     ours, theirs = _split_at_dashes(words)
     if not ours:
@@ -112,12 +112,12 @@ def migrate_args(words: Sequence[str]) -> int:
 
 
 def _describe_migration(command: str, migration: Migration) -> str:
-    pages = pages_in(Path(__file__).parent, trim_blocks=True, lstrip_blocks=True)
+    pages = open_templates(Path(__file__).parent, trim_blocks=True, lstrip_blocks=True)
     without_a_flag = [name for name in migration.defaults if f"--{name}" not in migration.arguments]
     return pages.get_template("migration.txt.jinja").render(
         command=command,
         migration=migration,
-        spelled=spelled,
+        spelled=spell_value,
         shlex=shlex,
         without_a_flag=without_a_flag,
     )
@@ -166,8 +166,8 @@ def _write_open_instruct_words(request: Request) -> list[str]:
 
 def migrate(command: str, sheet: Sheet) -> Migration:
     """The flags of `open-instruct COMMAND` for a launch; `sheet` comes from `read_launch`."""
-    objective = objective_named(command)
-    flags = flags_of(objective.config_class)
+    objective = load_objective(command)
+    flags = list_flags(objective.config_class)
     apply_rules(command, sheet)
     for name in list(sheet.theirs):
         _translate(command, name, flags, sheet)
@@ -236,7 +236,7 @@ def _translate(
         hint = describe_name_here(name, flags, "--")
         sheet.refused[name] = hint or "is a flag neither of upstream's nor here"
         return
-    becomes = fate(entry, sheet.theirs[name])
+    becomes = decide_fate(entry, sheet.theirs[name])
     if becomes.ours is not None:
         sheet.set(becomes.ours, becomes.words, name)
     elif becomes.refused is not None:

@@ -16,7 +16,7 @@ def read_values(flags: Mapping[str, Flag], sheet: Sheet) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for ours, (words, source) in sheet.ours.items():
         try:
-            values[ours] = flags[ours].value_of(words)
+            values[ours] = flags[ours].parse_value(words)
         except InputError as error:
             sheet.refused[source] = str(error)
             if source != ours:

@@ -4,7 +4,12 @@ import json
 import re
 from typing import Any
 
-from open_instruct.config.suites.upstream_flags import Entry, fate, read_table, upstream_table
+from open_instruct.config.suites.upstream_flags import (
+    Entry,
+    decide_fate,
+    read_table,
+    upstream_table,
+)
 from open_instruct.core.families import FAMILIES
 from open_instruct.data.templates.chat_templates import built_in_templates
 from open_instruct.migrate.launch import Sheet
@@ -113,8 +118,10 @@ def find_family_problem(model: str) -> str | None:
     name = model.lower().rstrip("/").rpartition("/")[2]
     for family, form in read_table("defaults.yaml")["families"].items():
         if re.search(form, name):
-            known = ", ".join(each.name for each in FAMILIES.values())
-            return f"names a model of the family {family}, which cannot be loaded: {known} can"
+            family_names = ", ".join(each.name for each in FAMILIES.values())
+            return (
+                f"names a model of the family {family}, which cannot be loaded: {family_names} can"
+            )
     return None
 
 
@@ -125,8 +132,10 @@ def _settle_names(sheet: Sheet) -> None:
             fallback = "which then takes the tokenizer's own, as is done here"
             sheet.drop(f"names no template of upstream's, {fallback}", name)
         elif template and template not in built_in_templates():
-            known = ", ".join(built_in_templates())
-            sheet.refuse(name, f"names {template}, which is not among the templates here: {known}")
+            template_names = ", ".join(built_in_templates())
+            sheet.refuse(
+                name, f"names {template}, which is not among the templates here: {template_names}"
+            )
     if sheet.word("model_name_or_path").startswith(("/", ".", "~")):
         sheet.drop("is not read of a folder", "model_revision", "tokenizer_revision")
     if "tokenizer_name_or_path" in sheet.launch_flags:
@@ -138,7 +147,7 @@ def _settle_sharding(sheet: Sheet) -> None:
     names_a_stage = bool(sheet.launch_flags & {"zero_stage", "deepspeed_stage"})
     for name in ZERO_FLAGS:
         if names_a_stage and name in sheet.launch_flags:
-            becomes = fate(upstream_table().get(name, Entry(ours=name)), sheet.theirs[name])
+            becomes = decide_fate(upstream_table().get(name, Entry(ours=name)), sheet.theirs[name])
             sheet.deepspeed += [f"--{becomes.ours}", *becomes.words]
     fsdp = "FSDP2 shards weights, gradients and optimizer states; see --backend deepspeed"
     sheet.drop(f"is DeepSpeed's: {fsdp}", *ZERO_FLAGS)
@@ -297,8 +306,10 @@ def _settle_tools(sheet: Sheet) -> None:
     if len(tools) == 1 and tools[0] in (*TOOLS, *GAMES) and not has_settings:
         sheet.set("environment", tools, "tools")
     elif unknown:
-        known = f"{', '.join(TOOLS)} are, and one alone of {', '.join(GAMES)}, without settings"
-        sheet.refuse("tools", f"names {unknown[0]}, which is no tool here: {known}")
+        tool_names = (
+            f"{', '.join(TOOLS)} are, and one alone of {', '.join(GAMES)}, without settings"
+        )
+        sheet.refuse("tools", f"names {unknown[0]}, which is no tool here: {tool_names}")
     elif tools:
         sheet.set("tools", tools, "tools")
         _settle_settings(tools, sheet)

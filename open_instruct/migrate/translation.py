@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
 
-from open_instruct.config.flags import Flag, flags_of
+from open_instruct.config.flags import Flag, list_flags
 from open_instruct.config.name_hints import suggest_nearest
 from open_instruct.migrate.launch import Sheet
 from open_instruct.migrate.launch_values import LaunchValues
@@ -20,7 +20,7 @@ from open_instruct.migrate.suites.rule_values import (
 from open_instruct.migrate.suites.settings import Settings
 from open_instruct.migrate.suites.tables import Product, Rule, Table
 from open_instruct.objectives.objective import Objective
-from open_instruct.objectives.registry import objective_named
+from open_instruct.objectives.registry import load_objective
 
 MAX_NODES = 10_000
 # Words for a flag that a run needs and the launch does not give.
@@ -89,8 +89,8 @@ class _Translator:
     def __init__(self, table: Table, settings: Settings, known: Mapping[str, float]) -> None:
         self.table = table
         self.settings = settings
-        self.objective: Objective = objective_named(table.command)
-        self.flags: dict[str, Flag] = flags_of(self.objective.config_class)
+        self.objective: Objective = load_objective(table.command)
+        self.flags: dict[str, Flag] = list_flags(self.objective.config_class)
         self.sheet = _open_sheet(table, settings)
         self.values = LaunchValues(table, self.sheet, known)
         self.computed: set[str] = set()

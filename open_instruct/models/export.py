@@ -119,7 +119,7 @@ def _write_config(
     fields = remove_code_fields(source_fields) | dict(more)
     left_out = {name for name, value in more.items() if value is None}
     fields = {name: value for name, value in fields.items() if name not in left_out}
-    family = family_of(hf_config.model_type)
+    family = find_family(hf_config.model_type)
     rope = read_rope(hf_config.to_dict(), family, str(path))
     fields = export_rope_fields(fields, family, rope)
     if names.head == "vocabulary":

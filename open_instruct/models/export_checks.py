@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from open_instruct.core.errors import InputError
-from open_instruct.core.text import counted
+from open_instruct.core.text import spell_count
 from open_instruct.data.files.foreign_json import one_line
 from open_instruct.models import export_files
 from open_instruct.models.hf.head_kinds import HEAD_SIZES, Head, explain_missing_class, find_class
@@ -58,7 +58,7 @@ def _find_transformers_shapes(names: TensorNames) -> dict[str, tuple[int, ...]]:
     with_head = ""
     if names.head != "vocabulary":
         num_rows = HEAD_SIZES[names.head]
-        with_head = f", with a head of {counted(num_rows, 'row')}"
+        with_head = f", with a head of {spell_count(num_rows, 'row')}"
         config.num_labels = num_rows
         if find_class(names.hf_config, names.head) is None:
             problem = explain_missing_class(names.hf_config.model_type, names.head)

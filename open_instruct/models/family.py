@@ -24,7 +24,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.configuration_llama import LlamaConfig
 
 from open_instruct.core.errors import InputError
-from open_instruct.core.families import FULL, LINEAR, SLIDING, Family, family_of
+from open_instruct.core.families import FULL, LINEAR, SLIDING, Family, find_family
 from open_instruct.models.attention.gated import GatedAttentionConfig, NormFromZeroConfig
 from open_instruct.models.delta_rule.mixer import DeltaRuleConfig
 from open_instruct.models.delta_rule.shape import read_delta_shape
@@ -67,7 +67,7 @@ def build_transformer_config(hf_config: PretrainedConfig) -> TransformerConfig:
         InputError: the family, or a field that changes the forward pass, is not supported; the
             message names the field, its value and what is supported.
     """
-    family = family_of(hf_config.model_type)
+    family = find_family(hf_config.model_type)
     check_fields(hf_config, family)
 
     kind = LayerNormType.rms if family.in_float32 else LayerNormType.qwen_rms

@@ -21,11 +21,11 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from open_instruct.config.sections import ConversationSection, SFTOptimSection, flag
 from open_instruct.config.training import TrainingConfig, with_held_out
-from open_instruct.config.validation import validated
+from open_instruct.config.validation import validate_training
 from open_instruct.core.batch_values import TeacherValues
 from open_instruct.core.errors import problems_of_kind
 from open_instruct.core.records import Batch, mean_metrics
-from open_instruct.core.text import counted
+from open_instruct.core.text import spell_count
 from open_instruct.data.sft_rows import SFTBuilder, choose_builder
 from open_instruct.objectives.objective import (
     BoundLoss,
@@ -205,7 +205,7 @@ class DistillationObjective(Objective[DistillConfig]):
     rows = SFTBuilder
 
     def validate(self, config: DistillConfig) -> list[str]:
-        return validated(config, _problems(config))
+        return validate_training(config, _problems(config))
 
     def choose_rows(self, config: DistillConfig) -> type[SFTBuilder]:
         return choose_builder(splits_replies=config.data.split_replies)
@@ -237,7 +237,7 @@ class DistillationObjective(Objective[DistillConfig]):
                 "eval/num_conversations": len(dataset),
             },
             sentence=f"held-out loss {{when}}: {loss:.4f} (cross-entropy {-log_prob:.4f}, "
-            f"divergence {kl:.4f}) over {counted(len(dataset), 'conversation')}",
+            f"divergence {kl:.4f}) over {spell_count(len(dataset), 'conversation')}",
         )
 
 

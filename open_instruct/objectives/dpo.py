@@ -10,15 +10,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from open_instruct.config.flags import spelled
+from open_instruct.config.flags import spell_value
 from open_instruct.config.preference_sections import PreferenceLossSection
 from open_instruct.config.sections import PreferenceDataSection, PrefixSharing
 from open_instruct.config.training import TrainingConfig, with_held_out
-from open_instruct.config.validation import idle_problems, limit_problems, refuse, validated
+from open_instruct.config.validation import idle_problems, limit_problems, refuse, validate_training
 from open_instruct.core.batch_values import PreferenceValues
 from open_instruct.core.errors import problems_of_kind
 from open_instruct.core.records import Batch, Metric, StepBatch, mean_metrics
-from open_instruct.core.text import counted
+from open_instruct.core.text import spell_count
 from open_instruct.data.preference_rows import PreferenceBuilder
 from open_instruct.losses.logprobs import ROUNDING, per_token, sum_by_reply
 from open_instruct.losses.preference import PREFERENCE_LOSSES
@@ -73,7 +73,7 @@ def validate_dpo(config: DPOConfig) -> list[str]:
     Raises:
         InputError: listing every problem, each with its remedy.
     """
-    return validated(config, loss_problems(config.loss))
+    return validate_training(config, loss_problems(config.loss))
 
 
 @problems_of_kind("conflict")
@@ -81,25 +81,29 @@ def loss_problems(loss: PreferenceLossSection) -> Iterator[str]:
     names = loss.names
     if unknown := [name for name in names if name not in PREFERENCE_LOSSES]:
         yield (
-            f"--loss_type {spelled(unknown)}: there is no such loss; choose one of "
+            f"--loss_type {spell_value(unknown)}: there is no such loss; choose one of "
             f"{', '.join(PREFERENCE_LOSSES)}"
         )
         return
-    given = f"--loss_type {spelled(names)}"
+    flag_words = f"--loss_type {spell_value(names)}"
     if len(set(names)) < len(names):
-        yield f"{given} names a loss twice: name it once, with the sum of its --loss_weights"
+        yield f"{flag_words} names a loss twice: name it once, with the sum of its --loss_weights"
     if loss.loss_weights and (len(loss.loss_weights) != len(names) or min(loss.loss_weights) <= 0):
         yield (
-            f"--loss_weights {spelled(loss.loss_weights)}: give a number above 0 for each of "
-            f"{given}, in their order"
+            f"--loss_weights {spell_value(loss.loss_weights)}: give a number above 0 for each of "
+            f"{flag_words}, in their order"
         )
     for flag, (what, off) in CHANGING_FLAGS.items():
         value = getattr(loss, flag)
-        having = [name for name, known in PREFERENCE_LOSSES.items() if flag in known.reads]
-        if value != off and not set(names) <= set(having):
+        loss_names = [
+            name
+            for name, preference_loss in PREFERENCE_LOSSES.items()
+            if flag in preference_loss.reads
+        ]
+        if value != off and not set(names) <= set(loss_names):
             yield (
-                f"--{flag} {spelled(value)}: {given} has no {what}; use {spelled(off)}, or one "
-                f"of {', '.join(having)}"
+                f"--{flag} {spell_value(value)}: {flag_words} has no {what}; use "
+                f"{spell_value(off)}, or one of {', '.join(loss_names)}"
             )
     if "exo_pair" in names and loss.label_smoothing == 0:
         yield (
@@ -109,7 +113,7 @@ def loss_problems(loss: PreferenceLossSection) -> Iterator[str]:
     for flag in ("cache_logprobs_only", "ref_policy_update_freq"):
         if getattr(loss, flag) and not needs_reference(loss):
             yield (
-                f"--{flag}: {given} has no reference, so there is nothing to compute; "
+                f"--{flag}: {flag_words} has no reference, so there is nothing to compute; "
                 "leave the flag out, or choose another loss"
             )
 
@@ -207,8 +211,10 @@ def add_partners(
     import torch
 
     columns: list[torch.Tensor] = []
-    for batch, scored in zip(step.microbatches, scores, strict=True):
-        log_ratios_2P, margins_P = preference_inputs(scored, batch, ld_alpha=ld_alpha).rank_values
+    for batch, token_scores in zip(step.microbatches, scores, strict=True):
+        log_ratios_2P, margins_P = preference_inputs(
+            token_scores, batch, ld_alpha=ld_alpha
+        ).rank_values
         row_ids_P = torch.tensor(batch.row_ids, dtype=torch.float64, device=margins_P.device)
         columns.append(torch.stack([row_ids_P, *log_ratios_2P, margins_P]))
     here_4P = torch.cat(columns, dim=1)
@@ -258,7 +264,9 @@ def preference_loss(
 
     parts = {name: PREFERENCE_LOSSES[name].losses(inputs, loss) for name in loss.names}
     weights = loss.loss_weights or [1.0] * len(parts)
-    weighted = [weight * part_P for part_P, weight in zip(parts.values(), weights, strict=True)]
+    weighted_parts = [
+        weight * part_P for part_P, weight in zip(parts.values(), weights, strict=True)
+    ]
     deciding = PREFERENCE_LOSSES[loss.leading]
     leading = deciding.compared(inputs, loss)
     logps_2P = inputs.policy_logps_2P
@@ -266,7 +274,7 @@ def preference_loss(
         logps_2P = per_token(logps_2P, inputs.lengths_2P)
     rounding_P = ROUNDING * logps_2P.abs().sum(dim=0)
     return PreferenceLossOutputs(
-        losses_P=sum(weighted[1:], start=weighted[0]),
+        losses_P=sum(weighted_parts[1:], start=weighted_parts[0]),
         rewards_2P=torch.stack([leading.chosen_rewards_P, leading.rejected_rewards_P]).detach(),
         logps_2P=logps_2P.detach(),
         is_right_P=(leading.chosen_P - leading.rejected_P > rounding_P).float(),
@@ -366,7 +374,7 @@ class DPOObjective(Objective[DPOConfig]):
             },
             sentence=(
                 f"held-out preference accuracy {{when}}: {accuracy:.3f} of "
-                f"{counted(len(dataset), 'pair')}"
+                f"{spell_count(len(dataset), 'pair')}"
             ),
         )
 

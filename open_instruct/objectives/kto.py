@@ -25,7 +25,7 @@ from open_instruct.config.training import TrainingConfig, with_held_out
 from open_instruct.core.batch_values import UnpairedValues
 from open_instruct.core.errors import InputError
 from open_instruct.core.records import Batch, Metric, StepBatch, mean_metrics
-from open_instruct.core.text import counted
+from open_instruct.core.text import spell_count
 from open_instruct.losses.logprobs import ROUNDING, sum_by_sequence
 from open_instruct.objectives.kto_rows import MismatchedBuilder, UnpairedBuilder
 from open_instruct.objectives.objective import (
@@ -192,9 +192,9 @@ class KTOLoss(BoundLoss):
         import torch
 
         log_ratios = []
-        for scored, batch in zip(scores, step.microbatches, strict=True):
+        for token_scores, batch in zip(scores, step.microbatches, strict=True):
             reference_S = UnpairedValues.read(batch.values).reference_logps_S
-            _, log_ratios_R = _log_ratios(scored, reference_S[len(batch.row_ids) :])
+            _, log_ratios_R = _log_ratios(token_scores, reference_S[len(batch.row_ids) :])
             log_ratios.append(log_ratios_R)
         return gather(torch.cat(log_ratios)).double().mean().clamp(min=0).float()
 
@@ -304,7 +304,7 @@ class KTOObjective(Objective[KTOConfig]):
         num_undesirable = len(dataset) - num_desirable
         if not (num_desirable and num_undesirable):
             which = DESIRABLE if num_desirable else "undesirable"
-            rows = counted(len(dataset), "row")
+            rows = spell_count(len(dataset), "row")
             return [f"all {rows} are {which}: nothing is learned of what sets good from bad"]
         balance = num_desirable / num_undesirable
         ratio = loss.desirable_weight / loss.undesirable_weight * balance
@@ -353,7 +353,8 @@ class KTOObjective(Objective[KTOConfig]):
         row = {f"eval/{name}": float(metric.value) for name, metric in metrics.items()}
         row["eval/num_rows"] = len(dataset)
         sentence = (
-            f"held-out loss {{when}}: {row['eval/loss']:.4f} over {counted(len(dataset), 'row')}"
+            f"held-out loss {{when}}: {row['eval/loss']:.4f} over "
+            f"{spell_count(len(dataset), 'row')}"
         )
         return Evaluation(row=row, sentence=sentence)
 

@@ -12,12 +12,12 @@ from dataclasses import replace
 from typing import Any
 
 from open_instruct.core.errors import InputError
-from open_instruct.core.text import counted
+from open_instruct.core.text import spell_count
 from open_instruct.data.conversations.messages import Message, check_is_learned
 from open_instruct.data.conversations.row_forms import find_conversation
 from open_instruct.data.conversations.row_keys import missing_key_error
-from open_instruct.data.eval_split import row_content
-from open_instruct.data.files.rows import MalformedRow, RawRow, RowSource, kind_of
+from open_instruct.data.eval_split import join_columns
+from open_instruct.data.files.rows import MalformedRow, RawRow, RowSource, name_json_type
 from open_instruct.data.preference_rows import parse_preference_row
 from open_instruct.data.row_builder import RenderedRow, RowBuilder
 
@@ -42,7 +42,7 @@ def parse_labelled_row(row: Mapping[str, Any]) -> tuple[tuple[Message, ...], boo
             "0": False,
         }.get(label.strip().lower(), label)
     if not isinstance(label, bool | int | float) or label not in (0, 1):
-        shown = f"{label!r:.40}" if isinstance(label, str | int | float) else kind_of(label)
+        shown = f"{label!r:.40}" if isinstance(label, str | int | float) else name_json_type(label)
         raise MalformedRow("bad_label", f"'label' must be true or false (or 1 or 0), not {shown}")
     return messages, bool(label)
 
@@ -72,7 +72,7 @@ class UnpairedBuilder(RowBuilder):
         messages, label = parse_labelled_row(row)
         prompt, (text,) = self.chat.render(messages[:-1], messages[-1:])
         # Both replies to a prompt are on one side of --eval_split.
-        content = row_content({"messages": messages[:-1]})
+        content = join_columns({"messages": messages[:-1]})
         return RenderedRow(
             texts=(prompt, text), messages=messages, values=(float(label),), content=content
         )
@@ -98,7 +98,7 @@ class MismatchedBuilder(UnpairedBuilder):
             numbers.append((prompt_number, reply_number))
         if len(replies) == 1:
             raise InputError(
-                f"{name}: {counted(len(rows), 'row')}, all with the same reply, but z0 of "
+                f"{name}: {spell_count(len(rows), 'row')}, all with the same reply, but z0 of "
                 "--loss_type kto needs another one for each prompt; add rows with other replies, "
                 "or use --loss_type apo_zero_unpaired",
                 kind="bad_row",

@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeVar
 
 from open_instruct.config.sections import PrefixSharing
 from open_instruct.config.training import LearnerConfig, TrainingConfig
-from open_instruct.config.validation import validated
+from open_instruct.config.validation import validate_training
 from open_instruct.core.batch_values import BatchValues, RowValues
 from open_instruct.core.records import Batch, Metric, StepBatch
 from open_instruct.data.row_builder import RowBuilder
-from open_instruct.data.tokenizer import single_token_id
+from open_instruct.data.tokenizer import find_token_id
 from open_instruct.models.hf.head_kinds import Head
 
 if TYPE_CHECKING:
@@ -166,7 +166,7 @@ class BoundLoss(ABC):
         Raises:
             InputError: a word is not a single token.
         """
-        word_ids = tuple(single_token_id(tokenizer, word) for word in self.words)
+        word_ids = tuple(find_token_id(tokenizer, word) for word in self.words)
         return replace(self, word_ids=word_ids)
 
 
@@ -235,7 +235,7 @@ class Objective(ABC, Generic[Config]):
             InputError: listing every problem, each with its remedy.
         """
         assert isinstance(config, TrainingConfig), f"write a {type(self).__name__}.validate"
-        return validated(config)
+        return validate_training(config)
 
     def choose_rows(self, config: Config) -> type[RowBuilder]:
         """The class of the rows under these flags."""

@@ -26,7 +26,7 @@ from open_instruct.config.grpo import GRPOConfig, validate_grpo
 from open_instruct.config.policy_sections import PolicyLossSection
 from open_instruct.core.batch_values import RLValues, Stream
 from open_instruct.core.records import Batch, Metric, StepBatch, mean_metrics
-from open_instruct.core.user_code import own_function
+from open_instruct.core.user_code import load_own_function
 from open_instruct.data.prompts import PromptBuilder
 from open_instruct.losses.covariance import TokenColumns, token_keys
 from open_instruct.losses.mismatch import (
@@ -62,11 +62,11 @@ def bind(loss: PolicyLossSection, *, temperature: float, response_length: int) -
     Raises:
         InputError: a `--loss_fn` of the user's own cannot be loaded.
     """
-    own = own_function(loss.loss_fn, flag="--loss_fn", known=POLICY_LOSSES)
-    if own is None:
+    function = load_own_function(loss.loss_fn, flag="--loss_fn", built_in=POLICY_LOSSES)
+    if function is None:
         policy_loss = POLICY_LOSSES[loss.loss_fn]
     else:
-        policy_loss = PolicyLoss(function=lambda inputs: own(inputs, loss))
+        policy_loss = PolicyLoss(function=lambda inputs: function(inputs, loss))
     return PolicyGradientLoss(
         section=loss,
         policy_loss=policy_loss,
@@ -86,10 +86,10 @@ def chooses_tokens(loss: PolicyLossSection) -> bool:
 
 def _known_marks(loss: PolicyLossSection) -> Callable[..., torch.Tensor] | None:
     """What marks tokens under a loss of ours, with the flags bound."""
-    known = POLICY_LOSSES.get(loss.loss_fn)
-    if known is None or known.marks is None:
+    policy_loss = POLICY_LOSSES.get(loss.loss_fn)
+    if policy_loss is None or policy_loss.marks is None:
         return None
-    return bind_flags(known.marks, known.marks_flags, loss)
+    return bind_flags(policy_loss.marks, policy_loss.marks_flags, loss)
 
 
 def measures_entropy(loss: PolicyLossSection) -> bool:
@@ -285,17 +285,17 @@ def choose_tokens(
     """
     values = [RLValues.read(batch.values) for batch in step.microbatches]
     if loss.top_entropy_quantile < 1:
-        learned = _highest_entropy(step, scores, gather, share=loss.top_entropy_quantile)
+        selected_tokens = _highest_entropy(step, scores, gather, share=loss.top_entropy_quantile)
         values = [
             replace(each, is_learned_M=is_learned_M)
-            for each, is_learned_M in zip(values, learned, strict=True)
+            for each, is_learned_M in zip(values, selected_tokens, strict=True)
         ]
     marks = _known_marks(loss)
     if marks is not None:
-        marked = _marked_tokens(step, scores, gather, marks=marks)
+        marked_tokens = _marked_tokens(step, scores, gather, marks=marks)
         values = [
             replace(each, is_marked_M=is_marked_M)
-            for each, is_marked_M in zip(values, marked, strict=True)
+            for each, is_marked_M in zip(values, marked_tokens, strict=True)
         ]
     microbatches = [
         replace(batch, values=each) for batch, each in zip(step.microbatches, values, strict=True)
@@ -318,10 +318,10 @@ def _highest_entropy(
     from open_instruct.batching.documents import on_device
 
     entropies: list[torch.Tensor] = []
-    for batch, scored in zip(step.microbatches, scores, strict=True):
-        assert scored.entropy_N is not None, "see `measures_entropy`"
-        values = RLValues.read(on_device(batch.values, scored.entropy_N.device))
-        entropies.append(values.rl.take(scored.entropy_N).double())
+    for batch, token_scores in zip(step.microbatches, scores, strict=True):
+        assert token_scores.entropy_N is not None, "see `measures_entropy`"
+        values = RLValues.read(on_device(batch.values, token_scores.entropy_N.device))
+        entropies.append(values.rl.take(token_scores.entropy_N).double())
     everywhere_U = gather(torch.cat(entropies))
     num_chosen = max(1, round(share * everywhere_U.numel()))
     least = everywhere_U.topk(num_chosen).values[-1] if everywhere_U.numel() else 0.0
@@ -341,18 +341,18 @@ def _marked_tokens(
     from open_instruct.batching.documents import on_device
 
     columns: list[TokenColumns] = []
-    for batch, scored in zip(step.microbatches, scores, strict=True):
-        values = RLValues.read(on_device(batch.values, scored.logprobs_N.device))
+    for batch, token_scores in zip(step.microbatches, scores, strict=True):
+        values = RLValues.read(on_device(batch.values, token_scores.logprobs_N.device))
         rl = values.rl
-        old_logprobs_N = _old_logprobs(values, scored)
+        old_logprobs_N = _old_logprobs(values, token_scores)
         keys_M = token_keys(
             rl.take(values.engine_logprobs_N),
-            rl.take(scored.sequence_ids_N),
+            rl.take(token_scores.sequence_ids_N),
             batch.packed.num_sequences,
         )
         columns.append(
             TokenColumns(
-                logprobs=rl.take(scored.logprobs_N).detach().double(),
+                logprobs=rl.take(token_scores.logprobs_N).detach().double(),
                 old_logprobs=rl.take(old_logprobs_N).detach().double(),
                 advantages=rl.take(values.advantages_N).double(),
                 keys=keys_M,

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from open_instruct.config.sections import OptimSection, flag
 from open_instruct.config.training import TrainingConfig, with_held_out
-from open_instruct.config.validation import validated
+from open_instruct.config.validation import validate_training
 from open_instruct.core.batch_values import StepLabelValues
 from open_instruct.core.errors import InputError, problems_of_kind
 from open_instruct.core.records import Batch, mean_metrics
-from open_instruct.core.text import counted
+from open_instruct.core.text import spell_count
 from open_instruct.data.row_builder import RowBuilder
 from open_instruct.data.step_rows import PlaceholderBuilder, StepBuilder
 from open_instruct.models.hf.head_kinds import HEAD_SIZES, Head, explain_missing_class, find_class
@@ -184,7 +184,7 @@ class StepLoss(BoundLoss):
         return judge_steps(scores, batch)
 
 
-def fields_of_class(hf_config: PretrainedConfig) -> dict[str, Any]:
+def find_class_fields(hf_config: PretrainedConfig) -> dict[str, Any]:
     """The fields of config.json for transformers' class with the new head.
 
     Raises:
@@ -211,7 +211,7 @@ class StepObjective(Objective[PRMConfig]):
     rows = StepBuilder
 
     def validate(self, config: PRMConfig) -> list[str]:
-        return validated(config, _problems(config))
+        return validate_training(config, _problems(config))
 
     def bind(self, config: PRMConfig) -> BoundLoss:
         return StepLoss(words=tuple(config.steps.reward_tokens))
@@ -253,7 +253,7 @@ class StepObjective(Objective[PRMConfig]):
         if steps.reward_tokens:
             self.bind(config).with_ids(tokenizer)
             return fields
-        return fields_of_class(hf_config) | fields
+        return find_class_fields(hf_config) | fields
 
     def evaluate(
         self,
@@ -273,8 +273,8 @@ class StepObjective(Objective[PRMConfig]):
                 "eval/num_solutions": len(dataset),
             },
             sentence=(
-                f"held-out accuracy {{when}}: {accuracy:.3f} of {counted(num_steps, 'step')}, loss "
-                f"{loss:.4f}"
+                f"held-out accuracy {{when}}: {accuracy:.3f} of {spell_count(num_steps, 'step')}, "
+                f"loss {loss:.4f}"
             ),
         )
 

@@ -31,19 +31,19 @@ OBJECTIVES = {
 GRPO = "open_instruct.objectives.policy_gradient:GRPO"
 
 
-def objective_names() -> list[str]:
+def list_objectives() -> list[str]:
     """The commands that train."""
     return [*OBJECTIVES, "grpo"]
 
 
-def objective_named(name: str) -> Objective:
+def load_objective(name: str) -> Objective:
     """Import the objective of that name: one of `OBJECTIVES`, or grpo."""
     place = GRPO if name == "grpo" else OBJECTIVES[name][0]
     objective: Objective = resolve_name(place)
     return objective
 
 
-def config_class_of(name: str, **more: type) -> Any:
+def build_config_class(name: str, **more: type) -> Any:
     """The flags of the run `name` with `more` sections, by the field that holds each."""
-    run = objective_named(name).config_class
+    run = load_objective(name).config_class
     return make_dataclass(run.__name__, more.items(), bases=(run,), kw_only=True)

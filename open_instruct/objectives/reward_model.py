@@ -16,13 +16,13 @@ from open_instruct.config.sections import (
     flag,
 )
 from open_instruct.config.training import TrainingConfig, with_held_out
-from open_instruct.config.validation import validated
+from open_instruct.config.validation import validate_training
 from open_instruct.core.batch_values import MarginValues
 from open_instruct.core.errors import InputError, problems_of_kind
 from open_instruct.core.records import Batch, Metric, mean_metrics
-from open_instruct.core.text import counted
+from open_instruct.core.text import spell_count
 from open_instruct.data.chat import ChatFormat
-from open_instruct.data.files.rows import MalformedRow, kind_of
+from open_instruct.data.files.rows import MalformedRow, name_json_type
 from open_instruct.data.preference_rows import PreferenceBuilder, parse_preference_row
 from open_instruct.data.row_builder import RenderedRow
 from open_instruct.losses.logprobs import sum_by_sequence
@@ -117,20 +117,20 @@ class RewardBuilder(PreferenceBuilder):
         self.margin = margin
 
     def render(self, row: Mapping[str, Any]) -> RenderedRow:
-        rendered = super().render(row)
-        return replace(rendered, values=(margin_of(row),)) if self.margin else rendered
+        rendered_row = super().render(row)
+        return replace(rendered_row, values=(read_margin(row),)) if self.margin else rendered_row
 
     def find_cut_warning(self) -> str | None:
         num_truncated = self.counts.num_truncated
         if not num_truncated:
             return None
         return (
-            f"{counted(num_truncated, 'pair')} with a reply that was cut: its reward is read where "
-            "it does not end; raise --max_seq_length, or leave such rows out"
+            f"{spell_count(num_truncated, 'pair')} with a reply that was cut: its reward is read "
+            "where it does not end; raise --max_seq_length, or leave such rows out"
         )
 
 
-def margin_of(row: Mapping[str, Any]) -> float:
+def read_margin(row: Mapping[str, Any]) -> float:
     """The margin of a row: how much better its chosen reply is.
 
     Raises:
@@ -140,7 +140,9 @@ def margin_of(row: Mapping[str, Any]) -> float:
     if value is None:
         return 0.0
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise MalformedRow("bad_margin", f"{MARGIN!r} must be a number, not {kind_of(value)}")
+        raise MalformedRow(
+            "bad_margin", f"{MARGIN!r} must be a number, not {name_json_type(value)}"
+        )
     if not abs(value) <= LARGEST_MARGIN:
         raise MalformedRow(
             "bad_margin", f"{MARGIN!r} must be at most {LARGEST_MARGIN:g}, not {value}"
@@ -192,7 +194,7 @@ class RewardLoss(BoundLoss):
         )
 
     def derive_metrics(self, metrics: dict[str, float]) -> dict[str, float]:
-        return with_std(metrics)
+        return add_std(metrics)
 
 
 def reward_metrics(losses_P: torch.Tensor, rewards_2P: torch.Tensor) -> dict[str, Metric]:
@@ -211,7 +213,7 @@ def reward_metrics(losses_P: torch.Tensor, rewards_2P: torch.Tensor) -> dict[str
     return mean_metrics(values_P)
 
 
-def with_std(metrics: dict[str, float]) -> dict[str, float]:
+def add_std(metrics: dict[str, float]) -> dict[str, float]:
     """The metrics with the standard deviation of all rewards of the step, which is no mean over
     ranks.
     """
@@ -219,7 +221,7 @@ def with_std(metrics: dict[str, float]) -> dict[str, float]:
     return metrics | {"rewards/std": max(variance, 0.0) ** 0.5}
 
 
-def fields_of_class(hf_config: PretrainedConfig) -> dict[str, Any]:
+def find_class_fields(hf_config: PretrainedConfig) -> dict[str, Any]:
     """The fields of config.json for transformers' class with a score; none where it has none of
     this family.
     """
@@ -248,7 +250,7 @@ class RewardObjective(Objective[RewardModelConfig]):
     rows = RewardBuilder
 
     def validate(self, config: RewardModelConfig) -> list[str]:
-        return validated(config, _problems(config))
+        return validate_training(config, _problems(config))
 
     def bind(self, config: RewardModelConfig) -> BoundLoss:
         return bind(config.loss)
@@ -274,7 +276,7 @@ class RewardObjective(Objective[RewardModelConfig]):
             InputError: a reply may end in the pad token, by which transformers finds the end of a
                 row.
         """
-        fields = fields_of_class(hf_config)
+        fields = find_class_fields(hf_config)
         if not fields:
             raise InputError(
                 explain_missing_class(hf_config.model_type, "score"), kind="unsupported_model"
@@ -334,7 +336,7 @@ class RewardObjective(Objective[RewardModelConfig]):
                 "eval/num_pairs": len(dataset),
             },
             sentence=f"held-out accuracy {{when}}: {accuracy:.3f} of "
-            f"{counted(len(dataset), 'pair')}, rewards {mean:.3f} +- {std:.3f}",
+            f"{spell_count(len(dataset), 'pair')}, rewards {mean:.3f} +- {std:.3f}",
             exported={"score_mean": mean, "score_std": max(std, SMALLEST_STD)},
         )
 

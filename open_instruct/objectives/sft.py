@@ -10,7 +10,7 @@ from open_instruct.config.sections import SFTDataSection, SFTOptimSection
 from open_instruct.config.training import TrainingConfig
 from open_instruct.core.batch_values import BatchValues
 from open_instruct.core.records import Batch, mean_metrics
-from open_instruct.core.text import counted
+from open_instruct.core.text import spell_count
 from open_instruct.data.sft_rows import SFTBuilder, choose_builder
 from open_instruct.objectives.objective import (
     BoundLoss,
@@ -88,7 +88,7 @@ class SFTObjective(Objective[SFTConfig]):
                 "eval/num_conversations": len(dataset),
             },
             sentence=f"held-out loss {{when}}: {loss:.4f} over "
-            f"{counted(len(dataset), 'conversation')}",
+            f"{spell_count(len(dataset), 'conversation')}",
         )
 
 

@@ -103,14 +103,14 @@ class HeartbeatReader:
 
     def find_lost(self, *, silent_s: float) -> list[LostRank]:
         """Read the heartbeats, and return the ranks that are gone or were silent for `silent_s`."""
-        lost = []
+        losses = []
         for heartbeat in self.read():
             if heartbeat.last_words is not None:
                 continue
             reason = self._find_reason(heartbeat, silent_s)
             if reason is not None:
-                lost.append(LostRank(heartbeat=heartbeat, reason=reason))
-        return lost
+                losses.append(LostRank(heartbeat=heartbeat, reason=reason))
+        return losses
 
     def _find_reason(self, heartbeat: Heartbeat, silent_s: float) -> str | None:
         """Why this rank counts as lost; None where it does not."""
@@ -217,9 +217,9 @@ class HeartbeatMonitor:
     def _find_explanation(self) -> Explanation | None:
         losses = self._all_ranks.find_lost(silent_s=SILENT_AFTER_LOSS_S)
         heartbeats = self._all_ranks.read()
-        lost = {loss.heartbeat.rank for loss in losses}
+        lost_ranks = {loss.heartbeat.rank for loss in losses}
         # Ranks that have not left in order can speak; the first of them does.
-        present = [each for each in heartbeats if each.rank not in lost]
+        present = [each for each in heartbeats if each.rank not in lost_ranks]
         speakers = [each.rank for each in present if each.last_words != ""]
         is_first = self.rank == min(speakers, default=0)
         if losses:

@@ -21,7 +21,7 @@ from open_instruct.core.errors import (
     InputError,
     stop_signals,
 )
-from open_instruct.core.text import counted
+from open_instruct.core.text import spell_count
 
 AUTO = "auto"
 # The environment variable with the command line that started the ranks, for messages.
@@ -115,8 +115,8 @@ def _rank_environment(command: str, num_ranks: int) -> Iterator[None]:
     logging.disable()
     os.environ[COMMAND_VARIABLE] = command
     # The agent would also handle signals that this process ignores.
-    handled = [number.name for number in stop_signals()]
-    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join(handled)
+    names = [number.name for number in stop_signals()]
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join(names)
     os.environ.update(share_threads(num_ranks))
     try:
         yield
@@ -133,7 +133,7 @@ def refuse_other_rank_count(num_processes: str | None, num_started: int) -> None
         InputError: the numbers differ; the message says what would work.
     """
     if num_processes not in (None, AUTO, str(num_started)):
-        here = counted(num_started, "process")
+        here = spell_count(num_started, "process")
         raise InputError(
             f"--num_processes {num_processes}: this run was started on {here} of "
             "this machine; leave the flag out under torchrun, or start the run by "

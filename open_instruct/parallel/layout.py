@@ -12,7 +12,7 @@ from open_instruct.config.sharding_sections import DegreesSection, ParallelSecti
 from open_instruct.config.training import BackendRecord
 from open_instruct.core.errors import InputError
 from open_instruct.core.shard_layout import ShardLayout
-from open_instruct.core.text import counted, one_of
+from open_instruct.core.text import join_choices, spell_count
 from open_instruct.parallel.layout_warnings import find_warnings
 from open_instruct.parallel.wording import CONTEXT, TENSOR
 
@@ -126,14 +126,15 @@ def _refuse_one_rank_for_many(parallel: ParallelSection, gpus_per_node: Sequence
     is_alone = sum(gpus_per_node) == 1 and not parallel.single_gpu_mode
     if not degrees or not is_alone or not parallel.more_ranks:
         return
-    given = " and ".join(f"--{name} {degree}" for name, degree in degrees.items())
-    needed = prod(degrees.values())
+    flag_words = " and ".join(f"--{name} {degree}" for name, degree in degrees.items())
+    num_needed = prod(degrees.values())
     if parallel.fsdp_shard_degree:
         # Ranks that share a copy of the model are those that split its experts.
-        needed //= parallel.expert_parallel_degree
-    remedy = parallel.more_ranks.format(needed)
+        num_needed //= parallel.expert_parallel_degree
+    remedy = parallel.more_ranks.format(num_needed)
     raise InputError(
-        f"{given}: that takes {needed} processes, and there is one; {remedy}", kind="layout"
+        f"{flag_words}: that takes {num_needed} processes, and there is one; {remedy}",
+        kind="layout",
     )
 
 
@@ -183,7 +184,7 @@ def check_feed_forward(layout: ShardLayout, *, sizes: Collection[int], model: st
         if size % degree:
             raise InputError(
                 f"{TENSOR} {degree} does not divide the {size} hidden features of a feed-forward "
-                f"layer of {model}; use {one_of(smaller)}",
+                f"layer of {model}; use {join_choices(smaller)}",
                 kind="layout",
             )
 
@@ -200,30 +201,33 @@ def check_experts(layout: ShardLayout, *, num_experts: int, model: str) -> None:
             kind="layout",
         )
     degree = layout.expert_parallel_degree
-    given = f"--expert_parallel_degree {degree}"
+    flag_words = f"--expert_parallel_degree {degree}"
     if degree > 1 and not num_experts:
-        raise InputError(f"{given}: {model} has no experts to split; leave it out", kind="layout")
+        raise InputError(
+            f"{flag_words}: {model} has no experts to split; leave it out", kind="layout"
+        )
     if num_experts % degree:
         raise InputError(
-            f"{given} does not divide the {num_experts} experts of a layer of {model}; leave it "
-            f"out, or give --fsdp_shard_degree the same degree, {one_of(divisors(num_experts))}",
+            f"{flag_words} does not divide the {num_experts} experts of a layer of {model}; leave "
+            "it out, or give --fsdp_shard_degree the same degree, "
+            f"{join_choices(divisors(num_experts))}",
             kind="layout",
         )
 
 
 def _check_experts_axis(degree: int, shard_degree: int, tensor: int, context: int) -> None:
-    given = f"--expert_parallel_degree {degree}"
+    flag_words = f"--expert_parallel_degree {degree}"
     if degree > 1 and tensor * context > 1:
         raise InputError(
-            f"{given} goes neither with a tensor nor with a context degree above 1: leave one of "
-            "them out; GPUs that share a copy of the model split its experts",
+            f"{flag_words} goes neither with a tensor nor with a context degree above 1: leave one "
+            "of them out; GPUs that share a copy of the model split its experts",
             kind="layout",
         )
     if degree not in (1, shard_degree):
         raise InputError(
-            f"{given}: experts are split over the GPUs that share a copy of the model, which are "
-            f"{shard_degree}; use {one_of(sorted({1, shard_degree}))}, or --fsdp_shard_degree "
-            f"{degree} with it",
+            f"{flag_words}: experts are split over the GPUs that share a copy of the model, which "
+            f"are {shard_degree}; use {join_choices(sorted({1, shard_degree}))}, or "
+            f"--fsdp_shard_degree {degree} with it",
             kind="layout",
         )
 
@@ -245,7 +249,7 @@ def _check_product(tensor: int, context: int, *, what: str, number: int) -> None
     if number % (tensor * context):
         raise InputError(
             f"{TENSOR} {tensor} x {CONTEXT} {context} = {tensor * context} does not divide "
-            f"{what}; their product can be {one_of(divisors(number))}",
+            f"{what}; their product can be {join_choices(divisors(number))}",
             kind="layout",
         )
 
@@ -282,7 +286,9 @@ def _resolve_degrees(
     whole = _dp_world_text(sum(nodes), tensor, context)
     if shard_degree is not None and num_replicas is not None:
         if shard_degree * num_replicas != dp_world:
-            pairs = one_of(f"{degree} x {dp_world // degree}" for degree in divisors(dp_world))
+            pairs = join_choices(
+                f"{degree} x {dp_world // degree}" for degree in divisors(dp_world)
+            )
             raise InputError(
                 f"--fsdp_shard_degree {shard_degree} x --fsdp_num_replicas {num_replicas} = "
                 f"{shard_degree * num_replicas}, not the {whole}; use {pairs}, or give only one "
@@ -301,13 +307,13 @@ def _resolve_degrees(
 def _check_divides_dp_world(flag: str, degree: int, dp_world: int, whole: str) -> None:
     if dp_world % degree:
         raise InputError(
-            f"{flag} {degree} does not divide {whole}; use {one_of(divisors(dp_world))}",
+            f"{flag} {degree} does not divide {whole}; use {join_choices(divisors(dp_world))}",
             kind="layout",
         )
 
 
 def _learners(world_size: int) -> str:
-    return counted(world_size, "learner GPU")
+    return spell_count(world_size, "learner GPU")
 
 
 def _dp_world_text(world_size: int, tensor: int, context: int) -> str:
@@ -318,7 +324,7 @@ def _dp_world_text(world_size: int, tensor: int, context: int) -> str:
         factors.append(f"tensor degree {tensor}")
     if context > 1:
         factors.append(f"context degree {context}")
-    dp_world = counted(world_size // (tensor * context), "data-parallel rank")
+    dp_world = spell_count(world_size // (tensor * context), "data-parallel rank")
     return f"{dp_world} ({' / '.join(factors)})"
 
 
@@ -327,5 +333,5 @@ def _within_and_across(degrees: Sequence[int], nodes: tuple[int, ...]) -> str:
     within = [degree for degree in degrees if gcd(*nodes) % degree == 0]
     across = [degree for degree in degrees if degree not in within]
     if not across:
-        return one_of(within)
-    return f"{one_of(within)} (within a node), or {one_of(across)} (across nodes)"
+        return join_choices(within)
+    return f"{join_choices(within)} (within a node), or {join_choices(across)} (across nodes)"

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from math import gcd
 
 from open_instruct.core.shard_layout import ShardLayout
-from open_instruct.core.text import counted, one_of
+from open_instruct.core.text import join_choices, spell_count
 from open_instruct.parallel.wording import (
     CONTEXT,
     SHARD,
@@ -67,10 +67,10 @@ def _not_sharded(layout: ShardLayout, instead: str) -> str:
         if num_copies % degree == 0 and gcd(*layout.gpus_per_node) % (degree * tensor)
     ]
     if across:
-        ways.append(f"{SHARD} {one_of(across)} (groups across nodes){instead}")
+        ways.append(f"{SHARD} {join_choices(across)} (groups across nodes){instead}")
     return (
         f"The model is not sharded: {nodes_text(layout.gpus_per_node)} hold {num_copies} copies "
-        f"of the training state, each on {counted(tensor, 'GPU')}. If that does not fit: "
+        f"of the training state, each on {spell_count(tensor, 'GPU')}. If that does not fit: "
         f"{', or '.join(ways)}."
     )
 
@@ -110,7 +110,7 @@ def _ways_within_nodes(layout: ShardLayout, flag: str, instead: str) -> list[str
     texts = []
     for changed_flag, degrees, note in ways[flag]:
         if degrees:
-            texts.append(f"{changed_flag} {one_of(degrees)}{note}")
+            texts.append(f"{changed_flag} {join_choices(degrees)}{note}")
     return texts
 
 
@@ -125,5 +125,5 @@ def _describe_groups(layout: ShardLayout, groups: Sequence[tuple[int, ...]]) -> 
         texts.append(f"{letter}ranks {ranks_text(group)} (nodes {first_node} to {last_node})")
     num_more = len(groups) - MAX_GROUPS_SHOWN
     if num_more > 0:
-        texts.append(f"and {counted(num_more, 'more group')}")
+        texts.append(f"and {spell_count(num_more, 'more group')}")
     return ", ".join(texts)

@@ -13,7 +13,7 @@ LOOPBACK = "127.0.0.1"
 LOOPBACK_INTERFACE = "lo0" if sys.platform == "darwin" else "lo"
 
 
-def listen_at(address: str, **options: Any) -> TCPStore:
+def open_listening_store(address: str, **options: Any) -> TCPStore:
     """The store, kept in this process at `address` and at no other; its port is a free one.
 
     The socket is bound here, once and for good: a free port that is looked up for the store to bind

@@ -26,14 +26,14 @@ def node_sizes_from_environment(environ: Mapping[str, str]) -> tuple[int, ...] |
     if world_size is not None and num_nodes is not None:
         local_size = local_size or world_size // num_nodes
     if world_size is None or local_size is None:
-        given = " and ".join(
+        variables = " and ".join(
             f"{name}={count}" for name, count in counts.items() if count is not None
         )
         missing = "LOCAL_WORLD_SIZE, the processes of this node,"
         if world_size is None:
             missing = "WORLD_SIZE"
         raise InputError(
-            f"{given}, and {missing} is not set; start with torchrun, which sets both",
+            f"{variables}, and {missing} is not set; start with torchrun, which sets both",
             kind="machine",
         )
     num_nodes = num_nodes or world_size // local_size

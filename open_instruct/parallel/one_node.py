@@ -10,14 +10,14 @@ from collections.abc import Callable
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
-from open_instruct.parallel.listening import LOOPBACK, LOOPBACK_INTERFACE, listen_at
+from open_instruct.parallel.listening import LOOPBACK, LOOPBACK_INTERFACE, open_listening_store
 
 
 class LoopbackRendezvous(StaticTCPRendezvous):
     """The rendezvous of a single node, which keeps the store of its ranks on loopback."""
 
     def __init__(self, run_id: str) -> None:
-        store = listen_at(LOOPBACK)
+        store = open_listening_store(LOOPBACK)
         super().__init__(
             LOOPBACK,
             store.port,

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from rich.text import Text
 
 from open_instruct.core.shard_layout import ShardLayout
-from open_instruct.core.text import counted
+from open_instruct.core.text import spell_count
 from open_instruct.parallel.wording import group_name, list_degrees, nodes_text, ranks_text
 
 WIDTH = 80
@@ -39,7 +39,7 @@ def _summary(layout: ShardLayout) -> Iterator[Text]:
         share = f"split over {split} GPUs"
     if layout.num_replicas > 1:
         share = f"each {share}"
-    replicas = counted(layout.num_replicas, "replica")
+    replicas = spell_count(layout.num_replicas, "replica")
     yield Text(wrap_paragraph(f"{nodes}: {replicas} of the model, {share}"), style="bold")
     if split > layout.shard_degree:
         yield Text(f"{split} GPUs = {' x '.join(list_degrees(layout))}")
@@ -94,7 +94,7 @@ def _traffic(layout: ShardLayout) -> Iterator[Text]:
             if name == "shard groups":
                 ranks = Text.assemble(_letter(index), " ", ranks)
             members.append(ranks)
-        title = f"{'':16}{counted(len(groups), 'group')} of {len(groups[0])} GPUs: "
+        title = f"{'':16}{spell_count(len(groups), 'group')} of {len(groups[0])} GPUs: "
         yield _list_names(title, members, between=", ")
 
 

@@ -7,7 +7,7 @@ backend itself is found by `commands.run_flags`, since its package stands above 
 from dataclasses import replace
 from typing import Any
 
-from open_instruct.config.flags import flags_of
+from open_instruct.config.flags import list_flags
 from open_instruct.config.training import BackendRecord, ConfigT
 
 # Flags of sharding that mean the same on one process.
@@ -19,7 +19,7 @@ def resolve(config: ConfigT, backend: BackendRecord) -> ConfigT:
 
     Flags that were not given, and whose default depends on the backend, have its value.
     """
-    flags = flags_of(type(config))
+    flags = list_flags(type(config))
     values_by_section: dict[str, dict[str, Any]] = {}
     for name, value in backend.default_values(config).items():
         values_by_section.setdefault(flags[name].section, {})[name] = value

@@ -6,7 +6,7 @@ from string import ascii_uppercase
 from open_instruct.config.sharding_sections import ParallelSection
 from open_instruct.config.training import BackendRecord
 from open_instruct.core.shard_layout import ShardLayout
-from open_instruct.core.text import counted
+from open_instruct.core.text import spell_count
 
 TENSOR = "--tensor_parallel_degree"
 CONTEXT = "--context_parallel_degree"
@@ -46,7 +46,9 @@ def nodes_text(gpus_per_node: Sequence[int], device: str = "GPU") -> str:
     """Node sizes in few words: "2 nodes of 8 GPUs" or "nodes of 2, 4 and 2 GPUs"."""
     sizes = set(gpus_per_node)
     if len(sizes) == 1:
-        return f"{counted(len(gpus_per_node), 'node')} of {counted(gpus_per_node[0], device)}"
+        return (
+            f"{spell_count(len(gpus_per_node), 'node')} of {spell_count(gpus_per_node[0], device)}"
+        )
     if len(gpus_per_node) <= 4:
         *others, last = gpus_per_node
         return f"nodes of {', '.join(map(str, others))} and {last} {device}s"
@@ -61,7 +63,7 @@ def describe_layout(
     who: str = "process",
 ) -> str:
     """The layout in words, with the number of processes: `2 processes, DeepSpeed ZeRO-3`."""
-    words = [counted(layout.world_size, who), backend.sharing(parallel, layout)]
+    words = [spell_count(layout.world_size, who), backend.sharing(parallel, layout)]
     if layout.context_parallel_degree > 1:
         words.append(f"context degree {layout.context_parallel_degree}")
     if layout.tensor_parallel_degree > 1:

@@ -10,7 +10,7 @@ from functools import cached_property
 from itertools import product
 from typing import Any
 
-from open_instruct.config.flags import flags_of, spelled
+from open_instruct.config.flags import list_flags, spell_value
 from open_instruct.config.grpo import GRPOConfig
 from open_instruct.core.errors import InputError
 from open_instruct.parallel.node_sizes import MAX_GPUS
@@ -44,7 +44,7 @@ class Change:
         words = []
         for name, value in self.values.items():
             if name != "num_nodes":
-                words.append(f"--{name} {spelled(value)}")
+                words.append(f"--{name} {spell_value(value)}")
         return " ".join(words)
 
     @property
@@ -54,7 +54,7 @@ class Change:
             return self.flags
         nodes = self.plan.setting.gpus_per_node
         if isinstance(self.plan.setting.config, GRPOConfig):
-            return f"--num_learners_per_node {spelled(list(nodes))} {self.flags}".rstrip()
+            return f"--num_learners_per_node {spell_value(list(nodes))} {self.flags}".rstrip()
         if not self.flags:
             return f"on {nodes_text(nodes)}"
         return f"on {nodes_text(nodes)} with {self.flags}"
@@ -267,7 +267,7 @@ def _checkpointing(setting: Setting) -> list[FlagChange]:
 
 def _default_checkpointing(setting: Setting) -> dict[str, Any]:
     """Flags that another --activation_checkpointing would refuse, at their defaults."""
-    flags = flags_of(type(setting.config))
+    flags = list_flags(type(setting.config))
     values = {}
     for name in ("activation_checkpointing_modules", "activation_memory_budget"):
         default = flags[name].default

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any
 
-from open_instruct.config.flags import spelled
+from open_instruct.config.flags import spell_value
 from open_instruct.config.grpo import GRPOConfig
 from open_instruct.config.sections import OptimSection
 from open_instruct.config.training import LearnerConfig
@@ -310,7 +310,7 @@ def _check_layers_alike(shape: ModelShape, workload: Workload) -> None:
     module = _find_uneven_module(patterns, shape.num_layers)
     if module is not None:
         raise InputError(
-            f"--activation_checkpointing_modules {spelled(list(patterns))} treats layers "
+            f"--activation_checkpointing_modules {spell_value(list(patterns))} treats layers "
             "differently, which cannot be planned; name them all alike, such as "
             f"blocks.*.{module or 'feed_forward'}",
             kind="bad_value",

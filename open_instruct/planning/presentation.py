@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from open_instruct.config.sections import OptimSection
-from open_instruct.core.text import counted, macro_text
+from open_instruct.core.text import macro_text, spell_count
 from open_instruct.parallel.wording import nodes_text
 from open_instruct.planning.advice import Advice, Change
 from open_instruct.planning.exchanges import Axis, Collective, Exchange
@@ -36,7 +36,7 @@ LETTERS = {label: part["letter"] for label, part in PARTS.items()}
 
 def render_words(what: str, subject: Any) -> list[str]:
     """The paragraphs of a macro: "advice" of an `Advice`, any other of a `Plan`."""
-    text = macro_text(WORDS, what, subject, counted=counted, nodes_text=nodes_text, units=units)
+    text = macro_text(WORDS, what, subject, counted=spell_count, nodes_text=nodes_text, units=units)
     paragraphs = []
     for paragraph in text.split("\n\n"):
         words = paragraph.split()

@@ -8,7 +8,7 @@ from functools import cached_property
 from math import gcd
 from typing import Any
 
-from open_instruct.config.flags import flags_of
+from open_instruct.config.flags import list_flags
 from open_instruct.config.grpo import GRPOConfig
 from open_instruct.core.shard_layout import ShardLayout
 from open_instruct.parallel.layout import divisors, find_layout
@@ -118,7 +118,7 @@ class Setting:
         config: Any = self.config
         if isinstance(config, GRPOConfig):
             values["num_learners_per_node"] = list(nodes)
-        flags = flags_of(type(config))
+        flags = list_flags(type(config))
         for name, value in values.items():
             section_name = flags[name].section
             section = replace(getattr(config, section_name), **{name: value})

@@ -182,10 +182,10 @@ def flops_per_step(shape: ModelShape, layout: ShardLayout, workload: Workload) -
     """
     blocks = _block_flops(shape, workload)
     head = _head_flops(shape, layout, workload)
-    recomputed = _repeated_head_flops(shape, layout, workload, head)
+    recomputed_flops = _repeated_head_flops(shape, layout, workload, head)
     for module, flops in blocks.items():
         if workload.recomputes(module):
-            recomputed += flops
+            recomputed_flops += flops
     # The gradients of frozen matrices, which are not made.
     num_frozen = 0
     for count, matrix in _block_matrices(shape):
@@ -196,7 +196,7 @@ def flops_per_step(shape: ModelShape, layout: ShardLayout, workload: Workload) -
         left_out += head
     forward = sum(blocks.values()) + head
     num_passes = workload.num_updates * workload.num_microbatches
-    total = num_passes * (3 * forward - left_out + recomputed)
+    total = num_passes * (3 * forward - left_out + recomputed_flops)
     for scoring in workload.scorings:
         num_passes = scoring.num_rounds * workload.num_microbatches
         total += num_passes * _scoring_flops(scoring, layout, workload)
@@ -277,7 +277,7 @@ def _block_matrices(shape: ModelShape) -> Iterator[tuple[int, ParameterShape]]:
 
 def _count_pairs(workload: Workload, window: int | None) -> int:
     """Pairs of queries and keys in a row: of whole groups, and of a group or document cut short."""
-    groups, rest = workload.rows.groups_in(workload.tokens_per_microbatch)
+    groups, rest = workload.rows.fill_groups(workload.tokens_per_microbatch)
     # A shared prefix attends to itself once for its group.
     prefix_pairs = attended_pairs(workload.rows.prefix, window)
     own_pairs = attended_pairs(workload.rows.length, window) - prefix_pairs

@@ -9,7 +9,7 @@ from typing import Any
 import numpy
 import pyarrow
 
-from open_instruct.core.metrics import in_order, metric_entry
+from open_instruct.core.metrics import metric_entry, sort_metrics
 from open_instruct.report.run_files import RunFiles, flatten_column, list_lengths
 from open_instruct.run.run_directory import is_number
 
@@ -33,7 +33,7 @@ def build_series(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     points = [rows[start : start + size] for start in range(0, len(rows), size)]
     columns: dict[str, list[float | None]] = {}
     constants: dict[str, float | None] = {}
-    for name in in_order(_drawn_names(rows) - {"step"}):
+    for name in sort_metrics(_drawn_names(rows) - {"step"}):
         values = [mean_or_none([row.get(name) for row in point]) for point in points]
         if len(values) > 1 and len(set(values)) == 1:
             constants[name] = values[0]
@@ -99,8 +99,8 @@ def _histogram(title: str, values: numpy.ndarray, steps: numpy.ndarray) -> Itera
     third = (last - first) / 3
     edges, labels = _bins(values)
 
-    def shares(chosen: numpy.ndarray) -> list[float]:
-        counts, _ = numpy.histogram(values[chosen], bins=edges)
+    def shares(selection: numpy.ndarray) -> list[float]:
+        counts, _ = numpy.histogram(values[selection], bins=edges)
         return [round_to_six_digits(share) for share in (counts / max(1, counts.sum())).tolist()]
 
     early = shares(steps <= first + third) if third else None

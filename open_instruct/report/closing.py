@@ -9,8 +9,8 @@ from rich.table import Table
 
 from open_instruct.config.lora import LoRASection
 from open_instruct.config.run_sections import RunSection
-from open_instruct.core.metrics import followed, in_order
-from open_instruct.core.text import counted
+from open_instruct.core.metrics import list_console_metrics, sort_metrics
+from open_instruct.core.text import spell_count
 from open_instruct.data.files.foreign_json import read_object
 from open_instruct.report.ends import Rows, describe_ends, step_ends
 from open_instruct.run.console import Console, describe_duration
@@ -28,7 +28,7 @@ def print_results(run: RunSection, adapters: LoRASection | None, *, took_s: floa
     if not rows or not model.exists():
         return
     facts = {
-        counted(rows[-1]["step"], "step"): describe_learning(rows),
+        spell_count(rows[-1]["step"], "step"): describe_learning(rows),
         "held out": describe_held_out(list(read_rows(directory.evaluations))),
         "exported": describe_best_step(run),
         "time": describe_duration(took_s),
@@ -56,18 +56,18 @@ def _fits_in_frame(facts: Mapping[str, str], width: int) -> bool:
 
 def describe_learning(rows: Rows) -> str:
     """The first and the last values of the metrics in a step's line."""
-    return describe_ends({name: step_ends(rows, name) for name in learning_metrics()})
+    return describe_ends({name: step_ends(rows, name) for name in list_learning_metrics()})
 
 
 def describe_held_out(evaluations: Rows) -> str:
     """The first and the last values of the first metrics of the evaluations."""
     names: set[str] = set().union(*evaluations)
-    known = []
-    for name in in_order(names - {"step", "samples"}):
+    known_names = []
+    for name in sort_metrics(names - {"step", "samples"}):
         pair = step_ends(evaluations, name)
         if pair and not name.startswith("eval/num_"):
-            known.append((name, pair))
-    return describe_ends(dict(known[:NUM_HELD_OUT]))
+            known_names.append((name, pair))
+    return describe_ends(dict(known_names[:NUM_HELD_OUT]))
 
 
 def describe_best_step(run: RunSection) -> str:
@@ -80,9 +80,9 @@ def describe_best_step(run: RunSection) -> str:
     return str(best)
 
 
-def learning_metrics() -> list[str]:
+def list_learning_metrics() -> list[str]:
     """The names of the metrics in a step's line that say what was learned."""
-    names = [entry.name for entry in followed() if entry.group == "Learning"]
+    names = [entry.name for entry in list_console_metrics() if entry.group == "Learning"]
     return [name for name in names if not name.startswith("eval/")]
 
 

@@ -14,7 +14,7 @@ from statistics import median
 from typing import Any, Literal, get_args
 
 from open_instruct.core.metrics import metric_entry
-from open_instruct.core.text import counted
+from open_instruct.core.text import spell_count
 from open_instruct.planning.subject.units import GIB
 from open_instruct.report.ends import mean_ends
 from open_instruct.report.run_files import RunFiles
@@ -147,7 +147,7 @@ def _check_finite(run: RunFiles) -> Iterator[Finding]:
     for name in ("loss", "grad_norm"):
         steps = [row["step"] for row in run.rows if name in row and not is_number(row[name])]
         if steps:
-            yield _find("not_finite", name, counted(len(steps), "step"), steps[0])
+            yield _find("not_finite", name, spell_count(len(steps), "step"), steps[0])
 
 
 def _check_loss(run: RunFiles) -> Iterator[Finding]:
@@ -175,12 +175,12 @@ def _check_preferences(run: RunFiles) -> Iterator[Finding]:
         return
     _, accuracy = _mean_ends(run, "rewards/accuracy")
     _, margin = _mean_ends(run, "rewards/margin")
-    _, chosen = _mean_ends(run, "rewards/chosen")
+    _, chosen_reward = _mean_ends(run, "rewards/chosen")
     _, rejected = _mean_ends(run, "rewards/rejected")
     if accuracy < 0.55:
         yield _find("pairs_not_told_apart", accuracy)
-    if chosen < -margin and rejected < 0 < margin:
-        yield _find("chosen_less_likely", chosen, rejected)
+    if chosen_reward < -margin and rejected < 0 < margin:
+        yield _find("chosen_less_likely", chosen_reward, rejected)
 
 
 def _check_held_out(run: RunFiles) -> Iterator[Finding]:
@@ -256,13 +256,13 @@ def _check_reward(run: RunFiles) -> Iterator[Finding]:
 
 
 def _check_memory(run: RunFiles) -> Iterator[Finding]:
-    measured = max(run.numbers("peak_memory_gib"), default=0.0)
-    planned = find_planned_bytes(run) / GIB
+    measured_gib = max(run.numbers("peak_memory_gib"), default=0.0)
+    planned_gib = find_planned_bytes(run) / GIB
     limit = run.plan.memory_bytes / GIB if run.plan else 0
-    if measured > 0.95 * limit > 0:
-        yield _find("memory_nearly_full", measured, limit)
-    elif run.numbers("peak_reserved_gib") and measured > 1.15 * planned > 0:
-        yield _find("memory_not_planned", measured, planned)
+    if measured_gib > 0.95 * limit > 0:
+        yield _find("memory_nearly_full", measured_gib, limit)
+    elif run.numbers("peak_reserved_gib") and measured_gib > 1.15 * planned_gib > 0:
+        yield _find("memory_not_planned", measured_gib, planned_gib)
     retries = max(run.numbers("allocation_retries/max"), default=0)
     if retries:
-        yield _find("allocator_retried", counted(int(retries), "time"))
+        yield _find("allocator_retried", spell_count(int(retries), "time"))

@@ -15,10 +15,10 @@ from typing import Any
 
 from markupsafe import Markup
 
-from open_instruct.core.metrics import in_order, metric_entry
+from open_instruct.core.metrics import metric_entry, sort_metrics
 from open_instruct.planning.subject.units import GIB
 from open_instruct.report.charts import build_histograms, build_series
-from open_instruct.report.closing import describe_held_out, learning_metrics
+from open_instruct.report.closing import describe_held_out, list_learning_metrics
 from open_instruct.report.ends import count_steps_of_mean, describe_ends, mean_ends
 from open_instruct.report.health import diagnose, find_planned_bytes, mean_seconds_by_part
 from open_instruct.report.run_files import (
@@ -81,7 +81,7 @@ def _build_script_data(views: Sequence[dict[str, Any]]) -> dict[str, Any]:
     for view in views:
         names |= view["curves"]["columns"].keys() | view["held_out"]["columns"].keys()
         runs.append({key: view[key] for key in ("name", "objective", "curves", "held_out")})
-    metrics = {name: asdict(metric_entry(name)) for name in in_order(names)}
+    metrics = {name: asdict(metric_entry(name)) for name in sort_metrics(names)}
     return {"metrics": metrics, "runs": runs}
 
 
@@ -132,7 +132,7 @@ def _subject(run: RunFiles) -> dict[str, str]:
 
 def _describe_means(run: RunFiles) -> str:
     """The means that findings judge by, so that both have the same numbers."""
-    words = describe_ends({name: mean_ends(run.rows, name) for name in learning_metrics()})
+    words = describe_ends({name: mean_ends(run.rows, name) for name in list_learning_metrics()})
     size = count_steps_of_mean(run.rows)
     if not words or size == 1:
         return words

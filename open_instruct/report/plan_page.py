@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.text import Text
 
-from open_instruct.core.text import counted, pages_in
+from open_instruct.core.text import open_templates, spell_count
 from open_instruct.parallel.picture import draw_layout, wrap_paragraph
 from open_instruct.planning import presentation
 from open_instruct.planning.advice import Advice
@@ -61,11 +61,11 @@ def print_plan(
     Args:
         is_short: print what fits into `MAX_LINES` of 80 columns, and otherwise everything.
     """
-    pages = pages_in(Path(__file__).parent, trim_blocks=True, lstrip_blocks=True)
+    pages = open_templates(Path(__file__).parent, trim_blocks=True, lstrip_blocks=True)
     pages.globals |= {
         "render_words": presentation.render_words,
         "wrapped": wrap_paragraph,
-        "counted": counted,
+        "counted": spell_count,
         "units": units,
         "presentation": presentation,
     }

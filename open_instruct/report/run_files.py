@@ -29,7 +29,7 @@ from open_instruct.config.yaml_depth import check_depth
 from open_instruct.core.errors import InputError
 from open_instruct.core.files import read_whole
 from open_instruct.core.shard_layout import ShardLayout
-from open_instruct.core.text import counted
+from open_instruct.core.text import spell_count
 from open_instruct.data.files.unfolding import check_unfolding
 from open_instruct.report.run_forms import PlannedMemory, parse_layout, parse_plan, read_form
 from open_instruct.run.run_directory import RunDirectory, RunState, is_number, read_rows
@@ -203,11 +203,11 @@ def read_rollouts(folder: Path, *, most: int) -> tuple[pyarrow.Table | None, lis
         return None, notes
     table = pyarrow.concat_tables(tables, promote_options="permissive").combine_chunks()
     if every > 1:
-        shown = (
-            f"{counted(len(table), 'rollout')} of {num_rows:,} are here: those of every "
+        extent = (
+            f"{spell_count(len(table), 'rollout')} of {num_rows:,} are here: those of every "
             f"{every}th step"
         )
-        notes.append(f"{shown}; --max_rollouts takes more")
+        notes.append(f"{extent}; --max_rollouts takes more")
     return table, notes
 
 
@@ -330,6 +330,6 @@ def _decode_tokens(run: RunFiles, token_ids: Sequence[int]) -> dict[int, str]:
         with suppress(Exception):
             tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
             vocab_size = tokenizer.get_vocab_size()
-            known = [each for each in token_ids if each < vocab_size]
-            return {each: tokenizer.decode([each], skip_special_tokens=False) for each in known}
+            known_ids = [each for each in token_ids if each < vocab_size]
+            return {each: tokenizer.decode([each], skip_special_tokens=False) for each in known_ids}
     return {}

@@ -8,7 +8,7 @@ from typing import Any
 
 from markupsafe import Markup, escape
 
-from open_instruct.core.text import pages_in
+from open_instruct.core.text import open_templates
 from open_instruct.parallel.wording import group_name
 from open_instruct.planning.presentation import LETTERS
 from open_instruct.planning.subject import units
@@ -20,7 +20,7 @@ MAX_RANKS_DRAWN = 16
 
 def render_template(template: str, **values: Any) -> str:
     """The text of a template in this folder, with `values` in it."""
-    pages = pages_in(Path(__file__).parent, autoescape=True, keep_trailing_newline=True)
+    pages = open_templates(Path(__file__).parent, autoescape=True, keep_trailing_newline=True)
     pages.policies["json.dumps_kwargs"] = {"sort_keys": False}  # curves have an order
     pages.filters["with_flags"] = _with_flags
     colours = {label: index for index, label in enumerate(LETTERS)}

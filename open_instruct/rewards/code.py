@@ -62,10 +62,10 @@ class Code(Verifier):
         program = find_program(completion)
         tests = json_or_text(ground_truth)
         if self._flags.code_api_url:
-            passed = self._ask_server(program, tests)
+            results = self._ask_server(program, tests)
         else:
-            passed = self._run_tests(program, tests)
-        rate = sum(passed) / len(tests)
+            results = self._run_tests(program, tests)
+        rate = sum(results) / len(tests)
         if rate < self._flags.code_pass_rate_reward_threshold:
             return 0.0
         return rate

@@ -50,10 +50,10 @@ def _count_phrases(text: str, phrase: str) -> int:
 
 def _strip_pieces(pieces: Sequence[str]) -> list[str]:
     """`pieces` without spaces at their ends, and without a first and a last one that are empty."""
-    stripped = [piece.strip() for piece in pieces]
-    first = 0 if stripped[0] else 1
-    stop = len(stripped) if stripped[-1] else len(stripped) - 1
-    return stripped[first:stop]
+    stripped_pieces = [piece.strip() for piece in pieces]
+    first = 0 if stripped_pieces[0] else 1
+    stop = len(stripped_pieces) if stripped_pieces[-1] else len(stripped_pieces) - 1
+    return stripped_pieces[first:stop]
 
 
 def count_sentences(text: str) -> int:
@@ -125,9 +125,9 @@ def is_in_language(text: str, *, language: str) -> bool:
 
     langdetect.DetectorFactory.seed = 0  # it samples
     try:
-        found, _, _ = str(langdetect.detect(text)).partition("-")
-        wanted, _, _ = language.partition("-")
-        return found == wanted
+        detected_language, _, _ = str(langdetect.detect(text)).partition("-")
+        wanted_language, _, _ = language.partition("-")
+        return detected_language == wanted_language
     except langdetect.LangDetectException:
         return False
 

@@ -59,8 +59,10 @@ class RewardFunction(Verifier):
     ) -> dict[str, Any]:
         """The completions, the prompts and the row's columns, of these the ones it takes."""
         columns = {**row, "prompts": prompt}
-        repeated = {name: [value] * len(completions) for name, value in columns.items()}
-        return accepted_columns(self.function, repeated | {"completions": list(completions)})
+        repeated_columns = {name: [value] * len(completions) for name, value in columns.items()}
+        return accepted_columns(
+            self.function, repeated_columns | {"completions": list(completions)}
+        )
 
 
 def write_function_file(function: Callable[..., Any]) -> str:
@@ -81,9 +83,9 @@ def write_function_file(function: Callable[..., Any]) -> str:
     if name not in code.co_names:
         raise _source_error(f"{name} is not what its source defines; {remedy}")
     missing = []
-    for used in sorted(_find_undefined_names(code)):
-        if used in function.__globals__ or not hasattr(builtins, used):
-            missing.append(used)
+    for undefined_name in sorted(_find_undefined_names(code)):
+        if undefined_name in function.__globals__ or not hasattr(builtins, undefined_name):
+            missing.append(undefined_name)
     if missing:
         raise _source_error(
             f"{name} uses {', '.join(missing)}, which the function alone does not have: import or "

@@ -21,7 +21,7 @@ import yaml
 
 from open_instruct.config.policy_sections import RewardSection
 from open_instruct.core.errors import InputError
-from open_instruct.core.files import read_asked
+from open_instruct.core.files import read_user_file
 from open_instruct.rewards import event_loop
 from open_instruct.rewards.secret_key import JUDGE_KEY, hide_key
 from open_instruct.rewards.verifier import Verifier, describe_error, remove_thinking
@@ -80,7 +80,7 @@ class Judge(Verifier):
             name = word
         self._prompt, self._verdicts = JUDGE_PROMPTS.get(name, JUDGE_PROMPTS["general-quality"])
         if name not in JUDGE_PROMPTS:
-            self._prompt = read_asked(word, where=f"--llm_judge_prompt {word}")
+            self._prompt = read_user_file(word, where=f"--llm_judge_prompt {word}")
             if "{output}" not in self._prompt:
                 raise InputError(
                     f"--llm_judge_prompt {word}: has no {{output}}, the place of the completion; "

@@ -70,19 +70,19 @@ def find_readings(completion: str) -> list[str]:
 
 def _find_all(completion: str) -> tuple[list[str], bool]:
     """The answers that `find_answers` gives, and whether the last is prose: no box, no formula."""
-    judged = find_tagged_answer(completion)
-    boxes = list(_BOXED.finditer(judged))
+    answer_text = find_tagged_answer(completion)
+    boxes = list(_BOXED.finditer(answer_text))
     if boxes:
-        return _read_boxes(judged, boxes), False
-    stated = _find_stated(judged)
-    if stated:
-        return [stated], True
-    marked = _find_marked(judged)
-    if marked is not None:
-        return [marked], False
-    last_line = _find_last_line(judged)
-    if last_line is None and judged != completion:
-        last_line = judged
+        return _read_boxes(answer_text, boxes), False
+    stated_answer = _find_stated(answer_text)
+    if stated_answer:
+        return [stated_answer], True
+    marked_answer = _find_marked(answer_text)
+    if marked_answer is not None:
+        return [marked_answer], False
+    last_line = _find_last_line(answer_text)
+    if last_line is None and answer_text != completion:
+        last_line = answer_text
     if not last_line:
         return [], False
     return [last_line], True
@@ -133,9 +133,9 @@ def _find_stated(text: str) -> str | None:
     """What the last "answer is" says."""
     for match in reversed(list(_STATED.finditer(text))):
         rest = text[match.end() :].lstrip(" *_:\n")
-        marked = re.match(r"\$\$(.+?)\$\$|\\\[(.+?)\\\]", rest, re.DOTALL)
-        if marked:
-            return (marked[1] or marked[2]).strip()
+        formula = re.match(r"\$\$(.+?)\$\$|\\\[(.+?)\\\]", rest, re.DOTALL)
+        if formula:
+            return (formula[1] or formula[2]).strip()
         sentence = _take_sentence(rest)
         if sentence:
             return sentence

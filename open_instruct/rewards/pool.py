@@ -14,7 +14,7 @@ from typing import Any
 
 from open_instruct.config.policy_sections import RewardSection
 from open_instruct.core.records import Check, Completion, Prompt, Verdict
-from open_instruct.core.text import counted
+from open_instruct.core.text import spell_count
 from open_instruct.parallel.launch import share_threads
 from open_instruct.rewards.event_loop import await_entries
 from open_instruct.rewards.finite import MAX_REWARD, describe_unusable
@@ -165,15 +165,15 @@ class VerifierPool:
         Raises:
             InputError: a function raises; names its file and line, and what it was given.
         """
-        tried: set[tuple[str, bool]] = set()
+        tried_functions: set[tuple[str, bool]] = set()
         for prompt in prompts:
             for check in prompt.checks:
                 if not isinstance(self.verifiers[check.verifier], RewardFunction):
                     continue
                 turns = find_prompt_turns(check.ground_truth)
                 form = (check.verifier, turns is not None)
-                if form not in tried:
-                    tried.add(form)
+                if form not in tried_functions:
+                    tried_functions.add(form)
                     yield self._try_function(check, prompt.text, turns)
 
     def _try_function(self, check: Check, prompt: str, turns: Turns | None) -> str:
@@ -222,9 +222,10 @@ class VerifierPool:
             is_first = name not in self._names_reported
             self._names_reported.add(name)
         if is_first:
-            shown = f"the verifier {name}: {problem}\n{traceback}".rstrip()
+            description = f"the verifier {name}: {problem}\n{traceback}".rstrip()
             self._say(
-                f"{shown}\nIts score is 0. Further ones are only counted, as num_verifier_problems."
+                f"{description}\nIts score is 0. Further ones are only counted, as "
+                "num_verifier_problems."
             )
         return Outcome(score=0.0, problem=f"{name}: {problem}")
 
@@ -343,8 +344,8 @@ def score_completions(verifier: Verifier, **arguments: Any) -> dict[str, Any]:
         num_completions = len(arguments["completions"])
         if len(scores) != num_completions:
             raise ValueError(
-                f"{counted(len(scores), 'reward')} for {counted(num_completions, 'completion')}: "
-                "return one for each"
+                f"{spell_count(len(scores), 'reward')} for "
+                f"{spell_count(num_completions, 'completion')}: return one for each"
             )
         return {"scores": list(map(_read_score, scores))}
     except BaseException as error:  # foreign code, which may raise anything, and exit

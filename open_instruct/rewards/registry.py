@@ -88,10 +88,10 @@ def _load_verifier(word: str, origin: str) -> Verifier:
         word: `FILE.py:NAME` or `module:NAME`.
         origin: who names it, for messages.
     """
-    named = load_named(word, origin=origin, what="NAME")
-    if inspect.isfunction(named):
-        return RewardFunction(named)
-    if not _is_verifier_class(named):
+    value = load_named(word, origin=origin, what="NAME")
+    if inspect.isfunction(value):
+        return RewardFunction(value)
+    if not _is_verifier_class(value):
         raise InputError(
             f"{origin} is neither a function nor a verifier; write `def reward(completions, "
             "**columns)`, or make it a subclass of open_instruct.rewards.verifier.Verifier with "
@@ -99,7 +99,7 @@ def _load_verifier(word: str, origin: str) -> Verifier:
             kind="own_code",
         )
     try:
-        return named()
+        return value()
     except Exception as error:
         raise InputError(
             f"{origin} cannot be made without arguments ({type(error).__name__}: {error})",

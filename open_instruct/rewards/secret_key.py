@@ -46,16 +46,16 @@ def _list_forms(key: str) -> Iterator[str]:
 def _hide_pieces(text: str, form: str) -> str:
     size = min(len(form), MIN_PIECE_CHARACTERS)
     pieces = {form[start : start + size] for start in range(len(form) - size + 1)}
-    shown = []
+    visible_pieces = []
     end = 0  # of what is shown or hidden
     start = 0
     while start <= len(text) - size:
         if text[start : start + size] not in pieces:
             start += 1
             continue
-        shown += [text[end:start], f"${JUDGE_KEY}"]
+        visible_pieces += [text[end:start], f"${JUDGE_KEY}"]
         while text[start : start + size] in pieces:
             start += 1
         start += size - 1
         end = start
-    return "".join([*shown, text[end:]])
+    return "".join([*visible_pieces, text[end:]])

@@ -58,9 +58,9 @@ class WatchedText(str):
 
     @classmethod
     def watch(cls, text: str, keys_read: list[str]) -> "WatchedText":
-        watched = cls(text)
-        watched.keys_read = keys_read
-        return watched
+        text_watch = cls(text)
+        text_watch.keys_read = keys_read
+        return text_watch
 
     def __getitem__(self, key: Any) -> Any:
         if isinstance(key, str):
@@ -108,13 +108,13 @@ def try_function(
 ) -> Trial:
     """Call a function once; `ground_truth` is the row, as `judge_all` takes it."""
     keys_read: list[str] = []
-    watched = [_watch_text(text, keys_read) for text in completions]
+    watched_texts = [_watch_text(text, keys_read) for text in completions]
     problem = ""
     place = ""
     try:
         rewards = verifier.judge_all(
             prompt=_watch_text(prompt, keys_read),
-            completions=watched,
+            completions=watched_texts,
             ground_truth=ground_truth,
             **rest,
         )
@@ -137,10 +137,10 @@ def _watch_text(value: Any, keys_read: list[str]) -> Any:
 
 def _list_arguments(arguments: Mapping[str, Any]) -> str:
     names = sorted(arguments, key=lambda name: name != "completions")
-    listed = ", ".join(f"{name}={_short.repr(arguments[name])}" for name in names)
-    if len(listed) > MAX_LISTED:
-        listed = f"{listed[:MAX_LISTED]}…"
-    return listed
+    text = ", ".join(f"{name}={_short.repr(arguments[name])}" for name in names)
+    if len(text) > MAX_LISTED:
+        text = f"{text[:MAX_LISTED]}…"
+    return text
 
 
 def _find_place(error: BaseException, function: Callable[..., Any]) -> str:

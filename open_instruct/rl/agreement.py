@@ -13,7 +13,11 @@ from open_instruct.batching.rollouts import RankStep, plan_steps_of_ranks
 from open_instruct.config.rollout_sections import RolloutSection
 from open_instruct.core.errors import RunError
 from open_instruct.core.records import Completion, Document, RolloutSample, Span
-from open_instruct.generation.requests import GenerationRequest, SamplingSettings, sampling_seed
+from open_instruct.generation.requests import (
+    GenerationRequest,
+    SamplingSettings,
+    make_sampling_seed,
+)
 
 PROBE_EVERY = 20
 PROBE_TOKENS = 32
@@ -119,7 +123,7 @@ def build_probe(
     return GenerationRequest(
         request_id=f"agreement/{step}",
         prompt_token_ids=prompt_token_ids,
-        seed=sampling_seed(seed, "agreement", step),
+        seed=make_sampling_seed(seed, "agreement", step),
         sampling=SamplingSettings(
             temperature=rollout.temperature,
             top_p=rollout.vllm_top_p,
@@ -161,10 +165,11 @@ def plan_probe(
 
 
 def _describe_disagreement(mean: float, largest: float, *, version: int) -> str:
-    found = f"by {mean:.2g} on average and {largest:.2g} at most"
+    difference = f"by {mean:.2g} on average and {largest:.2g} at most"
     if version == 0:
         return (
-            f"engines and learners disagree on the log-probs of the first step's tokens {found}, "
+            "engines and learners disagree on the log-probs of the first step's tokens "
+            f"{difference}, "
             "although both hold the same weights: training on them would be off-policy from the "
             "start. Is --tokenizer_name_or_path of another model? If not, give the command again "
             "with --vllm_runner v1 (on a GPU v2, if it was v1): where that agrees, keep it, as "
@@ -173,7 +178,7 @@ def _describe_disagreement(mean: float, largest: float, *, version: int) -> str:
         )
     return (
         f"after the weight sync of step {version} engines and learners disagree on the log-probs "
-        f"of the same tokens {found}: the engines do not compute with the weights that the "
+        f"of the same tokens {difference}: the engines do not compute with the weights that the "
         "learners have. The run ends, and its checkpoints stand. Another --weight_sync_backend "
         "may help; this is a defect: please report the model and the command"
     )

@@ -15,8 +15,8 @@ from open_instruct.config.resolved import as_flat_dict
 from open_instruct.config.rollout_sections import TOOL_SET
 from open_instruct.core.errors import InputError
 from open_instruct.core.shard_layout import ShardLayout
-from open_instruct.core.text import counted
-from open_instruct.core.user_code import own_function
+from open_instruct.core.text import spell_count
+from open_instruct.core.user_code import load_own_function
 from open_instruct.data.chat import ChatFormat
 from open_instruct.data.files.array_file import find_cache_folder
 from open_instruct.data.prompts import Prompts, build_row_settings, load_prompt_dataset
@@ -88,8 +88,10 @@ def open_rollout_run(config: GRPOConfig) -> Iterator[RolloutRun]:
     config.backend.refuse_unfit()
     verifiers = known_verifiers(config.reward)
     environments = known_environments(config.environment)
-    own_function(config.loss.loss_fn, flag="--loss_fn", known=POLICY_LOSSES)
-    own_function(config.rollout.advantage_normalization_type, flag="--advantages", known=ADVANTAGES)
+    load_own_function(config.loss.loss_fn, flag="--loss_fn", built_in=POLICY_LOSSES)
+    load_own_function(
+        config.rollout.advantage_normalization_type, flag="--advantages", built_in=ADVANTAGES
+    )
     directory = RunDirectory(path=Path(config.run.output_dir))
     console = Console(speaks=True)
     this_process.begin("starting")
@@ -189,9 +191,9 @@ def _find_warnings(
     """Warnings about the start model, its template, and what adapters leave frozen."""
     warnings = [*pretrained.warnings, *find_template_mismatches(verifiers, chat)]
     if trains_adapters:
-        untrained = find_untrained_rows(pretrained, chat.turn_end_token_ids())
-        if untrained is not None:
-            warnings.append(untrained)
+        warning = find_untrained_rows(pretrained, chat.turn_end_token_ids())
+        if warning is not None:
+            warnings.append(warning)
     return warnings
 
 
@@ -264,7 +266,7 @@ def _read_prompts(
     if num_shared:
         verb = "is" if num_shared == 1 else "are"
         console.warn(
-            f"{num_shared:,} of {counted(len(held_out), 'held-out prompt')} "
+            f"{num_shared:,} of {spell_count(len(held_out), 'held-out prompt')} "
             f"{verb} among the training prompts: scores on them do "
             "not show what is new; take them out of --dataset_mixer_list or "
             "--dataset_mixer_eval_list"

@@ -54,7 +54,7 @@ from typing import Any
 from open_instruct.config.rollout_sections import RolloutSection
 from open_instruct.core.errors import RunError
 from open_instruct.core.records import Prompt, RolloutGroup
-from open_instruct.core.text import counted
+from open_instruct.core.text import spell_count
 from open_instruct.data.prompts import PromptStream
 from open_instruct.generation.requests import GenerationRequest, SamplingSettings
 from open_instruct.losses.advantages import has_signal
@@ -150,7 +150,7 @@ class Conductor:
         batch = RolloutStepBatch(
             groups=tuple(groups),
             rejected=tuple(rejected),
-            num_given_up=self._give_up_before(step + 1),
+            num_given_up=self._drop_stale_groups(step + 1),
         )
         for row_id in find_solved_rows(batch, self._rollout):
             self._prompts.exclude(row_id)
@@ -259,7 +259,7 @@ class Conductor:
                 check()  # without the lock, which a thread that reports a failure needs
                 self._last_check_s = time.monotonic()
 
-    def _give_up_before(self, step: int) -> int:
+    def _drop_stale_groups(self, step: int) -> int:
         """Give up the spare groups that are too old for `step`; returns how many there were."""
         with self._changed:
             is_over = step > self._num_steps
@@ -296,8 +296,8 @@ def _describe_missing_signal(
 ) -> str:
     rewards = list(chain.from_iterable(group.rewards for group in rejected))
     return (
-        f"--active_sampling rejected {counted(len(rejected), 'group')} of step {step}, each with "
-        "the same reward for all of its completions (their mean is "
+        f"--active_sampling rejected {spell_count(len(rejected), 'group')} of step {step}, each "
+        "with the same reward for all of its completions (their mean is "
         f"{sum(rewards) / len(rewards):.3g}), and found {len(groups)} to learn from. The prompts "
         "are too easy or too hard for this policy: use others, raise "
         "--num_samples_per_prompt_rollout, or leave --active_sampling out"

@@ -153,14 +153,14 @@ class Driver:
                 call = self.fleet.learners.start_each(
                     LearnerProcess.step, self._assign_to_learners(work)
                 )
-                learned = call.result(self.config.fleet.step_timeout_s)[0]
+                learner_metrics = call.result(self.config.fleet.step_timeout_s)[0]
             train_time_s = time.monotonic() - began_s
             self.step += 1
             with self.view.phase("sending weights"):
                 sync_time_s = self.fleet.publisher.publish(self.step)
         self.conductor.weights_published(self.step)
         self.num_tokens += work[0].num_tokens_global
-        return learned | {
+        return learner_metrics | {
             "num_tokens": self.num_tokens,
             "time/train": train_time_s,
             "time/sync": sync_time_s,
@@ -267,15 +267,15 @@ class Driver:
                 self.fleet.publisher.publish(self.step)
         self.conductor.weights_published(self.step)
 
-    def _restart_learners(self, lost: LearnerLost) -> None:
+    def _restart_learners(self, failure: LearnerLost) -> None:
         self.num_restarts += 1
         if self.num_restarts > self.config.fleet.max_restarts:
             raise RunError(
-                f"{lost}. That was the last of --max_restarts {self.config.fleet.max_restarts}; "
+                f"{failure}. That was the last of --max_restarts {self.config.fleet.max_restarts}; "
                 "give the same command again to go on from the last checkpoint"
-            ) from lost
+            ) from failure
         self.console.warn(
-            f"{lost}; starting the learners again from the last checkpoint "
+            f"{failure}; starting the learners again from the last checkpoint "
             f"({self.num_restarts} of {self.config.fleet.max_restarts})"
         )
         with self.view.phase("restarting learners"):

@@ -10,7 +10,7 @@ from typing import Any
 from open_instruct.config.grpo import GRPOConfig
 from open_instruct.core.errors import RunError
 from open_instruct.core.records import Prompt, RolloutGroup
-from open_instruct.core.text import counted
+from open_instruct.core.text import spell_count
 from open_instruct.generation.requests import SamplingSettings
 from open_instruct.rl.episodes.walk import Episodes, PendingGroup, build_requests
 from open_instruct.rl.samples import (
@@ -82,14 +82,15 @@ def _collect_groups(
             )
             groups.append(episodes.ask(index, prompt, requests))
         answers = list(chain.from_iterable(group.answers for group in groups))
-        done, left = wait(answers, timeout_s, return_when=FIRST_EXCEPTION)
-        for answer in done:
+        finished, pending = wait(answers, timeout_s, return_when=FIRST_EXCEPTION)
+        for answer in finished:
             answer.result()  # raises what failed
-        if left:
+        if pending:
             raise RunError(
-                f"the evaluation was not done after --step_timeout_s {timeout_s}: {len(done)} of "
-                f"{counted(len(answers), 'completion')} had come back and were judged; raise it, "
-                "or give fewer held-out prompts"
+                f"the evaluation was not done after --step_timeout_s {timeout_s}: {len(finished)} "
+                "of "
+                f"{spell_count(len(answers), 'completion')} had come back and were judged; raise "
+                "it, or give fewer held-out prompts"
             )
         return [group.rollouts() for group in groups]
 

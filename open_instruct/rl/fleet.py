@@ -7,11 +7,11 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from itertools import chain
 
-from open_instruct.cluster.actor_host import allocator_environment, without_growing_segments
+from open_instruct.cluster.actor_host import allocator_environment, drop_growing_segments
 from open_instruct.cluster.learner_group import LearnerGroup, LearnerProcess
 from open_instruct.cluster.placement import FleetShape, Placement
 from open_instruct.cluster.ray_cluster import start_cluster
-from open_instruct.core.text import counted
+from open_instruct.core.text import spell_count
 from open_instruct.data.prompts import PromptStream
 from open_instruct.generation.engine_host import RayEngine
 from open_instruct.generation.engine_pool import EnginePool
@@ -71,7 +71,7 @@ class Fleet:
             self._first_engines(),
             make_engine=self._make_engine,
             on_restart=self._publish_to_new_engine,
-            on_failure=self.publisher.engines_failed,
+            on_failure=self.publisher.handle_engine_failure,
             fleet=fleet,
             say=run.console.warn,
         )
@@ -111,7 +111,7 @@ class Fleet:
             RunError: a node was lost and none took its place, or they could not be constructed.
         """
         fleet = self.run.config.fleet
-        self.publisher.learners_restarted()
+        self.publisher.handle_learner_restart()
         self.learners.restart(timeout_s=fleet.cluster_timeout_s)
         self.learners.wait_ready(fleet.step_timeout_s)
         self.write_pids()
@@ -177,7 +177,7 @@ class Fleet:
         )
 
     def _publish_to_new_engine(self, index: int) -> None:
-        self.publisher.engine_restarted(index)
+        self.publisher.handle_engine_restart(index)
         self.write_pids()
 
 
@@ -203,7 +203,10 @@ def start_fleet(learner_class: type[LearnerProcess], run: RolloutRun) -> Iterato
         placement = stack.enter_context(
             start_cluster(config.fleet, shape, say=console.say, logs_folder=logs_folder)
         )
-        who = f"{counted(shape.num_learners, 'learner')} and {counted(shape.num_engines, 'engine')}"
+        who = (
+            f"{spell_count(shape.num_learners, 'learner')} and "
+            f"{spell_count(shape.num_engines, 'engine')}"
+        )
         console.say(f"starting {who}: they load their libraries, then the model")
         same_host = placement.whereabouts().share_memory()
         backend = choose_transport(
@@ -259,7 +262,7 @@ def _choose_allocator(placement: Placement, backend: str, console: Console) -> d
     hands_over_memory = backend == "ipc"
     if placement.on_gpus:
         processes = "engines and learners" if hands_over_memory else "engines"
-        for name in without_growing_segments(os.environ):
+        for name in drop_growing_segments(os.environ):
             console.say(
                 f"{name}: {processes} go without expandable_segments:True, memory that no other "
                 "process can map"

@@ -52,8 +52,8 @@ def take_lone_step(
         )
 
         def open_model(model: str) -> Pretrained:
-            started = replace(config, model=replace(config.model, model_name_or_path=model))
-            return open_pretrained(started, run.directory.hf_model)
+            start_config = replace(config, model=replace(config.model, model_name_or_path=model))
+            return open_pretrained(start_config, run.directory.hf_model)
 
         pretrained = open_model(model)
         check_trace_fits(groups, pretrained.hf_config.vocab_size)

@@ -41,7 +41,7 @@ class WeightPublisher:
         self._num_new_engines = 0  # ever
         self._is_connected = False
         self._channel: dict[str, Any] = {}
-        # Set once there is one, which calls `engine_restarted` and `engines_failed`.
+        # Set once there is one, which calls `handle_engine_restart` and `handle_engine_failure`.
         self.engines: EnginePool
         self._engines_failure: RunError | None = None
         self._learners_version: int | None = 0  # None: they were lost, and hold nothing to be sent
@@ -69,7 +69,7 @@ class WeightPublisher:
                     break
         return time.monotonic() - began_s
 
-    def engine_restarted(self, index: int) -> None:
+    def handle_engine_restart(self, index: int) -> None:
         """Bring a new engine to the weights of the others.
 
         The pool calls it before the engine gets requests.
@@ -105,7 +105,7 @@ class WeightPublisher:
                     # The driver may wait for these, and the learners are its business.
                     self.engines.fail_waiting(lost)
 
-    def engines_failed(self, failure: RunError) -> None:
+    def handle_engine_failure(self, failure: RunError) -> None:
         """Have threads that wait for an engine raise `failure`.
 
         The pool calls it once it starts no engine again.
@@ -114,7 +114,7 @@ class WeightPublisher:
             self._engines_failure = failure
             self._changed.notify_all()
 
-    def learners_restarted(self) -> None:
+    def handle_learner_restart(self) -> None:
         """Drop the channel: new learners have no end of it, and no weights before `publish`."""
         with self._changed:
             self._is_connected = False
@@ -141,7 +141,7 @@ class WeightPublisher:
         except RunError as error:
             log.warning("weights did not reach every engine: %s", error)
             dead = self.engines.find_silent()
-            # The pool does not watch these yet, `engine_restarted` does.
+            # The pool does not watch these yet, `handle_engine_restart` does.
             self._dead_new_engines |= dead & self._new_engines
             self._changed.notify_all()
             if new_engine in dead:

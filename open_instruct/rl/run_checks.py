@@ -15,10 +15,10 @@ from open_instruct.core.errors import InputError, refuse_first
 from open_instruct.core.families import FAMILIES
 from open_instruct.core.metrics import HELD_OUT_PREFIX
 from open_instruct.core.shard_layout import ShardLayout
-from open_instruct.core.text import one_of
+from open_instruct.core.text import join_choices
 from open_instruct.data.chat import ChatFormat
 from open_instruct.data.prompts import Prompts, PromptStream
-from open_instruct.data.saved_place import check_saved_place, rows_fact
+from open_instruct.data.saved_place import check_saved_place, make_rows_fact
 from open_instruct.data.token_dataset import TokenDataset
 from open_instruct.data.tokenizer import load_tokenizer
 from open_instruct.rewards.code import SHARE_OF_TIME, Code, CodeStdio
@@ -152,9 +152,10 @@ def refuse_unknown_score(
     if judges_format:
         names.add("format")
     if name not in names and not answering:
-        known = one_of(f"{metric.removesuffix(name)}{each}" for each in sorted(names))
+        known_metrics = join_choices(f"{metric.removesuffix(name)}{each}" for each in sorted(names))
         raise InputError(
-            f"--keep_best {metric}: no verifier of that name judges the prompts; give {known}",
+            f"--keep_best {metric}: no verifier of that name judges the prompts; give "
+            f"{known_metrics}",
             kind="bad_value",
             flag="keep_best",
         )
@@ -178,7 +179,7 @@ def refuse_other_rows(
         return
     PromptStream(prompts, seed).check_state(state["conductor"]["prompts"])
     if conversations is not None:
-        fact = rows_fact(
+        fact = make_rows_fact(
             conversations.fingerprint,
             key=CONVERSATIONS,
             flag="sft_mixer_list",

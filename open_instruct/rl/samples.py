@@ -22,10 +22,10 @@ from open_instruct.core.records import (
     Span,
     Verdict,
 )
-from open_instruct.core.user_code import own_function
+from open_instruct.core.user_code import load_own_function
 from open_instruct.data.sft_rows import choose_builder
 from open_instruct.data.token_dataset import TokenDataset, load_token_dataset
-from open_instruct.losses.advantages import ADVANTAGES, advantages_of, has_signal
+from open_instruct.losses.advantages import ADVANTAGES, compute_advantages, has_signal
 from open_instruct.run.console import Console
 from open_instruct.training.rows.datasets import build_load_arguments
 
@@ -95,8 +95,8 @@ def training_samples(
         version: of the weights that the step will train.
     """
     name = config.advantage_normalization_type
-    function = own_function(name, flag="--advantages", known=ADVANTAGES)
-    advantages = advantages_of(batch.groups, name, config, own=function)
+    function = load_own_function(name, flag="--advantages", built_in=ADVANTAGES)
+    advantages = compute_advantages(batch.groups, name, config, function=function)
     is_used: list[tuple[bool, ...]] = []
     samples: list[RolloutSample] = []
     for group, group_advantages in zip(batch.groups, advantages, strict=True):

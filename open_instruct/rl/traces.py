@@ -100,10 +100,10 @@ class Traces:
             self.warn(f"{one_line(error)}; the run goes on, and writes no more traces")
             self.save_traces = False
 
-    def _make_room(self, written: int) -> None:
+    def _make_room(self, num_new_bytes: int) -> None:
         sizes = _find_sizes(self.run_folder)
-        num_bytes = sizes[written]
-        for step in sorted(sizes.keys() - self._protected - {written}, reverse=True):
+        num_bytes = sizes[num_new_bytes]
+        for step in sorted(sizes.keys() - self._protected - {num_new_bytes}, reverse=True):
             num_bytes += sizes[step]
             if num_bytes > MOST_BYTES:
                 trace_file(self.run_folder, step).unlink()
@@ -193,10 +193,10 @@ def _make_rows(
     of_groups = zip(batch.groups, learned.advantages, learned.is_used, strict=True)
     for group, advantages, is_used in of_groups:
         rows = zip(_make_group_rows(step, group), advantages, is_used, strict=True)
-        for row, advantage, used in rows:
+        for row, advantage, was_used in rows:
             yield row | {
                 "advantage": advantage,
-                "used_in_training": used,
+                "used_in_training": was_used,
                 "rejected": False,
             }
     for group in batch.rejected:

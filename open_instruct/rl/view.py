@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from open_instruct.core.records import RolloutGroup
-from open_instruct.core.text import escaped
+from open_instruct.core.text import escape_controls
 from open_instruct.parallel.status import this_process
 from open_instruct.report.terminal_curve import draw_curve
 from open_instruct.run.console import Console, describe_duration
@@ -156,7 +156,7 @@ def describe_sample(group: RolloutGroup, number: int) -> dict[str, str]:
     cut_before = "…" if len(prompt) > PROMPT_LETTERS else ""
     cut_after = "…" if len(completion) > COMPLETION_LETTERS else ""
     return {
-        "sample": cut_before + escaped(prompt[-PROMPT_LETTERS:]),
-        "answer": escaped(completion[:COMPLETION_LETTERS]) + cut_after,
+        "sample": cut_before + escape_controls(prompt[-PROMPT_LETTERS:]),
+        "answer": escape_controls(completion[:COMPLETION_LETTERS]) + cut_after,
         "its reward": f"{group.rewards[index]:g}",
     }

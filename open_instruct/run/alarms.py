@@ -42,18 +42,18 @@ def find_slowest(
     computes on (None: it has a device of its own); the fastest process stands for its host, as
     chance decides which one waits for a core.
     """
-    known = {index: seconds for index, seconds in enumerate(token_s) if seconds}
+    known_seconds = {index: seconds for index, seconds in enumerate(token_s) if seconds}
     # By host, or by index where a process has a device of its own.
     fastest: dict[str | int, int] = {}
-    for index in sorted(known, key=known.__getitem__):
+    for index in sorted(known_seconds, key=known_seconds.__getitem__):
         host = hosts[index] if hosts is not None else None
         fastest.setdefault(host or index, index)
     if len(fastest) < 2:
         return {}
-    slow, others = _find_greatest({index: known[index] for index in fastest.values()})
+    slow, others = _find_greatest({index: known_seconds[index] for index in fastest.values()})
     return {
         f"slowest_{what}": float(slow),
-        f"slowest_{what}/times": known[slow] / others,
+        f"slowest_{what}/times": known_seconds[slow] / others,
         f"{what}s/token_s": others,
     }
 

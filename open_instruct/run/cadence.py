@@ -100,23 +100,23 @@ def record_signals(
         second_ends_at_once: raise KeyboardInterrupt at a second signal. By default later ones are
             ignored, as launchers may send two.
     """
-    received = ReceivedSignal()
+    received_signal = ReceivedSignal()
 
     def record(number: int, frame: FrameType | None) -> None:
         del frame
-        if received.number is not None:
+        if received_signal.number is not None:
             # A closing terminal sends SIGHUP twice.
             if second_ends_at_once and number != signal.SIGHUP:
                 raise KeyboardInterrupt
             return
-        received.number = number
+        received_signal.number = number
         name = signal.Signals(number).name
         log.warning("%s received", name)
         if on_first is not None:
             on_first(name)
 
     with handle_stop_signals(record):
-        yield received
+        yield received_signal
 
 
 @contextmanager
@@ -139,9 +139,11 @@ def set_handler(number: int, handler: Any) -> Any:
 
 def describe_stop(number: int, *, step: int, folder: Path) -> tuple[str, int]:
     """The message and the exit code of a run that a signal stopped after `step`."""
-    received = signal.Signals(number)
+    received_signal = signal.Signals(number)
     where = "there is no checkpoint yet. The same command, given again, starts from the beginning"
     if step > 0:
         checkpoint = folder / f"step{step}"
         where = f"the checkpoint is {checkpoint}. Give the same command again to go on from there"
-    return f"{received.name}: stopped after step {step}; {where}", EXIT_OF_SIGNAL[received]
+    return f"{received_signal.name}: stopped after step {step}; {where}", EXIT_OF_SIGNAL[
+        received_signal
+    ]

@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from open_instruct.core.text import pages_in
+from open_instruct.core.text import open_templates
 from open_instruct.data.files.opening import looks_like_a_file
 from open_instruct.run.run_directory import RunDirectory, read_rows
 
@@ -49,7 +49,7 @@ def write_card(
             "datasets": sorted({name for name, _ in data if _is_on_hub(name)}),
         }
         head = {name: value for name, value in head.items() if value}
-        pages = pages_in(Path(__file__).parent, trim_blocks=True, keep_trailing_newline=True)
+        pages = open_templates(Path(__file__).parent, trim_blocks=True, keep_trailing_newline=True)
         return pages.get_template("card.md.jinja").render(
             head=yaml.safe_dump(head, sort_keys=False),
             best=best,

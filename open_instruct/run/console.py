@@ -12,7 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Column
 from rich.text import Text
 
-from open_instruct.core.text import escaped
+from open_instruct.core.text import escape_controls
 from open_instruct.data.report import WARNING
 
 log = logging.getLogger(__name__)
@@ -46,17 +46,17 @@ class Console:
 
     def say(self, text: str, style: str | None = None) -> None:
         """Print a line."""
-        text = escaped(text, "\n\t")
+        text = escape_controls(text, "\n\t")
         log.info(text)
         self._print(text, style)
 
     def log(self, text: str) -> None:
         """Write a line to `run.log` alone."""
-        log.info(escaped(text, "\n\t"))
+        log.info(escape_controls(text, "\n\t"))
 
     def warn(self, text: str) -> None:
         """Print a line as a warning."""
-        text = escaped(text, "\n\t")
+        text = escape_controls(text, "\n\t")
         log.warning(text)
         self._print(f"{WARNING}{text}", "yellow")
 
@@ -83,12 +83,12 @@ class Console:
             return
         last_s = time.monotonic()
 
-        def print_line(done: int, total: int) -> None:
+        def print_line(num_done: int, total: int) -> None:
             nonlocal last_s
-            is_due = done == total or time.monotonic() - last_s > SECONDS_BETWEEN_PLAIN_LINES
+            is_due = num_done == total or time.monotonic() - last_s > SECONDS_BETWEEN_PLAIN_LINES
             if self.speaks and is_due:
                 last_s = time.monotonic()
-                self.say(f"{title}: {done:,} of {total:,}")
+                self.say(f"{title}: {num_done:,} of {total:,}")
 
         yield print_line
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import yaml
 
-from open_instruct.config.parser import COMMAND, nodes_of
+from open_instruct.config.parser import COMMAND, read_yaml_nodes
 from open_instruct.config.run_sections import RunSection
 from open_instruct.core.errors import InputError
 from open_instruct.run.run_directory import RunDirectory
@@ -31,7 +31,7 @@ def refuse_another_command(run: RunSection, command: str) -> None:
 def read_command(path: Path) -> str | None:
     """The command that wrote a config.yaml; None if it names none, or cannot be read."""
     try:
-        nodes = nodes_of(str(path))
+        nodes = read_yaml_nodes(str(path))
     except InputError:  # which a later check raises again
         return None
     for key, value in nodes:

@@ -158,13 +158,13 @@ def check_first_rows(
         if not path.is_file() or path.stat().st_size > MAX_BYTES:
             continue
         source = form.adapt_source(entry.open(data.columns))
-        chosen = np.unique(select_rows(entry, len(source), seed))[:MAX_ROWS].tolist()
+        row_indices = np.unique(select_rows(entry, len(source), seed))[:MAX_ROWS].tolist()
         bad = BadRowLog()
-        for row in source.rows(chosen):
+        for row in source.rows(row_indices):
             bad.try_read(row, check)
         if bad.counts:
             raise bad.error(
-                len(chosen),
+                len(row_indices),
                 row_example=form.row_example,
                 columns=form.columns,
                 docs_page=form.docs_page,

@@ -11,7 +11,7 @@ from typing import Any
 from open_instruct.config.resolved import as_flat_dict
 from open_instruct.config.training import LearnerConfig
 from open_instruct.core.files import replace_text
-from open_instruct.core.metrics import followed
+from open_instruct.core.metrics import list_console_metrics
 from open_instruct.run.alarms import GrowthWatch, SlownessWatch, write_warning
 from open_instruct.run.opening import Run
 from open_instruct.run.run_directory import read_rows
@@ -83,7 +83,7 @@ def describe_step(row: Mapping[str, float]) -> str:
     # Before the first update every pair is a tie, so the accuracy means nothing.
     all_are_ties = row.get("rewards/margin") == 0
     words = []
-    for entry in followed():
+    for entry in list_console_metrics():
         means_nothing = all_are_ties and entry.name == "rewards/accuracy"
         if entry.name in row and not means_nothing:
             words.append(entry.words.format(row[entry.name]))

@@ -13,13 +13,13 @@ from open_instruct.checkpoints.step_folder import latest_step, refuse_another_fo
 from open_instruct.config.parser import parse
 from open_instruct.config.resolved import (
     as_flat_dict,
-    changed_lengths,
-    provenance,
+    collect_provenance,
+    describe_changed_lengths,
     refuse_conflicts,
     write_config,
 )
 from open_instruct.config.training import LearnerConfig, TrainingConfig
-from open_instruct.config.validation import changed
+from open_instruct.config.validation import list_changed_flags
 from open_instruct.core.errors import InputError
 from open_instruct.core.shard_layout import ShardLayout
 from open_instruct.parallel.launch import find_idle_gpus, refuse_other_rank_count
@@ -132,7 +132,7 @@ def claim_run_folder(
         if step is not None:
             refuse_another_run(config, directory, layout, step, console)
         directory.write_layout(layout)
-        facts = {"world_size": layout.world_size} | provenance()
+        facts = {"world_size": layout.world_size} | collect_provenance()
         write_config(config, directory.config, facts, command=command)
         yield
 
@@ -149,12 +149,12 @@ def plan_run(config: ConfigT, run: Run, folder: Path) -> ConfigT:
     num_sharing = nodes[run.layout.node_of(run.process.rank)]
     memory_bytes = min(gather_objects(find_memory_bytes(device, num_sharing=num_sharing)))
     on_cuda = device.type == "cuda"
-    planned = cast(RunConfig, config)  # the planner checks its type
+    run_config = cast(RunConfig, config)  # the planner checks its type
     warn_noop_offload(config, run.console, on_cuda=on_cuda)
 
     def say() -> dict[str, Any]:
         check = check_plan(
-            planned, nodes, model_folder=str(folder), memory_bytes=memory_bytes, on_cuda=on_cuda
+            run_config, nodes, model_folder=str(folder), memory_bytes=memory_bytes, on_cuda=on_cuda
         )
         return say_plan(check, run.console, run.directory)
 
@@ -164,7 +164,7 @@ def plan_run(config: ConfigT, run: Run, folder: Path) -> ConfigT:
 def warn_noop_offload(config: LearnerConfig, console: Console, *, on_cuda: bool) -> None:
     """Name the flags that offload to the host's memory where there is no other memory."""
     if not on_cuda and config.parallel.backend == "olmo_core":
-        for flag in changed(config, "adam_offload", "offload"):
+        for flag in list_changed_flags(config, "adam_offload", "offload"):
             console.say(f"{flag} changes nothing without CUDA: all is on the host")
 
 
@@ -215,7 +215,7 @@ def refuse_another_run(
         )
     try:
         before = parse(type(config), [str(directory.config)])
-        saved = as_flat_dict(before)
+        saved_flags = as_flat_dict(before)
     except InputError as error:
         raise InputError(
             f"{directory.config}, the settings of the run in that folder, cannot be read: "
@@ -225,7 +225,7 @@ def refuse_another_run(
     world = layout.data_parallel_world_size
     has_ended = directory.hf_model.is_dir() or directory.adapter.is_dir()
     worlds = (directory.read_data_parallel_world_size() or world, world)
-    refuse_conflicts(saved, config, worlds=worlds, ended_after=step if has_ended else None)
+    refuse_conflicts(saved_flags, config, worlds=worlds, ended_after=step if has_ended else None)
     earlier = config.backend.sharing(before.parallel, layout)
     now = config.backend.sharing(config.parallel, layout)
     if earlier != now:
@@ -234,7 +234,7 @@ def refuse_another_run(
             "optimizer states stay the same; sums are taken in another order, so losses may "
             "differ in their last digits"
         )
-    lengths = changed_lengths(saved, config)
+    lengths = describe_changed_lengths(saved_flags, config)
     if lengths:
         schedule = config.optim.lr_scheduler_type
         console.warn(

@@ -15,7 +15,7 @@ from typing import Any, Literal
 from open_instruct.config.lora import LoRASection
 from open_instruct.config.run_sections import RunSection
 from open_instruct.core.errors import InputError
-from open_instruct.core.files import kind_of_other, replace_text
+from open_instruct.core.files import describe_special_file, replace_text
 from open_instruct.core.records import BestStep
 from open_instruct.core.shard_layout import ShardLayout
 
@@ -99,7 +99,7 @@ class RunDirectory:
     def refuse_foreign_files(self) -> None:
         """:raises InputError: something else has the name of a run's file or checkpoint."""
         for name in (*RUN_FILES, "run.lock", "run.lease"):
-            kind = kind_of_other(self.path / name)
+            kind = describe_special_file(self.path / name)
             if kind:
                 raise InputError(
                     f"{self.path / name} is {kind}, and a run has a file there: {WAY_OUT}",
@@ -107,7 +107,7 @@ class RunDirectory:
                 )
         for step in self._find_steps():
             if not step.is_dir():
-                kind = kind_of_other(step) or "a file"
+                kind = describe_special_file(step) or "a file"
                 problem = f"{step} is {kind}, and a run has the folder of a checkpoint there"
                 raise InputError(f"{problem}: {WAY_OUT}", kind="other_run")
 
@@ -180,8 +180,8 @@ class RunDirectory:
     def read_data_parallel_world_size(self) -> int | None:
         """The data-parallel world size in the saved layout; None if it cannot be read."""
         try:
-            saved = json.loads(self.layout.read_text(encoding="utf-8"))
-            return int(saved["num_replicas"]) * int(saved["shard_degree"])
+            saved_layout = json.loads(self.layout.read_text(encoding="utf-8"))
+            return int(saved_layout["num_replicas"]) * int(saved_layout["shard_degree"])
         except (OSError, ValueError, KeyError, TypeError):
             return None
 

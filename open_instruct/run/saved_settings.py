@@ -8,13 +8,13 @@ from typing import Any
 
 import yaml
 
-from open_instruct.config.flags import flags_of
+from open_instruct.config.flags import list_flags
 from open_instruct.config.parser import COMMAND, parse
 from open_instruct.config.training import LearnerConfig
 from open_instruct.core.errors import InputError
 from open_instruct.data.files.foreign_json import one_line
 from open_instruct.objectives.objective import Objective
-from open_instruct.objectives.registry import objective_named, objective_names
+from open_instruct.objectives.registry import list_objectives, load_objective
 from open_instruct.run.run_directory import RunDirectory
 
 MAX_NAMED = 8
@@ -60,16 +60,16 @@ def read_settings(run: Path) -> SavedSettings:
             f"({one_line(error)})",
             kind="bad_checkpoint",
         ) from None
-    if command not in objective_names():
+    if command not in list_objectives():
         raise InputError(
             f"{path} is of an objective of your own, {command}: give the run's command again to "
             "end it with an export",
             kind="own_code",
         )
-    objective = objective_named(command)
+    objective = load_objective(command)
     passed_over: list[str] = []
     config: LearnerConfig = parse(objective.config_class, [str(path)], passed_over=passed_over)
-    lacking = [name for name in flags_of(objective.config_class) if name not in values]
+    lacking = [name for name in list_flags(objective.config_class) if name not in values]
     notes = []
     if COMMAND not in values:
         notes.append(
@@ -91,12 +91,12 @@ def _guess_command(values: Mapping[str, Any]) -> str:
     """
 
     def count_differences(command: str) -> tuple[int, int]:
-        flags = flags_of(objective_named(command).config_class)
+        flags = list_flags(load_objective(command).config_class)
         return len(values.keys() - flags.keys()), len(flags.keys() - values.keys())
 
-    command = min(objective_names(), key=count_differences)
+    command = min(list_objectives(), key=count_differences)
     missing = []
-    for name, flag in flags_of(objective_named(command).config_class).items():
+    for name, flag in list_flags(load_objective(command).config_class).items():
         if flag.required and name not in values:
             missing.append(name)
     if missing:

@@ -22,7 +22,7 @@ from open_instruct.data.conversations.row_forms import find_conversation
 from open_instruct.data.files.foreign_json import read_object
 from open_instruct.data.files.rows import MalformedRow, RawRow
 from open_instruct.data.step_rows import PlaceholderBuilder, StepBuilder
-from open_instruct.data.tokenizer import load_tokenizer, single_token_id
+from open_instruct.data.tokenizer import find_token_id, load_tokenizer
 from open_instruct.models.hf.head_kinds import CLASS_ENDINGS
 from open_instruct.rewards.reward_models import write_step_lines
 from open_instruct.run.transformers_model import open_model
@@ -230,7 +230,7 @@ def open_scorer(
     }
     if is_of_steps:
         reward_tokens = config.get(REWARD_TOKENS) or ()
-        word_ids = [single_token_id(tokenizer, word) for word in reward_tokens]
+        word_ids = [find_token_id(tokenizer, word) for word in reward_tokens]
         return _build_step_scorer(config, word_ids, common)
     mean = 0.0
     std = 1.0

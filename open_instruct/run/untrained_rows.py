@@ -18,9 +18,9 @@ MAX_NAMED = 5
 
 def find_learned_token_ids(rows: TokenDataset) -> set[int]:
     """The ids that some rows of the data set teach."""
-    chosen = np.linspace(0, len(rows) - 1, num=min(ROWS_READ, len(rows))).round().astype(int)
+    row_indices = np.linspace(0, len(rows) - 1, num=min(ROWS_READ, len(rows))).round().astype(int)
     token_ids: set[int] = set()
-    for row in np.unique(chosen).tolist():
+    for row in np.unique(row_indices).tolist():
         for document in rows[row]:
             for span in document.responses:
                 token_ids.update(document.token_ids[span.start : span.stop])
@@ -37,21 +37,23 @@ def find_untrained_rows(pretrained: Pretrained, token_ids: Iterable[int]) -> str
     vocab_size = pretrained.hf_config.vocab_size
     special = {each for each in pretrained.tokenizer.added_tokens_decoder if each < vocab_size}
     ids = sorted({*token_ids, *special})
-    found: dict[int, str] = {}
+    problems: dict[int, str] = {}
     for name, what in ((LM_HEAD, "head"), (EMBEDDINGS, "embeddings")):
         if name == LM_HEAD and pretrained.names.tied:
             continue
         rows_TD = pretrained.files.read(pretrained.names.hf_name(name))[ids]
         for token_id, problem in _find_problems(ids, rows_TD):
-            found[token_id] = f"{what}: {problem}"
-    named = sorted(found.keys() & set(token_ids))
-    if not named:
+            problems[token_id] = f"{what}: {problem}"
+    token_ids_named = sorted(problems.keys() & set(token_ids))
+    if not token_ids_named:
         return None
     texts = []
-    for token_id in named[:MAX_NAMED]:
+    for token_id in token_ids_named[:MAX_NAMED]:
         token = pretrained.tokenizer.convert_ids_to_tokens(token_id)
-        texts.append(f"{token!r} ({found[token_id]})")
-    more = f" and {len(named) - MAX_NAMED} more" if len(named) > MAX_NAMED else ""
+        texts.append(f"{token!r} ({problems[token_id]})")
+    more = (
+        f" and {len(token_ids_named) - MAX_NAMED} more" if len(token_ids_named) > MAX_NAMED else ""
+    )
     return (
         "tokens are learned or sampled whose rows were never trained, and adapters leave them "
         f"frozen: {', '.join(texts)}{more}. The model cannot tell such tokens apart: "

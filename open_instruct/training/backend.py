@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from open_instruct.config.lora import LoRASection
 from open_instruct.config.sharding_sections import MemorySection
 from open_instruct.core.errors import InputError
-from open_instruct.core.text import counted
+from open_instruct.core.text import spell_count
 from open_instruct.models.load import find_parameter_shapes, stream_load
 from open_instruct.models.lora.adapters import add_adapters, fill_adapter
 from open_instruct.models.transformer import SegmentTransformer
@@ -213,8 +213,8 @@ class ShardedModule(TransformerTrainModule):
         self.refresh_computing_weights()
         num_params = sum(map(prod, find_parameter_shapes(self.model).values()))
         run.console.say(
-            f"loaded {counted(report.num_tensors, 'tensor')} ({num_params / 1e6:,.1f}M parameters) "
-            f"in {report.wall_time_s:.1f} s"
+            f"loaded {spell_count(report.num_tensors, 'tensor')} ({num_params / 1e6:,.1f}M "
+            f"parameters) in {report.wall_time_s:.1f} s"
         )
 
     def set_mode(self, mode: Literal["train", "eval"]) -> None:

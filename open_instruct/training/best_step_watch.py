@@ -10,7 +10,7 @@ from typing import Any
 from open_instruct.checkpoints.step_folder import find_checkpoints, step_of
 from open_instruct.core.metrics import HELD_OUT_PREFIX, metric_entry
 from open_instruct.core.records import BestStep
-from open_instruct.core.text import counted
+from open_instruct.core.text import spell_count
 from open_instruct.parallel.process import run_on_main_process
 from open_instruct.run.cadence import Cadence
 from open_instruct.run.run_directory import RunDirectory, is_number, read_rows
@@ -25,12 +25,12 @@ def find_idle_watch(metric: str, cadence: Cadence, *, flag: str) -> str | None:
     if not metric.startswith(HELD_OUT_PREFIX) or interval is None or interval < cadence.num_steps:
         return None
     return (
-        f"--keep_best {metric} compares nothing: of {counted(cadence.num_steps, 'step')} with "
+        f"--keep_best {metric} compares nothing: of {spell_count(cadence.num_steps, 'step')} with "
         f"{flag} {interval} only the last is evaluated; give fewer steps between evaluations"
     )
 
 
-def better_step(
+def choose_better_step(
     best: BestStep | None,
     step: int,
     row: Mapping[str, Any],
@@ -97,7 +97,7 @@ class BestStepWatch:
         return self.best != before
 
     def _compare(self, step: int, row: Mapping[str, Any]) -> BestStep | None:
-        best = better_step(self.best, step, row, metric=self.metric)
+        best = choose_better_step(self.best, step, row, metric=self.metric)
         if best != self.best:
             self.directory.write_best_step(best)
         return best
@@ -111,6 +111,6 @@ class BestStepWatch:
         best: BestStep | None = None
         for row in read_rows(path):
             if row["step"] <= until and row["step"] in steps:
-                best = better_step(best, int(row["step"]), row, metric=self.metric)
+                best = choose_better_step(best, int(row["step"]), row, metric=self.metric)
         self.directory.write_best_step(best)
         return best

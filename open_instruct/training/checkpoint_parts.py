@@ -24,9 +24,9 @@ class ReferencePart:
     def state_to_save(self) -> dict[str, Any]:
         return self.reference.state()
 
-    def state_to_load(self, saved: Metadata) -> dict[str, Any] | None:
+    def state_to_load(self, metadata: Metadata) -> dict[str, Any] | None:
         """None where the run had no moving reference yet: it then moves from the start model on."""
-        if not saved.state_dict_metadata:
+        if not metadata.state_dict_metadata:
             return None
         return self.reference.state()
 
@@ -43,10 +43,10 @@ class CriticPart:
     def state_to_save(self) -> dict[str, Any]:
         return self.train_module.state_dict_to_save()
 
-    def state_to_load(self, saved: Metadata) -> dict[str, Any]:
+    def state_to_load(self, metadata: Metadata) -> dict[str, Any]:
         """:raises InputError: the checkpoint has no critic."""
-        require_same_setting("--advantages", "gae", bool(saved.state_dict_metadata))
-        return self.train_module.state_dict_to_load(saved)
+        require_same_setting("--advantages", "gae", bool(metadata.state_dict_metadata))
+        return self.train_module.state_dict_to_load(metadata)
 
     def load_state(self, state: dict[str, Any]) -> None:
         self.train_module.load_state_dict(state)

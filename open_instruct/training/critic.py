@@ -21,10 +21,10 @@ from open_instruct.config.policy_sections import CriticSection
 from open_instruct.config.training import LearnerConfig
 from open_instruct.core.batch_values import RLValues
 from open_instruct.core.records import Batch, Metric, StepBatch, mean_metrics
-from open_instruct.losses.values import gae, value_losses, whitened
+from open_instruct.losses.values import gae, value_losses, whiten
 from open_instruct.models.shards import reshard
 from open_instruct.objectives.objective import BoundLoss, LossOutputs, TokenLogprobs
-from open_instruct.objectives.reward_model import fields_of_class
+from open_instruct.objectives.reward_model import find_class_fields
 from open_instruct.parallel.reduce import gather_rows
 from open_instruct.run.opening import Run
 from open_instruct.run.pretrained import Pretrained
@@ -90,12 +90,12 @@ class Critic:
         valued_batches = chain.from_iterable(valued_updates)
         values_R2 = torch.cat([each.advantages_and_values_M2 for each in valued_batches])
         values_A2 = gather_rows(values_R2, group=policy.dp_process_group)
-        explained: torch.Tensor | None = None
+        explained_fraction: torch.Tensor | None = None
         if len(values_A2):
-            explained = explained_variance(values_A2)
+            explained_fraction = explained_variance(values_A2)
         filled_updates: list[StepBatch] = []
-        for update, valued in zip(updates, valued_updates, strict=True):
-            filled = [self._fill(each, values_A2, explained) for each in valued]
+        for update, update_batches in zip(updates, valued_updates, strict=True):
+            filled = [self._fill(each, values_A2, explained_fraction) for each in update_batches]
             microbatches = (*filled, *sft_microbatches(update))
             filled_updates.append(replace(update, microbatches=microbatches))
         return tuple(filled_updates)
@@ -114,14 +114,17 @@ class Critic:
         return ValuedBatch(batch, torch.stack([advantages_M, values_M], dim=1))
 
     def _fill(
-        self, valued: ValuedBatch, values_A2: torch.Tensor, explained: torch.Tensor | None
+        self,
+        valued_batches: ValuedBatch,
+        values_A2: torch.Tensor,
+        explained_fraction: torch.Tensor | None,
     ) -> Batch:
         """The microbatch with its advantages (whitened over the step), returns and old values."""
-        batch = valued.batch
-        advantages_M, values_M = valued.advantages_and_values_M2.unbind(1)
+        batch = valued_batches.batch
+        advantages_M, values_M = valued_batches.advantages_and_values_M2.unbind(1)
         returns_M = advantages_M + values_M
         if self.flags.whiten_advantages:
-            advantages_M = whitened(advantages_M, values_A2[:, 0])
+            advantages_M = whiten(advantages_M, values_A2[:, 0])
         values = RLValues.read(batch.values)
         num_labels = len(batch.packed.sequence_ids_N)
         values = replace(
@@ -129,7 +132,7 @@ class Critic:
             advantages_N=values.rl.scatter(advantages_M, num_labels),
             returns_N=values.rl.scatter(returns_M, num_labels),
             old_values_N=values.rl.scatter(values_M, num_labels),
-            explained_variance=explained,
+            explained_variance=explained_fraction,
         )
         return replace(batch, values=values)
 
@@ -141,7 +144,7 @@ class Critic:
         dtype = self.pretrained.find_dtype(export_dtype)
         folder = run.directory.critic
         check_weights(self.policy.model, what="the critic", folder=run.directory.path, dtype=dtype)
-        fields = fields_of_class(self.pretrained.hf_config)
+        fields = find_class_fields(self.pretrained.hf_config)
         self.pretrained.export(self.policy.model, folder, dtype=dtype, more_config=fields)
         run.console.say(f"the critic is in {folder}", style="green")
 
@@ -152,8 +155,8 @@ class Critic:
         """
         row = take(self.policy, [select_critic_part(each) for each in updates])
         spent_s = sum(value for name, value in row.items() if name.startswith("time/"))
-        shown = {f"critic/{name}": row[name] for name in row if name in SHOWN_METRICS}
-        return shown | {"time/critic": spent_s}
+        shown_metrics = {f"critic/{name}": row[name] for name in row if name in SHOWN_METRICS}
+        return shown_metrics | {"time/critic": spent_s}
 
 
 # The metrics of a critic's update that stand beside the policy's in a row.

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from open_instruct.batching.rollouts import RankStep, rollout_minibatches
+from open_instruct.batching.rollouts import RankStep, build_rollout_minibatches
 from open_instruct.config.grpo import GRPOConfig
 from open_instruct.core.batch_values import RLValues
 from open_instruct.core.records import Batch, StepBatch
@@ -99,7 +99,7 @@ class GRPOLearner:
     def step(self, work: RankStep) -> dict[str, float]:
         """Learn from the completions of one step; returns its metrics, the same on every rank."""
         num_epochs = self.config.loss.num_epochs
-        minibatches = rollout_minibatches(
+        minibatches = build_rollout_minibatches(
             work, pad_to_multiple_of=self.run.layout.model_parallel_degree
         )
         before: LearnBefore | None = None
@@ -123,11 +123,13 @@ class GRPOLearner:
         Nothing is learned. Returns the mean and the maximum over the sampled tokens of this
         data-parallel rank.
         """
-        updates = rollout_minibatches(
+        updates = build_rollout_minibatches(
             work, pad_to_multiple_of=self.run.layout.model_parallel_degree
         )
-        scored = self.policy.add_logprobs({"old_logprobs_N": self.policy.computing_model}, updates)
-        batches = chain.from_iterable(update.microbatches for update in scored)
+        scored_updates = self.policy.add_logprobs(
+            {"old_logprobs_N": self.policy.computing_model}, updates
+        )
+        batches = chain.from_iterable(update.microbatches for update in scored_updates)
         differences_N = torch.cat([logprob_differences(batch) for batch in batches])
         return {
             "logprob_diff/probe_mean": differences_N.mean().item(),

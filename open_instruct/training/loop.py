@@ -184,7 +184,7 @@ class Loop:
         """
         signal: int | None = None
         began_s = time.perf_counter()
-        with record_signals() as noted:
+        with record_signals() as received_signal:
             updates = self._updates(loader)
             waits_s = deque[float](maxlen=WINDOW)
             durations_s = deque[float](maxlen=WINDOW)
@@ -192,7 +192,7 @@ class Loop:
                 update = next(updates)
                 waited_s = time.perf_counter() - began_s
                 row = self.take_step([update], num_tokens=update.counts["tokens"])
-                signal = agree_on_signal(noted.number)
+                signal = agree_on_signal(received_signal.number)
                 is_last = signal is not None or self.cadence.is_last(self.step)
                 is_saved = is_last or self.cadence.saves_after(self.step)
                 # After a signal nothing is scored, as its sender waits. A run that resumes there
@@ -303,9 +303,9 @@ class Loop:
         """Real tokens a second and, for a GPU whose peak is known, the share of its peak FLOP/s."""
         speeds = {"tokens_per_second": update.counts["tokens"] / duration_s}
         if self._peak_flops is not None:
-            packed = [microbatch.packed for microbatch in update.microbatches]
-            num_documents = max(1, sum(each.num_sequences for each in packed))
-            mean_length = max(1, sum(each.num_tokens for each in packed) // num_documents)
+            packed_batches = [microbatch.packed for microbatch in update.microbatches]
+            num_documents = max(1, sum(each.num_sequences for each in packed_batches))
+            mean_length = max(1, sum(each.num_tokens for each in packed_batches) // num_documents)
             num_flops = count_step_flops(self.learner.model, update.counts, mean_length=mean_length)
             speeds["mfu"] = num_flops / (duration_s * dist.get_world_size() * self._peak_flops)
         return speeds

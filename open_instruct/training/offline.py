@@ -8,7 +8,7 @@ from olmo_core.train.callbacks import Callback
 from open_instruct.config.training import TrainingConfig
 from open_instruct.core.errors import InputError
 from open_instruct.core.metrics import HELD_OUT_PREFIX, metric_entry
-from open_instruct.core.text import one_of
+from open_instruct.core.text import join_choices
 from open_instruct.objectives.objective import Evaluation, Objective
 from open_instruct.run.cadence import Cadence, describe_stop
 from open_instruct.run.metrics_log import log_steps
@@ -131,10 +131,10 @@ def check_metric(keep_best: str | None, evaluation: Evaluation) -> None:
     metric = keep_best or ""
     if not metric.startswith(HELD_OUT_PREFIX) or metric in evaluation.row:
         return
-    known = [name for name in evaluation.row if metric_entry(name).better is not None]
+    known_metrics = [name for name in evaluation.row if metric_entry(name).better is not None]
     remedy = "give a metric of training, such as loss"
-    if known:
-        remedy = f"give {one_of(known)}"
+    if known_metrics:
+        remedy = f"give {join_choices(known_metrics)}"
     raise InputError(
         f"--keep_best {metric}: an evaluation of this run has no such number; {remedy}",
         kind="bad_value",

@@ -7,7 +7,7 @@ import numpy as np
 from open_instruct.config.run_sections import RunSection
 from open_instruct.config.sections import OptimSection
 from open_instruct.config.training import TrainingConfig
-from open_instruct.core.text import counted
+from open_instruct.core.text import spell_count
 from open_instruct.data.files.array_file import find_cache_folder
 from open_instruct.models.lora.adapters import disable_adapters
 from open_instruct.objectives.objective import BoundLoss, Objective
@@ -158,9 +158,9 @@ def warn_of_rows(
     for warning in (*pretrained.warnings, *row_warnings):
         run.console.warn(warning)
     if config.adapters is not None:
-        untrained = find_untrained_rows(pretrained, find_learned_token_ids(rows.dataset))
-        if untrained:
-            run.console.warn(untrained)
+        row_warning = find_untrained_rows(pretrained, find_learned_token_ids(rows.dataset))
+        if row_warning:
+            run.console.warn(row_warning)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -203,6 +203,6 @@ def score_frozen(
             title = "held-out reference log-probs"
             heldout_ND = score_reference(scorer, rows.heldout, cache=cache, title=title)
     if objective.only_scores(config):
-        num_rows = counted(len(cache), "row")
+        num_rows = spell_count(len(cache), "row")
         scorer.run.console.say(f"reference log-probs of {num_rows}: {cache.path}")
     return FrozenScores(training_ND=training_ND, heldout_ND=heldout_ND)

@@ -158,21 +158,21 @@ class Policy:
                     packed = replace(packed, routes_TR=None)
                     context = disable_adapters(model)
                 with context:
-                    scored = token_logprobs(
+                    token_scores = token_logprobs(
                         model, packed, device=self.device, temperature=self.loss.temperature
                     )
-                values = values.with_logprobs(field, scored.logprobs_N)
+                values = values.with_logprobs(field, token_scores.logprobs_N)
             return replace(batch, values=values)
 
-        filled: list[StepBatch] = []
+        scored_updates: list[StepBatch] = []
         for update in updates:
             microbatches = tuple(map(add_to_batch, update.microbatches))
-            filled.append(replace(update, microbatches=microbatches))
+            scored_updates.append(replace(update, microbatches=microbatches))
         # A forward pass without a backward leaves FSDP's root parameters gathered.
         reshard(self.model)
         for model in models.values():
             reshard(model)
-        return tuple(filled)
+        return tuple(scored_updates)
 
     def score(self, batch: Batch, *, with_collisions: bool = False) -> TokenLogprobs:
         """Log-probs of the labelled tokens under the policy, and what else the loss asks for.
@@ -219,7 +219,7 @@ class Policy:
         self._has_nothing_to_learn = step.counts["rows"] == 0
         step_routing = self._count_routing(step)
         self.backend.set_mode("train")
-        measured: list[Mapping[str, Metric]] = []
+        microbatch_metrics: list[Mapping[str, Metric]] = []
         losses: list[float | torch.Tensor] = []
         num_ranks = 1
         if dist.is_initialized():
@@ -235,10 +235,14 @@ class Policy:
                 with self._clock.timing("backward"):
                     self.backend.backward(outputs.loss + balance_loss)
             losses.append(outputs.metrics["loss"].value)
-            measured += [outputs.metrics, router_metrics, token_fractions(microbatch.packed)]
+            microbatch_metrics += [
+                outputs.metrics,
+                router_metrics,
+                token_fractions(microbatch.packed),
+            ]
         self.model.post_batch()
 
-        metrics = combine_microbatches(measured)
+        metrics = combine_microbatches(microbatch_metrics)
         for name, value in measure_peak_memory(self.device).items():
             metrics[name] = Metric(value=value, reduction="max")
         # Clipping here and not in `update` reads the norm together with the loss, in one wait for
@@ -246,21 +250,22 @@ class Policy:
         norm = self.backend.clip()
         if norm is not None:
             metrics[GRAD_NORM] = Metric(value=norm, reduction="max")
-        reduced = reduce_metrics(metrics, group=self.dp_process_group, device=self.device)
-        if not math.isfinite(reduced["loss"]):
+        reduced_metrics = reduce_metrics(metrics, group=self.dp_process_group, device=self.device)
+        if not math.isfinite(reduced_metrics["loss"]):
             rows = self._name_broken_rows(step, losses)
-            raise self._build_step_error(f"the loss is {reduced['loss']}{rows}")
-        self._check_first_loss(reduced["loss"], step.counts)
+            raise self._build_step_error(f"the loss is {reduced_metrics['loss']}{rows}")
+        self._check_first_loss(reduced_metrics["loss"], step.counts)
         for name in self.loss.never_negative:
-            if reduced[name] < -NEGATIVE_BY_ROUNDING:
+            if reduced_metrics[name] < -NEGATIVE_BY_ROUNDING:
                 raise RunError(
-                    f"{name} is {reduced[name]:.6f}, but can never be below 0: {self.loss.remedy}"
+                    f"{name} is {reduced_metrics[name]:.6f}, but can never be below 0: "
+                    f"{self.loss.remedy}"
                 )
-        if GRAD_NORM in reduced:
-            self._grad_norm = reduced.pop(GRAD_NORM)
+        if GRAD_NORM in reduced_metrics:
+            self._grad_norm = reduced_metrics.pop(GRAD_NORM)
             self._check_gradient(self._grad_norm)
-        self._loss = reduced["loss"]
-        return self.loss.derive_metrics(reduced)
+        self._loss = reduced_metrics["loss"]
+        return self.loss.derive_metrics(reduced_metrics)
 
     def _count_routing(self, step: StepBatch) -> StepRouting | None:
         """The tokens of each expert in the step, where the balance loss is the step's.
@@ -302,12 +307,12 @@ class Policy:
             self.backend.leave_out_step()
             return metrics | {"step_skipped": 1.0}
         with self._clock.timing("optimizer"):
-            taken = self.backend.step(loss=self._loss, grad_norm=self._grad_norm)
-        if GRAD_NORM in taken:
-            self._check_gradient(float(taken[GRAD_NORM]))
+            optimizer_metrics = self.backend.step(loss=self._loss, grad_norm=self._grad_norm)
+        if GRAD_NORM in optimizer_metrics:
+            self._check_gradient(float(optimizer_metrics[GRAD_NORM]))
         return {
             **metrics,
-            **taken,
+            **optimizer_metrics,
             **self._clock.read(),
         }
 
@@ -385,8 +390,8 @@ def token_fractions(packed: PackedBatch) -> dict[str, Metric]:
     num_slots = packed.input_ids_BT.numel()
     num_document_tokens = packed.num_tokens + packed.num_shared_tokens
     padding = 1.0 - packed.num_tokens / num_slots
-    shared = packed.num_shared_tokens / max(num_document_tokens, 1)
+    shared_fraction = packed.num_shared_tokens / max(num_document_tokens, 1)
     return {
         "padding_fraction": Metric(value=padding, weight=float(num_slots)),
-        "shared_fraction": Metric(value=shared, weight=float(num_document_tokens)),
+        "shared_fraction": Metric(value=shared_fraction, weight=float(num_document_tokens)),
     }

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from open_instruct.batching.documents import on_device
 from open_instruct.batching.steps import BatchShape
 from open_instruct.config.training import TrainingConfig
-from open_instruct.core.text import counted
+from open_instruct.core.text import spell_count
 from open_instruct.data.token_dataset import TokenDataset
 from open_instruct.losses.logprobs import sum_by_reply
 from open_instruct.models.shards import reshard
@@ -74,13 +74,13 @@ class Scorer:
             with float8_off(model):
                 scores = policy.score(batch)
             values = on_device(batch.values, device)
-            summed = policy.loss.sum_columns(scores, replace(batch, values=values))
+            sums = policy.loss.sum_columns(scores, replace(batch, values=values))
             if not columns:
-                columns = [torch.zeros(len(rows), num_documents, device=device) for _ in summed]
+                columns = [torch.zeros(len(rows), num_documents, device=device) for _ in sums]
             # A rank beyond the last rows has a batch of none.
             batch_rows = [positions[row] for row in batch.row_ids]
             batch_positions = on_device(torch.tensor(batch_rows, dtype=torch.long), device)
-            for column_ND, values_N in zip(columns, summed, strict=True):
+            for column_ND, values_N in zip(columns, sums, strict=True):
                 sums_S, _ = sum_by_reply(
                     values_N,
                     scores.sequence_ids_N,
@@ -111,7 +111,7 @@ def score_reference(
     """
     missing = cache.find_missing_rows(dataset)
     scorer.run.console.say(
-        f"{title}: {counted(len(cache), 'row')} cached, {len(missing):,} to compute"
+        f"{title}: {spell_count(len(cache), 'row')} cached, {len(missing):,} to compute"
     )
     if missing:
         values_ND = scorer.score(dataset, missing, title=title)

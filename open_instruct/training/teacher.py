@@ -22,7 +22,7 @@ from open_instruct.core.batch_values import TeacherValues
 from open_instruct.core.errors import InputError
 from open_instruct.core.records import Batch
 from open_instruct.core.shard_layout import ShardLayout
-from open_instruct.core.text import counted
+from open_instruct.core.text import spell_count
 from open_instruct.data.files.array_file import find_cache_folder
 from open_instruct.data.token_dataset import TokenDataset
 from open_instruct.models.heads.logprob_head import Measure
@@ -38,7 +38,7 @@ from open_instruct.training.model.forward import (
     hidden_at_labels,
     token_logprobs,
 )
-from open_instruct.training.model.forward_inputs import beside_labels
+from open_instruct.training.model.forward_inputs import place_at_labels
 from open_instruct.training.open_companion import open_companion_model
 from open_instruct.training.reference import build_reference
 from open_instruct.training.row_cache import RowCache, open_row_cache
@@ -118,18 +118,18 @@ class TeacherComparison:
         """The `Measure` of the logits of a forward pass of `policy` over a microbatch."""
         if self.model is None:
             num_labels = len(batch.packed.sequence_ids_N)
-            stored = TeacherValues.read(batch.values).stored_numbers
-            assert stored is not None, "rows carry what is stored where there is no model"
-            kept_NC = stored.view(num_labels, -1 if num_labels else 1)
-            kept_BKC = beside_labels(policy, batch.packed, kept_NC, device=device)
-            return Measure(self.compare_kept, (kept_BKC,))
+            stored_numbers = TeacherValues.read(batch.values).stored_numbers
+            assert stored_numbers is not None, "rows carry what is stored where there is no model"
+            kept_NC = stored_numbers.view(num_labels, -1 if num_labels else 1)
+            kept_BKC = place_at_labels(policy, batch.packed, kept_NC, device=device)
+            return Measure(self.compare_stored, (kept_BKC,))
         with torch.no_grad(), disable_adapters(self.model):
             hidden_BKD = hidden_at_labels(self.model, batch.packed, policy, device)
         # A forward pass without a backward leaves FSDP's root parameters gathered.
         reshard(self.model)
         return Measure(self.compare_logits, (hidden_BKD,))
 
-    def compare_kept(self, logits_NV: torch.Tensor, kept_NC: torch.Tensor) -> torch.Tensor:
+    def compare_stored(self, logits_NV: torch.Tensor, kept_NC: torch.Tensor) -> torch.Tensor:
         return self.teacher.compare(self.shared_logits(logits_NV), kept_NC)
 
     def compare_logits(self, logits_NV: torch.Tensor, hidden_ND: torch.Tensor) -> torch.Tensor:
@@ -139,7 +139,7 @@ class TeacherComparison:
 
 
 def build_comparison(
-    opened: TeacherComparison,
+    comparison: TeacherComparison,
     rows: TrainingRows,
     *,
     student: Pretrained,
@@ -153,39 +153,40 @@ def build_comparison(
     of the teacher, which is freed afterwards.
     """
     policy = backend.computing_model
-    build = partial(build_teacher, opened.pretrained, student, policy, run=run, config=config)
-    if opened.teacher.keep is None:
+    build = partial(build_teacher, comparison.pretrained, student, policy, run=run, config=config)
+    if comparison.teacher.keep is None:
         model = build()
         compute_dtype = getattr(torch, config.model.param_dtype)
         head_VD = gather_full(model.lm_head.w_out.weight, compute_dtype).to(model.device)
-        return replace(opened, model=model, head_VD=head_VD), rows
+        return replace(comparison, model=model, head_VD=head_VD), rows
     cache = open_teacher_cache(
-        opened, rows, cache_dir=config.data.cache_dir, precision=config.reference_precision
+        comparison, rows, cache_dir=config.data.cache_dir, precision=config.reference_precision
     )
     datasets = [rows.dataset]
     if rows.heldout is not None:
         datasets.append(rows.heldout)
     num_missing = len(find_missing_keys(cache, datasets))
     run.console.say(
-        f"teacher's distributions: {counted(len(cache), 'row')} cached, {num_missing:,} to compute"
+        f"teacher's distributions: {spell_count(len(cache), 'row')} cached, {num_missing:,} to "
+        "compute"
     )
     if num_missing:
         model = build()
         with disable_adapters(model):
             for dataset in datasets:
                 add_distributions(
-                    cache, opened, model, dataset, rows=rows, backend=backend, run=run
+                    cache, comparison, model, dataset, rows=rows, backend=backend, run=run
                 )
         run_on_main_process(cache.write)
     heldout = rows.heldout
     if heldout is not None:
         heldout = cache.attach_numbers(heldout)
     dataset = cache.attach_numbers(rows.dataset)
-    return opened, replace(rows, dataset=dataset, heldout=heldout)
+    return comparison, replace(rows, dataset=dataset, heldout=heldout)
 
 
 def open_teacher_cache(
-    opened: TeacherComparison,
+    comparison: TeacherComparison,
     rows: TrainingRows,
     *,
     cache_dir: str | None,
@@ -194,11 +195,11 @@ def open_teacher_cache(
     """The file of the numbers that are kept of the teacher's distributions. Collective."""
     return open_row_cache(
         find_cache_folder(cache_dir) / "teacher_distributions",
-        opened.pretrained,
+        comparison.pretrained,
         precision,
         "packed" if rows.shape.packing else "padded",
-        opened.teacher.kept_as,
-        str(opened.vocab_size),
+        comparison.teacher.kept_as,
+        str(comparison.vocab_size),
     )
 
 
@@ -213,7 +214,7 @@ def find_missing_keys(cache: RowCache, datasets: list[TokenDataset]) -> set[str]
 @torch.no_grad()
 def add_distributions(
     cache: RowCache,
-    opened: TeacherComparison,
+    comparison: TeacherComparison,
     model: Transformer,
     dataset: TokenDataset,
     *,
@@ -222,9 +223,9 @@ def add_distributions(
     run: Run,
 ) -> None:
     """Run the teacher over the rows that `cache` lacks, and add what is kept, on every rank."""
-    keep = opened.teacher.keep
+    keep = comparison.teacher.keep
     assert keep is not None
-    measure = Measure(lambda logits_NV: keep(opened.shared_logits(logits_NV)))
+    measure = Measure(lambda logits_NV: keep(comparison.shared_logits(logits_NV)))
     batches = scoring_batches(
         dataset,
         cache.find_missing_rows(dataset),

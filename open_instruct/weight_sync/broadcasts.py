@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore
 
-from open_instruct.cluster.addresses import address_towards
+from open_instruct.cluster.addresses import find_address_towards
 from open_instruct.models.shards import select_box
 from open_instruct.weight_sync.channel import (
     NUM_SLOTS,
@@ -64,7 +64,7 @@ class PartBroadcaster(Outgoing):
 
     def put(self, position: int, find_local: FindLocal) -> None:
         self._finish(position - NUM_SLOTS)
-        bucket = self.manifest.bucket_at(position)
+        bucket = self.manifest.find_bucket(position)
         slot = self.slots_SN[position % NUM_SLOTS]
         works: list[dist.Work] = []
         self.sending[position] = works
@@ -132,7 +132,7 @@ class PartReceiver(Incoming):
             self._memories[rank] = torch.empty(most_bytes, dtype=torch.uint8, device=self.device)
 
     def take(self, position: int, find_wholes: FindWholes) -> None:
-        bucket = self.manifest.bucket_at(position)
+        bucket = self.manifest.find_bucket(position)
         ranks = set(self.manifest.ranks)
         if bucket is self.manifest.buckets[0]:
             self.progress.wait(f"go/{position}", [HOST], to="begin to send")
@@ -141,7 +141,9 @@ class PartReceiver(Incoming):
         self._begin(following, ranks - bucket.parts.keys(), find_wholes)
         senders = list(bucket.parts)
         for number, rank in enumerate(senders):
-            self._finish(senders[number:], to=f"send bucket {self.manifest.number_at(position)}")
+            self._finish(
+                senders[number:], to=f"send bucket {self.manifest.describe_bucket(position)}"
+            )
             for _, message, memory in self._arriving.pop(rank):
                 if memory is not None:
                     first_byte, _ = message.span(rank)
@@ -160,7 +162,7 @@ class PartReceiver(Incoming):
         """Begin to receive these ranks' parts of the bucket at a position, if there is one."""
         if position is None:
             return
-        bucket = self.manifest.bucket_at(position)
+        bucket = self.manifest.find_bucket(position)
         for rank in bucket.parts.keys() & ranks:
             arriving: list[tuple[dist.Work, Bucket, torch.Tensor | None]] = []
             self._arriving[rank] = arriving
@@ -294,7 +296,7 @@ def _make_group(
     if info["backend"] == "gloo":
         gloo: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         # At the address that reaches the store, and no other: on one host all stays on loopback.
-        address = address_towards(info["address"], info["port"])
+        address = find_address_towards(info["address"], info["port"])
         gloo._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
         gloo._timeout = timedelta(seconds=info["timeout_s"] + GROUP_PATIENCE_S)
         return dist.ProcessGroupGloo(prefixed, rank, size, gloo)

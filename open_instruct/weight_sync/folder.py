@@ -53,8 +53,8 @@ class Link:
     @property
     def num_bytes(self) -> int:
         num_bytes = 0
-        for written in self.messages:
-            num_bytes += sum(size for size, _ in written)
+        for rank_messages in self.messages:
+            num_bytes += sum(size for size, _ in rank_messages)
         return num_bytes
 
 
@@ -110,9 +110,9 @@ class FolderWeights:
         try:
             for link in find_links(version, self.chain, known_version=before):
                 self._check_messages(link)
-                for rank, written in enumerate(link.messages):
-                    if written:
-                        self._apply_file(rank, written, link)
+                for rank, rank_messages in enumerate(link.messages):
+                    if rank_messages:
+                        self._apply_file(rank, rank_messages, link)
         # A false link raises the last four.
         except (OSError, LookupError, RuntimeError, TypeError, ValueError) as error:
             where = f"version {version} in {Path(self.chain).parent}, which all hosts need to see"
@@ -150,11 +150,11 @@ class FolderWeights:
                     f"{link_name} has {num_messages} messages of rank {rank}, which has {expected}"
                 )
 
-    def _apply_file(self, rank: int, written: WrittenMessages, link: Link) -> None:
+    def _apply_file(self, rank: int, rank_messages: WrittenMessages, link: Link) -> None:
         """Put a rank's messages in place, after the digest of each is checked."""
         path = Path(f"{self.chain}-{link.version}.{rank}")
         with path.open("rb") as file:
-            for index, (num_bytes, digest) in enumerate(written):
+            for index, (num_bytes, digest) in enumerate(rank_messages):
                 message = torch.empty(num_bytes, dtype=torch.uint8)
                 num_read = file.readinto(message.numpy().data)
                 place = MessagePlace(
@@ -163,12 +163,13 @@ class FolderWeights:
                     builds_on=link.builds_on,
                     rank=rank,
                     index=index,
-                    num_messages=len(written),
+                    num_messages=len(rank_messages),
                 )
                 # Behind the end of a torn file memory may by chance hold the message read before.
                 if num_read != num_bytes or digest_message(message.numpy().data, place) != digest:
                     raise ValueError(
-                        f"{path.name} is torn, or is another one's ({index + 1} of {len(written)})"
+                        f"{path.name} is torn, or is another one's ({index + 1} of "
+                        f"{len(rank_messages)})"
                     )
                 if num_bytes == 0:
                     continue
@@ -186,18 +187,18 @@ def find_links(version: int, chain: str, *, known_version: int | None) -> list[L
         ValueError: a link is another version's, or builds on no earlier one.
     """
     links: list[Link] = []
-    wanted: int | None = version
-    while wanted is not None and wanted != known_version:
-        path = Path(f"{chain}-{wanted}.json")
+    wanted_version: int | None = version
+    while wanted_version is not None and wanted_version != known_version:
+        path = Path(f"{chain}-{wanted_version}.json")
         link = Link(**json.loads(read_whole(path)))
-        if link.version != wanted:
+        if link.version != wanted_version:
             raise ValueError(f"{path.name} is the link of version {link.version}")
         if link.builds_on is not None and link.builds_on >= link.version:
             raise ValueError(
                 f"{path.name} builds on version {link.builds_on}, which is no earlier one"
             )
         links.insert(0, link)
-        wanted = link.builds_on
+        wanted_version = link.builds_on
     return links
 
 

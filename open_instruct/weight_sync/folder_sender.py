@@ -84,8 +84,8 @@ class FolderSender(WeightSender):
         messages = list(self._sent.encode_messages(self._make_finder(), has_digests=has_digests))
         builds_on = links[-1].version if links else None
         write = partial(self._write, version, builds_on, messages)
-        written = gather_objects(together(write, kind=self._failure))
-        link = Link(version=version, builds_on=builds_on, messages=written)
+        rank_messages = gather_objects(together(write, kind=self._failure))
+        link = Link(version=version, builds_on=builds_on, messages=rank_messages)
         together(partial(self._add_link, link), kind=self._failure)
         self._links = [*links, link]
         if not self._changes_alone:
@@ -100,9 +100,9 @@ class FolderSender(WeightSender):
         self, version: int, builds_on: int | None, messages: list[Message]
     ) -> WrittenMessages:
         """Write this rank's messages; nobody reads them before there is a link."""
-        written: WrittenMessages = []
+        places: WrittenMessages = []
         if self._rank not in self.manifest.ranks:
-            return written
+            return places
         with Path(f"{self._chain}-{version}.{self._rank}").open("wb") as file:
             for index, message in enumerate(messages):
                 place = MessagePlace(
@@ -115,8 +115,8 @@ class FolderSender(WeightSender):
                 )
                 flat = torch.cat(message).numpy().data
                 file.write(flat)
-                written.append((len(flat), digest_message(flat, place)))
-        return written
+                places.append((len(flat), digest_message(flat, place)))
+        return places
 
     def _add_link(self, link: Link) -> None:
         """Write a version's link, so that it can be read; an anchor replaces earlier versions."""

@@ -134,11 +134,11 @@ class Manifest:
         spans = [bucket.span(rank) for bucket in self.buckets]
         return max(stop - start for start, stop in spans)
 
-    def bucket_at(self, position: int) -> Bucket:
+    def find_bucket(self, position: int) -> Bucket:
         """The bucket at a position in the life of a channel; every version sends all buckets."""
         return self.buckets[position % len(self.buckets)]
 
-    def number_at(self, position: int) -> str:
+    def describe_bucket(self, position: int) -> str:
         """The number of that bucket within its version, for people: "3 of 9"."""
         return f"{position % len(self.buckets) + 1} of {len(self.buckets)}"
 

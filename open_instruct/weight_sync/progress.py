@@ -12,7 +12,7 @@ from typing import Any
 from torch.distributed import DistError, DistStoreError, TCPStore
 
 from open_instruct.core.errors import RunError
-from open_instruct.parallel.listening import listen_at
+from open_instruct.parallel.listening import open_listening_store
 
 
 def learner_name(rank: int) -> str:
@@ -56,7 +56,7 @@ class SyncProgress:
     @classmethod
     def host(cls, address: str, *, timeout_s: float) -> SyncProgress:
         """Keep the store in this process, at `address` and no other, as the first member."""
-        store = listen_at(address, timeout=timedelta(seconds=timeout_s))
+        store = open_listening_store(address, timeout=timedelta(seconds=timeout_s))
         return cls(store, member=HOST, timeout_s=timeout_s)
 
     @classmethod

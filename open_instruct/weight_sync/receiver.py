@@ -156,7 +156,7 @@ class IncomingWeights:
     def _read_sizes(self, index: int) -> None:
         """Read from the store how long the messages about a bucket are."""
         ranks = self._manifest.buckets[index].parts
-        to = f"find what has changed of bucket {self._manifest.number_at(index)}"
+        to = f"find what has changed of bucket {self._manifest.describe_bucket(index)}"
         words = self._progress.read_reports(
             f"size/{self._position + index}", [learner_name(rank) for rank in ranks], to=to
         )
@@ -165,7 +165,7 @@ class IncomingWeights:
 
     def _find_wholes(self, position: int) -> dict[str, torch.Tensor]:
         """The tensors of the bucket at a position; they have memory until their last piece came."""
-        bucket = self._incoming.manifest.bucket_at(position)
+        bucket = self._incoming.manifest.find_bucket(position)
         first = position - bucket.piece
         if first not in self._wholes:
             self._wholes[first] = bucket.wholes(self._memory.take(bucket.num_bytes_of_wholes))

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from open_instruct.cluster.addresses import outward_address
+from open_instruct.cluster.addresses import find_outward_address
 from open_instruct.core.errors import RunError
 from open_instruct.models.hf.names import TensorNames
 from open_instruct.models.lora.adapters import (
@@ -94,13 +94,13 @@ class WeightSender:
         self._learners = [learner_name(rank) for rank in range(dist.get_world_size())]
         self._timeout_s = timeout_s
         self._computes = adapter_alone or bool(find_adapted_layers(model))
-        held = {hf_name: held_by_name[name] for hf_name, name in self._names.items()}
+        shards = {hf_name: held_by_name[name] for hf_name, name in self._names.items()}
         self.manifest = WeightManifest(
-            {name: each.shape for name, each in held.items()},
-            {name: each.find_boxes(HOST_RANK) for name, each in held.items()},
+            {name: each.shape for name, each in shards.items()},
+            {name: each.find_boxes(HOST_RANK) for name, each in shards.items()},
             dtype=dtype,
             bucket_bytes=bucket_bytes,
-            slabs={name: each.num_slabs for name, each in held.items()},
+            slabs={name: each.num_slabs for name, each in shards.items()},
         )
         self._device: torch.device = cast(Any, model).device if backend in ON_DEVICE else CPU
         self._progress: SyncProgress | None = None
@@ -212,7 +212,7 @@ class WeightSender:
         """On rank 0: keep the store, prepare the transport, and return the facts of both."""
         assert self._outgoing is not None
         # Reachable by all peers and by the driver, which may be on another host.
-        address = outward_address()
+        address = find_outward_address()
         self._progress = SyncProgress.host(address, timeout_s=self._timeout_s)
         return {
             "backend": self._backend,
@@ -260,10 +260,13 @@ class WeightSender:
         for index in range(num_buckets + NUM_SLOTS):
             position = self._position + index
             if index >= NUM_SLOTS:
-                taken = position - NUM_SLOTS
-                to = f"take bucket {self.manifest.number_at(taken)} of version {version}"
+                taken_position = position - NUM_SLOTS
+                to = (
+                    f"take bucket {self.manifest.describe_bucket(taken_position)} of version "
+                    f"{version}"
+                )
                 outgoing.progress.wait(
-                    f"done/{taken}", self._receivers, to=to, meanwhile=outgoing.check
+                    f"done/{taken_position}", self._receivers, to=to, meanwhile=outgoing.check
                 )
             if index < num_buckets:
                 outgoing.put(position, next(contents))

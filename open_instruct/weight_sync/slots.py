@@ -73,7 +73,7 @@ class SlotWriter(SlotEnd, Outgoing):
         self._remove_file()
 
     def put(self, position: int, find_local: FindLocal) -> None:
-        bucket = self.manifest.bucket_at(position)
+        bucket = self.manifest.find_bucket(position)
         flat = view_slot(self.slots_SN, position, bucket)
         bucket.pack(flat, find_local, rank=self.index)
         wait_for_device(self.device)
@@ -92,10 +92,12 @@ class SlotReader(SlotEnd, Incoming):
     """Copies all parts out of a slot."""
 
     def take(self, position: int, find_wholes: FindWholes) -> None:
-        bucket = self.manifest.bucket_at(position)
+        bucket = self.manifest.find_bucket(position)
         writers = [learner_name(rank) for rank in self.manifest.ranks]
         self.progress.wait(
-            f"filled/{position}", writers, to=f"write bucket {self.manifest.number_at(position)}"
+            f"filled/{position}",
+            writers,
+            to=f"write bucket {self.manifest.describe_bucket(position)}",
         )
         for rank in bucket.parts:
             bucket.unpack(

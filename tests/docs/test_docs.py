@@ -19,7 +19,7 @@ from open_instruct.cli import COMMANDS
 from open_instruct.commands.plan import parse_request
 from open_instruct.commands.preview import parse_request as parse_preview
 from open_instruct.commands.run_flags import parse_run
-from open_instruct.objectives.registry import OBJECTIVES, objective_named
+from open_instruct.objectives.registry import OBJECTIVES, load_objective
 from open_instruct.training.deepspeed.grpo_flags import GRPOFastConfig
 from tests.docs.pages import PAGES, REPOSITORY, commands_of, find_blocks, write_script
 from tests.docs.samples import EARLIER_RUNS, LEFT_OUT, lay_out
@@ -51,7 +51,7 @@ def check_flags_of_a_run(name: str, words: list[str]) -> None:
     needed["--dataset_mixer_list" if of_grpo else "--mixer_list"] = ["R.jsonl", "1.0"]
     for flag, values in needed.items():
         words += [] if flag in words else [flag, *values]
-    objective = objective_named("grpo" if of_grpo else name)
+    objective = load_objective("grpo" if of_grpo else name)
     objective.validate(
         parse_run(GRPOFastConfig if name == "grpo_fast" else objective.config_class, words)
     )

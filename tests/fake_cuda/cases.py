@@ -301,7 +301,7 @@ def opened(case: Case, folder: Path, within: Any = None) -> Iterator[tuple[Any, 
 
     from open_instruct.commands.run_flags import parse_run
     from open_instruct.config.grpo import GRPOConfig
-    from open_instruct.objectives.registry import objective_named
+    from open_instruct.objectives.registry import load_objective
     from open_instruct.parallel.layout import find_layout
     from open_instruct.parallel.process import Process
     from open_instruct.run.console import Console
@@ -318,7 +318,7 @@ def opened(case: Case, folder: Path, within: Any = None) -> Iterator[tuple[Any, 
     )
     try:
         config: Any = parse_run(
-            GRPOConfig if is_grpo else objective_named(case.objective).config_class, case.words
+            GRPOConfig if is_grpo else load_objective(case.objective).config_class, case.words
         )
         run = Run(
             process=process,
@@ -420,7 +420,7 @@ def _offline(case: Case, config: Any, run: Any) -> tuple[Any, TakeSteps]:
 
     from open_instruct.batching.steps import BatchShape
     from open_instruct.core.records import StepBatch
-    from open_instruct.objectives.registry import objective_named
+    from open_instruct.objectives.registry import load_objective
     from open_instruct.run.cadence import Cadence
     from open_instruct.training.loop import Loop
     from open_instruct.training.policy import Policy
@@ -435,7 +435,7 @@ def _offline(case: Case, config: Any, run: Any) -> tuple[Any, TakeSteps]:
     else:
         build_backend = _build_zero
 
-    objective = objective_named(case.objective)
+    objective = load_objective(case.objective)
     form = objective.choose_rows(config)
     bound = objective.bind(config)
     # What is read from the device is 1: no policy's first loss.

@@ -38,10 +38,10 @@ def local_ray() -> Iterator[None]:
     """
     import ray
 
-    from open_instruct.cluster.ray_cluster import short_folder
+    from open_instruct.cluster.ray_cluster import make_short_folder
     from open_instruct.cluster.watchdog import Watchdog
 
-    folder = short_folder()
+    folder = make_short_folder()
     watchdog = Watchdog(folder, logs_folder=None)
     # Ray's workers find the actors of these tests by it.
     with (

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from open_instruct.commands.tiny_model import write_tiny_model
-from open_instruct.generation.requests import sampling_seed
+from open_instruct.generation.requests import make_sampling_seed
 from tests.fleet.queue_case import STOP, TEMPERATURE, logits_of, requests
 
 pytestmark = pytest.mark.extended
@@ -132,4 +132,4 @@ def test_second_runner_answers_after_the_temperature(said: dict[str, Any]) -> No
 
 def test_seeds_fit_into_the_second_runner() -> None:
     """It keeps them as 64 bits with a sign."""
-    assert max(sampling_seed(number) for number in range(100)) < 2**63
+    assert max(make_sampling_seed(number) for number in range(100)) < 2**63

@@ -35,10 +35,10 @@ ONE_LEARNER = FleetShape(
 # not the order of the nodes.
 SIMULATED_CLUSTER = """
 import os, sys
-from open_instruct.cluster.ray_cluster import short_folder
+from open_instruct.cluster.ray_cluster import make_short_folder
 from open_instruct.cluster.watchdog import Watchdog
 os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # stay on the loopback interface
-folder = short_folder()
+folder = make_short_folder()
 options = {"object_store_memory": 80 << 20, "temp_dir": str(folder)}
 # Whatever `temp_dir` says, `Cluster` leaves its address in a folder of this name, and does not make it.
 os.environ["RAY_TMPDIR"] = str(folder)

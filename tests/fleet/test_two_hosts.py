@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from open_instruct.cluster.ray_cluster import short_folder
+from open_instruct.cluster.ray_cluster import make_short_folder
 from tests.fleet import two_hosts
 
 pytestmark = pytest.mark.extended
@@ -93,7 +93,7 @@ def cluster(hosts: list[list[str]], environment: dict[str, str]) -> Iterator[str
     other.
     """
     ray = [sys.executable, "-m", "ray.scripts.scripts"]
-    folder = short_folder()
+    folder = make_short_folder()
     address = f"{ADDRESSES[0]}:{PORT}"
     head = [
         "--head",

@@ -15,7 +15,7 @@ from open_instruct.commands.plan import parse_request
 from open_instruct.commands.run_flags import parse_run
 from open_instruct.core.errors import InputError
 from open_instruct.core.shard_layout import ShardLayout
-from open_instruct.objectives.registry import OBJECTIVES, objective_named
+from open_instruct.objectives.registry import OBJECTIVES, load_objective
 from open_instruct.parallel.layout import find_layout
 from open_instruct.planning.plan import make_plan
 from open_instruct.planning.subject.read_shape import model_shape
@@ -24,7 +24,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 MAGNITUDES = {"M": 1e6, "B": 1e9}
 
 
-KINDS = {name: objective_named(name) for name in (*OBJECTIVES, "grpo")}
+KINDS = {name: load_objective(name) for name in (*OBJECTIVES, "grpo")}
 SCRIPTS = {name: f"open_instruct/{name}.py" for name in OBJECTIVES} | {
     "grpo": "open_instruct/grpo_olmo_core_actor.py"
 }
@@ -36,7 +36,7 @@ GRPO_FILES = [path for path in FILES if path.parent.name == "grpo"]
 
 def units_of(kind: str) -> str:
     """What a global batch is counted in."""
-    return f"{objective_named(kind).rows.unit}s"
+    return f"{load_objective(kind).rows.unit}s"
 
 
 def name_of(path: Path) -> str:

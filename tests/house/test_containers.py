@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from open_instruct.commands.run_flags import parse_run
-from open_instruct.objectives.registry import objective_named
+from open_instruct.objectives.registry import load_objective
 from open_instruct.parallel.layout import find_layout
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -50,7 +50,7 @@ def test_job_runs_a_config_of_ours_with_flags_that_we_have(monkeypatch: pytest.M
     (container,) = spec["template"]["spec"]["containers"]
     program, *words = container["command"][1:]
     monkeypatch.chdir(REPOSITORY)
-    objective = objective_named(Path(program).stem)
+    objective = load_objective(Path(program).stem)
     config = parse_run(objective.config_class, words)
     assert objective.validate(config) == []
     assert config.run.output_dir.startswith("/shared/")

@@ -27,7 +27,7 @@ from open_instruct.commands.replay import ReplayFlags
 from open_instruct.commands.report import ReportFlags
 from open_instruct.commands.score import ScoreFlags
 from open_instruct.commands.tiny_model import TinyModelFlags
-from open_instruct.config.flags import OWN, flags_of
+from open_instruct.config.flags import OWN, list_flags
 from open_instruct.config.suites.upstream_flags import upstream_table
 from open_instruct.core.families import FAMILIES
 from open_instruct.migrate.from_suite import READERS
@@ -511,11 +511,11 @@ class TestFlags:
         read |= {
             name for path in files for listed in mixer_lists_asked(tree_of(path)) for name in listed
         }
-        assert flags_of(command.config_class).keys() - read == set()
+        assert list_flags(command.config_class).keys() - read == set()
 
     @pytest.mark.parametrize("command", commands_with_flags(), ids=lambda command: command.script)
     def test_condition_of_a_flag_is_a_flag_beside_it(self, command: Any) -> None:
-        flags = flags_of(command.config_class)
+        flags = list_flags(command.config_class)
         for flag in flags.values():
             if flag.read_with:
                 assert flag.other in flags, flag.name
@@ -561,7 +561,7 @@ def known_flags() -> frozenset[str]:
         CheckFlags,
     )
     configs = (*trained, *others, TinyModelFlags)
-    flags = [flag for config_class in configs for flag in flags_of(config_class).values()]
+    flags = [flag for config_class in configs for flag in list_flags(config_class).values()]
     known = {flag.name for flag in flags} | {
         f"no_{flag.name}" for flag in flags if flag.kind is bool
     }

@@ -16,7 +16,7 @@ import covertable
 from open_instruct.commands.run_flags import parse_run
 from open_instruct.config.grpo import GRPOConfig, validate_grpo
 from open_instruct.core.errors import InputError
-from open_instruct.objectives.registry import objective_named
+from open_instruct.objectives.registry import load_objective
 
 Flags = Mapping[str, Any]
 
@@ -99,7 +99,7 @@ def parse_flags(objective: str, words: Sequence[str]) -> Any:
         config = parse_run(GRPOConfig, list(words))
         validate_grpo(config)
         return config
-    chosen = objective_named(objective)
+    chosen = load_objective(objective)
     config = parse_run(chosen.config_class, list(words))
     chosen.validate(config)
     return config

@@ -47,7 +47,7 @@ RUNS: dict[str, tuple[dict[str, Any], dict[str, Any], list[dict[str, Any]]]] = {
 }
 
 
-def flags_of(case: GRPOCase, name: str, **flags: Any) -> list[str]:
+def list_flags(case: GRPOCase, name: str, **flags: Any) -> list[str]:
     family = flags.pop("family", None)
     if family is not None:
         # A vocabulary that no number of ranks divides.
@@ -80,7 +80,7 @@ def call(job: str, num_ranks: int, cases: list[list[str]], **arguments: Any) -> 
 
 @pytest.mark.extended
 def test_any_layout_finds_the_very_bits(grpo_case: GRPOCase) -> None:
-    flags = {name: flags_of(grpo_case, name, **own) for name, (own, _, _) in RUNS.items()}
+    flags = {name: list_flags(grpo_case, name, **own) for name, (own, _, _) in RUNS.items()}
     saved: dict[str, list[dict[str, Any]]] = {}
     for num_ranks in (1, 2, 4):
         names = [
@@ -124,7 +124,7 @@ def check_found(
 @pytest.mark.extended
 def test_moments_come_back_from_the_host(grpo_case: GRPOCase) -> None:
     """A run may go on without --adam_offload: with an AdamW that has settings of its own."""
-    flags = with_layout(flags_of(grpo_case, "from_host"), ONE)
+    flags = with_layout(list_flags(grpo_case, "from_host"), ONE)
     ((saved,),) = call("save_from_host", 1, [flags])
     ((found,),) = call("load_each", 1, [flags])
     assert "error" not in found, found["error"]
@@ -136,7 +136,7 @@ def test_moments_of_another_kind_are_refused_by_the_flag(grpo_case: GRPOCase) ->
     """Where no config.yaml tells of it."""
     optimizers = ("adamw", "adamw_8bit")
     flags = [
-        with_layout(flags_of(grpo_case, f"kept_as_{each}", optimizer=each), ONE)
+        with_layout(list_flags(grpo_case, f"kept_as_{each}", optimizer=each), ONE)
         for each in optimizers
     ]
     call("save_each", 1, flags, num_saved=1)
@@ -253,7 +253,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], int, str]] = {
 
 @pytest.mark.extended
 def test_damaged_and_planted_checkpoints(grpo_case: GRPOCase, tmp_path: Path) -> None:
-    flags = flags_of(grpo_case, "damaged")
+    flags = list_flags(grpo_case, "damaged")
     call("save_each", 2, [with_layout(flags, FSDP_2)], num_saved=2)
     at = flags.index("--output_dir") + 1
     whole = Path(flags[at])
@@ -304,7 +304,7 @@ def test_checkpoint_fails_on_all_ranks_when_it_fails_on_one(
     grpo_case: GRPOCase, in_background: str
 ) -> None:
     flags = with_layout(
-        flags_of(grpo_case, f"faults_{in_background}", async_checkpoints=in_background), FSDP_2
+        list_flags(grpo_case, f"faults_{in_background}", async_checkpoints=in_background), FSDP_2
     )
     of_ranks = run_ranks(2, f"{JOBS}:faults_of_one_rank", flags=flags)
     assert of_ranks[0] == of_ranks[1]
@@ -319,7 +319,7 @@ def test_checkpoint_fails_on_all_ranks_when_it_fails_on_one(
 def test_checkpoints_of_a_thread_are_those_of_a_run_that_waits(grpo_case: GRPOCase) -> None:
     modes = ("off", "on")
     flags = [
-        flags_of(grpo_case, f"async_{mode}", async_checkpoints=mode, **MOVING) for mode in modes
+        list_flags(grpo_case, f"async_{mode}", async_checkpoints=mode, **MOVING) for mode in modes
     ]
     call(
         "save_each",
@@ -336,7 +336,7 @@ def test_checkpoints_of_a_thread_are_those_of_a_run_that_waits(grpo_case: GRPOCa
 @pytest.mark.extended
 def test_many_saves_on_four_ranks(grpo_case: GRPOCase) -> None:
     flags = with_layout(
-        flags_of(grpo_case, "many", async_checkpoints="on", keep_last_n_checkpoints=2), HSDP_2X2
+        list_flags(grpo_case, "many", async_checkpoints="on", keep_last_n_checkpoints=2), HSDP_2X2
     )
     left = run_ranks(4, f"{JOBS}:save_many", flags=flags, num_saves=30)
     assert left[0] == ["step29", "step30"], "rank 0 removes the older ones"

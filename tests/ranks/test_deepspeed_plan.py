@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from open_instruct.commands.run_flags import parse_run
-from open_instruct.objectives.registry import objective_named
+from open_instruct.objectives.registry import load_objective
 from open_instruct.parallel.layout import find_layout
 from open_instruct.planning.exchanges import axis_groups
 from open_instruct.planning.memory.parts import BUFFERS
@@ -161,7 +161,7 @@ class Measured:
 
     def planned(self, name: str) -> ZeroMemoryModel:
         """Of a run whose engines are sent the weights."""
-        case, config = CASES[name], parse_run(objective_named("dpo").config_class, self.words(name))
+        case, config = CASES[name], parse_run(load_objective("dpo").config_class, self.words(name))
         shape = build_shape(config, str(self.models[case.model]))
         layout = find_layout(config.parallel, [case.num_ranks], config.backend)
         workload = replace(

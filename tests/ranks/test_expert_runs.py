@@ -38,7 +38,7 @@ def case(dpo_case: TrainCase, tmp_path_factory: pytest.TempPathFactory) -> Train
     )
 
 
-def balanced(case: TrainCase) -> TrainCase:
+def balance_microbatches(case: TrainCase) -> TrainCase:
     """Of a model whose config.json asks for the balance loss."""
     file = case.model / "config.json"
     fields = json.loads(file.read_text()) | {
@@ -133,7 +133,7 @@ def test_balance_loss_is_learned_beside_the_objective(
         ports=free_ports(1),
         entry="sft",
     )
-    balanced(sft)
+    balance_microbatches(sft)
     run_ranks(
         1, JOB, commands=[sft.command("alone", batch=1, **rates)], ports=free_ports(1), entry="sft"
     )
@@ -158,7 +158,7 @@ def test_balance_loss_of_a_step_does_not_depend_on_its_cut(
     """SFT on rows of unequal length, on 1, 2 and 4 ranks, in one microbatch a step or several."""
     write_conversations(tmp_path / "rows.jsonl", num_rows=NUM_ROWS, seed=1)
     model = write_shallow_model(tmp_path / "model", family="qwen3_moe")
-    sft = balanced(
+    sft = balance_microbatches(
         replace(case, model=model, rows=tmp_path / "rows.jsonl", folder=tmp_path, own_flags={})
     )
     flags = CONSTANT | {"router_balance": "step"}

@@ -14,7 +14,7 @@ from safetensors.numpy import load_file
 
 from open_instruct.checkpoints.step_folder import find_checkpoints
 from open_instruct.commands import export
-from open_instruct.objectives.registry import OBJECTIVES, objective_named
+from open_instruct.objectives.registry import OBJECTIVES, load_objective
 from tests.ranks.objective_rows import write_objective_case
 from tests.ranks.test_deepspeed import of_stage
 from tests.ranks.test_dpo_resume import finish, kill, start, wait_for_rows
@@ -145,7 +145,7 @@ def test_every_metric_that_it_takes_is_in_the_rows_of_such_a_run(
     run_ranks(1, JOB, commands=[command], ports=free_ports(1), entry=entry)
     run = case.folder / "run"
     rows, scores = case.metrics("run"), read_rows(run / "eval.jsonl")
-    config = objective_named(entry).config_class
+    config = load_objective(entry).config_class
     assert set(config.quality_metrics.fget(None)) <= rows[-1].keys() | scores[-1].keys()
     best = json.loads((run / "best.json").read_text())["step"]
     assert case.weights_digest("run") == digest_of_step(run, best)

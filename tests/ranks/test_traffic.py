@@ -15,7 +15,7 @@ import pytest
 
 from open_instruct.commands.run_flags import parse_run
 from open_instruct.core.shard_layout import ShardLayout
-from open_instruct.objectives.registry import objective_named
+from open_instruct.objectives.registry import load_objective
 from open_instruct.parallel.layout import find_layout
 from open_instruct.planning.exchanges import Exchange, axis_groups
 from open_instruct.planning.memory import head
@@ -323,7 +323,7 @@ class Counted:
     def planned(self, name: str) -> tuple[ShardLayout, dict[str, tuple[Exchange, ...]]]:
         """The layout, and what the planner says of each part that is counted."""
         case = CASES[name]
-        config = parse_run(objective_named(case.algorithm).config_class, self.words(name))
+        config = parse_run(load_objective(case.algorithm).config_class, self.words(name))
         shape, layout = (
             build_shape(config, str(self.models[case.model])),
             find_layout(config.parallel, nodes_of(case), config.backend),

@@ -40,12 +40,12 @@ def take_first_loss(
     """
     # Warnings of libraries belong in the log of a run; a look has none.
     logging.captureWarnings(True)
-    with _temporary_folder(config) as config, redirect_stdout(io.StringIO()):
+    with _use_temporary_folder(config) as config, redirect_stdout(io.StringIO()):
         try:
             if isinstance(config, GRPOConfig):
-                return _rollout_loss(config, Prompts(rows), chat)
+                return _take_rollout_loss(config, Prompts(rows), chat)
             loss = take_offline_loss(
-                _with_one_microbatch(reduce_to_one_process(config)), objective=objective
+                _shorten_to_one_microbatch(reduce_to_one_process(config)), objective=objective
             )
             return f"{loss:.4f}, of the first microbatch on one process"
         except RunError as error:
@@ -53,12 +53,12 @@ def take_first_loss(
 
 
 @contextmanager
-def _temporary_folder(config: ConfigT) -> Iterator[ConfigT]:
+def _use_temporary_folder(config: ConfigT) -> Iterator[ConfigT]:
     with tempfile.TemporaryDirectory(prefix="check_") as folder:
         yield replace(config, run=replace(config.run, output_dir=folder))
 
 
-def _with_one_microbatch(config: TrainingConfig) -> TrainingConfig:
+def _shorten_to_one_microbatch(config: TrainingConfig) -> TrainingConfig:
     """The config of a run on the rows of one microbatch, as frozen models score all rows."""
     num_rows = str(max(2, config.optim.per_device_train_batch_size))
     mixer_list: list[str] = []
@@ -69,7 +69,7 @@ def _with_one_microbatch(config: TrainingConfig) -> TrainingConfig:
     return replace(config, data=data, optim=optim)
 
 
-def _rollout_loss(config: GRPOConfig, prompts: Prompts, chat: ChatFormat) -> str:
+def _take_rollout_loss(config: GRPOConfig, prompts: Prompts, chat: ChatFormat) -> str:
     pretrained = open_pretrained(config, Path(config.run.output_dir) / "hf_model")
     check_engine(
         pretrained.hf_config,

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from textwrap import indent
 
 from open_instruct.core.errors import InputError, Problem
-from open_instruct.core.text import counted, escaped
+from open_instruct.core.text import escape_controls, spell_count
 
 TITLE_WIDTH = 16
 FLAGS = "flags"
@@ -26,22 +26,22 @@ class Report:
             self._print(title, f"not looked at, as the {missing[0]} will not do")
             return
         try:
-            found = find()
+            finding = find()
         except InputError as error:
             self._failed.add(title)
             self.refusals += [problem for problem in error.problems if problem not in self.refusals]
             places = [self.refusals.index(problem) + 1 for problem in error.problems]
-            found = f"refused, see {', '.join(map(str, places))} below"
+            finding = f"refused, see {', '.join(map(str, places))} below"
         except Exception:
             if FLAGS not in self._failed:
                 raise
             # Wrong values may lead anywhere: what depends on them is checked once they are right.
             self._failed.add(title)
-            found = "not looked at, as the flags will not do"
-        self._print(title, found)
+            finding = "not looked at, as the flags will not do"
+        self._print(title, finding)
 
-    def _print(self, title: str, found: str) -> None:
-        first, *more = escaped(found, "\n\t").splitlines() or [""]
+    def _print(self, title: str, finding: str) -> None:
+        first, *more = escape_controls(finding, "\n\t").splitlines() or [""]
         print(f"{title:{TITLE_WIDTH}}{first}", flush=True)
         for line in more:
             print(indent(line, " " * TITLE_WIDTH), flush=True)
@@ -56,7 +56,7 @@ class Report:
             print(f"\nNo problems found. {NOTHING_WRITTEN} {folder}.")
             return 0
         numbered = [f"{place}. {problem}" for place, problem in enumerate(self.refusals, start=1)]
-        what = counted(len(numbered), "problem")
+        what = spell_count(len(numbered), "problem")
         raise InputError(
             "\n".join([f"{what}, for which the run would be refused", *numbered]),
             problems=self.refusals,

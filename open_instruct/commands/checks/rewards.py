@@ -10,7 +10,7 @@ from open_instruct.config.grpo import GRPOConfig
 from open_instruct.config.policy_sections import RewardSection
 from open_instruct.core.errors import InputError
 from open_instruct.core.records import Check, Completion, Prompt
-from open_instruct.core.text import counted
+from open_instruct.core.text import spell_count
 from open_instruct.data.chat import ChatFormat
 from open_instruct.data.files.array_file import find_cache_folder
 from open_instruct.data.prompts import Prompts
@@ -105,11 +105,11 @@ def drop_models(flags: RewardSection) -> RewardSection:
 
 def find_first_checks(prompts: list[Prompt]) -> Iterator[tuple[Prompt, Check]]:
     """Of each verifier, the first prompt that it judges."""
-    seen: set[str] = set()
+    names_seen: set[str] = set()
     for prompt in prompts:
         for check in prompt.checks:
-            if check.verifier not in seen:
-                seen.add(check.verifier)
+            if check.verifier not in names_seen:
+                names_seen.add(check.verifier)
                 yield prompt, check
 
 
@@ -160,5 +160,5 @@ def open_once(name: str, factory: Factory, prompt: Prompt) -> str:
             kind="own_code",
             flag="environment",
         ) from error
-    tools = f", with {counted(num_tools, 'tool')}" if num_tools else ""
+    tools = f", with {spell_count(num_tools, 'tool')}" if num_tools else ""
     return f"{name}: opened and closed once{tools}"

@@ -166,8 +166,8 @@ class RunChecks:
         backend = self.config.backend
         backend.refuse_unfit()
         who = "learner" if isinstance(self.config, GRPOConfig) else "process"
-        found = describe_layout(layout, self.config.parallel, backend, who=who)
-        return "\n".join([found, *(f"warning: {each}" for each in layout.warnings)])
+        description = describe_layout(layout, self.config.parallel, backend, who=who)
+        return "\n".join([description, *(f"warning: {each}" for each in layout.warnings)])
 
     def check_start_model(self) -> str:
         check_models(self.config)
@@ -199,14 +199,14 @@ class RunChecks:
         return f"{len(self.tokenizer):,} tokens; chat template: {self.chat.template.name}"
 
     def load_verifiers(self, config: GRPOConfig) -> str:
-        from open_instruct.core.user_code import own_function
+        from open_instruct.core.user_code import load_own_function
         from open_instruct.losses.advantages import ADVANTAGES
         from open_instruct.losses.policy import POLICY_LOSSES
 
         self.known = find_judges(config)
-        own_function(config.loss.loss_fn, flag="--loss_fn", known=POLICY_LOSSES)
+        load_own_function(config.loss.loss_fn, flag="--loss_fn", built_in=POLICY_LOSSES)
         advantages = config.rollout.advantage_normalization_type
-        own_function(advantages, flag="--advantages", known=ADVANTAGES)
+        load_own_function(advantages, flag="--advantages", built_in=ADVANTAGES)
         if not config.reward.verifier:
             return "each row names its own"
         return f"{', '.join(config.reward.verifier)} judges rows that name none"
@@ -279,16 +279,16 @@ class RunChecks:
                 "GPU here"
             )
         check_model(build_shape(config, str(folder)), self.layout, config)
-        planned = check_plan(
+        plan_check = check_plan(
             config,
             nodes,
             model_folder=str(folder),
             memory_bytes=find_process_memory(sum(nodes), has_gpu=has_gpu),
             on_cuda=has_gpu,
         )
-        line = planned.line.removeprefix("memory: ")
-        if planned.warning:
-            line += f"\nwarning: {planned.warning}"
+        line = plan_check.line.removeprefix("memory: ")
+        if plan_check.warning:
+            line += f"\nwarning: {plan_check.warning}"
         return line
 
     def take_first_loss(self) -> str:

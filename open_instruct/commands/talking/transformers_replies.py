@@ -28,7 +28,7 @@ class TransformersEngine:
         self, model: TalkingModel, tokenizer: PreTrainedTokenizerFast, *, dtype: str | None
     ) -> None:
         try:
-            opened = open_model(model.folder, "AutoModelForCausalLM", dtype)
+            loaded_model = open_model(model.folder, "AutoModelForCausalLM", dtype)
         except InputError:
             raise
         except (OSError, ValueError, KeyError, ImportError) as error:
@@ -36,8 +36,8 @@ class TransformersEngine:
                 f"transformers cannot open {model.folder}: {error}", kind="bad_model"
             ) from error
         if model.adapter is not None:
-            opened = _with_adapter(opened, model.adapter)
-        self._model = opened.eval()
+            loaded_model = _with_adapter(loaded_model, model.adapter)
+        self._model = loaded_model.eval()
         self._tokenizer = tokenizer
         self._stopped = threading.Event()
         self.was_cut = False
@@ -86,7 +86,7 @@ class TransformersEngine:
         self._stopped.set()
 
 
-def _with_adapter(opened: Any, adapter: Path) -> Any:
+def _with_adapter(base_model: Any, adapter: Path) -> Any:
     try:
         from peft import PeftModel
     except ImportError:
@@ -95,7 +95,7 @@ def _with_adapter(opened: Any, adapter: Path) -> Any:
             "peft`, or make a model of it by `open-instruct merge`",
             kind="missing_package",
         ) from None
-    return PeftModel.from_pretrained(opened, adapter)
+    return PeftModel.from_pretrained(base_model, adapter)
 
 
 def _generation_options(sampling: Sampling, tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:

@@ -83,12 +83,12 @@ def _other_trainer(name: str) -> dict[str, Any]:
     return dict(read_table("step_launches.yaml").get(name, {}))
 
 
-def translate_flag(name: str, words: Sequence[str], known: Collection[str]) -> Fate | None:
-    """The fate of upstream's flag `name` in a command with the flags `known`;
+def translate_flag(name: str, words: Sequence[str], flag_names: Collection[str]) -> Fate | None:
+    """The fate of upstream's flag `name` in a command with the flags `flag_names`;
 
     None if upstream has no such flag.
     """
-    is_grpo = "total_episodes" in known
+    is_grpo = "total_episodes" in flag_names
     # Special sections stand behind the general one, and win.
     sections = reversed(read_table("flags.yaml"))
     tables = [
@@ -96,12 +96,12 @@ def translate_flag(name: str, words: Sequence[str], known: Collection[str]) -> F
         for section in sections
         if section == EVERY or (section == "grpo") == is_grpo
     ]
-    if name in known:  # the same name here; only some values are spelled otherwise
+    if name in flag_names:  # the same name here; only some values are spelled otherwise
         value = " ".join(words).lower()
         spelled = (table[name] for table in tables if name in table)
         return next(
             (
-                fate(entry, words)
+                decide_fate(entry, words)
                 for entry in spelled
                 if entry.ours == name and value in entry.values
             ),
@@ -109,15 +109,15 @@ def translate_flag(name: str, words: Sequence[str], known: Collection[str]) -> F
         )
     for each, its_words in ((name, words), (name.removeprefix("no_"), ["false"])):
         entries = [table[each] for table in tables if each in table]
-        usable = [entry for entry in entries if entry.ours is None or entry.ours in known]
+        usable = [entry for entry in entries if entry.ours is None or entry.ours in flag_names]
         if usable:
-            return fate(usable[0], its_words)
+            return decide_fate(usable[0], its_words)
     return None
 
 
-def fate(entry: Entry, words: Sequence[str]) -> Fate:
+def decide_fate(entry: Entry, words: Sequence[str]) -> Fate:
     """The fate of a flag that was given `words`, by its entry."""
-    words = [_spelled(word) for word in words] or ["true"]
+    words = [_spell_word(word) for word in words] or ["true"]
     value = " ".join(words).lower()
     if entry.refused is not None and value not in (*map(str.lower, entry.unless), *entry.values):
         return Fate(refused=entry.refused)
@@ -126,7 +126,7 @@ def fate(entry: Entry, words: Sequence[str]) -> Fate:
     if spelling := entry.values.get(value):
         words = spelling.split()
     elif entry.times and len(words) == 1:
-        words = [_multiplied(words[0], float(entry.times))]
+        words = [_multiply_word(words[0], float(entry.times))]
     elif entry.form == "mixture":
         words = _mixture(words)
     elif entry.form == "whole":
@@ -134,7 +134,7 @@ def fate(entry: Entry, words: Sequence[str]) -> Fate:
     return Fate(ours=entry.ours, words=words)
 
 
-def _multiplied(word: str, factor: float) -> str:
+def _multiply_word(word: str, factor: float) -> str:
     try:
         number = float(word) * factor
     except ValueError:
@@ -153,7 +153,7 @@ def _mixture(words: list[str]) -> list[str]:
     return [str(word) for pair in mixture.items() for word in pair]
 
 
-def _spelled(word: str) -> str:
+def _spell_word(word: str) -> str:
     """A word as our command line has it."""
     return word.lower() if word.lower() in ("true", "false", NONE_WORD) else word
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from open_instruct.core.text import counted
+from open_instruct.core.text import spell_count
 from open_instruct.data.conversations.messages import find_role
 from open_instruct.data.files.rows import RawRow, RowSource
 
@@ -37,7 +37,7 @@ def trim_leading_turns(source: RowSource) -> RowSource:
         warnings = source.warnings()
         if trimmed:
             warnings.append(
-                f"{counted(len(trimmed), 'row')} of {source.name} begin with a reply, and are "
+                f"{spell_count(len(trimmed), 'row')} of {source.name} begin with a reply, and are "
                 f"read from the user's first turn on, as --on_bad_row trim asks; the first is "
                 f"{next(iter(trimmed.values()))}"
             )

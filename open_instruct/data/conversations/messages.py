@@ -17,7 +17,7 @@ from open_instruct.data.conversations.tool_turns import (
     read_schemas,
 )
 from open_instruct.data.files.message_text import read_message_text
-from open_instruct.data.files.rows import MalformedRow, kind_of
+from open_instruct.data.files.rows import MalformedRow, name_json_type
 
 ROLES = ("system", "user", "assistant", "tool")
 # What may come behind each of them; "" is the beginning.
@@ -77,7 +77,7 @@ def parse_conversation(
     value = row[key]
     if not isinstance(value, list):
         raise MalformedRow(
-            "not_messages", f"{key!r} must be a list of messages, not {kind_of(value)}"
+            "not_messages", f"{key!r} must be a list of messages, not {name_json_type(value)}"
         )
     if not value:
         raise MalformedRow("not_messages", f"{key!r} is an empty list of messages")
@@ -157,7 +157,7 @@ def _parse_message(message: Any, where: str) -> Message:
     if not isinstance(message, Mapping):
         raise MalformedRow(
             "bad_message",
-            f"{where}: must be an object with 'role' and 'content', not {kind_of(message)}",
+            f"{where}: must be an object with 'role' and 'content', not {name_json_type(message)}",
         )
     calls = read_calls(message.get("tool_calls"), where)
     content = _find_content(message)
@@ -185,7 +185,7 @@ def _parse_message(message: Any, where: str) -> Message:
     if message.get("tools") and not schemas:
         raise MalformedRow(
             "bad_tools",
-            f"{where}: 'tools' are JSON schemas, not {kind_of(message['tools'])} of names",
+            f"{where}: 'tools' are JSON schemas, not {name_json_type(message['tools'])} of names",
         )
     if parsed["role"] != "assistant" and any(parsed.get(key) for key in CALLS):
         raise MalformedRow("bad_tools", f"{where}: calls of tools in a turn that is no assistant's")
@@ -198,7 +198,9 @@ def _check_text(value: Any, key: str, where: str) -> None:
     if value is None:
         raise MalformedRow("bad_message", f"{where}: no {key!r}")
     if not isinstance(value, str):
-        raise MalformedRow("bad_message", f"{where}: {key!r} must be text, not {kind_of(value)}")
+        raise MalformedRow(
+            "bad_message", f"{where}: {key!r} must be text, not {name_json_type(value)}"
+        )
     try:
         value.encode("utf-8")
     except UnicodeEncodeError as error:  # JSON may spell half of a surrogate pair: "\ud83d"

@@ -9,10 +9,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from open_instruct.data.conversations.messages import Message, find_role, parse_conversation
-from open_instruct.data.conversations.row_keys import describe_keys, find_key, untracked
+from open_instruct.data.conversations.row_keys import describe_keys, find_key, unwrap_row
 from open_instruct.data.conversations.tool_turns import read_schemas
 from open_instruct.data.files.message_text import read_message_text
-from open_instruct.data.files.rows import MalformedRow, kind_of
+from open_instruct.data.files.rows import MalformedRow, name_json_type
 
 # The keys of conversations; the second and the third are ShareGPT's.
 CONVERSATION_KEYS = ("messages", "conversations", "conversation")
@@ -174,7 +174,7 @@ def _find_prompt_turns(row: Mapping[str, Any], problem_prefix: str = "") -> tupl
     if not isinstance(turns, list):
         text = "text or " if key in PROMPT_KEYS else ""
         raise MalformedRow(
-            "not_messages", f"{key!r} must be {text}a list of messages, not {kind_of(turns)}"
+            "not_messages", f"{key!r} must be {text}a list of messages, not {name_json_type(turns)}"
         )
     return key, _add_row_context(row, turns)
 
@@ -193,7 +193,7 @@ def _add_row_context(row: Mapping[str, Any], turns: list[Any]) -> list[Any]:
         system = row[key]
         if not isinstance(system, str) or system.strip():
             turns = [{"role": "system", "content": system}, *turns]
-    if turns and isinstance(turns[0], Mapping) and read_schemas(untracked(row).get("tools")):
+    if turns and isinstance(turns[0], Mapping) and read_schemas(unwrap_row(row).get("tools")):
         first, *others = turns
         schemas = read_schemas(first.get("tools")) + read_schemas(row["tools"])
         turns = [{**first, "tools": schemas}, *others]

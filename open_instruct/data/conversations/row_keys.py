@@ -41,14 +41,14 @@ class TrackedRow(UserDict[str, Any]):
         }
 
 
-def untracked(row: Mapping[str, Any]) -> Mapping[str, Any]:
+def unwrap_row(row: Mapping[str, Any]) -> Mapping[str, Any]:
     """The row itself, to be looked into without its keys counting as read."""
     return row.data if isinstance(row, TrackedRow) else row
 
 
 def find_key(row: Mapping[str, Any], keys: Sequence[str]) -> str | None:
     """The first of `keys` with a value; Arrow fills missing columns with null, which is none."""
-    values = untracked(row)
+    values = unwrap_row(row)
     for key in keys:
         if values.get(key) is not None:
             return key

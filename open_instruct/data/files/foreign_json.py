@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from open_instruct.core.errors import InputError
-from open_instruct.core.files import MAX_BYTES, kind_of_other, read_whole
-from open_instruct.core.text import escaped
+from open_instruct.core.files import MAX_BYTES, describe_special_file, read_whole
+from open_instruct.core.text import escape_controls
 from open_instruct.data.files.rows import MalformedRow, parse_json
 
 # Ends of the names of files in a model's folder.
@@ -52,7 +52,7 @@ def check_files(folder: Path) -> None:
     for path in sorted([*folder.iterdir(), *folder.glob("additional_chat_templates/*")]):
         if not path.name.endswith(READ_BY_LIBRARIES):
             continue
-        kind = kind_of_other(path)
+        kind = describe_special_file(path)
         if not kind and path.suffix != ".safetensors" and path.stat().st_size > MAX_BYTES:
             kind = f"of more than {MAX_BYTES >> 20} MiB"
         if kind:
@@ -81,7 +81,7 @@ def shorten_value(value: Any, depth: int = 3) -> str:
         return "…"
     if isinstance(value, str) and len(value) > MAX_TEXT_SHOWN:
         value = f"{value[:MAX_TEXT_SHOWN]}…"
-    return escaped(json.dumps(value, default=str, ensure_ascii=False))
+    return escape_controls(json.dumps(value, default=str, ensure_ascii=False))
 
 
 def one_line(error: BaseException) -> str:

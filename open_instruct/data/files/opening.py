@@ -158,9 +158,9 @@ def _open_folder(
 
     fingerprints = " ".join(source.fingerprint for source in sources)
     fingerprint = hashlib.sha256(fingerprints.encode()).hexdigest()
-    shown = name if split == "train" else f"{name}[{split}]"
+    description = name if split == "train" else f"{name}[{split}]"
     return RowSource(
-        name=shown,
+        name=description,
         fingerprint=fingerprint,
         num_rows=starts[-1],
         rows=rows,
@@ -218,16 +218,16 @@ def _open_dataset(name: str, split: str, flag: str) -> RowSource:
         if split not in dataset:
             raise _missing_split_error(name, split, dataset, flag)
         dataset = dataset[split]
-    shown = f"{name}[{split}]"
+    description = f"{name}[{split}]"
     unformatted = dataset.with_format(None)
     convert = build_row_conversion(dataset.features.arrow_schema, decodes_json=False)
 
     def rows(indices: Sequence[int]) -> Iterator[RawRow]:
         for index, value in zip(indices, unformatted.select(indices), strict=True):
-            yield RawRow(file=shown, line=index + 1, value=convert(value))
+            yield RawRow(file=description, line=index + 1, value=convert(value))
 
     return RowSource(
-        name=shown,
+        name=description,
         fingerprint=str(dataset._fingerprint),
         num_rows=len(dataset),
         rows=rows,

@@ -205,7 +205,7 @@ def parse_json_object(line: bytes) -> dict[str, Any]:
 def _check_object(value: Any) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise MalformedRow(
-            "not_object", f"the row is a JSON {kind_of(value).split()[-1]}, not an object"
+            "not_object", f"the row is a JSON {name_json_type(value).split()[-1]}, not an object"
         )
     return value
 
@@ -255,7 +255,7 @@ def _refuse_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return fields
 
 
-def kind_of(value: Any) -> str:
+def name_json_type(value: Any) -> str:
     """JSON's name of the type of a value, with its article."""
     if value is None:
         return "null"

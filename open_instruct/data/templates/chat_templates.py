@@ -19,7 +19,7 @@ import yaml
 
 from open_instruct.config.name_hints import suggest_nearest
 from open_instruct.core.errors import InputError
-from open_instruct.core.files import read_asked
+from open_instruct.core.files import read_user_file
 from open_instruct.data.conversations.messages import Message
 from open_instruct.data.templates.template_trial import refuse_endless
 from open_instruct.data.templates.template_variables import (
@@ -209,7 +209,7 @@ def read_template(name: str) -> str:
     if name in built_in_templates():
         return built_in_templates()[name]
     if name.endswith(FILE_SUFFIXES) or "/" in name or Path(name).is_file():
-        return read_asked(name, where=f"--chat_template_name {name}", most=MAX_BYTES)
+        return read_user_file(name, where=f"--chat_template_name {name}", most=MAX_BYTES)
     raise InputError(
         f"--chat_template_name {name!r} is not a "
         f"template{suggest_nearest(name, built_in_templates()) or '.'} Use one of "
@@ -226,8 +226,8 @@ def built_in_templates() -> dict[str, str]:
         file.stem: file.read_text(encoding="utf-8") for file in sorted(FOLDER.glob("*.jinja"))
     }
     settings_file = FOLDER / "shared" / "made.yaml"
-    made: dict[str, Any] = yaml.safe_load(settings_file.read_text(encoding="utf-8"))
-    for name, settings in made.items():
+    template_settings: dict[str, Any] = yaml.safe_load(settings_file.read_text(encoding="utf-8"))
+    for name, settings in template_settings.items():
         if not name.startswith("."):
             templates[name] = _make_template(**settings)
     return templates
@@ -262,14 +262,14 @@ def check_syntax(name: str, text: str) -> None:
     environment = Environment(extensions=["jinja2.ext.loopcontrols"], autoescape=False)
     try:
         environment.from_string(text)
-        parsed = environment.parse(text)
+        syntax_tree = environment.parse(text)
     except TemplateSyntaxError as error:
         raise InputError(
             f"{name}, line {error.lineno}: {error.message}", kind="bad_value"
         ) from error
     except Exception:
         return  # such as brackets too deep; what fails with real rows is reported with the row
-    for node in parsed.find_all((nodes.Filter, nodes.Name)):
+    for node in syntax_tree.find_all((nodes.Filter, nodes.Name)):
         function = getattr(node, "name", None)
         if function in ("random", "lipsum"):
             raise InputError(
@@ -280,8 +280,10 @@ def check_syntax(name: str, text: str) -> None:
 
 
 def _check_tokens(tokenizer: PreTrainedTokenizerFast, template: ChatTemplate) -> None:
-    named = {"bos_token": tokenizer.bos_token, "eos_token": tokenizer.eos_token}
-    missing = [key for key, token in named.items() if key in template.text and token is None]
+    special_tokens = {"bos_token": tokenizer.bos_token, "eos_token": tokenizer.eos_token}
+    missing = [
+        key for key, token in special_tokens.items() if key in template.text and token is None
+    ]
     required = [token for token in SPECIAL_TOKENS if token in template.text]
     vocabulary = tokenizer.get_vocab() if required else {}
     missing += [token for token in required if token not in vocabulary]

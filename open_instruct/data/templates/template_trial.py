@@ -74,7 +74,7 @@ def _run_renderer(request: str) -> signal.Signals | None:
     hardly computed in `PATIENCE` times the limit, since templates do not wait.
     """
     try:
-        done = subprocess.run(
+        process = subprocess.run(
             RENDERER,
             input=request,
             capture_output=True,
@@ -84,6 +84,6 @@ def _run_renderer(request: str) -> signal.Signals | None:
         )
     except subprocess.TimeoutExpired:
         return None
-    if not done.stdout.startswith(template_renderer.STARTED):
-        raise RuntimeError(f"{' '.join(RENDERER)} does not start:\n{done.stderr}")
-    return signal.Signals(-done.returncode) if done.returncode < 0 else None
+    if not process.stdout.startswith(template_renderer.STARTED):
+        raise RuntimeError(f"{' '.join(RENDERER)} does not start:\n{process.stderr}")
+    return signal.Signals(-process.returncode) if process.returncode < 0 else None

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from open_instruct.config.name_hints import suggest_nearest
 from open_instruct.core.errors import InputError
-from open_instruct.core.text import one_of
+from open_instruct.core.text import join_choices
 from open_instruct.data.templates.template_renderer import build_environment
 
 Variable = str | int | float | bool | None
@@ -65,14 +65,14 @@ def find_variables(template: str) -> set[str]:
     from jinja2 import meta, nodes
 
     environment = build_environment()
-    parsed = environment.parse(template)
-    set_by_itself = {name.name for name in parsed.find_all(nodes.Name) if name.ctx == "store"}
-    asked = {
+    syntax_tree = environment.parse(template)
+    set_by_itself = {name.name for name in syntax_tree.find_all(nodes.Name) if name.ctx == "store"}
+    tested_names = {
         node.node.name
-        for node in parsed.find_all((nodes.Test, nodes.Filter))
+        for node in syntax_tree.find_all((nodes.Test, nodes.Filter))
         if node.name in ASKING and isinstance(node.node, nodes.Name)
     }
-    names = meta.find_undeclared_variables(parsed) - (set_by_itself - asked)
+    names = meta.find_undeclared_variables(syntax_tree) - (set_by_itself - tested_names)
     return names - RENDERED_WITH - environment.globals.keys()
 
 
@@ -87,8 +87,12 @@ def check_variables(template_name: str, text: str, names: Sequence[str]) -> None
     Raises:
         InputError: names the variable, and those that the template reads.
     """
-    known = find_variables(text)
-    others = f"it reads {one_of(sorted(known))}" if known else "it reads none"
+    template_variables = find_variables(text)
+    others = (
+        f"it reads {join_choices(sorted(template_variables))}"
+        if template_variables
+        else "it reads none"
+    )
     for name in names:
         if name in RENDERED_WITH:
             raise InputError(
@@ -97,10 +101,10 @@ def check_variables(template_name: str, text: str, names: Sequence[str]) -> None
                 kind="conflict",
                 flag="chat_template_kwargs",
             )
-        if name not in known:
+        if name not in template_variables:
             raise InputError(
                 f"--chat_template_kwargs {name}: {template_name} chat template reads no such "
-                f"variable{suggest_nearest(name, known) or ';'} {others}",
+                f"variable{suggest_nearest(name, template_variables) or ';'} {others}",
                 kind="bad_value",
                 flag="chat_template_kwargs",
             )

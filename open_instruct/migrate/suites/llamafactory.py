@@ -7,7 +7,7 @@ from typing import Any
 
 from open_instruct.config.parser import YAML_SUFFIXES
 from open_instruct.core.errors import InputError
-from open_instruct.core.files import read_asked
+from open_instruct.core.files import read_user_file
 from open_instruct.migrate.suites.settings import Settings, count_gpus, read_flags, read_yaml
 from open_instruct.migrate.suites.shell_script import expand_script
 
@@ -65,7 +65,7 @@ def _find_data(name: str, values: dict[str, list[str]], folder: Path) -> str:
     if not path.is_file():
         return name
     try:
-        data_sets: Any = json.loads(read_asked(str(path), where=str(path), most=MAX_LIST_BYTES))
+        data_sets: Any = json.loads(read_user_file(str(path), where=str(path), most=MAX_LIST_BYTES))
     except (ValueError, RecursionError) as error:
         raise InputError(f"{path}: not valid JSON: {error}", kind="unreadable_file") from None
     entry = data_sets.get(name, {}) if isinstance(data_sets, dict) else {}

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from open_instruct.core.errors import InputError
-from open_instruct.core.files import read_asked
+from open_instruct.core.files import read_user_file
 
 MAX_SCRIPT_BYTES = 2**20
 MAX_SHOWN = 60
@@ -42,7 +42,7 @@ def read_calls(path: str) -> list[Call]:
 
     :raises InputError: the file cannot be read, or is no Python.
     """
-    text = read_asked(path, where=path, most=MAX_SCRIPT_BYTES)
+    text = read_user_file(path, where=path, most=MAX_SCRIPT_BYTES)
     try:
         tree = ast.parse(text)
     except (SyntaxError, ValueError, RecursionError) as error:
@@ -56,7 +56,7 @@ def read_calls(path: str) -> list[Call]:
 
 def _find_assignments(tree: ast.Module) -> Iterator[tuple[str, ast.expr]]:
     """The expression of each name that is assigned exactly once."""
-    found: dict[str, list[ast.expr]] = {}
+    assignments: dict[str, list[ast.expr]] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Assign) and len(node.targets) == 1:
             target: ast.expr | None = node.targets[0]
@@ -65,8 +65,8 @@ def _find_assignments(tree: ast.Module) -> Iterator[tuple[str, ast.expr]]:
         else:
             continue
         if isinstance(target, ast.Name) and node.value is not None:
-            found.setdefault(target.id, []).append(node.value)
-    for name, expressions in found.items():
+            assignments.setdefault(target.id, []).append(node.value)
+    for name, expressions in assignments.items():
         if len(expressions) == 1:
             yield name, expressions[0]
 
@@ -108,21 +108,21 @@ def _find_loading_arguments(node: ast.expr, names: Mapping[str, ast.expr]) -> di
 
     Example: `split` of `load_dataset("a", split="train")`.
     """
-    found: dict[str, str] = {}
+    functions: dict[str, str] = {}
     for _ in range(MAX_DEPTH):
         if isinstance(node, ast.Name) and node.id in names:
             node = names[node.id]
         elif isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
-            found["split"] = str(node.slice.value)
+            functions["split"] = str(node.slice.value)
             node = node.value
     if isinstance(node, ast.Call) and _find_called_name(node) in NAMING:
         for keyword in node.keywords:
             if keyword.arg:
-                found[keyword.arg] = _shorten(keyword.value).strip("'")
-        found.pop("name", None)  # of a configuration of rows: `_find_loaded_name` has it
-        if found.pop("data_files", None) is not None and found.get("split") == "train":
-            del found["split"]  # all rows of files are its "train"
-    return found
+                functions[keyword.arg] = _shorten(keyword.value).strip("'")
+        functions.pop("name", None)  # of a configuration of rows: `_find_loaded_name` has it
+        if functions.pop("data_files", None) is not None and functions.get("split") == "train":
+            del functions["split"]  # all rows of files are its "train"
+    return functions
 
 
 def _resolve(node: ast.expr, names: Mapping[str, ast.expr]) -> ast.expr:

@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from open_instruct.config.parser import YAML_NULL, groups_of, nodes_of
+from open_instruct.config.parser import YAML_NULL, group_words, read_yaml_nodes
 from open_instruct.core.errors import InputError, Problem
 
 ENDS_OF_COMMANDS = ("&&", "||", ";", "|", "&")
@@ -52,7 +52,7 @@ def read_flags(words: Sequence[str]) -> dict[str, list[str]]:
     :raises InputError: a word belongs to no flag.
     """
     problems: list[Problem] = []
-    groups = groups_of(first_command(words), problems)
+    groups = group_words(first_command(words), problems)
     if problems:
         raise InputError("\n".join(problems), problems=problems)
     flags = {}
@@ -103,7 +103,7 @@ def read_yaml(path: str) -> dict[str, list[str]]:
     :raises InputError: the file cannot be read, or is no mapping.
     """
     try:
-        values = {_key(key, path): plain_value(value, path) for key, value in nodes_of(path)}
+        values = {_key(key, path): plain_value(value, path) for key, value in read_yaml_nodes(path)}
     except RecursionError:  # a list that has itself in it, by an alias
         raise InputError(
             f"{path}: lists or mappings nested too deep", kind="unreadable_file"

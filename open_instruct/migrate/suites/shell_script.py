@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Callable, Mapping
 
 from open_instruct.core.errors import InputError
-from open_instruct.core.files import read_asked
+from open_instruct.core.files import read_user_file
 
 MAX_SCRIPT_BYTES = 2**20
 MAX_ROUNDS = 10
@@ -40,7 +40,7 @@ def read_command(path: str, starts_trainer: Callable[[list[str]], bool]) -> list
 
     :raises InputError: the file cannot be read, or has no such command.
     """
-    text = read_asked(path, where=path, most=MAX_SCRIPT_BYTES)
+    text = read_user_file(path, where=path, most=MAX_SCRIPT_BYTES)
     variables: dict[str, str] = {}
     for line in _logical_lines(text, variables):
         array = ARRAY.fullmatch(line)
@@ -70,18 +70,18 @@ def _logical_lines(text: str, variables: dict[str, str]) -> list[str]:
     A text that the script reads into a variable is put into `variables`.
     """
     lines: list[str] = []
-    left = [re.sub(r"\\\s+$", r"\\", line) for line in text.splitlines()]
-    while left:
-        line = left.pop(0)
+    lines_left = [re.sub(r"\\\s+$", r"\\", line) for line in text.splitlines()]
+    while lines_left:
+        line = lines_left.pop(0)
         heredoc = HEREDOC.fullmatch(line.strip())
         if heredoc is not None:
-            end = left.index(heredoc[2]) if heredoc[2] in left else len(left)
-            variables[heredoc[1]] = " ".join(part.rstrip("\\") for part in left[:end])
-            del left[: end + 1]
+            end = lines_left.index(heredoc[2]) if heredoc[2] in lines_left else len(lines_left)
+            variables[heredoc[1]] = " ".join(part.rstrip("\\") for part in lines_left[:end])
+            del lines_left[: end + 1]
             continue
         line = _without_comment(line)
-        while left and (line.endswith("\\") or _is_open(line)):
-            line = f"{line.removesuffix(chr(92))} {_without_comment(left.pop(0))}"
+        while lines_left and (line.endswith("\\") or _is_open(line)):
+            line = f"{line.removesuffix(chr(92))} {_without_comment(lines_left.pop(0))}"
         if line.strip():
             lines.append(line.strip())
     return lines

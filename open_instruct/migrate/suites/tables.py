@@ -131,9 +131,9 @@ def find_table(suite: str, trainer: str) -> Table:
     sections = [facts["sections"].get(name, {}) for name in names]
     for other in facts.get("like", []):
         sections += _read(other)["sections"].values()
-    computed = []
+    products = []
     for section in sections:
-        computed += [Product(**product) for product in section.get("computed", [])]
+        products += [Product(**product) for product in section.get("computed", [])]
     rules: dict[str, Rule] = {}
     defaults: dict[str, str] = {}
     needs: dict[str, str] = {}
@@ -151,7 +151,7 @@ def find_table(suite: str, trainer: str) -> Table:
         older_names=facts.get("older_names", {}),
         unset=facts.get("unset"),
         defaults=defaults,
-        computed=computed,
+        computed=products,
         needs=needs,
         differs=differs,
     )

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from open_instruct.core.errors import InputError
-from open_instruct.core.families import family_of
+from open_instruct.core.families import find_family
 from open_instruct.data.files.foreign_json import check_files, one_line, read_object
 from open_instruct.models.hf.config_values import FIELDS, SIZES, check_size, shorten_value
 from open_instruct.models.hf.rope import normalize_rope_fields

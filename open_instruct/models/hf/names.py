@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
-from open_instruct.core.families import LINEAR, MAX_EXPERTS, Family, family_of
+from open_instruct.core.families import LINEAR, MAX_EXPERTS, Family, find_family
 from open_instruct.models.hf.head_kinds import HEAD_TENSORS, LM_HEAD, Head
 
 EMBEDDINGS = "embeddings.weight"
@@ -213,7 +213,7 @@ class TensorNames:
     """
 
     def __init__(self, hf_config: Any, *, head: Head = "vocabulary") -> None:
-        family = family_of(hf_config.model_type)
+        family = find_family(hf_config.model_type)
         self.hf_config = hf_config
         self.head = head
         self.tied = head == "vocabulary" and bool(hf_config.tie_word_embeddings)

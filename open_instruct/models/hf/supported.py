@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from open_instruct.core.errors import InputError
-from open_instruct.core.families import MAX_EXPERTS, Family, family_of
+from open_instruct.core.families import MAX_EXPERTS, Family, find_family
 from open_instruct.models.hf.config_values import (
     FIELDS,
     PART_TURNED,
@@ -33,7 +33,7 @@ def check_supported(fields: Mapping[str, Any], where: str = "config.json") -> No
         InputError: the family, or a field that changes the forward pass, is not supported, or a
             number is impossible; the message names the field, its value and what is supported.
     """
-    family = family_of(fields.get("model_type"), where)
+    family = find_family(fields.get("model_type"), where)
     check_fields(SimpleNamespace(**fields), family, where)
     for layer_type, parameters in read_rope(fields, family, where).items():
         if parameters.get("rope_theta") is None and family.may_not_turn:

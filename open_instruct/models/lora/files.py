@@ -15,7 +15,7 @@ from olmo_core.nn.transformer import Transformer
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from open_instruct.config.flags import spelled
+from open_instruct.config.flags import spell_value
 from open_instruct.config.lora import LoRASection
 from open_instruct.core.errors import InputError, RunError
 from open_instruct.data.files.foreign_json import read_object
@@ -74,7 +74,7 @@ def open_adapter(
     """
     settings = vars(lora) | {"lora_target_modules": list(lora.targets)}
     differing = [
-        f"--{name} {spelled(value)}"
+        f"--{name} {spell_value(value)}"
         for name, value in read_settings(folder).items()
         if settings[name] != value
     ]

@@ -203,8 +203,10 @@ class Tape:
             usage = Usage(activations=_count_bytes(alive), temporaries=op.scratch_bytes)
             peak = max(peak, usage, key=sum)
             saved.update(keeps[index])
-            needed = {tensor for tensor in alive if self.needed_until.get(tensor, -1) > index}
-            alive = saved | needed
+            needed_tensors = {
+                tensor for tensor in alive if self.needed_until.get(tensor, -1) > index
+            }
+            alive = saved | needed_tensors
         return peak, saved
 
     def _backward(self, output: Tensor, saved: set[Tensor]) -> Iterator[Usage]:
@@ -250,12 +252,12 @@ class Tape:
             for tensor, buffer in op_gradients:
                 gradients.setdefault(tensor, buffer)
             # What a region was given stays until the last of it has run backward.
-            needed: set[Tensor] = set()
+            needed_tensors: set[Tensor] = set()
             for before in range(index):
-                needed.update(saved_at_first[before])
+                needed_tensors.update(saved_at_first[before])
                 if self.operations[before].region in ran_again:
-                    needed.update(saved_by_all[before])
-            saved = saved & needed
+                    needed_tensors.update(saved_by_all[before])
+            saved = saved & needed_tensors
             yield usage(_count_bytes(saved))
 
 

@@ -47,7 +47,7 @@ def record_delta_rule(block: Piece, delta: DeltaShape, x: Tensor) -> Tensor:
     # more in float32.
     in_out_bytes = 2 * item_bytes * (sum(delta.widths) + width)
     value_bytes = in_out_bytes + 3 * FLOAT32 * width
-    kept = Tensor(chunks.kept + block.split(num_tokens * value_bytes))
+    kept_tensor = Tensor(chunks.kept + block.split(num_tokens * value_bytes))
     gradients = []
     for each in inputs:
         gradient = Gradient(tensor=each, num_bytes=each.num_bytes, scratch_bytes=chunks.backward)
@@ -56,7 +56,7 @@ def record_delta_rule(block: Piece, delta: DeltaShape, x: Tensor) -> Tensor:
     gated = block.tape.run(
         num_tokens * width * item_bytes,
         *inputs,
-        saved=[kept],
+        saved=[kept_tensor],
         gradients=gradients,
         scratch_bytes=chunks.alone,
     )

@@ -188,17 +188,19 @@ class MemoryModel:
             return 0
         num_models = 1 + sum(each.moves for each in self.workload.scorings)
         if self.workload.on_cuda:
-            copied = 0
+            copied_bytes = 0
             for shard in self.trained_shards:
                 weight_bytes = num_models * pinned_bytes(shard.weight_bytes)
                 moment_bytes = sum(map(pinned_bytes, shard.moment_bytes))
-                copied += shard.count * (weight_bytes + moment_bytes)
+                copied_bytes += shard.count * (weight_bytes + moment_bytes)
         else:
-            copied = num_models * self.num_trained_values * state.MASTER_BYTES + self.optimizer
+            copied_bytes = (
+                num_models * self.num_trained_values * state.MASTER_BYTES + self.optimizer
+            )
         # Of experts that are split no replica has another's part.
         if self.layout.expert_parallel_degree > 1:
-            return copied
-        return copied // self.layout.num_replicas
+            return copied_bytes
+        return copied_bytes // self.layout.num_replicas
 
     # The memory that stays throughout a phase.
 

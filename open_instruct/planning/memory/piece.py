@@ -98,10 +98,10 @@ class Piece:
         output = self.product(x, num_inputs, num_outputs, self.kind)
         if adapters is None or module not in adapters.modules:
             return output
-        dropped = x
+        adapter_input = x
         if adapters.drops:
-            dropped = self._dropout(x, num_inputs)
-        low = self.product(dropped, num_inputs, adapters.rank)
+            adapter_input = self._dropout(x, num_inputs)
+        low = self.product(adapter_input, num_inputs, adapters.rank)
         high = self.product(low, adapters.rank, num_outputs)
         output = self.sum(output, self.copy(high))
         self.tape.hold(x, low)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from math import ceil
 
-from open_instruct.batching.prefixes import FullRows, saved_tokens
+from open_instruct.batching.prefixes import FullRows, count_saved_tokens
 from open_instruct.config.grpo import GRPOConfig
 from open_instruct.config.lora import MODULES_OF_TARGETS, LoRASection
 from open_instruct.config.policy_sections import CriticSection, PolicyLossSection
@@ -18,7 +18,7 @@ from open_instruct.core.shard_layout import ShardLayout
 from open_instruct.models.hf.head_kinds import HEAD_SIZES, check_head
 from open_instruct.objectives.objective import Objective
 from open_instruct.objectives.policy_gradient import chooses_tokens, measures_entropy
-from open_instruct.objectives.registry import objective_named, objective_names
+from open_instruct.objectives.registry import list_objectives, load_objective
 from open_instruct.planning.subject.model import Adapters, ModelShape
 from open_instruct.planning.subject.read_shape import BYTES_OF_DTYPE, model_shape
 from open_instruct.planning.subject.workload import MIB, Scoring, Workload
@@ -35,8 +35,8 @@ def find_objective(config: RunConfig) -> Objective:
         InputError: there is none.
     """
     by_class: dict[type, Objective] = {}
-    for name in objective_names():
-        objective = objective_named(name)
+    for name in list_objectives():
+        objective = load_objective(name)
         by_class[objective.config_class] = objective
     # The most derived class first, as a config class may inherit another objective's.
     for kind in type(config).__mro__:
@@ -141,7 +141,7 @@ def _row_workload(
     num_learned = objective.documents_learned or num_documents
     num_rows = config.optim.per_device_train_batch_size
     length = config.data.max_seq_length
-    num_tokens = num_rows * (num_learned * length - saved_tokens(prefix_tokens, num_learned))
+    num_tokens = num_rows * (num_learned * length - count_saved_tokens(prefix_tokens, num_learned))
 
     num_labels = num_tokens
     if rows.reads_ends:
@@ -149,8 +149,8 @@ def _row_workload(
 
     scored_tokens = 0
     if objective.needs_reference(config) and not _reference_moves(config, objective):
-        saved = saved_tokens(prefix_tokens, num_documents)
-        scored_tokens = num_rows * (num_documents * length - saved)
+        num_saved = count_saved_tokens(prefix_tokens, num_documents)
+        scored_tokens = num_rows * (num_documents * length - num_saved)
 
     loss = objective.bind(config)
     has_teacher = objective.teacher(config) is not None
@@ -213,9 +213,9 @@ def _rollout_workload(
     )
     # Completions of full length are planned for; shorter ones need fewer microbatches.
     num_completions = on_rank(config.num_completions_per_step)
-    groups, _ = rows.groups_in(pack_tokens)
+    groups, _ = rows.fill_groups(pack_tokens)
     num_microbatches = ceil(num_completions / max(1, sum(groups)))
-    num_tokens = rows.tokens_of(ceil(num_completions / num_microbatches))
+    num_tokens = rows.count_tokens(ceil(num_completions / num_microbatches))
     # Conversations lie in microbatches of their own.
     num_of_conversations = ceil(
         on_rank(config.data.sft_rows_per_step) / (pack_tokens // rows.length)

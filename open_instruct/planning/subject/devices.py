@@ -197,10 +197,10 @@ def find_device(name: str, *, num_sharing: int = 1) -> Device:
         for device in DEVICES.values():
             if device.words == words:
                 return device
-    known = [*DEVICES, CPU]
+    devices = [*DEVICES, CPU]
     other = f"of any other, give its memory, above 0 and at most {MOST_GIB:,.0f} GiB: {MEMORY}40"
     raise InputError(
-        f"--gpu {name}: known are {', '.join(known)}; {other}{suggest_nearest(name, known)}",
+        f"--gpu {name}: known are {', '.join(devices)}; {other}{suggest_nearest(name, devices)}",
         kind="bad_value",
     )
 

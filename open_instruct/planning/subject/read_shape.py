@@ -17,7 +17,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from open_instruct.core.errors import InputError
-from open_instruct.core.families import LINEAR, SLIDING, Family, family_of
+from open_instruct.core.families import LINEAR, SLIDING, Family, find_family
 from open_instruct.data.files.foreign_json import read_object
 from open_instruct.models.delta_rule.shape import read_delta_shape
 from open_instruct.models.hf.config_values import (
@@ -52,7 +52,7 @@ def shape_from_fields(fields: dict[str, Any], *, name: str, where: str) -> Model
         InputError: a field is missing or impossible, or the family is not supported.
     """
     check_supported(fields, where)
-    family = family_of(fields.get("model_type"), where)
+    family = find_family(fields.get("model_type"), where)
     count = partial(read_size, fields, where)
     num_heads = count("num_attention_heads")
     d_model = count("hidden_size")
@@ -149,14 +149,14 @@ def model_shape(name_or_path: str) -> ModelShape:
     for public, fields in public_models().items():
         if _strip_variant(public) == _strip_variant(name_or_path):
             return shape_from_fields(fields, name=public, where=public)
-    known = {_short_name(name): name for name in public_models()}
-    near = difflib.get_close_matches(_short_name(name_or_path), known, n=3, cutoff=0.5)
+    models = {_short_name(name): name for name in public_models()}
+    near = difflib.get_close_matches(_short_name(name_or_path), models, n=3, cutoff=0.5)
     if not near:
-        near = [*known][:1]
+        near = [*models][:1]
     raise InputError(
         f"{name_or_path}: no such folder or config.json, and no model whose shape is built in; "
         "give a folder, a config.json, or a name such as "
-        f"{', '.join(known[name] for name in near)}",
+        f"{', '.join(models[name] for name in near)}",
         kind="bad_model",
     )
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from open_instruct.batching.prefixes import FullRows, saved_tokens
+from open_instruct.batching.prefixes import FullRows, count_saved_tokens
 from open_instruct.config.fleet_sections import FleetSection
 from open_instruct.models.hf.names import matches_module
 from open_instruct.planning.subject.model import ModelShape
@@ -98,8 +98,8 @@ class Workload:
     @property
     def row_tokens_per_microbatch(self) -> int:
         """Tokens of the documents of a microbatch, each counted with its prompt."""
-        groups, _ = self.rows.groups_in(self.tokens_per_microbatch)
-        num_saved = sum(saved_tokens(self.rows.prefix, size) for size in groups)
+        groups, _ = self.rows.fill_groups(self.tokens_per_microbatch)
+        num_saved = sum(count_saved_tokens(self.rows.prefix, size) for size in groups)
         return self.tokens_per_microbatch + num_saved
 
     @property
@@ -107,7 +107,7 @@ class Workload:
         """Keys of a row, with those of a shared prefix before each document of its group."""
         num_documents = self.rows.per_group
         num_keys = num_documents * self.rows.length  # of a whole group
-        return self.tokens_per_microbatch * num_keys // self.rows.tokens_of(num_documents)
+        return self.tokens_per_microbatch * num_keys // self.rows.count_tokens(num_documents)
 
     def with_full_rows(self) -> Workload:
         """The same with rows that are full to the last token."""

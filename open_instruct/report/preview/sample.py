@@ -22,7 +22,7 @@ from open_instruct.config.sections import DataSection, ModelSection
 from open_instruct.config.training import LearnerConfig
 from open_instruct.core.errors import InputError
 from open_instruct.core.records import Document
-from open_instruct.core.text import counted, escaped, pages_in
+from open_instruct.core.text import escape_controls, open_templates, spell_count
 from open_instruct.data.chat import ChatFormat
 from open_instruct.data.eval_split import Side
 from open_instruct.data.files.foreign_json import shorten_value
@@ -98,12 +98,12 @@ class Sample:
 def build_sample(
     config: LearnerConfig,
     objective: Objective,
-    known: dict[str, Any],
+    judges: dict[str, Any],
     *,
     num_read: int,
     num_shown: int,
 ) -> Sample:
-    """Read and build rows under a run's flags; `known` are verifiers and environments by name.
+    """Read and build rows under a run's flags; `judges` are verifiers and environments by name.
 
     Raises:
         InputError: a file, the tokenizer or the template will not do, or no row can be used.
@@ -112,26 +112,28 @@ def build_sample(
     sources = open_sources(config.data, flag)
     _check_model(config, objective)
     tokenizer, chat = open_chat(config.model, config.data)
-    builder = make_row_builder(config, objective, chat, known)
+    builder = make_row_builder(config, objective, chat, judges)
     arrays, report = _build_training_rows(config, builder, sources, num_read=num_read)
     if config.data.eval_split is not None:
         # A run refuses a share that holds out no row.
         side = Side(share=config.data.eval_split, is_held_out=True)
-        other = make_row_builder(config, objective, chat, known)
+        other = make_row_builder(config, objective, chat, judges)
         build_rows(other, sources, num_read=num_read, seed=config.optim.seed, side=side)
     dataset = TokenDataset(
         documents_per_row=builder.documents_per_row, reads_ends=builder.reads_ends, **arrays
     )
     num_rows = len(dataset)
     documents = list(chain.from_iterable(dataset[row] for row in range(num_rows)))
-    chosen = np.linspace(0, num_rows - 1, num=min(num_shown, num_rows)).round().astype(int)
+    row_indices = np.linspace(0, num_rows - 1, num=min(num_shown, num_rows)).round().astype(int)
     titles = builder.document_titles
     refusal = None
     if report.bad and config.data.on_bad_row == "error":
         refusal = builder.bad_rows_error(report.num_rows)
     return Sample(
         template=chat.template.name,
-        rows=tuple(_show_row(dataset, int(row), titles, tokenizer) for row in np.unique(chosen)),
+        rows=tuple(
+            _show_row(dataset, int(row), titles, tokenizer) for row in np.unique(row_indices)
+        ),
         lengths=tuple(map(len, documents)),
         learned=tuple(document.num_label_tokens for document in documents),
         limit_flag=builder.describe_limit(),
@@ -243,7 +245,7 @@ def make_row_builder(
     config: LearnerConfig,
     objective: Objective,
     chat: ChatFormat,
-    known: dict[str, Any],
+    judges: dict[str, Any],
 ) -> RowBuilder:
     """The run's builder, which counts bad rows also where the run stops, to show good ones."""
     on_bad_row = "trim" if config.data.on_bad_row == "trim" else "skip"
@@ -252,7 +254,7 @@ def make_row_builder(
             chat,
             max_prompt_token_length=config.data.max_prompt_token_length,
             on_bad_row=on_bad_row,
-            **known,
+            **judges,
             **build_row_settings(config),
         )
     make: Callable[..., RowBuilder] = objective.choose_rows(config)
@@ -266,13 +268,13 @@ def _show_row(
     titles: Sequence[str],
     tokenizer: PreTrainedTokenizerFast,
 ) -> ShownRow:
-    shown: list[ShownDocument] = []
+    documents: list[ShownDocument] = []
     for title, document in zip(titles, dataset[row], strict=True):
         # The prompt is shown once.
-        start = document.responses[0].start if shown else 0
+        start = document.responses[0].start if documents else 0
         tokens = tuple(_tokens(document, tokenizer, start=start))
-        shown.append(ShownDocument(title, document, tokens))
-    return ShownRow(place=row + 1, documents=tuple(shown), note=_describe_values(dataset, row))
+        documents.append(ShownDocument(title, document, tokens))
+    return ShownRow(place=row + 1, documents=tuple(documents), note=_describe_values(dataset, row))
 
 
 def _describe_values(dataset: TokenDataset, row: int) -> str:
@@ -324,19 +326,19 @@ def print_sample(sample: Sample, console: Console) -> None:
         console.print(Text(f"\nrow {row.place} of {sample.report.num_pairs}", style="bold"))
         for document in row.documents:
             title = f"{document.title}: " if document.title else ""
-            num_tokens = counted(len(document.whole), "token")
+            num_tokens = spell_count(len(document.whole), "token")
             num_learned = f"{document.whole.num_label_tokens:,} learned"
             console.print(Text(f"{title}{num_tokens}, {num_learned}", style="dim"))
             console.print(_style_document(document, is_plain=not console.is_terminal))
         if row.note:
-            console.print(Text(escaped(row.note), style="cyan"))
+            console.print(Text(escape_controls(row.note), style="cyan"))
     for line in (*_length_lines(sample), *sample.report.lines()):
-        console.print(escaped(line, "\n\t"), markup=False)
+        console.print(escape_controls(line, "\n\t"), markup=False)
 
 
 def html_page(sample: Sample, *, title: str) -> str:
     """The sample as the whole text of an HTML file."""
-    pages = pages_in(Path(__file__).parent, autoescape=True, trim_blocks=True)
+    pages = open_templates(Path(__file__).parent, autoescape=True, trim_blocks=True)
     page = pages.get_template("page.html.jinja")
     bars = count_by_length(sample.lengths)
     return page.render(
@@ -351,15 +353,17 @@ def _style_document(document: ShownDocument, *, is_plain: bool) -> Text:
     """The text of a document, without control characters; what is learned is set apart."""
     text = Text()
     for is_learned, tokens in groupby(document.tokens, key=attrgetter("is_learned")):
-        shown = escaped("".join(token.text for token in tokens), "\n\t").replace("\n", "⏎\n")
+        piece = escape_controls("".join(token.text for token in tokens), "\n\t").replace(
+            "\n", "⏎\n"
+        )
         if is_learned and is_plain:
-            shown = f"⟦{shown}⟧"
-        text.append(shown, style=LEARNED_STYLE if is_learned else None)
+            piece = f"⟦{piece}⟧"
+        text.append(piece, style=LEARNED_STYLE if is_learned else None)
     return text
 
 
 def _length_lines(sample: Sample) -> Iterator[str]:
-    documents = counted(len(sample.lengths), "document")
+    documents = spell_count(len(sample.lengths), "document")
     yield f"\ntokens of {documents} ({_summarize(sample.lengths)}; {sample.limit_flag})"
     bars = count_by_length(sample.lengths)
     width = len(f"{max(bars):,}")

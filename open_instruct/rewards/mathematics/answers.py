@@ -124,8 +124,8 @@ def _same_ratios(ours: str, theirs: str) -> Verdict:
     if len(one) != len(other):
         return False
     for term, other_term in zip(one, other, strict=True):
-        crossed = rf"({term}) \cdot ({other[0]})"
-        if not are_same_values(crossed, rf"({other_term}) \cdot ({one[0]})"):
+        product = rf"({term}) \cdot ({other[0]})"
+        if not are_same_values(product, rf"({other_term}) \cdot ({one[0]})"):
             return False
     return True
 
@@ -360,13 +360,13 @@ def _match(ours: Sequence[str], theirs: Sequence[str], *, has_order: bool) -> bo
 
 
 def _match_in_any_order(ours: Sequence[str], theirs: Sequence[str]) -> bool:
-    left = list(theirs)
+    candidates_left = list(theirs)
     for item in ours:
-        candidates = put_equal_first(left, item)
-        found = next((other for other in candidates if _are_same(item, other)), None)
-        if found is None:
+        candidates = put_equal_first(candidates_left, item)
+        same_item = next((other for other in candidates if _are_same(item, other)), None)
+        if same_item is None:
             return False
-        left.remove(found)
+        candidates_left.remove(same_item)
     return True
 
 

@@ -62,10 +62,10 @@ def are_same_regions(ours: str, theirs: str) -> bool | None:
     """Whether two relations of a variable, or sets of numbers, are the same; None of others."""
     import sympy
 
-    found = [_find_region(text) for text in (ours, theirs)]
-    if any(each is None for each in found):
+    regions = [_find_region(text) for text in (ours, theirs)]
+    if any(each is None for each in regions):
         return None
-    (name, one), (other_name, other) = found  # type: ignore[misc]
+    (name, one), (other_name, other) = regions  # type: ignore[misc]
     if name and other_name and name != other_name:
         return False
     try:
@@ -89,10 +89,14 @@ def _read(text: str, *, is_complex: bool) -> Any:
         return None
     if "\\lim" not in text and re.search(r"\\to(?![a-zA-Z])", text):
         return None
-    based = re.fullmatch(r"([0-9A-Z]+)_\{?(\d+)\}?", text)
+    based_number = re.fullmatch(r"([0-9A-Z]+)_\{?(\d+)\}?", text)
     try:
-        if based and 2 <= int(based[2]) <= 36 and re.search(r"\d", based[1] + based[2]):
-            return sympy.Integer(int(based[1], int(based[2])))
+        if (
+            based_number
+            and 2 <= int(based_number[2]) <= 36
+            and re.search(r"\d", based_number[1] + based_number[2])
+        ):
+            return sympy.Integer(int(based_number[1], int(based_number[2])))
         reading = ConversionConfig(lowercase_symbols=False)
         if not is_complex:
             return latex2sympy(
@@ -146,11 +150,11 @@ def _work_out(value: Any) -> Any:
     if value.atoms(sympy.core.function.AppliedUndef):
         return None
     try:
-        done = value.doit()
+        result = value.doit()
     except Exception:  # an integral without an end, for one
         return None
-    if isinstance(done, sympy.Expr) and done.is_number:
-        return done
+    if isinstance(result, sympy.Expr) and result.is_number:
+        return result
     return None
 
 

@@ -105,14 +105,14 @@ class Child:
         deadline_s = time.monotonic() + timeout_s
         mark = secrets.token_hex(16)
         message = json.dumps({"request": request, "mark": mark}).encode() + b"\n"
-        received = bytearray()
+        data = bytearray()
         try:
             self._connection.settimeout(max(timeout_s, 1e-3))  # 0 would be no time-out
             self._connection.sendall(self._unsent + message)
             self._unsent = b""
             self._has_begun = self._has_begun or self._connection.recv(1) == b"+"
-            while len(received) <= max_bytes:
-                if received.endswith(b"\n") and mark.encode() in received:
+            while len(data) <= max_bytes:
+                if data.endswith(b"\n") and mark.encode() in data:
                     break
                 left_s = deadline_s - time.monotonic()
                 if left_s <= 0:
@@ -122,13 +122,13 @@ class Child:
                 part = self._connection.recv(READ_BYTES)
                 if not part:
                     break
-                received += part
-            output, _, answer = received.partition(mark.encode())
+                data += part
+            output, _, answer = data.partition(mark.encode())
             return _parse_answer(answer, output=output.decode(errors="replace").removesuffix("\n"))
         except TimeoutError:
-            return RunResult(status="late", output=received.decode(errors="replace"))
+            return RunResult(status="late", output=data.decode(errors="replace"))
         except (OSError, ValueError):  # it has been closed, or has given no answer
-            return RunResult(status="died", output=received.decode(errors="replace"))
+            return RunResult(status="died", output=data.decode(errors="replace"))
 
     def close(self) -> None:
         self._is_closed = True

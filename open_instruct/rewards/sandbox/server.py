@@ -125,10 +125,10 @@ def _reap_all_but(exceptions: Collection[int]) -> bool:
     if sys.platform == "linux":
         with suppress(ChildProcessError):
             look = os.WEXITED | os.WNOHANG | os.WNOWAIT
-            while ended := os.waitid(os.P_ALL, 0, look):
-                if ended.si_pid in exceptions:
+            while process := os.waitid(os.P_ALL, 0, look):
+                if process.si_pid in exceptions:
                     return True
-                os.waitpid(ended.si_pid, 0)
+                os.waitpid(process.si_pid, 0)
     return False
 
 

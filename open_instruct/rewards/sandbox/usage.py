@@ -44,15 +44,15 @@ def read_usage(pid: int) -> Usage:
 
 def find_sandboxes() -> list[int]:
     """The processes of this user that fork programs."""
-    found = []
+    pids = []
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
             command = (folder / "cmdline").read_bytes()
             # Of its words, the name of what answers is empty.
             forks_programs = command.endswith(b"\0\0")
             if SERVER in command and forks_programs and folder.stat().st_uid == os.getuid():
-                found.append(int(folder.name))
-    return found
+                pids.append(int(folder.name))
+    return pids
 
 
 def find_children(pid: int) -> list[int]:
@@ -68,8 +68,8 @@ def find_children(pid: int) -> list[int]:
 
 def read_private_bytes(server: int, pids: Iterable[int]) -> dict[int, int]:
     """The memory of each program, without what it shares with the process that has forked it."""
-    shared = read_usage(server).num_bytes
-    return {pid: max(0, read_usage(pid).num_bytes - shared) for pid in pids}
+    shared_bytes = read_usage(server).num_bytes
+    return {pid: max(0, read_usage(pid).num_bytes - shared_bytes) for pid in pids}
 
 
 class Allowance:
@@ -104,14 +104,14 @@ class Allowance:
         own_bytes = read_private_bytes(os.getpid(), {*pids} - {*excess})
         sandboxes = [own_bytes, *self._read_bytes_of_others(sum(own_bytes.values()))]
         total = sum(sum(programs.values()) for programs in sandboxes)
-        ranked: list[tuple[int, int]] = []
+        programs_by_size: list[tuple[int, int]] = []
         for programs in sandboxes:
             # One within its part is left alone: it does not count, and so would not end its own.
             if sum(programs.values()) * len(sandboxes) > self._max_bytes:
-                ranked += [(num_bytes, pid) for pid, num_bytes in programs.items()]
-        ranked.sort()
-        while ranked and total > self._max_bytes:
-            num_bytes, pid = ranked.pop()
+                programs_by_size += [(num_bytes, pid) for pid, num_bytes in programs.items()]
+        programs_by_size.sort()
+        while programs_by_size and total > self._max_bytes:
+            num_bytes, pid = programs_by_size.pop()
             total -= num_bytes
             if pid in own_bytes:
                 excess.append(pid)

@@ -121,13 +121,13 @@ class TurnTemplate:
         if not foreign.texts:
             return self.encode(text, ())
         with_marks = self.render(self.with_tools(marked_messages, marked_tools))
-        written = foreign.find_written(text, with_marks)
-        if written is None:
+        written_texts = foreign.find_written(text, with_marks)
+        if written_texts is None:
             raise ValueError(
                 "the chat template rewrites a token of its own that stands in a text of the "
                 f"environment: leave {foreign.texts[0]!r} out of that text"
             )
-        return self.encode(with_marks, written)
+        return self.encode(with_marks, written_texts)
 
     def strip_end(self, rest: str) -> str | None:
         """Take the end token off that `rest` begins with; None where it begins with none."""
@@ -227,20 +227,20 @@ class Conversation:
             return False
         foreign = ForeignTexts(self._template.plain)
         literal = [{"role": message["role"], "content": message["content"]} for message in messages]
-        marked = [
+        marked_turns = [
             {"role": foreign.mark_tokens(each["role"]), "content": foreign.mark(each["content"])}
             for each in literal
         ]
         mark = REPLY_MARK.format(len(self._turns))
         turns = [*self._turns, {"role": "assistant", "content": self._opening + mark}]
-        done = self._text + self._header + mark
+        beginning = self._text + self._header + mark
         whole = self._template.render([*turns, *literal])
-        with_marks = self._template.render([*turns, *marked])
-        behind_reply = with_marks[len(done) :]
+        with_marks = self._template.render([*turns, *marked_turns])
+        behind_reply = with_marks[len(beginning) :]
         behind_end = self._template.strip_end(behind_reply)
-        written = foreign.find_written(whole[len(done) :], behind_reply)
-        begins_alike = with_marks.startswith(done) and whole.startswith(done)
-        if not begins_alike or behind_end is None or written is None:
+        written_texts = foreign.find_written(whole[len(beginning) :], behind_reply)
+        begins_alike = with_marks.startswith(beginning) and whole.startswith(beginning)
+        if not begins_alike or behind_end is None or written_texts is None:
             raise InputError(
                 "the chat template does not say what stands between a reply and the next turn: it "
                 "moves, drops or rewrites what was written before; choose another by "
@@ -250,7 +250,7 @@ class Conversation:
         self._turns = [*turns, *literal]
         self._text = whole
         bridge = behind_end if self._has_end else behind_reply
-        for ids, is_content in self._template.encode_pieces(bridge, written):
+        for ids, is_content in self._template.encode_pieces(bridge, written_texts):
             start = len(self.token_ids)
             self.token_ids += ids
             if is_content:

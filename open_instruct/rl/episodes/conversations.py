@@ -40,7 +40,7 @@ from open_instruct.environments.foreign_calls import (
 )
 from open_instruct.environments.loop_watch import INTERVAL_S, LIMIT_S, LoopWatch
 from open_instruct.generation.engine_pool import EnginePool
-from open_instruct.generation.requests import GenerationRequest, Home, sampling_seed
+from open_instruct.generation.requests import GenerationRequest, Home, make_sampling_seed
 from open_instruct.rewards.event_loop import start_loop
 from open_instruct.rewards.finite import read_reward
 from open_instruct.rl.episodes.bridge import Conversation, TurnTemplate
@@ -246,8 +246,8 @@ class Conversations:
         except TimeoutError as error:
             if not deadline.expired():  # the environment raised it
                 raise
-            blocked = await self._find_blocked_loop(name)
-            why = f", while {blocked}" if blocked else ""
+            blocker = await self._find_blocked_loop(name)
+            why = f", while {blocker}" if blocker else ""
             raise EnvironmentLate(f"the environment took longer than {limit_s:g} s{why}") from error
         except RunError as error:  # an environment's error ends its own episode alone
             raise EnvironmentFault(describe_error(error)) from error
@@ -257,9 +257,9 @@ class Conversations:
         for watch in (self._dedicated_watches.get(name), self._watch):
             if watch is None:
                 continue
-            blocked = await watch.probe()
-            if blocked:
-                return blocked
+            blocker = await watch.probe()
+            if blocker:
+                return blocker
         return ""
 
 
@@ -313,7 +313,7 @@ class _EpisodeRecord:
         seed = first.seed
         if turn > 0:
             request_id = f"{first.request_id}/{turn}"
-            seed = sampling_seed(first.seed, turn)
+            seed = make_sampling_seed(first.seed, turn)
         max_tokens = min(self.num_left, turn_length or self.num_left)
         return replace(
             first,

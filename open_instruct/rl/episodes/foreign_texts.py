@@ -39,9 +39,12 @@ class PlainTokenizer:
     """
 
     def __init__(self, tokenizer: "PreTrainedTokenizerFast") -> None:
-        added = tokenizer.added_tokens_decoder.values()
-        special = {*(str(each) for each in added if each.special), *tokenizer.all_special_tokens}
-        others = {str(each) for each in added} - special
+        added_tokens = tokenizer.added_tokens_decoder.values()
+        special = {
+            *(str(each) for each in added_tokens if each.special),
+            *tokenizer.all_special_tokens,
+        }
+        others = {str(each) for each in added_tokens} - special
         self._backend: Any = copy.deepcopy(tokenizer.backend_tokenizer)
         self._backend.encode_special_tokens = True
         self._others = _find_any(others)
@@ -118,17 +121,19 @@ class ForeignTexts:
         others = {
             key: self.mark_tokens(value) for key, value in message.items() if key != "content"
         }
-        marked = self._mark_matches(beginning, self._plain.special_tokens) + self.mark_tokens(rest)
-        return {**others, "content": marked}
+        marked_content = self._mark_matches(
+            beginning, self._plain.special_tokens
+        ) + self.mark_tokens(rest)
+        return {**others, "content": marked_content}
 
     def find_written(self, whole: str, with_marks: str) -> list[str] | None:
         """The texts as `whole` has them: unchanged, trimmed, or as JSON; None if otherwise."""
         for write in (str, str.strip, escape_as_json):
-            written = [write(text) for text in self.texts]
+            written_texts = [write(text) for text in self.texts]
             pieces = split_at_marks(with_marks)
-            pieces[1::2] = [written[int(number)] for number in pieces[1::2]]
+            pieces[1::2] = [written_texts[int(number)] for number in pieces[1::2]]
             if "".join(pieces) == whole:
-                return written
+                return written_texts
         return None
 
     def _mark_matches(self, text: str, pattern: re.Pattern[str]) -> str:

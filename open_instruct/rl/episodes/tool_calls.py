@@ -66,20 +66,20 @@ def _llama3_json(answer: str) -> Found:
 
     Several calls have ; between them.
     """
-    left = answer.strip().removeprefix("<|python_tag|>").strip()
-    if not re.match(r'\{\s*"(name|parameters|arguments|type)"', left):
+    rest = answer.strip().removeprefix("<|python_tag|>").strip()
+    if not re.match(r'\{\s*"(name|parameters|arguments|type)"', rest):
         return
     decoder = json.JSONDecoder(strict=False)
-    while left:
+    while rest:
         try:
-            call, end = decoder.raw_decode(left)
+            call, end = decoder.raw_decode(rest)
         except (ValueError, RecursionError) as error:
             raise ToolCallError(f"the call is no JSON: {error}") from error
         yield _read_call(call)
-        left = left[end:].lstrip()
-        if left and not left.startswith(";"):
-            raise ToolCallError(f"text behind a call: {left[:40]!r}")
-        left = left.removeprefix(";").lstrip()
+        rest = rest[end:].lstrip()
+        if rest and not rest.startswith(";"):
+            raise ToolCallError(f"text behind a call: {rest[:40]!r}")
+        rest = rest.removeprefix(";").lstrip()
 
 
 def _function_calls(answer: str) -> Found:
@@ -90,9 +90,9 @@ def _function_calls(answer: str) -> Found:
 
 def _pythonic(answer: str) -> Found:
     """Llama 4's form: the whole answer is a list of calls, `[add(a=2, b=3), now()]`."""
-    stripped = answer.strip()
-    if re.match(r"\[\s*[A-Za-z_][\w.]*\s*\(", stripped):
-        yield from read_python_calls(stripped)
+    text = answer.strip()
+    if re.match(r"\[\s*[A-Za-z_][\w.]*\s*\(", text):
+        yield from read_python_calls(text)
 
 
 def _qwen3_xml(answer: str) -> Found:

@@ -10,7 +10,11 @@ from functools import partial
 from open_instruct.core.errors import RunError
 from open_instruct.core.records import Completion, Prompt, RolloutGroup, Verdict
 from open_instruct.generation.engine_pool import EnginePool
-from open_instruct.generation.requests import GenerationRequest, SamplingSettings, sampling_seed
+from open_instruct.generation.requests import (
+    GenerationRequest,
+    SamplingSettings,
+    make_sampling_seed,
+)
 from open_instruct.rewards.pool import VerifierPool
 from open_instruct.rl.episodes.conversations import Conversations
 
@@ -161,11 +165,11 @@ class Episodes:
         completions = [group.completions[sample] for sample in samples]
         try:
             verdicts = self._verifiers.judge(group.prompt, completions)
-            judged = list(zip(samples, completions, verdicts, strict=True))
+            judged_samples = list(zip(samples, completions, verdicts, strict=True))
         except BaseException as error:  # a verifier that calls exit() must not leave others waiting
             group.fail(error, samples, "could not be judged")
             return
-        for sample, completion, verdict in judged:
+        for sample, completion, verdict in judged_samples:
             with suppress(InvalidStateError):  # another of the group failed meanwhile
                 group.answers[sample].set_result((completion, verdict))
 
@@ -188,7 +192,7 @@ def build_requests(
         request = GenerationRequest(
             request_id="/".join(map(str, (*place, index))),
             prompt_token_ids=prompt.token_ids,
-            seed=sampling_seed(seed, *place, index),
+            seed=make_sampling_seed(seed, *place, index),
             sampling=sampling,
         )
         requests.append(request)

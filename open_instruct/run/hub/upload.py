@@ -20,7 +20,7 @@ def open_repository(run: RunSection) -> str:
     from huggingface_hub import HfApi
 
     refuse_without_login()
-    name = _name_of(run)
+    name = _find_repository(run)
     try:
         return str(
             HfApi().create_repo(name, private=run.hub_private or None, exist_ok=True).repo_id
@@ -59,7 +59,7 @@ def upload(run: RunSection, folder: Path, *, step: str = "") -> str:
     from huggingface_hub import HfApi
 
     this_process.begin("uploading the trained model")
-    name = _name_of(run)
+    name = _find_repository(run)
     message = f"A trained model: {step}" if step else "A trained model"
     try:
         name = open_repository(run)
@@ -74,5 +74,5 @@ def upload(run: RunSection, folder: Path, *, step: str = "") -> str:
     return f"the trained model{of_step} is at {commit.repo_url}"
 
 
-def _name_of(run: RunSection) -> str:
+def _find_repository(run: RunSection) -> str:
     return run.hub_model_id or Path(run.output_dir).resolve().name

@@ -165,15 +165,15 @@ class Masters:
         for place in _find_places(engine):
             name = names[place.parameter]
             self.parts[name] = self._view_part(place, num_before[name])
-        held: dict[str, tuple[int, torch.Tensor]] = {}
+        local_ranges: dict[str, tuple[int, torch.Tensor]] = {}
         if stage > 0:
-            held = {name: (part.start, part.weights) for name, part in self.parts.items()}
+            local_ranges = {name: (part.start, part.weights) for name, part in self.parts.items()}
         if stage == 3:
             for name, parameter in parameters.items():
                 if not parameter.requires_grad:
-                    held[name] = _frozen_range(parameter)
+                    local_ranges[name] = _frozen_range(parameter)
         rank_ranges = gather_objects(
-            {name: (start, start + local.numel()) for name, (start, local) in held.items()}
+            {name: (start, start + local.numel()) for name, (start, local) in local_ranges.items()}
         )
         # An empty tensor on the device of the other ranks' weights, which is the host with
         # --adam_offload.
@@ -182,7 +182,7 @@ class Masters:
             nothing = next(iter(self.parts.values())).weights[:0]
         for name in set[str]().union(*rank_ranges):
             ranges = [ranges.get(name, (0, 0)) for ranges in rank_ranges]
-            local = held[name][1] if name in held else nothing
+            local = local_ranges[name][1] if name in local_ranges else nothing
             num_slabs = cuts[name].degree if cuts[name].dim else 1
             parameters[name].local_shard = flat_shard(
                 local, self.shapes[name], ranges, rank=rank, num_slabs=num_slabs

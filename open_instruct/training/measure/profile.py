@@ -13,7 +13,7 @@ from olmo_core.train.callbacks import Callback, ProfilerCallback
 from olmo_core.train.callbacks.profiler import TorchMemoryHistoryCallback
 
 from open_instruct.core.errors import InputError
-from open_instruct.core.text import counted
+from open_instruct.core.text import spell_count
 
 log = logging.getLogger(__name__)
 
@@ -34,8 +34,8 @@ def build_profilers(
     first, last = steps
     if last > num_steps:
         raise InputError(
-            f"--profile_steps {first} {last}: the run has {counted(num_steps, 'step')}; name some "
-            "of them",
+            f"--profile_steps {first} {last}: the run has {spell_count(num_steps, 'step')}; name "
+            "some of them",
             kind="out_of_range",
         )
     callbacks: dict[str, Callback] = {

@@ -57,17 +57,17 @@ class StepClock:
 
         Others come later.
         """
-        finished: list[tuple[Any, float]] = []
+        finished_spans: list[tuple[Any, float]] = []
         unfinished: list[Span] = []
         for span in self._spans:
             duration_s = _seconds_between(span.began, span.ended)
             if duration_s is None:
                 unfinished.append(span)
             else:
-                finished.append((span.part, duration_s))
+                finished_spans.append((span.part, duration_s))
         self._spans.clear()
         self._spans.extend(unfinished)
-        return finished
+        return finished_spans
 
     def read(self) -> dict[str, float]:
         """The sums of what the device has finished, by `time/PART`."""

@@ -20,9 +20,9 @@ from open_instruct.models.heads.logprob_head import HeadSettings, LabelLosses, M
 from open_instruct.objectives.objective import TokenLogprobs
 from open_instruct.training.model.forward_inputs import (
     ForwardInputs,
-    beside_labels,
     build_forward_inputs,
-    values_at_head,
+    place_at_labels,
+    select_at_head,
 )
 
 
@@ -53,7 +53,7 @@ def token_logprobs(
     if word_ids:
         measure = Measure(partial(select_word_logits, word_ids=word_ids))
     if isinstance(temperature, torch.Tensor):  # 1 where there is no label
-        temperature = beside_labels(model, batch, temperature - 1, device=device) + 1
+        temperature = place_at_labels(model, batch, temperature - 1, device=device) + 1
     settings = HeadSettings(
         temperature=temperature,
         with_entropy=with_entropy,
@@ -140,7 +140,7 @@ def hidden_at_labels(
     if policy.tp_enabled:
         return hidden.to_local()
     # A policy on DeepSpeed splits matrices by other layers, between which each rank has all tokens.
-    return values_at_head(policy, batch, hidden.full_tensor())
+    return select_at_head(policy, batch, hidden.full_tensor())
 
 
 def run_forward(

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from olmo_core.nn.transformer import Transformer
 
-from open_instruct.batching.documents import kept_positions, on_device
+from open_instruct.batching.documents import find_label_positions, on_device
 from open_instruct.core.records import IGNORE_INDEX, PackedBatch
 from open_instruct.models.attention.attention import find_context_group
 from open_instruct.models.attention.segments import Segments
@@ -72,7 +72,7 @@ def local_slice(model: Transformer, batch: PackedBatch) -> tuple[PackedBatch, to
         return batch, None
     if batch.kept_BK is not None:
         return batch, batch.kept_BK
-    return batch, kept_positions(batch)
+    return batch, find_label_positions(batch)
 
 
 def find_segments(model: Transformer, batch: PackedBatch) -> Segments:
@@ -104,7 +104,7 @@ def find_kept_labels(batch: PackedBatch, kept_BK: torch.Tensor) -> torch.Tensor:
     return (ranks_BT + num_kept * rows_B1).flatten()[batch.label_positions_N]
 
 
-def values_at_head(model: Transformer, batch: PackedBatch, values_BT: torch.Tensor) -> torch.Tensor:
+def select_at_head(model: Transformer, batch: PackedBatch, values_BT: torch.Tensor) -> torch.Tensor:
     """The values at the positions where the head of `model` runs on this rank."""
     _, kept_BK = local_slice(model, batch)
     if kept_BK is None:
@@ -113,7 +113,7 @@ def values_at_head(model: Transformer, batch: PackedBatch, values_BT: torch.Tens
     return values_BT[rows_B1, on_device(kept_BK, values_BT.device)]
 
 
-def beside_labels(
+def place_at_labels(
     model: Transformer,
     batch: PackedBatch,
     values_N: torch.Tensor,
@@ -133,4 +133,4 @@ def beside_labels(
     context = find_context_group(model)
     if context is not None:
         values_BT = values_BT[:, context.local_slice(values_BT.shape[1])]
-    return on_device(values_at_head(model, batch, values_BT), device)
+    return on_device(select_at_head(model, batch, values_BT), device)

@@ -101,12 +101,12 @@ def _select_modules(patterns: Sequence[str], model: Transformer) -> list[str]:
                 f"name (a * stands for anything but a dot); the parts of its blocks are {parts}",
                 kind="bad_value",
             )
-    selected: list[str] = []
+    selected_modules: list[str] = []
     for name in names:
-        is_inside_another = any(name.startswith(f"{outer}.") for outer in selected)
+        is_inside_another = any(name.startswith(f"{outer}.") for outer in selected_modules)
         if matches_module(patterns, name) and not is_inside_another:
-            selected.append(name)
-    return selected
+            selected_modules.append(name)
+    return selected_modules
 
 
 @lru_cache

@@ -56,12 +56,12 @@ class StepRouting:
         run_forward: Callable[[PackedBatch], object],
     ) -> None:
         """Run the forward pass of each of a step's microbatches, and count."""
-        counted: list[torch.Tensor] = []
+        counts: list[torch.Tensor] = []
         with record_routing(model, with_gradient=False) as layers:
             for batch in batches:
                 run_forward(batch)
-                counted.append(count_tokens(_without_padding(layers, batch), batch))
-        self._total_E = self._reduce(torch.stack(counted).sum(dim=0))
+                counts.append(count_tokens(_without_padding(layers, batch), batch))
+        self._total_E = self._reduce(torch.stack(counts).sum(dim=0))
 
     def find_total(self, counts_E: torch.Tensor) -> torch.Tensor:
         """The counts of the step; `counts_E` are those of the microbatch at hand."""
@@ -109,7 +109,7 @@ def balance(
     if not routings:
         return 0.0, {}
     probs = [probs_TE for probs_TE, _ in routings]
-    chosen = [experts_TK for _, experts_TK in routings]
+    expert_choices = [experts_TK for _, experts_TK in routings]
     with torch.no_grad():
         shares = [_count_expert_shares(*routing) for routing in routings]
         loads = torch.stack(shares)
@@ -134,7 +134,9 @@ def balance(
             counts_E = count_tokens(routings, batch)
             total_E = step_routing.find_total(counts_E.clone())
             num_chosen = total_E.sum().clamp(min=1)  # by all tokens in all layers
-            mean_loads_E = (chosen[0].shape[1] * total_E / num_chosen).to(mean_loads_E.dtype)
+            mean_loads_E = (expert_choices[0].shape[1] * total_E / num_chosen).to(
+                mean_loads_E.dtype
+            )
             share = (counts_E.sum() / num_chosen).to(mean_loads_E.dtype)  # of the step's tokens
         unscaled = mean_probs_E.numel() * (mean_loads_E * mean_probs_E).sum()
         metrics["router/balance_loss"] = unscaled.detach()

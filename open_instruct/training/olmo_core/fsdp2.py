@@ -226,17 +226,17 @@ class FSDP2Backend(ShardedModule):
     def state_dict_to_load(
         self, metadata: Metadata, *, optim: bool | None = None
     ) -> dict[str, Any]:
-        saved = metadata.state_dict_metadata
-        require_same_setting("--backend", "olmo_core", has_part(saved, "model"))
+        saved_metadata = metadata.state_dict_metadata
+        require_same_setting("--backend", "olmo_core", has_part(saved_metadata, "model"))
         # Saved before the optimizer's first step.
-        if self.optim is not None and not optimizer_state_keys(saved):
+        if self.optim is not None and not optimizer_state_keys(saved_metadata):
             self.optim.state.clear()
             return flatten_state(self.model, self.optim)
         state = super().state_dict_to_load(metadata, optim=optim)
         require_same_setting(
             "--optimizer",
             "this command's",
-            optimizer_state_keys(state["optim"]) == optimizer_state_keys(saved),
+            optimizer_state_keys(state["optim"]) == optimizer_state_keys(saved_metadata),
         )
         return state
 

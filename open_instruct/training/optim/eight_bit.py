@@ -107,12 +107,12 @@ class AdamW8bit(torch.optim.Optimizer):
             mean_rows = [each[rows] for each in mean]
             square_rows = [each[rows] for each in square]
             target = gradient[rows]
-            moved = self._move("exp_avg", mean_rows, target, 1 - beta)
+            moved_rows = self._move("exp_avg", mean_rows, target, 1 - beta)
             target = target.square()
             divisor = self._move("exp_avg_sq", square_rows, target, 1 - beta_sq).sqrt()
             divisor.div_(sqrt(1 - beta_sq**step)).add_(group["eps"])
             chunk = weights[rows].mul_(1 - rate * group["weight_decay"])
-            chunk.addcdiv_(moved, divisor, value=-rate / (1 - beta**step))
+            chunk.addcdiv_(moved_rows, divisor, value=-rate / (1 - beta**step))
 
     def _prepare_state(self, weight: Tensor) -> dict[str, Any]:
         """The state of a weight, which its first step makes."""
@@ -134,11 +134,11 @@ class AdamW8bit(torch.optim.Optimizer):
     ) -> Tensor:
         """`move` a moment, with its scales if it has any, on the device of `target`."""
         on_device = [each.to(target.device) for each in moment]
-        moved = move(self._codes[name], target, fraction, *on_device)
+        moved_codes = move(self._codes[name], target, fraction, *on_device)
         if self.on_host:
             for on_host, copy in zip(moment, on_device, strict=True):
                 on_host.copy_(copy)
-        return moved
+        return moved_codes
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As torch's, which would cast codes to the dtype of the weights."""

@@ -114,12 +114,12 @@ def _exchange(
     group = matrix.device_mesh.get_group(axes[0]) if len(axes) == 1 else None
     ranks = dist.get_process_group_ranks(group)
     nothing = local_part(matrix).new_empty(0, dtype=torch.bfloat16)
-    sent = [parts.get(rank, nothing).flatten() for rank in ranks]
+    sent_parts = [parts.get(rank, nothing).flatten() for rank in ranks]
     sizes = [prod(shapes.get(rank, nothing.shape)) for rank in ranks]
-    sent_sizes = [len(each) for each in sent]
-    received = nothing.new_empty(sum(sizes))
-    dist.all_to_all_single(received, torch.cat(sent), sizes, sent_sizes, group)
-    by_rank = zip(ranks, received.split(sizes), strict=True)
+    sent_sizes = [len(each) for each in sent_parts]
+    received_parts = nothing.new_empty(sum(sizes))
+    dist.all_to_all_single(received_parts, torch.cat(sent_parts), sizes, sent_sizes, group)
+    by_rank = zip(ranks, received_parts.split(sizes), strict=True)
     return {rank: values.view(shapes[rank]) for rank, values in by_rank if rank in shapes}
 
 

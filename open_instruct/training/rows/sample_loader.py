@@ -11,10 +11,15 @@ from typing import Any, TypeVar
 import numpy as np
 import torch.distributed as dist
 
-from open_instruct.batching.steps import BatchShape, step_batch
+from open_instruct.batching.steps import BatchShape, build_step_batch
 from open_instruct.core.batch_values import BatchValues, RowValues
 from open_instruct.core.records import StepBatch
-from open_instruct.data.saved_place import PlaceFact, check_saved_place, rows_fact, seed_fact
+from open_instruct.data.saved_place import (
+    PlaceFact,
+    check_saved_place,
+    make_rows_fact,
+    make_seed_fact,
+)
 from open_instruct.data.token_dataset import TokenDataset
 
 T = TypeVar("T")
@@ -55,7 +60,7 @@ class SampleLoader:
 
         def build(start: int) -> StepBatch:
             indices = order[start : start + size].tolist()
-            return step_batch(
+            return build_step_batch(
                 self.dataset,
                 [self.samples[index] for index in indices],
                 shape=self.shape,
@@ -122,8 +127,8 @@ def check_place_of_samples(
     )
     check_saved_place(
         saved,
-        rows_fact(dataset.fingerprint, flag="mixer_list", limit="--max_seq_length"),
-        seed_fact(saved, seed),
+        make_rows_fact(dataset.fingerprint, flag="mixer_list", limit="--max_seq_length"),
+        make_seed_fact(saved, seed),
         size_fact,
     )
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 
 import torch.distributed as dist
 
-from open_instruct.batching.steps import BatchShape, step_batch
+from open_instruct.batching.steps import BatchShape, build_step_batch
 from open_instruct.core.batch_values import BatchValues, RowValues
 from open_instruct.core.records import Batch, StepBatch
 from open_instruct.data.token_dataset import TokenDataset
@@ -33,7 +33,7 @@ def scoring_batches(
 
     def build(start: int) -> StepBatch:
         samples = [(row,) for row in ordered[start : start + size]]
-        return step_batch(
+        return build_step_batch(
             dataset,
             samples,
             shape=shape,

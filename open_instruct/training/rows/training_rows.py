@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from open_instruct.batching.balance import best_fit
+from open_instruct.batching.balance import pack_best_fit
 from open_instruct.batching.steps import BatchShape
 from open_instruct.checkpoints.saved_place import read_saved_place
 from open_instruct.config.sections import PrefixSharing
@@ -58,7 +58,9 @@ def read_training_rows(
     run_on_main_process(lambda: _refuse_other_rows(dataset, shape, config.optim.seed, run))
     samples: Sequence[Sequence[int]] = [(row,) for row in range(len(dataset))]
     if objective.fills_packs(config):
-        samples = best_fit(range(len(dataset)), dataset.num_tokens.tolist(), shape.max_seq_length)
+        samples = pack_best_fit(
+            range(len(dataset)), dataset.num_tokens.tolist(), shape.max_seq_length
+        )
     return TrainingRows(
         dataset=dataset,
         heldout=heldout,
@@ -75,7 +77,7 @@ def _refuse_other_rows(
     run: Run,
 ) -> None:
     """:raises InputError: the run's newest checkpoint was written with other rows."""
-    saved = read_saved_place(run.directory.path)
-    if saved is not None:
+    saved_place = read_saved_place(run.directory.path)
+    if saved_place is not None:
         num_ranks = run.layout.data_parallel_world_size
-        check_place_of_samples(saved, dataset, seed=seed, shape=shape, num_ranks=num_ranks)
+        check_place_of_samples(saved_place, dataset, seed=seed, shape=shape, num_ranks=num_ranks)

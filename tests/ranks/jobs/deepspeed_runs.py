@@ -17,7 +17,7 @@ from olmo_core.train.callbacks import Callback
 from open_instruct.commands.run_flags import parse_run
 from open_instruct.core.errors import InputError, RunError
 from open_instruct.models.heads.logprob_head import LogprobHead
-from open_instruct.objectives.registry import objective_named
+from open_instruct.objectives.registry import load_objective
 from open_instruct.parallel.process import stop_process
 from open_instruct.train import train
 
@@ -72,7 +72,7 @@ def one(
     os.environ["MASTER_PORT"] = str(port)
     if os.environ["WORLD_SIZE"] == "1":
         os.environ.pop("LOCAL_RANK", None)  # as without a launcher
-    objective = objective_named(entry)
+    objective = load_objective(entry)
     callback = None if does is None else CALLBACKS[does]()
     with ExitStack() as held:
         if not persists:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from open_instruct.core.errors import InputError
-from open_instruct.objectives.registry import objective_named
+from open_instruct.objectives.registry import load_objective
 from open_instruct.parallel.process import stop_process
 from open_instruct.train import train
 from open_instruct.training import export, loop  # noqa: F401
@@ -48,7 +48,7 @@ def run_case(*, port: int, objective: str, words: list[str], folder: str) -> str
 
 
 def take_steps(objective: str, words: list[str], folder: Path) -> list[float]:
-    assert train(parse_flags(objective, words), objective=objective_named(objective)) == 0
+    assert train(parse_flags(objective, words), objective=load_objective(objective)) == 0
     return [
         json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()
     ]

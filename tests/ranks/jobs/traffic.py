@@ -25,7 +25,7 @@ from open_instruct.models.heads.logprob_head import LogprobHead
 from open_instruct.models.hf.names import TensorNames
 from open_instruct.models.lora.adapters import find_merged_weights
 from open_instruct.objectives.objective import Objective
-from open_instruct.objectives.registry import objective_named
+from open_instruct.objectives.registry import load_objective
 from open_instruct.parallel.layout import find_layout
 from open_instruct.parallel.process import Process, stop_process
 from open_instruct.run.cadence import Cadence
@@ -62,7 +62,7 @@ def count_each(cases: list[dict[str, Any]], ports: list[int]) -> list[dict[str, 
 
 
 def _count(algorithm: str, **job: Any) -> dict[str, Any]:
-    return _grpo(**job) if algorithm == "grpo" else _of_rows(objective_named(algorithm), **job)
+    return _grpo(**job) if algorithm == "grpo" else _of_rows(load_objective(algorithm), **job)
 
 
 def _of_rows(objective: Objective, flags: list[str], **job: Any) -> dict[str, Rows]:

@@ -8,7 +8,7 @@ from unittest import mock
 
 from open_instruct.commands.run_flags import parse_run
 from open_instruct.models.heads import logprob_head
-from open_instruct.objectives.registry import objective_named
+from open_instruct.objectives.registry import load_objective
 from open_instruct.run import cadence
 from open_instruct.train import train
 
@@ -23,7 +23,7 @@ def run_each(commands: list[list[str]], ports: list[int], entry: str = "dpo") ->
     """Run `entry` with each command's flags; each run has a process group, and so a port, of its
     own.
     """
-    objective = objective_named(entry)
+    objective = load_objective(entry)
     codes = []
     for command, port in zip(commands, ports, strict=True):
         os.environ["MASTER_PORT"] = str(port)
@@ -43,7 +43,7 @@ def run_with_a_slow_rank(
     other hosts.
     """
     is_slow = int(os.environ["RANK"]) == slow_rank
-    own_losses, own_batch = logprob_head.compute_label_losses, sample_loader.step_batch
+    own_losses, own_batch = logprob_head.compute_label_losses, sample_loader.build_step_batch
 
     def slow_losses(logits_NV: Any, *others: Any) -> Any:
         time.sleep((1.5e-4 if is_slow else 5e-5) * len(logits_NV))
@@ -62,6 +62,6 @@ def run_with_a_slow_rank(
         mock.patch.object(speed, "LEAST_TOKENS", 1),
         mock.patch.object(logprob_head, "compute_label_losses", slow_losses),
         mock.patch.object(speed, "compute_label_losses", slow_losses),
-        mock.patch.object(sample_loader, "step_batch", late_batch),
+        mock.patch.object(sample_loader, "build_step_batch", late_batch),
     ):
         return run_each(commands, ports, "sft")

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from olmo_core.data.utils import InstancePacker
 
-from open_instruct.batching.balance import best_fit
-from open_instruct.batching.documents import PADDING, kept_positions, pack_documents
+from open_instruct.batching.balance import pack_best_fit
+from open_instruct.batching.documents import PADDING, find_label_positions, pack_documents
 from open_instruct.batching.steps import BatchShape, collate, plan_step
 from open_instruct.config.preference_sections import PreferenceLossSection
 from open_instruct.core.batch_values import PreferenceValues, RowValues, StepLabelValues
@@ -103,25 +103,25 @@ def test_empty_batch(packing: bool) -> None:
 
 def labels_kept(batch: PackedBatch) -> torch.Tensor:
     """The labels at the positions that the head keeps, as the head takes them."""
-    return batch.labels_BT.gather(1, kept_positions(batch))
+    return batch.labels_BT.gather(1, find_label_positions(batch))
 
 
 def test_kept_positions_fill_short_rows_with_the_last_position() -> None:
     long = document(1, 2, 3, 4, 5, reply=3)
     batch = pack_documents([long, document(6, 7, reply=1)], packing=False)
-    assert kept_positions(batch).tolist() == [[1, 2, 3], [0, 4, 4]]
+    assert find_label_positions(batch).tolist() == [[1, 2, 3], [0, 4, 4]]
     assert labels_kept(batch).tolist() == [[3, 4, 5], [7, _, _]]
 
 
 def test_kept_positions_of_a_packed_row() -> None:
     batch = pack_documents([FIRST, SECOND], pad_to_multiple_of=8)
-    assert kept_positions(batch).tolist() == [[2, 4]]
+    assert find_label_positions(batch).tolist() == [[2, 4]]
     assert labels_kept(batch).tolist() == [[7, 6]]
 
 
 def test_kept_positions_of_an_empty_batch_hold_one_unlabelled_position() -> None:
     batch = pack_documents([], pad_to_multiple_of=4)
-    assert kept_positions(batch).tolist() == [[3]]
+    assert find_label_positions(batch).tolist() == [[3]]
     assert labels_kept(batch).tolist() == [[_]]
 
 
@@ -171,7 +171,7 @@ def test_both_layouts_hold_every_response_token_once_and_nothing_else(
         labels_N = batch.labels_BT.flatten()[batch.label_positions_N]
         for sequence, tokens in enumerate(expected):
             assert labels_N[batch.sequence_ids_N == sequence].tolist() == tokens
-        kept_BK, labels_BK = kept_positions(batch), labels_kept(batch)
+        kept_BK, labels_BK = find_label_positions(batch), labels_kept(batch)
         filler = labels_BK == IGNORE_INDEX
         assert (kept_BK[filler] == width - 1).all()
         # A label is always the row's own next token.
@@ -480,7 +480,9 @@ def plain_best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
 
 @given(lengths=st.lists(st.integers(1, 24), max_size=60), capacity=st.integers(24, 50))
 def test_best_fit_is_the_papers(lengths: list[int], capacity: int) -> None:
-    assert best_fit(range(len(lengths)), lengths, capacity) == plain_best_fit(lengths, capacity)
+    assert pack_best_fit(range(len(lengths)), lengths, capacity) == plain_best_fit(
+        lengths, capacity
+    )
 
 
 @given(lengths=st.lists(st.integers(1, 32), min_size=1, max_size=60))
@@ -490,5 +492,6 @@ def test_best_fit_is_what_olmo_core_packs(lengths: list[int]) -> None:
     packs, longest_first, _ = InstancePacker(32).pack_documents(bounds)
     theirs = [[int(longest_first[document, 1]) for document in pack] for pack in packs]
     assert [
-        [lengths[sample] for sample in pack] for pack in best_fit(range(len(lengths)), lengths, 32)
+        [lengths[sample] for sample in pack]
+        for pack in pack_best_fit(range(len(lengths)), lengths, 32)
     ] == theirs

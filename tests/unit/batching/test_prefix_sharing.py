@@ -17,17 +17,17 @@ from olmo_core.nn.transformer import Transformer, TransformerActivationCheckpoin
 
 from open_instruct.batching.documents import pack_documents
 from open_instruct.batching.prefixes import (
-    branches_of,
-    groups_that_share,
-    pays,
-    runs_of_one_prompt,
-    shared_prefix_length,
+    count_shared_prefix,
+    find_prompt_runs,
+    is_worth_sharing,
+    order_branches,
+    split_unshared_groups,
 )
 from open_instruct.batching.rollouts import (
+    build_rollout_batch,
+    build_rollout_minibatches,
     plan_rollouts,
     plan_steps_of_ranks,
-    rollout_batch,
-    rollout_minibatches,
 )
 from open_instruct.batching.steps import collate, num_packed_tokens
 from open_instruct.config.sections import PrefixSharing
@@ -105,7 +105,7 @@ def test_row_of_the_records_example() -> None:
     ],
 )
 def test_common_beginnings_of_documents_are_shared(one: Any, other: Any, shared: int) -> None:
-    assert shared_prefix_length(document(*one), document(*other)) == shared
+    assert count_shared_prefix(document(*one), document(*other)) == shared
 
 
 def test_learned_turns_are_shared_and_their_labels_belong_to_each() -> None:
@@ -135,7 +135,14 @@ def test_tree_is_walked_depth_first() -> None:
         )
     ]
     # What the fifth begins with is the whole of the first, whose last token has no label there.
-    assert branches_of(documents, range(6)) == [(0, 0), (4, 12), (3, 11), (1, 2), (5, 11), (2, 2)]
+    assert order_branches(documents, range(6)) == [
+        (0, 0),
+        (4, 12),
+        (3, 11),
+        (1, 2),
+        (5, 11),
+        (2, 2),
+    ]
 
 
 def test_prompt_of_one_token_is_not_shared() -> None:
@@ -146,15 +153,15 @@ def test_prompt_of_one_token_is_not_shared() -> None:
 
 @pytest.mark.parametrize(("sharing", "expected"), [("off", False), ("auto", False), ("on", True)])
 def test_auto_leaves_what_saves_little(sharing: PrefixSharing, expected: bool) -> None:
-    assert pays(4, 100, sharing) is expected
-    assert pays(6, 100, sharing) is (sharing != "off")
-    assert not pays(0, 100, sharing)
+    assert is_worth_sharing(4, 100, sharing) is expected
+    assert is_worth_sharing(6, 100, sharing) is (sharing != "off")
+    assert not is_worth_sharing(0, 100, sharing)
 
 
 def test_groups_that_do_not_pay_are_taken_apart() -> None:
     documents = [*group(30, (3, 3), seed=1), *group(2, (40, 40), seed=2)]
-    assert groups_that_share(documents, [(0, 1), (2, 3)], "auto") == [(0, 1), (2,), (3,)]
-    assert groups_that_share(documents, [(0, 1), (2, 3)], "off") == [(0,), (1,), (2,), (3,)]
+    assert split_unshared_groups(documents, [(0, 1), (2, 3)], "auto") == [(0, 1), (2,), (3,)]
+    assert split_unshared_groups(documents, [(0, 1), (2, 3)], "off") == [(0,), (1,), (2,), (3,)]
 
 
 @settings(max_examples=num_examples(50))
@@ -229,7 +236,7 @@ def test_every_plan_of_groups(
                 microbatch for microbatches in of_ranks for microbatch in microbatches
             ):
                 assert list(microbatch) == sorted(microbatch)
-                packed = rollout_batch(
+                packed = build_rollout_batch(
                     [rollout(documents[i]) for i in microbatch], prefix_sharing=sharing
                 ).packed
                 assert packed.num_tokens <= capacity
@@ -265,7 +272,7 @@ def rows_of_ranks(
     )
     rows = []
     for step in work:
-        (minibatch,) = rollout_minibatches(step)
+        (minibatch,) = build_rollout_minibatches(step)
         rows.append([batch.packed.num_tokens for batch in minibatch.microbatches])
     return rows
 
@@ -292,12 +299,12 @@ def test_row_takes_no_more_than_was_planned(capacity: int) -> None:
 
 def test_runs_of_one_prompt() -> None:
     documents = [*group(3, (1, 2), seed=1), *group(3, (1,), seed=2), *group(3, (2, 2), seed=1)]
-    assert runs_of_one_prompt(documents) == [(0, 1), (2,), (3, 4)]
+    assert find_prompt_runs(documents) == [(0, 1), (2,), (3, 4)]
 
 
 def test_values_of_rollouts_are_in_the_order_of_their_labels() -> None:
     documents = [document([5, 9, 2], [7]), document([5, 9, 2], [8, 3])]
-    batch = rollout_batch([rollout(each) for each in documents], prefix_sharing="on")
+    batch = build_rollout_batch([rollout(each) for each in documents], prefix_sharing="on")
     assert batch.packed.labels_BT.tolist() == [[_, _, 7, _, 8, 3, _]]
     torch.testing.assert_close(
         RLValues.read(batch.values).engine_logprobs_N, torch.tensor([-0.1, -0.1, -0.2])
@@ -315,7 +322,7 @@ def test_values_of_a_tree_are_those_of_each_sample() -> None:
     ]
     streams = {"ce": (0.0,) * 9 + (1.0,), "rl": (2.0,) * 10}
     samples[2] = replace(samples[2], weights=streams)
-    batch = rollout_batch(samples, prefix_sharing="on")
+    batch = build_rollout_batch(samples, prefix_sharing="on")
     assert batch.packed.sequence_ids_N.tolist() == [0] * 12 + [2] * 10 + [1]
     assert batch.packed.label_positions_N.tolist() == [*range(2, 14), *range(2, 11), 15, 17]
     assert RLValues.read(batch.values).advantages_N.tolist() == [15] * 12 + [13] * 10 + [4]

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from olmo_core.nn.transformer import Transformer
 
 from open_instruct.batching.documents import pack_documents
-from open_instruct.batching.prefixes import branches_of, shared_prefix_length
+from open_instruct.batching.prefixes import count_shared_prefix, order_branches
 from open_instruct.core.families import FAMILIES
 from open_instruct.core.records import Document, PackedBatch, Span
 from open_instruct.training.model.forward import token_logprobs
@@ -130,17 +130,15 @@ def test_no_order_saves_more(documents: list[Document]) -> None:
 
     Prim's algorithm finds one.
     """
-    row = branches_of(documents, range(len(documents)))
+    row = order_branches(documents, range(len(documents)))
     assert sorted(branch.document for branch in row) == list(range(len(documents)))
     for (before, _), (document, prefix_length) in pairwise(row):
-        assert prefix_length <= shared_prefix_length(documents[before], documents[document])
-    best = {
-        i: shared_prefix_length(documents[0], each) for i, each in enumerate(documents) if i > 0
-    }
+        assert prefix_length <= count_shared_prefix(documents[before], documents[document])
+    best = {i: count_shared_prefix(documents[0], each) for i, each in enumerate(documents) if i > 0}
     total = 0
     while best:
         nearest = max(best, key=best.__getitem__)
         total += best.pop(nearest)
         for i in best:
-            best[i] = max(best[i], shared_prefix_length(documents[nearest], documents[i]))
+            best[i] = max(best[i], count_shared_prefix(documents[nearest], documents[i]))
     assert sum(branch.prefix_length for branch in row) == total

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 from open_instruct.batching.rollouts import (
     RankStep,
+    build_rollout_batch,
+    build_rollout_minibatches,
     plan_rollouts,
     plan_steps_of_ranks,
-    rollout_batch,
-    rollout_minibatches,
 )
 from open_instruct.core.batch_values import RLValues, Stream
 from open_instruct.core.records import Document, RolloutSample, Span
@@ -161,7 +161,7 @@ def test_step_of_nothing_is_one_empty_microbatch_everywhere() -> None:
 
 
 def test_values_are_in_the_order_of_their_labels() -> None:
-    batch = rollout_batch(
+    batch = build_rollout_batch(
         [sample(2, 2, first=10, advantage=0.5), sample(1, 3, first=20, advantage=-1.0)],
         pad_to_multiple_of=5,
     )
@@ -175,7 +175,7 @@ def test_values_are_in_the_order_of_their_labels() -> None:
 
 
 def test_empty_microbatch_still_has_a_document() -> None:
-    batch = rollout_batch([], pad_to_multiple_of=4)
+    batch = build_rollout_batch([], pad_to_multiple_of=4)
     assert batch.packed.input_ids_BT.tolist() == [[0, 0, 0, 0]]
     assert (batch.packed.num_sequences, batch.packed.num_tokens) == (0, 0)
     values = RLValues.read(batch.values)
@@ -185,13 +185,13 @@ def test_empty_microbatch_still_has_a_document() -> None:
 def test_log_probs_that_do_not_match_their_tokens_are_our_own_mistake() -> None:
     wrong = dataclasses.replace(sample(3, 2), engine_logprobs=(-1.0, -2.0, -3.0))
     with pytest.raises(AssertionError, match="log-probs"):
-        rollout_batch([wrong])
+        build_rollout_batch([wrong])
 
 
 def test_tensors_of_a_step() -> None:
     samples = [sample(3, 2), sample(3, 6), sample(5, 1), sample(20, 15)]
     (step,) = steps_of(samples, 1, num_mini_batches=2)
-    minibatches = rollout_minibatches(step, pad_to_multiple_of=2)
+    minibatches = build_rollout_minibatches(step, pad_to_multiple_of=2)
     assert [
         (minibatch.counts["rows"], minibatch.counts["labels"]) for minibatch in minibatches
     ] == [(2, 8), (2, 16)]

@@ -5,7 +5,7 @@ import pytest
 from open_instruct.cluster import actor_host
 from open_instruct.cluster.actor_host import allocator_environment, apply_environment
 from open_instruct.cluster.addresses import Host, Whereabouts, find_interface
-from open_instruct.parallel.listening import LOOPBACK, LOOPBACK_INTERFACE, listen_at
+from open_instruct.parallel.listening import LOOPBACK, LOOPBACK_INTERFACE, open_listening_store
 from open_instruct.weight_sync.transports import choose_transport
 
 A, B, C = Host("10.0.0.1", "a"), Host("10.0.0.2", "b"), Host("10.0.0.3", "c")
@@ -59,7 +59,7 @@ class TestProcessEnvironment:
         """An engine's node has several, and NCCL would begin with the first one it likes."""
         ways = {A.address: "10.0.0.2", "192.0.2.1": "192.0.2.9"}
         names = {"10.0.0.2": "bond0", "192.0.2.9": "eth0"}
-        monkeypatch.setattr(actor_host, "address_towards", lambda host, port: ways[host])
+        monkeypatch.setattr(actor_host, "find_address_towards", lambda host, port: ways[host])
         monkeypatch.setattr(actor_host, "find_interface", names.get)
         apply_environment({"RANK": "1"}, meeting_address=A.address)
         assert own_environment["RANK"] == "1"
@@ -126,7 +126,7 @@ def test_store_listens_where_it_is_told_to() -> None:
     import psutil
 
     before = {connection.laddr for connection in psutil.Process().net_connections()}
-    store = listen_at(LOOPBACK)
+    store = open_listening_store(LOOPBACK)
     listening = {
         connection.laddr
         for connection in psutil.Process().net_connections()

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from open_instruct.cli import main
 from open_instruct.commands import chat as chat_command
 from open_instruct.commands.run_flags import parse_run
-from open_instruct.commands.serve import CPU_CACHE_BYTES, server_words, words_on_a_cpu
+from open_instruct.commands.serve import CPU_CACHE_BYTES, list_cpu_flags, list_server_flags
 from open_instruct.commands.talking.models import find_model, find_start_model
 from open_instruct.commands.tiny_model import write_tiny_model
 from open_instruct.config.resolved import write_config
@@ -79,7 +79,7 @@ def test_each_line_of_a_pipe_is_a_turn(
     questions = ("Name a prime.", "And a colour?")
     first, second = likeliest_replies(model, *questions)
     monkeypatch.setattr("sys.stdin", io.StringIO("\n\n".join(questions)))
-    monkeypatch.setattr(chat_command, "escaped", lambda text, kept: text)
+    monkeypatch.setattr(chat_command, "escape_controls", lambda text, kept_controls: text)
     assert chat(str(run)) == 0
     said = capsys.readouterr()
     assert said.out == f"{first}\n{second}\n"
@@ -132,7 +132,7 @@ def test_adapter_is_found_with_its_base_and_served_beside_it(run: Path, model: P
     (adapter / "adapter_config.json").write_text(json.dumps(fields))
     found = find_model(str(run))
     assert (found.folder, found.adapter) == (model, adapter)
-    words = server_words(found)
+    words = list_server_flags(found)
     assert words[words.index("--lora-modules") + 1] == f"{run}={adapter}"
     assert words[words.index("--max-lora-rank") + 1] == "4"
     assert find_start_model(str(run)).folder == model
@@ -141,8 +141,8 @@ def test_adapter_is_found_with_its_base_and_served_beside_it(run: Path, model: P
 
 
 def test_server_on_a_cpu_does_not_take_all_memory_unless_told_to() -> None:
-    assert words_on_a_cpu([])[:2] == ["--kv-cache-memory-bytes", str(CPU_CACHE_BYTES)]
-    assert words_on_a_cpu(["--gpu_memory_utilization=0.5", "--dtype", "bfloat16"]) == [
+    assert list_cpu_flags([])[:2] == ["--kv-cache-memory-bytes", str(CPU_CACHE_BYTES)]
+    assert list_cpu_flags(["--gpu_memory_utilization=0.5", "--dtype", "bfloat16"]) == [
         "--enforce-eager"
     ]
 

@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 
 from open_instruct.checkpoints.step_folder import Manifest, write_manifest
-from open_instruct.commands.export import checkpoint_of, main
+from open_instruct.commands.export import find_checkpoint, main
 from open_instruct.commands.run_flags import parse_run
-from open_instruct.config.flags import flags_of
+from open_instruct.config.flags import list_flags
 from open_instruct.config.grpo import GRPOConfig
 from open_instruct.config.resolved import write_config
 from open_instruct.core.errors import InputError
 from open_instruct.objectives.dpo import DPOConfig
-from open_instruct.objectives.registry import OBJECTIVES, objective_named
+from open_instruct.objectives.registry import OBJECTIVES, load_objective
 from open_instruct.run.saved_settings import read_settings
 from tests.refusals import refused
 
@@ -26,7 +26,7 @@ def test_folder_without_a_run_is_refused(tmp_path: Path) -> None:
         main(["--output_dir", str(tmp_path / "out")])
 
 
-COMMANDS = {"grpo": GRPOConfig, **{name: objective_named(name).config_class for name in OBJECTIVES}}
+COMMANDS = {"grpo": GRPOConfig, **{name: load_objective(name).config_class for name in OBJECTIVES}}
 
 
 def wrote(folder: Path, name: str) -> Path:
@@ -66,7 +66,7 @@ def test_settings_of_a_run_are_read_back(name: str, tmp_path: Path) -> None:
         assert parse_run(COMMANDS[name], [str(path)]).optim.seed == 7
         assert objective.name == name
         assert (config.optim.seed, config.optim.adam_epsilon) == (7, 1e-8)
-        flags = flags_of(COMMANDS[name])
+        flags = list_flags(COMMANDS[name])
         assert all((flag in "".join(saved.notes)) is (flag in flags) for flag in removed)
 
 
@@ -142,16 +142,16 @@ def write_step(run: Path, step: int) -> None:
 
 def test_step_that_is_not_there_or_damaged_is_refused_with_those_that_are(tmp_path: Path) -> None:
     with refused("missing_file", None, "no checkpoint"):
-        checkpoint_of(tmp_path, "")
+        find_checkpoint(tmp_path, "")
     for step in (3, 10):
         write_step(tmp_path, step)
-    assert checkpoint_of(tmp_path, "").name == "step10"
-    assert checkpoint_of(tmp_path, "step3").name == "step3"
+    assert find_checkpoint(tmp_path, "").name == "step10"
+    assert find_checkpoint(tmp_path, "step3").name == "step3"
     with refused("missing_file", None, "step3, step10", "step4"):
-        checkpoint_of(tmp_path, "step4")
+        find_checkpoint(tmp_path, "step4")
     (tmp_path / "step10" / "checkpoint.json").write_text("{}")
     with refused("bad_checkpoint", None, "damaged"):
-        checkpoint_of(tmp_path, "")
+        find_checkpoint(tmp_path, "")
 
 
 def test_checkpoint_may_be_named_by_its_folder(tmp_path: Path) -> None:

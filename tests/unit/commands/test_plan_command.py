@@ -314,7 +314,7 @@ class TestSharedPrompts:
         """
         assert planned(*GRPO_7B, "2").workload.num_microbatches == 4
         shared = planned(*GRPO_7B, "2", "--shared_prompt_tokens", "256").workload
-        assert shared.rows.tokens_of(4) == 255 + 4 * 257 == 1283
+        assert shared.rows.count_tokens(4) == 255 + 4 * 257 == 1283
         assert shared.num_microbatches == 3
         # 11 completions in the fullest: two whole groups and three of a third.
         assert shared.tokens_per_microbatch == 3 * 255 + 11 * 257 < shared.pack_tokens == 4096

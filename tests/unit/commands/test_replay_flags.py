@@ -8,16 +8,16 @@ import pytest
 from open_instruct.commands.replay import (
     Replay,
     ReplayFlags,
-    as_decided,
-    differences,
-    flags_that_may_differ,
+    apply_recorded_plan,
+    describe_differences,
+    find_start_weights,
+    list_replay_flags,
     parse_replay,
-    recorded_row,
+    read_recorded_row,
     table,
-    weights_before,
 )
 from open_instruct.commands.run_flags import parse_run
-from open_instruct.config.flags import flags_of
+from open_instruct.config.flags import list_flags
 from open_instruct.config.grpo import GRPOConfig
 from open_instruct.config.policy_sections import CriticSection
 from open_instruct.config.resolved import as_flat_dict, write_config
@@ -63,7 +63,7 @@ def refusal(*words: str) -> str:
 
 def test_replay_keeps_the_settings_of_the_run(run: Path) -> None:
     replay = asked(run)
-    assert (replay.run, replay.asked.replay, replay.changes) == (run, ReplayFlags(step=3), {})
+    assert (replay.run, replay.config.replay, replay.changes) == (run, ReplayFlags(step=3), {})
     assert replay.settings.loss.clip_higher == 0.3
 
 
@@ -73,11 +73,11 @@ def test_replay_repeats_the_choices_of_the_plan(run: Path) -> None:
     """
     settings, directory = asked(run).settings, RunDirectory(path=run)
     assert settings.memory.activation_checkpointing == "auto"
-    assert as_decided(settings, directory).memory.activation_checkpointing == "none"
+    assert apply_recorded_plan(settings, directory).memory.activation_checkpointing == "none"
     directory.write_plan({"phases": [], "activation_checkpointing": "full"})
-    assert as_decided(settings, directory).memory.activation_checkpointing == "full"
+    assert apply_recorded_plan(settings, directory).memory.activation_checkpointing == "full"
     said = replace(settings, memory=replace(settings.memory, activation_checkpointing="offload"))
-    assert as_decided(said, directory).memory.activation_checkpointing == "offload"
+    assert apply_recorded_plan(said, directory).memory.activation_checkpointing == "offload"
 
 
 def test_only_what_is_another_value_is_a_change(run: Path) -> None:
@@ -91,7 +91,7 @@ def test_only_what_is_another_value_is_a_change(run: Path) -> None:
         "--no-filter-zero-std-samples",
     )
     assert replay.changes == {"temperature": (1.0, 0.5), "filter_zero_std_samples": (True, False)}
-    now, before = as_flat_dict(replay.asked), as_flat_dict(replay.settings)
+    now, before = as_flat_dict(replay.config), as_flat_dict(replay.settings)
     # Rejected groups are not replayed, so active sampling does not stand against keeping all
     # groups.
     assert {name for name in before if now[name] != before[name]} == {
@@ -113,20 +113,20 @@ def test_other_advantages_need_no_critic(run: Path) -> None:
     ]
     write_config(parse_run(GRPOConfig, words), run / "config.yaml", command="grpo")
     assert asked(run).settings.critic.critic_learning_rate == 1e-3
-    assert asked(run, "--advantages", "rloo").asked.critic == CriticSection()
+    assert asked(run, "--advantages", "rloo").config.critic == CriticSection()
 
 
 def test_every_flag_of_the_loss_may_differ(run: Path) -> None:
-    of_loss = {name for name, flag in flags_of(GRPOConfig).items() if flag.section == "loss"}
-    assert of_loss < flags_that_may_differ()
+    of_loss = {name for name, flag in list_flags(GRPOConfig).items() if flag.section == "loss"}
+    assert of_loss < list_replay_flags()
     assert {
         "advantage_normalization_type",
         "mask_truncated_completions",
         "temperature",
-    } < flags_that_may_differ()
+    } < list_replay_flags()
     words = {"int": "2", "float": "0.5"}
-    kinds = {name: flag.kind.__name__ for name, flag in flags_of(GRPOConfig).items()}
-    numbers = [name for name in kinds.keys() - flags_that_may_differ() if kinds[name] in words]
+    kinds = {name: flag.kind.__name__ for name, flag in list_flags(GRPOConfig).items()}
+    numbers = [name for name in kinds.keys() - list_replay_flags() if kinds[name] in words]
     asked_for = [word for name in numbers for word in (f"--{name}", words[kinds[name]])]
     named, _, reason = refusal(str(run), "--step", "1", *asked_for).partition(": ")
     assert named.split(", ") == sorted(f"--{name}" for name in numbers)
@@ -203,7 +203,7 @@ def test_run_of_another_kind(run: Path) -> None:
 def test_weights_before_a_step(
     run: Path, step: int, checkpoint: str | None, are_the_steps_own: bool
 ) -> None:
-    weights = weights_before(run, step, config=asked(run).settings, given=None)
+    weights = find_start_weights(run, step, config=asked(run).settings, weights_folder=None)
     assert (weights.model, weights.are_the_steps_own) == ("start", are_the_steps_own)
     assert weights.checkpoint == (None if checkpoint is None else run / checkpoint)
     assert ("of another policy" in weights.description) == (not are_the_steps_own)
@@ -214,7 +214,9 @@ def test_weights_before_a_step(
 
 def test_given_weights_overrule_checkpoints(run: Path) -> None:
     replay = asked(run, "--weights", str(run / "step2"))
-    weights = weights_before(run, 3, config=replay.settings, given=replay.asked.replay.weights)
+    weights = find_start_weights(
+        run, 3, config=replay.settings, weights_folder=replay.config.replay.weights
+    )
     assert (weights.model, weights.checkpoint, weights.are_the_steps_own) == (
         str(run / "step2"),
         None,
@@ -224,12 +226,12 @@ def test_given_weights_overrule_checkpoints(run: Path) -> None:
 
 def test_row_of_a_step(tmp_path: Path) -> None:
     file = tmp_path / "metrics.jsonl"
-    assert recorded_row(file, 1) is None
+    assert read_recorded_row(file, 1) is None
     file.write_text('{"step": 1, "loss": 0.5}\n{"step": 2, "loss": 0.25}\n')
-    assert recorded_row(file, 2) == {"step": 2, "loss": 0.25}
-    assert recorded_row(file, 3) is None
+    assert read_recorded_row(file, 2) == {"step": 2, "loss": 0.25}
+    assert read_recorded_row(file, 3) is None
     file.write_text('{"step": 1, "lo')
-    assert recorded_row(file, 1) is None  # cut short by a crash
+    assert read_recorded_row(file, 1) is None  # cut short by a crash
 
 
 def test_table() -> None:
@@ -249,10 +251,10 @@ def test_table() -> None:
 
 def test_differences() -> None:
     recorded = {"loss": 0.5, "grad_norm": 2.0}
-    assert "by 0.0e+00 in loss, by 0.0e+00" in differences(recorded, recorded)
-    assert "by 2.5e-01 in loss, by 5.0e-01 of itself" in differences(
+    assert "by 0.0e+00 in loss, by 0.0e+00" in describe_differences(recorded, recorded)
+    assert "by 2.5e-01 in loss, by 5.0e-01 of itself" in describe_differences(
         recorded, {"loss": 0.25, "grad_norm": 3.0}
     )
-    assert "by 1.0e+00 of itself" in differences(
+    assert "by 1.0e+00 of itself" in describe_differences(
         {"loss": 0.0, "grad_norm": 0.0}, {"loss": 0.0, "grad_norm": 1.0}
     )

@@ -15,14 +15,14 @@ from hypothesis import strategies as st
 from open_instruct.commands.layout import LayoutFlags
 from open_instruct.commands.run_flags import join_backend, parse_run
 from open_instruct.config import resolved
-from open_instruct.config.flags import LARGEST_INT, NONE_WORDS, Flag, flags_of
+from open_instruct.config.flags import LARGEST_INT, NONE_WORDS, Flag, list_flags
 from open_instruct.config.grpo import GRPOConfig
 from open_instruct.config.help import (
     MOST_USED,
-    chosen_flags,
     docstring_parts,
     help_page,
     help_topic,
+    select_flags,
 )
 from open_instruct.config.resolved import (
     _git_state,
@@ -36,7 +36,7 @@ from open_instruct.core.errors import InputError
 from open_instruct.core.user_code import load_named
 from open_instruct.losses.preference import PREFERENCE_LOSSES
 from open_instruct.objectives.dpo import DPOConfig, validate_dpo
-from open_instruct.objectives.registry import objective_named, objective_names
+from open_instruct.objectives.registry import list_objectives, load_objective
 from open_instruct.objectives.sft import SFTConfig
 from tests.refusals import refused
 from tests.tiers import num_examples
@@ -96,7 +96,7 @@ class TestCommandLine:
         assert config.model.model_name_or_path == "model"
         assert config.data.mixer_list == ["rows.jsonl", "1.0"]
         defaults = {
-            flag.name: flag.default for flag in flags_of(DPOConfig).values() if not flag.required
+            flag.name: flag.default for flag in list_flags(DPOConfig).values() if not flag.required
         }
         defaults |= {"beta": 5.0}  # of dpo_norm
         assert {
@@ -268,7 +268,7 @@ class TestUpstreamFlags:
         known = {
             name
             for config_class in (DPOConfig, SFTConfig, GRPOConfig)
-            for name in flags_of(config_class)
+            for name in list_flags(config_class)
         }
         known |= {"nproc_per_node", "nnodes", "tools", "additive_format_reward"}
         for name, entry in upstream_table(section).items():
@@ -460,7 +460,7 @@ class TestHelp:
     def test_every_flag_is_shown_with_its_meaning_and_default(self) -> None:
         text = help_page(DPOConfig, "program", 100, topic="all").plain
         joined = " ".join(text.split())
-        for flag in flags_of(DPOConfig).values():
+        for flag in list_flags(DPOConfig).values():
             assert f"--{flag.name} {flag.metavar}" in joined
             assert " ".join(flag.help.split()) in joined
         assert "--max_seq_length INT [default: 2048]" in joined
@@ -470,17 +470,17 @@ class TestHelp:
         assert "--help all" not in joined
         assert len(examples) == 2 and all(example in text for example in examples)
 
-    @pytest.mark.parametrize("command", objective_names())
+    @pytest.mark.parametrize("command", list_objectives())
     def test_few_flags_are_shown_at_first_with_an_example_that_names_no_checkout(
         self, command: str
     ) -> None:
-        config_class = objective_named(command).config_class
-        chosen = [flag for flags in chosen_flags(config_class, None).values() for flag in flags]
+        config_class = load_objective(command).config_class
+        chosen = [flag for flags in select_flags(config_class, None).values() for flag in flags]
         assert 10 <= len(chosen) <= 22 and {flag.name for flag in chosen if flag.required} >= {
             "output_dir"
         }
         page = help_page(config_class, "program", 100).plain
-        assert f"{len(chosen)} of {len(flags_of(config_class))} flags" in " ".join(page.split())
+        assert f"{len(chosen)} of {len(list_flags(config_class))} flags" in " ".join(page.split())
         assert all(
             "configs/" not in example and ".py" not in example
             for example in docstring_parts(config_class)[1]
@@ -488,17 +488,17 @@ class TestHelp:
 
     def test_flags_most_runs_set_are_flags(self) -> None:
         known = set().union(
-            *(flags_of(objective_named(name).config_class) for name in objective_names())
+            *(list_flags(load_objective(name).config_class) for name in list_objectives())
         )
         assert known >= MOST_USED
 
     def test_word_behind_help_chooses_the_flags_about_it(self) -> None:
         assert help_topic(["run.yaml", "--help", "--lora-r"]) == "lora-r"
         assert help_topic(["--seed", "1", "-h"]) is None
-        chosen = {flag.name for flags in chosen_flags(DPOConfig, "lora").values() for flag in flags}
+        chosen = {flag.name for flags in select_flags(DPOConfig, "lora").values() for flag in flags}
         assert chosen >= {"use_lora", "lora_r", "adapter_name_or_path"} and "beta" not in chosen
         assert {
-            flag.name for flags in chosen_flags(DPOConfig, "lora-r").values() for flag in flags
+            flag.name for flags in select_flags(DPOConfig, "lora-r").values() for flag in flags
         } == {"lora_r"}
         page = help_page(DPOConfig, "program", 100, topic="nowhere").plain
         assert "No flag is about 'nowhere'" in page and " 0 of " not in page
@@ -580,7 +580,7 @@ def values_of(flag: Flag) -> st.SearchStrategy[Any]:
         strategy = st.lists(of_kinds[flag.item_kind]) if flag.kind is list else of_kinds[flag.kind]
         # 0 where upstream's 0 says `none`: no config holds it.
         strategy = strategy.filter(
-            lambda value: translate_flag(flag.name, [str(value)], flags_of(DPOConfig)) is None
+            lambda value: translate_flag(flag.name, [str(value)], list_flags(DPOConfig)) is None
         )
     # In a config there is always a beta: without one given, the loss's own.
     return st.one_of(st.none(), strategy) if flag.optional and flag.name != "beta" else strategy
@@ -622,7 +622,7 @@ class TestSavedConfig:
     )
     def test_any_config_survives_the_file(self, tmp_path: Path, data: st.DataObject) -> None:
         config = config_of()
-        for flag in flags_of(DPOConfig).values():
+        for flag in list_flags(DPOConfig).values():
             values = (
                 st.sampled_from(["olmo_core", "deepspeed"])
                 if flag.name == "backend"
@@ -649,7 +649,7 @@ class TestSavedConfig:
         assert parse_run(DPOConfig, [str(path)]) == config_of()
 
     def test_provenance_names_versions_and_commit(self) -> None:
-        provenance = resolved.provenance()
+        provenance = resolved.collect_provenance()
         assert {"python", "open_instruct", "torch", "ai2-olmo-core"} <= provenance[
             "versions"
         ].keys()
@@ -658,14 +658,14 @@ class TestSavedConfig:
 
 def config_with(name: str) -> DPOConfig | GRPOConfig:
     """A config, with nothing but what it needs, that has the flag `name`."""
-    if name in flags_of(DPOConfig):
+    if name in list_flags(DPOConfig):
         return config_of()
     return parse_run(GRPOConfig, GRPO_REQUIRED)
 
 
 def flags_that_are(resume: str) -> list[str]:
     flags = {
-        name: flag for config_class in CONFIGS for name, flag in flags_of(config_class).items()
+        name: flag for config_class in CONFIGS for name, flag in list_flags(config_class).items()
     }
     return [name for name, flag in flags.items() if flag.resume == resume]
 
@@ -785,10 +785,10 @@ class TestResume:
 
 def test_flag_vocabulary_covers_every_field() -> None:
     sections = [field.name for field in fields(DPOConfig) if field.name != "backend_record"]
-    assert {flag.section for flag in flags_of(DPOConfig).values()} == set(sections)
-    flag = flags_of(DPOConfig)["max_train_steps"]
+    assert {flag.section for flag in list_flags(DPOConfig).values()} == set(sections)
+    flag = list_flags(DPOConfig)["max_train_steps"]
     assert (flag.kind, flag.optional, flag.required, flag.default) == (int, True, False, None)
-    assert flags_of(DPOConfig)["init_device"].choices == ("meta", "cpu")
+    assert list_flags(DPOConfig)["init_device"].choices == ("meta", "cpu")
 
 
 def test_provenance_tells_a_commit_from_one_with_changes(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import yaml
 
 from open_instruct.commands.run_flags import parse_run
 from open_instruct.config.resolved import as_flat_dict
-from open_instruct.objectives.registry import objective_named
+from open_instruct.objectives.registry import load_objective
 from tests.refusals import refused
 
 CASES: dict[str, Any] = yaml.load(
@@ -30,11 +30,11 @@ def config_of(command: str, words: str) -> Any:
         else "--mixer_list rows.jsonl 1.0"
     )
     line = f"--model_name_or_path model --output_dir out {rows} {words}"
-    return parse_run(objective_named(command).config_class, line.split())
+    return parse_run(load_objective(command).config_class, line.split())
 
 
 def warnings_of(command: str, words: str) -> list[str]:
-    return objective_named(command).validate(config_of(command, words))
+    return load_objective(command).validate(config_of(command, words))
 
 
 @pytest.mark.parametrize(("command", "words", "problem"), cases("refused"))

@@ -12,13 +12,13 @@ from open_instruct.commands.layout import main as layout_command
 from open_instruct.commands.plan import PlanFlags
 from open_instruct.commands.plan import main as plan_command
 from open_instruct.commands.run_flags import parse_run
-from open_instruct.config.flags import Flag, flags_of
+from open_instruct.config.flags import Flag, list_flags
 from open_instruct.config.resolved import as_flat_dict, refuse_conflicts, write_config
 from open_instruct.core.errors import InputError
-from open_instruct.objectives.registry import config_class_of, objective_named
+from open_instruct.objectives.registry import build_config_class, load_objective
 from open_instruct.parallel.layout import find_layout
 
-RUNS = {name: objective_named(name) for name in ("dpo", "kto", "sft", "grpo")}
+RUNS = {name: load_objective(name) for name in ("dpo", "kto", "sft", "grpo")}
 NUMBERS = [
     *(
         "0",
@@ -142,7 +142,7 @@ def line_of(config_class: type, draw: random.Random) -> list[str]:
         "dataset_mixer_list": ["rows.jsonl", "1.0"],
         "output_dir": ["out"],
     }
-    flags = flags_of(config_class)
+    flags = list_flags(config_class)
     given = {name: words for name, words in given.items() if name in flags}
     for flag in draw.sample(list(flags.values()), draw.choice([1, 1, 1, 2, 3, 6])):
         given[flag.name] = words_of(flag, draw)
@@ -216,7 +216,7 @@ def test_every_refusal_is_an_input_error(
         draw = random.Random(seed)
         name, walk = draw.choice([*RUNS]), draw.choice([run, run, run, run, from_yaml, plan, None])
         more = {"plan": PlanFlags} if walk is plan else {}
-        line = line_of(config_class_of(name, **more), draw)
+        line = line_of(build_config_class(name, **more), draw)
         try:
             if walk is None:
                 show_layout(draw)

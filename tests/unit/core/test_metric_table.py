@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from open_instruct.core.metrics import in_order, metric_entry, metric_table
+from open_instruct.core.metrics import metric_entry, metric_table, sort_metrics
 from open_instruct.report.charts import build_series
 from open_instruct.run.metrics_log import describe_step
 from tests.docs.pages import REPOSITORY
@@ -107,7 +107,7 @@ class TestOrder:
             "time/step",
             "sequence_length/mean",
         ]
-        assert in_order(names) == [
+        assert sort_metrics(names) == [
             *("reward", "loss", "sequence_length/mean", "clip_fraction", "lr", "time/step"),
             *("a_mine", "mine/b"),
         ]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from open_instruct.data.eval_split import Side, find_place, row_content
+from open_instruct.data.eval_split import Side, find_place, join_columns
 from open_instruct.data.prompts import PromptBuilder
 from open_instruct.data.sft_rows import ReplyBuilder, SFTBuilder
 from open_instruct.data.token_dataset import TokenDataset, load_token_dataset
@@ -126,7 +126,7 @@ def test_prompts_with_several_answers_are_on_one_side(tmp_path: Path) -> None:
 
 def test_place_of_a_row_is_the_recorded_one() -> None:
     """A release that moved rows from one side to the other would train on what was held out."""
-    assert row_content({"b": 1, "a": ["é"]}) == row_content({"a": ["é"], "b": 1})
+    assert join_columns({"b": 1, "a": ["é"]}) == join_columns({"a": ["é"], "b": 1})
     assert find_place('{"a": 1}') == pytest.approx(0.9759578799774999, abs=1e-12)
 
 

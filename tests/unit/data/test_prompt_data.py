@@ -470,7 +470,7 @@ def test_row_names_what_answers_its_replies(
 
     Arrow fills missing keys with empty values.
     """
-    found = find_environment(keys, default=default, known={"shop", "game"})
+    found = find_environment(keys, default=default, environments={"shop", "game"})
     if found is not None:
         name, columns = found
         found = name, {key: value for key, value in columns.items() if key != "tools" or value}

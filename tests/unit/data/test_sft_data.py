@@ -19,7 +19,7 @@ from open_instruct.data.report import DataReport
 from open_instruct.data.sft_rows import ReplyBuilder, SFTBuilder
 from open_instruct.data.templates.chat_templates import ChatTemplate
 from open_instruct.data.token_dataset import TokenDataset, load_token_dataset
-from open_instruct.objectives.registry import objective_named
+from open_instruct.objectives.registry import load_objective
 from open_instruct.objectives.sft import SFT
 from tests.refusals import refused
 from tests.unit.token_data import byte_tokenizer, chat_format, load_rows, marked, turns, write_rows
@@ -213,7 +213,7 @@ def test_replies_are_split_where_the_flag_says_so() -> None:
     for flags, builder in (([], SFTBuilder), (["--split_replies"], ReplyBuilder)):
         assert SFT.choose_rows(parse_run(SFT.config_class, [*WORDS, *flags])) is builder
     with refused("unknown_flag", "split_replies"):
-        parse_run(objective_named("dpo").config_class, [*WORDS, "--split_replies"])
+        parse_run(load_objective("dpo").config_class, [*WORDS, "--split_replies"])
 
 
 def test_only_sft_fills_rows_before_and_only_where_it_packs() -> None:
@@ -225,4 +225,4 @@ def test_only_sft_fills_rows_before_and_only_where_it_packs() -> None:
         SFT.validate(parse_run(SFT.config_class, [*words, "--no_packing"]))
     for name in ("dpo", "kto", "prm", "reward_model", "distill"):
         with refused("unknown_flag", "packing_strategy", "--packing"):
-            parse_run(objective_named(name).config_class, words)
+            parse_run(load_objective(name).config_class, words)

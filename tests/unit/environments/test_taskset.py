@@ -213,7 +213,7 @@ def test_page_makes_prompts_of_its_rows(name: str, capsys: pytest.CaptureFixture
     (block,) = (block for block in blocks_of_the_page() if block.startswith("# rows.py"))
     exec(compile(block.replace('"NAME"', '"tasks-of-the-test"'), "rows.py", "exec"), {})
     columns = json.loads(capsys.readouterr().out)
-    answered_by = find_environment(columns, default=name, known=[name])
+    answered_by = find_environment(columns, default=name, environments=[name])
     assert (
         answered_by is not None
         and played(name, [Reply(text="5")], {**columns, **answered_by.columns})[1] == 1.125

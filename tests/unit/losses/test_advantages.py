@@ -13,7 +13,12 @@ import pytest
 
 from open_instruct.config.rollout_sections import RolloutSection
 from open_instruct.core.records import Check, Completion, Prompt, RolloutGroup, Verdict
-from open_instruct.losses.advantages import ADVANTAGES, advantages_of, group_advantages, has_signal
+from open_instruct.losses.advantages import (
+    ADVANTAGES,
+    compute_advantages,
+    group_advantages,
+    has_signal,
+)
 from open_instruct.rl.samples import RolloutStepBatch, training_samples
 from tests.refusals import refused
 
@@ -141,7 +146,7 @@ def test_every_way_has_a_formula() -> None:
 def test_formula(name: str) -> None:
     for seed in range(8):
         groups = [*random_groups(seed), same(4, 1.0, 1.0), same(3, 0.0, 0.0)]
-        ours = advantages_of(groups, name, FLAGS)
+        ours = compute_advantages(groups, name, FLAGS)
         assert [len(of_group) for of_group in ours] == [len(each.completions) for each in groups]
         assert [a for of_group in ours for a in of_group] == pytest.approx(
             FORMULAS[name](groups), abs=1e-6
@@ -156,7 +161,7 @@ def test_advantages_are_zero_when_rewards_are_equal(name: str) -> None:
         [same(4, 0.0, 0.0), same(3, 0.0, 0.0)],
         [same(3, 0.1 * 3, 1.0)],
     ):
-        ours = advantages_of(groups, name, FLAGS)
+        ours = compute_advantages(groups, name, FLAGS)
         assert all(value == 0.0 for of_group in ours for value in of_group)
 
 

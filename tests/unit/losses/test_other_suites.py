@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from open_instruct.batching.rollouts import counts_of, rollout_batch
+from open_instruct.batching.rollouts import build_rollout_batch, count_denominators
 from open_instruct.config.policy_sections import PolicyLossSection
 from open_instruct.config.preference_sections import PreferenceLossSection
 from open_instruct.core.batch_values import RLValues
@@ -105,7 +105,7 @@ def test_policy_loss_is_that_of_another_suite(case: dict[str, Any]) -> None:
         )
         for index, length in enumerate(is_token.sum(1).tolist())
     ]
-    batch = rollout_batch(samples)
+    batch = build_rollout_batch(samples)
     values = replace(
         RLValues.read(batch.values),
         old_logprobs_N=rows["old_logprobs"][is_token],
@@ -120,7 +120,7 @@ def test_policy_loss_is_that_of_another_suite(case: dict[str, Any]) -> None:
             StepBatch(microbatches=(batch,), counts={}), [scores], lambda values: values
         )
         (batch,) = step.microbatches
-    loss = bound.compute(scores, batch, counts_of(samples)).loss
+    loss = bound.compute(scores, batch, count_denominators(samples)).loss
     (gradient_N,) = torch.autograd.grad(loss, logprobs_N)
     gradient = torch.zeros_like(rows["mask"])
     gradient[is_token] = gradient_N

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from open_instruct.losses.values import gae, value_losses, whitened
+from open_instruct.losses.values import gae, value_losses, whiten
 
 Estimates = tuple[torch.Tensor, torch.Tensor]
 NUM_RANDOM_INPUTS = 200
@@ -180,8 +180,8 @@ def test_no_tokens() -> None:
     """The rank had no row; its part of the batch holds one document without a label."""
     empty_N = torch.zeros(0)
     assert gae(empty_N, empty_N, empty_N.long(), gamma=1.0, lam=1.0).shape == (0,)
-    assert whitened(empty_N, torch.ones(3)).shape == (0,)
-    assert whitened(empty_N, empty_N).shape == (0,)
+    assert whiten(empty_N, torch.ones(3)).shape == (0,)
+    assert whiten(empty_N, empty_N).shape == (0,)
 
 
 def masked_whiten(values_SL: torch.Tensor, mask_SL: torch.Tensor) -> torch.Tensor:
@@ -212,7 +212,7 @@ def test_whitened_as_by_verl_and_trl_over_all_ranks() -> None:
         table_SL = torch.zeros_like(case.values_SL)
         table_SL[case.mask_SL] = advantages_N
         theirs_N = case.packed(masked_whiten(table_SL, case.mask_SL))
-        parts = [whitened(part_N, advantages_N) for part_N in advantages_N.tensor_split(3)]
+        parts = [whiten(part_N, advantages_N) for part_N in advantages_N.tensor_split(3)]
         torch.testing.assert_close(torch.cat(parts), theirs_N, **CLOSE)
         # OpenRLHF's is larger by the root of n / (n - 1), where the variance is not tiny.
         openrlhf_N = (
@@ -226,7 +226,7 @@ def test_whitened_as_by_verl_and_trl_over_all_ranks() -> None:
 def test_whitening_gives_zero_for_equal_advantages() -> None:
     for given_N in (torch.tensor([3.0]), torch.full((5,), 0.1)):
         torch.testing.assert_close(
-            whitened(given_N, given_N), torch.zeros_like(given_N), rtol=0, atol=1e-6
+            whiten(given_N, given_N), torch.zeros_like(given_N), rtol=0, atol=1e-6
         )
 
 

@@ -12,14 +12,14 @@ import yaml
 
 from open_instruct.cli import main
 from open_instruct.commands.run_flags import parse_run
-from open_instruct.config.flags import Flag, flags_of
+from open_instruct.config.flags import Flag, list_flags
 from open_instruct.config.resolved import as_flat_dict
 from open_instruct.migrate.from_suite import READERS
 from open_instruct.migrate.suites.rule_values import LEFT_OUT, translate_words
 from open_instruct.migrate.suites.settings import Settings
 from open_instruct.migrate.suites.tables import Rule, Table, find_table, find_trainers
 from open_instruct.migrate.translation import Translation, translate
-from open_instruct.objectives.registry import objective_named
+from open_instruct.objectives.registry import load_objective
 from tests.refusals import refused
 
 CASES: dict[str, Any] = yaml.load(
@@ -37,7 +37,7 @@ def translated(suite: str, words: str, trainer: str = "", **known: float) -> Tra
 def config_values(translation: Translation) -> dict[str, Any]:
     """The flags of the run that a translation describes."""
     return as_flat_dict(
-        parse_run(objective_named(translation.command).config_class, translation.words)
+        parse_run(load_objective(translation.command).config_class, translation.words)
     )
 
 
@@ -100,7 +100,7 @@ def test_difference_is_listed_where_it_is_one(
 class TestTables:
     def test_rules_name_flags_and_values_that_exist(self, suite: str, trainer: str) -> None:
         table = find_table(suite, trainer)
-        flags = flags_of(objective_named(table.command).config_class)
+        flags = list_flags(load_objective(table.command).config_class)
         for name, rule in table.rules.items():
             outcomes = (
                 rule.flag,
@@ -119,7 +119,7 @@ class TestTables:
 
     def test_defaults_are_translated(self, suite: str, trainer: str) -> None:
         table = find_table(suite, trainer)
-        flags = flags_of(objective_named(table.command).config_class)
+        flags = list_flags(load_objective(table.command).config_class)
         for name, value in table.defaults.items():
             rule = table.rules[name]
             assert rule.share_of is not None or _accept(flags, rule, value), name
@@ -138,7 +138,7 @@ def _accept(flags: dict[str, Flag], rule: Rule, value: str) -> bool:
     words = translate_words(rule, value.split())
     for place, name in enumerate(rule.flags if words != [LEFT_OUT] else ()):
         if name in flags:
-            flags[name].value_of(words[place : place + 1] if rule.form == "each" else words)
+            flags[name].parse_value(words[place : place + 1] if rule.form == "each" else words)
     return True
 
 
@@ -161,7 +161,7 @@ class TestCommand:
         )
         assert main(["migrate-args", "--from", "trl", "dpo", str(theirs)]) == 0
         ours.write_text(capsys.readouterr().out)
-        config = as_flat_dict(parse_run(objective_named("dpo").config_class, [str(ours)]))
+        config = as_flat_dict(parse_run(load_objective("dpo").config_class, [str(ours)]))
         assert (config["mixer_list"], config["learning_rate"]) == (["a:b", "1.0"], 5e-7)
         assert (config["loss_type"], config["max_seq_length"]) == (["dpo", "sft"], 1024)
 

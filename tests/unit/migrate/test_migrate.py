@@ -11,14 +11,14 @@ import yaml
 
 from open_instruct.cli import main
 from open_instruct.commands.run_flags import parse_run
-from open_instruct.config.flags import flags_of
+from open_instruct.config.flags import list_flags
 from open_instruct.config.grpo import GRPOConfig, validate_grpo
 from open_instruct.config.resolved import as_flat_dict
 from open_instruct.config.suites.upstream_flags import upstream_defaults, upstream_table
 from open_instruct.migrate.launch import ALL_TRAINERS, DEFAULTS_FROM, read_launch
 from open_instruct.migrate.migration import Migration, migrate
 from open_instruct.objectives.dpo import DPOConfig
-from open_instruct.objectives.registry import objective_named
+from open_instruct.objectives.registry import load_objective
 from tests.refusals import refused
 
 DPO = "--model_name_or_path m --mixer_list rows.jsonl 1.0 --max_seq_length 512"
@@ -133,7 +133,7 @@ class TestDefaults:
         command = next(name for name, names in ALL_TRAINERS.items() if trainer in names)
         tables = (upstream_table(trainer), upstream_table(command), upstream_table())
         known = {
-            *flags_of(objective_named(command).config_class),
+            *list_flags(load_objective(command).config_class),
             *(name for table in tables for name in table),
         }
         # Which a rule reads.
@@ -158,7 +158,7 @@ class TestFlags:
     ) -> None:
         migration = beside_needed(launch, words)
         assert migration.refused == {}
-        config_class = objective_named(launch.split()[-1]).config_class
+        config_class = load_objective(launch.split()[-1]).config_class
         values = as_flat_dict(parse_run(config_class, migration.arguments))
         assert {name: values[name] for name in expected} == expected
 

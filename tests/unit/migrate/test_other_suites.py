@@ -7,18 +7,18 @@ from typing import Any
 import pytest
 
 from open_instruct.commands.run_flags import parse_run
-from open_instruct.config.flags import flags_of
+from open_instruct.config.flags import list_flags
 from open_instruct.config.name_hints import names_of_other_suites
 from open_instruct.config.suites.upstream_flags import translate_flag
 from open_instruct.core.errors import InputError
-from open_instruct.objectives.registry import OBJECTIVES, objective_named
+from open_instruct.objectives.registry import OBJECTIVES, load_objective
 from tests.refusals import refused
 
 CONFIGS: dict[str, Any] = {
-    name: objective_named(name).config_class for name in (*OBJECTIVES, "grpo")
+    name: load_objective(name).config_class for name in (*OBJECTIVES, "grpo")
 }
 FLAGS: dict[str, set[str]] = {
-    name: set(flags_of(config_class)) for name, config_class in CONFIGS.items()
+    name: set(list_flags(config_class)) for name, config_class in CONFIGS.items()
 }
 
 

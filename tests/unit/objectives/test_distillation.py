@@ -37,7 +37,7 @@ from open_instruct.planning.plan import Plan, make_plan
 from open_instruct.planning.subject.read_shape import model_shape
 from open_instruct.planning.subject.workload import Scoring
 from open_instruct.run.pretrained import open_pretrained
-from open_instruct.training.model.forward import beside_labels, hidden_at_labels, token_logprobs
+from open_instruct.training.model.forward import hidden_at_labels, place_at_labels, token_logprobs
 from open_instruct.training.row_cache import RowCache
 from open_instruct.training.teacher import TeacherComparison
 from tests.refusals import refused
@@ -300,7 +300,7 @@ def test_numbers_stand_beside_their_labels() -> None:
         packed = lay_out(DOCUMENTS)
         numbers = torch.arange(18.0).view(9, 2)
         measure = Measure(
-            lambda logits_NV, beside: beside, (beside_labels(model, packed, numbers, device=CPU),)
+            lambda logits_NV, beside: beside, (place_at_labels(model, packed, numbers, device=CPU),)
         )
         with torch.no_grad():
             assert torch.equal(

@@ -16,7 +16,7 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from open_instruct.batching.documents import pack_documents
-from open_instruct.batching.steps import BatchShape, step_batch
+from open_instruct.batching.steps import BatchShape, build_step_batch
 from open_instruct.commands.plan import parse_request
 from open_instruct.commands.tiny_model import tiny_config
 from open_instruct.core.batch_values import UnpairedValues
@@ -44,7 +44,7 @@ from open_instruct.planning.plan import make_plan
 from open_instruct.training.policy import Policy
 from tests.refusals import refused
 from tests.unit.objective_runs import all_gradients, load_rows, train_module
-from tests.unit.objective_runs import config_of as flags_of
+from tests.unit.objective_runs import config_of as list_flags
 from tests.unit.token_data import byte_tokenizer, pair, write_rows
 from tests.unit.training.test_finite import CPU, SIZE
 
@@ -54,7 +54,7 @@ USER, REPLY = {"role": "user", "content": "a"}, {"role": "assistant", "content":
 
 
 def config_of(**flags: Any) -> KTOConfig:
-    config: KTOConfig = flags_of(
+    config: KTOConfig = list_flags(
         KTO, *(word for name, value in flags.items() for word in (f"--{name}", str(value)))
     )
     return config
@@ -386,7 +386,7 @@ def step_of(
     filled(policy)  # the train module empties what it is given
     module.zero_grads()
     every_row = [(row,) for row in range(len(dataset))]
-    rows = step_batch(
+    rows = build_step_batch(
         dataset,
         every_row,
         shape=batch_shape,

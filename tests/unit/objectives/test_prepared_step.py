@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from open_instruct.batching.steps import step_batch
+from open_instruct.batching.steps import build_step_batch
 from open_instruct.commands.tiny_model import SIZES, tiny_config
 from open_instruct.core.batch_values import RowValues
 from open_instruct.core.records import Batch, Metric, StepBatch
@@ -75,7 +75,7 @@ def step_of(microbatches: int, folder: Path) -> tuple[Centered, float, torch.Ten
     )
     module.train_batch(
         {
-            "step": step_batch(
+            "step": build_step_batch(
                 make_pairs(4), [(0,), (1,), (2,), (3,)], shape=shape, rank=0, num_ranks=1
             )
         }

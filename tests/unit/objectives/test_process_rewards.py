@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, AutoTokenizer
 
-from open_instruct.batching.steps import BatchShape, step_batch
+from open_instruct.batching.steps import BatchShape, build_step_batch
 from open_instruct.cli import main
 from open_instruct.commands.score import main as score_command
 from open_instruct.commands.tiny_model import write_tiny_model
@@ -321,7 +321,7 @@ def test_cut_takes_whole_steps_with_their_labels(
         max_seq_length=200,
         packing=True,
     )
-    step = step_batch(
+    step = build_step_batch(
         dataset,
         [(0,), (1,)],
         shape=shape,

@@ -30,9 +30,9 @@ from open_instruct.objectives.reward_model import (
     RewardBuilder,
     RewardLossSection,
     RewardModelConfig,
+    add_std,
     bind,
     pair_losses,
-    with_std,
 )
 from open_instruct.parallel.reduce import combine_microbatches, reduce_metrics
 from open_instruct.rewards.pool import VerifierPool
@@ -123,7 +123,7 @@ def test_loss_of_a_batch_does_not_depend_on_its_cut(cut: list[int], mean: float)
         measured.append(outputs.metrics)
         start += size
     assert total == pytest.approx(float(pair_losses(rewards_2P, margins_P, 0.1).mean()), rel=1e-6)
-    row = with_std(reduce_metrics(combine_microbatches(measured), group=None, device=CPU))
+    row = add_std(reduce_metrics(combine_microbatches(measured), group=None, device=CPU))
     assert row["rewards/std"] == pytest.approx(
         float(rewards_2P.double().std(correction=0)), rel=1e-6
     )

@@ -15,10 +15,10 @@ import pytest
 import torch
 
 from open_instruct.batching.rollouts import (
-    counts_of,
+    build_rollout_batch,
+    build_rollout_minibatches,
+    count_denominators,
     plan_steps_of_ranks,
-    rollout_batch,
-    rollout_minibatches,
 )
 from open_instruct.commands.tiny_model import write_tiny_model
 from open_instruct.config.policy_sections import PolicyLossSection
@@ -26,7 +26,7 @@ from open_instruct.core.batch_values import RLValues
 from open_instruct.core.errors import InputError
 from open_instruct.core.records import Batch, Document, RolloutSample, Span, StepBatch
 from open_instruct.core.shard_layout import ShardLayout
-from open_instruct.core.user_code import own_function
+from open_instruct.core.user_code import load_own_function
 from open_instruct.data.tokenizer import load_tokenizer
 from open_instruct.losses.policy import POLICY_LOSSES
 from open_instruct.objectives.objective import BoundLoss, LossOutputs, TokenLogprobs
@@ -111,7 +111,7 @@ def loss_and_gradient(
 
     `values` are offsets of the frozen log-probs from the engine's, by name.
     """
-    batch = rollout_batch(samples)
+    batch = build_rollout_batch(samples)
     engine_N = RLValues.read(batch.values).engine_logprobs_N
     frozen: dict[str, Any] = {
         f"{name}_logprobs_N": engine_N + offset for name, offset in values.items()
@@ -119,7 +119,7 @@ def loss_and_gradient(
     batch = dataclasses.replace(batch, values=dataclasses.replace(batch.values, **frozen))
     scores = scores_of(samples, batch)
     bound = bind(loss, temperature=1.0, response_length=20)
-    outputs = bound.compute(scores, batch, counts_of(samples))
+    outputs = bound.compute(scores, batch, count_denominators(samples))
     (gradient_N,) = torch.autograd.grad(outputs.loss, scores.logprobs_N)
     return outputs, gradient_N
 
@@ -141,12 +141,12 @@ def test_tokens_of_another_stream_leave_the_gradient_of_the_policy_loss_alone(ki
     )
     outputs, gradient_N = loss_and_gradient([*together, *conversations], loss, **FROZEN)
     is_ours_N = torch.tensor(
-        [bool(w) for s in (*together, *conversations) for w in s.weights_of("rl")]
+        [bool(w) for s in (*together, *conversations) for w in s.stream_weights("rl")]
     )
     assert torch.equal(gradient_N[is_ours_N], expected_N)
     # And the others have the gradient of their own mean: 12 tokens of tools, and those of the
     # conversations.
-    of_ce = [weight for s in (*together, *conversations) for weight in s.weights_of("ce")]
+    of_ce = [weight for s in (*together, *conversations) for weight in s.stream_weights("ce")]
     num_ce = sum(map(bool, of_ce))
     expected_ce = -torch.tensor(of_ce)[~is_ours_N] / num_ce
     torch.testing.assert_close(gradient_N[~is_ours_N], expected_ce)
@@ -179,7 +179,7 @@ def test_teacher_alone_pulls_each_token_by_its_distance() -> None:
         rl_coef=0.0, teacher_model_name_or_path="t", teacher_kl_coef=3.0, rho_correction="none"
     )
     outputs, gradient_N = loss_and_gradient(samples, loss, teacher=-0.2)
-    batch = rollout_batch(samples)
+    batch = build_rollout_batch(samples)
     distance_N = scores_of(samples, batch).logprobs_N.detach() - (
         RLValues.read(batch.values).engine_logprobs_N - 0.2
     )
@@ -199,7 +199,7 @@ def test_estimate_is_weighted_by_the_ratio_that_is_optimised(kind: str) -> None:
         loss_fn=kind, rl_coef=0.0, beta=0.5, kl_importance_weighted=True, rho_correction="none"
     )
     _, gradient_N = loss_and_gradient(samples, loss, old=0.1, reference=-0.4)
-    batch = rollout_batch(samples)
+    batch = build_rollout_batch(samples)
     new_N = scores_of(samples, batch).logprobs_N.detach().requires_grad_()
     total, start = new_N.sum() * 0, 0
     for sample in samples:
@@ -234,10 +234,10 @@ def test_conversations_have_a_temperature_of_their_own() -> None:
     plain, other, written = completions(3, count=3)
     given = [plain, with_tool(other), as_conversation(written)]
     bound = bind(PolicyLossSection(), temperature=0.7, response_length=9)
-    assert bound.find_temperatures(rollout_batch(given[:1])) == 0.7
+    assert bound.find_temperatures(build_rollout_batch(given[:1])) == 0.7
     lengths = [len(sample.engine_logprobs) for sample in (plain, other, written)]
     expected = [0.7] * lengths[0] + [1.0] * 2 + [0.7] * lengths[1] + [1.0] * lengths[2]
-    temperatures = torch.as_tensor(bound.find_temperatures(rollout_batch(given)))
+    temperatures = torch.as_tensor(bound.find_temperatures(build_rollout_batch(given)))
     assert temperatures.tolist() == pytest.approx(expected)
 
 
@@ -254,8 +254,10 @@ def choices_by_cut(
     bound: BoundLoss = bind(loss, temperature=1.0, response_length=20)
     assert bound.scores_before_step
     parts = [samples[start : start + cut] for start in range(0, len(samples), cut)]
-    batches = [rollout_batch(part) for part in parts]
-    step = StepBatch(microbatches=(*batches, rollout_batch([])), counts=counts_of(samples))
+    batches = [build_rollout_batch(part) for part in parts]
+    step = StepBatch(
+        microbatches=(*batches, build_rollout_batch([])), counts=count_denominators(samples)
+    )
     scores = [
         scores_of(part, batch) for part, batch in zip([*parts, []], step.microbatches, strict=True)
     ]
@@ -291,7 +293,7 @@ def test_tokens_are_chosen_over_the_update_however_it_is_cut(
     count = round(share * len(chosen)) if name == "is_learned" else int(share * len(chosen))
     assert sum(chosen) == count > 1
 
-    batch = rollout_batch(samples)
+    batch = build_rollout_batch(samples)
     scores, advantages_N = scores_of(samples, batch), RLValues.read(batch.values).advantages_N
     logprobs_N = scores.logprobs_N.detach()
     covariances_N = (logprobs_N - logprobs_N.mean()) * (advantages_N - advantages_N.mean())
@@ -314,7 +316,7 @@ def test_draw_of_tokens_leaves_clipped_ones_aside_and_is_another_in_another_upda
     samples = completions(11, count=12)
     bound = bind(PolicyLossSection(**flags), temperature=1.0, response_length=20)
     assert bound.scores_before_step
-    batch = rollout_batch(samples)
+    batch = build_rollout_batch(samples)
     # Every ratio is e^0.5, which the clip range takes the gradient from where the advantage is
     # positive.
     scores = scores_of(samples, batch)
@@ -352,13 +354,13 @@ def test_equal_covariances_mark_no_more_tokens_than_their_share() -> None:
 def test_tokens_of_low_entropy_are_not_learned_but_count() -> None:
     samples, loss = completions(8), PolicyLossSection(top_entropy_quantile=0.25)
     _, plain_N = loss_and_gradient(samples, PolicyLossSection())
-    batch, bound = rollout_batch(samples), bind(loss, temperature=1.0, response_length=20)
+    batch, bound = build_rollout_batch(samples), bind(loss, temperature=1.0, response_length=20)
     assert bound.with_entropy and bound.scores_before_step
     scores = scores_of(samples, batch)
     step = bound.prepare(
         StepBatch(microbatches=(batch,), counts={}), [scores], lambda values: values
     )
-    outputs = bound.compute(scores, step.microbatches[0], counts_of(samples))
+    outputs = bound.compute(scores, step.microbatches[0], count_denominators(samples))
     (gradient_N,) = torch.autograd.grad(outputs.loss, scores.logprobs_N)
     is_learned_M = RLValues.read(step.microbatches[0].values).is_learned_M
     assert is_learned_M is not None and torch.equal(gradient_N, plain_N * is_learned_M)
@@ -409,7 +411,7 @@ def test_conversations_are_learned_where_no_completion_is() -> None:
         max_tokens_per_microbatch=99,
         num_mini_batches=2,
     )
-    (minibatch,) = rollout_minibatches(step)
+    (minibatch,) = build_rollout_minibatches(step)
     assert minibatch.counts["rl_rows"] == 0 < minibatch.counts["rows"]
     bound = bind(PolicyLossSection(), temperature=1.0, response_length=20)
     for samples, batch in zip(
@@ -421,7 +423,7 @@ def test_conversations_are_learned_where_no_completion_is() -> None:
 
 
 def test_document_of_several_turns_has_its_labels_in_order() -> None:
-    batch = rollout_batch([with_tool(completions(12, count=1)[0])])
+    batch = build_rollout_batch([with_tool(completions(12, count=1)[0])])
     values = RLValues.read(batch.values)
     assert values.ce is not None
     assert values.ce.tokens_M is not None and values.ce.tokens_M.tolist() == [0, 1]
@@ -439,9 +441,9 @@ def test_loss_of_ones_own(tmp_path: Path) -> None:
     samples = completions(13)
     loss = PolicyLossSection(loss_fn=f"{tmp_path}/mine.py:squared", rho_correction="none")
     _, gradient_N = loss_and_gradient(samples, loss)
-    advantages_N = RLValues.read(rollout_batch(samples).values).advantages_N
+    advantages_N = RLValues.read(build_rollout_batch(samples).values).advantages_N
     torch.testing.assert_close(gradient_N, -advantages_N / len(advantages_N))
-    signs = own_function(f"{tmp_path}/mine.py:signs", flag="--advantages", known=())
+    signs = load_own_function(f"{tmp_path}/mine.py:signs", flag="--advantages", known=())
     assert signs is not None and signs([SimpleNamespace(rewards=(1.0, 0.25))]) == [[1.0, -1.0]]
 
 
@@ -479,8 +481,8 @@ def test_conversations_of_a_step_depend_on_its_number_alone() -> None:
     assert len({tuple(d.token_ids for d in epoch) for epoch in epochs}) > 1
     for sample in steps[0]:
         labels = sample.document.num_label_tokens
-        assert sample.weights_of("ce") == (1.0,) * labels and not any(
-            sample.weights_of("rl") + sample.weights_of("kl")
+        assert sample.stream_weights("ce") == (1.0,) * labels and not any(
+            sample.stream_weights("rl") + sample.stream_weights("kl")
         )
 
 

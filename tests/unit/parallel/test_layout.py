@@ -23,7 +23,7 @@ from open_instruct.config.fleet_sections import LearnerParallelSection
 from open_instruct.config.sharding_sections import ParallelSection, RanksSection
 from open_instruct.core.errors import InputError
 from open_instruct.core.shard_layout import ShardLayout
-from open_instruct.core.text import counted, one_of
+from open_instruct.core.text import join_choices, spell_count
 from open_instruct.parallel.layout import (
     check_experts,
     check_feed_forward,
@@ -497,7 +497,7 @@ def test_picture_has_colours_on_a_terminal_alone(capsys: pytest.CaptureFixture[s
 
 def test_words() -> None:
     assert [group_name(index) for index in (0, 25, 26, 701, 702)] == ["A", "Z", "AA", "ZZ", "AAA"]
-    assert (one_of([1]), one_of([1, 2, 4])) == ("1", "1, 2 or 4")
+    assert (join_choices([1]), join_choices([1, 2, 4])) == ("1", "1, 2 or 4")
     shown = [ranks_text(ranks) for ranks in ([3], [0, 1], [0, 8], range(8), range(0, 32, 2))]
     assert shown == ["3", "0-1", "0 8", "0-7", "0 2 ... 30"]
     assert nodes_text([8]) == "1 node of 8 GPUs"
@@ -611,7 +611,7 @@ def test_page_shows_what_the_command_prints(
     ],
 )
 def test_count_and_its_noun(count: int, noun: str, text: str) -> None:
-    assert counted(count, noun) == text
+    assert spell_count(count, noun) == text
 
 
 BOTH = {"tensor_parallel_degree": 2, "context_parallel_degree": 2}

@@ -12,7 +12,7 @@ from rich.console import Console
 from open_instruct.commands.plan import parse_request
 from open_instruct.commands.run_flags import parse_run
 from open_instruct.commands.tiny_model import write_tiny_model
-from open_instruct.objectives.registry import objective_named
+from open_instruct.objectives.registry import load_objective
 from open_instruct.planning.advice import Advice
 from open_instruct.planning.plan import Plan, make_plan
 from open_instruct.planning.presentation import plan_record, render_words, traffic_rows
@@ -190,10 +190,10 @@ def test_run_says_its_plan(tmp_path) -> None:  # type: ignore[no-untyped-def]
         "--adam_offload",
     ]
     words += ["--mixer_list", "rows.jsonl", "1.0", "--output_dir", "out"]
-    config = parse_run(objective_named("sft").config_class, words)
+    config = parse_run(load_objective("sft").config_class, words)
     said = check_plan(config, [2], model_folder=str(model), memory_bytes=64 * 2**30, on_cuda=False)
     assert said.line.startswith("memory: at most ") and "cannot fit" not in said.warning
-    config = parse_run(objective_named("sft").config_class, [*words, "--no_plan_check"])
+    config = parse_run(load_objective("sft").config_class, [*words, "--no_plan_check"])
     refused = check_plan(config, [2], model_folder=str(model), memory_bytes=2**20, on_cuda=False)
     assert "the run cannot fit" in refused.warning
 

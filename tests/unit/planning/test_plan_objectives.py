@@ -10,7 +10,7 @@ from open_instruct.commands.plan import parse_request
 from open_instruct.config.sections import OptimSection, PrefixSharing, flag
 from open_instruct.config.training import TrainingConfig
 from open_instruct.core.errors import EXIT_INPUT
-from open_instruct.core.text import one_of
+from open_instruct.core.text import join_choices
 from open_instruct.data.row_builder import RowBuilder
 from open_instruct.objectives.objective import BoundLoss, LossOutputs, Objective
 from open_instruct.objectives.registry import OBJECTIVES
@@ -96,4 +96,4 @@ def test_new_objective_is_named_by_the_plan(capsys: pytest.CaptureFixture[str]) 
     runs = [*OBJECTIVES, "grpo"]
     assert "made_up" in runs and "|".join(runs) in " ".join(capsys.readouterr().out.split())
     assert main(["plan", "made_down"]) == EXIT_INPUT
-    assert f"the first word is {one_of(runs)}" in " ".join(capsys.readouterr().err.split())
+    assert f"the first word is {join_choices(runs)}" in " ".join(capsys.readouterr().err.split())

@@ -22,7 +22,7 @@ from tokenizers.models import WordLevel
 
 from open_instruct.cli import main
 from open_instruct.commands.run_flags import parse_run
-from open_instruct.config.flags import flags_of
+from open_instruct.config.flags import list_flags
 from open_instruct.config.grpo import GRPOConfig
 from open_instruct.config.resolved import write_config
 from open_instruct.core.errors import EXIT_INPUT
@@ -603,7 +603,7 @@ class TestHealth:
             for name in re.findall(r"--(\w+)", file.read_text(encoding="utf-8"))
         }
         assert len(named) > 10
-        assert named <= flags_of(GRPOConfig).keys() | flags_of(DPOConfig).keys()
+        assert named <= list_flags(GRPOConfig).keys() | list_flags(DPOConfig).keys()
 
     def test_parts_of_a_step_leave_the_first_out(self) -> None:
         rows = rows_with(

@@ -19,7 +19,7 @@ from open_instruct.config.grpo import GRPOConfig
 from open_instruct.core.errors import RunError
 from open_instruct.core.records import Completion, Prompt, RolloutGroup, Verdict
 from open_instruct.data.prompts import PromptStream
-from open_instruct.generation.requests import sampling_seed
+from open_instruct.generation.requests import make_sampling_seed
 from open_instruct.rl.conductor import (
     MAX_REJECTED_PER_PROMPT,
     Conductor,
@@ -203,7 +203,7 @@ class TestComposition:
 class TestSeeds:
     def test_seeds_are_those_of_every_python(self) -> None:
         # A checkpoint of today must ask with the same seeds tomorrow.
-        assert sampling_seed(5, 41, 2) == 4878955774981050844
+        assert make_sampling_seed(5, 41, 2) == 4878955774981050844
 
 
 def test_verifier_of_whole_groups_gets_all_completions_in_order(
@@ -224,7 +224,7 @@ def test_verifier_of_whole_groups_gets_all_completions_in_order(
             pool.finish(-1)
         groups = next_batch(it).groups
     assert sorted(judged) == sorted(
-        [sampling_seed(SEED, t, i) for i in range(NUM_SAMPLES)] for t in range(NUM_PROMPTS)
+        [make_sampling_seed(SEED, t, i) for i in range(NUM_SAMPLES)] for t in range(NUM_PROMPTS)
     )
     assert {group.rewards for group in groups} == {(0.0, 1.0)}
 
@@ -412,7 +412,7 @@ class TestNoResampling:
         def rule(prompt: Prompt, completion: Completion) -> float:
             return float(completion.seed in first_seeds)
 
-        first_seeds = {sampling_seed(SEED, ticket, 0) for ticket in range(100)}
+        first_seeds = {make_sampling_seed(SEED, ticket, 0) for ticket in range(100)}
         words = ("--async_steps", "0", "--no_resampling_pass_rate")
         with conductor(*words, "0.51", rule=rule, num_rows=3) as (it, pool):
             rows = [

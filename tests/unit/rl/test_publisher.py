@@ -88,8 +88,8 @@ class Stage:
         self.pool = EnginePool(
             list(self.made),
             make_engine=self._make,
-            on_restart=self.publisher.engine_restarted,
-            on_failure=self.publisher.engines_failed,
+            on_restart=self.publisher.handle_engine_restart,
+            on_failure=self.publisher.handle_engine_failure,
             fleet=fleet,
             say=lambda text: None,
         )
@@ -222,7 +222,7 @@ class TestPublish:
     def test_new_learners_need_a_new_channel(self) -> None:
         with stage(1) as it:
             it.publish(1)
-            it.publisher.learners_restarted()
+            it.publisher.handle_learner_restart()
             assert it.publisher.version is None
             it.calls.clear()
             it.publish(0)
@@ -467,7 +467,7 @@ class TestLearnerDies:
                 it.publish(1)
             assert it.publisher.version is None
             waiting.set()
-            it.publisher.learners_restarted()
+            it.publisher.handle_learner_restart()
             it.publish(1)
             assert it.generates() == (1, 1, 1)
 
@@ -490,7 +490,7 @@ class TestLearnerDies:
             hangs_in(it.made[0], "has_staged", until=may_learn)
             with pytest.raises(LearnerLost):
                 it.publish(1)
-            it.publisher.learners_restarted()
+            it.publisher.handle_learner_restart()
             it.learners.channel = {**DELTA, "port": 8}
             publishing = it._threads.submit(it._publish, 1)
             eventually(lambda: it.publisher._channel["port"] == 8)
@@ -501,7 +501,7 @@ class TestLearnerDies:
     def test_engine_restarted_meanwhile_waits_for_the_next_publish(self) -> None:
         with stage(1) as it:
             it.publish(3)
-            it.publisher.learners_restarted()
+            it.publisher.handle_learner_restart()
             it.calls.clear()
             it.made[0].die()
             future = it.pool.submit(request(1))
@@ -513,7 +513,7 @@ class TestLearnerDies:
 
     def test_engine_that_dies_waiting_is_started_again(self) -> None:
         with stage(1) as it:
-            it.publisher.learners_restarted()
+            it.publisher.handle_learner_restart()
             it.made[0].die()
             eventually(lambda: it.publisher._new_engines)
             it.made[1].die()
@@ -531,6 +531,6 @@ class TestLearnerDies:
             for future in futures:
                 with pytest.raises(LearnerLost):  # or the driver would wait for ever
                     future.result(TIMEOUT_S)
-            it.publisher.learners_restarted()
+            it.publisher.handle_learner_restart()
             it.publish(2)
             assert {it.generates() for _ in range(8)} == {(2, 2, 2)}

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from open_instruct.batching.rollouts import counts_of, rollout_batch
+from open_instruct.batching.rollouts import build_rollout_batch, count_denominators
 from open_instruct.core.batch_values import RLValues
 from open_instruct.core.records import (
     Completion,
@@ -175,7 +175,7 @@ def test_episodes_that_begin_with_one_turn_share_it_and_learn_it_twice() -> None
     samples = learned_of(
         group_of([1.0, 0.0, 0.5], [episode(50, 60), episode(51, 61), episode(50, 62)])
     ).samples
-    batch = rollout_batch(samples, prefix_sharing="auto")
+    batch = build_rollout_batch(samples, prefix_sharing="auto")
     first, second, third = (sample.advantage for sample in samples)
     # Of the prompt (3 tokens) and the turn (12) all but the tool's last token; of the prompt alone
     # all but its last.
@@ -215,7 +215,7 @@ def test_answers_of_environments_may_be_learned() -> None:
     assert both.engine_logprobs == (-0.1, -0.2, 0.0, 0.0, 0.0, -0.3)
     is_reply = (1, 1, 0, 0, 0, 1)
     assert both.weights == {"rl": is_reply, "kl": is_reply, "ce": (0, 0, 0, 0.25, 0, 0)}
-    counts, plain_counts = counts_of([both]), counts_of([plain])
+    counts, plain_counts = count_denominators([both]), count_denominators([plain])
     assert (
         counts["rl_labels"] == plain_counts["rl_labels"] == 3
         and counts["rl_rows"] == plain_counts["rl_rows"] == 1

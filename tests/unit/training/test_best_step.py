@@ -10,7 +10,7 @@ from open_instruct.checkpoints.step_folder import MANIFEST
 from open_instruct.commands.run_flags import parse_run
 from open_instruct.config.grpo import GRPOConfig
 from open_instruct.core.metrics import metric_entry
-from open_instruct.objectives.registry import OBJECTIVES, objective_named
+from open_instruct.objectives.registry import OBJECTIVES, load_objective
 from open_instruct.run.cadence import Cadence
 from open_instruct.run.run_directory import RunDirectory
 from open_instruct.training.best_step_watch import BestStepWatch, find_idle_watch
@@ -105,6 +105,6 @@ def test_direction_of_every_metric_that_it_takes_is_known() -> None:
     ]
     names = {*parse_run(GRPOConfig, words).quality_metrics}
     for name in OBJECTIVES:
-        names |= {*objective_named(name).config_class.quality_metrics.fget(None)}
+        names |= {*load_objective(name).config_class.quality_metrics.fget(None)}
     assert {"eval/pass_at_4", "eval/loss", "eval/verifier/*"} <= names
     assert [name for name in sorted(names) if metric_entry(name).better is None] == []

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from open_instruct.batching.rollouts import (
-    counts_of,
+    build_rollout_batch,
+    build_rollout_minibatches,
+    count_denominators,
     plan_steps_of_ranks,
-    rollout_batch,
-    rollout_minibatches,
 )
 from open_instruct.checkpoints.parts import as_metadata, names_of_part
 from open_instruct.config.policy_sections import CriticSection
@@ -66,8 +66,8 @@ def critic_of(**flags: Any) -> Critic:
 
 
 def update_of(*microbatches: list[RolloutSample]) -> StepBatch:
-    batches = tuple(rollout_batch(samples) for samples in microbatches)
-    counts = counts_of([each for samples in microbatches for each in samples])
+    batches = tuple(build_rollout_batch(samples) for samples in microbatches)
+    counts = count_denominators([each for samples in microbatches for each in samples])
     return StepBatch(microbatches=batches, counts=counts | {"rl_microbatches": len(batches)})
 
 
@@ -114,7 +114,8 @@ def test_microbatches_of_conversations_are_not_computed() -> None:
     samples = [EPISODE, SHORT, EPISODE, *[WRITTEN] * 3]
     sizes: dict[str, Any] = {"max_tokens_per_microbatch": 8, "num_mini_batches": 1}
     ranks = [
-        rollout_minibatches(work) for work in plan_steps_of_ranks(samples, num_ranks=2, **sizes)
+        build_rollout_minibatches(work)
+        for work in plan_steps_of_ranks(samples, num_ranks=2, **sizes)
     ]
     critic, computed = critic_of(whiten_advantages=False), list[Batch]()
 

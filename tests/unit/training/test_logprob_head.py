@@ -13,7 +13,7 @@ from open_instruct.batching.documents import pack_documents
 from open_instruct.core.records import IGNORE_INDEX, Document, Span
 from open_instruct.models.heads.logprob_head import Measure
 from open_instruct.parallel.listening import LOOPBACK_INTERFACE
-from open_instruct.training.model.forward import beside_labels, token_logprobs
+from open_instruct.training.model.forward import place_at_labels, token_logprobs
 from tests.unit.small_models import CPU, VOCAB_SIZE, new_model, random_model, segments_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -163,7 +163,7 @@ def test_fsdp_does_not_round_what_a_head_compares_with(one_rank: None) -> None:
     batch = pack_documents([Document(token_ids=(5, 6, 7), responses=(Span(start=1, stop=3),))])
     kept_N = torch.tensor([50001.0, 0.7])
     measure = Measure(
-        lambda logits_NV, kept_N: kept_N, (beside_labels(model, batch, kept_N, device=CPU),)
+        lambda logits_NV, kept_N: kept_N, (place_at_labels(model, batch, kept_N, device=CPU),)
     )
     measured_N = token_logprobs(model, batch, device=CPU, measure=measure).measured_N
     assert measured_N is not None and torch.equal(measured_N, kept_N)

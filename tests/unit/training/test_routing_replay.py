@@ -13,7 +13,11 @@ import torch
 from olmo_core.nn.transformer import TransformerActivationCheckpointingMode
 
 from open_instruct.batching.documents import pack_documents
-from open_instruct.batching.rollouts import plan_steps_of_ranks, rollout_batch, rollout_minibatches
+from open_instruct.batching.rollouts import (
+    build_rollout_batch,
+    build_rollout_minibatches,
+    plan_steps_of_ranks,
+)
 from open_instruct.commands.run_flags import parse_run
 from open_instruct.config.fleet_sections import FleetSection
 from open_instruct.config.grpo import GRPOConfig
@@ -266,7 +270,7 @@ class TestPacking:
             self.sample(1, [1, 2, 3, 6]),
             self.sample(2, [7, 8, 9, 10], has_forced_experts=False),
         ]
-        packed = rollout_batch(
+        packed = build_rollout_batch(
             samples, pad_to_multiple_of=8, prefix_sharing="on", num_routes=2
         ).packed
         assert packed.input_ids_BT.tolist() == [[1, 2, 3, 4, 5, 3, 6, 7, 8, 9, 10, *[0] * 5]]
@@ -283,7 +287,7 @@ class TestPacking:
         steps = plan_steps_of_ranks(
             samples, num_ranks=4, max_tokens_per_microbatch=40, num_mini_batches=1
         )
-        batches = [rollout_minibatches(step)[0].microbatches[0] for step in steps]
+        batches = [build_rollout_minibatches(step)[0].microbatches[0] for step in steps]
         assert {batch.packed.routes_TR.shape[1] for batch in batches} == {2}
         assert sum(int((batch.packed.routes_TR >= 0).any(dim=1).sum()) for batch in batches) == 3
 
@@ -292,7 +296,7 @@ class TestPacking:
         (step,) = plan_steps_of_ranks(
             samples, num_ranks=1, max_tokens_per_microbatch=40, num_mini_batches=1
         )
-        assert rollout_minibatches(step)[0].microbatches[0].packed.routes_TR is None
+        assert build_rollout_minibatches(step)[0].microbatches[0].packed.routes_TR is None
 
 
 def told(values: Sequence[int]) -> bytes:

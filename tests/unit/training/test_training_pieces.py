@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from olmo_core.nn.transformer import Transformer
 
-from open_instruct.batching.steps import BatchShape, collate, step_batch
+from open_instruct.batching.steps import BatchShape, build_step_batch, collate
 from open_instruct.commands.tiny_model import SIZES, tiny_config
 from open_instruct.config.sections import OptimSection
 from open_instruct.config.sharding_sections import MemorySection
@@ -125,7 +125,7 @@ class TestLoading:
     def test_ranks_share_a_global_batch(self, num_ranks: int) -> None:
         pairs = make_pairs(4)
         steps = [
-            step_batch(
+            build_step_batch(
                 pairs, [(3,), (1,), (0,), (2,)], shape=shape_of(), rank=rank, num_ranks=num_ranks
             )
             for rank in range(num_ranks)
@@ -143,7 +143,7 @@ class TestLoading:
     def test_reference_follows_its_rows(self) -> None:
         pairs = make_pairs(4)
         reference_logps_N2 = np.array([[row, 10 + row] for row in range(4)], dtype=np.float32)
-        step = step_batch(
+        step = build_step_batch(
             pairs,
             [(2,), (0,), (3,)],
             shape=shape_of(),

@@ -21,7 +21,7 @@ from open_instruct.commands.run_flags import parse_run
 from open_instruct.core.errors import EXIT_INPUT, InputError
 from open_instruct.data.token_dataset import load_token_dataset
 from open_instruct.data.tokenizer import load_tokenizer
-from open_instruct.objectives.registry import objective_named
+from open_instruct.objectives.registry import load_objective
 from open_instruct.report.preview.sample import (
     Sample,
     build_sample,
@@ -58,7 +58,7 @@ def sample(
 ) -> Sample:
     flag = "--dataset_mixer_list" if name == "grpo" else "--mixer_list"
     argv = ["--model_name_or_path", str(model), flag, str(rows), "1.0", "--output_dir", "x", *words]
-    objective = objective_named(name)
+    objective = load_objective(name)
     config: Any = parse_run(objective.config_class, argv)
     return build_sample(
         config, objective, find_judges(config), num_read=num_read, num_shown=num_shown
@@ -96,7 +96,7 @@ def ids_of(shown: Any, *, learned: tuple[bool, ...]) -> tuple[int, ...]:
 def test_preview_shows_what_the_run_would_learn(model: Path, pairs: Path, tmp_path: Path) -> None:
     shown = sample("dpo", model, pairs)
     load = partial(
-        load_token_dataset, objective_named("dpo").rows, max_seq_length=2048, cache_dir=tmp_path
+        load_token_dataset, load_objective("dpo").rows, max_seq_length=2048, cache_dir=tmp_path
     )
     dataset, report = load_rows(
         load, pairs, "1.0", tokenizer=load_tokenizer(str(model)), template=None, seed=42

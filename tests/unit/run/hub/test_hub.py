@@ -15,7 +15,7 @@ from huggingface_hub import constants
 
 from open_instruct.commands.process import run_entry
 from open_instruct.commands.run_flags import parse_run
-from open_instruct.config.resolved import provenance, write_config
+from open_instruct.config.resolved import collect_provenance, write_config
 from open_instruct.objectives.dpo import DPOConfig, validate_dpo
 from open_instruct.run.card import write_card
 from open_instruct.run.run_directory import RunDirectory
@@ -132,7 +132,7 @@ def test_card_says_what_the_run_was(tmp_path: Path) -> None:
     directory = RunDirectory(path=tmp_path / "run one")
     directory.create()
     config = parse_run(DPOConfig, [*NEEDED, "--output_dir", str(directory.path), "--beta", "3"])
-    write_config(config, directory.config, provenance())
+    write_config(config, directory.config, collect_provenance())
     for step, accuracy in ((0, 0.5), (4, 0.75), (8, 2 / 3)):
         directory.write_evaluation({"step": step, "eval/accuracy": accuracy, "samples": []})
     card = write_card(directory, trained_by="dpo")
