@@ -28,7 +28,7 @@ SEGMENTS_STAY = "expandable_segments:False"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostFacts:
-    """A process and its place."""
+    """The process of an actor, and what it has of its machine."""
 
     pid: int
     address: str

@@ -1,1 +1,1 @@
-"""Commands that take what a run has left: each file is one, or knows one thing for several."""
+"""The commands of `open-instruct`: each file is one command, or a part that several share."""

@@ -97,7 +97,7 @@ class Speaker:
     chat: ChatFormat
     sampling: Sampling
     max_tokens: int
-    """That the model takes, prompt and reply together."""
+    """The most tokens that the model takes, prompt and reply together."""
 
     turns: list[Message] = field(default_factory=list)
 

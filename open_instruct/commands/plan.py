@@ -246,7 +246,7 @@ def _has_engines_in_node(fleet: FleetSection, nodes: tuple[int, ...], sizes: lis
 
 
 def _check_shared_prompt(config: RunConfig, num_tokens: int) -> None:
-    """It must leave room for a reply, in a run that shares prompts."""
+    """Check that a shared prompt leaves room for a reply, in a run that shares prompts."""
     if num_tokens == 0:
         return
     flag_words = f"--shared_prompt_tokens {num_tokens}"

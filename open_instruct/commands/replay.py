@@ -1,4 +1,4 @@
-"""Take one step of a GRPO run again: read its completions, load its weights, step, compare.
+"""`open-instruct replay`: take one step of a GRPO run again, and compare it with the first time.
 
 open-instruct replay RUN --step N [--loss_fn gspo ...]
 """

@@ -1,6 +1,6 @@
-"""`--help` in the terminal: the flags that most runs set;
+"""Print `--help` in the terminal: the flags that most runs set.
 
-`--help all`: every flag; `--help WORD`: those about it.
+`--help all` prints every flag, and `--help WORD` the flags about a word.
 """
 
 import inspect

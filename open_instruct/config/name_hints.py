@@ -53,7 +53,7 @@ def _hint_about(name: str) -> str | list[str] | dict[str, str] | None:
 
 @cache
 def names_of_other_suites() -> dict[str, str | list[str] | dict[str, str]]:
-    """By another suite's name: flags of ours, a sentence, or a sentence a flag."""
+    """The hint for each name of another suite: flags of ours, a sentence, or a sentence a flag."""
     table = read_table("other_suites.yaml")
     hints: dict[str, str | list[str] | dict[str, str]] = {}
     for names, hint in table.items():

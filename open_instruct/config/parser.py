@@ -1,4 +1,4 @@
-"""`[FILE.yaml] --flag value ...` into a config instance.
+"""Parse a command line, `[FILE.yaml] --flag value ...`, into a config.
 
 Both spell values in the same words. Everything that is wrong is collected and reported in one
 error.

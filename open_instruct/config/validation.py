@@ -25,7 +25,7 @@ MAX_MICROBATCH_TOKENS = 2**28  # hundreds of times what a device holds
 
 
 def list_changed_flags(config: object, *names: str) -> list[str]:
-    """Those of the flags `names` that are not at their default, each as `--name value`."""
+    """List the flags among `names` that are not at their default, each as `--name value`."""
     flags = list_flags(type(config))
     values = {
         name: getattr(getattr(config, flags[name].section, config), name)

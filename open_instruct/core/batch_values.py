@@ -84,7 +84,7 @@ class RowValues(BatchValues):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreferenceValues(BatchValues):
-    """Of preference pairs: S = 2P, the chosen replies first.
+    """The values of preference pairs: S = 2P, the chosen replies first.
 
     `reference_logps_S` is None where the loss has no reference, or one that follows the policy.
     `rank_partners_3P` are the rows of `losses.rank_matching.RankPartners`, where the loss sorts a
@@ -107,7 +107,7 @@ class PreferenceValues(BatchValues):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnpairedValues(BatchValues):
-    """Of single replies that are labelled good or bad.
+    """The values of single replies that are labelled good or bad.
 
     `is_desirable_R` is bool. With mismatched replies `reference_logps_S` is of both documents of
     each row, until a step is prepared: then of the row's own reply alone, and `z0` (a scalar) is
@@ -133,7 +133,7 @@ class UnpairedValues(BatchValues):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MarginValues(BatchValues):
-    """Of preference pairs that a reward model scores.
+    """The values of preference pairs that a reward model scores.
 
     `margins_P` says how much better each chosen reply is, float32; None without `--margin`.
     """
@@ -150,7 +150,7 @@ class MarginValues(BatchValues):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepLabelValues(BatchValues):
-    """Of solutions whose steps are labelled.
+    """The values of solutions whose steps are labelled.
 
     `labels_N` is the number of each step's class, float32; a soft label lies between two of them.
     """
@@ -168,7 +168,7 @@ class StepLabelValues(BatchValues):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TeacherValues(BatchValues):
-    """Of conversations that are learned from a teacher.
+    """The values of conversations that are learned from a teacher.
 
     `stored_numbers` are the C numbers that were stored of the teacher's distribution at each label
     (`objective.Teacher.keep`), float32 (N * C,); None where the teacher runs beside the student.
@@ -218,7 +218,7 @@ class Stream:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RLValues(BatchValues):
-    """Of sampled completions, and of conversations that are learned beside them.
+    """The values of sampled completions, and of conversations that are learned beside them.
 
     Args:
         engine_logprobs_N: the engine's, under the sampling temperature; 0 where nothing was

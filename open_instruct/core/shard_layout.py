@@ -128,7 +128,7 @@ class ShardLayout:
         return _rank_nodes(self.gpus_per_node)
 
     def straddling(self, groups: Sequence[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
-        """Those of `groups` (of ascending ranks) that have ranks on more than one node."""
+        """The groups among `groups` (of ascending ranks) with ranks on more than one node."""
         return _find_straddling(self.rank_nodes, tuple(groups))
 
     @property

@@ -56,7 +56,7 @@ def load_own_function(
 
 
 def accepted_columns(function: Callable[..., Any], columns: Mapping[str, Any]) -> dict[str, Any]:
-    """Those columns of a row that a function has parameters for; all of them where it takes any."""
+    """The columns of a row that a function has parameters for; all of them where it takes any."""
     parameters = inspect.signature(function).parameters
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return dict(columns)

@@ -111,7 +111,7 @@ class DataReport:
     """
 
     sources: list[str]
-    """Of each data set, how many rows are taken (with repeats), and how many it has."""
+    """For each data set: how many rows are taken (with repeats), and how many it has."""
     num_rows: int
     bad: dict[str, int] = field(default_factory=dict)
     bad_rows: list[str] = field(default_factory=list)

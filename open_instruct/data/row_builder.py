@@ -64,7 +64,7 @@ class RenderedRow:
 
 
 ROW_OF_OTHER_SIDE = RenderedRow(texts=())
-"""In place of a row of the other side of `--eval_split`."""
+"""The mark in place of a row of the other side of `--eval_split`."""
 
 
 class RowBuilder(ABC):

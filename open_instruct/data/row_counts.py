@@ -17,7 +17,7 @@ class RowCounts:
     """What is counted of the rows of a data set that are well-formed."""
 
     unread: Counter[str] = field(default_factory=Counter)
-    """By key that nothing reads: the number of rows with a value there."""
+    """The number of rows with a value under each key that nothing reads."""
     filtered: Counter[str] = field(default_factory=Counter)
     """Rows of which nothing is left to learn, by reason."""
     num_truncated: int = 0
@@ -33,9 +33,9 @@ class RowCounts:
     num_replies_left_out: int = 0
     """Prompts that end with a reply, which is not asked with."""
     left_out: Counter[str] = field(default_factory=Counter)
-    """By role, the rows of which the template does not write a turn of the system or the user."""
+    """The rows by role of which the template leaves out a turn of the system or the user."""
     with_turn_tokens: Counter[str] = field(default_factory=Counter)
-    """By token of the template, the rows that spell it out in such a turn."""
+    """The rows by token of the template that spell it out in such a turn."""
     shortest_prompt: int | None = None
     """The fewest tokens of any row's first piece."""
 

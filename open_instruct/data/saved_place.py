@@ -16,9 +16,9 @@ class PlaceFact:
     """
 
     key: str
-    """Its name in the saved place."""
+    """The fact's name in the saved place."""
     value: Any
-    """What it is in this run."""
+    """The fact's value in this run."""
     flag: str
     problem: str
     remedy: str

@@ -261,7 +261,7 @@ def _check_ids(
 def _list_ids_in_files(
     folder: Path, fields: Mapping[str, Any], settings: Mapping[str, Any]
 ) -> Iterator[tuple[str, str, int]]:
-    """Of every added token that a file lists: the file's name, the token, its id there."""
+    """List every added token of the files: the file's name, the token, its id there."""
     for token in _list_added_tokens(fields):
         if isinstance(token.get("content"), str):
             yield TOKENIZER_NAME, token["content"], token["id"]

@@ -20,7 +20,7 @@ from open_instruct.weight_sync.receiver import WeightReceiver
 
 R = TypeVar("R")
 Outcomes = Mapping[int, Completion | str]
-"""By the key of the request: its completion, or the reason why there can be none."""
+"""A completion, or the reason why there can be none, by the key of its request."""
 
 SECONDS_BETWEEN_LOOKS = 0.02
 

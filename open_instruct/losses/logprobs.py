@@ -1,4 +1,6 @@
-"""From log-probabilities of labels to one number per document. Importing this file loads no torch.
+"""Reduce the log-probabilities of labels to one number per document.
+
+Importing this file loads no torch.
 
 Legend: N labelled tokens of a microbatch, S its documents.
 """

@@ -310,8 +310,9 @@ def _highest_entropy(
     *,
     share: float,
 ) -> list[torch.Tensor]:
-    """Of each microbatch, 1 at the tokens among the share of the highest entropy: at least one,
-    with all ties.
+    """Marks of each microbatch: 1 at the tokens among the share of the highest entropy.
+
+    At least one token is marked, and all ties are.
     """
     import torch
 
@@ -335,7 +336,7 @@ def _marked_tokens(
     *,
     marks: Callable[..., torch.Tensor],
 ) -> list[torch.Tensor]:
-    """Of each microbatch, 1 at the tokens that the policy loss treats apart."""
+    """Marks of each microbatch: 1 at the tokens that the policy loss treats apart."""
     import torch
 
     from open_instruct.batching.documents import on_device

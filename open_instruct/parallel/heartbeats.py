@@ -192,7 +192,7 @@ class HeartbeatMonitor:
             self._write(words)
 
     def find_loss_now(self) -> Explanation | None:
-        """As `explain_loss`, without waiting, of a rank of this machine that is gone."""
+        """Explain, without waiting, the loss of a rank of this machine that is gone."""
         with suppress(Exception):
             if self._all_ranks.find_lost(silent_s=SILENT_S):
                 return self.explain_loss(wait_s=0)

@@ -1,4 +1,4 @@
-"""Processes of each node, read from the launcher's environment or the command line."""
+"""How many processes each node has, read from the launcher's environment or the command line."""
 
 from collections.abc import Mapping, Sequence
 

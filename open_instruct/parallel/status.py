@@ -124,7 +124,7 @@ class ProcessStatus:
         return self._monitor.explain_loss()
 
     def find_loss_now(self) -> Explanation | None:
-        """As `explain_error`, of a rank of this machine that is gone."""
+        """Explain, without an error, that a rank of this machine is gone."""
         if self._monitor is None:
             return None
         return self._monitor.find_loss_now()

@@ -106,7 +106,7 @@ class Setting:
         return replace(workload, kv_cache_bytes=cache_bytes)
 
     def with_flags(self, values: dict[str, Any]) -> Setting:
-        """The same run with other values of some flags; `num_nodes` adds nodes like the first.
+        """This setting with other values of some flags; `num_nodes` adds nodes like the first.
 
         Raises:
             InputError: the flags do not go together.

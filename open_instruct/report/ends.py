@@ -63,5 +63,5 @@ def _begins_as_reference(rows: Rows) -> bool:
 
 
 def _round(value: float) -> float:
-    """Without the noise of rounding around 0, and without -0."""
+    """Round away the noise around 0, and -0."""
     return round(value, 6) + 0.0

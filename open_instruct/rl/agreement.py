@@ -1,4 +1,4 @@
-"""Do engines and learners agree on the log-probs of sampled tokens, and still after every sync?
+"""Check that engines and learners agree on the log-probs of sampled tokens, after every sync.
 
 Where all tokens of a step were sampled with the learners' weights, the step itself has measured it.
 Where engines are ahead (--async_steps), a probe does, after the first sync and every `PROBE_EVERY`

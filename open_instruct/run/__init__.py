@@ -1,1 +1,1 @@
-"""The parts of every run: its folder, its lock, its console, its metrics."""
+"""The parts of every run: its folder, its lock, its console and its metrics."""

@@ -84,7 +84,7 @@ class Backend(Protocol):
     """The trained model: this rank's shards, in the parameters' own dtype."""
 
     rounding: Mapping[str, float]
-    """Of each matrix in 4 bits, by its name in files, the relative change by rounding."""
+    """The relative change by rounding of each matrix in 4 bits, by its name in files."""
 
     @property
     def computing_model(self) -> Transformer:
@@ -110,7 +110,7 @@ class Backend(Protocol):
     def set_mode(self, mode: Literal["train", "eval"]) -> None: ...
 
     def microbatch(self, index: int, num_microbatches: int) -> AbstractContextManager[None]:
-        """Within, forward and backward of one of the microbatches of an update."""
+        """The context of forward and backward of one of the microbatches of an update."""
 
     def backward(self, loss: torch.Tensor) -> None:
         """Add the gradients of `loss` summed over ranks; a backend that averages multiplies it."""

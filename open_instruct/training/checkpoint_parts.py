@@ -25,7 +25,7 @@ class ReferencePart:
         return self.reference.state()
 
     def state_to_load(self, metadata: Metadata) -> dict[str, Any] | None:
-        """None where the run had no moving reference yet: it then moves from the start model on."""
+        """The state to load; None where no reference moved yet, which then is the start model."""
         if not metadata.state_dict_metadata:
             return None
         return self.reference.state()

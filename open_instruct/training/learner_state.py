@@ -35,7 +35,7 @@ class CompanionModels:
     """The checkpoints of the models that the flags put beside a policy: opened, not yet built."""
 
     reference: Pretrained | None = None
-    """Of a penalty in every step; None without one, or if its log-probs are scored once."""
+    """The reference of a penalty in every step; None without a penalty, or if scored once."""
 
     reference_moves: Mapping[str, Any] = field(default_factory=dict)
     """`update_freq` and `alpha` of a reference that follows the policy; empty: it stays."""
@@ -44,7 +44,7 @@ class CompanionModels:
     """Frozen; the policy is drawn to it on its own completions."""
 
     comparison: TeacherComparison | None = None
-    """With a teacher, at every label of the rows."""
+    """The comparison with a teacher, at every label of the rows."""
 
     critic: Pretrained | None = None
     critic_flags: CriticSection | None = None
@@ -63,15 +63,15 @@ class LearnerState:
     """The first and the last step that are profiled; empty: none."""
 
     policy: Policy
-    """With its backend and optimizer, its reference, and its teacher."""
+    """The policy with its backend and optimizer, its reference, and its teacher."""
 
     critic: Critic | None
     rows: TrainingRows | None
-    """With the numbers that are kept of a teacher; None where a fleet brings the rows."""
+    """The scorer, with a teacher's stored numbers; None where a fleet brings the rows."""
 
     cadence: Cadence
     start_model: str
-    """Its fingerprint, which every checkpoint of the run must have."""
+    """The start model's fingerprint, which every checkpoint of the run must have."""
 
     def build_loop(
         self, place: Stateful, *, callbacks: Mapping[str, Callback] | None = None

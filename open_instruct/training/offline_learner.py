@@ -37,7 +37,7 @@ class OfflineLearner:
 
     state: LearnerState
     loader: SampleLoader
-    """Of the rows, with the reference's log-probs if the objective has them scored once."""
+    """Loads the rows, with the reference's log-probs if the objective has them scored once."""
 
     heldout: Heldout | None
 
@@ -168,7 +168,7 @@ class FrozenScores:
     """Log-probs under the frozen start model, float32 (N, D): rows, documents of a row."""
 
     training_ND: np.ndarray | None = None
-    """None where the reference moves, and so is asked in every step."""
+    """The frozen scores; None where the reference moves, and so is asked in every step."""
 
     heldout_ND: np.ndarray | None = None
 

@@ -26,7 +26,7 @@ class Parallelism:
     """What `parallelize` does to a model, in its order; by default nothing."""
 
     mesh: DeviceMesh | None
-    """Of this process; its axes are replica, shard, context, tensor. None on a single device."""
+    """The mesh of this process: replica, shard, context, tensor. None on a single device."""
 
     float8: Float8Config | None = None
     context_parallel: bool = False

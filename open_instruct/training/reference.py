@@ -30,7 +30,7 @@ class Reference:
     alpha: float = 1.0
 
     def activated(self) -> AbstractContextManager[None]:
-        """Within, `model` computes with the reference's weights. Collective; take no step."""
+        """Compute with the reference's weights inside the block. Collective; take no step."""
         return nullcontext()
 
     @torch.no_grad()

@@ -198,7 +198,7 @@ def find_changes_on_host(
 def find_changes_on_device(
     now_N: torch.Tensor, before_N: torch.Tensor
 ) -> tuple[np.ndarray, np.ndarray]:
-    """As `find_changes_on_host`, for `now_N` on a device: only the changes come to the host."""
+    """Find the changes of `now_N`, which is on a device: only they come to the host."""
     places_C = (now_N != before_N.to(now_N.device)).nonzero().view(-1)
     return places_C.cpu().numpy(), now_N[places_C].cpu().numpy()
 

@@ -183,7 +183,7 @@ class SyncProgress:
             return self._make_host_error()
 
     def fail_after_loss(self, reason: str) -> RunError:
-        """As `fail`, after a peer went away; waits a little for the peer's own reason."""
+        """Fail after a peer went away; waits a little for the peer's own reason."""
         with suppress(DistError):
             self.store.wait([FAILED], timedelta(seconds=SECONDS_FOR_LAST_WORDS))
         return self.fail(reason)

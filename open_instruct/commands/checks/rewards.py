@@ -104,7 +104,7 @@ def drop_models(flags: RewardSection) -> RewardSection:
 
 
 def find_first_checks(prompts: list[Prompt]) -> Iterator[tuple[Prompt, Check]]:
-    """Of each verifier, the first prompt that it judges."""
+    """Find the first prompt that each verifier judges."""
     names_seen: set[str] = set()
     for prompt in prompts:
         for check in prompt.checks:

@@ -22,13 +22,13 @@ class TalkingModel:
     """
 
     name: str
-    """As it was given."""
+    """The name as the user gave it."""
 
     folder: Path
-    """With config.json, weights and tokenizer."""
+    """The folder with config.json, weights and tokenizer."""
 
     adapter: Path | None = None
-    """With the adapter beside those weights, if there is one."""
+    """The folder with the adapter beside those weights, if there is one."""
 
     @property
     def tokenizer_folder(self) -> Path:

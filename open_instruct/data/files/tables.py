@@ -162,7 +162,7 @@ def _open_parquet(path: Path) -> tuple[int, Any, Batches]:
 
 
 def _open_arrow(path: Path) -> tuple[int, Any, Batches]:
-    """As `_open_parquet`, for both formats of Arrow: streams, which datasets writes, and files."""
+    """Open a file of Arrow, in either of its formats: streams, which datasets writes, and files."""
     import pyarrow
 
     mapped = pyarrow.memory_map(str(path))

@@ -58,7 +58,7 @@ class ChatTemplate:
     """A Jinja chat template."""
 
     name: str
-    """For messages."""
+    """The template's name in messages."""
     text: str
     is_foreign: bool = False
     """Whether it is none of the built-in ones."""

@@ -80,7 +80,7 @@ def parts_scratch(num_bytes: int, bytes_per_number: int, share_of_longest: float
 
 
 def communicator_bytes(num_members: int, num_in_node: int) -> int:
-    """Of one communicator of NCCL; `num_in_node` of its members are on this GPU's node."""
+    """Bytes of one NCCL communicator; `num_in_node` of its members are on this GPU's node."""
     if num_members == 1:
         return 0
     num_bytes = NUM_CHANNELS * CHANNEL_BYTES

@@ -110,12 +110,12 @@ def build_shape(config: RunConfig, model: str) -> ModelShape:
 
 
 def with_scores(shape: ModelShape, num: int) -> ModelShape:
-    """The same model with a head of `num` rows in place of the vocabulary's."""
+    """The shape of the model with a head of `num` rows in place of the vocabulary's."""
     return replace(shape, scores=num, is_tied=False)
 
 
 def with_adapters(shape: ModelShape, lora: LoRASection | None) -> ModelShape:
-    """The same model with the adapters of a run, or with none."""
+    """The shape of the model with the adapters of a run, or with none."""
     if lora is None and shape.adapters is None:
         return shape
     if lora is None:

@@ -110,7 +110,7 @@ class Workload:
         return self.tokens_per_microbatch * num_keys // self.rows.count_tokens(num_documents)
 
     def with_full_rows(self) -> Workload:
-        """The same with rows that are full to the last token."""
+        """This workload with rows that are full to the last token."""
         if self.pack_tokens <= self.tokens_per_microbatch:
             return self
         num_tokens = self.pack_tokens

@@ -91,7 +91,7 @@ class TurnTemplate:
         return token_ids
 
     def encode_pieces(self, text: str, contents: Sequence[str]) -> Iterator[tuple[list[int], bool]]:
-        """As `encode`, piece by piece: the ids, and whether they are of one of `contents`."""
+        """Encode piece by piece: the ids, and whether they are of one of `contents`."""
         for position, piece in enumerate(split_at_marks(text)):
             if position % 2:
                 yield self.plain.encode(contents[int(piece)]), True

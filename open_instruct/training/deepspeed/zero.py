@@ -187,7 +187,7 @@ def choose_adam_config(
 
 @contextmanager
 def _embeddings_alone(model: Transformer) -> Iterator[None]:
-    """Within, the head has no `weight` if it shares that matrix with the embeddings.
+    """Take the head's `weight` away in the block, if it shares that matrix with the embeddings.
 
     Stage 3 reduces the gradient of a head, gathered as a whole, when the head's backward pass ends.
     At that time the embeddings have not yet added their part to a shared matrix, so DeepSpeed must

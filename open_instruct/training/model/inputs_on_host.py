@@ -24,7 +24,7 @@ class BlockInput:
     """One input of a block, of which this rank has a local part."""
 
     buffer: torch.Tensor
-    """In host memory; it may be larger than the input."""
+    """The buffer in host memory; it may be larger than the input."""
 
     on_host: torch.Tensor
     """The local part, in the buffer."""

@@ -141,7 +141,7 @@ class AdamW8bit(torch.optim.Optimizer):
         return moved_codes
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's, which would cast codes to the dtype of the weights."""
+        """Load a state as torch does, but without casting codes to the dtype of the weights."""
         super().load_state_dict(state_dict | {"state": {}})
         numbers = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
         weights = chain.from_iterable(group["params"] for group in self.param_groups)
