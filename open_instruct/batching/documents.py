@@ -99,7 +99,7 @@ def find_label_positions(batch: PackedBatch) -> torch.Tensor:
     return positions_BK
 
 
-def on_device(batch: T, device: torch.device) -> T:
+def move_to_device(batch: T, device: torch.device) -> T:
     """`batch` (a tensor, or tensors in tuples, dicts and dataclasses) on `device`.
 
     Copies to a GPU are asynchronous, from pinned memory: from other memory, CUDA would first finish

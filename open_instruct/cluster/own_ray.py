@@ -39,7 +39,7 @@ class OwnRay:
         )
         assert self._process.stdin is not None and self._process.stdout is not None
         self._stdin = self._process.stdin
-        self._said = self._process.stdout
+        self._output = self._process.stdout
 
     def address(self) -> str:
         """Wait until Ray has started; returns the address to join.
@@ -48,7 +48,7 @@ class OwnRay:
             RuntimeError: it did not start; the message is the last line of its output.
         """
         last = "it said nothing"
-        for line in self._said:
+        for line in self._output:
             if line.startswith(ADDRESS):
                 return line.removeprefix(ADDRESS).strip()
             last = line.strip() or last
@@ -58,7 +58,7 @@ class OwnRay:
         """Call `on_end` from a thread if Ray ends before `finish` is called."""
 
         def wait() -> None:
-            self._said.read()
+            self._output.read()
             self._process.wait()
             if not self._stdin.closed:
                 on_end()

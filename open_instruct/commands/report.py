@@ -39,7 +39,7 @@ class ReportFlags:
         "serve the page on this machine, at an address that is printed; it follows the run", False
     )
     port: int = flag(
-        "port of 127.0.0.1 for --watch; 0 takes one that is free", 0, read_with="watch", minimum=0
+        "port of 127.0.0.1 for --watch; 0 takes one that is free", 0, requires="watch", minimum=0
     )
     max_rollouts: int | None = flag(
         f"saved rollouts of each run that the page may hold, 0 for none; "

@@ -77,7 +77,7 @@ class Flag:
     replaces: str = ""  # flags of a file whose place this one takes where it is on the command line
     # Another flag, perhaps with its values, without which nothing reads this one
     # (`requirement_met`).
-    read_with: str = ""
+    requires: str = ""
     # The range that a number must lie in, and the end of the message of one that does not.
     minimum: float | None = None
     above: float | None = None
@@ -88,12 +88,12 @@ class Flag:
     @property
     def other(self) -> str:
         """The flag that this one is read with, the first of several; empty if it is always read."""
-        return self.read_with.partition(" ")[0].partition("|")[0]
+        return self.requires.partition(" ")[0].partition("|")[0]
 
     @property
     def condition(self) -> str:
-        """`read_with` in words: `--beta above 0`, or `--loss_fn dppo_tv or dppo_kl`."""
-        other, *values = self.read_with.split()
+        """`requires` in words: `--beta above 0`, or `--loss_fn dppo_tv or dppo_kl`."""
+        other, *values = self.requires.split()
         if not values:
             return join_choices(f"--{name}" for name in other.split("|"))
         return f"--{other} {join_choices(values).replace('>', 'above ')}"
@@ -101,7 +101,7 @@ class Flag:
     @property
     def meaning(self) -> str:
         """The help with the flag that this one is read with."""
-        return f"{self.help}; read only with {self.condition}" if self.read_with else self.help
+        return f"{self.help}; read only with {self.condition}" if self.requires else self.help
 
     @property
     def metavar(self) -> str:
@@ -205,7 +205,7 @@ class Flag:
 
 
 def requirement_met(condition: str, values: Mapping[str, Any]) -> bool:
-    """Whether the `values` of flags meet a `Flag.read_with`.
+    """Whether the `values` of flags meet a `Flag.requires`.
 
     `use_lora` is met by any value that is not false, empty or none, `eval_mixer_list|eval_split`
     where that holds of one of both, and `beta >0` by a number above 0. `loss_fn dppo_kl
@@ -327,9 +327,9 @@ def list_section_flags(section_class: type, section: str = "") -> dict[str, Flag
 @cache
 def _read_section(section_class: type, section: str) -> dict[str, Flag]:
     hints = get_type_hints(section_class)
-    read_with = getattr(section_class, "all_read_with", "")
+    requires = getattr(section_class, "section_requirement", "")
     flags = [
-        _build_flag(field, hints[field.name], section, read_with) for field in fields(section_class)
+        _build_flag(field, hints[field.name], section, requires) for field in fields(section_class)
     ]
     return {flag.name: flag for flag in sorted(flags, key=lambda flag: not flag.required)}
 
@@ -338,17 +338,17 @@ def _build_flag(
     field: Field[Any],
     hint: Any,
     section: str,
-    all_read_with: str,
+    section_requirement: str,
 ) -> Flag:
-    read_with = "" if field.name == all_read_with else all_read_with
+    requires = "" if field.name == section_requirement else section_requirement
     facts: dict[str, Any] = {
         "choices": (),
-        "read_with": read_with,
+        "requires": requires,
         **_facts_of_type(hint),
         **field.metadata,
     }
-    if callable(facts["read_with"]):
-        facts["read_with"] = facts["read_with"](field.name)
+    if callable(facts["requires"]):
+        facts["requires"] = facts["requires"](field.name)
     facts["choices"] = tuple(facts["choices"])
     default = field.default
     if field.default_factory is not MISSING:

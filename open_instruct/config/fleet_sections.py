@@ -89,13 +89,13 @@ class FleetSection:
     weight_sync_folder: str | None = resumable_flag(
         "seen by all hosts, with room for 3 times the weights; default: in --output_dir",
         None,
-        read_with=THROUGH_FOLDER,
+        requires=THROUGH_FOLDER,
         is_path=True,
     )
     weight_sync_anchor_every: int = resumable_flag(
         "versions from one that is written whole to the next",
         16,
-        read_with=THROUGH_FOLDER,
+        requires=THROUGH_FOLDER,
         minimum=1,
     )
     weight_sync: Literal["auto", "dense", "delta"] = resumable_flag(
@@ -109,7 +109,7 @@ class FleetSection:
         "of how many delta versions one is compared with the learners' to the bit, by digests; 0 "
         "for none",
         1,
-        read_with="weight_sync auto delta",
+        requires="weight_sync auto delta",
         minimum=0,
     )
     weight_sync_bucket_mib: int = resumable_flag(
@@ -119,7 +119,7 @@ class FleetSection:
         "seconds to wait for an engine during a weight sync", 300, minimum=1
     )
     lora_sync: Literal["merged", "adapter"] = resumable_flag(
-        "send engines the whole model, or the adapter alone", "merged", read_with="use_lora"
+        "send engines the whole model, or the adapter alone", "merged", requires="use_lora"
     )
 
     @property

@@ -34,7 +34,7 @@ class LoRASection:
 
     title: ClassVar[str] = "Low-rank adapters"
 
-    all_read_with: ClassVar[str] = "use_lora"
+    section_requirement: ClassVar[str] = "use_lora"
 
     use_lora: bool = flag(
         "train low-rank adapters beside the matrices of the blocks, and nothing else", False

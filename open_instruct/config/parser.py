@@ -91,12 +91,12 @@ def list_given_flags(config_class: type, argv: Sequence[str]) -> KeysView[str]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Given:
+class _GivenFlag:
     """A flag as it was given, on the command line or in a file.
 
     Example: line 3 of run.yaml, `max-seq-length: 64`, is::
 
-        _Given(name="max_seq_length", spelling="max-seq-length", words=["64"], where="line 3: ")
+        _GivenFlag(name="max_seq_length", spelling="max-seq-length", words=["64"], where="line 3: ")
     """
 
     name: str
@@ -162,7 +162,7 @@ class _Reader:
                 if values.pop(other) != self.flags[other].default and self.unneeded is not None:
                     self.unneeded.append(f"{other} of the file (--{name} takes its place)")
 
-    def _read_command_line(self, words: Sequence[str]) -> Iterator[_Given]:
+    def _read_command_line(self, words: Sequence[str]) -> Iterator[_GivenFlag]:
         for spelling, its_words in group_words(words, self.problems):
             name = _parse_name(spelling.removeprefix("--"))
             positive = self.flags.get(name.removeprefix("no_"))
@@ -174,9 +174,9 @@ class _Reader:
                 its_words = ["false"]
             elif name in self.flags and self.flags[name].kind is bool:
                 its_words = its_words or ["true"]
-            yield _Given(name=name, spelling=spelling, words=its_words)
+            yield _GivenFlag(name=name, spelling=spelling, words=its_words)
 
-    def _read_file(self, path: str) -> Iterator[_Given]:
+    def _read_file(self, path: str) -> Iterator[_GivenFlag]:
         """Scalars are taken as they are written, so that `5e-7` (a string to YAML 1.1) is a number
         here too.
         """
@@ -186,7 +186,7 @@ class _Reader:
                 text = f"{where}a flag's name is one word, not a list or mapping"
                 self.problems.append(Problem(text, kind="unreadable_file"))
             elif key.value != COMMAND:
-                yield _Given(
+                yield _GivenFlag(
                     name=_parse_name(key.value),
                     spelling=key.value,
                     words=list_yaml_words(value),
@@ -195,98 +195,104 @@ class _Reader:
                     is_section=isinstance(value, yaml.MappingNode),
                 )
 
-    def _read_values(self, all_given: Iterable[_Given]) -> dict[str, Any]:
+    def _read_values(self, given_flags: Iterable[_GivenFlag]) -> dict[str, Any]:
         values: dict[str, Any] = {}
-        first: dict[str, _Given] = {}
+        first: dict[str, _GivenFlag] = {}
         translated: set[str] = set()  # flags of ours that a flag of upstream's sets
-        for given in all_given:
-            if self._passes_over(given):
+        for given_flag in given_flags:
+            if self._passes_over(given_flag):
                 continue
-            fate = translate_flag(given.name, given.words, self.flags)
-            name = given.name
+            fate = translate_flag(given_flag.name, given_flag.words, self.flags)
+            name = given_flag.name
             if fate is not None:
                 if fate.ours is None:
-                    self._leave_out(given, fate)
+                    self._leave_out(given_flag, fate)
                     continue
                 name = fate.ours
                 translated.add(name)
-                given = replace(given, words=fate.words, is_null=False)
+                given_flag = replace(given_flag, words=fate.words, is_null=False)
             if name not in self.flags:
-                self._refuse_unknown(given)
+                self._refuse_unknown(given_flag)
                 continue
-            value = self._value(self.flags[name], given)
+            value = self._value(self.flags[name], given_flag)
             # Several flags of upstream's may say the same.
             if name in values and (name not in translated or values[name] != value):
                 self.problems.append(
                     Problem(
-                        _describe_repetition(name, first[name], given),
+                        _describe_repetition(name, first[name], given_flag),
                         kind="repeated_flag",
                         flag=name,
                     )
                 )
             values[name] = value
-            first[name] = given
+            first[name] = given_flag
         return values
 
-    def _value(self, flag: Flag, given: _Given) -> Any:
-        if NESTED in given.words:
+    def _value(self, flag: Flag, given_flag: _GivenFlag) -> Any:
+        if NESTED in given_flag.words:
             self._add(
-                given, f"takes {flag.accepted}, not a list of lists or mappings", kind="bad_value"
+                given_flag,
+                f"takes {flag.accepted}, not a list of lists or mappings",
+                kind="bad_value",
             )
             return None
         try:
-            return flag.parse_value([] if given.is_null and not flag.optional else given.words)
+            return flag.parse_value(
+                [] if given_flag.is_null and not flag.optional else given_flag.words
+            )
         except InputError as error:
-            self._add(given, str(error), kind=error.kind, flag=flag.name, remedy=error.remedy)
+            self._add(given_flag, str(error), kind=error.kind, flag=flag.name, remedy=error.remedy)
             return None
 
-    def _passes_over(self, given: _Given) -> bool:
+    def _passes_over(self, given_flag: _GivenFlag) -> bool:
         """Whether a line of a file is of another version and may be left out; notes it if so."""
-        if self.passed_over is None or not given.where:
+        if self.passed_over is None or not given_flag.where:
             return False
-        line = f"{given.spelling}: {' '.join(given.words)}"
-        flag = self.flags.get(given.name)
+        line = f"{given_flag.spelling}: {' '.join(given_flag.words)}"
+        flag = self.flags.get(given_flag.name)
         if flag is None:
             self.passed_over.append(line)
             return True
         before = len(self.problems)
-        self._value(flag, given)
+        self._value(flag, given_flag)
         is_unreadable = len(self.problems) > before and flag.resume == "free"
         del self.problems[before:]
         if is_unreadable:
             self.passed_over.append(f"{line} (its default instead, {spell_value(flag.default)})")
         return is_unreadable
 
-    def _refuse_unknown(self, given: _Given) -> None:
-        is_in_file = bool(given.where)
+    def _refuse_unknown(self, given_flag: _GivenFlag) -> None:
+        is_in_file = bool(given_flag.where)
         names = set(self.flags)
         if not is_in_file:
             names |= {f"no_{flag.name}" for flag in self.flags.values() if flag.kind is bool}
         prefix = "" if is_in_file else "--"
-        nearest_flag = suggest_nearest(given.name, sorted(names), prefix=prefix)
-        hint = describe_name_here(given.name, names, prefix) or f"is not a flag{nearest_flag}"
-        if given.is_section:
+        nearest_flag = suggest_nearest(given_flag.name, sorted(names), prefix=prefix)
+        hint = describe_name_here(given_flag.name, names, prefix) or f"is not a flag{nearest_flag}"
+        if given_flag.is_section:
             hint = (
                 "is a section, and settings are flat here: write each of its flags on a line of "
                 "its own"
             )
             self.has_sections = True
-        elif ours := find_flag_here(given.name, names):
+        elif ours := find_flag_here(given_flag.name, names):
             self.renamed.add(ours)
-        self._add(given, hint, kind="unknown_flag")
+        self._add(given_flag, hint, kind="unknown_flag")
 
-    def _leave_out(self, given: _Given, fate: Fate) -> None:
+    def _leave_out(self, given_flag: _GivenFlag, fate: Fate) -> None:
         """A flag of upstream's that has no counterpart here is a problem, or not needed."""
         if fate.refused is not None:
-            self._add(given, fate.refused, kind="foreign_flag")
+            self._add(given_flag, fate.refused, kind="foreign_flag")
         elif self.unneeded is None:
-            self._add(given, f"has no use here: {fate.unneeded}; leave it out", kind="foreign_flag")
+            self._add(
+                given_flag, f"has no use here: {fate.unneeded}; leave it out", kind="foreign_flag"
+            )
         else:
-            self.unneeded.append(f"{given.origin} ({fate.unneeded})")
+            self.unneeded.append(f"{given_flag.origin} ({fate.unneeded})")
 
     def _add(
         self,
-        given: _Given,
+        given_flag: _GivenFlag,
         reason: str,
         *,
         kind: Kind,
@@ -294,11 +300,11 @@ class _Reader:
         remedy: str | None = None,
     ) -> None:
         """Note what is wrong with a flag, which is shown as the user spelled it, and where."""
-        text = f"{given.origin} {reason}"
-        self.problems.append(Problem(text, kind=kind, flag=flag or given.name, remedy=remedy))
+        text = f"{given_flag.origin} {reason}"
+        self.problems.append(Problem(text, kind=kind, flag=flag or given_flag.name, remedy=remedy))
 
 
-def _describe_repetition(name: str, first: _Given, second: _Given) -> str:
+def _describe_repetition(name: str, first: _GivenFlag, second: _GivenFlag) -> str:
     """The error message where two words set one flag of ours."""
     if _parse_name(first.spelling) == _parse_name(second.spelling):
         return f"{second.origin} is given twice; keep one"

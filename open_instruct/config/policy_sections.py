@@ -64,48 +64,48 @@ class RewardSection:
         "model that judges for the verifiers judge, rubric and general-…", None
     )
     llm_judge_url: str | None = resumable_flag(
-        "its server; default: $OPENAI_BASE_URL or OpenAI's", None, read_with=JUDGE
+        "its server; default: $OPENAI_BASE_URL or OpenAI's", None, requires=JUDGE
     )
     llm_judge_prompt: str | None = flag(
-        "what the verifier judge asks: a file, or general-…", None, read_with=JUDGE
+        "what the verifier judge asks: a file, or general-…", None, requires=JUDGE
     )
     llm_judge_temperature: float = flag(
-        "temperature of its sampling", 1.0, read_with=JUDGE, minimum=0
+        "temperature of its sampling", 1.0, requires=JUDGE, minimum=0
     )
     llm_judge_max_tokens: int = flag(
-        "tokens of a verdict, with its thoughts", 2048, read_with=JUDGE, minimum=1
+        "tokens of a verdict, with its thoughts", 2048, requires=JUDGE, minimum=1
     )
     llm_judge_max_context_length: int = flag(
-        "tokens of a question and its verdict", 8192, read_with=JUDGE, minimum=1
+        "tokens of a question and its verdict", 8192, requires=JUDGE, minimum=1
     )
     llm_judge_timeout: float = resumable_flag(
-        "seconds that a verdict may take", 60.0, read_with=JUDGE, above=0
+        "seconds that a verdict may take", 60.0, requires=JUDGE, above=0
     )
     llm_judge_max_retries: int = resumable_flag(
-        "times that a request is sent again", 3, read_with=JUDGE, minimum=0
+        "times that a request is sent again", 3, requires=JUDGE, minimum=0
     )
     llm_judge_concurrency: int = resumable_flag(
-        "requests to it at once", 64, read_with=JUDGE, minimum=1
+        "requests to it at once", 64, requires=JUDGE, minimum=1
     )
     llm_judge_requests_per_minute: int | None = resumable_flag(
-        "none: no limit", None, read_with=JUDGE, minimum=1
+        "none: no limit", None, requires=JUDGE, minimum=1
     )
     llm_judge_tokens_per_minute: int | None = resumable_flag(
-        "of questions and verdicts", None, read_with=JUDGE, minimum=1
+        "of questions and verdicts", None, requires=JUDGE, minimum=1
     )
     max_length_verifier_max_length: int = flag(
         "tokens off at which max_length gives 0", 32768, minimum=1
     )
     apply_r1_style_format_reward: bool = flag("reward <think>…</think><answer>…</answer>", False)
-    r1_style_format_reward: float = flag("reward of that form", 1.0, read_with=R1_STYLE)
+    r1_style_format_reward: float = flag("reward of that form", 1.0, requires=R1_STYLE)
     additive_format_reward: bool = flag(
-        "add verifiers' rewards where the form is wrong too", False, read_with=R1_STYLE
+        "add verifiers' rewards where the form is wrong too", False, requires=R1_STYLE
     )
     non_stop_penalty: bool = flag(
         "give completions that were cut at the length limit a fixed reward", False
     )
     non_stop_penalty_value: float = flag(
-        "reward of completions that were cut", 0.0, read_with="non_stop_penalty"
+        "reward of completions that were cut", 0.0, requires="non_stop_penalty"
     )
     overlong_penalty: int | None = flag(
         "DAPO's: over this many last tokens of --response_length a completion's reward falls by "
@@ -140,32 +140,32 @@ class PolicyLossSection:
     delta: float | None = flag(
         "largest ratio for negative advantages, or dppo's for all; above 1 plus --clip_higher",
         None,
-        read_with=loss_fns_reading,
+        requires=loss_fns_reading,
     )
     cispo_clamp_below: bool = flag(
-        "clamp the ratio from below too, at 1 minus --clip_lower", False, read_with=loss_fns_reading
+        "clamp the ratio from below too, at 1 minus --clip_lower", False, requires=loss_fns_reading
     )
     sapo_temperature_pos: float = flag(
-        "steepness of the gate for positive advantages", 1.0, read_with=loss_fns_reading, above=0
+        "steepness of the gate for positive advantages", 1.0, requires=loss_fns_reading, above=0
     )
     sapo_temperature_neg: float = flag(
-        "steepness of the gate for other advantages", 1.05, read_with=loss_fns_reading, above=0
+        "steepness of the gate for other advantages", 1.05, requires=loss_fns_reading, above=0
     )
     cov_fraction: float = flag(
         "share of the tokens that are clipped or penalised for their covariance",
         2e-4,
-        read_with=loss_fns_reading,
+        requires=loss_fns_reading,
         above=0,
         maximum=1,
     )
     clip_cov_lower: float = flag(
-        "least covariance of a clipped token", 1.0, read_with=loss_fns_reading
+        "least covariance of a clipped token", 1.0, requires=loss_fns_reading
     )
     clip_cov_upper: float = flag(
-        "largest covariance of a clipped token", 5.0, read_with=loss_fns_reading
+        "largest covariance of a clipped token", 5.0, requires=loss_fns_reading
     )
     kl_cov_coef: float = flag(
-        "weight of the covariance penalty", 1.0, read_with=loss_fns_reading, minimum=0
+        "weight of the covariance penalty", 1.0, requires=loss_fns_reading, minimum=0
     )
     top_entropy_quantile: float = flag(
         "learn from this share of the tokens, those where the policy is least certain",
@@ -177,7 +177,7 @@ class PolicyLossSection:
         "weight of the policy loss; 0: learn from the teacher alone", 1.0, minimum=0
     )
     ce_coef: float = flag(
-        "weight of the cross-entropy of conversations", 1.0, read_with="sft_mixer_list", minimum=0
+        "weight of the cross-entropy of conversations", 1.0, requires="sft_mixer_list", minimum=0
     )
     teacher_model_name_or_path: str | None = flag(
         "folder of a frozen model with the same tokenizer, from which the policy learns on its "
@@ -188,7 +188,7 @@ class PolicyLossSection:
     teacher_kl_coef: float = flag(
         "weight of the divergence from the teacher",
         1.0,
-        read_with="teacher_model_name_or_path",
+        requires="teacher_model_name_or_path",
         above=0,
     )
     beta: float = flag(
@@ -199,12 +199,12 @@ class PolicyLossSection:
     kl_estimator: Literal["0", "1", "2", "3"] = flag(
         "0 difference, 1 half its square, 2 unbiased and positive, 3 importance-weighted",
         "2",
-        read_with="beta >0",
+        requires="beta >0",
     )
     kl_importance_weighted: bool = flag(
         "multiply the estimate by the ratio of new to old policy, which removes its bias",
         False,
-        read_with="beta >0",
+        requires="beta >0",
     )
     loss_denominator: str = flag(
         f"'token', or a constant number of tokens per completion: {', '.join(OVER_TOKENS)}", "token"
@@ -217,20 +217,20 @@ class PolicyLossSection:
         "clamp",
     )
     rho_level: Literal["token", "sequence"] = flag(
-        "a ratio a token, or their geometric mean over the completion", "token", read_with=BOUNDS
+        "a ratio a token, or their geometric mean over the completion", "token", requires=BOUNDS
     )
-    rho_clamp_lower: float = flag("the least importance weight", 0.0, read_with=BOUNDS, minimum=0)
+    rho_clamp_lower: float = flag("the least importance weight", 0.0, requires=BOUNDS, minimum=0)
     rho_clamp_upper: float | None = flag(
-        "largest importance weight; none: no bound", None, read_with=BOUNDS, above=0
+        "largest importance weight; none: no bound", None, requires=BOUNDS, above=0
     )
-    rho_mask_lower: float = flag("least ratio that is kept", 0.0, read_with=BOUNDS, minimum=0)
+    rho_mask_lower: float = flag("least ratio that is kept", 0.0, requires=BOUNDS, minimum=0)
     rho_mask_upper: float | None = flag(
-        "largest ratio that is kept; none: no bound", None, read_with=BOUNDS, above=0
+        "largest ratio that is kept; none: no bound", None, requires=BOUNDS, above=0
     )
     rho_cap: float = flag(
         "clamp to this, or mask outside 1/cap to cap",
         2.0,
-        read_with=CAPPED,
+        requires=CAPPED,
         above=1,
         note=" (1 is perfect agreement)",
     )
@@ -242,12 +242,12 @@ class PolicyLossSection:
     alpha: float = flag(
         "share of the policy in the updated reference",
         0.6,
-        read_with="ref_policy_update_freq",
+        requires="ref_policy_update_freq",
         above=0,
         maximum=1,
     )
     ref_policy_update_freq: int | None = flag(
-        "steps between updates of the reference policy", None, read_with="beta >0", minimum=1
+        "steps between updates of the reference policy", None, requires="beta >0", minimum=1
     )
     pack_length: int | None = resumable_flag(
         "tokens of a packed microbatch; default: 4096, or those of the longest sample if more", None
@@ -265,7 +265,7 @@ class CriticSection:
 
     title: ClassVar[str] = "Critic"
 
-    all_read_with: ClassVar[str] = f"advantage_normalization_type {WITH_CRITIC}"
+    section_requirement: ClassVar[str] = f"advantage_normalization_type {WITH_CRITIC}"
 
     critic_model_name_or_path: str | None = flag(
         "its start, such as a reward model; default: the policy's start", None, is_path=True

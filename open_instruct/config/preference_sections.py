@@ -41,28 +41,28 @@ class PreferenceLossSection:
     label_smoothing: float = flag(
         "probability that a label is flipped",
         0.0,
-        read_with=loss_types_reading,
+        requires=loss_types_reading,
         minimum=0,
         below=0.5,
         note=" (at 0.5 the label says nothing)",
     )
     gamma_beta_ratio: float = flag(
-        "target margin divided by beta", 0.3, read_with=loss_types_reading, minimum=0
+        "target margin divided by beta", 0.3, requires=loss_types_reading, minimum=0
     )
     cpo_alpha: float = flag(
-        "weight of the chosen reply's mean -log p", 1.0, read_with=loss_types_reading, minimum=0
+        "weight of the chosen reply's mean -log p", 1.0, requires=loss_types_reading, minimum=0
     )
     discopop_tau: float = flag(
         "temperature of the sigmoid that mixes the logistic and the exponential loss",
         0.05,
-        read_with=loss_types_reading,
+        requires=loss_types_reading,
         above=0,
         maximum=1,
     )
     weight_alignment: bool = flag(
         "divide each token's probability by its expected value under the policy (WPO)",
         False,
-        read_with=loss_types_reading,
+        requires=loss_types_reading,
     )
     ld_alpha: float | None = flag(
         "weight of a reply's tokens beyond the length of the shorter reply (LD-DPO)",
@@ -76,14 +76,14 @@ class PreferenceLossSection:
     f_alpha_divergence_coef: float = flag(
         "alpha of the divergence",
         0.5,
-        read_with="f_divergence_type alpha_divergence",
+        requires="f_divergence_type alpha_divergence",
         above=0,
         below=1,
     )
     alpha: float = flag(
         "share of the policy in the updated reference",
         0.6,
-        read_with="ref_policy_update_freq",
+        requires="ref_policy_update_freq",
         above=0,
         maximum=1,
     )

@@ -31,7 +31,7 @@ class PromptDataSection(RowsSection):
         "held-out prompts, in the same form", [], is_path=True, replaces="eval_split"
     )
     dataset_mixer_eval_list_splits: list[str] = resumable_flag(
-        "split of each held-out data set, or one for all", ["train"], read_with=HELD_OUT
+        "split of each held-out data set, or one for all", ["train"], requires=HELD_OUT
     )
     eval_split: float | None = flag(
         "share of the prompts that is held out, by what is in each",
@@ -52,7 +52,7 @@ class PromptDataSection(RowsSection):
     split_replies: bool = flag(
         "a row of each reply of these conversations, in place of one text that teaches all",
         False,
-        read_with="sft_mixer_list",
+        requires="sft_mixer_list",
     )
     max_prompt_token_length: int = flag(
         "tokens; longer prompts are left out and counted", 256, minimum=1
@@ -103,7 +103,7 @@ class RolloutSection:
     inflight_updates: bool = flag(
         "update weights in the midst of completions; otherwise finish those first",
         True,
-        read_with="async_steps >0",
+        requires="async_steps >0",
     )
     num_spare_prompts: int = flag(
         "prompts asked beyond those of a step, which then gives up the slowest: long completions "
@@ -141,7 +141,7 @@ class RolloutSection:
         takes_own=True,
     )
     advantage_pass_k: int = flag(
-        "k of pass@k", 4, read_with="advantage_normalization_type pass_at_k", minimum=1
+        "k of pass@k", 4, requires="advantage_normalization_type pass_at_k", minimum=1
     )
 
     @property
@@ -165,10 +165,10 @@ class EnvironmentSection:
     )
     tools: list[str] = flag("such tools, several at once, in place of --environment", [])
     tool_call_names: list[str] = flag(
-        "what the policy calls each; default: its own name", [], read_with="tools"
+        "what the policy calls each; default: its own name", [], requires="tools"
     )
     tool_configs: list[str] = flag(
-        "settings of each, a JSON object: '{}' '{\"timeout\": 3}'", [], read_with="tools"
+        "settings of each, a JSON object: '{}' '{\"timeout\": 3}'", [], requires="tools"
     )
     search_corpus: str | None = flag(
         "what the tool search searches: a file of rows with `text`, or a folder", None
@@ -205,7 +205,7 @@ class EvaluationSection:
 
     title: ClassVar[str] = "Evaluation"
 
-    all_read_with: ClassVar[str] = f"{HELD_OUT}|eval_split"
+    section_requirement: ClassVar[str] = f"{HELD_OUT}|eval_split"
 
     local_eval_every: int = resumable_flag(
         "steps between evaluations; 0: only at the end", 100, minimum=0

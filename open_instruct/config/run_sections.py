@@ -60,10 +60,10 @@ class RunSection:
     hub_model_id: str | None = resumable_flag(
         "ORGANISATION/NAME on the hub; default: the output folder's name, yours",
         None,
-        read_with="push_to_hub",
+        requires="push_to_hub",
     )
     hub_private: bool = resumable_flag(
-        "make a new repository private", False, read_with="push_to_hub"
+        "make a new repository private", False, requires="push_to_hub"
     )
 
 
@@ -90,15 +90,15 @@ class LoggingSection:
         "trackers that get the metrics, beside metrics.jsonl", [], choices=TRACKERS
     )
     exp_name: str | None = resumable_flag(
-        "name of the run in the tracker; default: the output folder's", None, read_with=WITH_NAMES
+        "name of the run in the tracker; default: the output folder's", None, requires=WITH_NAMES
     )
     wandb_project_name: str = resumable_flag(
         "project in the tracker; mlflow calls it an experiment",
         "open_instruct",
-        read_with=WITH_NAMES,
+        requires=WITH_NAMES,
     )
     wandb_entity: str | None = resumable_flag(
-        "user or team in wandb", None, read_with="report_to wandb"
+        "user or team in wandb", None, requires="report_to wandb"
     )
     profile_steps: list[int] = resumable_flag(
         "first and last step to profile on rank 0, with its memory; written to OUT/profiler", []

@@ -2,10 +2,12 @@
 
 Field names are flag names. Every field is made by `flag(help, default)`, or by `resumable_flag`
 where a run that resumes may have another value; a field without a default must be given.
-`read_with` names the flag without which nothing reads a flag, or is a function of the flag's name;
-`all_read_with` of a section holds for all its flags. Types are limited to what one command line
-word (or a list of words) can say: str, int, float, bool, Literal, `X | None`, `list[str]`,
-`list[int]`, `list[float]`, and `str | list[str]` for flags that mostly have one word.
+`requires` names the flag without which nothing reads a flag, or is a function of the flag's name;
+`section_requirement` of a section holds for all its flags.
+
+Types are limited to what one word of a command line (or a list of words) can say: str, int, float,
+bool, Literal, `X | None`, `list[str]`, `list[int]`, `list[float]`, and `str | list[str]` for flags
+that mostly have one word.
 """
 
 from dataclasses import MISSING, dataclass, field
@@ -61,7 +63,7 @@ class ModelSection:
     tokenizer_revision: str | None = flag(
         "branch, tag or commit of the tokenizer on the hub; default: --model_revision",
         None,
-        read_with="tokenizer_name_or_path",
+        requires="tokenizer_name_or_path",
     )
     param_dtype: Dtype = flag(
         "dtype of gathered shards and of the computation; master weights stay float32", "bfloat16"
@@ -145,10 +147,10 @@ class DataSection(RowsSection):
         replaces="eval_mixer_list eval_mixer_list_splits",
     )
     eval_steps: int = resumable_flag(
-        "steps between further scores; 0: none", 0, read_with=WITH_HELD_OUT, minimum=0
+        "steps between further scores; 0: none", 0, requires=WITH_HELD_OUT, minimum=0
     )
     eval_mixer_list_splits: list[str] = resumable_flag(
-        "split of each held-out data set, or one for all", ["train"], read_with="eval_mixer_list"
+        "split of each held-out data set, or one for all", ["train"], requires="eval_mixer_list"
     )
     max_seq_length: int = flag("tokens; longer replies are cut on the right", 2048, minimum=2)
     packing: bool = resumable_flag(
@@ -195,7 +197,7 @@ class SFTDataSection(ConversationSection):
     packing_strategy: Literal["step", "bfd"] = flag(
         "a batch counts conversations ('step'), or rows filled once, best fit first ('bfd')",
         "step",
-        read_with="packing",
+        requires="packing",
     )
 
 
@@ -219,7 +221,7 @@ class OptimizerSection:
     weight_decay_on: Literal["linear", "matrices", "all"] = flag(
         "parameters that decay: 'linear' layers, all 'matrices' with the embeddings, or 'all'",
         "linear",
-        read_with="weight_decay >0",
+        requires="weight_decay >0",
     )
     adam_beta1: float = flag("AdamW's first moment decay", 0.9, minimum=0, below=1)
     adam_beta2: float = flag("AdamW's second moment decay", 0.999, minimum=0, below=1)

@@ -138,7 +138,7 @@ class MemorySection:
     activation_checkpointing_modules: list[str] = resumable_flag(
         "names of the modules; a * stands for anything but a dot",
         NORMS_AND_SUBLAYERS,
-        read_with="activation_checkpointing selected_modules",
+        requires="activation_checkpointing selected_modules",
     )
     activation_memory_budget: float = resumable_flag(
         "below 1.0: the share of activations to keep, chosen by the compiler",

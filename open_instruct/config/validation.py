@@ -53,7 +53,7 @@ def idle_problems(*sections: Any, harmless: bool = False) -> Iterator[str]:
         for name, flag in list_section_flags(type(section)).items():
             if values[name] == flag.default:
                 continue
-            is_read = flag.other not in values or requirement_met(flag.read_with, values)
+            is_read = flag.other not in values or requirement_met(flag.requires, values)
             if not is_read and harmless == (flag.other in WARNED_OF_WITHOUT):
                 yield (
                     f"--{name} {spell_value(values[name])} is read only with "

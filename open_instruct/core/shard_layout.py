@@ -118,7 +118,7 @@ class ShardLayout:
             for end, num_gpus in zip(ends, self.gpus_per_node, strict=True)
         )
 
-    def node_of(self, rank: int) -> int:
+    def find_node(self, rank: int) -> int:
         """Index of the node that global rank `rank` runs on."""
         return self.rank_nodes[rank]
 

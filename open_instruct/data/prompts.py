@@ -187,12 +187,12 @@ class PromptStream:
         self.seed = seed
         self._num_drawn = 0  # excluded ones too, in all epochs
         self._next_ticket = 0
-        self._excluded: set[int] = set()
+        self._excluded_ids: set[int] = set()
 
     @property
     def num_left(self) -> int:
         """Prompts that are not excluded."""
-        return len(self.dataset) - len(self._excluded)
+        return len(self.dataset) - len(self._excluded_ids)
 
     def next(self) -> tuple[int, Prompt]:
         """The next ticket and its prompt.
@@ -210,7 +210,7 @@ class PromptStream:
             epoch, position = divmod(self._num_drawn, len(self.dataset))
             row_id = int(_shuffle_epoch(self.seed, epoch, len(self.dataset))[position])
             self._num_drawn += 1
-            if row_id not in self._excluded:
+            if row_id not in self._excluded_ids:
                 break
         ticket = self._next_ticket
         self._next_ticket += 1
@@ -219,14 +219,14 @@ class PromptStream:
     def exclude(self, row_id: int) -> None:
         """Never hand out this prompt again."""
         assert 0 <= row_id < len(self.dataset)
-        self._excluded.add(row_id)
+        self._excluded_ids.add(row_id)
 
     def state_dict(self) -> dict[str, Any]:
         """The position of the stream, as JSON."""
         return {
             "num_drawn": self._num_drawn,
             "next_ticket": self._next_ticket,
-            "excluded": sorted(self._excluded),
+            "excluded": sorted(self._excluded_ids),
             "data_fingerprint": self.dataset.fingerprint,
             "seed": self.seed,
         }
@@ -251,7 +251,7 @@ class PromptStream:
         self.check_state(state_dict)
         self._num_drawn = state_dict["num_drawn"]
         self._next_ticket = state_dict["next_ticket"]
-        self._excluded = set(state_dict["excluded"])
+        self._excluded_ids = set(state_dict["excluded"])
 
 
 @lru_cache(maxsize=4)

@@ -202,12 +202,14 @@ class RowBuilder(ABC):
         distinct = [np.unique(selection) for selection in selections]
         progress = _Progress(sum(map(len, distinct)), on_progress)
         order: list[np.ndarray] = []
-        taken: list[str] = []
+        source_lines: list[str] = []
         for source, selection, rows in zip(sources_read, selections, distinct, strict=True):
             numbers = self._read_source(source, rows, progress)[np.searchsorted(rows, selection)]
             order.append(numbers[numbers >= 0])
             num_taken = int((numbers != ON_OTHER_SIDE).sum())
-            taken.append(f"{source.name}: {num_taken:,} taken of {spell_count(len(source), 'row')}")
+            source_lines.append(
+                f"{source.name}: {num_taken:,} taken of {spell_count(len(source), 'row')}"
+            )
         if self._only_counts:
             raise self.bad_rows_error(progress.num_rows)
         if not len(self.store):
@@ -216,13 +218,13 @@ class RowBuilder(ABC):
         warnings = self._list_warnings()
         for source in sources:
             warnings += source.warnings()
-        return arrays, self._report(arrays, progress.num_rows, taken, warnings)
+        return arrays, self._report(arrays, progress.num_rows, source_lines, warnings)
 
     def _report(
         self,
         arrays: Mapping[str, np.ndarray],
         num_rows: int,
-        taken: list[str],
+        source_lines: list[str],
         warnings: list[str],
     ) -> DataReport:
         num_held_out = 0
@@ -230,7 +232,7 @@ class RowBuilder(ABC):
             num_rows -= self.side_filter.num_others
             num_held_out = self.side_filter.num_held_out
         return DataReport(
-            sources=taken,
+            sources=source_lines,
             num_rows=num_rows,
             bad=dict(self.bad_rows.counts),
             bad_rows=self.bad_rows.lines(),

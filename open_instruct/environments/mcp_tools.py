@@ -96,17 +96,19 @@ class McpServer(ToolServer):
         from mcp_types import INVALID_PARAMS
 
         if self._keeper is None:
-            self._opened: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-            self._keeper = asyncio.create_task(self._hold_session(self._opened))
+            self._client_future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+            self._keeper = asyncio.create_task(self._hold_session(self._client_future))
         keeper = self._keeper
         try:
-            client = await asyncio.wait_for(asyncio.shield(self._opened), START_TIMEOUT_S / 2)
+            client = await asyncio.wait_for(
+                asyncio.shield(self._client_future), START_TIMEOUT_S / 2
+            )
             result = await asyncio.wait_for(client.call_tool(name, arguments), self._timeout_s)
         except Exception as error:
             if isinstance(error, MCPError) and error.code == INVALID_PARAMS:
                 return f"error: {error}"
             # A call that takes too long does not mean a lost server.
-            is_late_call = isinstance(error, TimeoutError) and self._opened.done()
+            is_late_call = isinstance(error, TimeoutError) and self._client_future.done()
             if not is_late_call:
                 keeper.cancel()
                 if self._keeper is keeper:

@@ -41,7 +41,9 @@ def keep_top_k(logits_NV: torch.Tensor, k: int, temperature: float = 1.0) -> tor
     so it holds ids exactly.
     """
     ids_Nk = logits_NV.topk(k, dim=-1).indices
-    return torch.cat([ids_Nk.float(), _outcomes(logits_NV, ids_Nk, temperature).float()], dim=-1)
+    return torch.cat(
+        [ids_Nk.float(), _outcome_logprobs(logits_NV, ids_Nk, temperature).float()], dim=-1
+    )
 
 
 def top_k_divergence(
@@ -59,10 +61,12 @@ def top_k_divergence(
     k = kept_NC.shape[-1] // 2
     ids_Nk = kept_NC[:, :k].long()
     teacher_NO = kept_NC[:, k:].to(logits_NV.dtype)
-    return _divergence(_outcomes(logits_NV, ids_Nk, temperature), teacher_NO, beta)
+    return _divergence(_outcome_logprobs(logits_NV, ids_Nk, temperature), teacher_NO, beta)
 
 
-def _outcomes(logits_NV: torch.Tensor, ids_Nk: torch.Tensor, temperature: float) -> torch.Tensor:
+def _outcome_logprobs(
+    logits_NV: torch.Tensor, ids_Nk: torch.Tensor, temperature: float
+) -> torch.Tensor:
     """Log-probs (N, k + 1) of some tokens, and of all others together; there must be others."""
     logits_NV = logits_NV / temperature
     rest_N1 = logits_NV.scatter(-1, ids_Nk, -torch.inf).logsumexp(dim=-1, keepdim=True)
@@ -104,7 +108,7 @@ class _Divergence(torch.autograd.Function):
             q_NO = q_NO.masked_fill_(is_out_NO, 0.0).div_(kept_N1)
             ratio_NO = logprobs_NO - teacher_NO - kept_N1.log()
             value_N1 = _mean(q_NO, ratio_NO)
-            slope_NO = _weighed(q_NO, ratio_NO - value_N1)
+            slope_NO = _weigh_by_prob(q_NO, ratio_NO - value_N1)
         else:
             ratio_NO = teacher_NO - logprobs_NO
             from_student_NO = -_log_mixture(ratio_NO, beta)  # log q - log m
@@ -112,7 +116,7 @@ class _Divergence(torch.autograd.Function):
             value_N1 = (
                 beta * _mean(p_NO, -_log_mixture(-ratio_NO, 1.0 - beta)) + (1.0 - beta) * student_N1
             )
-            slope_NO = (1.0 - beta) * _weighed(q_NO, from_student_NO - student_N1)
+            slope_NO = (1.0 - beta) * _weigh_by_prob(q_NO, from_student_NO - student_N1)
         ctx.save_for_backward(slope_NO)
         return value_N1.squeeze(-1)
 
@@ -131,10 +135,10 @@ def _log_mixture(ratio_NO: torch.Tensor, weight: float) -> torch.Tensor:
     )
 
 
-def _weighed(probs_NO: torch.Tensor, values_NO: torch.Tensor) -> torch.Tensor:
+def _weigh_by_prob(probs_NO: torch.Tensor, values_NO: torch.Tensor) -> torch.Tensor:
     """The product; an outcome of probability 0 counts 0, also where its value is infinite."""
     return torch.where(probs_NO > 0, probs_NO * values_NO, 0.0)
 
 
 def _mean(probs_NO: torch.Tensor, values_NO: torch.Tensor) -> torch.Tensor:
-    return _weighed(probs_NO, values_NO).sum(dim=-1, keepdim=True)
+    return _weigh_by_prob(probs_NO, values_NO).sum(dim=-1, keepdim=True)

@@ -154,9 +154,9 @@ class PreferenceLoss:
     def losses(self, inputs: PreferenceLossInputs, section: Any) -> torch.Tensor:
         """The loss of every pair; `section` has the flags."""
         function = bind_flags(self.function, self.flags, section)
-        return function(self.compared(inputs, section))
+        return function(self.compare(inputs, section))
 
-    def compared(self, inputs: PreferenceLossInputs, section: Any) -> ComparedPairs:
+    def compare(self, inputs: PreferenceLossInputs, section: Any) -> ComparedPairs:
         """The values of the chosen and of the rejected replies that it compares."""
         compared_2P = inputs.policy_logps_2P
         if self.needs_reference:

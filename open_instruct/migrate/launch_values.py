@@ -10,11 +10,11 @@ from open_instruct.migrate.suites.tables import Product, Table
 class LaunchValues:
     """Looks values up by a setting's name or its older name, and multiplies them."""
 
-    def __init__(self, table: Table, sheet: Sheet, known: Mapping[str, float]) -> None:
-        """`known` are numbers beside the settings: of GPUs that learn, and of rows."""
+    def __init__(self, table: Table, sheet: Sheet, numbers: Mapping[str, float]) -> None:
+        """`numbers` are numbers beside the settings: of GPUs that learn, and of rows."""
         self.table = table
         self.sheet = sheet
-        self.known = dict(known)
+        self.numbers = dict(numbers)
 
     def find_name(self, name: str) -> str:
         """The name by which the launch gives a setting: an older one, where it has that."""
@@ -31,10 +31,10 @@ class LaunchValues:
         return " ".join(self.sheet.theirs.get(self.find_name(name), [])).lower() == value
 
     def read_number(self, name: str) -> float | None:
-        """A number above 0: itself, one of `known`, or a setting; None if it is none."""
+        """A number above 0: itself, one of `numbers`, or a setting; None if it is none."""
         words = self.sheet.theirs.get(self.find_name(name), [name])
         try:
-            number = float(self.known.get(name, " ".join(words)))
+            number = float(self.numbers.get(name, " ".join(words)))
         except ValueError:
             return None
         return number if 0 < number <= LARGEST_INT else None

@@ -30,7 +30,7 @@ def drop_idle(flags: Mapping[str, Flag], values: dict[str, Any], sheet: Sheet) -
         all_values = {name: flag.default for name, flag in flags.items()} | values
         idle = []
         for name in values:
-            requirement = flags[name].read_with
+            requirement = flags[name].requires
             if requirement and not requirement_met(requirement, all_values):
                 idle.append(name)
         if not idle:

@@ -74,25 +74,26 @@ class Translation:
         return line
 
 
-def translate(table: Table, settings: Settings, known: Mapping[str, float]) -> Translation:
+def translate(table: Table, settings: Settings, numbers: Mapping[str, float]) -> Translation:
     """The flags of `table.command` for the run that `settings` describe.
 
     Args:
-        known: what is known beside the settings: `num_gpus` that learn, and `num_rows` of data.
+        numbers: what the user says beside the settings: the `num_gpus` that learn, and the
+            `num_rows` of data.
     """
-    return _Translator(table, settings, known).run()
+    return _Translator(table, settings, numbers).run()
 
 
 class _Translator:
     """Translates one launch, setting by setting, onto a sheet."""
 
-    def __init__(self, table: Table, settings: Settings, known: Mapping[str, float]) -> None:
+    def __init__(self, table: Table, settings: Settings, numbers: Mapping[str, float]) -> None:
         self.table = table
         self.settings = settings
         self.objective: Objective = load_objective(table.command)
         self.flags: dict[str, Flag] = list_flags(self.objective.config_class)
         self.sheet = _open_sheet(table, settings)
-        self.values = LaunchValues(table, self.sheet, known)
+        self.values = LaunchValues(table, self.sheet, numbers)
         self.computed: set[str] = set()
         # Of each field of our rows the column, and the setting behind it.
         self.columns: dict[str, str] = {}

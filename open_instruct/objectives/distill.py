@@ -62,7 +62,7 @@ class DistillationSection:
     kd_beta: float = flag(
         "weight of the teacher; 0: 'forward', 1: 'reverse'",
         0.5,
-        read_with="kd_loss jsd",
+        requires="kd_loss jsd",
         minimum=0,
         maximum=1,
     )

@@ -170,13 +170,13 @@ def preference_inputs(
     scores: TokenLogprobs, batch: Batch, *, ld_alpha: float | None
 ) -> PreferenceLossInputs:
     """The inputs of the loss of a microbatch."""
-    from open_instruct.batching.documents import on_device
+    from open_instruct.batching.documents import move_to_device
 
     def sums(values_N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return sum_by_reply(values_N, scores.sequence_ids_N, batch.packed.num_sequences, ld_alpha)
 
     def as_pairs(values_S: torch.Tensor) -> torch.Tensor:
-        return on_device(values_S, scores.logprobs_N.device).view(2, -1)
+        return move_to_device(values_S, scores.logprobs_N.device).view(2, -1)
 
     values = PreferenceValues.read(batch.values)
     logps_S, lengths_S = sums(scores.logprobs_N)
@@ -268,7 +268,7 @@ def preference_loss(
         weight * part_P for part_P, weight in zip(parts.values(), weights, strict=True)
     ]
     deciding = PREFERENCE_LOSSES[loss.leading]
-    leading = deciding.compared(inputs, loss)
+    leading = deciding.compare(inputs, loss)
     logps_2P = inputs.policy_logps_2P
     if deciding.per_token:
         logps_2P = per_token(logps_2P, inputs.lengths_2P)

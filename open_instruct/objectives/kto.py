@@ -229,10 +229,10 @@ def _log_ratios(
     scores: TokenLogprobs, reference_R: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The log-prob of each document, and its difference from the reference's."""
-    from open_instruct.batching.documents import on_device
+    from open_instruct.batching.documents import move_to_device
 
     logps_R, _ = sum_by_sequence(scores.logprobs_N, scores.sequence_ids_N, len(reference_R))
-    return logps_R, logps_R - on_device(reference_R, logps_R.device)
+    return logps_R, logps_R - move_to_device(reference_R, logps_R.device)
 
 
 def kto_outputs(

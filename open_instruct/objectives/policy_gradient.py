@@ -316,12 +316,12 @@ def _highest_entropy(
     """
     import torch
 
-    from open_instruct.batching.documents import on_device
+    from open_instruct.batching.documents import move_to_device
 
     entropies: list[torch.Tensor] = []
     for batch, token_scores in zip(step.microbatches, scores, strict=True):
         assert token_scores.entropy_N is not None, "see `measures_entropy`"
-        values = RLValues.read(on_device(batch.values, token_scores.entropy_N.device))
+        values = RLValues.read(move_to_device(batch.values, token_scores.entropy_N.device))
         entropies.append(values.rl.take(token_scores.entropy_N).double())
     everywhere_U = gather(torch.cat(entropies))
     num_chosen = max(1, round(share * everywhere_U.numel()))
@@ -339,11 +339,11 @@ def _marked_tokens(
     """Marks of each microbatch: 1 at the tokens that the policy loss treats apart."""
     import torch
 
-    from open_instruct.batching.documents import on_device
+    from open_instruct.batching.documents import move_to_device
 
     columns: list[TokenColumns] = []
     for batch, token_scores in zip(step.microbatches, scores, strict=True):
-        values = RLValues.read(on_device(batch.values, token_scores.logprobs_N.device))
+        values = RLValues.read(move_to_device(batch.values, token_scores.logprobs_N.device))
         rl = values.rl
         old_logprobs_N = _old_logprobs(values, token_scores)
         keys_M = token_keys(

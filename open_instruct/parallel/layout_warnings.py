@@ -119,8 +119,8 @@ def _describe_groups(layout: ShardLayout, groups: Sequence[tuple[int, ...]]) -> 
     letters = {group: f"{group_name(index)}: " for index, group in enumerate(layout.shard_groups)}
     texts = []
     for group in groups[:MAX_GROUPS_SHOWN]:
-        first_node = layout.node_of(group[0])
-        last_node = layout.node_of(group[-1])
+        first_node = layout.find_node(group[0])
+        last_node = layout.find_node(group[-1])
         letter = letters.get(group, "")
         texts.append(f"{letter}ranks {ranks_text(group)} (nodes {first_node} to {last_node})")
     num_more = len(groups) - MAX_GROUPS_SHOWN

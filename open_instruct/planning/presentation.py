@@ -114,20 +114,20 @@ def plan_record(plan: Plan, advice: Advice) -> dict[str, Any]:
     """The keys that scripts read; nothing in it is rounded."""
     setting = plan.setting
     return {
-        "model": _named(setting.shape, "name", "family", "num_params", "num_trained"),
+        "model": _take_fields(setting.shape, "name", "family", "num_params", "num_trained"),
         "device": asdict(setting.device),
         "mfu": setting.mfu,
         "layout": plan.layout.as_json(),
         "workload": asdict(plan.workload),
-        **_named(plan, "fits", "headroom_bytes"),
+        **_take_fields(plan, "fits", "headroom_bytes"),
         **memory_record(plan),
-        "host": _phase(plan.host),
+        "host": _phase_record(plan.host),
         "exchanges": [asdict(exchange) for exchange in plan.exchanges],
-        "time": asdict(plan.time) | _named(plan.time, "step_s", "bound_by"),
-        **_named(plan, "tokens_per_step", "tokens_per_second"),
+        "time": asdict(plan.time) | _take_fields(plan.time, "step_s", "bound_by"),
+        **_take_fields(plan, "tokens_per_step", "tokens_per_second"),
         "weight_syncs": [asdict(cost) for cost in plan.syncs],
         "advice": _advice_record(advice),
-        "layouts": [_layout(other) for other in advice.ranked],
+        "layouts": [_layout_record(other) for other in advice.ranked],
     }
 
 
@@ -136,7 +136,7 @@ def memory_record(plan: Plan) -> dict[str, Any]:
     config = plan.setting.config
     phases = []
     for phase in plan.phases:
-        phases.append({"name": phase.name} | _phase(phase))
+        phases.append({"name": phase.name} | _phase_record(phase))
     record = {
         "memory_bytes": plan.setting.device.memory_bytes,
         "peak_phase": plan.peak.name,
@@ -145,28 +145,28 @@ def memory_record(plan: Plan) -> dict[str, Any]:
         "phases": phases,
     }
     if isinstance(config.optim, OptimSection):
-        record |= _named(config.optim, *BATCH)
+        record |= _take_fields(config.optim, *BATCH)
     return record
 
 
 def _advice_record(advice: Advice) -> dict[str, Any]:
     record: dict[str, Any] = {"text": render_words("advice", advice)}
     for name in CHANGES:
-        record[name] = _change(getattr(advice, name))
+        record[name] = _change_record(getattr(advice, name))
     return record
 
 
-def _phase(phase: Phase) -> dict[str, Any]:
+def _phase_record(phase: Phase) -> dict[str, Any]:
     return {"total_bytes": phase.total_bytes, "parts": dict(phase.parts)}
 
 
-def _change(change: Change | None) -> dict[str, Any] | None:
+def _change_record(change: Change | None) -> dict[str, Any] | None:
     if change is None:
         return None
-    return _named(change, "flags", "values") | _layout(change.plan)
+    return _take_fields(change, "flags", "values") | _layout_record(change.plan)
 
 
-def _layout(plan: Plan) -> dict[str, Any]:
+def _layout_record(plan: Plan) -> dict[str, Any]:
     cells = plan.setting.backend.cells(plan.layout)
     return {
         **asdict(plan.layout),
@@ -176,9 +176,9 @@ def _layout(plan: Plan) -> dict[str, Any]:
         "peak_bytes": plan.peak.total_bytes,
         "peak_phase": plan.peak.name,
         "step_s": plan.time.step_s,
-        **_named(plan, "tokens_per_step", "tokens_per_second"),
+        **_take_fields(plan, "tokens_per_step", "tokens_per_second"),
     }
 
 
-def _named(source: object, *names: str) -> dict[str, Any]:
+def _take_fields(source: object, *names: str) -> dict[str, Any]:
     return {name: getattr(source, name) for name in names}

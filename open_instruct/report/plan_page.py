@@ -70,7 +70,7 @@ def print_plan(
         "presentation": presentation,
     }
     pages.globals |= {
-        "styled": _styled,
+        "styled": _style_text,
         "drawn": draw_layout,
         "bar": _bar,
     }
@@ -107,7 +107,7 @@ def _shorten(pages: "Environment", plan: Plan, advice: Advice) -> str:
     return text
 
 
-def _styled(text: str, style: str) -> str:
+def _style_text(text: str, style: str) -> str:
     return f"[{style}]{escape(text)}[/]"
 
 

@@ -78,9 +78,9 @@ class Traces:
         # An earlier start with --save_traces may have written more than MOST_BYTES; those files
         # stay.
         sizes = _find_sizes(run_folder)
-        self._protected: set[int] = set()
+        self._protected_steps: set[int] = set()
         if sum(sizes.values()) > MOST_BYTES:
-            self._protected = set(sizes)
+            self._protected_steps = set(sizes)
 
     def add(self, step: int, batch: RolloutStepBatch, learned: StepSamples) -> None:
         """Write the rollouts of `step`, the newest; without the flag old files make room for them.
@@ -103,7 +103,7 @@ class Traces:
     def _make_room(self, num_new_bytes: int) -> None:
         sizes = _find_sizes(self.run_folder)
         num_bytes = sizes[num_new_bytes]
-        for step in sorted(sizes.keys() - self._protected - {num_new_bytes}, reverse=True):
+        for step in sorted(sizes.keys() - self._protected_steps - {num_new_bytes}, reverse=True):
             num_bytes += sizes[step]
             if num_bytes > MOST_BYTES:
                 trace_file(self.run_folder, step).unlink()

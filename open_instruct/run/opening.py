@@ -65,7 +65,7 @@ def open_run(config: TrainingConfig, command: str) -> Iterator[Run]:
     process = start_process(timeout_s=config.parallel.dist_timeout_s, seed=config.optim.seed)
     layout = find_layout(config.parallel, process.gpus_per_node, config.backend)
     refuse_other_rank_count(
-        config.parallel.num_processes, layout.gpus_per_node[layout.node_of(process.rank)]
+        config.parallel.num_processes, layout.gpus_per_node[layout.find_node(process.rank)]
     )
     directory = RunDirectory(path=Path(config.run.output_dir))
     console = Console(speaks=process.rank == 0)
@@ -146,7 +146,7 @@ def plan_run(config: ConfigT, run: Run, folder: Path) -> ConfigT:
     """
     device = run.process.device
     nodes = run.layout.gpus_per_node
-    num_sharing = nodes[run.layout.node_of(run.process.rank)]
+    num_sharing = nodes[run.layout.find_node(run.process.rank)]
     memory_bytes = min(gather_objects(find_memory_bytes(device, num_sharing=num_sharing)))
     on_cuda = device.type == "cuda"
     run_config = cast(RunConfig, config)  # the planner checks its type

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from open_instruct.batching.documents import on_device
+from open_instruct.batching.documents import move_to_device
 from open_instruct.checkpoints.resume import check_weights
 from open_instruct.config.lora import LoRASection
 from open_instruct.config.policy_sections import CriticSection
@@ -101,7 +101,7 @@ class Critic:
         return tuple(filled_updates)
 
     def _value(self, batch: Batch) -> ValuedBatch:
-        batch = replace(batch, values=on_device(batch.values, self.policy.device))
+        batch = replace(batch, values=move_to_device(batch.values, self.policy.device))
         scores = self.policy.score(drop_routes(batch))
         values = RLValues.read(batch.values)
         values_M = values.rl.take(scores.logprobs_N)

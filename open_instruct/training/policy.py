@@ -18,7 +18,7 @@ import torch.distributed as dist
 from olmo_core.nn.transformer import Transformer
 from olmo_core.train import Trainer
 
-from open_instruct.batching.documents import on_device
+from open_instruct.batching.documents import move_to_device
 from open_instruct.checkpoints.resume import last_checkpoint
 from open_instruct.config.sections import BalanceScope
 from open_instruct.core.batch_values import LogprobsField
@@ -114,7 +114,7 @@ class Policy:
     def microbatch_loss(self, batch: Batch, counts: Mapping[str, int]) -> LossOutputs:
         """The microbatch's share of the loss of the global batch, with gradient."""
         scores = self.score(batch, with_collisions=self.loss.with_collisions)
-        values = on_device(batch.values, self.device)
+        values = move_to_device(batch.values, self.device)
         return self.loss.compute(scores, replace(batch, values=values), counts)
 
     def add_frozen_logprobs(

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from open_instruct.batching.documents import on_device
+from open_instruct.batching.documents import move_to_device
 from open_instruct.batching.steps import BatchShape
 from open_instruct.config.training import TrainingConfig
 from open_instruct.core.text import spell_count
@@ -73,13 +73,13 @@ class Scorer:
         for batch in batches:
             with float8_off(model):
                 scores = policy.score(batch)
-            values = on_device(batch.values, device)
+            values = move_to_device(batch.values, device)
             sums = policy.loss.sum_columns(scores, replace(batch, values=values))
             if not columns:
                 columns = [torch.zeros(len(rows), num_documents, device=device) for _ in sums]
             # A rank beyond the last rows has a batch of none.
             batch_rows = [positions[row] for row in batch.row_ids]
-            batch_positions = on_device(torch.tensor(batch_rows, dtype=torch.long), device)
+            batch_positions = move_to_device(torch.tensor(batch_rows, dtype=torch.long), device)
             for column_ND, values_N in zip(columns, sums, strict=True):
                 sums_S, _ = sum_by_reply(
                     values_N,

@@ -76,12 +76,14 @@ class FolderSender(WeightSender):
         links = [] if self._is_anchor_due() else self._links
         self._links = []  # nothing builds on a version that was not completed
         if not links:
-            self._sent = SentParts(self.manifest, rank=self._rank)
-        assert self._sent is not None
+            self._sent_parts = SentParts(self.manifest, rank=self._rank)
+        assert self._sent_parts is not None
         has_digests = self._check_every > 0 and version % self._check_every == 0
         # All are encoded before one is written: encoding may be collective, and a full disk would
         # stop one rank alone.
-        messages = list(self._sent.encode_messages(self._make_finder(), has_digests=has_digests))
+        messages = list(
+            self._sent_parts.encode_messages(self._make_finder(), has_digests=has_digests)
+        )
         builds_on = links[-1].version if links else None
         write = partial(self._write, version, builds_on, messages)
         rank_messages = gather_objects(together(write, kind=self._failure))
@@ -89,7 +91,7 @@ class FolderSender(WeightSender):
         together(partial(self._add_link, link), kind=self._failure)
         self._links = [*links, link]
         if not self._changes_alone:
-            self._sent = None
+            self._sent_parts = None
 
     def _is_anchor_due(self) -> bool:
         if not self._links or not self._changes_alone or len(self._links) == self._anchor_every:

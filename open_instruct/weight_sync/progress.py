@@ -51,7 +51,7 @@ class SyncProgress:
         self.store = store
         self.member = member
         self.timeout_s = timeout_s
-        self._reported: list[list[str]] = [[], []]
+        self._reports: list[list[str]] = [[], []]
 
     @classmethod
     def host(cls, address: str, *, timeout_s: float) -> SyncProgress:
@@ -90,7 +90,7 @@ class SyncProgress:
     def report(self, stage: str, words: str = "") -> None:
         """Report that this member has reached `stage`, with words that others may read."""
         key = f"{stage}/{self.member}"
-        self._reported[-1].append(key)
+        self._reports[-1].append(key)
         with self._reaching_host():
             self.store.set(key, words)
 
@@ -103,9 +103,9 @@ class SyncProgress:
     def new_round(self) -> None:
         """Delete the reports of the round before the last one."""
         with self._reaching_host():
-            for key in self._reported.pop(0):
+            for key in self._reports.pop(0):
                 self.store.delete_key(key)
-        self._reported.append([])
+        self._reports.append([])
 
     def wait(
         self,

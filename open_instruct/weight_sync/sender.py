@@ -105,8 +105,8 @@ class WeightSender:
         self._device: torch.device = cast(Any, model).device if backend in ON_DEVICE else CPU
         self._progress: SyncProgress | None = None
         self._outgoing: Outgoing | None = None
-        self._sent: SentParts | None = None
-        self._held: Mapping[str, LocalShard] | None = None
+        self._sent_parts: SentParts | None = None
+        self._shards: Mapping[str, LocalShard] | None = None
 
     def open(self, num_receivers: int) -> dict[str, Any]:
         """Offer a channel, after closing an earlier one; then call `join`.
@@ -125,10 +125,10 @@ class WeightSender:
         make_outgoing, _ = TRANSPORTS[self._backend]
         if self._rank not in self.manifest.ranks:
             make_outgoing = Outgoing
-        self._sent = None
+        self._sent_parts = None
         travelling: Manifest = self.manifest
         if self._changes_alone:
-            self._sent = SentParts(self.manifest, rank=self._rank)
+            self._sent_parts = SentParts(self.manifest, rank=self._rank)
             travelling = build_change_manifest(self.manifest)
         self._outgoing = make_outgoing(travelling, index=self._rank, device=self._device)
         info: dict[str, Any] = run_on_main_process(partial(self._offer, num_receivers))
@@ -195,17 +195,17 @@ class WeightSender:
         """Give up the channel, if there is one; members that wait on it fail with the reason."""
         self._close_outgoing()
         self._progress = None
-        self._held = None
+        self._shards = None
 
     def _make_finder(self) -> FindLocal:
         """Make a function that returns this rank's part of a weight, as it is now."""
         reshard(self._model)
-        weights = self._held
+        weights = self._shards
         if weights is None:
             find_weights = scale_adapters if self._adapter_alone else find_merged_weights
             weights = find_weights(self._model)
         # Shards stay where they are, and to find them again would take milliseconds.
-        self._held = None if self._computes else weights
+        self._shards = None if self._computes else weights
         return lambda hf_name: weights[self._names[hf_name]].local
 
     def _offer(self, num_receivers: int) -> dict[str, Any]:
@@ -233,11 +233,11 @@ class WeightSender:
         A thread makes messages while earlier ones travel.
         """
         num_buckets = len(self.manifest.buckets)
-        if self._sent is None:
+        if self._sent_parts is None:
             yield from [find_local] * num_buckets
             return
         has_digests = self._check_every > 0 and version % self._check_every == 0
-        messages = self._sent.encode_messages(find_local, has_digests=has_digests)
+        messages = self._sent_parts.encode_messages(find_local, has_digests=has_digests)
 
         def make_message(index: int) -> torch.Tensor:
             """Make the next message, and report its length to the receivers."""

@@ -517,9 +517,9 @@ class TestFlags:
     def test_condition_of_a_flag_is_a_flag_beside_it(self, command: Any) -> None:
         flags = list_flags(command.config_class)
         for flag in flags.values():
-            if flag.read_with:
+            if flag.requires:
                 assert flag.other in flags, flag.name
-                values = {*flag.read_with.split()[1:]}
+                values = {*flag.requires.split()[1:]}
                 assert values <= {*flags[flag.other].choices, OWN, ">0"}, flag.name
 
     def test_page_of_upstreams_flags_is_up_to_date(self) -> None:

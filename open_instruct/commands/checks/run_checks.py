@@ -110,7 +110,7 @@ class RunChecks:
 
     config: RunConfig
     objective: Objective
-    known: dict[str, Any] = field(default_factory=dict)
+    judges: dict[str, Any] = field(default_factory=dict)
     chat: Any = None
     tokenizer: Any = None
     rows: TokenDataset | None = None
@@ -203,7 +203,7 @@ class RunChecks:
         from open_instruct.losses.advantages import ADVANTAGES
         from open_instruct.losses.policy import POLICY_LOSSES
 
-        self.known = find_judges(config)
+        self.judges = find_judges(config)
         load_own_function(config.loss.loss_fn, flag="--loss_fn", built_in=POLICY_LOSSES)
         advantages = config.rollout.advantage_normalization_type
         load_own_function(advantages, flag="--advantages", built_in=ADVANTAGES)
@@ -219,7 +219,7 @@ class RunChecks:
             config=config,
             prompts=prompts,
             chat=self.chat,
-            **self.known,
+            **self.judges,
         )
 
     def check_rows(self, *, is_held_out: bool = False) -> str:
@@ -240,7 +240,7 @@ class RunChecks:
         """Check keys as the run does before it loads torch, of more rows than are tokenised."""
         seed = self.config.optim.seed
         if isinstance(self.config, GRPOConfig):
-            check = partial(parse_prompt_row, **self.known, **build_row_settings(self.config))
+            check = partial(parse_prompt_row, **self.judges, **build_row_settings(self.config))
             check_first_rows(PromptBuilder, self.config.data, flag, seed=seed, check=check)
             return
         form = self.objective.choose_rows(self.config)
@@ -252,7 +252,7 @@ class RunChecks:
         from open_instruct.report.preview.sample import build_rows, make_row_builder, open_sources
 
         config = self.config
-        builder = make_row_builder(config, self.objective, self.chat, self.known)
+        builder = make_row_builder(config, self.objective, self.chat, self.judges)
         sources = open_sources(config.data, flag)
         arrays, report = build_rows(
             builder, sources, num_read=MOST_ROWS, seed=config.optim.seed, side=side

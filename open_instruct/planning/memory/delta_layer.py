@@ -16,7 +16,7 @@ class ChunkBytes(NamedTuple):
     """Bytes of all chunks of a rank."""
 
     # What the forward pass keeps for its backward.
-    kept: int
+    kept_bytes: int
     # Scratch of the forward pass, before there is an output, and beside it.
     alone: int
     beside: int
@@ -47,7 +47,7 @@ def record_delta_rule(block: Piece, delta: DeltaShape, x: Tensor) -> Tensor:
     # more in float32.
     in_out_bytes = 2 * item_bytes * (sum(delta.widths) + width)
     value_bytes = in_out_bytes + 3 * FLOAT32 * width
-    kept_tensor = Tensor(chunks.kept + block.split(num_tokens * value_bytes))
+    kept_tensor = Tensor(chunks.kept_bytes + block.split(num_tokens * value_bytes))
     gradients = []
     for each in inputs:
         gradient = Gradient(tensor=each, num_bytes=each.num_bytes, scratch_bytes=chunks.backward)

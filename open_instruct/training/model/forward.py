@@ -12,7 +12,7 @@ import torch
 from olmo_core.nn.transformer import Transformer
 from torch.distributed.tensor import DTensor
 
-from open_instruct.batching.documents import on_device
+from open_instruct.batching.documents import move_to_device
 from open_instruct.core.records import IGNORE_INDEX, PackedBatch
 from open_instruct.models.attention.attention import find_context_group
 from open_instruct.models.experts.routed import RoutedFeedForward
@@ -151,7 +151,7 @@ def run_forward(
     device: torch.device,
 ) -> tuple[Any, ForwardInputs]:
     """Run the forward pass of this rank's part; returns the head's output and the inputs."""
-    inputs = on_device(build_forward_inputs(model, batch), device)
+    inputs = move_to_device(build_forward_inputs(model, batch), device)
     set_forced_experts(model, inputs.routes_TR)
     output = model(
         inputs.input_ids_BT,

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from olmo_core.nn.transformer import Transformer
 
-from open_instruct.batching.documents import find_label_positions, on_device
+from open_instruct.batching.documents import find_label_positions, move_to_device
 from open_instruct.core.records import IGNORE_INDEX, PackedBatch
 from open_instruct.models.attention.attention import find_context_group
 from open_instruct.models.attention.segments import Segments
@@ -110,7 +110,7 @@ def select_at_head(model: Transformer, batch: PackedBatch, values_BT: torch.Tens
     if kept_BK is None:
         return cast(LogprobHead, model.lm_head).select_local_positions(values_BT)
     rows_B1 = torch.arange(len(values_BT), device=values_BT.device).unsqueeze(1)
-    return values_BT[rows_B1, on_device(kept_BK, values_BT.device)]
+    return values_BT[rows_B1, move_to_device(kept_BK, values_BT.device)]
 
 
 def place_at_labels(
@@ -133,4 +133,4 @@ def place_at_labels(
     context = find_context_group(model)
     if context is not None:
         values_BT = values_BT[:, context.local_slice(values_BT.shape[1])]
-    return on_device(select_at_head(model, batch, values_BT), device)
+    return move_to_device(select_at_head(model, batch, values_BT), device)

@@ -213,7 +213,7 @@ def learner(pipe: Connection, backend: str, changes_alone: bool) -> None:
 
     def digest(version: int, _: str) -> str:
         become(version)
-        held = sender._held
+        held = sender._shards
         assert held is not None
         return digest_of({hf: held[name].local.bfloat16() for hf, name in sender._names.items()})
 

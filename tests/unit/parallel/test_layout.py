@@ -173,11 +173,11 @@ def test_degrees_multiply_to_the_world_and_groups_partition_it(layout: ShardLayo
 
 @given(layouts())
 def test_straddling_is_what_node_of_says(layout: ShardLayout) -> None:
-    nodes_of_groups = [{layout.node_of(rank) for rank in group} for group in layout.shard_groups]
+    nodes_of_groups = [{layout.find_node(rank) for rank in group} for group in layout.shard_groups]
     assert layout.straddles_nodes == any(len(nodes) > 1 for nodes in nodes_of_groups)
     for node, ranks in enumerate(layout.nodes):
         assert len(ranks) == layout.gpus_per_node[node]
-        assert {layout.node_of(rank) for rank in ranks} == {node}
+        assert {layout.find_node(rank) for rank in ranks} == {node}
 
 
 @given(node_lists, st.data())
