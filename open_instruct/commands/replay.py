@@ -142,14 +142,14 @@ def parse_replay(words: Sequence[str]) -> Replay:
             kind="stray_word",
         )
     run = Path(words[0])
-    saved = read_settings(run)
-    settings = join_backend(saved.config)
+    saved_settings = read_settings(run)
+    settings = join_backend(saved_settings.config)
     if not isinstance(settings, GRPOConfig):
         raise InputError(
             f"{run} is not the folder of a GRPO run, which alone can be replayed",
             kind="bad_checkpoint",
         )
-    saved.print_notes()
+    saved_settings.print_notes()
     config = parse_run(
         ReplayConfig, [str(RunDirectory(path=run).config), *words[1:]], passed_over=[]
     )
@@ -320,7 +320,7 @@ def find_start_weights(
             model=weights_folder, checkpoint=None, are_the_steps_own=False, description=description
         )
     checkpoints = {step_of(path): path for path in find_checkpoints(run)}
-    newest = max((saved for saved in checkpoints if saved < step), default=0)
+    newest = max((saved_step for saved_step in checkpoints if saved_step < step), default=0)
     checkpoint = checkpoints.get(newest)
     are_the_steps_own = newest == step - 1
     description = f"the weights are those after step {newest}, {checkpoint or start}"
@@ -350,14 +350,16 @@ def read_recorded_row(metrics: Path, step: int) -> dict[str, float] | None:
     return next((row for row in reversed(rows) if row.get("step") == step), None)
 
 
-def describe_differences(recorded: Mapping[str, float], recomputed: Mapping[str, float]) -> str:
+def describe_differences(
+    recorded_metrics: Mapping[str, float], recomputed_metrics: Mapping[str, float]
+) -> str:
     """The difference of the recomputed loss and gradient norm from the recorded ones.
 
     The loss's difference is absolute: advantages of both signs nearly cancel in it.
     """
-    loss_gap = abs(recorded["loss"] - recomputed["loss"])
-    norm_gap = abs(recorded["grad_norm"] - recomputed["grad_norm"])
-    share = norm_gap / recorded["grad_norm"] if recorded["grad_norm"] else norm_gap
+    loss_gap = abs(recorded_metrics["loss"] - recomputed_metrics["loss"])
+    norm_gap = abs(recorded_metrics["grad_norm"] - recomputed_metrics["grad_norm"])
+    share = norm_gap / recorded_metrics["grad_norm"] if recorded_metrics["grad_norm"] else norm_gap
     return (
         f"recorded and recomputed differ by {loss_gap:.1e} in loss, by {share:.1e} of itself in "
         "grad_norm"
@@ -367,10 +369,10 @@ def describe_differences(recorded: Mapping[str, float], recomputed: Mapping[str,
 def format_table(columns: Mapping[str, Mapping[str, float] | None]) -> str:
     """The recomputed metrics, one a line, with a column for each of `columns` that has numbers."""
     rows = {title: row for title, row in columns.items() if row is not None}
-    recomputed = dict.fromkeys(
+    metric_names = dict.fromkeys(
         chain.from_iterable(row for title, row in rows.items() if title != "recorded")
     )
-    names = sorted(recomputed, key=lambda name: name not in SHOWN_FIRST)
+    names = sorted(metric_names, key=lambda name: name not in SHOWN_FIRST)
     lines = [["", *rows]]
     for name in names:
         lines.append([name, *(_format_cell(row.get(name)) for row in rows.values())])

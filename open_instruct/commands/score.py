@@ -117,9 +117,11 @@ def score_rows(
     :raises InputError: a row is malformed; with file, line and reason.
     """
     while some := list(islice(rows, ROWS_AT_ONCE)):
-        tokenized = [model.tokenize(row) for row in some]
-        scores = model.score([model.cut(row) for row in tokenized], batch_tokens=flags.batch_tokens)
-        for row, whole, scores_of_row in zip(some, tokenized, scores, strict=True):
+        tokenized_rows = [model.tokenize(row) for row in some]
+        scores = model.score(
+            [model.cut(row) for row in tokenized_rows], batch_tokens=flags.batch_tokens
+        )
+        for row, whole, scores_of_row in zip(some, tokenized_rows, scores, strict=True):
             was_cut = len(whole.token_ids) > model.max_seq_length
             yield (
                 row.value | model.columns(scores_of_row) | ({"truncated": True} if was_cut else {})

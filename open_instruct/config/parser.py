@@ -59,11 +59,11 @@ def parse(
     reader = _Reader(list_flags(config_class), unneeded=unneeded, passed_over=passed_over)
     values = {name: value for name, value in (assumed or {}).items() if name in reader.flags}
     values |= reader.read(argv)
-    named = values.keys() | reader.renamed
+    given_names = values.keys() | reader.renamed
     missing = [
         f"--{flag.name}"
         for flag in reader.flags.values()
-        if flag.required and flag.name not in named
+        if flag.required and flag.name not in given_names
     ]
     if missing and not reader.has_sections:
         text = f"missing: {', '.join(missing)} (as flags, or in a YAML file)"
@@ -75,11 +75,11 @@ def parse(
     by_section: dict[str, dict[str, Any]] = {section: {} for section in list_sections(config_class)}
     for name, value in values.items():
         by_section[reader.flags[name].section][name] = value
-    made = {
+    sections = {
         section: made_of(**by_section[section])
         for section, made_of in list_sections(config_class).items()
     }
-    return made[""] if "" in made else config_class(**made)
+    return sections[""] if "" in sections else config_class(**sections)
 
 
 def list_given_flags(config_class: type, argv: Sequence[str]) -> KeysView[str]:

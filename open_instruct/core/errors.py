@@ -150,8 +150,8 @@ class InputError(ValueError):
         problems: Iterable[str] = (),
     ) -> None:
         super().__init__(message)
-        listed = tuple(Problem(problem) for problem in problems)
-        self.problems = listed or (Problem(message, kind=kind, flag=flag, remedy=remedy),)
+        problem_list = tuple(Problem(problem) for problem in problems)
+        self.problems = problem_list or (Problem(message, kind=kind, flag=flag, remedy=remedy),)
 
     @property
     def kind(self) -> Kind:

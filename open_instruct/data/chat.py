@@ -195,8 +195,8 @@ class ChatFormat:
         self._check_tools([message], reply_text)
         # A model never generates text behind the end of the turn (ChatML's newline), so it is not
         # learned.
-        trimmed = reply_text.rstrip()
-        return trimmed if self.ends_turn(trimmed) else reply_text
+        trimmed_text = reply_text.rstrip()
+        return trimmed_text if self.ends_turn(trimmed_text) else reply_text
 
     def _check_reply_is_whole(self, message: Message, prompt_text: str, reply_text: str) -> None:
         reply = message["content"]
@@ -216,12 +216,12 @@ class ChatFormat:
 
     def _check_tools(self, messages: Sequence[Message], text: str) -> None:
         """Check that a text has what messages say of tools, which a template may leave out."""
-        expected = self.tool_form.list_expected_texts(messages)
-        squeezed_text = squeeze(text) if expected else ""
-        for part in expected:
+        expected_texts = self.tool_form.list_expected_texts(messages)
+        squeezed_text = squeeze(text) if expected_texts else ""
+        for part in expected_texts:
             num_plain = squeezed_text.count(squeeze(part))
             num_as_json = squeezed_text.count(squeeze(escape_as_json(part)))
-            if max(num_plain, num_as_json) < expected.count(part):
+            if max(num_plain, num_as_json) < expected_texts.count(part):
                 raise self._template_error(
                     f"leaves out {shorten(part)}, of tools or their calls and answers; choose "
                     "another by --chat_template_name"

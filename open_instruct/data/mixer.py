@@ -120,9 +120,9 @@ def select_rows(entry: MixerEntry, num_rows: int, seed: int) -> np.ndarray:
     seed_text = f"{seed}\n{entry.split}\n{PurePath(entry.name).name}"
     digest = hashlib.sha256(seed_text.encode()).digest()
     generator = np.random.default_rng(int.from_bytes(digest[:16], "little"))
-    shuffled = generator.permutation(num_rows)
+    shuffled_rows = generator.permutation(num_rows)
     copies = np.tile(np.arange(num_rows, dtype=np.int64), num_copies)
-    return np.concatenate([copies, np.sort(shuffled[:num_more]).astype(np.int64)])
+    return np.concatenate([copies, np.sort(shuffled_rows[:num_more]).astype(np.int64)])
 
 
 def rename_columns(source: RowSource, columns: Sequence[str]) -> RowSource:

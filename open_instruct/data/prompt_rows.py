@@ -80,15 +80,15 @@ def _replace_system_prompt(messages: tuple[Message, ...], text: str) -> tuple[Me
 def _parse_checks(
     row: Mapping[str, Any],
     names: Any,
-    known: Mapping[str, Verifier],
+    known_verifiers: Mapping[str, Verifier],
     remapped: Mapping[str, str],
 ) -> tuple[Check, ...]:
     name_list = names if isinstance(names, list) else [names]
-    verifiers = [_find_verifier(name, known, remapped) for name in name_list]
+    verifiers = [_find_verifier(name, known_verifiers, remapped) for name in name_list]
     if not verifiers:
         raise MalformedRow("bad_verifier", "'dataset' names no verifier")
     truths = row.get("ground_truth")
-    if truths is None and any(known[name].needs_ground_truth for name in verifiers):
+    if truths is None and any(known_verifiers[name].needs_ground_truth for name in verifiers):
         raise MalformedRow(
             "missing_key",
             f"no 'ground_truth'; the row has {describe_keys(row)}",
@@ -97,14 +97,14 @@ def _parse_checks(
     if not isinstance(names, list):
         truths = [truths]
     else:
-        truths = _pair_ground_truths(truths, [known[name] for name in verifiers])
+        truths = _pair_ground_truths(truths, [known_verifiers[name] for name in verifiers])
     weights = _parse_weights(row, len(verifiers))
     checks = []
     for name, truth, weight in zip(verifiers, truths, weights, strict=True):
-        value = dict(row) if known[name].reads_row else truth
+        value = dict(row) if known_verifiers[name].reads_row else truth
         truth = check_json_value(value, "'ground_truth'")
         check = Check(verifier=name, ground_truth=truth, weight=weight)
-        _check_ground_truth(check, known[name])
+        _check_ground_truth(check, known_verifiers[name])
         checks.append(check)
     return tuple(checks)
 
@@ -148,7 +148,9 @@ def _check_ground_truth(check: Check, verifier: Verifier) -> None:
         ) from error
 
 
-def _find_verifier(name: Any, known: Mapping[str, Verifier], remapped: Mapping[str, str]) -> str:
+def _find_verifier(
+    name: Any, known_verifiers: Mapping[str, Verifier], remapped: Mapping[str, str]
+) -> str:
     if not isinstance(name, str) or not name:
         raise MalformedRow(
             "bad_verifier",
@@ -156,14 +158,14 @@ def _find_verifier(name: Any, known: Mapping[str, Verifier], remapped: Mapping[s
         )
     name = remapped.get(name.lower(), name)
     for spelling in (name, name.lower()):  # published rows write "MATH" beside "gsm8k"
-        if spelling in known:
+        if spelling in known_verifiers:
             return spelling
     short_name = name[:MAX_NAME]
-    hint = suggest_nearest(short_name, known) or ";"
+    hint = suggest_nearest(short_name, known_verifiers) or ";"
     raise MalformedRow(
         "unknown_verifier",
         f"'dataset': there is no verifier {short_name!r}{hint} Known are "
-        f"{', '.join(sorted(known))}; add your own by --verifier FILE.py:Class",
+        f"{', '.join(sorted(known_verifiers))}; add your own by --verifier FILE.py:Class",
     )
 
 

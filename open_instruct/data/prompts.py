@@ -45,11 +45,11 @@ class Prompts:
         verifier = rb'"verifier": %b, "ground_truth": ' % name
         environment = rb'"environment": %b, "row": \{' % name
         pattern = re.compile(verifier + b"|" + environment)
-        found: set[tuple[bytes, bytes]] = set()
+        digests: set[tuple[bytes, bytes]] = set()
         for row_id in range(len(self)):
-            found.update(pattern.findall(self.dataset.details(row_id)))
-        verifiers = {json.loads(verifier) for verifier, _ in found if verifier}
-        environments = {json.loads(environment) for _, environment in found if environment}
+            digests.update(pattern.findall(self.dataset.details(row_id)))
+        verifiers = {json.loads(verifier) for verifier, _ in digests if verifier}
+        environments = {json.loads(environment) for _, environment in digests if environment}
         return verifiers, environments
 
     def count_shared(self, others: "Prompts") -> int:

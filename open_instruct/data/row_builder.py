@@ -122,15 +122,15 @@ class RowBuilder(ABC):
             The pieces that are left; None, counted in `counts.filtered`, if nothing is left to
             learn.
         """
-        left: list[list[int]] = []
+        pieces_left: list[list[int]] = []
         room = self.max_seq_length
         for prompt, reply in zip(pieces[::2], pieces[1::2], strict=True):
             room -= len(prompt)
             if room <= 0:
                 break
-            left += [prompt, reply[:room]]
+            pieces_left += [prompt, reply[:room]]
             room -= len(reply)
-        return left
+        return pieces_left
 
     @classmethod
     def adapt_source(cls, source: RowSource) -> RowSource:
@@ -321,11 +321,11 @@ class RowBuilder(ABC):
         if prompt_length >= self.max_seq_length:
             counts.filtered["prompt_too_long"] += 1
             return False
-        left = self.cut(pieces)
-        if left is None:
+        pieces_left = self.cut(pieces)
+        if pieces_left is None:
             return False
-        counts.num_truncated += sum(map(len, left)) < sum(map(len, pieces))
-        self.store_row(left, rendered.details or array("f", rendered.values).tobytes())
+        counts.num_truncated += sum(map(len, pieces_left)) < sum(map(len, pieces))
+        self.store_row(pieces_left, rendered.details or array("f", rendered.values).tobytes())
         return True
 
     def count_marks(

@@ -49,11 +49,12 @@ class RowCounts:
         warnings = self._list_template_warnings(f"{template} chat template")
         unread = [key for key, _ in self.unread.most_common() if key not in optional_keys]
         if unread:
-            shown = ", ".join(map(repr, unread[:MAX_KEYS_SHOWN]))
+            keys_shown = ", ".join(map(repr, unread[:MAX_KEYS_SHOWN]))
             if len(unread) > MAX_KEYS_SHOWN:
-                shown += f" and {len(unread) - MAX_KEYS_SHOWN} more"
+                keys_shown += f" and {len(unread) - MAX_KEYS_SHOWN} more"
             warnings.append(
-                f"not read by this run: {shown} of {spell_count(self.unread[unread[0]], 'row')}"
+                f"not read by this run: {keys_shown} of "
+                f"{spell_count(self.unread[unread[0]], 'row')}"
             )
         if self.num_replies_left_out:
             warnings.append(

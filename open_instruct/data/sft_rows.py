@@ -103,10 +103,10 @@ def split_replies(conversations: RowSource) -> RowSource:
     def read_rows(indices: Sequence[int]) -> Iterator[RawRow]:
         places = [(bisect_right(starts, index) - 1, index) for index in indices]
         distinct = sorted({row for row, _ in places})
-        wanted = set(indices)
+        wanted_indices = set(indices)
         for number, row in zip(distinct, conversations.rows(distinct), strict=True):
             for index, reply in enumerate(_split_row(row), start=starts[number]):
-                if index in wanted:
+                if index in wanted_indices:
                     yield reply
 
     return replace(conversations, num_rows=starts[-1], rows=read_rows)

@@ -43,26 +43,26 @@ TEXTS = (
 )
 
 
-def find_other_ids(loaded: Tokenizer, fields: Mapping[str, Any]) -> str | None:
+def find_other_ids(loaded_tokenizer: Tokenizer, fields: Mapping[str, Any]) -> str | None:
     """The first difference between the ids of a tokenizer and its file, in words; None without one.
 
     Args:
         loaded: the tokenizer.
         fields: those of the tokenizer.json from which it was loaded.
     """
-    reference = _build_reference(loaded, fields)
-    for text in (*TEXTS, _write_added_tokens(loaded, reference)):
-        ids = loaded.encode(text, add_special_tokens=False).ids
+    reference = _build_reference(loaded_tokenizer, fields)
+    for text in (*TEXTS, _write_added_tokens(loaded_tokenizer, reference)):
+        ids = loaded_tokenizer.encode(text, add_special_tokens=False).ids
         right = reference.encode(text, add_special_tokens=False).ids
         if ids != right:
             return _describe_difference(ids, right, reference, text)
-        decoded = loaded.decode(right, skip_special_tokens=False)
+        decoded = loaded_tokenizer.decode(right, skip_special_tokens=False)
         right_text = reference.decode(right, skip_special_tokens=False)
         if decoded != right_text:
             return (
                 f"the ids {right[:6]}... read {decoded[:40]!r}, and {right_text[:40]!r} by the file"
             )
-    return next(_list_other_settings(loaded, fields), None)
+    return next(_list_other_settings(loaded_tokenizer, fields), None)
 
 
 def find_first_difference(one: Sequence[Any], other: Sequence[Any]) -> int:
@@ -101,12 +101,12 @@ def drop_vocabulary(fields: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _build_reference(loaded: Tokenizer, fields: Mapping[str, Any]) -> Tokenizer:
+def _build_reference(loaded_tokenizer: Tokenizer, fields: Mapping[str, Any]) -> Tokenizer:
     """The file's parts and added tokens around the vocabulary that is loaded."""
     from tokenizers import Tokenizer
 
     parts = Tokenizer.from_str(json.dumps(drop_vocabulary(fields)))
-    reference = Tokenizer(loaded.model)
+    reference = Tokenizer(loaded_tokenizer.model)
     for name in PARTS:
         part = getattr(parts, name)
         if part is not None:
@@ -124,12 +124,12 @@ def _build_added_token(fields: Mapping[str, Any]) -> Any:
     return AddedToken(**{name: value for name, value in fields.items() if name != "id"})
 
 
-def _write_added_tokens(loaded: Tokenizer, reference: Tokenizer) -> str:
+def _write_added_tokens(loaded_tokenizer: Tokenizer, reference: Tokenizer) -> str:
     """A text of added tokens, each between words and white space.
 
     They are the first ones, and those whose flags are others than the file's.
     """
-    loaded_flags = _list_token_flags(loaded)
+    loaded_flags = _list_token_flags(loaded_tokenizer)
     right_flags = _list_token_flags(reference)
     changed_tokens = [
         content for content, flags in right_flags.items() if loaded_flags.get(content) != flags
@@ -153,12 +153,12 @@ def _find_text_around(tokenizer: Tokenizer, text: str, number: int) -> str:
     return text[start : start + 40]
 
 
-def _list_other_settings(loaded: Tokenizer, fields: Mapping[str, Any]) -> Iterator[str]:
+def _list_other_settings(loaded_tokenizer: Tokenizer, fields: Mapping[str, Any]) -> Iterator[str]:
     model = fields["model"]
     for name in MODEL_SETTINGS[1:]:
-        value = getattr(loaded.model, name, model.get(name))
+        value = getattr(loaded_tokenizer.model, name, model.get(name))
         if (value or None) != (model.get(name) or None):
             yield f"{name} of its model is {value!r}, and {model.get(name)!r} in the file"
-    size = loaded.get_vocab_size(with_added_tokens=False)
+    size = loaded_tokenizer.get_vocab_size(with_added_tokens=False)
     if size != len(model["vocab"]):
         yield f"its model has {size:,} tokens, and {len(model['vocab']):,} in the file"

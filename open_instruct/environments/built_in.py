@@ -208,13 +208,13 @@ class Wordle:
 
     def _answer_invalid(self) -> tuple[str, float, bool, dict[str, Any]]:
         self._num_bad += 1
-        wanted = "give a word of five letters that you have not guessed yet, in <guess> tags"
+        instruction = "give a word of five letters that you have not guessed yet, in <guess> tags"
         if self._num_bad < 2:
-            return f"Invalid move: {wanted}.", 0.0, False, {}
+            return f"Invalid move: {instruction}.", 0.0, False, {}
         last = 0.0
         if self._guesses:
             last = _score_marks(_mark_letters(self._guesses[-1], self._word))
-        return f"Invalid move: {wanted}.", last + self._score_form(), True, {}
+        return f"Invalid move: {instruction}.", last + self._score_form(), True, {}
 
     def _score_form(self) -> float:
         return 0.2 * self._num_with_tags / self._num_turns

@@ -43,13 +43,13 @@ class Engine:
         make_core: Callable[[EngineSettings], VLLMCore] = VLLMCore,
     ) -> None:
         self._settings = settings
-        self._changed = threading.Condition()  # guards everything below
+        self._condition = threading.Condition()  # guards everything below
         self._calls: deque[tuple[Callable[[VLLMCore], Any], Future[Any]]] = deque()
         # Each request's key is in one of these; its caller waits in another process.
         self._waiting: dict[int, GenerationRequest] = {}
         self._running: set[int] = set()
         self._outcomes: dict[int, Completion | str] = {}
-        self._cancelled: set[int] = set()  # of those that run
+        self._cancelled_keys: set[int] = set()  # of those that run
         self._is_admitting = True
         self._is_stepping = True
         self._is_closed = False
@@ -73,15 +73,15 @@ class Engine:
         Raises:
             RunError: the engine failed.
         """
-        with self._changed:
+        with self._condition:
             self._check()
             self._waiting |= requests
-            self._changed.notify_all()
+            self._condition.notify_all()
 
     def cancel(self, keys: Sequence[int]) -> None:
         """Give up the requests of these keys; `poll` will not return them."""
-        with self._changed:
-            self._cancelled |= self._running.intersection(keys)
+        with self._condition:
+            self._cancelled_keys |= self._running.intersection(keys)
             for key in keys:
                 self._waiting.pop(key, None)
                 self._outcomes.pop(key, None)
@@ -92,8 +92,8 @@ class Engine:
         Raises:
             RunError: the engine failed, or one step lasts longer than --engine_timeout_s.
         """
-        with self._changed:
-            self._changed.wait_for(lambda: self._outcomes or self._failure, wait_s)
+        with self._condition:
+            self._condition.wait_for(lambda: self._outcomes or self._failure, wait_s)
             self._check()
             began_s = self._step_began_s  # the loop may change it at any time
             if began_s is not None:
@@ -128,8 +128,8 @@ class Engine:
             self._is_stepping = drain
 
         self._between_steps(stop)
-        with self._changed:
-            self._changed.wait_for(lambda: self._failure or not (drain and self._running))
+        with self._condition:
+            self._condition.wait_for(lambda: self._failure or not (drain and self._running))
 
         def prepare(core: VLLMCore) -> None:
             # A step that vLLM runs ahead while weights change would make tokens of neither version.
@@ -165,9 +165,9 @@ class Engine:
 
     def shutdown(self) -> None:
         """End the loop; whoever waits gets a RunError."""
-        with self._changed:
+        with self._condition:
             self._is_closed = True
-            self._changed.notify_all()
+            self._condition.notify_all()
         self._thread.join()
 
     # Callers' side of the loop
@@ -182,10 +182,10 @@ class Engine:
 
     def _between_steps(self, function: Callable[[VLLMCore], R]) -> R:
         future: Future[R] = Future()
-        with self._changed:
+        with self._condition:
             self._check()
             self._calls.append((function, future))
-            self._changed.notify_all()
+            self._condition.notify_all()
         return future.result()
 
     # The loop's thread
@@ -208,8 +208,8 @@ class Engine:
                     self._step_began_s = None
                     self._store_outcomes(completions)
                 else:
-                    with self._changed:
-                        self._changed.wait_for(
+                    with self._condition:
+                        self._condition.wait_for(
                             lambda: self._calls or self._can_admit() or self._is_closed
                         )
             failure = RunError("the engine was shut down")
@@ -220,7 +220,7 @@ class Engine:
 
     def _run_calls(self, core: VLLMCore) -> None:
         while self._calls:
-            with self._changed:
+            with self._condition:
                 function, future = self._calls.popleft()
             try:
                 future.set_result(function(core))
@@ -240,7 +240,7 @@ class Engine:
 
     def _admit(self, core: VLLMCore) -> None:
         while True:
-            with self._changed:
+            with self._condition:
                 if not self._can_admit():
                     return
                 key = next(iter(self._waiting))
@@ -252,7 +252,7 @@ class Engine:
                 self._store_outcomes({key: str(error)})
 
     def _abort_cancelled(self, core: VLLMCore) -> None:
-        for key in [*self._cancelled]:
+        for key in [*self._cancelled_keys]:
             core.abort(key)
             self._store_outcomes({key: "cancelled"})
 
@@ -260,22 +260,22 @@ class Engine:
         """Remove finished requests, and store outcomes for `poll` unless they were cancelled."""
         if not outcomes:
             return
-        with self._changed:
+        with self._condition:
             self._outcomes |= {
-                key: outcome for key, outcome in outcomes.items() if key not in self._cancelled
+                key: outcome for key, outcome in outcomes.items() if key not in self._cancelled_keys
             }
             self._running -= outcomes.keys()
-            self._cancelled -= outcomes.keys()
-            self._changed.notify_all()
+            self._cancelled_keys -= outcomes.keys()
+            self._condition.notify_all()
 
     def _fail(self, failure: RunError) -> None:
-        with self._changed:
+        with self._condition:
             self._failure = failure
             calls = [future for _, future in self._calls]
             self._running.clear()
             self._waiting.clear()
             self._calls.clear()
-            self._changed.notify_all()
+            self._condition.notify_all()
         for call in calls:
             call.set_exception(failure)
 

@@ -141,12 +141,12 @@ class VLLMCore:
         """
         self._engine.sleep(level=0, mode="keep")  # schedules nothing any more
         client: Any = self._engine.engine_core
-        finished: dict[int, Completion] = {}
+        completions: dict[int, Completion] = {}
         # A token that came later would be called one of the new weights.
         while client.engine_core.batch_queue:
-            finished |= self.step()
+            completions |= self.step()
         self._engine.wake_up(["scheduling"])
-        return finished
+        return completions
 
     def call_workers(
         self, method: Callable[Concatenate[W, P], R], *args: P.args, **kwargs: P.kwargs
@@ -230,9 +230,9 @@ class VLLMCore:
         """
         if not self._records_routes:
             return () if reported is None else reported
-        recorded = self._engine.collective_rpc(lambda worker: read_routes(worker, key))[0]
-        known = self._routes.pop(key, recorded[:0])
-        return np.concatenate([known, recorded[len(known) :]])
+        recorded_routes = self._engine.collective_rpc(lambda worker: read_routes(worker, key))[0]
+        known_routes = self._routes.pop(key, recorded_routes[:0])
+        return np.concatenate([known_routes, recorded_routes[len(known_routes) :]])
 
     def _build_completion(self, finished: RequestOutput) -> Completion:
         key = int(finished.request_id)

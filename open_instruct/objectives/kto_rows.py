@@ -42,8 +42,12 @@ def parse_labelled_row(row: Mapping[str, Any]) -> tuple[tuple[Message, ...], boo
             "0": False,
         }.get(label.strip().lower(), label)
     if not isinstance(label, bool | int | float) or label not in (0, 1):
-        shown = f"{label!r:.40}" if isinstance(label, str | int | float) else name_json_type(label)
-        raise MalformedRow("bad_label", f"'label' must be true or false (or 1 or 0), not {shown}")
+        description = (
+            f"{label!r:.40}" if isinstance(label, str | int | float) else name_json_type(label)
+        )
+        raise MalformedRow(
+            "bad_label", f"'label' must be true or false (or 1 or 0), not {description}"
+        )
     return messages, bool(label)
 
 
@@ -153,26 +157,26 @@ def _find_next_foreign(first_prompts: Mapping[int, int]) -> list[int]:
     where all came with one prompt.
     """
     num_replies = len(first_prompts)
-    found = [0] * num_replies
+    other_replies = [0] * num_replies
     # From the last to the first, twice, as the second round sees past the end.
     for reply in [*reversed(range(num_replies))] * 2:
         following = (reply + 1) % num_replies
         if first_prompts[following] == first_prompts[reply]:
-            found[reply] = found[following]
+            other_replies[reply] = other_replies[following]
         else:
-            found[reply] = following
-    return found
+            other_replies[reply] = following
+    return other_replies
 
 
 def _split_pairs(pairs: RowSource) -> RowSource:
     """A source of preference pairs as twice as many rows: chosen replies, and undesirable ones."""
 
     def rows(indices: Sequence[int]) -> Iterator[RawRow]:
-        wanted = set(indices)
+        wanted_indices = set(indices)
         pair_indices = sorted({index // 2 for index in indices})
         for pair, row in zip(pair_indices, pairs.rows(pair_indices), strict=True):
             for offset, each in enumerate(_split_pair(row)):
-                if 2 * pair + offset in wanted:
+                if 2 * pair + offset in wanted_indices:
                     yield each
 
     return replace(pairs, num_rows=2 * len(pairs), rows=rows)

@@ -136,8 +136,8 @@ def _whole_gradients(
     item_bytes = workload.compute_bytes
     if workload.reduces_last and workload.num_microbatches > 1:
         item_bytes = FLOAT32
-    trained = (each for each in shape.parameters if each.is_trained)
-    sizes = Counter(each.num_params for each in trained if each.tensor_axis is None)
+    trained_parameters = (each for each in shape.parameters if each.is_trained)
+    sizes = Counter(each.num_params for each in trained_parameters if each.tensor_axis is None)
     for num_values, count in sizes.items():
         calls = Calls(
             what="gradients of norms",

@@ -161,10 +161,10 @@ class ReSearch(StringMatcher):
         return [truths if isinstance(truths, str) else ground_truth]
 
     def compare(self, completion: str, truth: str) -> float:
-        found = _FINISHED.search(completion)
-        if found is None or not found[1].strip():
+        match = _FINISHED.search(completion)
+        if match is None or not match[1].strip():
             return 0.0
-        return float(have_same_words(found[1], truth))
+        return float(have_same_words(match[1], truth))
 
 
 class ReSearchF1(ReSearch):

@@ -248,8 +248,8 @@ def repeats_prompt(text: str, *, prompt: str) -> bool:
 def ends_with(text: str, *, phrase: str) -> bool:
     """In any case; a closing quotation mark may follow."""
     end = phrase.strip().lower()
-    lowered = text.lower()
-    return lowered.endswith(end) or lowered.rstrip('" ').endswith(end)
+    lowered_text = text.lower()
+    return lowered_text.endswith(end) or lowered_text.rstrip('" ').endswith(end)
 
 
 def is_quoted(text: str) -> bool:

@@ -106,12 +106,12 @@ def _find_undefined_names(code: CodeType) -> set[str]:
     codes = [code]
     for part in codes:  # which grows meanwhile
         codes += [constant for constant in part.co_consts if isinstance(constant, CodeType)]
-    defined = set()
+    defined_names = set()
     read = set()
     for part in codes:
         for instruction in dis.get_instructions(part):
             if instruction.opname == "STORE_NAME":
-                defined.add(instruction.argval)
+                defined_names.add(instruction.argval)
             elif instruction.opname in ("LOAD_NAME", "LOAD_GLOBAL"):
                 read.add(instruction.argval)
-    return {name for name in read - defined if not name.startswith("__")}
+    return {name for name in read - defined_names if not name.startswith("__")}

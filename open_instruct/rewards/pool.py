@@ -364,5 +364,5 @@ def _read_score(value: Any) -> float | dict[str, str]:
 
 def _describe_failure(error: BaseException) -> dict[str, str]:
     text = "".join(traceback.format_exception(error))[-MAX_READ_CHARACTERS:]
-    shown = hide_key(text)[-MAX_TRACEBACK_CHARACTERS:]
-    return {"problem": describe_error(error), "traceback": shown}
+    visible_text = hide_key(text)[-MAX_TRACEBACK_CHARACTERS:]
+    return {"problem": describe_error(error), "traceback": visible_text}

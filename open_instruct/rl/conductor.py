@@ -106,7 +106,7 @@ class Conductor:
         self._outstanding: deque[PendingGroup] = deque()  # in ticket order
         self._to_ask_again: list[tuple[int, Prompt]] = []
         self._failure: RunError | None = None
-        self._changed = threading.Condition()
+        self._condition = threading.Condition()
 
     # The driver's side
 
@@ -196,7 +196,7 @@ class Conductor:
         `in_flight` completions are with the engines, `verifying` with the verifiers; `waiting`
         groups are complete and wait for their turn.
         """
-        with self._changed:
+        with self._condition:
             groups = list(self._outstanding)
         # First, as completions arrive meanwhile.
         num_unanswered = sum(group.num_missing for group in groups)
@@ -232,7 +232,7 @@ class Conductor:
             seed=self._seed,
         )
         group = self._episodes.ask(ticket, prompt, requests, version=self._version)
-        with self._changed:
+        with self._condition:
             self._outstanding.append(group)
         for answer in group.answers:
             answer.add_done_callback(self._note_answer)
@@ -243,7 +243,7 @@ class Conductor:
         candidates = list(self._outstanding)[:num_candidates]
         changed_s = time.monotonic()
         while True:
-            with self._changed:
+            with self._condition:
                 if self._failure is not None:
                     raise self._failure
                 complete = [group for group in candidates if not group.num_missing]
@@ -251,7 +251,7 @@ class Conductor:
                     self._outstanding.remove(complete[0])
                     return complete[0].rollouts()
                 # Every verdict resets the clock, which runs only while nothing arrives.
-                if self._changed.wait(min(timeout_s, CHECK_INTERVAL_S)):
+                if self._condition.wait(min(timeout_s, CHECK_INTERVAL_S)):
                     changed_s = time.monotonic()
                 elif time.monotonic() - changed_s >= timeout_s:
                     raise RunError(self._describe_stall(candidates[0], timeout_s))
@@ -261,7 +261,7 @@ class Conductor:
 
     def _drop_stale_groups(self, step: int) -> int:
         """Give up the spare groups that are too old for `step`; returns how many there were."""
-        with self._changed:
+        with self._condition:
             is_over = step > self._num_steps
             oldest_version = step - 1 - self._rollout.async_steps
             late = [
@@ -285,10 +285,10 @@ class Conductor:
     def _note_answer(self, answer: Future[Answer]) -> None:
         """Wake the driver; called by a thread of the verifiers or of the engines."""
         error = answer.exception()
-        with self._changed:
+        with self._condition:
             if isinstance(error, RunError):
                 self._failure = self._failure or error
-            self._changed.notify_all()
+            self._condition.notify_all()
 
 
 def _describe_missing_signal(

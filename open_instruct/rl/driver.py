@@ -79,16 +79,16 @@ class Driver:
         """
         with (
             record_signals(self._say_signal, second_ends_at_once=True) as self._signal,
-            self.view.shown(),
+            self.view.show(),
         ):
-            lost: LearnerLost | None = None
+            learner_loss: LearnerLost | None = None
             while True:
                 try:
-                    if lost is not None:
-                        self._restart_learners(lost)
+                    if learner_loss is not None:
+                        self._restart_learners(learner_loss)
                     return self._run_to_end()
                 except LearnerLost as another:
-                    lost = another
+                    learner_loss = another
                 finally:
                     self.conductor.close()
 

@@ -61,7 +61,7 @@ def take_lone_step(
             config.data, pretrained.tokenizer, seed=config.optim.seed
         )
         batch = RolloutStepBatch(groups=tuple(groups))
-        learned, (work,) = plan_rank_work(
+        step_samples, (work,) = plan_rank_work(
             batch,
             step=step,
             config=config,
@@ -78,7 +78,7 @@ def take_lone_step(
     # Model and trainer hold each other: their memory is wanted before the next ones are built.
     del learner
     gc.collect()
-    return {"num_trained_completions": float(len(learned.samples))} | row
+    return {"num_trained_completions": float(len(step_samples.samples))} | row
 
 
 def check_trace_fits(groups: Sequence[RolloutGroup], vocab_size: int) -> None:

@@ -35,7 +35,7 @@ class WeightPublisher:
         self._learners = learners
         self._fleet = fleet
         self._drain = drain
-        self._changed = threading.Condition(threading.RLock())
+        self._condition = threading.Condition(threading.RLock())
         self._new_engines: set[int] = set()  # hold the start model until they are sent weights
         self._dead_new_engines: set[int] = set()  # of these, those that died before
         self._num_new_engines = 0  # ever
@@ -50,7 +50,7 @@ class WeightPublisher:
 
     def learners_at_work(self) -> AbstractContextManager[bool]:
         """While it is entered, no other thread asks the learners for weights."""
-        return self._changed
+        return self._condition
 
     def publish(self, version: int) -> float:
         """Bring every engine to the learners' weights as `version`; returns the seconds it took.
@@ -62,7 +62,7 @@ class WeightPublisher:
             RunError: an engine did not answer, and did not come back.
         """
         began_s = time.monotonic()
-        with self._changed:
+        with self._condition:
             self._learners_version = version
             for attempt in itertools.count():
                 if self._try_to_deliver(attempt):
@@ -78,15 +78,15 @@ class WeightPublisher:
             RunError: it does not take them.
         """
         # A channel has the number of its members; a new member needs a new channel.
-        with self._changed:
+        with self._condition:
             self._is_connected = False
             self._new_engines.add(index)
             self._dead_new_engines.discard(index)
             self._num_new_engines += 1
-            self._changed.notify_all()
+            self._condition.notify_all()
             # Whoever sends meanwhile sends to this engine as well.
             for attempt in itertools.count():
-                self._changed.wait_for(
+                self._condition.wait_for(
                     lambda: (
                         self._learners_version is not None
                         or index not in self._new_engines
@@ -110,13 +110,13 @@ class WeightPublisher:
 
         The pool calls it once it starts no engine again.
         """
-        with self._changed:
+        with self._condition:
             self._engines_failure = failure
-            self._changed.notify_all()
+            self._condition.notify_all()
 
     def handle_learner_restart(self) -> None:
         """Drop the channel: new learners have no end of it, and no weights before `publish`."""
-        with self._changed:
+        with self._condition:
             self._is_connected = False
             self._learners_version = None
             self.version = None
@@ -143,11 +143,11 @@ class WeightPublisher:
             dead = self.engines.find_silent()
             # The pool does not watch these yet, `handle_engine_restart` does.
             self._dead_new_engines |= dead & self._new_engines
-            self._changed.notify_all()
+            self._condition.notify_all()
             if new_engine in dead:
                 raise
             # The pool restarts an engine or gives up, but only after it has noticed the death.
-            is_whole = not dead or self._changed.wait_for(
+            is_whole = not dead or self._condition.wait_for(
                 lambda: (
                     self._engines_failure is not None or self._num_new_engines > num_new_engines
                 ),
@@ -193,7 +193,7 @@ class WeightPublisher:
         self._is_connected = True
         self.version = version
         self._new_engines.clear()
-        self._changed.notify_all()
+        self._condition.notify_all()
 
     def _connect(self, timeout_s: float, *, goes_on: bool) -> None:
         if not goes_on:

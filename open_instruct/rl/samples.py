@@ -65,7 +65,7 @@ def plan_rank_work(
 
     The work includes the step's conversations.
     """
-    learned = training_samples(batch, config=config.rollout, version=step - 1)
+    step_samples = training_samples(batch, config=config.rollout, version=step - 1)
     conversation_samples = sft_samples(
         conversations,
         step=step,
@@ -73,13 +73,13 @@ def plan_rank_work(
         seed=config.optim.seed,
     )
     work = plan_steps_of_ranks(
-        (*learned.samples, *conversation_samples),
+        (*step_samples.samples, *conversation_samples),
         num_ranks=num_ranks,
         max_tokens_per_microbatch=config.max_tokens_per_microbatch,
         num_mini_batches=config.loss.num_mini_batches,
         prefix_sharing=config.loss.prefix_sharing,
     )
-    return learned, work
+    return step_samples, work
 
 
 def training_samples(

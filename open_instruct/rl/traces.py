@@ -82,7 +82,7 @@ class Traces:
         if sum(sizes.values()) > MOST_BYTES:
             self._protected_steps = set(sizes)
 
-    def add(self, step: int, batch: RolloutStepBatch, learned: StepSamples) -> None:
+    def add(self, step: int, batch: RolloutStepBatch, step_samples: StepSamples) -> None:
         """Write the rollouts of `step`, the newest; without the flag old files make room for them.
 
         Raises:
@@ -91,7 +91,7 @@ class Traces:
         if self.save_traces is False:
             return
         try:
-            write_traces(self.run_folder, step, batch, learned)
+            write_traces(self.run_folder, step, batch, step_samples)
             if self.save_traces is None:
                 self._make_room(step)
         except Exception as error:  # the traces are optional here, so no failure may end the run
@@ -118,7 +118,7 @@ def write_traces(
     run_folder: Path,
     step: int,
     batch: RolloutStepBatch,
-    learned: StepSamples,
+    step_samples: StepSamples,
 ) -> Path:
     """Write the rollouts of `step`, also the rejected ones, and what was learned from them.
 
@@ -129,7 +129,7 @@ def write_traces(
     """
     path = trace_file(run_folder, step)
     partial = path.with_suffix(".partial")
-    table = pyarrow.Table.from_pylist(list(_make_rows(step, batch, learned)), schema=SCHEMA)
+    table = pyarrow.Table.from_pylist(list(_make_rows(step, batch, step_samples)), schema=SCHEMA)
     try:
         path.parent.mkdir(exist_ok=True)
         parquet.write_table(table, partial, compression="zstd")
@@ -188,9 +188,9 @@ def _check_row(row: dict[str, Any]) -> None:
 
 
 def _make_rows(
-    step: int, batch: RolloutStepBatch, learned: StepSamples
+    step: int, batch: RolloutStepBatch, step_samples: StepSamples
 ) -> Iterator[dict[str, Any]]:
-    of_groups = zip(batch.groups, learned.advantages, learned.is_used, strict=True)
+    of_groups = zip(batch.groups, step_samples.advantages, step_samples.is_used, strict=True)
     for group, advantages, is_used in of_groups:
         rows = zip(_make_group_rows(step, group), advantages, is_used, strict=True)
         for row, advantage, was_used in rows:

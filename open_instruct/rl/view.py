@@ -51,7 +51,7 @@ class FleetView:
         self._sample_s = -SECONDS_BETWEEN_SAMPLES
 
     @contextmanager
-    def shown(self) -> Iterator[None]:
+    def show(self) -> Iterator[None]:
         """Draw while the block runs; lines of the console appear above the panel."""
         if not self.console.is_live:
             yield

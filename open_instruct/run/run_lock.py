@@ -49,7 +49,7 @@ def lock_folder(folder: Path, *, say: Callable[[str], None]) -> Iterator[None]:
     """
     from filelock import SoftFileLease
 
-    def lost(loss: LeaseCompromise) -> None:
+    def handle_loss(loss: LeaseCompromise) -> None:
         if loss.reason == "marker-missing":
             # Somebody removed the file: it is written again, or a run on another host would find
             # none.
@@ -68,7 +68,7 @@ def lock_folder(folder: Path, *, say: Callable[[str], None]) -> Iterator[None]:
         folder / "run.lease",
         lease_duration=1e9,  # never: filelock would tell its age by the clocks of two hosts
         heartbeat_interval=BEAT_S,
-        on_compromise=lost,
+        on_compromise=handle_loss,
         timeout=ACQUIRE_TIMEOUT_S,
         poll_interval=POLL_INTERVAL_S,
         thread_local=False,

@@ -95,8 +95,10 @@ class Critic:
             explained_fraction = explained_variance(values_A2)
         filled_updates: list[StepBatch] = []
         for update, update_batches in zip(updates, valued_updates, strict=True):
-            filled = [self._fill(each, values_A2, explained_fraction) for each in update_batches]
-            microbatches = (*filled, *sft_microbatches(update))
+            filled_batches = [
+                self._fill(each, values_A2, explained_fraction) for each in update_batches
+            ]
+            microbatches = (*filled_batches, *sft_microbatches(update))
             filled_updates.append(replace(update, microbatches=microbatches))
         return tuple(filled_updates)
 

@@ -341,14 +341,14 @@ def agree_on_signal(number: int | None) -> int | None:
 
 def merge_rows(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """The metrics of several updates in one row, each put together as the table of metrics says."""
-    merged: dict[str, float] = {}
+    merged_row: dict[str, float] = {}
     for name in rows[0] if rows else ():
         values = [row.get(name, 0.0) for row in rows]
         reduction = metric_entry(name).over_updates
         if reduction == "max":
-            merged[name] = max(values)
+            merged_row[name] = max(values)
         elif reduction == "sum":
-            merged[name] = sum(values)
+            merged_row[name] = sum(values)
         else:
-            merged[name] = sum(values) / len(rows)
-    return merged
+            merged_row[name] = sum(values) / len(rows)
+    return merged_row

@@ -55,7 +55,7 @@ class DyingLearner(PolicyTrainerOLMoCoreProcess):
         ]
         sender: Any = self.sender
         if "compare" in due:
-            sender._sent._encode_message = dying(sender._sent._encode_message, 1)
+            sender._sent_parts._encode_message = dying(sender._sent_parts._encode_message, 1)
         if "send" in due:
             sender._outgoing.put = dying(sender._outgoing.put, 1)
         super().broadcast_to_vllm(version)

@@ -16,27 +16,27 @@ class Report:
 
     def __init__(self) -> None:
         self.refusals: list[Problem] = []
-        self._failed: set[str] = set()
+        self._failed_titles: set[str] = set()
 
     def check(self, title: str, find: Callable[[], str], *, needs: Sequence[str] = ()) -> None:
         """Print what `find` finds, or that it refuses; skip it where one of `needs` was refused."""
-        missing = [need for need in needs if need in self._failed]
+        missing = [need for need in needs if need in self._failed_titles]
         if missing:
-            self._failed.add(title)
+            self._failed_titles.add(title)
             self._print(title, f"not looked at, as the {missing[0]} will not do")
             return
         try:
             finding = find()
         except InputError as error:
-            self._failed.add(title)
+            self._failed_titles.add(title)
             self.refusals += [problem for problem in error.problems if problem not in self.refusals]
             places = [self.refusals.index(problem) + 1 for problem in error.problems]
             finding = f"refused, see {', '.join(map(str, places))} below"
         except Exception:
-            if FLAGS not in self._failed:
+            if FLAGS not in self._failed_titles:
                 raise
             # Wrong values may lead anywhere: what depends on them is checked once they are right.
-            self._failed.add(title)
+            self._failed_titles.add(title)
             finding = "not looked at, as the flags will not do"
         self._print(title, finding)
 
@@ -55,10 +55,12 @@ class Report:
         if not self.refusals:
             print(f"\nNo problems found. {NOTHING_WRITTEN} {folder}.")
             return 0
-        numbered = [f"{place}. {problem}" for place, problem in enumerate(self.refusals, start=1)]
-        what = spell_count(len(numbered), "problem")
+        numbered_lines = [
+            f"{place}. {problem}" for place, problem in enumerate(self.refusals, start=1)
+        ]
+        what = spell_count(len(numbered_lines), "problem")
         raise InputError(
-            "\n".join([f"{what}, for which the run would be refused", *numbered]),
+            "\n".join([f"{what}, for which the run would be refused", *numbered_lines]),
             problems=self.refusals,
         )
 

@@ -98,11 +98,11 @@ def translate_flag(name: str, words: Sequence[str], flag_names: Collection[str])
     ]
     if name in flag_names:  # the same name here; only some values are spelled otherwise
         value = " ".join(words).lower()
-        spelled = (table[name] for table in tables if name in table)
+        spelled_words = (table[name] for table in tables if name in table)
         return next(
             (
                 decide_fate(entry, words)
-                for entry in spelled
+                for entry in spelled_words
                 if entry.ours == name and value in entry.values
             ),
             None,

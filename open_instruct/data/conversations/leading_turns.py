@@ -17,7 +17,7 @@ TOOL_KEYS = ("tools", "functions")  # which say something of the whole conversat
 
 def trim_leading_turns(source: RowSource) -> RowSource:
     """A source whose conversations begin with the user, which warns of those that did not."""
-    trimmed: dict[int, str] = {}  # by index the place of the first such row, "" of others
+    trimmed_rows: dict[int, str] = {}  # by index the place of the first such row, "" of others
 
     def trim(index: int, row: RawRow) -> RawRow:
         changed = {
@@ -27,7 +27,7 @@ def trim_leading_turns(source: RowSource) -> RowSource:
         }
         if not changed:
             return row
-        trimmed.setdefault(index, "" if trimmed else str(row))
+        trimmed_rows.setdefault(index, "" if trimmed_rows else str(row))
         return replace(row, value=row.value | changed)
 
     def read_rows(indices: Sequence[int]) -> Iterator[RawRow]:
@@ -35,11 +35,11 @@ def trim_leading_turns(source: RowSource) -> RowSource:
 
     def list_warnings() -> list[str]:
         warnings = source.warnings()
-        if trimmed:
+        if trimmed_rows:
             warnings.append(
-                f"{spell_count(len(trimmed), 'row')} of {source.name} begin with a reply, and are "
-                f"read from the user's first turn on, as --on_bad_row trim asks; the first is "
-                f"{next(iter(trimmed.values()))}"
+                f"{spell_count(len(trimmed_rows), 'row')} of {source.name} begin with a reply, and "
+                f"are read from the user's first turn on, as --on_bad_row trim asks; the first is "
+                f"{next(iter(trimmed_rows.values()))}"
             )
         return warnings
 

@@ -127,7 +127,7 @@ def find_unread_keys(row: Mapping[str, Any], reads_reasoning: bool) -> set[str]:
         row: with lists of messages under any of its keys.
         reads_reasoning: whether the chat template writes `reasoning_content`.
     """
-    known = {*READ_KEYS, *REASONING_KEYS} if reads_reasoning else READ_KEYS
+    known_keys = {*READ_KEYS, *REASONING_KEYS} if reads_reasoning else READ_KEYS
     unread: set[str] = set()
     for value in map(read_message_text, row.values()):
         if not isinstance(value, list):
@@ -138,7 +138,7 @@ def find_unread_keys(row: Mapping[str, Any], reads_reasoning: bool) -> set[str]:
             unread.update(
                 f"{key} of messages"
                 for key, item in message.items()
-                if key not in known and _says_something(item)
+                if key not in known_keys and _says_something(item)
             )
     return unread
 

@@ -65,8 +65,10 @@ def _read_literal(keyword: ast.keyword) -> Any:
 
 def write_python_call(name: str, arguments: Mapping[str, Any]) -> str:
     """One call as Python writes it; its values are written as JSON."""
-    written = (f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in arguments.items())
-    return f"{name}({', '.join(written)})"
+    argument_words = (
+        f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in arguments.items()
+    )
+    return f"{name}({', '.join(argument_words)})"
 
 
 def read_schemas(value: Any) -> list[Any]:
@@ -74,10 +76,10 @@ def read_schemas(value: Any) -> list[Any]:
 
     Each is in OpenAI's form, in which servers give tools to a chat template.
     """
-    listed = json_or_text(value)
-    if not isinstance(listed, list):
+    value_list = json_or_text(value)
+    if not isinstance(value_list, list):
         return []
-    schemas = [json_or_text(entry) for entry in listed]
+    schemas = [json_or_text(entry) for entry in value_list]
     if not all(isinstance(schema, Mapping) for schema in schemas):
         return []
     return [_wrap_function(schema) for schema in schemas]
@@ -102,8 +104,8 @@ def read_calls(value: Any, where: str) -> list[dict[str, Any]]:
     Raises:
         MalformedRow: one has no name, or other arguments.
     """
-    listed = json_or_text(value) or []
-    entries = listed if isinstance(listed, list) else [listed]
+    call_list = json_or_text(value) or []
+    entries = call_list if isinstance(call_list, list) else [call_list]
     return [_read_call(json_or_text(entry), where) for entry in entries]
 
 

@@ -145,10 +145,10 @@ def _open_folder(
             "there.",
             kind="missing_file",
         )
-    chosen = [file for file in readable if _find_split(file) == split]
-    if not chosen:
+    split_files = [file for file in readable if _find_split(file) == split]
+    if not split_files:
         raise _missing_split_error(name, split, map(_find_split, readable), flag)
-    sources = [_open_file(path / file, str(Path(name) / file), flag) for file in chosen]
+    sources = [_open_file(path / file, str(Path(name) / file), flag) for file in split_files]
     starts = [0, *accumulate(map(len, sources))]
 
     def rows(indices: Sequence[int]) -> Iterator[RawRow]:

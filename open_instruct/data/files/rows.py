@@ -109,10 +109,10 @@ def open_file_rows(
     """
 
     def read_rows(indices: Sequence[int]) -> Iterator[RawRow]:
-        wanted = set(indices)
-        num_read = max(wanted, default=-1) + 1
+        wanted_indices = set(indices)
+        num_read = max(wanted_indices, default=-1) + 1
         for index, (line, item) in enumerate(islice(read(), num_read)):
-            if index in wanted:
+            if index in wanted_indices:
                 yield _parse_row(item, parse, file=name, line=line)
 
     with open_unpacked(path) as file:

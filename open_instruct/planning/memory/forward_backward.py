@@ -127,8 +127,8 @@ class Passes:
         if keeps:
             now[REDUCED] = self._left_over_bytes()
         looked_up = self._cast_bytes(self.embeddings) + self._buffer_bytes(self.embeddings)
-        gathered = root + self._buffer_bytes(self.root) + looked_up
-        yield {**now, GATHERED: gathered}
+        gathered_bytes = root + self._buffer_bytes(self.root) + looked_up
+        yield {**now, GATHERED: gathered_bytes}
         now[TEMPORARIES] = self.stream_bytes
         # A block's memory comes beside what those before it keep, and what those after it are
         # gathered in.
@@ -175,12 +175,12 @@ class Passes:
         for layer in reversed(range(len(self.blocks))):
             block = self.blocks[layer]
             peak = self.profiles[layer].backward_peak
-            gathered = root + self._gathered_bytes(block)
+            gathered_bytes = root + self._gathered_bytes(block)
             if layer > 0:
-                gathered += self._prefetched_bytes(self.blocks[layer - 1])
+                gathered_bytes += self._prefetched_bytes(self.blocks[layer - 1])
             yield {
                 **self._in_block({**resident, GRADIENTS: gradients}, layer, peak),
-                GATHERED: gathered,
+                GATHERED: gathered_bytes,
                 REDUCED: waiting + reduced + self._unreduced_bytes(peak.weight_gradients),
                 TEMPORARIES: peak.temporaries + self._in_place_bytes(peak.weight_gradients),
             }
@@ -200,7 +200,7 @@ class Passes:
         yield {**after_blocks, GATHERED: root, REDUCED: reduced_bytes, TEMPORARIES: temporaries}
         if not self.is_sharded:
             return
-        unreduced = self._gradient_bytes(self.root) + self._gradient_bytes(self.embeddings)
+        unreduced_bytes = self._gradient_bytes(self.root) + self._gradient_bytes(self.embeddings)
         if self.adds_up:
             for block in self.blocks:
                 whole_bytes = self._gradient_bytes(block) * FLOAT32 // self.item_bytes
@@ -208,9 +208,9 @@ class Passes:
         for unit in (self.root, self.embeddings):
             if not self.accumulates:
                 gradients += self.shards[unit.name]
-            reduced_bytes = unreduced + self._reduce_input_bytes(unit)
+            reduced_bytes = unreduced_bytes + self._reduce_input_bytes(unit)
             yield {**after_blocks, GRADIENTS: gradients, REDUCED: reduced_bytes}
-            unreduced -= self._gradient_bytes(unit)
+            unreduced_bytes -= self._gradient_bytes(unit)
 
     def _through_head(self, resident: Moment) -> Iterator[Moment]:
         """The moments of the head's backward pass."""

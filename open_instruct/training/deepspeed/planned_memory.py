@@ -245,9 +245,9 @@ class ZeroPasses(Passes):
     def forward(
         self, resident: Moment, *, keeps: bool = True, runs_head: bool = True
     ) -> Iterator[Moment]:
-        gathered = self._count_gathered_bytes(self.root, *self.blocks, keeps=keeps)
+        gathered_bytes = self._count_gathered_bytes(self.root, *self.blocks, keeps=keeps)
         moments = super().forward(resident, keeps=keeps, runs_head=runs_head)
-        yield from ({**moment, GATHERED: gathered} for moment in moments)
+        yield from ({**moment, GATHERED: gathered_bytes} for moment in moments)
 
     def backward(self, resident: Moment) -> Iterator[Moment]:
         """The moments of a backward pass, and from stage 2 on those when a full bucket is reduced.
@@ -264,43 +264,45 @@ class ZeroPasses(Passes):
                 {**moment, REDUCED: self.bucket_bytes} for moment in super().backward(resident)
             )
             return
-        gathered = self._count_gathered_bytes(self.root, *self.blocks)
+        gathered_bytes = self._count_gathered_bytes(self.root, *self.blocks)
         for moment in self._through_head(resident):
-            yield {**moment, GATHERED: gathered}
+            yield {**moment, GATHERED: gathered_bytes}
         waiting = self.bucket_bytes
-        filled = 0
+        num_filled = 0
         if self.shape.is_tied:
             # The gradient of a matrix that is also that of the embeddings waits for theirs.
             waiting += self.head_gradient
         else:
-            filled = self.head_gradient // c
+            num_filled = self.head_gradient // c
         # Each value is copied to be reduced, at stage 2 once more if that is in another dtype.
-        copied = GRADIENT_BYTES
+        copied_bytes = GRADIENT_BYTES
         if run.stage == 2 and c < GRADIENT_BYTES:
-            copied += c
+            copied_bytes += c
         for layer in reversed(range(self.shape.num_layers)):
-            gathered = self._count_gathered_bytes(*self.blocks[: layer + 1])
+            gathered_bytes = self._count_gathered_bytes(*self.blocks[: layer + 1])
             moments = self.profiles[layer].backward
             for before, usage in pairwise((moments[0], *moments)):
                 newest = usage.weight_gradients - before.weight_gradients
-                reduced = waiting + newest
-                if filled > BUCKET:
-                    reduced += c * filled
-                if filled + newest // c > BUCKET and (newest or run.stage == 2):
-                    reduced += copied * filled
-                    filled = 0
-                filled += newest // c
+                reduced_bytes = waiting + newest
+                if num_filled > BUCKET:
+                    reduced_bytes += c * num_filled
+                if num_filled + newest // c > BUCKET and (newest or run.stage == 2):
+                    reduced_bytes += copied_bytes * num_filled
+                    num_filled = 0
+                num_filled += newest // c
                 yield {
                     **self._in_block(resident, layer, usage),
-                    GATHERED: gathered,
-                    REDUCED: reduced,
+                    GATHERED: gathered_bytes,
+                    REDUCED: reduced_bytes,
                 }
         looked_up = self._gradient_bytes(self.embedding_unit)
-        reduced = self.bucket_bytes + looked_up + copied * max(filled, looked_up // c)
+        reduced_bytes = (
+            self.bucket_bytes + looked_up + copied_bytes * max(num_filled, looked_up // c)
+        )
         yield {
             **resident,
             GATHERED: self._count_gathered_bytes(),
-            REDUCED: reduced,
+            REDUCED: reduced_bytes,
             TEMPORARIES: self.stream_bytes,
         }
 

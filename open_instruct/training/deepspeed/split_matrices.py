@@ -148,6 +148,6 @@ class SplitNorm(nn.Module):
 def _sum_over(group: Any, values: torch.Tensor) -> torch.Tensor:
     """The sum over the ranks of `group`; backward sums the gradients of these ranks too."""
     layers = deepspeed.module_inject.layers
-    summed = layers.RowParallel.apply(group, values, False)
-    result: torch.Tensor = layers.ColumnParallel.apply(group, summed)
+    sums = layers.RowParallel.apply(group, values, False)
+    result: torch.Tensor = layers.ColumnParallel.apply(group, sums)
     return result

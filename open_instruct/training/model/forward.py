@@ -93,10 +93,10 @@ def read_losses(
         entropy_N=at_labels(losses.entropy),
         collision_logprobs_N=at_labels(losses.collision_logprobs),
     )
-    measured = at_labels(losses.measured)
+    measured_values = at_labels(losses.measured)
     if has_words:
-        return replace(scores, class_logits_NC=measured)
-    return replace(scores, measured_N=measured)
+        return replace(scores, class_logits_NC=measured_values)
+    return replace(scores, measured_N=measured_values)
 
 
 def values_at_labels(

@@ -28,11 +28,11 @@ def scoring_batches(
     rank = dist.get_rank(dp_process_group)
     num_ranks = dist.get_world_size(dp_process_group)
     # Rows of like length share a step, so that padding and waiting are short.
-    ordered = sorted(rows, key=lambda row: -int(dataset.num_tokens[row]))
+    ordered_rows = sorted(rows, key=lambda row: -int(dataset.num_tokens[row]))
     size = shape.max_samples_per_rank * num_ranks
 
     def build(start: int) -> StepBatch:
-        samples = [(row,) for row in ordered[start : start + size]]
+        samples = [(row,) for row in ordered_rows[start : start + size]]
         return build_step_batch(
             dataset,
             samples,
@@ -43,6 +43,8 @@ def scoring_batches(
         )
 
     with run.console.counting(title) as on_progress:
-        for num_done, step in enumerate(build_ahead(build, range(0, len(ordered), size)), start=1):
+        for num_done, step in enumerate(
+            build_ahead(build, range(0, len(ordered_rows), size)), start=1
+        ):
             yield from step.microbatches
-            on_progress(min(num_done * size, len(ordered)), len(ordered))
+            on_progress(min(num_done * size, len(ordered_rows)), len(ordered_rows))

@@ -192,7 +192,7 @@ def learner(pipe: Connection, backend: str, changes_alone: bool) -> None:
     def send(version: int, dies_in: str) -> str:
         become(version)
         if dies_in == "compare":
-            sender._sent._encode_message = dying(sender._sent._encode_message, 3)  # type: ignore[union-attr, method-assign]
+            sender._sent_parts._encode_message = dying(sender._sent_parts._encode_message, 3)  # type: ignore[union-attr, method-assign]
         elif dies_in == "send":
             sender._outgoing.put = dying(sender._outgoing.put, 3)  # type: ignore[union-attr, method-assign]
         sender.send(version)

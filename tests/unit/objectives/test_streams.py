@@ -443,7 +443,7 @@ def test_loss_of_ones_own(tmp_path: Path) -> None:
     _, gradient_N = loss_and_gradient(samples, loss)
     advantages_N = RLValues.read(build_rollout_batch(samples).values).advantages_N
     torch.testing.assert_close(gradient_N, -advantages_N / len(advantages_N))
-    signs = load_own_function(f"{tmp_path}/mine.py:signs", flag="--advantages", known=())
+    signs = load_own_function(f"{tmp_path}/mine.py:signs", flag="--advantages", built_in=())
     assert signs is not None and signs([SimpleNamespace(rewards=(1.0, 0.25))]) == [[1.0, -1.0]]
 
 

@@ -80,7 +80,7 @@ class TestPlainLines:
         self, num_steps: int, said: tuple[int, ...], caplog: pytest.LogCaptureFixture
     ) -> None:
         view = view_of(is_terminal=False, num_steps=num_steps)
-        with caplog.at_level(logging.INFO), view.shown():
+        with caplog.at_level(logging.INFO), view.show():
             for step in range(1, num_steps + 1):
                 view.show_step(row(step))
         words = [
@@ -152,7 +152,7 @@ class TestPanel:
         self, width: int, caplog: pytest.LogCaptureFixture
     ) -> None:
         view = view_of(is_terminal=True, width=width)
-        with caplog.at_level(logging.INFO), view.shown():
+        with caplog.at_level(logging.INFO), view.show():
             for step in range(1, 9):
                 view.show_step(row(step), group("What is 2 + 3?", "a"))
         assert "sample What is 2 + 3?  answer another" in caplog.text
@@ -178,7 +178,7 @@ class TestPanel:
 
     def test_fleet_view_is_live_below_printed_lines(self) -> None:
         view = view_of(is_terminal=True, width=160)
-        with view.shown():
+        with view.show():
             view.show_step(row(1))
             view.show_step(row(2))
             with view.phase("training"):
@@ -190,7 +190,7 @@ class TestPanel:
 
     def test_fleet_view_ends_with_the_run(self) -> None:
         view = view_of(is_terminal=True)
-        with pytest.raises(KeyboardInterrupt), view.shown():
+        with pytest.raises(KeyboardInterrupt), view.show():
             raise KeyboardInterrupt
         view.show_step(row(3))
         assert view._live is not None and not view._live.is_started
