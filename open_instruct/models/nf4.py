@@ -140,12 +140,12 @@ class QuantizedProduct(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
+    def forward(  # type: ignore[no-untyped-def]
         ctx,
         x,
         bias_O,
         *quantized,
-    ):  # type: ignore[no-untyped-def]
+    ):
         ctx.save_for_backward(*quantized)
         return F.linear(x, dequantize(*quantized), bias_O)
 
