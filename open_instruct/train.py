@@ -138,7 +138,7 @@ def preflight(config: TrainingConfig, *, objective: Objective) -> None:
 def train(
     config: TrainingConfig, *, objective: Objective, callbacks: Mapping[str, Callback] | None = None
 ) -> int:
-    """The whole run, as every rank walks it;
+    """The whole run, as every rank walks it.
 
     `callbacks` are OLMo-core's, by name. Returns the exit code.
     """

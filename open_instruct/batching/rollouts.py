@@ -57,7 +57,7 @@ class RankStep:
 
     minibatches: tuple[RankMiniBatch, ...]
     prefix_sharing: PrefixSharing = "off"
-    num_routes: int = 0  # experts of each token that engines told of, over all layers
+    num_routes: int = 0  # experts of each token that engines report, over all layers
 
     @property
     def num_tokens_global(self) -> int:

@@ -124,7 +124,7 @@ class Flag:
         return f"{what}, or none" if self.optional else what
 
     def limit_problem(self, number: float) -> str | None:
-        """The end of an error message, `must be at least 0 and below 1`;
+        """The end of an error message, `must be at least 0 and below 1`.
 
         None if the number is within the limits.
         """
@@ -265,7 +265,7 @@ def _is_text(word: str) -> bool:
 
 
 def _finite_number(kind: type, word: str) -> Any:
-    """`word` as an int or float;
+    """`word` as an int or float.
 
     None when it is not one, or is infinite, too large or not a number.
     """
@@ -317,7 +317,7 @@ def list_flags(config_class: type) -> dict[str, Flag]:
 
 
 def list_section_flags(section_class: type, section: str = "") -> dict[str, Flag]:
-    """The flags of one section class, required ones first;
+    """The flags of one section class, required ones first.
 
     `section` is the field of a config class that holds it.
     """

@@ -128,7 +128,7 @@ class FleetSection:
         return self.vllm_num_engines * self.vllm_tensor_parallel_size
 
     def kv_cache_mib(self, *, on_cuda: bool) -> int | None:
-        """MiB of an engine's keys and values;
+        """MiB of an engine's keys and values.
 
         None: on CUDA, what --vllm_gpu_memory_utilization leaves.
         """

@@ -59,7 +59,7 @@ def asks_for_help(words: Iterable[str]) -> bool:
 
 
 def asks_for_check(words: Sequence[str]) -> bool:
-    """Whether a run is only to be looked at, as `open-instruct check` does it;
+    """Whether a run is only to be looked at, as `open-instruct check` does it.
 
     `--help` comes first.
     """

@@ -83,7 +83,7 @@ def parse(
 
 
 def list_given_flags(config_class: type, argv: Sequence[str]) -> KeysView[str]:
-    """The names of the flags that `argv` sets, be it to the default, in its order;
+    """The names of the flags that `argv` sets, be it to the default, in its order.
 
     `parse` must accept `argv`.
     """

@@ -173,7 +173,7 @@ def _is_longer(before: int | None, after: int | None, ended_after: int | None) -
 
 
 def refuse_conflicts(saved: Mapping[str, Any], config: object, **run: Any) -> None:
-    """Raise an InputError that lists `resume_conflicts` and the remedies, if there are any;
+    """Raise an InputError that lists `resume_conflicts` and the remedies, if there are any.
 
     `run` are its arguments.
     """

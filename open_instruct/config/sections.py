@@ -30,7 +30,7 @@ SPARED_BY_DECAY = {
 
 
 def flag(help: str, default: Any = MISSING, **facts: Any) -> Any:
-    """A dataclass field that is a flag;
+    """Make a dataclass field that is a flag.
 
     `facts` are fields of `Flag`. A list default is copied for every instance.
     """

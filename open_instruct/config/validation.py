@@ -190,7 +190,7 @@ def _amount(word: str) -> float:
 
 @problems_of_kind("conflict")
 def parallel_problems(parallel: ParallelSection) -> Iterator[str]:
-    """The checks that need no number of GPUs;
+    """The checks that need no number of GPUs.
 
     `parallel/layout.py` checks the degrees against that.
     """

@@ -44,7 +44,7 @@ def spell_count(count: int, noun: str) -> str:
 
 
 def open_templates(folder: Path, **options: Any) -> Environment:
-    """The templates in a folder, which refuse names that they are not given;
+    """The templates in a folder, which refuse names that they are not given.
 
     `options` are jinja2's.
     """
@@ -61,7 +61,7 @@ def macro_text(
     *facts: object,
     **names: object,
 ) -> str:
-    """The text of a macro of a template, for these facts;
+    """The text of a macro of a template, for these facts.
 
     `names` are what all macros of the template know.
     """

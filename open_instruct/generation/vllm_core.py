@@ -246,8 +246,8 @@ class VLLMCore:
         num_fed = len(finished.prompt_token_ids or ()) + len(output.token_ids) - 1
         if self._settings.fleet.routing_replay == "on" and len(routes) != num_fed:
             raise RuntimeError(
-                f"vLLM told experts of {len(routes)} tokens, not {num_fed}: use --routing_replay "
-                "off"
+                f"vLLM reported experts of {len(routes)} tokens, not {num_fed}: use "
+                "--routing_replay off"
             )
         logprobs: Any = output.logprobs
         versions: list[int] = []

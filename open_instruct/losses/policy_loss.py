@@ -105,7 +105,7 @@ class PolicyLoss:
         return tuple(flag for flag in flags if flag not in CLIP_FLAGS)
 
     def outputs(self, inputs: PolicyLossInputs, section: object) -> PolicyLossOutputs:
-        """The loss of every token, to be summed and divided by the `denominator`;
+        """The loss of every token, to be summed and divided by the `denominator`.
 
         `section` has the flags.
         """

@@ -289,7 +289,7 @@ class RewardObjective(Objective[RewardModelConfig]):
             )
         except MalformedRow as error:
             raise InputError(
-                f"{error.reason}: how it ends a reply cannot be told", kind="bad_model"
+                f"{error.reason}: how it ends a reply cannot be known", kind="bad_model"
             ) from error
         if not isinstance(pad, int) or pad == chat.tokenize([reply])[0][-1]:
             fault = "has no pad token" if pad is None else "pads with the token that ends a reply"

@@ -84,7 +84,7 @@ def _other_trainer(name: str) -> dict[str, Any]:
 
 
 def translate_flag(name: str, words: Sequence[str], flag_names: Collection[str]) -> Fate | None:
-    """The fate of upstream's flag `name` in a command with the flags `flag_names`;
+    """The fate of upstream's flag `name` in a command with the flags `flag_names`.
 
     None if upstream has no such flag.
     """

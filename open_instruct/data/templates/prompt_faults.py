@@ -1,6 +1,6 @@
 """Find what a chat template makes of a prompt that its row does not mean.
 
-Such rows are counted and told of, not refused: some people want just that.
+Such rows are counted and named in a warning, not refused: some people want just that.
 """
 
 from __future__ import annotations
