@@ -40,7 +40,7 @@ from transformers.models.olmo3 import modeling_olmo3  # noqa: F401
 from transformers.models.qwen3 import modeling_qwen3  # noqa: F401
 
 # The templates of what each run says are compiled at their first use: half a second.
-text._macros(presentation.WORDS, counted=text.counted, nodes_text=nodes_text, units=units)
+text._macros(presentation.WORDS, counted=text.spell_count, nodes_text=nodes_text, units=units)
 text._macros(report.REPORT)
 
 nvtx.enable_nvtx = False  # marks for a profiler of CUDA, around each of DeepSpeed's calls

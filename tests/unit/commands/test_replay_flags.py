@@ -11,10 +11,10 @@ from open_instruct.commands.replay import (
     apply_recorded_plan,
     describe_differences,
     find_start_weights,
+    format_table,
     list_replay_flags,
     parse_replay,
     read_recorded_row,
-    table,
 )
 from open_instruct.commands.run_flags import parse_run
 from open_instruct.config.flags import list_flags
@@ -236,14 +236,16 @@ def test_row_of_a_step(tmp_path: Path) -> None:
 
 def test_table() -> None:
     recorded, recomputed = {"loss": 0.5, "reward": 1.0}, {"loss": 0.25, "kl": 1e-7}
-    lines = table({"recorded": recorded, "recomputed": recomputed, "changed": None}).splitlines()
+    lines = format_table(
+        {"recorded": recorded, "recomputed": recomputed, "changed": None}
+    ).splitlines()
     assert [line.split() for line in lines] == [
         ["recorded", "recomputed"],
         ["loss", "0.5", "0.25"],
         ["kl", "-", "1e-07"],
     ]
     assert len({len(line) for line in lines}) == 1
-    assert table({"recorded": None, "recomputed": recomputed}).splitlines()[1].split() == [
+    assert format_table({"recorded": None, "recomputed": recomputed}).splitlines()[1].split() == [
         "loss",
         "0.25",
     ]
