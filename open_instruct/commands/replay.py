@@ -133,8 +133,7 @@ def main(argv: Sequence[str]) -> int:
 def parse_replay(words: Sequence[str]) -> Replay:
     """The replay that the words after the command describe.
 
-    Raises:
-        InputError: a flag is wrong or cannot differ in a replay, or the folder holds no GRPO run.
+    :raises InputError: a flag is wrong or cannot differ in a replay, or there is no GRPO run.
     """
     if not words or words[0].startswith("-"):
         raise InputError(
@@ -165,10 +164,7 @@ def parse_replay(words: Sequence[str]) -> Replay:
     refuse(limit_problems(flags))
     if flags.weights is not None and not Path(flags.weights).is_dir():
         raise InputError(
-            (
-                f"--weights {flags.weights}: there is no such folder; give one in Hugging Face "
-                "format"
-            ),
+            f"--weights {flags.weights}: there is no such folder; give one in Hugging Face format",
             kind="missing_file",
         )
     if flags.json is not None and (
@@ -218,7 +214,7 @@ def replay(request: Replay) -> dict[str, Any]:
     weights = find_start_weights(
         directory.path, step, config=settings, weights_folder=request.config.replay.weights
     )
-    recorded_metrics = read_recorded_row(directory.metrics, step)
+    recorded_row = read_recorded_row(directory.metrics, step)
     print(f"step {step} of {directory.path}: {weights.description}", flush=True)
     if settings.fleet.routing_replay == "on":
         note = "traces have no experts of tokens, so here the learner chooses its own"
@@ -228,36 +224,26 @@ def replay(request: Replay) -> dict[str, Any]:
 
     def retake(config: GRPOConfig) -> dict[str, float]:
         return retake_step(
-            apply_recorded_plan(config, directory),
-            groups,
-            step=step,
-            weights=weights,
-            process=process,
+            apply_run_plan(config, directory), groups, step=step, weights=weights, process=process
         )
 
-    recomputed_metrics = retake(settings)
-    changed_metrics = None
+    new_row = retake(settings)
+    changed_row = None
     if changes:
         flags = (
             f"--{name} {spell_value(new)} (was {spell_value(old)})"
             for name, (old, new) in changes.items()
         )
         print(f"changed: {', '.join(flags)}", flush=True)
-        changed_metrics = retake(request.config)
+        changed_row = retake(request.config)
     stop_process()
 
-    columns = {
-        "recorded": recorded_metrics,
-        "recomputed": recomputed_metrics,
-        "changed": changed_metrics,
-    }
+    columns = {"recorded": recorded_row, "recomputed": new_row, "changed": changed_row}
     print("\n" + format_table(columns))
-    if recorded_metrics is None:
+    if recorded_row is None:
         print(f"\nmetrics.jsonl has no row of step {step}: the run ended before it was written")
-    elif (
-        weights.are_the_steps_own and "loss" in recorded_metrics
-    ):  # which the warm-up of a critic has not
-        print(f"\n{describe_differences(recorded_metrics, recomputed_metrics)}")
+    elif weights.are_the_steps_own and "loss" in recorded_row:  # a critic's warm-up has none
+        print(f"\n{describe_differences(recorded_row, new_row)}")
     facts = asdict(weights)
     if weights.checkpoint is not None:
         facts["checkpoint"] = str(weights.checkpoint)
@@ -292,7 +278,7 @@ def retake_step(
     return {name: value for name, value in row.items() if not name.startswith(OF_THE_RUN)}
 
 
-def apply_recorded_plan(config: GRPOConfig, directory: RunDirectory) -> GRPOConfig:
+def apply_run_plan(config: GRPOConfig, directory: RunDirectory) -> GRPOConfig:
     """The config with the activation checkpointing that the run's plan chose for `auto`."""
     from open_instruct.run.opening import apply_plan
 
@@ -377,11 +363,11 @@ def format_table(columns: Mapping[str, Mapping[str, float] | None]) -> str:
     for name in names:
         lines.append([name, *(_format_cell(row.get(name)) for row in rows.values())])
     first, *others = (max(map(len, column)) for column in zip(*lines, strict=True))
-    lines_of_columns = []
+    table_lines = []
     for name, *cells in lines:
         right = [cell.rjust(width) for cell, width in zip(cells, others, strict=True)]
-        lines_of_columns.append("  ".join([name.ljust(first), *right]))
-    return "\n".join(lines_of_columns)
+        table_lines.append("  ".join([name.ljust(first), *right]))
+    return "\n".join(table_lines)
 
 
 def _format_cell(value: float | None) -> str:

@@ -10,10 +10,10 @@ from open_instruct.config.lora import RANKS_OF_ENGINES, LoRASection
 from open_instruct.config.run_sections import RolloutRunSection
 from open_instruct.config.training import LearnerConfig, with_held_out
 from open_instruct.config.validation import (
+    find_changed,
     idle_evaluation_problems,
     learner_problems,
     learner_warnings,
-    list_changed_flags,
     microbatch_problems,
     refuse,
 )
@@ -314,7 +314,7 @@ def _fleet_problems(config: GRPOConfig) -> Iterator[str]:
             "node, such as '8 8'"
         )
     if parallel.single_gpu_mode:
-        many = list_changed_flags(
+        many = find_changed(
             config, "num_learners_per_node", "vllm_num_engines", "vllm_tensor_parallel_size"
         )
         for flag_words in many:
@@ -373,7 +373,7 @@ def _warnings(config: GRPOConfig) -> Iterator[str]:
     loss = config.loss
     rollout = config.rollout
     if loss.loss_fn == "cispo" and not loss.cispo_clamp_below:
-        for flag_words in list_changed_flags(config, "clip_lower"):
+        for flag_words in find_changed(config, "clip_lower"):
             yield (
                 f"{flag_words}: cispo clamps the ratio from above only; add --cispo_clamp_below to "
                 "clamp it from below too"

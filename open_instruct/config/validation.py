@@ -24,8 +24,8 @@ MAX_PROCESSES = 1024  # of one machine
 MAX_MICROBATCH_TOKENS = 2**28  # hundreds of times what a device holds
 
 
-def list_changed_flags(config: object, *names: str) -> list[str]:
-    """List the flags among `names` that are not at their default, each as `--name value`."""
+def find_changed(config: object, *names: str) -> list[str]:
+    """Find the flags among `names` that are not at their default, each as `--name value`."""
     flags = list_flags(type(config))
     values = {
         name: getattr(getattr(config, flags[name].section, config), name)
@@ -110,9 +110,9 @@ def mixer_problems(flag: str, words: Sequence[str], splits: Sequence[str]) -> It
 def split_problems(data: Any) -> Iterator[str]:
     for flag in ("eval_mixer_list", "dataset_mixer_eval_list"):
         if data.eval_split is not None and getattr(data, flag, None):
-            flag_words = f"--eval_split {data.eval_split}"
+            words = f"--eval_split {data.eval_split}"
             yield (
-                f"{flag_words} holds out rows of the training mixture, and --{flag} names others: "
+                f"{words} holds out rows of the training mixture, and --{flag} names others: "
                 "give one of them as none"
             )
 
@@ -123,7 +123,7 @@ def keep_best_problems(config: LearnerConfig) -> Iterator[str]:
     metric = config.run.keep_best
     if metric is None:
         return
-    flag_words = f"--keep_best {metric}"
+    words = f"--keep_best {metric}"
     has_held_out_rows = config.data.has_held_out_rows
     names = [name for name in config.quality_metrics if metric_entry(name).better]
     known_names = [
@@ -131,16 +131,12 @@ def keep_best_problems(config: LearnerConfig) -> Iterator[str]:
     ]
     is_known = any(fnmatchcase(metric, name) for name in names)
     if is_known and metric.startswith(HELD_OUT_PREFIX) and not has_held_out_rows:
-        yield (
-            f"{flag_words} is a number of held-out rows: add --eval_split 0.05, or name their file"
-        )
+        yield f"{words} is a number of held-out rows: add --eval_split 0.05, or name their file"
     elif not is_known:
         why = "is no metric of this run"
         if metric_entry(metric).meaning and metric_entry(metric).better is None:
             why = "does not say how good the model is"
-        yield (
-            f"{flag_words} {why}: give {join_choices(known_names)}{suggest_nearest(metric, names)}"
-        )
+        yield f"{words} {why}: give {join_choices(known_names)}{suggest_nearest(metric, names)}"
 
 
 @problems_of_kind("conflict")
@@ -195,15 +191,9 @@ def parallel_problems(parallel: ParallelSection) -> Iterator[str]:
     `parallel/layout.py` checks the degrees against that.
     """
     degrees = [f"--{name} {degree}" for name, degree in parallel.splitting.items()]
-    for flag_words in [
-        *degrees,
-        *list_changed_flags(parallel, "fsdp_prefetch_factor", "gradient_reduction"),
-    ]:
+    for words in [*degrees, *find_changed(parallel, "fsdp_prefetch_factor", "gradient_reduction")]:
         if parallel.single_gpu_mode:
-            yield (
-                f"--single_gpu_mode does not shard, so {flag_words} has no use: leave one of them "
-                "out"
-            )
+            yield f"--single_gpu_mode does not shard, so {words} has no use: leave one of them out"
 
 
 @problems_of_kind("conflict")
@@ -218,25 +208,23 @@ def lora_problems(config: LearnerConfig) -> Iterator[str]:
         yield Problem(empty, kind="bad_value")
     if config.optim.optimizer == "muon":
         yield "--optimizer muon cannot go with --use_lora: it is for whole matrices; use adamw"
-    for flag_words in (
-        list_changed_flags(config, "lora_dropout")
-        if config.parallel.tensor_parallel_degree > 1
-        else ()
+    for words in (
+        find_changed(config, "lora_dropout") if config.parallel.tensor_parallel_degree > 1 else ()
     ):
         yield (
-            f"{flag_words}: ranks that split a matrix would each leave out others; use 0, or "
+            f"{words}: ranks that split a matrix would each leave out others; use 0, or "
             "--tensor_parallel_degree 1"
         )
-    for flag_words in (
-        list_changed_flags(config, "tensor_parallel_degree") if config.adapters.use_qlora else ()
+    for words in (
+        find_changed(config, "tensor_parallel_degree") if config.adapters.use_qlora else ()
     ):
         yield (
-            f"{flag_words} cannot go with --use_qlora: matrices in 4 bits are cut by rows alone; "
-            "use --fsdp_shard_degree"
+            f"{words} cannot go with --use_qlora: matrices in 4 bits are cut by rows alone; use "
+            "--fsdp_shard_degree"
         )
-    for flag_words in list_changed_flags(config, "ref_policy_update_freq"):
+    for words in find_changed(config, "ref_policy_update_freq"):
         yield (
-            f"{flag_words}: with --use_lora the reference is the model without its adapters, which "
+            f"{words}: with --use_lora the reference is the model without its adapters, which "
             "stays; leave it out"
         )
 
@@ -247,16 +235,16 @@ def float8_problems(config: LearnerConfig) -> Iterator[str]:
     recipe = config.model.float8_linears
     if recipe == "off":
         return
-    flag_words = f"--float8_linears {recipe} cannot go with"
+    words = f"--float8_linears {recipe} cannot go with"
     remedy = "leave one of them out"
     if config.adapters is not None:
         why = "whose frozen matrices would be cast anew in every pass"
-        yield f"{flag_words} --use_lora, {why}: {remedy}"
+        yield f"{words} --use_lora, {why}: {remedy}"
     if config.parallel.tensor_parallel_degree > 1:
         degree = "--tensor_parallel_degree above 1"
-        yield f"{flag_words} {degree}, where parts of a matrix have other scales: {remedy}"
+        yield f"{words} {degree}, where parts of a matrix have other scales: {remedy}"
     if config.model.param_dtype == "float32":
-        yield f"{flag_words} --param_dtype float32, which is for exactness: {remedy}"
+        yield f"{words} --param_dtype float32, which is for exactness: {remedy}"
 
 
 @problems_of_kind("conflict")
@@ -315,12 +303,12 @@ def learner_problems(config: LearnerConfig) -> Iterator[str]:
     yield from float8_problems(config)
     yield from memory_problems(config.memory)
     for flag_words in (
-        list_changed_flags(config, "weight_decay_on") if config.optim.optimizer == "muon" else ()
+        find_changed(config, "weight_decay_on") if config.optim.optimizer == "muon" else ()
     ):
         unread = f"{flag_words} is read by AdamW, not by --optimizer muon; leave it out"
         yield Problem(unread, kind="unread_flag")
     for flag_words in (
-        list_changed_flags(config, "cache_dataset_only", "cache_logprobs_only")
+        find_changed(config, "cache_dataset_only", "cache_logprobs_only")
         if config.run.push_to_hub
         else ()
     ):
@@ -357,13 +345,10 @@ def training_problems(config: TrainingConfig) -> Iterator[str]:
     """Problems of a config that trains on the rows of a `DataSection`, whatever its loss."""
     yield from learner_problems(config)
     yield from idle_evaluation_problems(config, "eval_steps", config.data.eval_steps)
-    num_processes = config.parallel.num_processes
-    if num_processes not in (None, "auto") and not (
-        num_processes.isdecimal() and 1 <= int(num_processes) <= MAX_PROCESSES
-    ):
+    count = config.parallel.num_processes
+    if count not in (None, "auto") and not (count.isdecimal() and 1 <= int(count) <= MAX_PROCESSES):
         wrong = (
-            f"--num_processes {num_processes}: takes 'auto', or a whole number from 1 to "
-            f"{MAX_PROCESSES}"
+            f"--num_processes {count}: takes 'auto', or a whole number from 1 to {MAX_PROCESSES}"
         )
         yield Problem(wrong, kind="bad_value")
     shares_prompts = (

@@ -188,13 +188,11 @@ def load_token_dataset(
     digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
     folder = find_cache_folder(cache_dir) / f"{builder.unit}s"
     path = folder / f"{digest[:32]}.safetensors"
-    cached_arrays = _read_cached(path)
-    if cached_arrays is None:
-        cached_arrays = builder.build(
-            entries, sources, seed=seed, side=side, on_progress=on_progress
-        )
-        write_arrays(path, cached_arrays[0], {"report": asdict(cached_arrays[1])})
-    arrays, report = cached_arrays
+    cache_entry = _read_cached(path)
+    if cache_entry is None:
+        cache_entry = builder.build(entries, sources, seed=seed, side=side, on_progress=on_progress)
+        write_arrays(path, cache_entry[0], {"report": asdict(cache_entry[1])})
+    arrays, report = cache_entry
     dataset = TokenDataset(
         documents_per_row=builder.documents_per_row, reads_ends=builder.reads_ends, **arrays
     )

@@ -185,9 +185,8 @@ class Fleet:
 def start_fleet(learner_class: type[LearnerProcess], run: RolloutRun) -> Iterator[Fleet]:
     """Place and start everything; leaving the block ends everything.
 
-    Raises:
-        InputError: the cluster, a flag or the checkpoint cannot be used.
-        RunError: something did not start in time; the message names it.
+    :raises InputError: the cluster, a flag or the checkpoint cannot be used.
+    :raises RunError: something did not start in time; the message names it.
     """
     config = run.config
     console = run.console

@@ -19,7 +19,7 @@ from open_instruct.config.resolved import (
     write_config,
 )
 from open_instruct.config.training import LearnerConfig, TrainingConfig
-from open_instruct.config.validation import list_changed_flags
+from open_instruct.config.validation import find_changed
 from open_instruct.core.errors import InputError
 from open_instruct.core.shard_layout import ShardLayout
 from open_instruct.parallel.launch import find_idle_gpus, refuse_other_rank_count
@@ -164,7 +164,7 @@ def plan_run(config: ConfigT, run: Run, folder: Path) -> ConfigT:
 def warn_noop_offload(config: LearnerConfig, console: Console, *, on_cuda: bool) -> None:
     """Name the flags that offload to the host's memory where there is no other memory."""
     if not on_cuda and config.parallel.backend == "olmo_core":
-        for flag in list_changed_flags(config, "adam_offload", "offload"):
+        for flag in find_changed(config, "adam_offload", "offload"):
             console.say(f"{flag} changes nothing without CUDA: all is on the host")
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from open_instruct.config.fleet_sections import LearnerParallelSection
 from open_instruct.config.sharding_sections import ParallelSection
 from open_instruct.config.training import LearnerConfig
-from open_instruct.config.validation import list_changed_flags
+from open_instruct.config.validation import find_changed
 from open_instruct.core.errors import problems_of_kind
 from open_instruct.core.shard_layout import ShardLayout
 from open_instruct.parallel.layout import build_layout, check_divides
@@ -72,7 +72,7 @@ class DeepSpeed:
         parallel = config.parallel
         stage = parallel.deepspeed_stage
         degree = parallel.tensor_parallel_degree
-        for flag in list_changed_flags(config, *FLAGS_OF_OTHERS):
+        for flag in find_changed(config, *FLAGS_OF_OTHERS):
             why = WHY_ADAMW if flag.startswith("--optimizer") else ""
             yield (
                 f"{flag} cannot go with --backend deepspeed{why}; leave it out, or use "
@@ -96,7 +96,7 @@ class DeepSpeed:
             )
         for name, first in FIRST_STAGE.items():
             if stage < first:
-                for flag in list_changed_flags(config, name):
+                for flag in find_changed(config, name):
                     yield f"{flag} has no use under --deepspeed_stage {stage}; use {first} or more"
 
     def warnings(self, config: LearnerConfig) -> Iterator[str]:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from open_instruct.config.sharding_sections import ParallelSection
 from open_instruct.config.training import LearnerConfig
-from open_instruct.config.validation import list_changed_flags
+from open_instruct.config.validation import find_changed
 from open_instruct.core.errors import problems_of_kind
 from open_instruct.core.shard_layout import ShardLayout
 from open_instruct.parallel.layout import build_layout
@@ -48,7 +48,7 @@ class OlmoCore:
             )
 
     def warnings(self, config: LearnerConfig) -> Iterator[str]:
-        unread = list_changed_flags(config, *FLAGS_OF_OTHERS)
+        unread = find_changed(config, *FLAGS_OF_OTHERS)
         if unread:
             yield (
                 f"{', '.join(unread)}: read only with --backend deepspeed; FSDP2 shards all that "

@@ -8,7 +8,7 @@ import pytest
 from open_instruct.commands.replay import (
     Replay,
     ReplayFlags,
-    apply_recorded_plan,
+    apply_run_plan,
     describe_differences,
     find_start_weights,
     format_table,
@@ -73,11 +73,11 @@ def test_replay_repeats_the_choices_of_the_plan(run: Path) -> None:
     """
     settings, directory = asked(run).settings, RunDirectory(path=run)
     assert settings.memory.activation_checkpointing == "auto"
-    assert apply_recorded_plan(settings, directory).memory.activation_checkpointing == "none"
+    assert apply_run_plan(settings, directory).memory.activation_checkpointing == "none"
     directory.write_plan({"phases": [], "activation_checkpointing": "full"})
-    assert apply_recorded_plan(settings, directory).memory.activation_checkpointing == "full"
+    assert apply_run_plan(settings, directory).memory.activation_checkpointing == "full"
     said = replace(settings, memory=replace(settings.memory, activation_checkpointing="offload"))
-    assert apply_recorded_plan(said, directory).memory.activation_checkpointing == "offload"
+    assert apply_run_plan(said, directory).memory.activation_checkpointing == "offload"
 
 
 def test_only_what_is_another_value_is_a_change(run: Path) -> None:
