@@ -207,7 +207,7 @@ def find_model_type(*, norm_after: bool, qk_norm: QKNorm, has_windows: bool) -> 
     return None
 
 
-def family_of(model_type: Any, where: str = "config.json") -> Family:
+def find_family(model_type: Any, where: str = "config.json") -> Family:
     """The family of a `model_type`; raises InputError, which says `where` it was found, if there is
     none.
     """

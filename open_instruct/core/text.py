@@ -30,9 +30,7 @@ def join_choices(values: Iterable[object]) -> str:
 
 
 def spell_count(count: int, noun: str) -> str:
-    """`counted(1, "node")` is "1 node", `counted(2000, "node")` "2,000 nodes", `counted(2, "copy")`
-    "2 copies".
-    """
+    """Spell a number with its noun, as in "1 node", "2,000 nodes" or "2 copies"."""
     if count == 1:
         return f"1 {noun}"
     plural = f"{noun}s"

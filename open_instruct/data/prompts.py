@@ -16,7 +16,7 @@ from open_instruct.core.files import read_user_file
 from open_instruct.core.records import Check, Prompt
 from open_instruct.data.chat import ChatFormat
 from open_instruct.data.conversations.row_forms import ends_with_reply
-from open_instruct.data.eval_split import row_content
+from open_instruct.data.eval_split import join_columns
 from open_instruct.data.files.rows import MalformedRow, RawRow
 from open_instruct.data.prompt_rows import check_json_value, parse_prompt_row
 from open_instruct.data.report import DataReport

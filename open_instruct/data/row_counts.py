@@ -58,8 +58,8 @@ class RowCounts:
             )
         if self.num_replies_left_out:
             warnings.append(
-                f"the reply at the end of {counted(self.num_replies_left_out, 'prompt')} is left "
-                "out: a prompt is asked, and not continued"
+                f"the reply at the end of {spell_count(self.num_replies_left_out, 'prompt')} is "
+                "left out: a prompt is asked, and not continued"
             )
         for key, flag in optional_keys.items():
             if key in self.unread:

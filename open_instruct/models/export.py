@@ -10,7 +10,7 @@ import torch
 from olmo_core.distributed.utils import get_world_size
 from torch import nn
 
-from open_instruct.core.families import family_of
+from open_instruct.core.families import find_family
 from open_instruct.models import export_files
 from open_instruct.models.export_files import append_tensor
 from open_instruct.models.export_rounds import finish_export, prepare_export, write_weights

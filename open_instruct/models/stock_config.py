@@ -16,7 +16,7 @@ from olmo_core.nn.transformer import TransformerBlockConfig, TransformerConfig
 from transformers import PretrainedConfig
 
 from open_instruct.core.errors import InputError
-from open_instruct.core.families import family_of
+from open_instruct.core.families import find_family
 from open_instruct.models.family import RoPEScaling, build_transformer_config
 from open_instruct.models.hf.rope import MAX_POSITIONS
 
@@ -31,7 +31,7 @@ def build_stock_config(hf_config: PretrainedConfig) -> TransformerConfig:
     Raises:
         InputError: OLMo-core has no such model; the message names what it lacks.
     """
-    family = family_of(hf_config.model_type)
+    family = find_family(hf_config.model_type)
     if family.qkv_bias:
         _refuse(f"{family.name} has biases on queries, keys and values alone")
     config = build_transformer_config(hf_config)

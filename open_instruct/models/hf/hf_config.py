@@ -76,7 +76,7 @@ def build_hf_config(fields: dict[str, Any], file: Path) -> PretrainedConfig:
     # Imported late, because transformers takes a second to import.
     from transformers import CONFIG_MAPPING
 
-    family = family_of(fields["model_type"])
+    family = find_family(fields["model_type"])
     read = normalize_rope_fields(remove_code_fields(fields), family, str(file))
     config: PretrainedConfig = _build_config(CONFIG_MAPPING[fields["model_type"]], read, file)
     return config
@@ -118,7 +118,7 @@ def check_config_fields(fields: Mapping[str, Any], file: Path) -> None:
     Raises:
         InputError: see `load_hf_config`.
     """
-    family_of(fields.get("model_type"), str(file))
+    find_family(fields.get("model_type"), str(file))
 
     for name, does in FIELDS["refused"].items():
         if name in fields:

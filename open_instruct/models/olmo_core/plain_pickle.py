@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from open_instruct.core.errors import InputError
-from open_instruct.core.text import escaped
+from open_instruct.core.text import escape_controls
 
 MAX_NAME = 120
 
@@ -62,7 +62,7 @@ class _Reader(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> type[Record]:
         record = self._allowed.get((module, name))
         if record is None:
-            raise _Refused(f"it names {escaped(f'{module}.{name}')[:MAX_NAME]}")
+            raise _Refused(f"it names {escape_controls(f'{module}.{name}')[:MAX_NAME]}")
         return record
 
     def persistent_load(self, pid: Any) -> Any:
