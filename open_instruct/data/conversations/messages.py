@@ -116,8 +116,17 @@ def check_is_learned(reply: Message, where: str) -> None:
 
 def find_role(message: Mapping[str, Any]) -> Any:
     """The role of a message, under any of its known keys and names; unchecked."""
-    speaker = message.get("role", message.get("from"))
+    speaker = message.get("role")
+    return _name_role(message.get("from") if speaker is None else speaker)
+
+
+def _name_role(speaker: Any) -> Any:
     return _ROLE_NAMES.get(speaker, speaker) if isinstance(speaker, str) else speaker
+
+
+def find_content(message: Mapping[str, Any]) -> Any:
+    """The text of a message, under any of its known keys; unchecked."""
+    return _join_text_parts(message.get("value" if _is_sharegpt(message) else "content"))
 
 
 def find_unread_keys(row: Mapping[str, Any], reads_reasoning: bool) -> set[str]:
@@ -138,9 +147,18 @@ def find_unread_keys(row: Mapping[str, Any], reads_reasoning: bool) -> set[str]:
             unread.update(
                 f"{key} of messages"
                 for key, item in message.items()
-                if key not in known_keys and _says_something(item)
+                if _says_something(item) and (key not in known_keys or _is_overruled(key, message))
             )
     return unread
+
+
+def _is_overruled(key: str, message: Mapping[str, Any]) -> bool:
+    """Whether another key of the message is read in its place, and says something else."""
+    if key == "from":
+        return bool(_name_role(message[key]) != find_role(message))
+    if key == "value":
+        return not _is_sharegpt(message) and message[key] != message.get("content")
+    return key in REASONING_KEYS and message[key] != find_reasoning(message)
 
 
 def find_reasoning(message: Mapping[str, Any]) -> Any:
@@ -160,7 +178,7 @@ def _parse_message(message: Any, where: str) -> Message:
             f"{where}: must be an object with 'role' and 'content', not {name_json_type(message)}",
         )
     calls = read_calls(message.get("tool_calls"), where)
-    content = _find_content(message)
+    content = find_content(message)
     if content is None and (calls or message.get("function_calls")):
         content = ""  # as OpenAI writes a reply that only calls
     texts = {"role": find_role(message), "content": content}
@@ -210,9 +228,9 @@ def _check_text(value: Any, key: str, where: str) -> None:
         ) from error
 
 
-def _find_content(message: Mapping[str, Any]) -> Any:
-    is_sharegpt = "role" not in message and "content" not in message
-    return _join_text_parts(message.get("value" if is_sharegpt else "content"))
+def _is_sharegpt(message: Mapping[str, Any]) -> bool:
+    """Whether the text is under `value`. Tables of rows from several sources have all keys."""
+    return message.get("role") is None and message.get("content") is None
 
 
 def _join_text_parts(content: Any) -> Any:

@@ -8,7 +8,12 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from open_instruct.data.conversations.messages import Message, find_role, parse_conversation
+from open_instruct.data.conversations.messages import (
+    Message,
+    find_content,
+    find_role,
+    parse_conversation,
+)
 from open_instruct.data.conversations.row_keys import describe_keys, find_key, unwrap_row
 from open_instruct.data.conversations.tool_turns import read_schemas
 from open_instruct.data.files.message_text import read_message_text
@@ -123,7 +128,7 @@ def _list_user_texts(turns: list[Any]) -> list[str]:
     for turn in turns:
         if not isinstance(turn, Mapping) or find_role(turn) != "user":
             continue
-        text = turn.get("content", turn.get("value"))
+        text = find_content(turn)
         if isinstance(text, str):
             texts.append(text)
     return texts

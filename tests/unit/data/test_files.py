@@ -80,6 +80,18 @@ def test_jsonl_rows_know_their_line_past_blank_lines_and_a_byte_order_mark(
     assert list(source.rows([2])) == rows[2:]
 
 
+def test_only_a_line_feed_ends_a_line(tmp_path: Path) -> None:
+    odd = [f"a{mark}b" for mark in "\x0b\x0c\x1c\x85\u2028\u2029"]
+    rows = [{"prompt": text, "n": str(i)} for i, text in enumerate(odd)]
+    lines = [json.dumps(row, ensure_ascii=False) for row in rows]
+    assert values(write(tmp_path / "rows.jsonl", "\n".join(lines))) == [
+        json.loads(line) for line in lines
+    ]
+    assert values(write(tmp_path / "rows.json", json.dumps(rows, ensure_ascii=False))) == rows
+    cells = "".join(f"{row['prompt']},{row['n']}\n" for row in rows)
+    assert values(write(tmp_path / "rows.csv", f"prompt,n\n{cells}")) == rows
+
+
 @pytest.mark.parametrize(
     ("line", "kind", "reason"),
     [
@@ -443,6 +455,19 @@ def test_folder_of_files(tmp_path: Path) -> None:
     before = source.fingerprint
     write(tmp_path / "b.json", json.dumps(ROWS[3:4]))
     assert open_rows(str(tmp_path)).fingerprint != before
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet", "arrow"])
+def test_columns_of_one_file_say_nothing_of_the_next(tmp_path: Path, kind: str) -> None:
+    tables = [[{"n": i, "system": None, "tools": []} for i in range(2)]]
+    tables += [[{"n": 2, "system": "s", "tools": ["f"]}], [{"n": "3", "more": 4}]]
+    for number, rows in enumerate(tables):
+        path = tmp_path / f"part-{number}.{kind}"
+        if kind == "jsonl":
+            write(path, "\n".join(map(json.dumps, rows)))
+        else:
+            write_columns(path, Table.from_pylist(rows))
+    assert values(tmp_path) == [row for rows in tables for row in rows]
 
 
 def test_folder_without_rows(tmp_path: Path) -> None:

@@ -221,6 +221,27 @@ def test_keys_that_nothing_reads_are_named_in_a_warning(tokenizer: Any, tmp_path
     assert "'score' of 1 row" in warning
 
 
+@pytest.mark.parametrize(
+    ("more", "unread"),
+    [
+        ({"from": "gpt", "value": "a", "reasoning": "Hm."}, set()),
+        ({"from": "crawl", "value": 0.7}, {"from", "value"}),
+        ({"from": "human", "value": "b", "reasoning": "Well."}, {"from", "value", "reasoning"}),
+    ],
+)
+def test_turn_that_says_two_things_is_told_of(
+    more: dict[str, Any], unread: set[str], tokenizer: Any, tmp_path: Path
+) -> None:
+    template = tmp_path / "thinks.jinja"
+    template.write_text(THINKS)
+    row = {"messages": [ASKED, THOUGHT | more]}
+    dataset, report = load("sft", row, tokenizer, tmp_path, template=str(template))
+    told = {word for warning in report.warnings for word in warning.split("'")[1::2]}
+    assert told == {f"{key} of messages" for key in unread}
+    texts = ["<user>q<assistant>[<think>Hm.</think>a]"]
+    check((dataset, replace(report, warnings=[])), texts, tokenizer)
+
+
 # --- prompts and replies
 # --------------------------------------------------------------------------------
 
