@@ -242,6 +242,30 @@ def test_turn_that_says_two_things_is_told_of(
     check((dataset, replace(report, warnings=[])), texts, tokenizer)
 
 
+SAYS_WHO_IT_IS = "{% if messages[0].role != 'system' %}<system>I am.{% endif %}"
+
+
+@pytest.mark.parametrize(
+    ("kind", "row", "texts"),
+    [
+        ("sft", {"messages": [ASKED, REPLY, ASKED, OTHER]}, ["{}[a]<user>q<assistant>[b]"]),
+        ("pairs", {"chosen": [ASKED, REPLY], "rejected": [ASKED, OTHER]}, ["{}[a]", "{}[b]"]),
+        ("pairs", {"prompt": "q", "chosen": "a", "rejected": [OTHER]}, ["{}[a]", "{}[b]"]),
+        ("kto", {"prompt": [ASKED], "completion": [REPLY], "label": True}, ["{}[a]"]),
+        ("prompts", {"messages": [ASKED], "ground_truth": "a", "dataset": "math"}, ["{}"]),
+    ],
+)
+def test_system_turn_of_the_template_is_written_once_and_not_learned(
+    kind: str, row: dict[str, Any], texts: list[str], tokenizer: Any, tmp_path: Path
+) -> None:
+    """Where a reply is rendered by itself, such a template writes its system turn into it too."""
+    template = tmp_path / "says.jinja"
+    template.write_text(SAYS_WHO_IT_IS + THINKS)
+    begin = "<system>I am.<user>q<assistant>"
+    texts = [text.format(begin) for text in texts]
+    check(load(kind, row, tokenizer, tmp_path, template=str(template)), texts, tokenizer)
+
+
 # --- prompts and replies
 # --------------------------------------------------------------------------------
 
