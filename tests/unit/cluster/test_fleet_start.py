@@ -74,6 +74,7 @@ def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
             console=console,
             directory=RunDirectory(path=tmp_path),
             pretrained=SimpleNamespace(folder=tmp_path, tokenizer_folder=tmp_path),
+            engine_folder=tmp_path,
             chat=SimpleNamespace(turn_end_token_ids=tuple),
             environments=None,
             prompts=None,
