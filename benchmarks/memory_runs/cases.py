@@ -17,6 +17,7 @@ from open_instruct.models.lora.adapters import add_adapters
 from open_instruct.parallel.data_parallel import build_parallel_configs
 from open_instruct.parallel.layout import resolve_layout
 from open_instruct.planning.memory.memory_model import MemoryModel
+from open_instruct.planning.memory.parts import INTERPRETER
 from open_instruct.planning.memory.phases import memory_by_phase
 from open_instruct.planning.subject.build_workload import with_adapters
 from open_instruct.planning.subject.read_shape import shape_from_fields
@@ -145,11 +146,13 @@ def planned(case: Case) -> MemoryModel:
 
 
 def predicted(case: Case) -> dict[str, int]:
-    """Bytes of each phase of a step."""
-    phases = memory_by_phase(planned(case))
-    return {
-        p.name: p.total_bytes for p in phases if p.name in ("forward", "backward", "optimizer step")
-    }
+    """Bytes of tensors in each phase of a step."""
+    tensor_bytes: dict[str, int] = {}
+    for phase in memory_by_phase(planned(case)):
+        if phase.name in ("forward", "backward", "optimizer step"):
+            beside_tensors = dict(phase.parts).get(INTERPRETER, 0)
+            tensor_bytes[phase.name] = phase.total_bytes - beside_tensors
+    return tensor_bytes
 
 
 def build(case: Case) -> tuple[Any, dict[str, Any]]:

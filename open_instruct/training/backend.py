@@ -29,6 +29,7 @@ from open_instruct.parallel.data_parallel import set_mesh
 from open_instruct.parallel.status import this_process
 from open_instruct.run.opening import Run
 from open_instruct.run.pretrained import Pretrained
+from open_instruct.training.model.host_heap import trim_between_blocks
 from open_instruct.training.model.inputs_on_host import offload_inputs
 from open_instruct.training.optim.optimizers import set_learning_rate
 from open_instruct.training.reference import Reference
@@ -206,6 +207,7 @@ class ShardedModule(TransformerTrainModule):
     ) -> None:
         """Stream the start model into the shards. Collective."""
         offload_inputs(self.computing_model, memory, run.process.device)
+        trim_between_blocks(self.computing_model, memory, run.process.device)
         report = stream_load(self.model, pretrained.files, pretrained.names)
         self.rounding = report.rounding
         if adapters is not None:

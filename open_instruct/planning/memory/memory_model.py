@@ -20,7 +20,7 @@ from dataclasses import replace
 from functools import cached_property
 
 from open_instruct.core.shard_layout import ShardLayout
-from open_instruct.planning.memory import state
+from open_instruct.planning.memory import scratch, state
 from open_instruct.planning.memory.forward_backward import Passes
 from open_instruct.planning.memory.parts import (
     BUFFERS,
@@ -30,6 +30,7 @@ from open_instruct.planning.memory.parts import (
     ENGINE,
     GRADIENTS,
     INPUTS,
+    INTERPRETER,
     OPTIMIZER,
     PARAMETERS,
     POLICY,
@@ -39,7 +40,6 @@ from open_instruct.planning.memory.parts import (
     Moment,
 )
 from open_instruct.planning.memory.piece import FLOAT32
-from open_instruct.planning.memory.scratch import BLOCK_BYTES, CUBLAS_BYTES, library_bytes
 from open_instruct.planning.memory.sync_buckets import sync_buckets
 from open_instruct.planning.memory.trained_shard import TrainedShard, pinned_bytes
 from open_instruct.planning.subject.model import ModelShape, ParameterShape
@@ -217,7 +217,8 @@ class MemoryModel:
             idle_gradients = self.idle_model.idle_gradient_bytes
         at_rest = self.idle_model._resident_alone(idle_gradients, is_training=is_training)
         cuda_bytes = max(parts[CUDA], at_rest[CUDA])  # of both models and the engines
-        num_bytes = sum(at_rest.values()) - at_rest[SCRATCH] - at_rest[CUDA]
+        counted_once = at_rest[SCRATCH] + at_rest[CUDA] + at_rest[INTERPRETER]
+        num_bytes = sum(at_rest.values()) - counted_once
         label = POLICY if self.critic is None else CRITIC
         return parts | {label: num_bytes, CUDA: cuda_bytes}
 
@@ -235,12 +236,11 @@ class MemoryModel:
                     parts[scoring.stands_as] = self._frozen_bytes(scoring)
         parts[ENGINE] = self._engine_bytes()
         parts[BUFFERS] = self._rope_bytes() + self.buffer_bytes
-        parts[SCRATCH] = 0
-        parts[CUDA] = 0
+        parts |= {SCRATCH: 0, CUDA: 0, INTERPRETER: 0}
         if self.workload.on_cuda:
-            parts[SCRATCH] = self.scratch_bytes
-            parts[CUDA] = self.library_bytes
-        elif is_training:
+            return parts | {SCRATCH: self.scratch_bytes, CUDA: self.library_bytes}
+        parts[INTERPRETER] = scratch.PROCESS_BYTES
+        if is_training:
             parts[BUFFERS] += sum(self.host_copies().values())
         return parts
 
@@ -255,21 +255,23 @@ class MemoryModel:
     def scratch_bytes(self) -> int:
         """Bytes of cuBLAS, and those by which weights, gradients and moments are rounded up."""
         if self.workload.has_weights_on_host:
-            return CUBLAS_BYTES
+            return scratch.CUBLAS_BYTES
         rounding_bytes = 0
         for shard in self.trained_shards:
             sizes = [shard.weight_bytes, shard.weight_bytes]  # and its gradient
             if not self.workload.has_moments_on_host:
                 sizes += shard.moment_bytes
-            rounding_bytes += shard.count * sum(-size % BLOCK_BYTES for size in sizes)
-        return CUBLAS_BYTES + rounding_bytes
+            rounding_bytes += shard.count * sum(-size % scratch.BLOCK_BYTES for size in sizes)
+        return scratch.CUBLAS_BYTES + rounding_bytes
 
     @cached_property
     def library_bytes(self) -> int:
         """Bytes of CUDA and of the communicators of all models that are trained."""
         sends_weights = self.workload.num_engines > 0 and self.workload.sync_backend == "nccl"
         num_trained = 1 if self.critic is None else 2
-        return library_bytes(self.layout, sends_weights=sends_weights, num_trained=num_trained)
+        return scratch.library_bytes(
+            self.layout, sends_weights=sends_weights, num_trained=num_trained
+        )
 
     def _frozen_bytes(self, frozen: Scoring) -> int:
         """Bytes of a frozen model, sharded as the policy; on one device in --param_dtype alone."""

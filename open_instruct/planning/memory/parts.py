@@ -15,6 +15,7 @@ BUFFERS = "buffers"
 SCRATCH = "scratch of kernels"
 ENGINE = "vLLM engine"
 CUDA = "CUDA and libraries"
+INTERPRETER = "interpreter and libraries"  # of a process without a GPU
 
 # The one of two models that is at rest.
 POLICY = "policy"

@@ -39,8 +39,12 @@ def memory_by_phase(model: MemoryModel) -> tuple[Phase, ...]:
     states are there.
     """
     workload = model.workload
-    # `stream_load` holds a chunk of one tensor beside the shards; nothing else is there yet.
+    # `stream_load` holds a chunk of one tensor beside the shards; nothing else is there yet. In a
+    # host's memory the pages of the file that this tensor is read from count too.
     loading = model.resident_parts(0, is_training=False) | {BUFFERS: READ_CHUNK_BYTES}
+    if not workload.on_cuda:
+        stored_bytes = model.shape.checkpoint_bytes_per_param
+        loading[BUFFERS] += stored_bytes * model.shape.num_params_of_largest
     moments: dict[str, Iterable[Moment]] = {"load": [loading]}
     if workload.reference_pass_tokens:
         moments["reference pass"] = model.reference_pass()

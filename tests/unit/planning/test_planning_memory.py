@@ -380,7 +380,7 @@ def test_passes_of_a_whole_model(
     phases = phases_of(with_adapters(shape_of(hf_config), lora), ALONE, workload)
     activations.clear_profiles()
     assert phases["forward"]["buffers"] == real.pop("tables of RoPE")
-    there_before = ("parameters", "optimizer states", "buffers")
+    there_before = ("parameters", "optimizer states", "buffers", "interpreter and libraries")
     for name, num_bytes in real.items():
         made = sum(part for label, part in phases[name].items() if label not in there_before)
         assert made == pytest.approx(num_bytes, rel=0.05), name

@@ -10,9 +10,10 @@ from open_instruct.commands.plan import parse_request
 from open_instruct.parallel.layout import resolve_layout
 from open_instruct.planning.memory import activations, block
 from open_instruct.planning.memory.autograd_sizes import Gradient, Tape, Tensor
-from open_instruct.planning.memory.parts import CUDA, SCRATCH
+from open_instruct.planning.memory.parts import CUDA, INTERPRETER, SCRATCH
 from open_instruct.planning.memory.scratch import (
     MIB,
+    PROCESS_BYTES,
     attention_scratch,
     communicator_bytes,
     library_bytes,
@@ -99,6 +100,9 @@ def test_plan_counts_it_on_cuda_alone() -> None:
         parts[SCRATCH] >= 64 * MIB and parts[CUDA] > HALF_A_GIB for parts in on_cuda.values()
     )
     assert not any({SCRATCH, CUDA} & parts.keys() for parts in on_cpu.values())
+    # There a process's own memory counts, which a GPU's does not have.
+    assert {parts[INTERPRETER] for parts in on_cpu.values()} == {PROCESS_BYTES}
+    assert not any(INTERPRETER in parts for parts in on_cuda.values())
 
 
 def test_attentions_own_makes_a_peak_where_it_is_most(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,74 @@
+"""Gives memory that tensors have left back to the operating system, where they are in a CPU's.
+
+glibc keeps what is freed, and rarely finds it a second use: for a tensor, which is aligned to 64
+bytes, `_int_memalign` asks for a free piece that is larger than the tensor by this alignment, so
+the place of a freed tensor is too small for the next one of the same size. Without a remedy a
+process holds up to half again of what its tensors need.
+
+`malloc_trim` gives every free page back. It takes microseconds, but pages that are used again cost
+a page fault each, so it is called as rarely as it takes to stay near what is needed.
+"""
+
+import ctypes
+from collections.abc import Callable
+from typing import Any
+
+import psutil
+import torch
+from olmo_core.nn.transformer import Transformer
+
+from open_instruct.config.sharding_sections import MemorySection
+
+# A process may be larger by this factor than it ever was right after a trim.
+MOST_GROWTH = 1.05
+
+
+class HeapTrimmer:
+    """Trims the heap between blocks, in passes that learn.
+
+    Args:
+        trim: gives free memory back.
+        measure_bytes: the memory of this process.
+    """
+
+    def __init__(self, trim: Callable[[], Any], measure_bytes: Callable[[], int]) -> None:
+        self._trim = trim
+        self._measure_bytes = measure_bytes
+        self._most_bytes_needed = 0
+
+    def hook_block(self, block: torch.nn.Module) -> None:
+        """Trim after a forward pass of `block`, and before its backward pass."""
+        block.register_forward_hook(self._after_forward)
+
+    def _after_forward(self, block: torch.nn.Module, inputs: Any, output: Any) -> None:
+        if not isinstance(output, torch.Tensor) or not output.requires_grad:
+            return
+        self.trim_if_grown()
+        output.register_hook(self._before_backward)
+
+    def _before_backward(self, gradient: torch.Tensor) -> None:
+        self.trim_if_grown()
+
+    def trim_if_grown(self) -> None:
+        """Trim where the process is larger than it needed to be until now."""
+        if self._measure_bytes() <= MOST_GROWTH * self._most_bytes_needed:
+            return
+        self._trim()
+        self._most_bytes_needed = max(self._most_bytes_needed, self._measure_bytes())
+
+
+def trim_between_blocks(model: Transformer, memory: MemorySection, device: torch.device) -> None:
+    """Have the heap trimmed between the blocks of `model` on a CPU, where the C library can.
+
+    Blocks that are compiled are left as they are: the compiler would trace the hooks.
+    """
+    malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if device.type != "cpu" or memory.compile_model or malloc_trim is None:
+        return
+    process = psutil.Process()
+    trimmer = HeapTrimmer(
+        trim=lambda: malloc_trim(0),
+        measure_bytes=lambda: process.memory_info().rss,
+    )
+    for block in model.blocks.values():
+        trimmer.hook_block(block)
