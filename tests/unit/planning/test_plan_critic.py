@@ -7,8 +7,9 @@ from dataclasses import replace
 import pytest
 
 from open_instruct.commands.plan import parse_request
-from open_instruct.planning.memory.parts import CRITIC, CUDA, POLICY, SCRATCH
+from open_instruct.planning.memory.parts import CRITIC, CUDA, INTERPRETER, POLICY, SCRATCH
 from open_instruct.planning.memory.phases import memory_by_phase
+from open_instruct.planning.memory.scratch import PROCESS_BYTES
 from open_instruct.planning.plan import Plan, make_plan
 from open_instruct.planning.subject.read_shape import model_shape
 from open_instruct.planning.traffic import traffic_per_step
@@ -128,3 +129,14 @@ def test_checkpoints_have_the_critic_too() -> None:
     alone, both = (dict(planned(words).host.parts) for words in (RUN, RUN + GAE))
     copied = "a copy to write checkpoints from"
     assert 1.8 * alone[copied] < both[copied] < 2.05 * alone[copied]
+
+
+def test_libraries_of_a_process_are_counted_once_without_a_gpu() -> None:
+    setting = parse_request((RUN + GAE).split()).setting
+    for phase in make_plan(replace(setting, on_cuda=False)).phases:
+        assert dict(phase.parts)[INTERPRETER] == PROCESS_BYTES
+    on_cuda, on_cpu = (
+        make_plan(replace(setting, on_cuda=is_gpu)).memory for is_gpu in (True, False)
+    )
+    at_rest = on_cuda.resident_parts(0, is_training=False)[CRITIC]
+    assert on_cpu.resident_parts(0, is_training=False)[CRITIC] == at_rest
