@@ -39,7 +39,7 @@ CHANNEL_BYTES = (10 + 2) * MIB
 NVLS_CHANNEL_BYTES = 2 * 8 * MIB // 8
 # An allowance, not a formula: the driver's own memory and the code of the kernels that were loaded.
 CONTEXT_BYTES = 2**29
-# Measured, not a formula: what a DPO run of SmolLM2-135M on a CPU has at its peak beside its tensors
+# Measured, not a formula: what a DPO run of SmolLM2-135M on a CPU has at its peak beside tensors
 # (PyTorch 2.13, freed tensors given back at once); it has as much before it reads weights. Of it
 # 120 MiB are pages of library files, which the processes of a machine share.
 PROCESS_BYTES = 465 * MIB
