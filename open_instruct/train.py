@@ -121,7 +121,7 @@ def preflight(config: TrainingConfig, *, objective: Objective) -> None:
     """
     refuse_another_command(config.run, objective.name)
     check_paths(config)
-    if (folder := find_local_folder(config.model.model_name_or_path)) is not None:
+    if (folder := find_local_folder(config.model.config_path)) is not None:
         check_head(read_model_fields(folder)["model_type"], objective.choose_head(config))
     form = objective.choose_rows(config)
     if (check := vars(form).get("check")) is not None:

@@ -162,7 +162,7 @@ def parse_request(words: Sequence[str]) -> PlanRequest:
     _check_shared_prompt(config, flags.shared_prompt_tokens)
     setting = Setting(
         config=config,
-        shape=build_shape(config, config.model.model_name_or_path),
+        shape=build_shape(config, config.model.config_path),
         gpus_per_node=nodes,
         device=device,
         mfu=flags.mfu,

@@ -57,6 +57,17 @@ class ModelSection:
     tokenizer_name_or_path: str | None = flag(
         "folder of the tokenizer; default: the model's", None, is_path=True
     )
+    from_scratch: bool = flag(
+        "draw the weights instead of reading them; of --model_name_or_path only the config.json "
+        "and the tokenizer are taken",
+        False,
+    )
+    config_name: str | None = flag(
+        "a config.json in place of the one of --model_name_or_path, Hugging Face's or OLMo-core's",
+        None,
+        is_path=True,
+        read_with="from_scratch",
+    )
     model_revision: str | None = flag(
         "branch, tag or commit of a model on the hub; default: its main branch", None
     )
@@ -84,6 +95,11 @@ class ModelSection:
         ("'meta' builds the model without storage, 'cpu' with real storage before it is sharded"),
         "meta",
     )
+
+    @property
+    def config_path(self) -> str:
+        """The folder or hub name of the model, or the file that describes it."""
+        return self.config_name or self.model_name_or_path
 
     @property
     def revision_of_tokenizer(self) -> str | None:

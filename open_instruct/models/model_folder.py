@@ -36,15 +36,22 @@ CONFIG_NAME = "config.json"
 _STEP = re.compile(r"step(\d+)")
 
 
+def find_config_file(path: Path) -> Path:
+    """The config.json of a model's folder; of a file, which is one, that itself."""
+    return path if path.is_file() else path / CONFIG_NAME
+
+
 def find_olmo_core_config(folder: Path) -> OLMoCoreConfig | None:
     """The config.json of a checkpoint of OLMo-core in `folder`; None for any other folder.
+
+    As everywhere here, the folder may be the file of a config.json alone.
 
     Raises:
         InputError: it is of OLMo-core, and cannot be read or is not supported; or the folder lies
             beside the one that holds a checkpoint.
     """
     _refuse_other_part(folder)
-    file = folder / CONFIG_NAME
+    file = find_config_file(folder)
     if not file.is_file():
         return None
     fields = read_object(file)
@@ -60,11 +67,13 @@ def read_model_fields(folder: Path) -> dict[str, Any]:
         InputError: see `load_model_config`.
     """
     olmo_core = find_olmo_core_config(folder)
-    if olmo_core is None:
+    file = find_config_file(folder)
+    if olmo_core is None and file != folder:
         return read_config_fields(folder)
-    check_files(folder)
-    fields = dict(olmo_core.fields)
-    check_config_fields(fields, folder / CONFIG_NAME)
+    if file != folder:
+        check_files(folder)
+    fields = read_object(file) if olmo_core is None else dict(olmo_core.fields)
+    check_config_fields(fields, file)
     return fields
 
 
@@ -72,7 +81,7 @@ def read_source_fields(folder: Path) -> dict[str, Any]:
     """The fields of a config.json that was checked before."""
     olmo_core = find_olmo_core_config(folder)
     if olmo_core is None:
-        return read_object(folder / CONFIG_NAME)
+        return read_object(find_config_file(folder))
     return dict(olmo_core.fields)
 
 
@@ -84,9 +93,9 @@ def load_model_config(folder: Path) -> PretrainedConfig:
             the message names the field, its value and what is supported.
     """
     folder = folder.expanduser()
-    if find_olmo_core_config(folder) is None:
+    if find_olmo_core_config(folder) is None and not folder.is_file():
         return load_hf_config(str(folder))
-    return build_hf_config(read_model_fields(folder), folder / CONFIG_NAME)
+    return build_hf_config(read_model_fields(folder), find_config_file(folder))
 
 
 def check_weights_exist(folder: Path) -> None:

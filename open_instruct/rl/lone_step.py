@@ -52,8 +52,12 @@ def take_lone_step(
         )
 
         def open_model(model: str) -> Pretrained:
-            start_config = replace(config, model=replace(config.model, model_name_or_path=model))
-            return open_pretrained(start_config, run.directory.hf_model)
+            section = config.model
+            if model != section.model_name_or_path:
+                section = replace(
+                    section, model_name_or_path=model, from_scratch=False, config_name=None
+                )
+            return open_pretrained(replace(config, model=section), run.directory.hf_model)
 
         pretrained = open_model(model)
         check_trace_fits(groups, pretrained.hf_config.vocab_size)

@@ -39,13 +39,14 @@ def write_card(
         evaluations = list(read_rows(directory.evaluations))
         if until is not None:
             evaluations = [row for row in evaluations if row["step"] <= until]
-        base = flags["model_name_or_path"]
+        is_drawn = bool(flags.get("from_scratch"))
+        base = flags.get("config_name") or flags["model_name_or_path"]
         data = list(zip(mixture[::2], mixture[1::2], strict=True))
         head = {
             "library_name": "peft" if is_adapter else "transformers",
             "pipeline_tag": find_pipeline(trained_by, flags),
             "tags": ["open-instruct", trained_by],
-            "base_model": base if _is_on_hub(base) else None,
+            "base_model": base if _is_on_hub(base) and not is_drawn else None,
             "datasets": sorted({name for name, _ in data if _is_on_hub(name)}),
         }
         head = {name: value for name, value in head.items() if value}
@@ -55,6 +56,7 @@ def write_card(
             best=best,
             title=Path(flags["output_dir"]).name or "Model",
             base=base,
+            is_drawn=is_drawn,
             trained_by=trained_by,
             is_adapter=is_adapter,
             data=data,

@@ -52,9 +52,12 @@ def check_models(config: LearnerConfig) -> None:
     for flag, value in as_flat_dict(config).items():
         if not flag.endswith("model_name_or_path") or value is None:
             continue
-        folder = find_local_folder(value)
-        if folder is not None:
-            read_model_fields(folder)
+        is_drawn = flag == "model_name_or_path" and config.model.from_scratch
+        folder = find_local_folder(config.model.config_path if is_drawn else value)
+        if folder is None:
+            continue
+        read_model_fields(folder)
+        if not is_drawn:
             check_weights_exist(folder)
 
 

@@ -22,10 +22,12 @@ from open_instruct.config.rollout_sections import PromptDataSection
 from open_instruct.config.sections import DataSection, ModelSection
 from open_instruct.config.training import LearnerConfig
 from open_instruct.core.errors import InputError
+from open_instruct.core.families import family_of
 from open_instruct.core.shard_layout import ShardLayout
 from open_instruct.data.chat import ChatFormat
 from open_instruct.data.tokenizer import find_tokenizer_folder, load_tokenizer
 from open_instruct.models.build import build_model
+from open_instruct.models.drawn_weights import draw_files
 from open_instruct.models.export import export_hf
 from open_instruct.models.export_checks import check_destination, check_exportable
 from open_instruct.models.export_olmo_core import (
@@ -36,6 +38,7 @@ from open_instruct.models.export_olmo_core import (
 from open_instruct.models.family import find_unknown_fields
 from open_instruct.models.heads.value_head import replace_head
 from open_instruct.models.hf.checkpoint_files import CheckpointFiles
+from open_instruct.models.hf.config_values import check_number
 from open_instruct.models.hf.convolutions import recut_convolutions
 from open_instruct.models.hf.head_kinds import Head
 from open_instruct.models.hf.hf_config import fingerprint_model
@@ -44,6 +47,7 @@ from open_instruct.models.load import check_cover, find_parameter_shapes
 from open_instruct.models.lora.files import check_base, open_adapter
 from open_instruct.models.lora.peft_config import CONFIG_NAME
 from open_instruct.models.model_folder import (
+    find_config_file,
     find_olmo_core_config,
     find_tokenizer_name,
     load_model_config,
@@ -69,12 +73,13 @@ if TYPE_CHECKING:
 class Pretrained:
     """A checkpoint whose names and shapes are known to fit the model, before any weight is read."""
 
-    folder: Path
+    folder: Path  # or the config.json of a model that is drawn
     tokenizer_folder: Path
     hf_config: PretrainedConfig
     files: CheckpointFiles
     names: TensorNames
     tokenizer: PreTrainedTokenizerFast
+    is_drawn: bool = False  # at random, and read from no file
     adapter: Mapping[str, torch.Tensor] | None = None
     adapter_folder: Path | None = None  # which the adapter is read from
     chat_template: str | None = None  # in place of the tokenizer's own
@@ -157,7 +162,7 @@ class Pretrained:
         olmo_core = find_olmo_core_config(self.folder)
         warnings = [] if olmo_core is None else [*olmo_core.notes]
         if unknown:
-            file = self.folder / "config.json"
+            file = find_config_file(self.folder)
             warnings.append(f"{file} has fields that nothing reads: {unknown}")
         if (self.folder / CONFIG_NAME).is_file():
             warnings.append(
@@ -196,13 +201,16 @@ def open_pretrained(
     folder, tokenizer_folder = _find_folders(config.model)
     hf_config = load_model_config(folder)
     shape = shape_from_fields(
-        hf_config.to_dict(), name=f"the model in {folder}", where=str(folder / "config.json")
+        hf_config.to_dict(), name=f"the model in {folder}", where=str(find_config_file(folder))
     )
     check_model(shape, layout, config if is_trained else None)
     tokenizer = load_tokenizer(str(tokenizer_folder))
     check_vocabulary(folder, tokenizer, tokenizer_folder)
     names = TensorNames(hf_config, head=head)
-    files = open_files(folder, hf_config)
+    if config.model.from_scratch:
+        files = _draw_files(folder, hf_config, config)
+    else:
+        files = open_files(folder, hf_config)
     if head != "vocabulary":
         files = replace_head(files, hf_config, head, seed=config.optim.seed)
     pretrained = Pretrained(
@@ -212,6 +220,7 @@ def open_pretrained(
         files=files,
         names=names,
         tokenizer=tokenizer,
+        is_drawn=config.model.from_scratch,
         chat_template=_find_other_template(tokenizer, config.data),
     )
     if is_trained:
@@ -227,7 +236,7 @@ def open_pretrained(
 
 def _find_folders(section: ModelSection) -> tuple[Path, Path]:
     """The folders of the start model and of its tokenizer, downloaded if need be."""
-    folder = fetch_folder(section.model_name_or_path, revision=section.model_revision)
+    folder = fetch_folder(section.config_path, revision=section.model_revision)
     return folder, find_tokenizer_beside(section, folder)
 
 
@@ -241,6 +250,39 @@ def find_tokenizer_beside(section: ModelSection, folder: Path) -> Path:
         return folder
     revision = section.revision_of_tokenizer
     return find_tokenizer_folder(name, revision=revision, flag="--tokenizer_name_or_path")
+
+
+def _draw_files(
+    folder: Path, hf_config: PretrainedConfig, config: LearnerConfig
+) -> CheckpointFiles:
+    """The weights of a model that is trained from scratch, which the run's seed draws.
+
+    :raises InputError: its weights are drawn in another way than ours, or adapters are trained.
+    """
+    file = find_config_file(folder)
+    if config.adapters is not None:
+        raise InputError(
+            "--from_scratch: adapters are trained beside weights that mean something; leave out "
+            "--use_lora",
+            kind="conflict",
+        )
+    olmo_core = find_olmo_core_config(folder)
+    if olmo_core is not None and olmo_core.init_method != "normal":
+        raise InputError(
+            f"--from_scratch: {file}: init_method = {olmo_core.init_method} is not drawn here; "
+            "supported: 'normal', one standard deviation for all (init_std)",
+            kind="unsupported_model",
+        )
+    family = family_of(hf_config.model_type)
+    if family.delta is not None:
+        raise InputError(
+            f"--from_scratch: {file}: {family.name} has layers whose first weights are not drawn "
+            "here; use a model of attention alone",
+            kind="unsupported_model",
+        )
+    shapes = find_parameter_shapes(build_model(hf_config, init_device="meta"))
+    std = check_number("initializer_range", hf_config.initializer_range, str(file))
+    return draw_files(file, TensorNames(hf_config), shapes, seed=config.optim.seed, std=std)
 
 
 def _with_exported_settings(

@@ -171,7 +171,7 @@ class RunChecks:
 
     def check_start_model(self) -> str:
         check_models(self.config)
-        name = self.config.model.model_name_or_path
+        name = self.config.model.config_path
         if find_local_folder(name) is None:
             return f"{name} is not here: the run downloads it from the hub"
         shape = build_shape(self.config, name)
@@ -185,7 +185,7 @@ class RunChecks:
         check_tokenizer(model, self.config.data)
         self.tokenizer, self.chat = open_chat(model, self.config.data)
         self.chat.turn_end_token_ids()
-        folder = find_local_folder(model.model_name_or_path)
+        folder = find_local_folder(model.config_path)
         if folder is not None:
             fields = read_model_fields(folder)
             check_sizes(
@@ -268,7 +268,7 @@ class RunChecks:
     def check_memory(self) -> str:
         config = self.config
         nodes = find_node_sizes(config.parallel)
-        folder = find_local_folder(config.model.model_name_or_path)
+        folder = find_local_folder(config.model.config_path)
         if folder is None:
             return "not planned: the model is not here"
         has_gpu = has_gpu_here()

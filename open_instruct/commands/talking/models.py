@@ -61,7 +61,14 @@ def find_start_model(run: str) -> TalkingModel:
             kind="conflict",
             flag="beside",
         )
-    return find_model(read_settings(Path(run).expanduser()).config.model.model_name_or_path)
+    section = read_settings(Path(run).expanduser()).config.model
+    if section.from_scratch:
+        raise InputError(
+            f"--beside start: {run} began with random weights (--from_scratch), which do not talk",
+            kind="conflict",
+            flag="beside",
+        )
+    return find_model(section.model_name_or_path)
 
 
 def _find_model_of_run(name: str, directory: RunDirectory) -> TalkingModel:

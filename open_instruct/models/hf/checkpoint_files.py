@@ -117,12 +117,15 @@ class CheckpointFiles:
         tensors: Mapping[str, TensorOnDisk],
         *,
         spelling: Mapping[str, str] | None = None,
+        salt: str = "",
     ) -> None:
         """Take tensors that were found in files of `folder`.
 
         :param spelling: the names in the files, where they are others than Hugging Face's.
+        :param salt: what the fingerprint follows from, beside the bytes in files.
         """
         self.folder = folder
+        self._salt = salt.encode()
         self.spelling = spelling or {}
         # A torch.Tensor is in none of the files.
         self.tensors: dict[str, TensorOnDisk | torch.Tensor] = dict(tensors)
@@ -197,7 +200,7 @@ class CheckpointFiles:
         for some in gather_objects(rank_digests):
             digests |= some
         joined = b"".join(digests[number] for number in range(len(chunks)))
-        return xxhash.xxh3_128(joined).hexdigest()
+        return xxhash.xxh3_128(joined + self._salt).hexdigest()
 
     def find_file(self, name: str) -> Path:
         tensor = self.tensors[name]

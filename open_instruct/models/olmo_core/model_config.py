@@ -22,6 +22,7 @@ IN_FLOAT32 = ("rms", "fused_rms", "cute_rms")
 AFTER_ROUNDING = "qwen_rms"
 BLOCK_NAMES = {"default": False, "reordered_norm": True}  # whether norms stand after the layers
 DEFAULT_EPS = 1e-5
+DEFAULT_STD = 0.02
 FALLBACK_POSITIONS = 2**16  # of a file that names no length; nothing is computed with it
 # They say how the model is initialised, split, compiled or stored.
 NOT_COMPUTED_WITH = (
@@ -45,11 +46,13 @@ class OLMoCoreConfig:
     """An OLMo-core config.json.
 
     :param fields: of the Hugging Face config.json of the same model.
+    :param init_method: how OLMo-core would draw its weights.
     :param notes: what computes otherwise in 16 bits than OLMo-core does.
     """
 
     fields: Mapping[str, Any]
     tokenizer: OLMoCoreTokenizer | None
+    init_method: str = "normal"
     notes: tuple[str, ...] = ()
 
 
@@ -125,12 +128,25 @@ def read_olmo_core_config(fields: Mapping[str, Any], where: str) -> OLMoCoreConf
         "num_hidden_layers": num_layers,
         "tie_word_embeddings": is_tied,
         "max_position_embeddings": _find_positions(fields, ropes),
+        "initializer_range": model.take("init_std", DEFAULT_STD),
         **_layer_fields(layers[0], windows, ropes, model),
         **(tokenizer.token_ids if tokenizer is not None else {}),
     }
     return OLMoCoreConfig(
-        fields=read, tokenizer=tokenizer, notes=_find_notes(layers[0], read["model_type"], where)
+        fields=read,
+        tokenizer=tokenizer,
+        init_method=_find_init_method(model),
+        notes=_find_notes(layers[0], read["model_type"], where),
     )
+
+
+def _find_init_method(model: ConfigSection) -> str:
+    """How OLMo-core would draw the weights, with what makes it another than its usual way."""
+    method = str(model.take("init_method", "normal"))
+    std = model.take("embedding_init_std")
+    if std not in (None, model.take("init_std", DEFAULT_STD)):
+        method += f" with embedding_init_std {std}"
+    return method
 
 
 def _read_tokenizer(fields: Any, where: str) -> OLMoCoreTokenizer | None:

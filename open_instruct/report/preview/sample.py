@@ -34,7 +34,11 @@ from open_instruct.data.row_builder import RowBuilder
 from open_instruct.data.token_dataset import TokenDataset
 from open_instruct.data.tokenizer import load_tokenizer
 from open_instruct.models.hf.head_kinds import check_head
-from open_instruct.models.model_folder import find_tokenizer_name, read_model_fields
+from open_instruct.models.model_folder import (
+    find_config_file,
+    find_tokenizer_name,
+    read_model_fields,
+)
 from open_instruct.objectives.objective import Objective
 
 LEARNED_STYLE = "bold green"
@@ -144,8 +148,8 @@ def build_sample(
 
 def _check_model(config: LearnerConfig, objective: Objective) -> None:
     """:raises InputError: the model's folder holds one that the run would refuse."""
-    folder = Path(config.model.model_name_or_path).expanduser()
-    if (folder / "config.json").is_file():
+    folder = Path(config.model.config_path).expanduser()
+    if find_config_file(folder).is_file():
         fields = read_model_fields(folder)
         check_head(fields["model_type"], objective.choose_head(config))
 
