@@ -14,6 +14,7 @@ from harness.memory import PeakMemory
 from harness.processes import leave_numbers
 from harness.sharding import sharder
 from olmo_core.config import DType
+from olmo_core.distributed.checkpoint import load_model_and_optim_state
 from olmo_core.nn.hf import load_hf_model, save_hf_model
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, Olmo2ForCausalLM
@@ -22,9 +23,10 @@ from open_instruct.models.build import build_model
 from open_instruct.models.export import export_hf
 from open_instruct.models.family import build_transformer_config
 from open_instruct.models.hf.checkpoint_files import CheckpointFiles
-from open_instruct.models.hf.hf_config import load_hf_config
 from open_instruct.models.hf.names import TensorNames
 from open_instruct.models.load import check_cover, find_parameter_shapes, stream_load
+from open_instruct.models.model_folder import load_model_config
+from open_instruct.models.open_files import open_files
 from open_instruct.models.shards import find_local_box
 
 del AutoModelForCausalLM, Olmo2ForCausalLM  # imported so that nobody's time includes the import
@@ -33,16 +35,21 @@ del AutoModelForCausalLM, Olmo2ForCausalLM  # imported so that nobody's time inc
 def run_rank(task: str, way: str, checkpoint: Path, scratch: Path) -> None:
     """Do it and leave its numbers in `scratch`."""
     dist.init_process_group("gloo")
-    hf_config = load_hf_config(str(checkpoint))
+    hf_config = load_model_config(checkpoint)
     names = TensorNames(hf_config)
     sharded = sharder(dist.get_world_size())
 
     def load_ours() -> Any:
         model = build_model(hf_config)
-        files = CheckpointFiles.open(checkpoint)
+        files = open_files(checkpoint, hf_config)
         check_cover(names, files, find_parameter_shapes(model))
         model = sharded(model)
         stream_load(model, files, names)
+        return model
+
+    def load_native() -> Any:
+        model = sharded(build_transformer_config(hf_config).build(init_device="meta"))
+        load_model_and_optim_state(checkpoint / "model_and_optim", model)
         return model
 
     def load_olmo_core() -> Any:
@@ -67,19 +74,24 @@ def run_rank(task: str, way: str, checkpoint: Path, scratch: Path) -> None:
         save_hf_model(out, model.state_dict(), model, dtype=DType.bfloat16)
 
     out = scratch / "export"
-    if task == "load":
-        model, numbers = measured(load_ours if way == "ours" else load_olmo_core)
+    ways = {
+        "ours": load_ours,
+        "load_hf_model": load_olmo_core,
+        "load_model_and_optim_state": load_native,
+    }
+    if task != "export":
+        model, numbers = measured(ways[way])
     else:
         model = load_ours()
         _, numbers = measured(export_ours if way == "ours" else export_olmo_core)
-    files = CheckpointFiles.open(checkpoint)
-    problems = wrong_shards(model, files, names) if task == "load" else wrong_files(out, files)
+    files = open_files(checkpoint, hf_config)
+    problems = wrong_files(out, files) if task == "export" else wrong_shards(model, files, names)
     assert not problems, f"{way}: wrong numbers in {problems[:3]}"
     shard = sum(
         p.to_local().numel() * 4 if isinstance(p, DTensor) else p.numel() * 4
         for p in model.parameters()
     )
-    largest = max(p.numel() for p in model.parameters()) * (4 if task == "load" else 2)
+    largest = max(p.numel() for p in model.parameters()) * (2 if task == "export" else 4)
     leave_numbers(scratch, {**numbers, "shard": shard, "largest_tensor": largest})
     dist.destroy_process_group()
 

@@ -16,6 +16,7 @@ from open_instruct.config.rollout_sections import PromptDataSection
 from open_instruct.config.sections import DataSection, ModelSection
 from open_instruct.config.training import LearnerConfig
 from open_instruct.core.errors import InputError
+from open_instruct.core.files import near_files
 from open_instruct.data.files.opening import refuse_missing_file
 from open_instruct.data.mixer import find_entries, select_rows
 from open_instruct.data.report import BadRowLog
@@ -49,6 +50,12 @@ def check_paths(config: LearnerConfig) -> None:
 
 def check_models(config: LearnerConfig) -> None:
     """:raises InputError: a model folder has no config.json, or no weights, that can be read."""
+    if config.model.config_name is not None:
+        file = Path(config.model.config_name).expanduser()
+        if not file.exists():
+            raise InputError(
+                f"--config_name {file}: no such file.{near_files(file)}", kind="missing_file"
+            )
     for flag, value in as_flat_dict(config).items():
         if not flag.endswith("model_name_or_path") or value is None:
             continue

@@ -127,6 +127,12 @@ def test_what_is_not_drawn_is_refused(
         open_pretrained(config, config_file.parent / "out" / "hf_model")
 
 
+def test_config_that_is_not_there_is_named(tokenizer_folder: Path, config_file: Path) -> None:
+    config = parse(tokenizer_folder, config_file.with_name("none.json"))
+    with refused("missing_file", "config_name", "none.json"):
+        check_models(config)
+
+
 def test_config_by_itself_is_read_from_scratch_alone(
     tokenizer_folder: Path, config_file: Path
 ) -> None:
