@@ -98,8 +98,11 @@ def load_model_config(folder: Path) -> PretrainedConfig:
     return build_hf_config(read_model_fields(folder), find_config_file(folder))
 
 
-def check_weights_exist(folder: Path) -> None:
-    """:raises InputError: the folder holds no weights that can be read."""
+def check_model_folder(folder: Path) -> None:
+    """:raises InputError: the folder has no config.json, or no weights, that can be read."""
+    if folder.is_file():
+        read_config_fields(folder)  # which names what a folder holds
+    read_model_fields(folder)
     if find_olmo_core_config(folder) is None:
         find_weights_file(folder)
         return

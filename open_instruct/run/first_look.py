@@ -24,7 +24,7 @@ from open_instruct.data.row_builder import RowBuilder
 from open_instruct.data.templates.chat_templates import check_syntax, read_template
 from open_instruct.data.tokenizer import check_tokenizer_folder, find_local_folder
 from open_instruct.models.model_folder import (
-    check_weights_exist,
+    check_model_folder,
     find_olmo_core_config,
     find_tokenizer_name,
     read_model_fields,
@@ -63,9 +63,10 @@ def check_models(config: LearnerConfig) -> None:
         folder = find_local_folder(config.model.config_path if is_drawn else value)
         if folder is None:
             continue
-        read_model_fields(folder)
-        if not is_drawn:
-            check_weights_exist(folder)
+        if is_drawn:
+            read_model_fields(folder)
+        else:
+            check_model_folder(folder)
 
 
 def check_row_files(config: LearnerConfig, *flags: str) -> None:

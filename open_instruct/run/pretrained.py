@@ -246,7 +246,7 @@ def find_tokenizer_beside(section: ModelSection, folder: Path) -> Path:
     :raises InputError: there is none that can be read.
     """
     name = find_tokenizer_name(section)
-    if name == section.model_name_or_path:
+    if name == section.config_path:
         return folder
     revision = section.revision_of_tokenizer
     return find_tokenizer_folder(name, revision=revision, flag="--tokenizer_name_or_path")

@@ -136,5 +136,7 @@ def test_config_that_is_not_there_is_named(tokenizer_folder: Path, config_file: 
 def test_config_by_itself_is_read_from_scratch_alone(
     tokenizer_folder: Path, config_file: Path
 ) -> None:
+    words = ["--model_name_or_path", str(tokenizer_folder), "--config_name", str(config_file)]
+    words += ["--mixer_list", __file__, "1.0", "--output_dir", str(config_file.parent / "out")]
     with refused("unread_flag", "config_name", "--from_scratch"):
-        parse(tokenizer_folder, config_file, "--no_from_scratch")
+        parse_run(DPOConfig, words)

@@ -20,7 +20,7 @@ from open_instruct.core.errors import InputError
 from open_instruct.data.tokenizer import load_tokenizer
 from open_instruct.models.family import build_transformer_config
 from open_instruct.models.model_folder import (
-    check_weights_exist,
+    check_model_folder,
     find_tokenizer_name,
     load_model_config,
     read_model_fields,
@@ -166,7 +166,7 @@ def test_class_that_a_section_names_is_never_imported(tmp_path: Path) -> None:
     "change",
     [
         lambda fields: fields["model"].update(compile=True, dp_config={"name": "fsdp"}),
-        lambda fields: fields["model"].update(init_std=0.1, init_seed=4),
+        lambda fields: fields["model"].update(init_method="llama", init_seed=4),
         lambda fields: mixer(fields).update(backend="flash_2", use_flash=True),
         lambda fields: block(fields).update(attention=block(fields).pop("sequence_mixer")),
         lambda fields: fields.update(tokenizer=fields["dataset"].pop("tokenizer")),
@@ -242,7 +242,7 @@ def test_folder_beside_the_right_one_is_named(tmp_path: Path) -> None:
     with refused("bad_model", None, str(right)):
         read_model_fields(tmp_path)
     with refused("missing_file", None, ".metadata"):
-        check_weights_exist(right)
+        check_model_folder(right)
     (right / "model_and_optim" / ".metadata").touch()
     with refused("bad_model", None, str(right)):
         read_model_fields(right / "model_and_optim")
