@@ -66,7 +66,7 @@ class ModelSection:
         "a config.json in place of the one of --model_name_or_path, Hugging Face's or OLMo-core's",
         None,
         is_path=True,
-        read_with="from_scratch",
+        requires="from_scratch",
     )
     model_revision: str | None = flag(
         "branch, tag or commit of a model on the hub; default: its main branch", None

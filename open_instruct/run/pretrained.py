@@ -22,7 +22,7 @@ from open_instruct.config.rollout_sections import PromptDataSection
 from open_instruct.config.sections import DataSection, ModelSection
 from open_instruct.config.training import LearnerConfig
 from open_instruct.core.errors import InputError
-from open_instruct.core.families import family_of
+from open_instruct.core.families import find_family
 from open_instruct.core.shard_layout import ShardLayout
 from open_instruct.data.chat import ChatFormat
 from open_instruct.data.tokenizer import find_tokenizer_folder, load_tokenizer
@@ -273,7 +273,7 @@ def _draw_files(
             "supported: 'normal', one standard deviation for all (init_std)",
             kind="unsupported_model",
         )
-    family = family_of(hf_config.model_type)
+    family = find_family(hf_config.model_type)
     if family.delta is not None:
         raise InputError(
             f"--from_scratch: {file}: {family.name} has layers whose first weights are not drawn "
