@@ -14,7 +14,7 @@ from open_instruct.commands.tiny_model import write_tiny_model
 from open_instruct.data.tokenizer import load_tokenizer
 from open_instruct.models.drawn_weights import BLOCK_ROWS, DrawnTensor
 from open_instruct.models.load import stream_load
-from open_instruct.objectives.dpo import DPOConfig
+from open_instruct.objectives.dpo import DPOConfig, validate_dpo
 from open_instruct.planning.subject.read_shape import model_shape
 from open_instruct.run.first_look import check_models
 from open_instruct.run.pretrained import open_pretrained
@@ -74,7 +74,8 @@ def parse(tokenizer_folder: Path, config_file: Path, *words: str) -> DPOConfig:
         [
             *("--model_name_or_path", str(tokenizer_folder), "--from_scratch"),
             *("--config_name", str(config_file), "--mixer_list", __file__, "1.0"),
-            *("--output_dir", str(config_file.parent / "out"), *words),
+            *("--output_dir", str(config_file.parent / "out"), "--max_seq_length", "128"),
+            *words,
         ],
     )
 
@@ -139,4 +140,4 @@ def test_config_by_itself_is_read_from_scratch_alone(
     words = ["--model_name_or_path", str(tokenizer_folder), "--config_name", str(config_file)]
     words += ["--mixer_list", __file__, "1.0", "--output_dir", str(config_file.parent / "out")]
     with refused("unread_flag", "config_name", "--from_scratch"):
-        parse_run(DPOConfig, words)
+        validate_dpo(parse_run(DPOConfig, words))
