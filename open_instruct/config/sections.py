@@ -10,7 +10,7 @@ bool, Literal, `X | None`, `list[str]`, `list[int]`, `list[float]`, and `str | l
 that mostly have one word.
 """
 
-from dataclasses import MISSING, dataclass, field
+from dataclasses import MISSING, dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
 Switch = Literal["auto", "on", "off"]
@@ -100,6 +100,10 @@ class ModelSection:
     def config_path(self) -> str:
         """The folder or hub name of the model, or the file that describes it."""
         return self.config_name or self.model_name_or_path
+
+    def read_from(self, name: str) -> "ModelSection":
+        """The section of another model, whose weights are read, whatever becomes of the start's."""
+        return replace(self, model_name_or_path=name, from_scratch=False, config_name=None)
 
     @property
     def revision_of_tokenizer(self) -> str | None:

@@ -54,9 +54,7 @@ def take_lone_step(
         def open_model(model: str) -> Pretrained:
             section = config.model
             if model != section.model_name_or_path:
-                section = replace(
-                    section, model_name_or_path=model, from_scratch=False, config_name=None
-                )
+                section = section.read_from(model)
             return open_pretrained(replace(config, model=section), run.directory.hf_model)
 
         pretrained = open_model(model)

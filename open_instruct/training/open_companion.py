@@ -30,13 +30,7 @@ def open_companion_model(
     model = config.model
     directory = RunDirectory(path=Path(config.run.output_dir))
     if name is not None:
-        model = replace(
-            model,
-            model_name_or_path=name,
-            tokenizer_name_or_path=None,
-            from_scratch=False,
-            config_name=None,
-        )
+        model = replace(model.read_from(name), tokenizer_name_or_path=None)
     config = replace(config, model=model, lora=LoRASection())
     if kind == "critic":
         companion = open_pretrained(config, directory.critic, layout=layout, head="score")
