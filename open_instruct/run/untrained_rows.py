@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
+import torch
 
 from open_instruct.data.token_dataset import TokenDataset
 from open_instruct.models.hf.names import EMBEDDINGS, LM_HEAD
@@ -41,7 +42,8 @@ def find_untrained_rows(pretrained: Pretrained, token_ids: Iterable[int]) -> str
     for name, what in ((LM_HEAD, "head"), (EMBEDDINGS, "embeddings")):
         if name == LM_HEAD and pretrained.names.tied:
             continue
-        rows_TD = pretrained.files.read(pretrained.names.hf_name(name))[ids]
+        read = pretrained.files.open_tensor(pretrained.names.hf_name(name))
+        rows_TD = torch.cat([read((slice(each, each + 1),)) for each in ids])
         for token_id, problem in _find_problems(ids, rows_TD):
             problems[token_id] = f"{what}: {problem}"
     token_ids_named = sorted(problems.keys() & set(token_ids))

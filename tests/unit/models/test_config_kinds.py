@@ -23,10 +23,10 @@ from open_instruct.models.hf.hf_config import (
     SINGLE_NAME,
     find_weights_file,
     load_hf_config,
-    read_config_fields,
 )
 from open_instruct.models.hf.names import TensorNames
 from open_instruct.models.load import find_parameter_shapes
+from open_instruct.models.model_folder import load_model_config, read_model_fields
 from open_instruct.planning.subject.read_shape import model_shape, public_models
 from open_instruct.run.pretrained import Pretrained
 from open_instruct.run.untrained_rows import find_untrained_rows
@@ -45,8 +45,8 @@ def folder_of(tmp_path: Path, family: str, **changes: Any) -> Path:
 
 COMMANDS: dict[str, Callable[[Path], Any]] = {
     "plan": lambda folder: model_shape(str(folder)),
-    "preview, and what is looked at before torch": read_config_fields,
-    "run": lambda folder: load_hf_config(str(folder)),
+    "preview, and what is looked at before torch": read_model_fields,
+    "run": load_model_config,
 }
 
 
