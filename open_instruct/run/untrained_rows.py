@@ -38,6 +38,8 @@ def find_untrained_rows(pretrained: Pretrained, token_ids: Iterable[int]) -> str
     vocab_size = pretrained.hf_config.vocab_size
     special = {each for each in pretrained.tokenizer.added_tokens_decoder if each < vocab_size}
     ids = sorted({*token_ids, *special})
+    if not ids:
+        return None
     problems: dict[int, str] = {}
     for name, what in ((LM_HEAD, "head"), (EMBEDDINGS, "embeddings")):
         if name == LM_HEAD and pretrained.names.tied:
