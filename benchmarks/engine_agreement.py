@@ -1,8 +1,8 @@
 """Log-probs of sampled tokens: a learner against a vLLM engine, before and after syncs of changed
 weights.
 
-    python benchmarks/engine_agreement.py [--families olmo2 qwen3] [--num_tokens 1000] [--num_syncs
-    3]
+    python benchmarks/engine_agreement.py [--families olmo2 qwen3] [--num_tokens 1000] [--num_syncs 3]
+    python benchmarks/engine_agreement.py --model FOLDER
 
 For each family and dtype a tiny model is written. A vLLM engine in a process of its own samples
 from it; this process, the only learner, takes the log-probs of the same tokens with the forward
@@ -11,11 +11,16 @@ are sent to the engine, and the same prompts are asked again. "moved" is what th
 mean difference between the new weights and the engine's log-probs from before. rho is exp(learner -
 engine).
 
+With --model it is a real model, asked the questions of `make demo-real`. The line "peer" puts
+transformers in bfloat16 against transformers in float32, on the tokens that the bfloat16 engine
+sampled: what the dtype does to this model with one library.
+
 CPUs only. The exit code is 1 if float32 log-probs are more than 1e-4 apart anywhere.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import math
 import os
@@ -32,9 +37,12 @@ from open_instruct.core.families import FAMILIES
 
 if TYPE_CHECKING:
     from agreement.measure import Agreement
+    from agreement.prompts import DrawPrompt
 
 BOUND = 1e-4
 DTYPES = ("float32", "bfloat16")
+NOISE, NOISE_OF_A_REAL_MODEL = 0.1, 0.005  # standard deviations of each parameter
+QUESTIONS = Path(__file__).parents[1] / "scripts/demo_data/questions.txt"
 
 
 def main() -> int:
@@ -49,13 +57,15 @@ def main() -> int:
         "--num_tokens", type=int, default=1000, help="sampled from each version, at least"
     )
     parser.add_argument("--num_syncs", type=int, default=3)
+    parser.add_argument("--model", type=Path, help="a real model's folder, in place of tiny ones")
     args = parser.parse_args()
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
     # The engine's process imports this file too, and vLLM and transformers' models must not share
     # one.
-    from agreement.measure import measure
+    from agreement.prompts import questions_as_prompts, random_prompts
 
+    from open_instruct.models.hf.hf_config import load_hf_config
     from open_instruct.parallel.process import start_process, stop_process
 
     with contextlib.redirect_stdout(sys.stderr):  # OLMo-core's words on it
@@ -65,18 +75,16 @@ def main() -> int:
         "family  dtype     version  tokens   largest      mean    rho: mean      std      min    "
         "  max    moved"
     )
-    for family in args.families:
+    if args.model is not None:
+        questions = questions_as_prompts(QUESTIONS, model=args.model)
+        measure_dtypes(
+            args.model, "real", questions, args=args, noise=NOISE_OF_A_REAL_MODEL, apart=apart
+        )
+    for family in () if args.model is not None else args.families:
         with tempfile.TemporaryDirectory(prefix="engine_agreement_") as name:
             folder = write_tiny_model(Path(name) / "model", family=family, size=args.size)
-            for dtype in args.dtypes:
-                for each in measure(
-                    folder, dtype=dtype, num_tokens=args.num_tokens, num_syncs=args.num_syncs
-                ):
-                    print(row(family, dtype, each), flush=True)
-                    # A NaN is as far apart as can be.
-                    apart[dtype] = max(
-                        apart[dtype], math.inf if math.isnan(each.largest) else each.largest
-                    )
+            prompts = random_prompts(load_hf_config(str(folder)).vocab_size)
+            measure_dtypes(folder, family, prompts, args=args, noise=NOISE, apart=apart)
     stop_process()
     for dtype, largest in apart.items():
         print(
@@ -84,6 +92,38 @@ def main() -> int:
             + (f" (bound {BOUND:g})" if dtype == "float32" else "")
         )
     return int(apart.get("float32", 0.0) > BOUND)
+
+
+def measure_dtypes(
+    folder: Path,
+    family: str,
+    draw_prompt: DrawPrompt,
+    *,
+    args: argparse.Namespace,
+    noise: float,
+    apart: dict[str, float],
+) -> None:
+    """Print a line for each version of the weights, and put the largest difference into `apart`."""
+    from agreement.measure import measure
+
+    for dtype in args.dtypes:
+        agreements, sample = measure(
+            folder,
+            dtype=dtype,
+            draw_prompt=draw_prompt,
+            num_tokens=args.num_tokens,
+            num_syncs=args.num_syncs,
+            noise=noise,
+        )
+        for each in agreements:
+            print(row(family, dtype, each), flush=True)
+            # A NaN is as far apart as can be.
+            largest = math.inf if math.isnan(each.largest) else each.largest
+            apart[dtype] = max(apart[dtype], largest)
+        if args.model is not None and dtype == "bfloat16":
+            from agreement.peer import measure_transformers
+
+            print(row("peer", dtype, measure_transformers(folder, sample)), flush=True)
 
 
 def row(family: str, dtype: str, each: Agreement) -> str:

@@ -1,4 +1,4 @@
-"""The pictures of the pages, from the runs that `make demo` and `make demo-real` leave: `python
+"""The pictures of the pages, from the runs that `make demo` and the recipes leave: `python
 scripts/report_pictures.py`.
 
 Needs Chromium. A second DPO run, with another loss, is trained first where it is not there: a
@@ -23,6 +23,12 @@ from open_instruct.report.page import report_page
 
 PICTURES = Path("docs") / "pictures"
 OTHER = OUTPUT / "simpo"
+# Those of docs/recipes.md, where they are there.
+REAL_RUNS = {
+    "real": demo_real.GRPO,
+    "brevity": Path("runs/dpo_smollm2_cpu"),
+    "json": Path("runs/sft_smollm2_lora_cpu"),
+}
 MOST_BYTES = 150_000
 OPEN_A_ROLLOUT = """
     document.getElementById("rollout-order").value = "worst";
@@ -50,8 +56,9 @@ def main() -> int:
     with browser() as tab:
         picture(tab, "dpo", [demo_dpo.RUN], width=1200, height=1500)
         picture(tab, "grpo_phone", [demo_grpo.GRPO], width=400, height=1150, scheme="dark")
-        if (demo_real.GRPO / "hf_model").exists():
-            picture(tab, "real", [demo_real.GRPO], width=1200, height=900)
+        for name, run in REAL_RUNS.items():
+            if (run / "hf_model").exists():
+                picture(tab, name, [run], width=1200, height=900)
         picture(tab, "compared", [demo_dpo.RUN, OTHER], width=1200, height=1500)
         picture(
             tab,

@@ -19,7 +19,6 @@ from open_instruct.weight_sync.sender import WeightSender
 from open_instruct.weight_sync.transports import choose_transport
 
 TEMPERATURE = 0.7
-NOISE = 0.1  # standard deviations of each parameter
 
 
 class Learner:
@@ -60,10 +59,11 @@ class Learner:
             )
         return tokens.logprobs_N
 
-    def change(self) -> None:
+    def change(self, noise: float) -> None:
+        """Add `noise` standard deviations of each parameter to it."""
         with torch.no_grad():
             for parameter in self.model.parameters():
-                parameter += NOISE * parameter.std() * torch.randn_like(parameter)
+                parameter += noise * parameter.std() * torch.randn_like(parameter)
 
 
 def send_weights(learner: Learner, engine: EngineProcess, *, version: int) -> None:

@@ -6,14 +6,9 @@ from pathlib import Path
 
 import torch
 
-from agreement.engine import (
-    LONGEST_COMPLETION,
-    LONGEST_PROMPT,
-    NUM_AT_ONCE,
-    EngineProcess,
-    settings_of,
-)
+from agreement.engine import LONGEST_COMPLETION, NUM_AT_ONCE, EngineProcess, settings_of
 from agreement.learner import TEMPERATURE, Learner, send_weights
+from agreement.prompts import DrawPrompt
 from open_instruct.core.records import Completion
 from open_instruct.generation.requests import GenerationRequest, SamplingSettings
 
@@ -35,38 +30,47 @@ class Agreement:
     moved: float | None
 
 
-def measure(folder: Path, *, dtype: str, num_tokens: int, num_syncs: int) -> list[Agreement]:
-    """The start model, then each version that was sent."""
+def measure(
+    folder: Path,
+    *,
+    dtype: str,
+    draw_prompt: DrawPrompt,
+    num_tokens: int,
+    num_syncs: int,
+    noise: float,
+) -> tuple[list[Agreement], Sample]:
+    """The start model and each version that was sent; and what the start model sampled."""
     engine = EngineProcess(settings_of(folder, dtype=dtype))
     learner = Learner(folder, dtype=dtype)
-    sample = sample_tokens(engine, num_tokens=num_tokens, vocab_size=learner.vocab_size, version=0)
-    agreements = [compare(learner, sample, version=0, moved=None)]
+    first = sample_tokens(engine, draw_prompt, num_tokens=num_tokens, version=0)
+    agreements = [compare(learner, first, version=0, moved=None)]
+    sample = first
     for version in range(1, num_syncs + 1):
-        learner.change()
+        learner.change(noise)
         moved = float((learner.logprobs(sample) - engine_logprobs(sample)).abs().mean())
         send_weights(learner, engine, version=version)
-        sample = sample_tokens(
-            engine, num_tokens=num_tokens, vocab_size=learner.vocab_size, version=version
-        )
+        sample = sample_tokens(engine, draw_prompt, num_tokens=num_tokens, version=version)
         agreements.append(compare(learner, sample, version=version, moved=moved))
     learner.sender.close()
     engine.stop()
-    return agreements
+    return agreements, first
 
 
 def sample_tokens(
-    engine: EngineProcess, *, num_tokens: int, vocab_size: int, version: int
+    engine: EngineProcess,
+    draw_prompt: DrawPrompt,
+    *,
+    num_tokens: int,
+    version: int,
 ) -> Sample:
-    """Completions of random prompts with `num_tokens` tokens at least; the same prompts for every
-    version.
-    """
+    """Completions with `num_tokens` tokens at least; the same prompts for every version."""
     rng = random.Random(0)
     sampling = SamplingSettings(temperature=TEMPERATURE, top_p=1.0, max_tokens=LONGEST_COMPLETION)
     sample: Sample = []
     while sum(len(completion.token_ids) for _, completion in sample) < num_tokens:
         requests = []
         for _ in range(NUM_AT_ONCE):
-            prompt = tuple(rng.randrange(vocab_size) for _ in range(rng.randint(1, LONGEST_PROMPT)))
+            prompt = draw_prompt(rng)
             seed = rng.randrange(2**31)
             requests.append(
                 GenerationRequest(
@@ -80,6 +84,10 @@ def sample_tokens(
 
 def compare(learner: Learner, sample: Sample, *, version: int, moved: float | None) -> Agreement:
     difference_N = learner.logprobs(sample) - engine_logprobs(sample)
+    return agreement_of(difference_N, version=version, moved=moved)
+
+
+def agreement_of(difference_N: torch.Tensor, *, version: int, moved: float | None) -> Agreement:
     rho_N = difference_N.exp()
     return Agreement(
         version=version,

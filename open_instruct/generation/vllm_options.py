@@ -11,6 +11,10 @@ from open_instruct.generation.nf4_loader import load_options
 from open_instruct.generation.requests import EngineSettings
 from open_instruct.parallel.listening import LOOPBACK
 
+# Only whole blocks of a prompt are computed once for a group. vLLM's 128 on a CPU are more than
+# most prompts have; 32 is the least that its attention there takes.
+CPU_BLOCK_TOKENS = 32
+
 
 def engine_environment(on_cuda: bool, runner: str = "auto") -> dict[str, str]:
     """Variables that must be set in an engine's process before vLLM is imported there.
@@ -61,6 +65,7 @@ def engine_options(settings: EngineSettings, *, on_cuda: bool) -> dict[str, Any]
         "distributed_executor_backend": "mp" if fleet.vllm_tensor_parallel_size > 1 else "uni",
         "gpu_memory_utilization": fleet.vllm_gpu_memory_utilization,
         "kv_cache_memory_bytes": kv_cache_mib and kv_cache_mib << 20,
+        "block_size": None if on_cuda else CPU_BLOCK_TOKENS,
         "enable_prefix_caching": fleet.vllm_enable_prefix_caching,
         # Of a prompt in two parts the first has a token drawn too, and a CPU's generator does not
         # return to its state before.

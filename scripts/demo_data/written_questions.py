@@ -32,11 +32,22 @@ def write_questions(folder: Path) -> dict[str, int]:
     folder.mkdir(parents=True, exist_ok=True)
     num_rows = {}
     for name, source in _QUESTIONS.items():
-        text = Path(__file__).with_name(source).read_text(encoding="utf-8")
-        rows = [_row(question) for question in text.splitlines()]
+        rows = [_row(question) for question in _read_lines(source)]
         write_rows(folder / name, rows)
         num_rows[name] = len(rows)
     return num_rows
+
+
+def read_questions() -> dict[str, list[str]]:
+    """The questions alone, without the request: "train" and "held_out"."""
+    return {
+        "train": _read_lines(_QUESTIONS[PROMPTS_FILE]),
+        "held_out": _read_lines(_QUESTIONS[HELD_OUT_FILE]),
+    }
+
+
+def _read_lines(source: str) -> list[str]:
+    return Path(__file__).with_name(source).read_text(encoding="utf-8").splitlines()
 
 
 def _row(question: str) -> dict[str, Any]:

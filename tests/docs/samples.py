@@ -25,6 +25,10 @@ LEFT_OUT = {
     r"^(hf|lm_eval) |openai/gsm8k|DAPO-Math-17k": "needs the hub",
     r"^curl |^open-instruct serve": "a server: tests/fleet/test_serving.py",
     r"get-model|chat smollm": "downloads: tests/unit/commands/test_get_model.py",
+    r"recipe_rows|smollm2_135m": (
+        "minutes, on a real model: tests/house/test_configs.py checks the files, and "
+        "tests/house/test_demo.py the rows"
+    ),
     r"--watch": "serves until it is ended: tests/unit/report/test_live_page.py",
     r"^sbatch|launch_multi_node\.sh": "nodes: tests/house/test_scripts.py, with stubs of torchrun and Slurm",
     r"grpo_fast\.py": "settings for 24 GPUs: tests/fleet/test_grpo.py runs it on two learners under stage 3",

@@ -6,16 +6,28 @@ Its own process, because vLLM and transformers' models do not go together in one
 """
 
 import json
+import os
 import sys
 from pathlib import Path
 
-from vllm import LLM, SamplingParams
+from open_instruct.generation.vllm_options import engine_environment
 
 MAX_TOKENS = 8
+CACHE_BYTES = 2**26
 
 
 def main(folder: str, out: str) -> None:
-    engine = LLM(folder, dtype="float32", enforce_eager=True, max_model_len=256)
+    os.environ |= engine_environment(on_cuda=False)
+    # It reads its environment when it is imported.
+    from vllm import LLM, SamplingParams
+
+    engine = LLM(
+        folder,
+        dtype="float32",
+        enforce_eager=True,
+        max_model_len=256,
+        kv_cache_memory_bytes=CACHE_BYTES,
+    )
     settings = SamplingParams(temperature=0, max_tokens=MAX_TOKENS)
     (answer,) = engine.chat([{"role": "user", "content": "Hello?"}], settings, use_tqdm=False)
     (reply,) = answer.outputs

@@ -2,6 +2,7 @@
 
 import importlib
 import io
+import json
 import subprocess
 import sys
 from collections.abc import Callable
@@ -165,6 +166,17 @@ def test_reward_of_a_real_reply_is_the_share_of_constraints(
 ) -> None:
     constraints = load("demo_data.written_questions").CONSTRAINTS
     assert IFEval().score(reply, constraints) == pytest.approx(num_kept / 3)
+
+
+def test_recipes_teach_the_first_sentence_of_an_answer(load: Load) -> None:
+    recipe = load("recipe_rows")
+    answered = [("How far is it?", "It is 3.5 km. That is near."), ("Why?", "Nobody knows.")]
+    rows = recipe.build_rows(answered)
+    (pair,) = rows["brevity"]
+    assert pair["chosen"] == recipe.turns("How far is it?", "It is 3.5 km.")
+    assert pair["rejected"] == recipe.turns(*answered[0])
+    replies = [row["messages"][-1]["content"] for row in rows["json"]]
+    assert [json.loads(reply)["answer"] for reply in replies] == ["It is 3.5 km.", "Nobody knows."]
 
 
 @pytest.mark.parametrize("width", WIDTHS)

@@ -429,6 +429,7 @@ class TestPage:
             "--teacher_model_name_or_path",
             "allenai/OLMo-2-0325-32B",
         ]
+        on_a_cpu = ["dpo", *OLMO_7B, "--gpu", "cpu", "--gpus_per_node", "1"]
         explained = set()
         for words in (
             DPO_7B,
@@ -437,6 +438,7 @@ class TestPage:
             [*grpo, *FULL, "--advantages", "gae"],
             single,
             distill,
+            on_a_cpu,
         ):
             plan = planned(*words)
             text = page(plan)
