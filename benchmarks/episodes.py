@@ -163,8 +163,7 @@ class Setting:
             noted,
             self._chat,
             {"slow": Slow},
-            config.environment,
-            max_prompt_tokens=config.data.max_prompt_token_length,
+            config,
         )
         self._at_once = at_once
 

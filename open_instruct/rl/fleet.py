@@ -82,8 +82,7 @@ class Fleet:
                 self.engines,
                 run.chat,
                 run.environments,
-                run.config.environment,
-                max_prompt_tokens=run.config.data.max_prompt_token_length,
+                run.config,
                 warn=run.console.warn,
             )
 

@@ -16,7 +16,7 @@ from functools import partial
 from itertools import chain
 from typing import Any, TypeVar
 
-from open_instruct.config.rollout_sections import EnvironmentSection
+from open_instruct.config.grpo import GRPOConfig
 from open_instruct.core.errors import RunError
 from open_instruct.core.records import Completion, Episode, EpisodeStatus, Prompt, Span
 from open_instruct.data.chat import ChatFormat
@@ -74,17 +74,16 @@ class Conversations:
         pool: EnginePool,
         chat: ChatFormat,
         factories: Mapping[str, Factory],
-        flags: EnvironmentSection,
+        config: GRPOConfig,
         *,
-        max_prompt_tokens: int,
         warn: Callable[[str], None] = lambda text: None,
         blocked_limit_s: float = LIMIT_S,
     ) -> None:
         self._pool = pool
         self._template = TurnTemplate(chat)
         self._factories = factories
-        self._flags = flags
-        self._max_prompt_tokens = max_prompt_tokens
+        self._flags = config.environment
+        self._max_prompt_tokens = config.data.max_prompt_token_length
         form: str = self._flags.tool_call_form
         if form == "auto":
             form = detect_call_form(chat.template.text)

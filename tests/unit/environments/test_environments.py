@@ -366,8 +366,7 @@ def ask(tokenizer: PreTrainedTokenizerFast) -> Iterator[Callable[..., Asked]]:
             pool,
             chat,
             {"it": factory},
-            config.environment,
-            max_prompt_tokens=config.data.max_prompt_token_length,
+            config,
             **(watch or {}),
         )
         opened.append(conversations)
@@ -565,9 +564,7 @@ class TestEpisodes:
 
         chat = ChatFormat.choose(tokenizer, "chatml")
         engines: Any = Engines(tokenizer, [None])
-        conversations = Conversations(
-            engines, chat, {"it": Waits}, grpo_config().environment, max_prompt_tokens=2000
-        )
+        conversations = Conversations(engines, chat, {"it": Waits}, grpo_config())
         prompt = Prompt(
             row_id=0, token_ids=(1,), text="", checks=(), environment="it", row={"messages": [USER]}
         )
