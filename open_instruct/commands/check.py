@@ -1,7 +1,9 @@
 """`open-instruct check`: finds everything that a run would be refused for, and starts nothing."""
 
+import gc
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, make_dataclass
 from pathlib import Path
 from typing import Any
@@ -52,7 +54,20 @@ def main(argv: Sequence[str]) -> int:
         raise InputError(
             f"{mistake}the first word is {join_choices(names)}: {example}", kind="stray_word"
         )
-    return check_run(load_objective(name), argv[1:])
+    with no_garbage_collection():
+        return check_run(load_objective(name), argv[1:])
+
+
+@contextmanager
+def no_garbage_collection() -> Iterator[None]:
+    """Spare a short command a tenth of its time, which goes into looking for garbage among what
+    libraries make when they are imported.
+    """
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 def check_run(

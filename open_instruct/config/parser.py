@@ -15,7 +15,7 @@ from open_instruct.config.flags import Flag, list_flags, list_sections, spell_va
 from open_instruct.config.name_hints import describe_name_here, find_flag_here, suggest_nearest
 from open_instruct.config.packaged import packaged_settings, settings_file
 from open_instruct.config.suites.upstream_flags import Fate, translate_flag
-from open_instruct.config.yaml_depth import check_depth
+from open_instruct.config.yaml_depth import LOADER, check_depth
 from open_instruct.core.errors import InputError, Kind, Problem
 from open_instruct.core.files import read_user_file
 
@@ -342,7 +342,7 @@ def read_yaml_nodes(path: str) -> list[tuple[Any, Any]]:
     text = read_user_file(path, where=path, most=MAX_YAML_BYTES)
     try:
         check_depth(text)
-        root = yaml.compose(text, Loader=yaml.SafeLoader)
+        root = yaml.compose(text, Loader=LOADER)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line = f" line {mark.line + 1}" if mark else ""

@@ -14,15 +14,13 @@ from typing import Any
 from urllib.parse import quote
 
 import jinja2
-import yaml
 
 from open_instruct.core.errors import InputError
 from open_instruct.core.files import read_user_file
+from open_instruct.core.tables import read_yaml_table
 from open_instruct.environments.environment import EnvironmentFault, ToolServer, text_tool
 
-SERVICES: dict[str, dict[str, Any]] = yaml.safe_load(
-    Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8")
-)
+SERVICES: dict[str, dict[str, Any]] = read_yaml_table(Path(__file__).with_suffix(".yaml"))
 WAITS_S = (0.0, 1.0, 4.0)  # before each attempt
 QUERY_STATUSES = (400, 404, 413, 414, 422, 451)
 KEY_STATUSES = (401, 402, 403)

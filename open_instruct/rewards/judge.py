@@ -17,11 +17,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, ClassVar
 
-import yaml
-
 from open_instruct.config.policy_sections import RewardSection
 from open_instruct.core.errors import InputError
 from open_instruct.core.files import read_user_file
+from open_instruct.core.tables import read_yaml_table
 from open_instruct.rewards import event_loop
 from open_instruct.rewards.secret_key import JUDGE_KEY, hide_key
 from open_instruct.rewards.verifier import Verifier, describe_error, remove_thinking
@@ -37,13 +36,10 @@ _MARKS = re.compile(
     re.IGNORECASE,
 )
 
-_TABLE = Path(__file__).with_name("judge_prompts.yaml").read_text(encoding="utf-8")
 # The prompt of each judge, and the possible verdicts with their scores.
 JUDGE_PROMPTS: dict[str, tuple[str, dict[str, float]]] = {
     name: (facts["prompt"], facts["verdicts"])
-    for name, facts in yaml.load(
-        _TABLE, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-    ).items()
+    for name, facts in read_yaml_table(Path(__file__).with_name("judge_prompts.yaml")).items()
 }
 
 CACHE_FILE = "judge_verdicts.sqlite"

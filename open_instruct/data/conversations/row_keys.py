@@ -5,14 +5,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from open_instruct.core.tables import read_yaml_table
 from open_instruct.data.files.rows import MalformedRow
 
 # Names of roles and columns in the data of others, by the name here.
-OTHER_NAMES = yaml.safe_load(
-    Path(__file__).with_name("other_names.yaml").read_text(encoding="utf-8")
-)
+OTHER_NAMES = read_yaml_table(Path(__file__).with_name("other_names.yaml"))
 
 
 class TrackedRow(UserDict[str, Any]):

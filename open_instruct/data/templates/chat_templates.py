@@ -15,11 +15,10 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import yaml
-
 from open_instruct.config.name_hints import suggest_nearest
 from open_instruct.core.errors import InputError
 from open_instruct.core.files import read_user_file
+from open_instruct.core.tables import read_yaml_table
 from open_instruct.data.conversations.messages import Message
 from open_instruct.data.templates.template_trial import refuse_endless
 from open_instruct.data.templates.template_variables import (
@@ -226,8 +225,7 @@ def built_in_templates() -> dict[str, str]:
         file.stem: file.read_text(encoding="utf-8") for file in sorted(FOLDER.glob("*.jinja"))
     }
     settings_file = FOLDER / "shared" / "made.yaml"
-    template_settings: dict[str, Any] = yaml.safe_load(settings_file.read_text(encoding="utf-8"))
-    for name, settings in template_settings.items():
+    for name, settings in read_yaml_table(settings_file).items():
         if not name.startswith("."):
             templates[name] = _make_template(**settings)
     return templates

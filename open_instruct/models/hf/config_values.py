@@ -4,18 +4,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from open_instruct.core.errors import InputError
+from open_instruct.core.tables import read_yaml_table
 
 MAX_SIZE = 2**24  # larger than any model, as are those of `SIZES`
 MAX_NUMBER = 1e12  # the largest parameter of RoPE for which float32 still resolves the frequencies
 PART_TURNED = "partial_rotary_factor"
 
 # What is known of fields.
-FIELDS: dict[str, Any] = yaml.safe_load(
-    Path(__file__).with_name("config_fields.yaml").read_text(encoding="utf-8")
-)
+FIELDS: dict[str, Any] = read_yaml_table(Path(__file__).with_name("config_fields.yaml"))
 SIZES: dict[str, int] = FIELDS["sizes"]
 
 

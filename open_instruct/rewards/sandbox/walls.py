@@ -14,10 +14,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import yaml
 from landlockpy import AccessFS, LandlockError, Ruleset, Scope
 
-TABLES = yaml.safe_load(Path(__file__).with_name("walls.yaml").read_text(encoding="utf-8"))
+from open_instruct.core.tables import read_yaml_table
+
+TABLES = read_yaml_table(Path(__file__).with_name("walls.yaml"))
 TRUNCATE_ABI = 3  # of Landlock: Linux 6.2
 CAPABILITY_VERSION_3 = 0x20080522  # <linux/capability.h>
 READ = AccessFS.READ_FILE | AccessFS.EXECUTE  # libraries are mapped to be executed
