@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import xxhash
 
@@ -128,7 +129,9 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> WrittenFil
 
 
 def _view_bytes(tensor: torch.Tensor) -> memoryview:
-    raw: memoryview = tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy().data
+    # `numpy()` would have the storage never be resized again, as a learner's is that rests.
+    flat = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
+    raw: memoryview = np.from_dlpack(flat).data
     return raw
 
 

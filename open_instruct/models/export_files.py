@@ -16,6 +16,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from open_instruct.core.errors import RunError
@@ -135,7 +136,7 @@ def append_tensor(
         if tensor is file.tensors[0]:
             tensors = ((each.hf_name, each.dtype, each.shape) for each in file.tensors)
             opened.write(make_header(tensors, metadata={"format": "pt"}))
-        opened.write(values.flatten().view(torch.uint8).numpy().data)
+        opened.write(np.from_dlpack(values.detach().flatten().view(torch.uint8)).data)
         if tensor is file.tensors[-1]:
             opened.flush()
             os.fsync(opened.fileno())

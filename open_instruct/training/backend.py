@@ -6,7 +6,7 @@ start model.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from math import prod
 from typing import Any, Literal, Protocol
@@ -33,6 +33,7 @@ from open_instruct.training.model.host_heap import trim_between_blocks
 from open_instruct.training.model.inputs_on_host import offload_inputs
 from open_instruct.training.optim.optimizers import set_learning_rate
 from open_instruct.training.reference import Reference
+from open_instruct.training.state_mover import list_module_tensors, list_nested_tensors
 
 Metrics = Mapping[str, float | torch.Tensor]
 """Numbers of an update, the same on every rank; a tensor is one not waited for on the host."""
@@ -143,6 +144,13 @@ class Backend(Protocol):
         :param moves: arguments of `Reference`.
         """
 
+    def list_resident_tensors(self) -> Iterator[torch.Tensor]:
+        """Every tensor that stays from step to step: weights, optimizer states, buffers.
+
+        Several may be views of one storage. A `StateMover` takes them off the device between two
+        steps, when there are no gradients, and nothing but `model` may be used until they are back.
+        """
+
 
 def build_empty_model(
     pretrained: Pretrained,
@@ -222,6 +230,14 @@ class ShardedModule(TransformerTrainModule):
     def set_mode(self, mode: Literal["train", "eval"]) -> None:
         self._set_model_mode(mode)
         self.computing_model.train(mode == "train")
+
+    def list_resident_tensors(self) -> Iterator[torch.Tensor]:
+        yield from list_module_tensors(self.model)
+        if self.computing_model is not self.model:
+            yield from list_module_tensors(self.computing_model)
+        assert self.optim is not None
+        for state in self.optim.state.values():
+            yield from list_nested_tensors(state)
 
     def set_learning_rate(self) -> float | torch.Tensor:
         return set_learning_rate(self.optim, self.scheduler, self.trainer)

@@ -1,6 +1,6 @@
 """One rank's learner of GRPO; a driver brings its steps."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -18,6 +18,7 @@ from open_instruct.run.pretrained import Pretrained, fingerprint_start_model
 from open_instruct.training.learner_state import CompanionModels, build_learner_state
 from open_instruct.training.loop import LearnBefore
 from open_instruct.training.open_companion import open_companion_model
+from open_instruct.training.state_mover import Move, StateMover
 
 
 def open_companions(
@@ -95,6 +96,7 @@ class GRPOLearner:
         self.policy = state.policy
         self.critic = state.critic
         self.loop = state.build_loop(self)
+        self._mover = StateMover(self._list_resident_tensors, self.policy.device)
 
     def step(self, work: RankStep) -> dict[str, float]:
         """Learn from the completions of one step; returns its metrics, the same on every rank."""
@@ -116,6 +118,23 @@ class GRPOLearner:
         # time as training.
         self.loop.wait_for_device()
         return row
+
+    def move_to_host(self) -> Move:
+        """Free the device of all that stays from step to step, for an engine; see `StateMover`.
+
+        Call `move_to_device` before any other method.
+        """
+        self.loop.wait_for_copy()
+        return self._mover.move_to_host()
+
+    def move_to_device(self) -> Move:
+        """Bring back what `move_to_host` has taken, bit for bit."""
+        return self._mover.move_to_device()
+
+    def _list_resident_tensors(self) -> Iterator[torch.Tensor]:
+        yield from self.policy.list_resident_tensors()
+        if self.critic is not None:
+            yield from self.critic.policy.list_resident_tensors()
 
     def compare_with_engine(self, work: RankStep) -> dict[str, float]:
         """How far this policy's log-probs of `work` are from the engine's, in nats.

@@ -286,6 +286,10 @@ class Loop:
                 "--keep_best out to export the last"
             ) from error
 
+    def wait_for_copy(self) -> None:
+        """Wait until a checkpoint under way no longer reads the weights and the optimizer."""
+        self.checkpointer.wait_for_copy()
+
     def wait_for_device(self) -> None:
         """Wait until the device has done all its work, the optimizer's step last."""
         if self.learner.device.type == "cuda":

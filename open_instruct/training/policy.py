@@ -6,7 +6,7 @@ library.
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -23,7 +23,7 @@ from open_instruct.checkpoints.resume import last_checkpoint
 from open_instruct.config.sections import BalanceScope
 from open_instruct.core.batch_values import LogprobsField
 from open_instruct.core.errors import RunError
-from open_instruct.core.records import Batch, Metric, PackedBatch, StepBatch
+from open_instruct.core.records import Batch, Metric, StepBatch
 from open_instruct.models.compiled import FALLBACKS
 from open_instruct.models.heads.logprob_head import Measure
 from open_instruct.models.lora.adapters import disable_adapters
@@ -32,7 +32,12 @@ from open_instruct.objectives.objective import BoundLoss, LossOutputs, TokenLogp
 from open_instruct.parallel.process import gather_objects
 from open_instruct.parallel.reduce import combine_microbatches, gather_rows, reduce_metrics
 from open_instruct.training.backend import GRAD_NORM, Backend, Metrics
-from open_instruct.training.measure.speed import ComputeTimer, StepClock, measure_peak_memory
+from open_instruct.training.measure.speed import (
+    ComputeTimer,
+    StepClock,
+    measure_peak_memory,
+    token_fractions,
+)
 from open_instruct.training.model.forward import token_logprobs
 from open_instruct.training.model.routing import (
     StepRouting,
@@ -41,6 +46,7 @@ from open_instruct.training.model.routing import (
     record_routing,
 )
 from open_instruct.training.reference import Reference
+from open_instruct.training.state_mover import list_module_tensors
 from open_instruct.training.teacher import TeacherComparison
 
 log = logging.getLogger(__name__)
@@ -325,6 +331,14 @@ class Policy:
             self._compute_timer = ComputeTimer(self.computing_model.lm_head, self.device)
         return self._compute_timer.read()
 
+    def list_resident_tensors(self) -> Iterator[torch.Tensor]:
+        """Every tensor that stays on the device between steps, of the frozen models too."""
+        yield from self.backend.list_resident_tensors()
+        if self.reference is not None:
+            yield from self.reference.list_resident_tensors()
+        if self.teacher is not None:
+            yield from list_module_tensors(self.teacher)
+
     def end_step(self) -> None:
         """Call it once after the last update of a step."""
         if self.reference is not None:
@@ -383,15 +397,3 @@ class Policy:
             f"lower {self.rate_flag} in another --output_dir, or look at the data of this step. "
             f"{last_checkpoint(Path(self.trainer.save_folder))}"
         )
-
-
-def token_fractions(packed: PackedBatch) -> dict[str, Metric]:
-    """Shares of a microbatch: padding of its slots, and tokens that sharing saves its documents."""
-    num_slots = packed.input_ids_BT.numel()
-    num_document_tokens = packed.num_tokens + packed.num_shared_tokens
-    padding = 1.0 - packed.num_tokens / num_slots
-    shared_fraction = packed.num_shared_tokens / max(num_document_tokens, 1)
-    return {
-        "padding_fraction": Metric(value=padding, weight=float(num_slots)),
-        "shared_fraction": Metric(value=shared_fraction, weight=float(num_document_tokens)),
-    }

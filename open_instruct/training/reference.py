@@ -1,5 +1,6 @@
 """The reference policy that a KL penalty measures against: sharded as the policy, never a copy."""
 
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,7 @@ from open_instruct.models.shards import local_part, reshard
 from open_instruct.run.opening import Run
 from open_instruct.run.pretrained import Pretrained
 from open_instruct.training.parallelize import Parallelism, parallelize, plan_frozen
+from open_instruct.training.state_mover import list_module_tensors
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +51,10 @@ class Reference:
         reshard(policy)
         for ours, theirs in zip(self.model.parameters(), policy.parameters(), strict=True):
             local_part(ours).lerp_(local_part(theirs).to(ours.dtype), self.alpha)
+
+    def list_resident_tensors(self) -> Iterator[torch.Tensor]:
+        """Every tensor of the reference; they may be the policy's own."""
+        return list_module_tensors(self.model)
 
     def state(self) -> dict[str, Any]:
         """The weights by name, as a checkpoint has them; they share the reference's storage."""

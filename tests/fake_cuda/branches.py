@@ -467,6 +467,53 @@ def adams(folder: Path) -> Any:
     return [kind.optimizer().__name__ for kind in kinds] + warnings
 
 
+RESTING = {
+    "fsdp2": "--advantages gae --beta 0.1 --ref_policy_update_freq 1",
+    "hsdp_8bit": f"--optimizer adamw_8bit {cases.HSDP}",
+    "4bit": cases.QLORA,
+    "moments_on_host": "--adam_offload",
+    "zero_2": f"{cases.ZERO} 2 --param_dtype bfloat16",
+    "zero_3": f"{cases.ZERO} 3 --param_dtype bfloat16",
+}
+
+
+def resting(folder: Path) -> Any:
+    """The bytes on the device after a step, while its learner rests, and when it is back."""
+    import gc
+
+    import torch
+
+    from open_instruct.training.state_mover import StateMover
+    from tests.fake_cuda.memory import Alive, watching
+
+    found: dict[str, Any] = {}
+    for name, flags in RESTING.items():
+        alive = Alive()
+        case = Case(f"--compile_model false {flags}", "grpo")
+        with watching(alive) as watch, opened(case, folder / name, watch) as (policy, take):
+            take()
+            critic = policy.critic
+
+            def list_tensors(policy: Any = policy, critic: Any = critic) -> Iterator[Any]:
+                yield from policy.list_resident_tensors()
+                if critic is not None:
+                    yield from critic.policy.list_resident_tensors()
+
+            mover = StateMover(list_tensors, torch.device("cuda", 0))
+            sizes: list[int] = []
+            for move in (None, mover.move_to_host, mover.move_to_device):
+                if move is not None:
+                    WAITS.taken()
+                    move()
+                waits = WAITS.taken()
+                gc.collect()
+                alive.begin("now")
+                sizes.append(alive._now)
+            kinds = {where.partition(": ")[2].partition(", of")[0] for where in waits}
+            found[name] = {"bytes": sizes, "waits": sorted(kinds)}
+    return found
+
+
 def driver(folder: Path) -> Any:
     """What a GRPO run decides before it has learners."""
     from open_instruct.commands.run_flags import parse_run
@@ -524,6 +571,7 @@ BRANCHES: dict[str, Callable[[Path], Any]] = {
     "talking": talking,
     "check": check,
     "adams": adams,
+    "resting": resting,
     "driver": driver,
     "callbacks": callbacks,
     "plans": plans,

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.fake_cuda.branches import BRANCHES, STEPS
+from tests.fake_cuda.branches import BRANCHES, RESTING, STEPS
 from tests.fake_cuda.lines import PACKAGE, statements
 from tests.fake_cuda.program import REPOSITORY, results_of, skip_without_compiler
 
@@ -172,6 +172,23 @@ def test_driver_plans_its_learners_for_gpus(found: dict[str, Any]) -> None:
     assert "error" not in decided, decided["error"]
     assert decided["ways"] == ["ipc", "nccl", "nccl"]
     assert decided["memory"]
+
+
+TABLES_OF_ROPE = 10 * 1024
+"""Sines and cosines of two tiny models, and a few seeds: all that stays on the device at rest."""
+
+
+@pytest.mark.parametrize("name", RESTING)
+def test_resting_learner_leaves_next_to_nothing_on_the_device(
+    name: str, found: dict[str, Any]
+) -> None:
+    results = found["results"]["resting"]
+    assert "error" not in results, results["error"]
+    before, at_rest, back = results[name]["bytes"]
+    assert at_rest <= TABLES_OF_ROPE < before
+    assert at_rest < back <= before  # ZeRO 3 has dropped what it had gathered
+    # All copies are from and into pinned memory, and waited for once.
+    assert results[name]["waits"] == ["torch.cuda.synchronize()"]
 
 
 def test_no_line_that_speaks_of_cuda_is_without_a_test(found: dict[str, Any]) -> None:

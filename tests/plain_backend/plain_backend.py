@@ -108,6 +108,12 @@ class Plain:
             def zero_grads(self) -> None:
                 self.optim.zero_grad(set_to_none=True)
 
+            def list_resident_tensors(self) -> Iterator[torch.Tensor]:
+                yield from self.model.parameters()
+                yield from self.model.buffers()
+                for state in self.optim.state.values():
+                    yield from state.values()
+
             def moving_reference(self, build_model: Callable[[], Any], **moves: Any) -> Reference:
                 return Reference(model=copy.deepcopy(self.model).requires_grad_(False), **moves)
 

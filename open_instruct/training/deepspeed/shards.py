@@ -20,6 +20,7 @@ from open_instruct.models.transformer import SegmentTransformer
 from open_instruct.parallel.process import gather_objects
 from open_instruct.training.deepspeed.library import deepspeed
 from open_instruct.training.deepspeed.split_matrices import UNCUT, Cut, split_matrices
+from open_instruct.training.state_mover import list_nested_tensors
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -239,6 +240,26 @@ class Masters:
                 zero._reassign_or_swap_out_partitioned_parameters(group)
             zero.empty_partition_cache()
             zero.invalidate_secondary_tensor()
+
+
+def list_zero_tensors(engine: Any) -> Iterator[torch.Tensor]:
+    """The tensors that ZeRO keeps beside the model and the optimizer's states.
+
+    They are flat weights, buffers of gradients, and each rank's part of frozen parameters.
+    """
+    zero = engine.optimizer
+    stage = engine.zero_optimization_stage()
+    if stage == 0:
+        return
+    if stage == 3:
+        zero.empty_partition_cache()
+        for parameter in engine.module.parameters():
+            yield parameter.ds_tensor
+            if parameter.ds_secondary_tensor is not None:
+                yield parameter.ds_secondary_tensor
+        for bucket in zero.ipg_buckets.values():
+            yield from list_nested_tensors(bucket.buffer)
+    yield from list_nested_tensors(vars(zero))
 
 
 def _find_places(engine: Any) -> Iterator[Place]:

@@ -6,7 +6,7 @@ import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from datetime import timedelta
 from types import MethodType
 from typing import Any, Literal, cast
@@ -37,7 +37,13 @@ from open_instruct.training.backend import (
 )
 from open_instruct.training.deepspeed.library import deepspeed
 from open_instruct.training.deepspeed.settings import engine_settings
-from open_instruct.training.deepspeed.shards import MOMENTS, Masters, make_init_weights
+from open_instruct.training.deepspeed.shards import (
+    MOMENTS,
+    Masters,
+    list_zero_tensors,
+    make_init_weights,
+)
+from open_instruct.training.deepspeed.swapped_reference import SwappedReference
 from open_instruct.training.model.kernels import choose_kernels
 from open_instruct.training.optim.optimizers import (
     AdamLikeConfig,
@@ -203,46 +209,6 @@ def _embeddings_alone(model: Transformer) -> Iterator[None]:
         matrix.weight = embeddings.weight
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SwappedReference(Reference):
-    """A reference that moves: its weights lie beside the trained ones, and swap places to compute.
-
-    So there is no second model: a rank holds 4 bytes more for each weight that it steps. `model` is
-    the policy's own, with the weights of the policy or, within `activated`, of the reference.
-    """
-
-    masters: Masters
-    weights: Mapping[str, torch.Tensor]  # this rank's range of each parameter
-    # Returns once no unfinished checkpoint reads the policy's weights.
-    wait_for_copy: Callable[[], None]
-
-    @torch.no_grad()
-    def follow(self, policy: Transformer, *, step: int) -> None:
-        del policy
-        if self.update_freq is not None and step % self.update_freq == 0:
-            for name, ours in self.weights.items():
-                ours.lerp_(self.masters.parts[name].weights, self.alpha)
-
-    @contextmanager
-    def activated(self) -> Iterator[None]:
-        self.wait_for_copy()
-        self._swap()
-        yield
-        self._swap()
-
-    @torch.no_grad()
-    def _swap(self) -> None:
-        for name, ours in self.weights.items():
-            theirs = self.masters.parts[name].weights
-            before = theirs.clone()
-            theirs.copy_(ours)
-            ours.copy_(before)
-        self.masters.refresh_computing_weights()
-
-    def state(self) -> dict[str, Any]:
-        return dict(self.masters.list_parts(self.weights))
-
-
 class ZeroBackend(ShardedModule):
     """A `Backend`: a model and an optimizer that DeepSpeed shares among ranks.
 
@@ -364,6 +330,10 @@ class ZeroBackend(ShardedModule):
 
     def _wait_for_copy(self) -> None:
         cast(SafeCheckpointer, self.trainer.checkpointer).wait_for_copy()
+
+    def list_resident_tensors(self) -> Iterator[torch.Tensor]:
+        yield from super().list_resident_tensors()
+        yield from list_zero_tensors(self.engine)
 
     def state_dict_to_save(self, *, optim: bool | None = None) -> dict[str, Any]:
         return self._flatten_state()

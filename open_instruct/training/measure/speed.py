@@ -13,6 +13,7 @@ import torch
 from olmo_core.distributed.utils import get_local_tensor
 from olmo_core.nn.transformer import Transformer
 
+from open_instruct.core.records import Metric, PackedBatch
 from open_instruct.models.heads.logprob_head import LogprobHead, compute_label_losses
 from open_instruct.models.nf4 import FrozenLinear
 from open_instruct.planning.subject.devices import find_gpu
@@ -194,3 +195,15 @@ def measure_peak_memory(device: torch.device) -> dict[str, float]:
     if sys.platform != "darwin":
         peak_bytes *= 1024  # Linux gives KiB
     return {"peak_memory_gib": peak_bytes / GIB}
+
+
+def token_fractions(packed: PackedBatch) -> dict[str, Metric]:
+    """Shares of a microbatch: padding of its slots, and tokens that sharing saves its documents."""
+    num_slots = packed.input_ids_BT.numel()
+    num_document_tokens = packed.num_tokens + packed.num_shared_tokens
+    padding = 1.0 - packed.num_tokens / num_slots
+    shared_fraction = packed.num_shared_tokens / max(num_document_tokens, 1)
+    return {
+        "padding_fraction": Metric(value=padding, weight=float(num_slots)),
+        "shared_fraction": Metric(value=shared_fraction, weight=float(num_document_tokens)),
+    }

@@ -28,7 +28,7 @@ from open_instruct.parallel.reduce import combine_microbatches, reduce_metrics
 from open_instruct.run.metrics_log import MetricsLog
 from open_instruct.run.run_directory import RunDirectory
 from open_instruct.training.loop import merge_rows
-from open_instruct.training.measure.speed import measure_peak_memory
+from open_instruct.training.measure.speed import measure_peak_memory, token_fractions
 from open_instruct.training.model import kernels
 from open_instruct.training.model.kernels import build_activation_checkpointing, kernel_warnings
 from open_instruct.training.optim.muon import MuonWithAdamW
@@ -38,7 +38,6 @@ from open_instruct.training.optim.optimizers import (
     build_optimizer_config,
     build_scheduler,
 )
-from open_instruct.training.policy import token_fractions
 from open_instruct.training.row_cache import RowCache
 from open_instruct.training.scoring import open_reference_cache
 from tests.refusals import refused
