@@ -7,6 +7,7 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from rich.console import Console
 
@@ -23,11 +24,12 @@ from open_instruct.core.files import write_user_file
 from open_instruct.parallel.node_sizes import read_node_sizes
 from open_instruct.planning import presentation
 from open_instruct.planning.advice import Advice
+from open_instruct.planning.placements import PlacementChoice, choose_placement
 from open_instruct.planning.plan import make_plan
 from open_instruct.planning.setting import Setting
 from open_instruct.planning.subject.build_workload import RunConfig, build_shape, find_objective
 from open_instruct.planning.subject.devices import CPU, Device, find_device, has_gpu_here
-from open_instruct.report.plan_page import html_page, print_plan
+from open_instruct.report.plan_page import html_page, print_placements, print_plan
 
 
 @dataclass(kw_only=True)
@@ -78,6 +80,18 @@ class PlanFlags:
     cross_node_gb_s: float | None = flag(
         "GB/s that a GPU sends to other nodes; default: the GPU's", None, above=0
     )
+    placement: Literal["split", "shared", "auto"] | None = flag(
+        "compare where GRPO's learners and engines can stand on all GPUs of --gpus_per_node: "
+        "split, on the same ones in turns (shared), or mixed; auto plans the fastest that fits",
+        None,
+    )
+    rollout_tokens_per_second: float | None = flag(
+        "tokens that one GPU of an engine generates in a second, as measured, for --placement; "
+        "default: by the model's size and the GPU's memory",
+        None,
+        above=0,
+        requires="placement",
+    )
     all: bool = flag(
         "print all that is known: what each phase holds, every exchange, weight syncs, all layouts",
         False,
@@ -103,6 +117,7 @@ class PlanRequest:
     setting: Setting
     warnings: tuple[str, ...]
     flags: PlanFlags
+    choice: PlacementChoice | None = None
 
 
 def main(argv: Sequence[str]) -> int:
@@ -115,16 +130,20 @@ def main(argv: Sequence[str]) -> int:
         InputError: a flag, the model or the GPU will not do, or the page cannot be written.
     """
     request = parse_request(argv)
-    plan = make_plan(request.setting)
+    choice = request.choice
+    plan = make_plan(request.setting) if choice is None else choice.chosen.plan
     advice = Advice(plan)
     for warning in request.warnings:
         print(f"open-instruct plan: warning: {warning}", file=sys.stderr)
     if request.flags.html is not None:
-        write_user_file(request.flags.html, html_page(plan, advice), flag="--html")
+        write_user_file(request.flags.html, html_page(plan, advice, choice), flag="--html")
     if request.flags.json:
-        print(json.dumps(presentation.plan_record(plan, advice), indent=2))
+        print(json.dumps(presentation.plan_record(plan, advice, choice), indent=2))
     else:
-        print_plan(plan, advice, Console(file=sys.stdout), is_short=not request.flags.all)
+        console = Console(file=sys.stdout)
+        if choice is not None:
+            print_placements(choice, console)
+        print_plan(plan, advice, console, is_short=not request.flags.all)
     return 0
 
 
@@ -170,7 +189,31 @@ def parse_request(words: Sequence[str]) -> PlanRequest:
         shared_prompt_tokens=flags.shared_prompt_tokens,
         has_engines_in_node=device.is_cpu or has_engines_in_node,
     )
-    return PlanRequest(setting=setting, warnings=warnings, flags=flags)
+    return PlanRequest(
+        setting=setting,
+        warnings=warnings,
+        flags=flags,
+        choice=_choose_placement(setting, flags, sizes),
+    )
+
+
+def _choose_placement(
+    setting: Setting, flags: PlanFlags, sizes: list[int]
+) -> PlacementChoice | None:
+    """The placement that --placement asks for; None without that flag."""
+    if flags.placement is None:
+        return None
+    if not isinstance(setting.config, GRPOConfig):
+        raise InputError(
+            f"--placement {flags.placement}: only GRPO has engines to place; leave it out",
+            kind="unread_flag",
+        )
+    return choose_placement(
+        setting,
+        sizes or setting.gpus_per_node,
+        asked=flags.placement,
+        tokens_per_second=flags.rollout_tokens_per_second,
+    )
 
 
 def _read_nodes(flags: PlanFlags) -> list[int]:

@@ -15,6 +15,7 @@ from open_instruct.parallel.wording import nodes_text
 from open_instruct.planning.advice import Advice, Change
 from open_instruct.planning.exchanges import Axis, Collective, Exchange
 from open_instruct.planning.memory.phases import Phase
+from open_instruct.planning.placements import Placement, PlacementChoice
 from open_instruct.planning.plan import BATCH, Plan
 from open_instruct.planning.subject import units
 
@@ -110,10 +111,16 @@ def visible_labels(plan: Plan) -> list[str]:
     return [label for label in LETTERS if label in visible]
 
 
-def plan_record(plan: Plan, advice: Advice) -> dict[str, Any]:
+def plan_record(
+    plan: Plan, advice: Advice, choice: PlacementChoice | None = None
+) -> dict[str, Any]:
     """The keys that scripts read; nothing in it is rounded."""
     setting = plan.setting
+    placements: list[dict[str, Any]] = []
+    if choice is not None:
+        placements = [_placement_record(each, choice) for each in choice.best]
     return {
+        "placements": placements,
         "model": _take_fields(setting.shape, "name", "family", "num_params", "num_trained"),
         "device": asdict(setting.device),
         "mfu": setting.mfu,
@@ -177,6 +184,66 @@ def _layout_record(plan: Plan) -> dict[str, Any]:
         "peak_phase": plan.peak.name,
         "step_s": plan.time.step_s,
         **_take_fields(plan, "tokens_per_step", "tokens_per_second"),
+    }
+
+
+def placement_rows(choice: PlacementChoice) -> list[list[str]]:
+    """A row of text for the best placement of each kind: who stands where, seconds, memory."""
+    rows: list[list[str]] = []
+    for each in choice.best:
+        seconds = {name: units.seconds(value) for name, value in each.phase_s.items()}
+        turns_s = sum(each.phase_s.get(name, 0.0) for name in ("sync", "move"))
+        notes = []
+        if not each.fits:
+            notes.append("does not fit")
+        if not each.can_run:
+            notes.append("planned only")
+        if each is choice.chosen:
+            notes.append("◀ this")
+        rows.append(
+            [
+                each.kind,
+                _spell_learners(each.learners),
+                f"{each.engines} x {each.degree}",
+                seconds["generate"],
+                seconds["learn"],
+                units.seconds(turns_s),
+                units.seconds(each.step_s),
+                units.gib(max(each.phase_bytes.values())),
+                ", ".join(notes),
+            ]
+        )
+    return rows
+
+
+def _spell_learners(learners: Sequence[int]) -> str:
+    """Learners of each node that has some: "8", "4x8" for four nodes, or "4 2"."""
+    numbers = [each for each in learners if each]
+    if len(numbers) > 1 and len(set(numbers)) == 1:
+        return f"{len(numbers)}x{numbers[0]}"
+    return " ".join(map(str, numbers))
+
+
+PLACEMENT_HEADS = (
+    "placement",
+    "learners",
+    "engines",
+    "generate",
+    "learn",
+    "switch",
+    "step",
+    "GiB",
+    "",
+)
+
+
+def _placement_record(placement: Placement, choice: PlacementChoice) -> dict[str, Any]:
+    """One placement as `--json` has it."""
+    return {
+        **_take_fields(placement, "kind", "learners", "engines", "degree", "num_gpus", "fits"),
+        **_take_fields(placement, "phase_bytes", "phase_s", "step_s", "num_seqs", "moved_bytes"),
+        **_take_fields(placement, "flags", "can_run", "idle_share"),
+        "is_chosen": placement is choice.chosen,
     }
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.markup import escape
+from rich.table import Table
 from rich.text import Text
 
 from open_instruct.core.text import open_templates, spell_count
@@ -16,6 +17,7 @@ from open_instruct.parallel.picture import draw_layout, wrap_paragraph
 from open_instruct.planning import presentation
 from open_instruct.planning.advice import Advice
 from open_instruct.planning.memory.phases import Phase
+from open_instruct.planning.placements import PlacementChoice
 from open_instruct.planning.plan import Plan
 from open_instruct.planning.subject import units
 from open_instruct.report.templates import render_template
@@ -38,15 +40,35 @@ _ASCII = str.maketrans(
 )
 
 
-def html_page(plan: Plan, advice: Advice) -> str:
+def html_page(plan: Plan, advice: Advice, choice: PlacementChoice | None = None) -> str:
     """The plan as one HTML file with tables and drawings; it has no script and fetches nothing."""
     return render_template(
         "plan.html.jinja",
         plan=plan,
         advice=advice,
+        choice=choice,
         render_words=presentation.render_words,
         presentation=presentation,
     )
+
+
+def print_placements(choice: PlacementChoice, console: Console) -> None:
+    """Print the placements as a table, and why one of them is taken."""
+    table = Table(
+        box=None,
+        pad_edge=False,
+        header_style="dim",
+        padding=(0, 1, 0, 0),
+    )
+    for head in presentation.PLACEMENT_HEADS:
+        is_text = head in ("placement", "")
+        table.add_column(head, justify="left" if is_text else "right", no_wrap=True)
+    for row in presentation.placement_rows(choice):
+        table.add_row(*row)
+    console.print(table)
+    for paragraph in presentation.render_words("placement", choice):
+        console.print(wrap_paragraph(paragraph), highlight=False, markup=False)
+    console.print()
 
 
 def print_plan(

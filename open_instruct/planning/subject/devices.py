@@ -19,6 +19,8 @@ TFLOPS_OF_A_CORE = 0.1
 # Between processes of a host over gloo, and through a port of 10 Gb/s.
 CPU_IN_NODE_GB_S = 2.0
 CPU_CROSS_NODE_GB_S = 1.25
+# Of a host's memory, by one process: two channels of DDR4-3200, which processes share.
+CPU_MEMORY_GB_S = 50.0
 # Words of product names that do not distinguish the GPUs below.
 MAKERS_WORDS = frozenset(
     {"nvidia", "geforce", "rtx", "pro", "tesla", "amd", "instinct", "generation"}
@@ -40,6 +42,9 @@ class Device:
     peak_tflops_bf16: float
     in_node_gb_s: float
     cross_node_gb_s: float
+    memory_gb_s: float = 3350
+    """What it reads of its own memory; the default is an H100's."""
+
     has_bf16: bool = True
     """Whether it multiplies in bfloat16; else the peak is that of float32."""
 
@@ -62,7 +67,8 @@ class Device:
 # dense bfloat16, summed in float32; data sheets of Hopper and Blackwell print twice that, for
 # sparse matrices. NVLink is printed for both directions together. The network is that of NVIDIA's
 # own DGX of the kind, one port for each GPU; of cards that no DGX has, that of a cloud's node of
-# eight, or where no cloud has them a port of 25 Gb/s for each.
+# eight, or where no cloud has them a port of 25 Gb/s for each. Bandwidths of memory are of the same
+# sheets.
 _KNOWN = (
     # NVIDIA A100 80GB SXM data sheet: 312 TFLOP/s, NVLink 600 GB/s. DGX A100 data sheet: 8 x 200
     # Gb/s.
@@ -72,6 +78,7 @@ _KNOWN = (
         peak_tflops_bf16=312,
         in_node_gb_s=300,
         cross_node_gb_s=25,
+        memory_gb_s=2039,
     ),
     # NVIDIA H100 SXM data sheet: 1,979 TFLOP/s sparse, NVLink 900 GB/s. DGX H100 data sheet: 8 x
     # 400 Gb/s.
@@ -81,6 +88,7 @@ _KNOWN = (
         peak_tflops_bf16=989,
         in_node_gb_s=450,
         cross_node_gb_s=50,
+        memory_gb_s=3350,
     ),
     # NVIDIA H200 SXM data sheet: 1,979 TFLOP/s sparse, NVLink 900 GB/s. DGX H200 data sheet: 8 x
     # 400 Gb/s.
@@ -90,6 +98,7 @@ _KNOWN = (
         peak_tflops_bf16=989,
         in_node_gb_s=450,
         cross_node_gb_s=50,
+        memory_gb_s=4800,
     ),
     # NVIDIA HGX B200 data sheet: 36 PFLOP/s sparse of 8, NVLink 1.8 TB/s. DGX B200 data sheet: 8 x
     # 400 Gb/s.
@@ -99,6 +108,7 @@ _KNOWN = (
         peak_tflops_bf16=2250,
         in_node_gb_s=900,
         cross_node_gb_s=50,
+        memory_gb_s=8000,
     ),
     # AMD Instinct MI300X data sheet: 1,307 TFLOP/s, 192 GB, seven links of 128 GB/s in both
     # directions. MI300X platform: 8 x 400 Gb/s.
@@ -108,6 +118,7 @@ _KNOWN = (
         peak_tflops_bf16=1307,
         in_node_gb_s=448,
         cross_node_gb_s=50,
+        memory_gb_s=5300,
     ),
     # NVIDIA Ada GPU architecture, appendix A: 165.2 TFLOP/s, 24 GB, PCIe 4.0 x16.
     Device(
@@ -116,6 +127,7 @@ _KNOWN = (
         peak_tflops_bf16=165.2,
         in_node_gb_s=32,
         cross_node_gb_s=3.125,
+        memory_gb_s=1008,
     ),
     # NVIDIA RTX Blackwell GPU architecture, appendix A: 209.5 TFLOP/s, 32 GB, PCIe 5.0 x16.
     Device(
@@ -124,6 +136,7 @@ _KNOWN = (
         peak_tflops_bf16=209.5,
         in_node_gb_s=64,
         cross_node_gb_s=3.125,
+        memory_gb_s=1792,
     ),
     # NVIDIA RTX 6000 Ada data sheet: 1,457 TFLOP/s in float8, sparse: a quarter of that. 48 GB,
     # PCIe 4.0 x16.
@@ -133,6 +146,7 @@ _KNOWN = (
         peak_tflops_bf16=364.2,
         in_node_gb_s=32,
         cross_node_gb_s=3.125,
+        memory_gb_s=960,
     ),
     # NVIDIA RTX PRO Blackwell GPU architecture: 503.8 TFLOP/s, 96 GB, PCIe 5.0 x16.
     Device(
@@ -141,6 +155,7 @@ _KNOWN = (
         peak_tflops_bf16=503.8,
         in_node_gb_s=64,
         cross_node_gb_s=3.125,
+        memory_gb_s=1792,
     ),
     # NVIDIA L40S data sheet: 362 TFLOP/s, 48 GB with ECC, PCIe 4.0 x16. AWS g6e.48xlarge: 400 Gb/s
     # for 8.
@@ -150,6 +165,7 @@ _KNOWN = (
         peak_tflops_bf16=362,
         in_node_gb_s=32,
         cross_node_gb_s=6.25,
+        memory_gb_s=864,
     ),
     # NVIDIA A10G data sheet: 70 TFLOP/s, 24 GB with ECC, PCIe 4.0 x16. AWS g5.48xlarge: 100 Gb/s
     # for 8.
@@ -159,6 +175,7 @@ _KNOWN = (
         peak_tflops_bf16=70,
         in_node_gb_s=32,
         cross_node_gb_s=1.5625,
+        memory_gb_s=600,
     ),
     # NVIDIA V100 SXM2 data sheet: 15.7 TFLOP/s in float32, 32 GB, NVLink 300 GB/s, and no bfloat16.
     # DGX-1: 4 x 100 Gb/s for 8.
@@ -168,6 +185,7 @@ _KNOWN = (
         peak_tflops_bf16=15.7,
         in_node_gb_s=150,
         cross_node_gb_s=6.25,
+        memory_gb_s=900,
         has_bf16=False,
     ),
 )
@@ -213,6 +231,7 @@ def find_cpu(num_sharing: int) -> Device:
         peak_tflops_bf16=TFLOPS_OF_A_CORE * (os.cpu_count() or 1) / num_sharing,
         in_node_gb_s=CPU_IN_NODE_GB_S,
         cross_node_gb_s=CPU_CROSS_NODE_GB_S,
+        memory_gb_s=CPU_MEMORY_GB_S / num_sharing,
         has_bf16=False,
     )
 

@@ -220,10 +220,9 @@ class ModelShape:
 
     def active_params(self, parameter: ParameterShape) -> int:
         """Values of a matrix or stack of experts that one token is multiplied with."""
-        num_values = parameter.num_params * self.experts_per_token
-        if is_expert_stack(parameter.name):
-            return num_values // parameter.shape[0]
-        return num_values
+        if not is_expert_stack(parameter.name):
+            return parameter.num_params
+        return parameter.num_params * self.experts_per_token // parameter.shape[0]
 
     def active_features(self, layer: LayerShape) -> int:
         """Features of a layer's feed-forward that one token has, of all its experts together."""

@@ -1,0 +1,334 @@
+"""Where learners and engines stand on a set of GPUs, with the memory and the seconds of each phase.
+
+    split    learners and engines have GPUs of their own, and one side may wait for the other
+    shared   every GPU has a learner and an engine, which take turns
+    mixed    learners take turns with the engines of their own GPUs; the others have engines alone
+
+Where they take turns, a step is: engines generate, while the learners' state is in host memory;
+learners learn, while the engines have given up weights and cache; weights go to the engines; the
+learners' state leaves again.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Literal
+
+from open_instruct.config.flags import spell_value
+from open_instruct.config.grpo import GRPOConfig
+from open_instruct.core.errors import InputError
+from open_instruct.planning.engine_time import EngineWork
+from open_instruct.planning.memory.parts import BUFFERS, CUDA, ENGINE, INTERPRETER, SCRATCH
+from open_instruct.planning.memory.scratch import CONTEXT_BYTES
+from open_instruct.planning.plan import Plan, make_plan
+from open_instruct.planning.setting import Setting
+from open_instruct.planning.step_time import GIGA, LOADED_GB_S, step_time
+
+Kind = Literal["split", "shared", "mixed"]
+
+# Parts of a learner's memory that stay on the device while its state is on the host.
+STAYS_AT_REST = (BUFFERS, SCRATCH, CUDA, INTERPRETER)
+# Seconds in which an engine frees and takes its memory, and a learner frees its own; assumed.
+SWITCH_S = 1.0
+DEGREES = (1, 2, 4, 8)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placement:
+    """One way to place a run: its memory in each phase, and the seconds of each.
+
+    Example: shared on one node of 8 GPUs, with engines of one GPU each, is
+    `Placement(kind="shared", learners=(8,), engines=8, degree=1, …)`.
+    """
+
+    kind: Kind
+    plan: Plan  # the learners'
+    work: EngineWork
+    learners: tuple[int, ...]  # of each node; 0 on a node of engines alone
+    engines: int
+    degree: int  # GPUs of an engine
+
+    @property
+    def can_run(self) -> bool:
+        """Whether a run can be placed so; it takes no mixed placement yet."""
+        return self.kind != "mixed"
+
+    @property
+    def takes_turns(self) -> bool:
+        return self.kind != "split"
+
+    @property
+    def num_gpus(self) -> int:
+        """GPUs that have a learner, an engine or both."""
+        num_engine_gpus = self.engines * self.degree
+        if self.kind == "split":
+            return sum(self.learners) + num_engine_gpus
+        return max(sum(self.learners), num_engine_gpus)
+
+    @property
+    def is_async(self) -> bool:
+        config = self.plan.setting.config
+        return isinstance(config, GRPOConfig) and config.rollout.async_steps > 0
+
+    # Memory of the GPU that needs most, by phase.
+
+    @cached_property
+    def resting_bytes(self) -> int:
+        """What a learner has on its GPU while its state is on the host."""
+        parts = self.plan.memory.resident_parts(0)
+        return sum(parts.get(label, 0) for label in STAYS_AT_REST)
+
+    @cached_property
+    def moved_bytes(self) -> int:
+        """The state of a learner, which goes to the host and comes back in every step."""
+        parts = self.plan.memory.resident_parts(0)
+        others = sum(parts.get(label, 0) for label in (*STAYS_AT_REST, ENGINE))
+        return sum(parts.values()) - others
+
+    @cached_property
+    def cache_bytes(self) -> int:
+        """What is left on a GPU for an engine's keys and values; below 0: too little for it."""
+        beside = self.resting_bytes if self.takes_turns else 0
+        return self.work.find_cache_bytes(self.degree, beside_bytes=beside)
+
+    @cached_property
+    def num_seqs(self) -> int:
+        """Sequences of full length that an engine has at once."""
+        return self.work.count_seqs(self.degree, self.cache_bytes)
+
+    @cached_property
+    def phase_bytes(self) -> dict[str, int]:
+        """Bytes on a GPU at the worst moment of each phase."""
+        memory_bytes = self.plan.setting.device.memory_bytes
+        engine_bytes = int(self.work.memory_share * memory_bytes)
+        learn_bytes = max(
+            phase.total_bytes for phase in self.plan.phases if phase.name != "weight sync"
+        )
+        if not self.takes_turns:
+            return {"generate": engine_bytes, "learn": self.plan.peak.total_bytes}
+        bucket_bytes = 2 * self.plan.workload.sync_bucket_bytes
+        return {
+            "generate": engine_bytes,
+            "learn": learn_bytes + CONTEXT_BYTES,  # of the engine, which has given up the rest
+            "sync": self.resting_bytes
+            + self.moved_bytes
+            + self.work.weight_bytes // self.degree
+            + CONTEXT_BYTES
+            + bucket_bytes,
+        }
+
+    @property
+    def fits(self) -> bool:
+        memory_bytes = self.plan.setting.device.memory_bytes
+        return self.num_seqs > 0 and max(self.phase_bytes.values()) <= memory_bytes
+
+    # Seconds.
+
+    @cached_property
+    def phase_s(self) -> dict[str, float]:
+        """Seconds of each phase of a step, whether or not one hides another."""
+        seconds = {"generate": self._generate_s, "learn": self._learn_s, "sync": self._sync_s}
+        if self.takes_turns:
+            seconds["move"] = 2 * self.moved_bytes / (LOADED_GB_S * GIGA) + SWITCH_S
+        return seconds
+
+    @property
+    def _generate_s(self) -> float:
+        return self.work.count_seconds(self.engines, self.degree, num_seqs=max(1, self.num_seqs))
+
+    @cached_property
+    def _learn_s(self) -> float:
+        setting = self.plan.setting
+        exchanges = [each for each in self.plan.exchanges if each.axis != "sync"]
+        time = step_time(
+            setting.shape,
+            self.plan.layout,
+            self.plan.workload,
+            setting.device,
+            exchanges,
+            setting.mfu,
+        )
+        return time.step_s
+
+    @cached_property
+    def _sync_s(self) -> float:
+        """Weights to the engines; those of other GPUs are gathered where engines take turns."""
+        if not self.takes_turns:
+            return self.plan.syncs[0].seconds if self.plan.syncs else 0.0
+        device = self.plan.setting.device
+        num_nodes = sum(each > 0 for each in self.learners)
+        gb_s = device.in_node_gb_s if num_nodes == 1 else device.cross_node_gb_s
+        return self.work.weight_bytes / (gb_s * GIGA)
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of a whole step, at least.
+
+        Split, learners and engines work at once if steps are asynchronous. Mixed, the engines of
+        other GPUs then go on while the learners' own rest.
+        """
+        seconds = self.phase_s
+        busy_s = seconds["learn"] + seconds["sync"] + seconds.get("move", 0.0)
+        if not self.is_async or self.kind == "shared":
+            return seconds["generate"] + busy_s
+        if self.kind == "split":
+            return max(seconds["generate"], seconds["learn"]) + seconds["sync"]
+        share = sum(self.learners) / (self.engines * self.degree)
+        return max(busy_s, seconds["generate"] + share * busy_s)
+
+    @property
+    def idle_share(self) -> float:
+        """The share of a step in which the GPUs of the side that is quicker wait, when split."""
+        if self.kind != "split":
+            return 0.0
+        waits_s = self.step_s - min(self.phase_s["generate"], self.phase_s["learn"])
+        return waits_s / self.step_s
+
+    @property
+    def flags(self) -> str:
+        """The flags of the run that place it so."""
+        learners = [each for each in self.learners if each]
+        words = f"--num_learners_per_node {spell_value(learners)}"
+        if self.kind == "shared":
+            words = f"--placement shared {words}"
+        else:
+            words += f" --vllm_num_engines {self.engines}"
+        if self.degree > 1:
+            words += f" --vllm_tensor_parallel_size {self.degree}"
+        return words
+
+
+def list_placements(
+    setting: Setting, nodes: Sequence[int], *, tokens_per_second: float | None = None
+) -> Iterator[Placement]:
+    """Every placement of a GRPO run on these GPUs that its other flags allow.
+
+    Args:
+        setting: of the run; its nodes are replaced.
+        nodes: all GPUs of each node.
+        tokens_per_second: what a GPU of an engine generates, where that was measured.
+    """
+    config = setting.config
+    assert isinstance(config, GRPOConfig)
+    work = EngineWork.of(
+        config,
+        setting.shape,
+        setting.device,
+        mfu=setting.mfu,
+        tokens_per_second=tokens_per_second,
+    )
+    given_degree = config.fleet.vllm_tensor_parallel_size
+    degrees = [given_degree]
+    if given_degree == 1:
+        degrees = [each for each in DEGREES if setting.shape.num_heads % each == 0]
+    for learners in _list_learners(nodes):
+        plan = _plan_learners(setting, learners, nodes)
+        if plan is None:
+            continue
+        for degree in degrees:
+            for kind, num_engine_gpus in _list_kinds(learners, nodes, degree):
+                yield Placement(
+                    kind=kind,
+                    plan=plan,
+                    work=work,
+                    learners=learners,
+                    engines=num_engine_gpus // degree,
+                    degree=degree,
+                )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlacementChoice:
+    """The fastest placement of each kind that fits, or else the one that needs least; and one.
+
+    `asked` is the value of --placement.
+    """
+
+    asked: Literal["split", "shared", "auto"]
+    nodes: tuple[int, ...]
+    best: tuple[Placement, ...]  # the fastest that fits first
+    chosen: Placement
+
+    @property
+    def runner_up(self) -> Placement | None:
+        """The best placement that a run could take in place of the chosen one."""
+        for placement in self.best:
+            if placement.can_run and placement.fits and placement is not self.chosen:
+                return placement
+        return None
+
+
+def choose_placement(
+    setting: Setting,
+    nodes: Sequence[int],
+    *,
+    asked: Literal["split", "shared", "auto"],
+    tokens_per_second: float | None = None,
+) -> PlacementChoice:
+    """Compare the placements of a GRPO run on these GPUs; see `list_placements` for the arguments.
+
+    Raises:
+        InputError: there is none of the kind that is asked for.
+    """
+    placements = list_placements(setting, nodes, tokens_per_second=tokens_per_second)
+    best: dict[Kind, Placement] = {}
+    for placement in sorted(placements, key=_rank):
+        best.setdefault(placement.kind, placement)
+    for placement in best.values():
+        if placement.can_run and asked in ("auto", placement.kind):
+            return PlacementChoice(
+                asked=asked,
+                nodes=tuple(nodes),
+                best=tuple(best.values()),
+                chosen=placement,
+            )
+    raise InputError(
+        f"--placement {asked}: the other flags leave no such placement of learners and engines on "
+        f"nodes of {spell_value(list(nodes))} GPUs; give more GPUs, or fewer sharding flags",
+        kind="layout",
+    )
+
+
+def _rank(placement: Placement) -> tuple[bool, float, int]:
+    if not placement.fits:
+        return True, float(max(placement.phase_bytes.values())), placement.degree
+    return False, placement.step_s, placement.degree
+
+
+def _list_learners(nodes: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    """Learners of each node: as many on all nodes, or all GPUs of the first ones."""
+    for number in range(1, min(nodes) + 1):
+        yield (number,) * len(nodes)
+    for num_nodes in range(1, len(nodes)):
+        yield (*nodes[:num_nodes], *[0] * (len(nodes) - num_nodes))
+
+
+def _list_kinds(
+    learners: tuple[int, ...], nodes: Sequence[int], degree: int
+) -> Iterator[tuple[Kind, int]]:
+    """The kinds that such learners allow, each with its GPUs of engines.
+
+    No engine spans nodes, nor GPUs with a learner and without.
+    """
+    free = [size - number for size, number in zip(nodes, learners, strict=True)]
+    fits_beside = all(number % degree == 0 for number in free)
+    fits_within = all(number % degree == 0 for number in learners)
+    if sum(free) and fits_beside:
+        yield "split", sum(free)
+    if not sum(free) and fits_within:
+        yield "shared", sum(learners)
+    if sum(free) and fits_beside and fits_within:
+        yield "mixed", sum(nodes)
+
+
+def _plan_learners(
+    setting: Setting, learners: tuple[int, ...], nodes: Sequence[int]
+) -> Plan | None:
+    """The plan of so many learners; None where the flags cannot shard the model over them."""
+    sizes = tuple(each for each in learners if each)
+    has_engines_in_node = len(nodes) == 1
+    with suppress(InputError):
+        others = replace(setting, gpus_per_node=sizes, has_engines_in_node=has_engines_in_node)
+        return make_plan(others.with_flags({}))
+    return None
