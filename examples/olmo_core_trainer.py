@@ -1,53 +1,53 @@
-"""OLMo-core's own Trainer with our DPO train module, over gloo.
+"""OLMo-core's own Trainer with our DPO train module, and a data loader written by hand.
 
 open-instruct tiny-model tiny --family olmo2 && python examples/olmo_core_trainer.py tiny OUT
 """
 
 import sys
+from collections.abc import Iterator
 from typing import Any
 
-from dpo_by_hand import encode_pairs, load_weights
+from dpo_by_hand import encode_pairs
 from olmo_core import train
-from olmo_core.data.data_loader import DataLoaderBase
 from olmo_core.optim import AdamWConfig
 
+from open_instruct import olmo_core_train_modules as modules
 from open_instruct.batching.documents import pack_documents
 from open_instruct.config.preference_sections import PreferenceLossSection
 from open_instruct.core.batch_values import PreferenceValues
 from open_instruct.core.records import Batch, StepBatch
-from open_instruct.models.build import build_model
-from open_instruct.models.hf.hf_config import load_hf_config
-from open_instruct.olmo_core_train_modules import DPOTrainModule
 
 
-class PairLoader(DataLoaderBase):
-    """An epoch is one step, `{"step": StepBatch}`: two pairs, the same again and again."""
+class PairLoader(modules.StepLoader):
+    """An epoch is one step: two pairs, the same again and again."""
 
-    total_batches, folder = 1, ""
+    total_batches = 1
 
-    def _iter_batches(self) -> Any:
-        packed = pack_documents(encode_pairs(self.folder))
+    def _iter_batches(self) -> Iterator[modules.TrainerBatch]:
+        packed = pack_documents(encode_pairs(str(self.work_dir)))
         batch = Batch(packed=packed, row_ids=(0, 1), values=PreferenceValues())
-        yield {"step": StepBatch(microbatches=(batch,), counts={"rows": 2})}  # of all ranks
+        counts = {"rows": 2, "tokens": packed.num_tokens}  # of all ranks
+        yield {"step": StepBatch(microbatches=(batch,), counts=counts)}
 
     def state_dict(self) -> dict[str, Any]:
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
-    def reshuffle(self, epoch: int | None = None, **_: Any) -> None: ...
-    def get_mock_batch(self) -> dict[str, Any]:
-        raise NotImplementedError("the Trainer then begins without a dry run")
 
 
 def main(folder: str, output_dir: str) -> None:
     train.prepare_training_environment(backend="cpu:gloo")
-    loss = PreferenceLossSection(loss_type="orpo")  # which needs no reference
-    model = build_model(load_hf_config(folder), init_device="cpu")
-    limits = {"rank_microbatch_size": 64, "max_sequence_length": 64, "max_grad_norm": 1.0}
-    module = DPOTrainModule(loss=loss, model=model, optim=AdamWConfig(lr=1e-3), **limits)
-    load_weights(module.model, folder)
-    loader = PairLoader(work_dir=output_dir, global_batch_size=2)
-    loader.folder = folder
+    start = modules.StartModel.open(folder)
+    module = modules.DPOTrainModule(
+        loss=PreferenceLossSection(loss_type="orpo"),  # which needs no reference
+        model=start.build(),
+        param_dtype="float32",
+        optim=AdamWConfig(lr=1e-3),
+        rank_microbatch_size=64,
+        max_sequence_length=64,
+    )
+    start.load_into(module.model)
+    loader = PairLoader(work_dir=folder, global_batch_size=2)
     config = train.TrainerConfig(save_folder=output_dir, device="cpu")
     config.max_duration = train.Duration.steps(5)
     config.async_bookkeeping = False  # over gloo its second thread hangs now and then

@@ -127,14 +127,13 @@ def unpaired_losses(
     return weights_R * (-loss.beta * above_R).sigmoid()
 
 
-def bind(config: KTOConfig) -> BoundLoss:
-    """The loss that the flags name."""
-    parallel = config.parallel
+def bind(loss: KTOLossSection, *, packing: bool = True, pad_to_multiple_of: int = 1) -> BoundLoss:
+    """The loss that the flags name; the other arguments are `KTOLoss`'s."""
     return KTOLoss(
-        section=config.loss,
-        packing=config.data.packing,
-        pad_to_multiple_of=parallel.tensor_parallel_degree * parallel.context_parallel_degree,
-        scores_before_step=config.loss.has_mismatched,
+        section=loss,
+        packing=packing,
+        pad_to_multiple_of=pad_to_multiple_of,
+        scores_before_step=loss.has_mismatched,
     )
 
 
@@ -269,6 +268,42 @@ def kto_outputs(
     return LossOutputs(loss=losses_R.sum() / counts["rows"], metrics=metrics)
 
 
+def check_rows(dataset: TokenDataset, num_rows_per_step: int, loss: KTOLossSection) -> list[str]:
+    """Warnings about the balance of labels and weights.
+
+    Raises:
+        InputError: a global batch of one row.
+    """
+    if loss.has_mismatched and num_rows_per_step == 1:
+        raise InputError(
+            "a global batch of one row: z0 of --loss_type kto is a mean over the rows of a "
+            "step, and one row says nothing of the policy's distance from the reference; "
+            "raise --per_device_train_batch_size or --gradient_accumulation_steps, or use "
+            "--loss_type apo_zero_unpaired",
+            kind="conflict",
+        )
+    num_desirable = int(_are_desirable(dataset).sum())
+    num_undesirable = len(dataset) - num_desirable
+    if not (num_desirable and num_undesirable):
+        which = DESIRABLE if num_desirable else "undesirable"
+        rows = spell_count(len(dataset), "row")
+        return [f"all {rows} are {which}: nothing is learned of what sets good from bad"]
+    balance = num_desirable / num_undesirable
+    ratio = loss.desirable_weight / loss.undesirable_weight * balance
+    if LOWEST_RATIO - 1e-6 <= ratio <= HIGHEST_RATIO + 1e-6:
+        return []
+    weight = loss.undesirable_weight / balance
+    other_weight = loss.desirable_weight * balance
+    return [
+        f"{num_desirable:,} desirable rows of weight {loss.desirable_weight:g} count "
+        f"{ratio:.3g} times as much as {num_undesirable:,} undesirable ones of weight "
+        f"{loss.undesirable_weight:g}, where KTO's paper advises 1 to 4/3: --desirable_weight "
+        f"{LOWEST_RATIO * weight:.3g} to {HIGHEST_RATIO * weight:.3g} would do, or "
+        f"--undesirable_weight {other_weight / HIGHEST_RATIO:.3g} to "
+        f"{other_weight / LOWEST_RATIO:.3g}"
+    ]
+
+
 class KTOObjective(Objective[KTOConfig]):
     """Kahneman-Tversky optimisation."""
 
@@ -278,7 +313,12 @@ class KTOObjective(Objective[KTOConfig]):
     documents_learned = 1
 
     def bind(self, config: KTOConfig) -> BoundLoss:
-        return bind(config)
+        parallel = config.parallel
+        return bind(
+            config.loss,
+            packing=config.data.packing,
+            pad_to_multiple_of=parallel.tensor_parallel_degree * parallel.context_parallel_degree,
+        )
 
     def choose_rows(self, config: KTOConfig) -> type[UnpairedBuilder]:
         return MismatchedBuilder if config.loss.has_mismatched else UnpairedBuilder
@@ -286,40 +326,7 @@ class KTOObjective(Objective[KTOConfig]):
     def check_rows(
         self, dataset: TokenDataset, num_rows_per_step: int, config: KTOConfig
     ) -> list[str]:
-        """Warnings about the balance of labels and weights.
-
-        Raises:
-            InputError: a global batch of one row.
-        """
-        loss = config.loss
-        if loss.has_mismatched and num_rows_per_step == 1:
-            raise InputError(
-                "a global batch of one row: z0 of --loss_type kto is a mean over the rows of a "
-                "step, and one row says nothing of the policy's distance from the reference; "
-                "raise --per_device_train_batch_size or --gradient_accumulation_steps, or use "
-                "--loss_type apo_zero_unpaired",
-                kind="conflict",
-            )
-        num_desirable = int(_are_desirable(dataset).sum())
-        num_undesirable = len(dataset) - num_desirable
-        if not (num_desirable and num_undesirable):
-            which = DESIRABLE if num_desirable else "undesirable"
-            rows = spell_count(len(dataset), "row")
-            return [f"all {rows} are {which}: nothing is learned of what sets good from bad"]
-        balance = num_desirable / num_undesirable
-        ratio = loss.desirable_weight / loss.undesirable_weight * balance
-        if LOWEST_RATIO - 1e-6 <= ratio <= HIGHEST_RATIO + 1e-6:
-            return []
-        weight = loss.undesirable_weight / balance
-        other_weight = loss.desirable_weight * balance
-        return [
-            f"{num_desirable:,} desirable rows of weight {loss.desirable_weight:g} count "
-            f"{ratio:.3g} times as much as {num_undesirable:,} undesirable ones of weight "
-            f"{loss.undesirable_weight:g}, where KTO's paper advises 1 to 4/3: --desirable_weight "
-            f"{LOWEST_RATIO * weight:.3g} to {HIGHEST_RATIO * weight:.3g} would do, or "
-            f"--undesirable_weight {other_weight / HIGHEST_RATIO:.3g} to "
-            f"{other_weight / LOWEST_RATIO:.3g}"
-        ]
+        return check_rows(dataset, num_rows_per_step, config.loss)
 
     def needs_reference(self, config: KTOConfig) -> bool:
         return True

@@ -184,6 +184,28 @@ class StepLoss(BoundLoss):
         return judge_steps(scores, batch)
 
 
+def bind(steps: StepSection) -> BoundLoss:
+    """The loss that the flags name, without the ids of its words."""
+    return StepLoss(words=tuple(steps.reward_tokens))
+
+
+def choose_builder(steps: StepSection) -> type[RowBuilder]:
+    """The class of the rows."""
+    return StepBuilder if steps.placeholder_token is None else PlaceholderBuilder
+
+
+def builder_arguments(steps: StepSection, *, add_bos: bool) -> dict[str, Any]:
+    """The arguments of the class of rows beyond those of every `RowBuilder`."""
+    classes = {"classes": steps.classes, "right": steps.right}
+    if steps.placeholder_token is None:
+        return {"step_end": steps.separator, **classes}
+    return {
+        "step_end": steps.placeholder_token,
+        "add_bos": add_bos,
+        **classes,
+    }
+
+
 def find_class_fields(hf_config: PretrainedConfig) -> dict[str, Any]:
     """The fields of config.json for transformers' class with the new head.
 
@@ -214,21 +236,13 @@ class StepObjective(Objective[PRMConfig]):
         return validate_training(config, _problems(config))
 
     def bind(self, config: PRMConfig) -> BoundLoss:
-        return StepLoss(words=tuple(config.steps.reward_tokens))
+        return bind(config.steps)
 
     def choose_rows(self, config: PRMConfig) -> type[RowBuilder]:
-        return StepBuilder if config.steps.placeholder_token is None else PlaceholderBuilder
+        return choose_builder(config.steps)
 
     def row_arguments(self, config: PRMConfig) -> dict[str, Any]:
-        steps = config.steps
-        classes = {"classes": steps.classes, "right": steps.right}
-        if steps.placeholder_token is None:
-            return {"step_end": steps.separator, **classes}
-        return {
-            "step_end": steps.placeholder_token,
-            "add_bos": config.data.add_bos,
-            **classes,
-        }
+        return builder_arguments(config.steps, add_bos=config.data.add_bos)
 
     def choose_head(self, config: PRMConfig) -> Head:
         return "vocabulary" if config.steps.reward_tokens else "classes"

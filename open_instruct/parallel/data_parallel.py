@@ -16,15 +16,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from open_instruct.core.shard_layout import ShardLayout
 
 
-def build_parallel_configs(
+def build_data_parallel_config(
     layout: ShardLayout, *, param_dtype: str = "bfloat16", prefetch_factor: int = 0
-) -> dict[str, Any]:
-    """OLMo-core's configs of data, tensor and context parallelism: `dp`, `tp` and `cp`.
+) -> transformer.TransformerDataParallelConfig | None:
+    """OLMo-core's config of data parallelism for a layout: HSDP, with each block a unit of its own.
 
-    They are HSDP with each block a unit of its own, matrices split over ranks, and rows split in
-    Ulysses style. Each has the layout's degrees, and is None where nothing is wrapped or split.
-    Both degrees of HSDP are always given: by default OLMo-core makes as many replicas as the
-    environment counts nodes, and with nodes of unequal size these replicas straddle nodes.
+    Both degrees are always given: by default OLMo-core makes as many replicas as the environment
+    counts nodes, and with nodes of unequal size these replicas straddle nodes.
 
     Args:
         layout: the sharding decision.
@@ -32,10 +30,16 @@ def build_parallel_configs(
             the shards themselves, and the reduction of their gradients, are float32.
         prefetch_factor: blocks whose gathering is launched, in the forward pass, before the one at
             work.
+
+    Returns:
+        The config; None on a single device, where nothing is wrapped.
+
+    Example: `build_data_parallel_config(resolve_layout([8, 8]))` has two replicas, each sharded
+    over eight ranks.
     """
-    tensor = layout.tensor_parallel_degree
-    context = layout.context_parallel_degree
-    hsdp = transformer.TransformerDataParallelConfig(
+    if layout.single_device:
+        return None
+    return transformer.TransformerDataParallelConfig(
         name=DataParallelType.hsdp,
         wrapping_strategy=transformer.TransformerDataParallelWrappingStrategy.blocks,
         num_replicas=layout.num_replicas,
@@ -44,13 +48,26 @@ def build_parallel_configs(
         reduce_dtype=DType.float32,
         prefetch_factor=prefetch_factor,
     )
+
+
+def build_parallel_configs(
+    layout: ShardLayout, *, param_dtype: str = "bfloat16", prefetch_factor: int = 0
+) -> dict[str, Any]:
+    """OLMo-core's configs of data, tensor and context parallelism: `dp`, `tp` and `cp`.
+
+    They are HSDP (`build_data_parallel_config`, whose arguments these are), matrices split over
+    ranks, and rows split in Ulysses style. Each has the layout's degrees, and is None where nothing
+    is wrapped or split.
+    """
+    tensor = layout.tensor_parallel_degree
+    context = layout.context_parallel_degree
     configs: dict[str, Any] = {
-        "dp": hsdp,
+        "dp": build_data_parallel_config(
+            layout, param_dtype=param_dtype, prefetch_factor=prefetch_factor
+        ),
         "tp": None,
         "cp": None,
     }
-    if layout.single_device:
-        configs["dp"] = None
     if tensor > 1:
         configs["tp"] = transformer.TransformerTensorParallelConfig(degree=tensor)
     if context > 1:

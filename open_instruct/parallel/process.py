@@ -75,14 +75,17 @@ def start_process(*, timeout_s: int, seed: int) -> Process:
         rank=dist.get_rank(),
         local_rank=local_rank,
         device=torch.device("cuda", local_rank) if on_cuda else torch.device("cpu"),
-        gpus_per_node=_discover_nodes(local_rank),
+        gpus_per_node=find_gpus_per_node(),
     )
 
 
-def _discover_nodes(local_rank: int) -> tuple[int, ...]:
-    """The real node sizes: a node begins wherever a process has local rank 0."""
+def find_gpus_per_node() -> tuple[int, ...]:
+    """The processes of each node of the process group, in rank order. Collective.
+
+    A node begins wherever a process has local rank 0.
+    """
     sizes: list[int] = []
-    for local in gather_objects(local_rank):
+    for local in gather_objects(get_local_rank()):
         if local == 0:
             sizes.append(0)
         sizes[-1] += 1

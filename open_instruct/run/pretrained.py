@@ -54,6 +54,7 @@ from open_instruct.models.model_folder import (
     read_source_fields,
 )
 from open_instruct.models.open_files import open_files
+from open_instruct.models.start_model import StartModel
 from open_instruct.models.transformer import SegmentTransformer
 from open_instruct.parallel.process import run_on_main_process
 from open_instruct.parallel.status import this_process
@@ -70,14 +71,11 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pretrained:
-    """A checkpoint whose names and shapes are known to fit the model, before any weight is read."""
+class Pretrained(StartModel):
+    """The start model of a run, with its tokenizer, its adapter, and what is exported beside it."""
 
     folder: Path  # or the config.json of a model that is drawn
     tokenizer_folder: Path
-    hf_config: PretrainedConfig
-    files: CheckpointFiles
-    names: TensorNames
     tokenizer: PreTrainedTokenizerFast
     is_drawn: bool = False  # at random, and read from no file
     adapter: Mapping[str, torch.Tensor] | None = None
@@ -87,10 +85,6 @@ class Pretrained:
     # ends of turns.
     tokenizer_config: Mapping[str, Any] | None = None
     generation_config: Mapping[str, Any] | None = None
-
-    def build(self, *, init_device: str) -> SegmentTransformer:
-        """Build the model, without weights."""
-        return build_model(self.hf_config, init_device=init_device, head=self.names.head)
 
     def check_sizes(self, data: DataSection | PromptDataSection) -> None:
         """:raises InputError: the tokenizer or the rows are too large for the model."""

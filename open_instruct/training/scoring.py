@@ -27,6 +27,7 @@ from open_instruct.losses.logprobs import sum_by_reply
 from open_instruct.models.shards import reshard
 from open_instruct.objectives.objective import Evaluation, Objective
 from open_instruct.parallel.process import run_on_main_process
+from open_instruct.run.console import Console
 from open_instruct.run.opening import Run
 from open_instruct.run.pretrained import Pretrained
 from open_instruct.training.model.float8 import float8_off
@@ -37,64 +38,81 @@ from open_instruct.training.rows.scoring_batches import scoring_batches
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scorer:
-    """Scores rows by the forward pass that trains them, and sums over replies as in training.
-
-    Every data-parallel rank calls `score` together and gets the same array.
-    """
+    """Scores rows by the forward pass that trains them, and sums over replies as in training."""
 
     policy: Policy
     shape: BatchShape
     run: Run
     config: TrainingConfig
 
-    @torch.no_grad()
     def score(self, dataset: TokenDataset, rows: Sequence[int], *, title: str) -> np.ndarray:
-        """Sums over the replies of each document of `rows`, float32 (N, D); chosen comes first.
-
-        For a loss that sums several values, the sums of each value stand side by side.
-        """
-        policy = self.policy
-        model = policy.computing_model
-        group = policy.dp_process_group
-        device = policy.device
-        num_documents = dataset.documents_per_row
-        columns: list[torch.Tensor] = []
-        positions = {row: position for position, row in enumerate(rows)}
-        policy.backend.set_mode("eval")
-        batches = scoring_batches(
+        """Sums over the replies of each document of `rows`, see `score_rows`."""
+        return score_rows(
+            self.policy,
             dataset,
             rows,
             shape=self.shape,
-            dp_process_group=group,
-            run=self.run,
+            console=self.run.console,
             title=title,
-            values_class=policy.loss.values_class,
         )
-        for batch in batches:
-            with float8_off(model):
-                scores = policy.score(batch)
-            values = move_to_device(batch.values, device)
-            sums = policy.loss.sum_columns(scores, replace(batch, values=values))
-            if not columns:
-                columns = [torch.zeros(len(rows), num_documents, device=device) for _ in sums]
-            # A rank beyond the last rows has a batch of none.
-            batch_rows = [positions[row] for row in batch.row_ids]
-            batch_positions = move_to_device(torch.tensor(batch_rows, dtype=torch.long), device)
-            for column_ND, values_N in zip(columns, sums, strict=True):
-                sums_S, _ = sum_by_reply(
-                    values_N,
-                    scores.sequence_ids_N,
-                    batch.packed.num_sequences,
-                    policy.loss.ld_alpha,
-                )
-                column_ND[batch_positions] = sums_S.view(num_documents, -1).T.float()
-        values_ND = torch.cat(columns, dim=1)
-        if dist.get_world_size(group) > 1:
-            # Each row was computed on one rank and is zero on the others.
-            dist.all_reduce(values_ND, group=group)
-        # A forward pass without a backward leaves FSDP's root parameters gathered.
-        reshard(model)
-        return values_ND.cpu().numpy()
+
+
+@torch.no_grad()
+def score_rows(
+    policy: Policy,
+    dataset: TokenDataset,
+    rows: Sequence[int],
+    *,
+    shape: BatchShape,
+    console: Console,
+    title: str,
+) -> np.ndarray:
+    """Sums over the replies of each document of `rows`, float32 (N, D); chosen comes first.
+
+    For a loss that sums several values, the sums of each value stand side by side. Every
+    data-parallel rank calls it together and gets the same array.
+    """
+    model = policy.computing_model
+    group = policy.dp_process_group
+    device = policy.device
+    num_documents = dataset.documents_per_row
+    columns: list[torch.Tensor] = []
+    positions = {row: position for position, row in enumerate(rows)}
+    policy.backend.set_mode("eval")
+    batches = scoring_batches(
+        dataset,
+        rows,
+        shape=shape,
+        dp_process_group=group,
+        console=console,
+        title=title,
+        values_class=policy.loss.values_class,
+    )
+    for batch in batches:
+        with float8_off(model):
+            scores = policy.score(batch)
+        values = move_to_device(batch.values, device)
+        sums = policy.loss.sum_columns(scores, replace(batch, values=values))
+        if not columns:
+            columns = [torch.zeros(len(rows), num_documents, device=device) for _ in sums]
+        # A rank beyond the last rows has a batch of none.
+        batch_rows = [positions[row] for row in batch.row_ids]
+        batch_positions = move_to_device(torch.tensor(batch_rows, dtype=torch.long), device)
+        for column_ND, values_N in zip(columns, sums, strict=True):
+            sums_S, _ = sum_by_reply(
+                values_N,
+                scores.sequence_ids_N,
+                batch.packed.num_sequences,
+                policy.loss.ld_alpha,
+            )
+            column_ND[batch_positions] = sums_S.view(num_documents, -1).T.float()
+    values_ND = torch.cat(columns, dim=1)
+    if dist.get_world_size(group) > 1:
+        # Each row was computed on one rank and is zero on the others.
+        dist.all_reduce(values_ND, group=group)
+    # A forward pass without a backward leaves FSDP's root parameters gathered.
+    reshard(model)
+    return values_ND.cpu().numpy()
 
 
 def score_reference(

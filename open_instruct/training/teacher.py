@@ -231,7 +231,7 @@ def add_distributions(
         cache.find_missing_rows(dataset),
         shape=rows.shape,
         dp_process_group=backend.dp_process_group,
-        run=run,
+        console=run.console,
         title="teacher's distributions",
     )
     for batch in batches:

@@ -7,12 +7,15 @@ from pathlib import Path
 
 import pytest
 
+from scripts.demo_data.pairs import write_synthetic_preferences
 from tests.docs.pages import REPOSITORY
 from tests.ranks import programs
 from tests.ranks.shallow import write_shallow_model
 
 EXAMPLES = sorted((REPOSITORY / "examples").glob("*.py"))
+TRAINER_SCRIPTS = sorted((REPOSITORY / "examples" / "olmo_core").glob("*.py"))
 MAX_LINES = 60
+MAX_LINES_OF_TRAINERS = 68
 TIMEOUT_S = 300
 
 
@@ -44,6 +47,41 @@ def read_rows(folder: Path) -> list[dict[str, float]]:
 def test_there_are_five_short_examples() -> None:
     assert len(EXAMPLES) == 5
     assert all(len(path.read_text().splitlines()) <= MAX_LINES for path in EXAMPLES)
+
+
+def test_script_for_olmo_cores_trainer_is_short_and_ends_like_the_others() -> None:
+    """tests/ranks/test_train_modules.py runs their trainers; their ends are run here."""
+    texts = [path.read_text() for path in TRAINER_SCRIPTS]
+    assert len(texts) == 6
+    assert max(len(text.splitlines()) for text in texts) <= MAX_LINES_OF_TRAINERS
+    assert len({text.partition("if __name__")[2] for text in texts}) == 1
+    for path, text in zip(TRAINER_SCRIPTS, texts, strict=True):
+        assert f"examples/olmo_core/{path.name} MODEL_DIR " in text.splitlines()[2]
+
+
+def test_page_of_train_modules_shows_lines_of_the_script() -> None:
+    page = (REPOSITORY / "docs" / "train_modules.md").read_text()
+    script = (REPOSITORY / "examples" / "olmo_core" / "dpo.py").read_text()
+    block = page.partition("```python\n")[2].partition("```")[0]
+    lines = {line.strip() for line in script.splitlines()}
+    assert block and {line.strip() for line in block.splitlines()} <= lines
+
+
+@pytest.mark.extended
+def test_torchrun_starts_a_script_for_olmo_cores_trainer(folder: Path) -> None:
+    write_synthetic_preferences(folder / "pairs.jsonl", num_rows=16, seed=1)
+    environment = {"OPEN_INSTRUCT_CACHE": str(folder / "cache"), "OMP_NUM_THREADS": "1"}
+    script = str(REPOSITORY / "examples" / "olmo_core" / "dpo.py")
+    process = programs.start(
+        [*programs.TORCHRUN, "--nproc_per_node", "2", script, "tiny", "pairs.jsonl", "OUT"],
+        cwd=folder,
+        environment=environment,
+    )
+    printed, _ = process.communicate(TIMEOUT_S)
+    assert process.returncode == 0, printed
+    losses = [float(loss) for loss in re.findall(r" loss=(\S+)", printed)]
+    assert len(losses) == 5 and losses[0] == pytest.approx(math.log(2), abs=1e-4)
+    assert (folder / "OUT" / "step5" / "model_and_optim" / ".metadata").is_file()
 
 
 def test_dpo_by_hand_starts_at_ln_2_and_learns(folder: Path) -> None:

@@ -191,8 +191,9 @@ class FSDP2Backend(ShardedModule):
     def step(self, *, loss: float, grad_norm: float) -> Metrics:
         assert self.optim is not None
         if isinstance(self.optim, SkipStepOptimizer):
-            self.optim.latest_loss = torch.tensor(loss)
-            self.optim.latest_grad_norm = torch.tensor(grad_norm)
+            device = self.optim.device
+            self.optim.latest_loss = torch.tensor(loss, device=device)
+            self.optim.latest_grad_norm = torch.tensor(grad_norm, device=device)
         self.optim.step()
         self.model.post_optim_step()
         self.refresh_computing_weights()
@@ -231,8 +232,13 @@ class FSDP2Backend(ShardedModule):
         # Saved before the optimizer's first step.
         if self.optim is not None and not optimizer_state_keys(saved_metadata):
             self.optim.state.clear()
-            return flatten_state(self.model, self.optim)
+            state = flatten_state(self.model, self.optim)
+            if not has_part(saved_metadata, "optim"):  # weights alone, of `convert` or OLMo-core's
+                del state["optim"]
+            return state
         state = super().state_dict_to_load(metadata, optim=optim)
+        if "optim" not in state:  # only the weights were asked for
+            return state
         require_same_setting(
             "--optimizer",
             "this command's",
@@ -241,7 +247,7 @@ class FSDP2Backend(ShardedModule):
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        if not optimizer_state_keys(state_dict["optim"]):
+        if not optimizer_state_keys(state_dict.get("optim", {})):
             # PyTorch would give the optimizer the state of a step, see `state_dict_to_save`.
             state_dict = {name: part for name, part in state_dict.items() if name != "optim"}
         super().load_state_dict(state_dict)

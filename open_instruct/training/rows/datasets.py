@@ -1,6 +1,7 @@
 """The tokenised rows of a run, built once by rank 0 and read from the cache by all."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from transformers import PreTrainedTokenizerFast
@@ -12,6 +13,7 @@ from open_instruct.data.chat import ChatFormat
 from open_instruct.data.eval_split import Side
 from open_instruct.data.mixer import find_entries
 from open_instruct.data.report import DataReport
+from open_instruct.data.row_builder import RowBuilder
 from open_instruct.data.token_dataset import TokenDataset, load_token_dataset
 from open_instruct.objectives.objective import Objective
 from open_instruct.parallel.process import run_on_main_process
@@ -25,43 +27,63 @@ def load_datasets(
     tokenizer: PreTrainedTokenizerFast,
     console: Console,
 ) -> tuple[TokenDataset, TokenDataset | None]:
-    """The training rows, and the held-out rows if any are named, or split off.
-
-    Rank 0 reads and tokenises; the others find its work in the cache (or do it again, where a node
-    does not share the cache folder).
-
-    :raises InputError: for a bad row, a missing file, a bad amount; on every rank.
-    """
+    """The training rows, and the held-out rows if any are named, or split off; see `read_rows`."""
     data = config.data
     form = objective.choose_rows(config)
     form_arguments = objective.row_arguments(config)
-
-    def load_one(title: str, flag: str, *, is_held_out: bool = False) -> TokenDataset:
-        arguments = build_load_arguments(
-            data, tokenizer, flag, seed=config.optim.seed, is_held_out=is_held_out
-        )
-        arguments |= {"max_seq_length": data.max_seq_length, **form_arguments}
-
-        def load(*, speaks: bool) -> tuple[TokenDataset, DataReport]:
-            with Console(speaks=speaks).counting(title) as on_progress:
-                return load_token_dataset(form, on_progress=on_progress, **arguments)
-
-        def load_and_report() -> Sequence[str]:
-            _, report = load(speaks=console.speaks)
-            return report.lines()
-
-        console.report(title, run_on_main_process(load_and_report))
-        dataset, _ = load(speaks=False)
-        return dataset
-
+    read = partial(
+        read_rows,
+        form,
+        data,
+        tokenizer,
+        seed=config.optim.seed,
+        console=console,
+        form_arguments=form_arguments,
+    )
     this_process.begin("reading the rows")
-    training = load_one("training data", "mixer_list")
+    training = read(title="training data")
     if not data.has_held_out_rows:
         return training, None
     flag = "mixer_list"
     if data.eval_mixer_list:
         flag = "eval_mixer_list"
-    return training, load_one("held-out data", flag, is_held_out=True)
+    return training, read(title="held-out data", flag=flag, is_held_out=True)
+
+
+def read_rows(
+    form: type[RowBuilder],
+    data: DataSection,
+    tokenizer: PreTrainedTokenizerFast,
+    *,
+    seed: int,
+    console: Console,
+    title: str,
+    form_arguments: Mapping[str, Any],
+    flag: str = "mixer_list",
+    is_held_out: bool = False,
+) -> TokenDataset:
+    """The rows that `flag` lists, as token ids. Collective.
+
+    Rank 0 reads and tokenises; the others find its work in the cache (or do it again, where a node
+    does not share the cache folder).
+
+    :param form_arguments: of the class of rows, beyond those of every `RowBuilder`.
+    :raises InputError: for a bad row, a missing file, a bad amount; on every rank.
+    """
+    arguments = build_load_arguments(data, tokenizer, flag, seed=seed, is_held_out=is_held_out)
+    arguments |= {"max_seq_length": data.max_seq_length, **form_arguments}
+
+    def load(*, speaks: bool) -> tuple[TokenDataset, DataReport]:
+        with Console(speaks=speaks).counting(title) as on_progress:
+            return load_token_dataset(form, on_progress=on_progress, **arguments)
+
+    def load_and_report() -> Sequence[str]:
+        _, report = load(speaks=console.speaks)
+        return report.lines()
+
+    console.report(title, run_on_main_process(load_and_report))
+    dataset, _ = load(speaks=False)
+    return dataset
 
 
 def build_load_arguments(

@@ -9,7 +9,7 @@ from open_instruct.core.batch_values import BatchValues, RowValues
 from open_instruct.core.records import Batch, StepBatch
 from open_instruct.data.token_dataset import TokenDataset
 from open_instruct.parallel.status import this_process
-from open_instruct.run.opening import Run
+from open_instruct.run.console import Console
 from open_instruct.training.rows.sample_loader import build_ahead
 
 
@@ -19,7 +19,7 @@ def scoring_batches(
     *,
     shape: BatchShape,
     dp_process_group: dist.ProcessGroup | None,
-    run: Run,
+    console: Console,
     title: str,
     values_class: type[BatchValues] = RowValues,
 ) -> Iterator[Batch]:
@@ -42,7 +42,7 @@ def scoring_batches(
             values_class=values_class,
         )
 
-    with run.console.counting(title) as on_progress:
+    with console.counting(title) as on_progress:
         for num_done, step in enumerate(
             build_ahead(build, range(0, len(ordered_rows), size)), start=1
         ):

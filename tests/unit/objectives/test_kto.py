@@ -31,7 +31,6 @@ from open_instruct.objectives.kto import (
     KTO,
     KTOConfig,
     KTOLossSection,
-    bind,
     unpaired_losses,
 )
 from open_instruct.objectives.kto_rows import (
@@ -374,7 +373,7 @@ def step_of(
     config = config_of(
         **(flags or {}), **({} if shape.get("packing", True) else {"packing": False})
     )
-    module, recorder = train_module(bind(config), policy, folder, max_seq_length=128)
+    module, recorder = train_module(KTO.bind(config), policy, folder, max_seq_length=128)
     recorder.global_step = step
     batch_shape = BatchShape(
         documents_per_sample=dataset.documents_per_row,
