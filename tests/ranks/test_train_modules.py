@@ -23,6 +23,7 @@ from tests.ranks.train_case import ROWS_PER_STEP, TrainCase, free_ports
 
 FAMILIES = {"prm": "qwen3"}  # transformers has a class of it with a new head
 EXAMPLES_JOB = "tests.ranks.jobs.train_modules:run_each"
+HOME_JOB = "tests.ranks.jobs.train_modules:train_at_home"
 NUM_STEPS = 5
 STOP_AFTER = 3
 TOLERANCE = 1e-6
@@ -165,23 +166,42 @@ def test_trainer_has_the_losses_of_our_grpo_learner(tmp_path: Path, num_ranks: i
     assert_same_steps(whole, results[0][0])
 
 
+def make_home(case: TrainCase, folder: Path) -> dict[str, str]:
+    """The arguments of a run from the case's model as a checkpoint of OLMo-core."""
+    start = folder / "olmo_core"
+    assert convert.main([str(case.model), str(start)]) == 0
+    return {
+        "folder": str(start),
+        "rows": str(case.rows),
+        "tokenizer": str(case.model),
+        "output_dir": str(folder / "OUT"),
+    }
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("degree", ["tensor_parallel_degree", "context_parallel_degree"])
+def test_layout_splits_matrices_or_rows_and_losses_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, degree: str
+) -> None:
+    monkeypatch.setenv("OPEN_INSTRUCT_CACHE", str(tmp_path / "cache"))
+    case = write_objective_case(tmp_path / "sft", "sft", family="olmo2")
+    arguments = make_home(case, tmp_path)
+    (whole,) = run_ranks(1, HOME_JOB, **arguments, num_epochs=1)
+    arguments["output_dir"] = str(tmp_path / "SPLIT")
+    split, *_ = run_ranks(4, HOME_JOB, **arguments, num_epochs=1, **{degree: 2})
+    for row, expected in zip(split["rows"], whole["rows"], strict=True):
+        assert row == pytest.approx(expected, rel=1e-5, abs=1e-6)
+
+
 @pytest.mark.extended
 def test_trainer_starts_from_olmo_cores_checkpoint_and_leaves_such_that_are_opened_here(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OPEN_INSTRUCT_CACHE", str(tmp_path / "cache"))
     case = write_objective_case(tmp_path / "sft", "sft", family="olmo2")
-    start = tmp_path / "olmo_core"
-    assert convert.main([str(case.model), str(start)]) == 0
-    arguments = {
-        "folder": str(start),
-        "rows": str(case.rows),
-        "tokenizer": str(case.model),
-        "output_dir": str(tmp_path / "OUT"),
-    }
-    job = "tests.ranks.jobs.train_modules:train_at_home"
-    (first,) = run_ranks(1, job, **arguments, num_epochs=1)
-    (second,) = run_ranks(1, job, **arguments, num_epochs=2)
+    arguments = make_home(case, tmp_path)
+    (first,) = run_ranks(1, HOME_JOB, **arguments, num_epochs=1)
+    (second,) = run_ranks(1, HOME_JOB, **arguments, num_epochs=2)
     steps = [row["step"] for row in first["rows"] + second["rows"]]
     assert steps == [1, 2, 3, 4, 5, 6]
     assert (first["history"], second["history"]) == (3, 6)

@@ -14,6 +14,7 @@ from olmo_core.distributed.utils import get_rank, get_world_size
 
 from open_instruct.batching.rollouts import build_rollout_minibatches, plan_steps_of_ranks
 from open_instruct.config.sections import PrefixSharing
+from open_instruct.core.errors import InputError
 from open_instruct.core.records import RolloutSample, StepBatch
 from open_instruct.training.rows.sample_loader import SampleLoader
 
@@ -86,6 +87,19 @@ class StepDataLoader(StepLoader):
         return self.samples.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Stand where a checkpoint stood.
+
+        :raises InputError: it was written with other rows, another seed or number of rows in a
+            step.
+        """
+        num_now = self.samples.num_samples_per_step
+        num_before = state_dict.get("num_samples_per_step", num_now)
+        if num_before != num_now:
+            raise InputError(
+                f"the checkpoint was written with {num_before} rows in a step, and rows_per_step "
+                f"is {num_now}: give {num_before} again, or start in another save_folder",
+                kind="other_run",
+            )
         self.samples.load_state_dict(state_dict)
         self._epoch = self.samples.epoch
         self.batches_processed = self.samples.batches_processed

@@ -24,7 +24,8 @@ from olmo_core.train.train_module import TransformerTrainModuleConfig
 from open_instruct.config.sections import SFTDataSection
 from open_instruct.data.tokenizer import load_tokenizer
 from open_instruct.olmo_core_train_modules import SFTTrainModule, StartModel
-from open_instruct.parallel.process import stop_process
+from open_instruct.parallel.layout import resolve_layout
+from open_instruct.parallel.process import find_gpus_per_node, stop_process
 from open_instruct.training.optim.optimizers import SkipStepHistory
 from tests.ranks.fork_server import REPOSITORY
 
@@ -88,9 +89,16 @@ class MeanLoss(Evaluator):
 
 
 def train_at_home(
-    folder: str, rows: str, tokenizer: str, output_dir: str, num_epochs: int
+    folder: str,
+    rows: str,
+    tokenizer: str,
+    output_dir: str,
+    num_epochs: int,
+    **degrees: int,
 ) -> dict[str, Any]:
     """SFT from a checkpoint of OLMo-core, which the Trainer loads; its steps are such checkpoints.
+
+    :param degrees: of the layout, in place of its defaults.
 
     Returns the noted rows, the evaluations, and the length of the skip-step optimizer's history.
     """
@@ -104,6 +112,7 @@ def train_at_home(
             rank_microbatch_size=2 * LENGTH,
         ),
         StartModel.open(folder).build(),
+        layout=resolve_layout(find_gpus_per_node(), **degrees),
         param_dtype="float32",
     )
     loader = module.build_data_loader(
@@ -128,7 +137,7 @@ def train_at_home(
         "checkpointer": CheckpointerCallback(save_interval=100, save_async=False),
         "config_saver": ConfigSaverCallback(),
         "evaluator": EvaluatorCallback(
-            evaluators=[evaluator], eval_interval=None, eval_on_finish=True
+            evaluators=[evaluator], eval_interval=None, eval_on_finish=not degrees
         ),
         "history": SkipStepHistory(optim),
         "notes": notes,

@@ -26,14 +26,18 @@ from open_instruct.olmo_core_train_modules import (
     RewardModelTrainModule,
     RolloutDataLoader,
     SFTTrainModule,
+    StepDataLoader,
     build_data_parallel_config,
 )
 from open_instruct.parallel.layout import resolve_layout
 from open_instruct.training.olmo_core.objective_module import choose_parallelism
 from open_instruct.training.olmo_core.offline_module import plan_shape
+from open_instruct.training.rows.sample_loader import SampleLoader
 from tests.olmo_core_checkpoints import make_config
 from tests.refusals import refused
+from tests.unit.conftest import JoinAs
 from tests.unit.small_models import new_model
+from tests.unit.training.test_training_pieces import make_pairs, shape_of
 
 LENGTHS: dict[str, Any] = {"max_sequence_length": 16, "rank_microbatch_size": 32}
 GRPO: dict[str, Any] = {"temperature": 1.0, "response_length": 8}
@@ -234,6 +238,49 @@ def test_rollout_loader_goes_on_from_its_state(tmp_path: Path) -> None:
     resumed.load_state_dict(state)
     resumed.reshuffle(1)
     assert [batch["step"].counts["labels"] for batch in resumed] == [6, 8]
+
+
+def make_step_loader(folder: Path, *, rows_per_step: int = 4) -> StepDataLoader:
+    shape = shape_of(
+        max_seq_length=64, max_samples_per_microbatch=2, max_microbatches=rows_per_step // 2
+    )
+    pairs = make_pairs(10)
+    rows = [(row,) for row in range(10)]
+    samples = SampleLoader(pairs, rows, shape=shape, seed=3, dp_group=None)
+    return StepDataLoader(samples, work_dir=folder)
+
+
+def take_epoch(loader: StepDataLoader, epoch: int) -> list[list[tuple[int, ...]]]:
+    """The rows of each microbatch of each step, as the Trainer takes an epoch."""
+    loader.reshuffle(epoch)
+    steps = [[batch.row_ids for batch in each["step"].microbatches] for each in loader]
+    loader.reset()
+    return steps
+
+
+def test_loader_of_rows_goes_on_where_the_trainer_stopped(join_as: JoinAs, tmp_path: Path) -> None:
+    join_as(0, 1)
+    loader = make_step_loader(tmp_path)
+    assert loader.total_batches == 3
+    epochs = [take_epoch(loader, 1), take_epoch(loader, 2)]
+    assert epochs[0] != epochs[1]
+    assert {row for step in epochs[1] for rows in step for row in rows} == set(range(10))
+
+    stopped = make_step_loader(tmp_path)
+    take_epoch(stopped, 1)
+    stopped.reshuffle(2)
+    next(iter(stopped))
+    resumed = make_step_loader(tmp_path)
+    resumed.load_state_dict(stopped.state_dict())
+    assert resumed.batches_processed == 1
+    assert take_epoch(resumed, 2) == epochs[1][1:]
+
+
+def test_checkpoint_with_other_steps_is_refused(join_as: JoinAs, tmp_path: Path) -> None:
+    join_as(0, 1)
+    state = make_step_loader(tmp_path).state_dict()
+    with refused("other_run", None, "rows_per_step", "4"):
+        make_step_loader(tmp_path, rows_per_step=2).load_state_dict(state)
 
 
 def test_loader_has_no_dry_run(tmp_path: Path) -> None:
