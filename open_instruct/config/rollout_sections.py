@@ -14,6 +14,8 @@ HELD_OUT_FLAGS = f"{HELD_OUT} {HELD_OUT}_splits"
 WITH_CRITIC = "gae"  # the advantages that a critic estimates
 TOOL_SET = "tools"  # the environment of --tools
 
+AgentBranches = Literal["last", "all", "advantage_shared"]
+
 
 @dataclass(kw_only=True)
 class PromptDataSection(RowsSection):
@@ -134,6 +136,11 @@ class RolloutSection:
     learn_from_failed_episodes: bool = flag(
         "learn from episodes whose environment failed or took too long, too", False
     )
+    agent_branches: AgentBranches = flag(
+        "what is learned of an agent's episode with several branches: the last, all with the "
+        "advantage of the episode, or all with a share of it",
+        "all",
+    )
     advantage_normalization_type: str = flag(
         "how rewards become advantages: docs/losses.md (also: --advantages)",
         "standard",
@@ -160,7 +167,8 @@ class EnvironmentSection:
         "answers the replies of prompts that name none in `env_config`: calculator, python, "
         "counter, guess_number, wordle, search, serper_search and others of the web, "
         "FILE.py:factory or module:factory of your own, or mcp:COMMAND, mcp:http://… or "
-        "openenv:http://… for a server's, or verifiers:NAME for a taskset",
+        "openenv:http://… for a server's, or verifiers:NAME for a taskset; agent:COMMAND or "
+        "agent:FILE.py:function is a program of your own that asks the policy by OpenAI's API",
         None,
     )
     tools: list[str] = flag("such tools, several at once, in place of --environment", [])
@@ -191,6 +199,15 @@ class EnvironmentSection:
     )
     environment_timeout_s: float = flag(
         "seconds that an environment may take to answer", 60.0, above=0
+    )
+
+    agent_sampling: Literal["refuse", "follow"] = flag(
+        "what becomes of an agent's request for another temperature or top_p than the run's: an "
+        "error, or a reply that is sampled so and not learned",
+        "refuse",
+    )
+    agent_concurrency: int = flag(
+        "requests of one agent's episode that are answered at once; more wait", 8, minimum=1
     )
 
     @property

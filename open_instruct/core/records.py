@@ -11,6 +11,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from open_instruct.core.batch_values import BatchValues
+from open_instruct.core.episodes import Episode as Episode
+from open_instruct.core.episodes import EpisodeBranch as EpisodeBranch
+from open_instruct.core.episodes import EpisodeStatus as EpisodeStatus
+from open_instruct.core.spans import Span as Span
 
 if TYPE_CHECKING:
     import torch
@@ -22,21 +26,6 @@ USUAL_WEIGHTS = {
     "ce": 0.0,
     "kl": 1.0,
 }
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Span:
-    """Half-open range of token positions `[start, stop)`.
-
-    Example: the reply of a ten-token conversation whose prompt takes six tokens is `Span(start=6,
-    stop=10)`.
-    """
-
-    start: int
-    stop: int
-
-    def __len__(self) -> int:
-        return self.stop - self.start
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -213,35 +202,6 @@ class Prompt:
     environment: str = ""  # the name of what answers replies; none where a completion is one turn
     # The columns that the environment is made of, and `messages`.
     row: Mapping[str, Any] = field(default_factory=dict)
-
-
-EpisodeStatus = Literal["done", "length", "max_turns", "parse_error", "timeout", "env_error"]
-"""How an episode ended: its environment was done; the tokens or the turns ran out; a tool call
-could not be read; the environment took too long, or failed.
-"""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Episode:
-    """A completion's turns, where an environment has answered.
-
-    Example: a reply of tokens 0 to 8, a tool's answer of 9 tokens and a reply of 3 have `replies`
-    (0, 9) and (18, 21).
-    """
-
-    status: EpisodeStatus
-    replies: tuple[Span, ...]
-    turns: tuple[Mapping[str, str], ...]  # role and content, from the first prompt on
-    rewards: Mapping[str, float] = field(default_factory=dict)  # of the environment, by name
-    prompt_token_ids: tuple[int, ...] = ()  # of the first prompt, where it is not the row's
-    problem: str = ""  # why the environment failed
-    # What the environment wrote between replies, without what the template puts around.
-    answers: tuple[Span, ...] = ()
-
-    @property
-    def has_failed(self) -> bool:
-        """Whether it ended for a reason that is not the policy's."""
-        return self.status in ("timeout", "env_error")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,6 +9,7 @@ from open_instruct.config.name_hints import suggest_nearest
 from open_instruct.config.rollout_sections import TOOL_SET, EnvironmentSection
 from open_instruct.core.errors import InputError
 from open_instruct.core.user_code import load_named
+from open_instruct.environments.agents import AgentProgram
 from open_instruct.environments.built_in import Calculator, Counter, GuessNumber, Python, Wordle
 from open_instruct.environments.environment import Factory
 from open_instruct.environments.mcp_tools import McpServer, generic_mcp
@@ -33,6 +34,7 @@ SERVERS: dict[str, Callable[..., Factory]] = {
 }
 # A colon and the place of the environment follow the name.
 LOCATED: dict[str, Callable[..., Factory]] = {
+    "agent": AgentProgram,
     "mcp": McpServer,
     "openenv": OpenEnvServer,
     "verifiers": Taskset,
@@ -53,7 +55,8 @@ def find_factory(word: str, *, origin: str) -> Factory:
         hint = suggest_nearest(word, names) or ";"
         raise InputError(
             f"{origin}: there is no environment of that name{hint} known "
-            f"are {', '.join(sorted(names))}, mcp:SERVER, openenv:URL, verifiers:NAME, and "
+            f"are {', '.join(sorted(names))}, mcp:SERVER, openenv:URL, verifiers:NAME, "
+            "agent:COMMAND, agent:FILE.py:function, and "
             "FILE.py:factory or module:factory of your own",
             kind="bad_value",
         )
@@ -126,7 +129,7 @@ def _make_tool_factory(
     factory = factories.get(word)
     if factory is None:
         factory = find_factory(word, origin=f"--tools {word}")
-    if isinstance(factory, OpenEnvServer | Taskset) or hasattr(factory, "step"):
+    if isinstance(factory, AgentProgram | OpenEnvServer | Taskset) or hasattr(factory, "step"):
         raise InputError(
             f"--tools {word} has turns of its own: name it by --environment", kind="bad_value"
         )

@@ -37,6 +37,7 @@ from open_instruct.rl.run_checks import (
     check_companion_models,
     check_engine,
     find_template_mismatches,
+    refuse_answers_of_agents,
     refuse_other_rows,
     refuse_unknown_score,
     try_sandbox,
@@ -115,6 +116,7 @@ def open_rollout_run(config: GRPOConfig) -> Iterator[RolloutRun]:
         )
         if answering:
             check_bridges(chat)
+            refuse_answers_of_agents(config, environments, answering)
         conversations = load_conversations(
             config.data, pretrained.tokenizer, seed=config.optim.seed, console=console
         )

@@ -13,6 +13,8 @@ from open_instruct.cluster.placement import FleetShape, Placement
 from open_instruct.cluster.ray_cluster import start_cluster
 from open_instruct.core.text import spell_count
 from open_instruct.data.prompts import PromptStream
+from open_instruct.environments.agents import AgentProgram
+from open_instruct.environments.environment import Factory
 from open_instruct.generation.engine_host import RayEngine
 from open_instruct.generation.engine_pool import EnginePool
 from open_instruct.generation.requests import Batching, EngineSettings
@@ -20,10 +22,11 @@ from open_instruct.generation.vllm_options import engine_environment
 from open_instruct.parallel.launch import share_threads
 from open_instruct.parallel.status import this_process
 from open_instruct.rewards.pool import VerifierPool
+from open_instruct.rl.agents.episodes import AgentEpisodes
 from open_instruct.rl.checked_run import RolloutRun
 from open_instruct.rl.conductor import Conductor
 from open_instruct.rl.episodes.conversations import Conversations
-from open_instruct.rl.episodes.walk import Episodes
+from open_instruct.rl.episodes.walk import EpisodeRunner, Episodes
 from open_instruct.rl.publisher import WeightPublisher
 from open_instruct.run.console import Console
 from open_instruct.weight_sync.folder import choose_sync_folder, make_folder
@@ -76,15 +79,7 @@ class Fleet:
             say=run.console.warn,
         )
         self.publisher.engines = self.engines
-        self.conversations: Conversations | None = None
-        if run.environments is not None:
-            self.conversations = Conversations(
-                self.engines,
-                run.chat,
-                run.environments,
-                run.config,
-                warn=run.console.warn,
-            )
+        self.runners = make_runners(run, self.engines)
 
     def new_conductor(self) -> Conductor:
         """A new conductor at the start of the run; it may load another state."""
@@ -101,7 +96,7 @@ class Fleet:
 
     def new_episodes(self) -> Episodes:
         """New episodes, which ask the engines and judge their answers until they are closed."""
-        return Episodes(self.engines, self.verifiers, self.conversations)
+        return Episodes(self.engines, self.verifiers, self.runners.__getitem__)
 
     def restart_learners(self) -> None:
         """Start new learners in the same places; they hold the start model.
@@ -180,6 +175,26 @@ class Fleet:
         self.write_pids()
 
 
+def make_runners(run: RolloutRun, engines: EnginePool) -> dict[str, EpisodeRunner]:
+    """What runs the episodes of each environment of the run, by the environment's name."""
+    if run.environments is None:
+        return {}
+    programs: dict[str, AgentProgram] = {}
+    others: dict[str, Factory] = {}
+    for name, factory in run.environments.items():
+        if isinstance(factory, AgentProgram):
+            programs[name] = factory
+        else:
+            others[name] = factory
+    warn = run.console.warn
+    conversations = Conversations(engines, run.chat, others, run.config, warn=warn)
+    runners: dict[str, EpisodeRunner] = dict.fromkeys(others, conversations)
+    if programs:
+        agents = AgentEpisodes(engines, run.chat, programs, run.config)
+        runners |= dict.fromkeys(programs, agents)
+    return runners
+
+
 @contextmanager
 def start_fleet(learner_class: type[LearnerProcess], run: RolloutRun) -> Iterator[Fleet]:
     """Place and start everything; leaving the block ends everything.
@@ -236,8 +251,8 @@ def start_fleet(learner_class: type[LearnerProcess], run: RolloutRun) -> Iterato
         stack.callback(learners.shutdown)
         fleet = Fleet(run, placement, learners, verifiers, environment)
         stack.callback(fleet.engines.close)
-        if fleet.conversations is not None:
-            stack.callback(fleet.conversations.close)
+        for runner in {id(each): each for each in fleet.runners.values()}.values():
+            stack.callback(runner.close)
         stack.callback(run.directory.pids.unlink, missing_ok=True)
         fleet.write_pids()
         yield fleet

@@ -1,6 +1,6 @@
 """Checks of a GRPO run that need no learner and no engine; each names the flag to change."""
 
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Collection, Container, Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -21,6 +21,8 @@ from open_instruct.data.prompts import Prompts, PromptStream
 from open_instruct.data.saved_place import check_saved_place, make_rows_fact
 from open_instruct.data.token_dataset import TokenDataset
 from open_instruct.data.tokenizer import load_tokenizer
+from open_instruct.environments.agents import AgentProgram
+from open_instruct.environments.environment import Factory
 from open_instruct.rewards.code import SHARE_OF_TIME, Code, CodeStdio
 from open_instruct.rewards.reward_models import ModelVerifier
 from open_instruct.rewards.sandbox.trial import try_walls
@@ -203,3 +205,20 @@ def has_other_template(folder: Path, chat: ChatFormat) -> bool:
     """Whether the model in `folder` has a chat template that differs from the policy's."""
     template = load_tokenizer(str(folder), flag="--verifier").chat_template
     return template is not None and template != chat.template.text
+
+
+def refuse_answers_of_agents(
+    config: GRPOConfig, environments: Mapping[str, Factory], answering: Collection[str]
+) -> None:
+    """Refuse `--answers_ce_coef` where an agent asks the policy, which answers nothing itself.
+
+    Raises:
+        InputError: there is such an agent.
+    """
+    agents = [name for name in answering if isinstance(environments.get(name), AgentProgram)]
+    if config.rollout.answers_ce_coef and agents:
+        raise InputError(
+            f"--answers_ce_coef: an agent's texts are its own prompts, and no answers; leave it "
+            f"out, or name an environment in place of {sorted(agents)[0]}",
+            kind="conflict",
+        )

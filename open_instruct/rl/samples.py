@@ -15,7 +15,6 @@ from open_instruct.config.grpo import GRPOConfig
 from open_instruct.config.rollout_sections import PromptDataSection, RolloutSection
 from open_instruct.core.records import (
     Completion,
-    Document,
     EpisodeStatus,
     RolloutGroup,
     RolloutSample,
@@ -26,6 +25,12 @@ from open_instruct.core.user_code import load_own_function
 from open_instruct.data.sft_rows import choose_builder
 from open_instruct.data.token_dataset import TokenDataset, load_token_dataset
 from open_instruct.losses.advantages import ADVANTAGES, compute_advantages, has_signal
+from open_instruct.rl.branches import (
+    group_by_prompt,
+    list_branches,
+    list_versions,
+    make_samples,
+)
 from open_instruct.run.console import Console
 from open_instruct.training.rows.datasets import build_load_arguments
 
@@ -102,16 +107,22 @@ def training_samples(
     for group, group_advantages in zip(batch.groups, advantages, strict=True):
         learns = any(group_advantages) or not config.filter_zero_std_samples or config.has_critic
         are_used: list[bool] = []
+        group_samples: list[RolloutSample] = []
         for completion, advantage in zip(group.completions, group_advantages, strict=True):
-            is_trained = learns and _can_train_on(completion, config)
-            are_used.append(is_trained)
-            if is_trained:
-                sample = _make_sample(group, completion, advantage)
-                if config.answers_ce_coef and completion.episode is not None:
-                    sample = add_answer_loss(sample, completion, config.answers_ce_coef)
-                samples.append(sample)
+            samples_of_one: list[RolloutSample] = []
+            if learns and _can_train_on(completion, config):
+                samples_of_one = make_samples(group, completion, advantage, config.agent_branches)
+            if samples_of_one and config.answers_ce_coef and completion.episode is not None:
+                coef = config.answers_ce_coef
+                samples_of_one[0] = add_answer_loss(samples_of_one[0], completion, coef)
+            are_used.append(bool(samples_of_one))
+            group_samples += samples_of_one
         is_used.append(tuple(are_used))
-    metrics = _rollout_metrics(batch, num_trained=len(samples), config=config, version=version)
+        if any(map(list_branches, group.completions)):
+            group_samples = group_by_prompt(group_samples)
+        samples += group_samples
+    num_trained = sum(map(sum, is_used))
+    metrics = _rollout_metrics(batch, num_trained=num_trained, config=config, version=version)
     return StepSamples(
         samples=tuple(samples),
         advantages=tuple(advantages),
@@ -121,13 +132,11 @@ def training_samples(
 
 
 def _can_train_on(completion: Completion, config: RolloutSection) -> bool:
-    """Whether a completion has tokens to learn from, and no flag leaves it out."""
+    """Whether no flag leaves a completion out."""
     if config.mask_truncated_completions and completion.is_truncated:
         return False
     has_failed = completion.episode is not None and completion.episode.has_failed
-    if has_failed and not config.learn_from_failed_episodes:
-        return False
-    return len(completion.logprobs) > 0
+    return config.learn_from_failed_episodes or not has_failed
 
 
 def _rollout_metrics(
@@ -142,8 +151,10 @@ def _rollout_metrics(
     # How many steps older than the learners' weights are the weights that made each token.
     ages: list[int] = []
     for completion in all_completions(batch.groups):
-        ages += [version - token_version for token_version in completion.versions]
-    num_tokens = sum(len(completion.logprobs) for completion in all_completions(groups))
+        ages += [version - token_version for token_version in list_versions(completion)]
+    num_tokens = sum(
+        sum(1 for _ in list_versions(completion)) for completion in all_completions(groups)
+    )
     metrics = {
         **verdict_metrics(groups),
         **length_metrics(groups),
@@ -199,14 +210,22 @@ def length_metrics(groups: Iterable[RolloutGroup]) -> dict[str, float]:
 
 
 def episode_metrics(groups: Iterable[RolloutGroup]) -> dict[str, float]:
-    """`episodes/turns`, the mean number of replies, and `episodes/STATUS`, the share that ended so.
+    """`episodes/turns` and `episodes/branches`, mean numbers of replies and of lines, and
+    `episodes/STATUS`, the share that ended so.
 
     Empty where no prompt has an environment.
     """
     episodes = [each.episode for each in all_completions(groups) if each.episode is not None]
     if not episodes:
         return {}
-    metrics = {"episodes/turns": mean([len(each.replies) for each in episodes])}
+    num_turns = []
+    for each in episodes:
+        num_more = sum(len(branch.replies) - branch.num_shared for branch in each.branches)
+        num_turns.append(len(each.replies) + num_more)
+    metrics = {
+        "episodes/turns": mean(num_turns),
+        "episodes/branches": mean([1 + len(each.branches) for each in episodes]),
+    }
     for status in get_args(EpisodeStatus):
         have_ended_so = [float(each.status == status) for each in episodes]
         metrics[f"episodes/{status}"] = mean(have_ended_so)
@@ -231,24 +250,6 @@ def mean(values: Sequence[float]) -> float:
     if not values:
         return 0.0
     return math.fsum(values) / len(values)
-
-
-def _make_sample(group: RolloutGroup, completion: Completion, advantage: float) -> RolloutSample:
-    prompt_ids = group.prompt.token_ids
-    if completion.episode is not None:
-        prompt_ids = completion.episode.prompt_token_ids or prompt_ids
-    start = len(prompt_ids)
-    responses = tuple(
-        Span(start=start + reply.start, stop=start + reply.stop)
-        for reply in completion.replies
-        if reply
-    )
-    return RolloutSample(
-        document=Document(token_ids=prompt_ids + completion.token_ids, responses=responses),
-        engine_logprobs=completion.logprobs,
-        advantage=advantage,
-        routes=completion.routes,
-    )
 
 
 def add_answer_loss(sample: RolloutSample, completion: Completion, coef: float) -> RolloutSample:

@@ -13,7 +13,7 @@ from pyarrow import parquet
 from pydantic import TypeAdapter
 
 from open_instruct.core.errors import InputError, RunError
-from open_instruct.core.records import Completion, RolloutGroup
+from open_instruct.core.records import Completion, Episode, RolloutGroup
 from open_instruct.data.files.foreign_json import one_line
 from open_instruct.data.files.unfolding import check_unfolding
 from open_instruct.rl.samples import RolloutStepBatch, StepSamples
@@ -214,7 +214,7 @@ def _make_group_rows(step: int, group: RolloutGroup) -> Iterator[dict[str, Any]]
     for index, (completion, verdict) in enumerate(answers):
         episode = None
         if completion.episode is not None:
-            episode = json.dumps(asdict(completion.episode))
+            episode = json.dumps(_describe_episode(completion.episode))
         yield {
             "step": step,
             "ticket": group.ticket,
@@ -229,6 +229,14 @@ def _make_group_rows(step: int, group: RolloutGroup) -> Iterator[dict[str, Any]]
             "scores": json.dumps(verdict.scores),
             "problems": verdict.problems,
         }
+
+
+def _describe_episode(episode: Episode) -> dict[str, Any]:
+    """An episode as JSON holds it; as of completions, the experts of branches are left out."""
+    fields = asdict(episode)
+    for branch in fields["branches"]:
+        del branch["routes"]
+    return fields
 
 
 def _make_group(rows: list[dict[str, Any]]) -> dict[str, Any]:

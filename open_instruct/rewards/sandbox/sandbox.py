@@ -29,7 +29,7 @@ spec = spec_from_file_location("open_instruct", sys.argv[1])
 sys.modules["open_instruct"] = module_from_spec(spec)
 spec.loader.exec_module(sys.modules["open_instruct"])
 from open_instruct.rewards.sandbox.server import main
-main(socket.socket(fileno=0), handler=sys.argv[2])
+main(socket.socket(fileno=0), handler=sys.argv[2], preloaded=sys.argv[3])
 """
 START_TIMEOUT_S = 60.0
 MAX_OUTPUT_BYTES = 1 << 20
@@ -181,11 +181,18 @@ class ForkServer:
         handler: a module's function, which answers requests in the forked processes; None for
             interpreters behind walls.
         environment: the variables of the processes.
+        preloaded: a function of the user's, `FILE.py:NAME`, whose module is imported once, for all
+            processes.
     """
 
     def __init__(
-        self, *, handler: Callable[..., dict[str, str]] | None, environment: Mapping[str, str]
+        self,
+        *,
+        handler: Callable[..., dict[str, str]] | None,
+        environment: Mapping[str, str],
+        preloaded: str = "",
     ) -> None:
+        self._preloaded = preloaded
         self._handler = ""
         if handler is not None:
             self._handler = f"{handler.__module__}:{handler.__name__}"
@@ -211,7 +218,8 @@ class ForkServer:
         # Neither imports anything from the working folder, and a program nothing from PYTHONPATH
         # either.
         isolation = "-P" if self._handler else "-I"
-        command = [sys.executable, isolation, *("-X", "utf8"), "-c", START, PACKAGE, self._handler]
+        command = [sys.executable, isolation, *("-X", "utf8"), "-c", START, PACKAGE]
+        command += [self._handler, self._preloaded]
         with theirs:
             server = Popen(
                 command,

@@ -1,9 +1,10 @@
 """The warm process behind `ForkServer`, which forks a child for each client and ends it with it.
 
 Every message on its control socket brings two sockets: one is the child's, the other closes when
-the child is to be ended. It never runs a word of foreign code itself, and ends, with all children,
-when its control socket or its parent does. What a child leaves behind becomes a child of this
-process, in whichever session, and is ended like one.
+the child is to be ended. It runs no word of foreign code itself, but for a module of the user's
+that all children are to have imported. It ends, with all children, when its control socket or its
+parent does. What a child leaves behind becomes a child of this process, in whichever session, and
+is ended like one.
 """
 
 import ast
@@ -37,13 +38,14 @@ PARENT_WATCH_INTERVAL_MS = 1000
 COUNT_INTERVAL_MS = TABLES["counted"]["interval_ms"]
 
 
-def main(control: socket.socket, *, handler: str) -> None:
+def main(control: socket.socket, *, handler: str, preloaded: str = "") -> None:
     """Serve until the client is gone.
 
     Args:
         control: on which clients ask for children.
         handler: the name of the function that answers requests, `module:NAME`; "" for interpreters
             behind walls.
+        preloaded: a function of the user's whose module is imported first; "" for none.
     """
     parent = os.getppid()
     server = os.getpid()
@@ -51,6 +53,10 @@ def main(control: socket.socket, *, handler: str) -> None:
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     walls = None if handler else _prepare_walls()
+    for name in filter(None, (handler, preloaded) if preloaded else ()):
+        # What it raises, it raises again in each child, which says so.
+        with suppress(BaseException):
+            load_named(name, origin="ForkServer", what="function")
     may_start_others = walls is None or walls.filter is None  # no wall keeps a child from it
     allowance = Allowance.for_machine() if walls else None
     control.sendall(b"+")

@@ -9,8 +9,11 @@ Texts of tools and environments are tokenised apart from the template's and as p
 an `<|im_end|>` in a tool's answer is no end of a turn (foreign_texts.py).
 """
 
+import copy
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from types import MappingProxyType
 from typing import Any
 
 from open_instruct.core.errors import InputError
@@ -24,6 +27,12 @@ from open_instruct.rl.episodes.foreign_texts import (
     PlainTokenizer,
     split_at_marks,
 )
+
+# Ids by the mark that stands for them: of replies that a history repeats.
+RepliesByMark = Mapping[str, Sequence[int]]
+NO_REPLIES: RepliesByMark = MappingProxyType({})
+# What a template reads of a turn that is added.
+TURN_KEYS = ("role", "content", "tool_calls")
 
 DESCRIPTION = """\
 You may call tools. Their JSON schemas:
@@ -83,21 +92,60 @@ class TurnTemplate:
         text = self._chat.tokenizer.backend_tokenizer.decode(body, skip_special_tokens=False)
         return text, has_end
 
-    def encode(self, text: str, contents: Sequence[str]) -> list[int]:
+    def decode_token(self, token_id: int) -> str:
+        """The text of one token, special or not; a part of a character has a sign in its place."""
+        text: str = self._chat.tokenizer.backend_tokenizer.decode(
+            [token_id], skip_special_tokens=False
+        )
+        return text
+
+    @cached_property
+    def _opening_ids(self) -> list[int]:
+        opening, _ = self.find_reply_opening([{"role": "user", "content": "?"}])
+        return self.encode(opening, ())
+
+    def repeat_reply(self, token_ids: Sequence[int]) -> list[int]:
+        """The ids of an earlier reply's content, where a history repeats it.
+
+        Without the token that ends the turn, which the template writes; with what a prompt adds to
+        the header of a reply, such as `<think>`.
+        """
+        body = list(token_ids)
+        if body and body[-1] in self.end_token_ids:
+            body.pop()
+        return [*self._opening_ids, *body]
+
+    def encode(
+        self, text: str, contents: Sequence[str], replies: RepliesByMark = NO_REPLIES
+    ) -> list[int]:
         """The ids of a template's text, in which marks stand for `contents`."""
         token_ids: list[int] = []
-        for ids, _ in self.encode_pieces(text, contents):
+        for ids, _ in self.encode_pieces(text, contents, replies):
             token_ids += ids
         return token_ids
 
-    def encode_pieces(self, text: str, contents: Sequence[str]) -> Iterator[tuple[list[int], bool]]:
-        """Encode piece by piece: the ids, and whether they are of one of `contents`."""
+    def encode_pieces(
+        self, text: str, contents: Sequence[str], replies: RepliesByMark = NO_REPLIES
+    ) -> Iterator[tuple[list[int], bool]]:
+        """Encode piece by piece: the ids, and whether they are of a foreign one of `contents`.
+
+        A content that is a mark of `replies` has those ids.
+        """
         for position, piece in enumerate(split_at_marks(text)):
             if position % 2:
-                yield self.plain.encode(contents[int(piece)]), True
+                content = contents[int(piece)]
+                if content in replies:
+                    yield list(replies[content]), False
+                else:
+                    yield self.plain.encode(content), True
             elif piece:
                 (ids,) = self._chat.tokenize([piece])
                 yield ids, False
+
+    def encode_text(self, text: str) -> list[int]:
+        """The ids of a text in which special tokens are meant, as where a template wrote it."""
+        (token_ids,) = self._chat.tokenize([text])
+        return token_ids
 
     def encode_opening(
         self,
@@ -106,6 +154,7 @@ class TurnTemplate:
         *,
         text: str,
         row_texts: Sequence[str],
+        replies: RepliesByMark = NO_REPLIES,
     ) -> list[int]:
         """The ids of a first prompt: `text`, as the template writes these messages and tools.
 
@@ -116,7 +165,12 @@ class TurnTemplate:
             ValueError: the template rewrites what would otherwise be such a token.
         """
         foreign = ForeignTexts(self.plain)
-        marked_messages = [foreign.mark_message(message, row_texts) for message in messages]
+        marked_messages: list[Mapping[str, Any]] = []
+        for message in messages:
+            if message.get("content") in replies:
+                marked_messages.append({**message, "content": foreign.mark(message["content"])})
+            else:
+                marked_messages.append(foreign.mark_message(message, row_texts))
         marked_tools = foreign.mark_tokens(tools)
         if not foreign.texts:
             return self.encode(text, ())
@@ -127,7 +181,7 @@ class TurnTemplate:
                 "the chat template rewrites a token of its own that stands in a text of the "
                 f"environment: leave {foreign.texts[0]!r} out of that text"
             )
-        return self.encode(with_marks, written_texts)
+        return self.encode(with_marks, written_texts, replies)
 
     def strip_end(self, rest: str) -> str | None:
         """Take the end token off that `rest` begins with; None where it begins with none."""
@@ -177,12 +231,14 @@ class Conversation:
         *,
         prompt_token_ids: Sequence[int] | None = None,
         row_texts: Sequence[str] = (),
+        replies: RepliesByMark = NO_REPLIES,
     ) -> None:
         """Encode the first prompt.
 
         Args:
             prompt_token_ids: its ids, if they are known.
             row_texts: texts of the row, with which texts of `messages` may begin.
+            replies: the ids of contents that were sampled before, by the marks that stand there.
         """
         self._template = template
         # With a mark in the place of each reply.
@@ -193,8 +249,21 @@ class Conversation:
         self.answers: list[Span] = []
         self.token_ids: list[int] = list(
             prompt_token_ids
-            or template.encode_opening(messages, tools, text=self._text, row_texts=row_texts)
+            or template.encode_opening(
+                messages,
+                tools,
+                text=self._text,
+                row_texts=row_texts,
+                replies=replies,
+            )
         )
+
+    def fork(self) -> "Conversation":
+        """A conversation that goes on from here, apart from this one."""
+        other = copy.copy(self)
+        other.answers = list(self.answers)
+        other.token_ids = list(self.token_ids)
+        return other
 
     def reply(self, token_ids: Sequence[int]) -> str:
         """Add a sampled reply, and return its text."""
@@ -206,8 +275,19 @@ class Conversation:
         """Whether a reply to the present prompt is only thoughts, which the prompt has begun."""
         return is_only_thinking(self._text, text)
 
-    def answer(self, messages: Sequence[ChatMessage], *, max_tokens: int | None = None) -> bool:
+    def answer(
+        self,
+        messages: Sequence[ChatMessage | Mapping[str, Any]],
+        *,
+        max_tokens: int | None = None,
+        replies: RepliesByMark = NO_REPLIES,
+    ) -> bool:
         """Add the answer to the reply: the bridge to the next one.
+
+        Args:
+            messages: the turns of the answer.
+            max_tokens: that the answer may have.
+            replies: as in the first prompt.
 
         Returns:
             False, and adds nothing, if the answer alone has more than `max_tokens`. That is known
@@ -226,11 +306,11 @@ class Conversation:
         if max_tokens is not None and self._template.plain.has_more_tokens(contents, max_tokens):
             return False
         foreign = ForeignTexts(self._template.plain)
-        literal = [{"role": message["role"], "content": message["content"]} for message in messages]
-        marked_turns = [
-            {"role": foreign.mark_tokens(each["role"]), "content": foreign.mark(each["content"])}
-            for each in literal
+        literal = [
+            {key: value for key, value in message.items() if key in TURN_KEYS}
+            for message in messages
         ]
+        marked_turns = list(map(foreign.mark_turn, literal))
         mark = REPLY_MARK.format(len(self._turns))
         turns = [*self._turns, {"role": "assistant", "content": self._opening + mark}]
         beginning = self._text + self._header + mark
@@ -250,7 +330,7 @@ class Conversation:
         self._turns = [*turns, *literal]
         self._text = whole
         bridge = behind_end if self._has_end else behind_reply
-        for ids, is_content in self._template.encode_pieces(bridge, written_texts):
+        for ids, is_content in self._template.encode_pieces(bridge, written_texts, replies):
             start = len(self.token_ids)
             self.token_ids += ids
             if is_content:

@@ -45,11 +45,10 @@ from open_instruct.rewards.event_loop import start_loop
 from open_instruct.rewards.finite import read_reward
 from open_instruct.rl.episodes.bridge import Conversation, TurnTemplate
 from open_instruct.rl.episodes.tool_calls import ToolCallError, detect_call_form, tool_calls
+from open_instruct.rl.episodes.trace_text import cut_middle
 
 T = TypeVar("T")
 CLOSE_TIMEOUT_S = 10.0
-# Of a turn in traces and reports; the middle of a longer one is left out.
-MAX_TRACE_CHARACTERS = 20_000
 # An episode of such a status counts as cut, as does one whose last reply was cut.
 CUT_STATUSES = ("length", "max_turns")
 
@@ -332,7 +331,7 @@ class _EpisodeRecord:
 
     def add_turns(self, messages: Sequence[ChatMessage]) -> None:
         for message in messages:
-            self.turns.append({"role": message["role"], "content": _cut_middle(message["content"])})
+            self.turns.append({"role": message["role"], "content": cut_middle(message["content"])})
 
     def add_rewards(self, rewards: Mapping[str, float]) -> None:
         for name, reward in rewards.items():
@@ -370,12 +369,3 @@ class _EpisodeRecord:
                 problem=problem,
             ),
         )
-
-
-def _cut_middle(text: str) -> str:
-    """A text for a trace, without the middle of a long one."""
-    num_left_out = len(text) - MAX_TRACE_CHARACTERS
-    if num_left_out <= 0:
-        return text
-    half = MAX_TRACE_CHARACTERS // 2
-    return f"{text[:half]}\n[… {num_left_out:,} characters are left out here …]\n{text[-half:]}"

@@ -126,15 +126,34 @@ class ForeignTexts:
         ) + self.mark_tokens(rest)
         return {**others, "content": marked_content}
 
+    def mark_turn(self, turn: Mapping[str, Any]) -> dict[str, Any]:
+        """Put marks in the place of a turn's content, and of the tokens that the rest spells."""
+        others = {key: self.mark_tokens(value) for key, value in turn.items() if key != "content"}
+        return {**others, "content": self.mark(turn["content"])}
+
     def find_written(self, whole: str, with_marks: str) -> list[str] | None:
-        """The texts as `whole` has them: unchanged, trimmed, or as JSON; None if otherwise."""
-        for write in (str, str.strip, escape_as_json):
-            written_texts = [write(text) for text in self.texts]
-            pieces = split_at_marks(with_marks)
-            pieces[1::2] = [written_texts[int(number)] for number in pieces[1::2]]
-            if "".join(pieces) == whole:
-                return written_texts
-        return None
+        """The texts as `whole` has them: unchanged, trimmed, or as JSON; None if otherwise.
+
+        A template may write some of them in one way and some in another.
+        """
+        first, *rest = split_at_marks(with_marks)
+        if not whole.startswith(first):
+            return None
+        # By the place in `whole` up to which it is explained.
+        explanations: dict[int, dict[int, str]] = {len(first): {}}
+        for number, piece in zip(map(int, rest[::2]), rest[1::2], strict=True):
+            longer: dict[int, dict[int, str]] = {}
+            for place, written in explanations.items():
+                for write in (str, str.strip, escape_as_json):
+                    text = written.get(number, write(self.texts[number]))
+                    if whole.startswith(text + piece, place):
+                        end = place + len(text) + len(piece)
+                        longer.setdefault(end, {**written, number: text})
+            explanations = longer
+        if len(whole) not in explanations:
+            return None
+        written = explanations[len(whole)]
+        return [written.get(number, text) for number, text in enumerate(self.texts)]
 
     def _mark_matches(self, text: str, pattern: re.Pattern[str]) -> str:
         return pattern.sub(lambda match: self.mark(match[0]), text)

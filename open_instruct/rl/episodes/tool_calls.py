@@ -123,6 +123,20 @@ FORMS: dict[str, tuple[str, Callable[[str], Found]]] = {
 }
 
 
+# What calls begin with in forms that let text stand before them.
+BEGINNINGS = {
+    "qwen3_xml": "<tool_call>",
+    "function_calls": "<function_calls>",
+    "hermes": "<tool_call>",
+}
+
+
+def find_text_before_calls(text: str, form: str) -> str:
+    """The text before the first call of a reply that has calls in this form."""
+    beginning = BEGINNINGS.get(form)
+    return text.partition(beginning)[0] if beginning else ""
+
+
 # Arguments in these forms stay texts until the tool's schema is known.
 WITHOUT_TYPES = ("qwen3_xml",)
 

@@ -1,11 +1,12 @@
 """Ask, answer, judge: what becomes of a prompt's requests, the same for every caller."""
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Protocol
 
 from open_instruct.core.errors import RunError
 from open_instruct.core.records import Completion, Prompt, RolloutGroup, Verdict
@@ -16,11 +17,20 @@ from open_instruct.generation.requests import (
     make_sampling_seed,
 )
 from open_instruct.rewards.pool import VerifierPool
-from open_instruct.rl.episodes.conversations import Conversations
 
 NUM_JUDGING_THREADS = 16
 
 Answer = tuple[Completion, Verdict]
+
+
+class EpisodeRunner(Protocol):
+    """Runs the episodes of prompts that an environment or an agent answers."""
+
+    def ask(self, prompt: Prompt, request: GenerationRequest) -> Future[Completion]:
+        """Begin an episode with `request`; returns the future of its completion."""
+
+    def close(self) -> None:
+        """Give up all episodes in flight."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,10 +98,13 @@ class Episodes:
     """
 
     def __init__(
-        self, pool: EnginePool, verifiers: VerifierPool, conversations: Conversations | None = None
+        self,
+        pool: EnginePool,
+        verifiers: VerifierPool,
+        find_runner: Callable[[str], EpisodeRunner] | None = None,
     ) -> None:
         self._pool = pool
-        self._conversations = conversations  # for prompts with an environment
+        self._find_runner = find_runner  # by the name of a prompt's environment
         self._verifiers = verifiers
         self._judges = ThreadPoolExecutor(NUM_JUDGING_THREADS, thread_name_prefix="judge")
         self._generating: set[Future[Completion]] = set()
@@ -130,8 +143,8 @@ class Episodes:
     def _start_completion(self, prompt: Prompt, request: GenerationRequest) -> Future[Completion]:
         if not prompt.environment:
             return self._pool.submit(request)
-        assert self._conversations is not None
-        return self._conversations.ask(prompt, request)
+        assert self._find_runner is not None
+        return self._find_runner(prompt.environment).ask(prompt, request)
 
     def close(self) -> None:
         """Give up everything in flight; completions that arrive later are dropped."""

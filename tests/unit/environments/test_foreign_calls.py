@@ -33,6 +33,7 @@ from open_instruct.rl.episodes.foreign_texts import (
     USUAL_CHARACTERS_PER_TOKEN,
     PlainTokenizer,
 )
+from open_instruct.rl.episodes.trace_text import MAX_TRACE_CHARACTERS
 from tests.unit.environments.test_environments import CALL, Asked, ask, tokenizer  # noqa: F401  # fixtures
 from tests.unit.fake_engine import eventually
 
@@ -368,7 +369,7 @@ class TestHugeTexts:
         most = USUAL_CHARACTERS_PER_TOKEN * (400 + SLACK_TOKENS)
         assert sum(encoded_lengths) <= most
         shown = completion.episode.turns[-1]["content"]
-        assert len(shown) < conversations_module.MAX_TRACE_CHARACTERS + 100
+        assert len(shown) < MAX_TRACE_CHARACTERS + 100
         assert (
             shown.startswith(text) and shown.endswith(text) and "characters are left out" in shown
         )

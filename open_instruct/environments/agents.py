@@ -1,0 +1,206 @@
+"""Agents: programs of a user's own that ask the policy by OpenAI's API, one run for each episode.
+
+An agent is no environment: it does not answer the policy's replies, it asks for them. Its episode
+owns the endpoint that it speaks to (rl/agents/).
+"""
+
+import json
+import os
+import re
+import shlex
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from open_instruct.core.errors import InputError, RunError
+from open_instruct.environments.agent_worker import run_agent
+from open_instruct.environments.environment import EnvironmentFault, Source
+from open_instruct.rewards.sandbox.sandbox import Child, ForkServer
+
+# `FILE.py:function`, or `module:function`; anything else is a command.
+FUNCTION = re.compile(r"[\w./~-]+:[A-Za-z_]\w*")
+PLACEHOLDER = re.compile(r"\{(\w+)\}")
+# An agent may think for as long as its episode lets it, which closes it.
+NO_LIMIT_S = 1e6
+REWARD = "agent"  # the name of a reward that has none
+# Of other endpoints, and of the cluster that the run has started.
+HIDDEN_VARIABLES = ("OPENAI_", "RAY_")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Endpoint:
+    """What an agent must know of the endpoint of its episode.
+
+    Example: `Endpoint(base_url="http://127.0.0.1:8123/v1", key="sk-session-…", model="policy")`.
+    """
+
+    base_url: str
+    key: str
+    model: str
+
+    def as_variables(self) -> dict[str, str]:
+        """The variables that clients of OpenAI's read, in every way that they are spelled."""
+        proxy_free = ",".join(filter(None, [os.environ.get("NO_PROXY"), "127.0.0.1,localhost"]))
+        return {
+            "OPENAI_API_KEY": self.key,
+            "OPENAI_BASE_URL": self.base_url,
+            "OPENAI_API_BASE": self.base_url,
+            "OPENAI_MODEL": self.model,
+            "OPENAI_DEFAULT_MODEL": self.model,
+            "OPENAI_AGENTS_DISABLE_TRACING": "1",
+            "NO_PROXY": proxy_free,
+            "no_proxy": proxy_free,
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentOutcome:
+    """The rewards by which an agent has judged its episode; none where it left that to verifiers.
+
+    Example: `AgentOutcome(rewards={"agent": 1.0})`.
+    """
+
+    rewards: Mapping[str, Any] = field(default_factory=dict)
+
+
+class AgentProgram(Source):
+    """Runs a user's agent on the rows of a run.
+
+    Example: `AgentProgram("solve.py:solve", origin="--environment agent:solve.py:solve")`;
+    `python solve.py {question}` is a command, with a column of the row as a word.
+    """
+
+    def __init__(self, where: str, *, origin: str) -> None:
+        self._origin = origin
+        self._word = where if FUNCTION.fullmatch(where) else ""
+        try:
+            self._command = [] if self._word else shlex.split(where)
+        except ValueError as error:
+            raise InputError(f"{origin}: {error}", kind="bad_value") from error
+        if not self._word and not self._command:
+            raise InputError(
+                f"{origin} names no agent: agent:COMMAND, or agent:FILE.py:function",
+                kind="bad_value",
+            )
+        variables = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith(HIDDEN_VARIABLES)
+        }
+        # An empty entry would mean the working folder, from which nothing else is to be imported.
+        paths = filter(None, variables.get("PYTHONPATH", "").split(os.pathsep))
+        self._server = ForkServer(
+            handler=run_agent,
+            environment={**variables, "PYTHONPATH": os.pathsep.join(paths)},
+            preloaded=self._word,
+        )
+
+    def begin_run(self) -> None:
+        """Check that there is such a program or function.
+
+        Raises:
+            InputError: there is none.
+        """
+        if self._command:
+            if shutil.which(self._command[0]) is None:
+                raise InputError(
+                    f"{self._origin}: there is no program {self._command[0]!r}",
+                    kind="missing_file",
+                )
+            return
+        endpoint = Endpoint(base_url="http://127.0.0.1:9/v1", key="none", model="none")
+        trial = self({}, endpoint, is_trial=True)
+        try:
+            trial.run()
+        except EnvironmentFault as error:
+            raise InputError(
+                f"{self._origin} cannot be loaded: {error}", kind="own_code"
+            ) from error
+        finally:
+            trial.close()
+
+    def __call__(
+        self, row: Mapping[str, Any], endpoint: Endpoint, *, is_trial: bool = False
+    ) -> "RunningAgent":
+        """Start a process for one episode; `run` waits for it.
+
+        Raises:
+            RunError: no process could be forked.
+        """
+        request = {
+            "word": self._word,
+            "command": _fill_in(self._command, row),
+            "row": row,
+            "variables": endpoint.as_variables(),
+            "is_trial": is_trial,
+        }
+        return RunningAgent(Child(self._server), request)
+
+    def end_run(self) -> None:
+        """End all processes."""
+        self._server.close()
+
+
+class RunningAgent:
+    """An agent at work on a row, in a process that `close` ends with all that it has started."""
+
+    def __init__(self, child: Child, request: Mapping[str, Any]) -> None:
+        self._child = child
+        self._request = request
+
+    def run(self) -> AgentOutcome:
+        """Wait for the agent's end.
+
+        Raises:
+            EnvironmentFault: it raised, ended with a failure, or was ended.
+            ValueError: what it says of its rewards cannot be read.
+        """
+        try:
+            result = self._child.ask(self._request, timeout_s=NO_LIMIT_S)
+        except RunError as error:
+            raise EnvironmentFault(str(error)) from error
+        if result.status == "done":
+            return AgentOutcome(rewards=read_rewards(json.loads(result.value)))
+        raise EnvironmentFault(result.problem.strip() or "the agent's process was ended")
+
+    def close(self) -> None:
+        self._child.close()
+
+
+def read_rewards(value: Any) -> dict[str, Any]:
+    """The rewards in what an agent has returned, or in the last line that it printed.
+
+    A number, `{"reward": 1.0}`, `{"rewards": {"tests": 1.0, "style": 0.2}}`, or nothing.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    if value is None:
+        return {}
+    if isinstance(value, dict) and isinstance(value.get("rewards"), dict):
+        return dict(value["rewards"])
+    if isinstance(value, dict):
+        if "reward" not in value:
+            return {}
+        return {REWARD: value["reward"]}
+    if isinstance(value, int | float):
+        return {REWARD: value}
+    raise ValueError(
+        f"the agent returned a {type(value).__name__}: let it return a number, None, or "
+        '{"reward": 1.0}'
+    )
+
+
+def _fill_in(command: Sequence[str], row: Mapping[str, Any]) -> list[str]:
+    """The command with columns of the row in the place of their names; `{row}` is all of it."""
+    texts = {name: _as_word(value) for name, value in row.items()} | {"row": json.dumps(row)}
+
+    def replace(match: re.Match[str]) -> str:
+        return texts.get(match[1], match[0])
+
+    return [PLACEHOLDER.sub(replace, word) for word in command]
+
+
+def _as_word(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)

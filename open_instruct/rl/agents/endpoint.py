@@ -1,0 +1,202 @@
+"""The endpoint: OpenAI's API over HTTP, on loopback, for the sessions of a run.
+
+Every session has a key of its own; a key opens nothing else, and nothing once its session is over.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from open_instruct.rl.agents.api_errors import APIError
+from open_instruct.rl.agents.api_replies import (
+    build_chat,
+    build_text,
+    describe_model,
+    list_models,
+    stream_chat,
+    stream_text,
+)
+from open_instruct.rl.agents.api_requests import (
+    RunSampling,
+    read_chat_request,
+    read_completion_requests,
+)
+from open_instruct.rl.agents.api_responses import (
+    build_response,
+    read_response_request,
+    stream_response,
+)
+from open_instruct.rl.agents.session import AgentSession
+
+if TYPE_CHECKING:
+    from aiohttp import web
+
+HOST = "127.0.0.1"
+MAX_BODY_BYTES = 8 << 20
+KEY_PREFIX = "sk-session-"
+
+
+class AgentEndpoint:
+    """Answers the requests of all open sessions. All of it runs in one event loop."""
+
+    def __init__(self) -> None:
+        self._sessions: dict[str, tuple[AgentSession, RunSampling]] = {}
+        self._runner: web.AppRunner | None = None
+        self.port = 0
+
+    @property
+    def base_url(self) -> str:
+        return f"http://{HOST}:{self.port}/v1"
+
+    async def start(self) -> None:
+        """Listen on a free port of loopback; does nothing where it listens already."""
+        if self._runner is not None:
+            return
+        from aiohttp import web
+
+        application = web.Application(
+            client_max_size=MAX_BODY_BYTES, middlewares=[_make_error_middleware()]
+        )
+        application.add_routes(
+            [
+                web.post("/v1/chat/completions", self._chat),
+                web.post("/v1/completions", self._complete),
+                web.post("/v1/responses", self._respond),
+                web.get("/v1/models", self._list_models),
+                web.get("/v1/models/{name:.+}", self._describe_model),
+            ]
+        )
+        # A request whose client is gone is given up.
+        self._runner = web.AppRunner(application, access_log=None, handler_cancellation=True)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, HOST, 0, backlog=1024)
+        await site.start()
+        self.port = self._runner.addresses[0][1]
+
+    async def stop(self) -> None:
+        if self._runner is not None:
+            await self._runner.cleanup()
+
+    def open_session(self, session: AgentSession, sampling: RunSampling) -> str:
+        """Answer the requests of a session from now on; returns its key."""
+        key = KEY_PREFIX + secrets.token_urlsafe(24)
+        self._sessions[key] = (session, sampling)
+        return key
+
+    def close_session(self, key: str) -> None:
+        """Refuse the session's key from now on."""
+        session, _ = self._sessions.pop(key)
+        session.close()
+
+    # Requests
+
+    def _find_session(self, request: web.Request) -> tuple[AgentSession, RunSampling]:
+        key = request.headers.get("Authorization", "").removeprefix("Bearer ").strip()
+        found = self._sessions.get(key)
+        if found is None:
+            raise APIError(
+                "this key opens no session: it is wrong, or its episode is over",
+                status=401,
+                code="invalid_api_key",
+            )
+        return found
+
+    async def _chat(self, request: web.Request) -> web.StreamResponse:
+        session, sampling = self._find_session(request)
+        with session.request():
+            asked = read_chat_request(await _read_body(request), sampling)
+            answer = build_chat(asked, await session.reply(asked))
+            if not asked.streams:
+                return _answer(answer)
+            return await _stream(request, stream_chat(answer, has_usage=asked.has_usage))
+
+    async def _complete(self, request: web.Request) -> web.StreamResponse:
+        session, sampling = self._find_session(request)
+        with session.request():
+            all_asked = read_completion_requests(await _read_body(request), sampling)
+            replies = []
+            for asked in all_asked:
+                replies += await session.reply(asked)
+            answer = build_text(asked, replies)
+            if not asked.streams:
+                return _answer(answer)
+            return await _stream(request, stream_text(answer, has_usage=asked.has_usage))
+
+    async def _respond(self, request: web.Request) -> web.StreamResponse:
+        session, sampling = self._find_session(request)
+        with session.request():
+            body = await _read_body(request)
+            asked, turns = read_response_request(body, sampling, session.stored)
+            (reply,) = await session.reply(asked)
+            answer = build_response(asked, turns, reply, session.stored)
+            if not asked.streams:
+                return _answer(answer)
+            return await _stream(request, stream_response(answer), has_end=False)
+
+    async def _list_models(self, request: web.Request) -> web.StreamResponse:
+        _, sampling = self._find_session(request)
+        return _answer(list_models(sampling.model_names))
+
+    async def _describe_model(self, request: web.Request) -> web.StreamResponse:
+        _, sampling = self._find_session(request)
+        name = request.match_info["name"]
+        if name not in sampling.model_names:
+            raise APIError(f"there is no model {name!r:.100}", status=404, code="model_not_found")
+        return _answer(describe_model(name))
+
+
+def _make_error_middleware() -> Any:
+    """A middleware of aiohttp's that gives every error OpenAI's form."""
+    from aiohttp import web
+
+    @web.middleware
+    async def answer_errors(
+        request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
+        try:
+            return await handler(request)
+        except APIError as error:
+            failure = error
+        except web.HTTPRequestEntityTooLarge:
+            failure = APIError(f"the body has more than {MAX_BODY_BYTES:,} bytes", status=413)
+        except web.HTTPException as error:
+            what = f"{request.method} {request.path}: {error.reason}"
+            failure = APIError(what, status=error.status)
+        return web.json_response(failure.as_json(), status=failure.status)
+
+    return answer_errors
+
+
+async def _read_body(request: web.Request) -> Any:
+    data = await request.read()
+    try:
+        return json.loads(data)
+    except (ValueError, RecursionError):
+        raise APIError("the body is no JSON") from None
+
+
+def _answer(answer: Mapping[str, Any]) -> web.Response:
+    from aiohttp import web
+
+    return web.json_response(answer)
+
+
+async def _stream(
+    request: web.Request, pieces: Iterator[Mapping[str, Any]], *, has_end: bool = True
+) -> web.StreamResponse:
+    """Send the pieces as events of a stream; one with a `type` is an event of that name."""
+    from aiohttp import web
+
+    headers = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
+    response = web.StreamResponse(headers=headers)
+    await response.prepare(request)
+    for piece in pieces:
+        name = f"event: {piece['type']}\n" if "type" in piece else ""
+        await response.write(f"{name}data: {json.dumps(piece)}\n\n".encode())
+    if has_end:
+        await response.write(b"data: [DONE]\n\n")
+    await response.write_eof()
+    return response

@@ -1,0 +1,80 @@
+"""Whole runs of GRPO whose completions are an unmodified program with OpenAI's client."""
+
+import signal
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from open_instruct.core.records import RolloutGroup
+from open_instruct.rl.traces import read_traces
+from tests.fleet.grpo_case import NUM_STEPS, GRPOCase, assert_no_process_left, write_prompts
+from tests.fleet.openai_agent import NUM_TURNS
+from tests.ranks.shallow import write_shallow_model
+
+pytestmark = pytest.mark.extended
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> GRPOCase:
+    folder = tmp_path_factory.mktemp("agents")
+    case = GRPOCase(
+        model=write_shallow_model(folder / "model", family="olmo2", is_narrow=False),
+        prompts=write_prompts(folder / "prompts.jsonl", 6),
+        output_dir=folder / "out",
+        flags={
+            "environment": "agent:tests.fleet.openai_agent:solve",
+            "response_length": 160,
+            "max_prompt_token_length": 64,
+            "checkpointing_steps": 1,
+            "save_traces": "true",
+            "prefix_sharing": "on",
+        },
+    )
+    case.run()
+    return case
+
+
+def groups(case: GRPOCase) -> list[RolloutGroup]:
+    batches = [read_traces(case.output_dir, step) for step in range(1, NUM_STEPS + 1)]
+    return [group for batch in batches for group in batch]
+
+
+def test_learners_and_engine_agree_over_all_turns_and_branches(undisturbed: GRPOCase) -> None:
+    rows = undisturbed.rows()
+    assert [row["step"] for row in rows] == list(range(1, NUM_STEPS + 1))
+    for row in rows:
+        assert row["episodes/done"] == 1.0 and row["episodes/branches"] == 2.0
+        assert row["episodes/turns"] == NUM_TURNS + 1
+        assert row["logprob_diff/max"] < 1e-4 and row["grad_norm"] > 0
+
+
+def test_every_sampled_token_is_learned_with_the_weights_that_made_it(
+    undisturbed: GRPOCase,
+) -> None:
+    size = len(groups(undisturbed)) // NUM_STEPS
+    for number, group in enumerate(groups(undisturbed)):
+        for completion in group.completions:
+            assert completion.episode is not None
+            (branch,) = completion.episode.branches
+            assert len(branch.replies) == NUM_TURNS and branch.num_shared == 0
+            assert len(completion.replies) == 1
+            versions = {*completion.versions, *branch.versions}
+            assert versions == {number // size}
+
+
+def test_run_that_is_killed_and_goes_on_is_the_run_that_was_not(
+    undisturbed: GRPOCase, tmp_path: Path
+) -> None:
+    case = replace(undisturbed, output_dir=tmp_path / "out")
+    process = case.start()
+    case.when_step(2, process, lambda: process.send_signal(signal.SIGKILL))
+    process.communicate()
+    assert_no_process_left(process)
+    assert "resuming after step" in case.run()
+    assert groups(case) == groups(undisturbed)
+    names = ("reward", "loss", "grad_norm", "num_tokens", "episodes/turns")
+    ours, theirs = (
+        [[row[name] for name in names] for row in each.rows()] for each in (case, undisturbed)
+    )
+    assert ours == theirs
