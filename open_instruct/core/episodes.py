@@ -26,6 +26,7 @@ class EpisodeBranch:
     logprobs: tuple[float, ...]
     versions: tuple[int, ...]
     num_shared: int = 0
+    agent: str = ""  # whose replies they are, where several agents have names
     routes: bytes = b""
 
     @property
@@ -51,6 +52,8 @@ class Episode:
     # What the environment wrote between replies, without what the template puts around.
     answers: tuple[Span, ...] = ()
     branches: tuple[EpisodeBranch, ...] = ()  # beside the completion, which has the last reply
+    agent: str = ""  # whose replies the completion has, as in its branches
+    agent_rewards: Mapping[str, float] = field(default_factory=dict)  # by the agent's name
 
     @property
     def has_failed(self) -> bool:

@@ -62,6 +62,7 @@ class AgentOutcome:
     """
 
     rewards: Mapping[str, Any] = field(default_factory=dict)
+    agent_rewards: Mapping[str, Any] = field(default_factory=dict)  # of agents that have names
 
 
 class AgentProgram(Source):
@@ -161,35 +162,42 @@ class RunningAgent:
         except RunError as error:
             raise EnvironmentFault(str(error)) from error
         if result.status == "done":
-            return AgentOutcome(rewards=read_rewards(json.loads(result.value)))
+            return read_outcome(json.loads(result.value))
         raise EnvironmentFault(result.problem.strip() or "the agent's process was ended")
 
     def close(self) -> None:
         self._child.close()
 
 
-def read_rewards(value: Any) -> dict[str, Any]:
+def read_outcome(value: Any) -> AgentOutcome:
     """The rewards in what an agent has returned, or in the last line that it printed.
 
-    A number, `{"reward": 1.0}`, `{"rewards": {"tests": 1.0, "style": 0.2}}`, or nothing.
+    A number, `{"reward": 1.0}`, `{"rewards": {"tests": 1.0, "style": 0.2}}`, or nothing; and beside
+    them `{"agents": {"planner": 1.0}}`.
 
     Raises:
         ValueError: it is something else.
     """
     if value is None:
-        return {}
-    if isinstance(value, dict) and isinstance(value.get("rewards"), dict):
-        return dict(value["rewards"])
-    if isinstance(value, dict):
-        if "reward" not in value:
-            return {}
-        return {REWARD: value["reward"]}
+        return AgentOutcome()
     if isinstance(value, int | float):
-        return {REWARD: value}
+        return AgentOutcome(rewards={REWARD: value})
+    if isinstance(value, dict):
+        rewards = dict(_read_mapping(value, "rewards"))
+        if "reward" in value:
+            rewards[REWARD] = value["reward"]
+        return AgentOutcome(rewards=rewards, agent_rewards=_read_mapping(value, "agents"))
     raise ValueError(
         f"the agent returned a {type(value).__name__}: let it return a number, None, or "
         '{"reward": 1.0}'
     )
+
+
+def _read_mapping(value: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    rewards = value.get(key, {})
+    if not isinstance(rewards, dict):
+        raise ValueError(f"{key!r} are no rewards by name: a {type(rewards).__name__}")
+    return rewards
 
 
 def _fill_in(command: Sequence[str], row: Mapping[str, Any]) -> list[str]:

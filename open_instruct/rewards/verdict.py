@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import mean
 
 from open_instruct.config.policy_sections import RewardSection
 from open_instruct.core.records import Completion, Prompt, Verdict
@@ -28,9 +29,10 @@ def build_verdict(
     """The reward of a completion from the outcomes of its prompt's checks, in their order.
 
     It is `verification_reward` times the mean of the scores, weighted by the checks' weights, or
-    their sum, see `several_verifiers`. An environment's rewards are added. With the format reward,
-    `r1_style_format_reward` is added where the form is right; elsewhere the other rewards do not
-    count, unless `additive_format_reward`. With the non-stop penalty a completion that was cut gets
+    their sum, see `several_verifiers`. An environment's rewards are added, and the mean of those
+    that it gives agents by their names. With the format reward, `r1_style_format_reward` is added
+    where the form is right; elsewhere the other rewards do not count, unless
+    `additive_format_reward`. With the non-stop penalty a completion that was cut gets
     `non_stop_penalty_value` instead. At last `overlong_penalty` is added, of the tokens behind the
     first prompt.
     """
@@ -41,6 +43,9 @@ def build_verdict(
     if episode is not None:
         scores |= episode.rewards
         reward += sum(episode.rewards.values())
+        if episode.agent_rewards:
+            scores |= episode.agent_rewards
+            reward += mean(episode.agent_rewards.values())
         if episode.problem:
             problems.append(episode.problem)
     if config.apply_r1_style_format_reward:

@@ -7,9 +7,14 @@ several times from one point, and how its advantage is dealt:
     all                every sampled token once, each with the episode's advantage
     advantage_shared   every branch, with the episode's advantage divided by their number; so a
                        reply that all of them go on from has all of it
+
+Where agents have names and rewards of their own, an agent's branches have the advantage of its
+reward among those that it has in the other episodes of the group.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from statistics import mean
 
 from open_instruct.config.rollout_sections import AgentBranches
 from open_instruct.core.records import (
@@ -19,28 +24,60 @@ from open_instruct.core.records import (
     RolloutGroup,
     RolloutSample,
     Span,
+    Verdict,
 )
 
 
 def make_samples(
     group: RolloutGroup,
     completion: Completion,
-    advantage: float,
+    advantages: Mapping[str, float],
     agent_branches: AgentBranches = "last",
 ) -> list[RolloutSample]:
-    """The samples of a completion, its own first; none where it has no sampled tokens."""
+    """The samples of a completion, its own first; none where it has no sampled tokens.
+
+    Args:
+        group: of the completion.
+        completion: that is learned.
+        advantages: by the name of the agent, with that of the whole episode under "".
+        agent_branches: as the flag says.
+    """
     branches = [make_main_branch(group, completion), *list_branches(completion)]
     if agent_branches == "last":
         branches = branches[:1]
+    share = 1.0
     if agent_branches == "advantage_shared":
-        advantage = advantage / len(branches)
+        share = 1.0 / len(branches)
     samples: list[RolloutSample] = []
     for branch in branches:
+        advantage = share * advantages.get(branch.agent, advantages[""])
         if branch.logprobs:
             samples.append(
                 _make_sample(branch, advantage, learns_once=agent_branches == "all"),
             )
     return samples
+
+
+def find_agent_names(groups: Iterable[RolloutGroup]) -> list[str]:
+    """The names of agents that have a reward of their own."""
+    names: set[str] = set()
+    for group in groups:
+        for completion in group.completions:
+            if completion.episode is not None:
+                names |= completion.episode.agent_rewards.keys()
+    return sorted(names)
+
+
+def judge_agent(group: RolloutGroup, name: str) -> RolloutGroup:
+    """The group with the rewards of one of its agents, in place of the mean over its agents."""
+    verdicts: list[Verdict] = []
+    for completion, verdict in zip(group.completions, group.verdicts, strict=True):
+        rewards: Mapping[str, float] = {}
+        if completion.episode is not None:
+            rewards = completion.episode.agent_rewards
+        difference = rewards[name] - mean(rewards.values()) if name in rewards else 0.0
+        verdicts.append(replace(verdict, reward=verdict.reward + difference))
+    return replace(group, verdicts=tuple(verdicts))
 
 
 def list_branches(completion: Completion) -> tuple[EpisodeBranch, ...]:
@@ -53,14 +90,17 @@ def list_branches(completion: Completion) -> tuple[EpisodeBranch, ...]:
 def make_main_branch(group: RolloutGroup, completion: Completion) -> EpisodeBranch:
     """The completion's own tokens as a branch."""
     prompt_token_ids = group.prompt.token_ids
+    agent = ""
     if completion.episode is not None:
         prompt_token_ids = completion.episode.prompt_token_ids or prompt_token_ids
+        agent = completion.episode.agent
     return EpisodeBranch(
         prompt_token_ids=prompt_token_ids,
         token_ids=completion.token_ids,
         replies=completion.replies,
         logprobs=completion.logprobs,
         versions=completion.versions,
+        agent=agent,
         routes=completion.routes,
     )
 

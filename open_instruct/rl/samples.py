@@ -4,6 +4,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
 from typing import get_args
 
@@ -26,7 +27,9 @@ from open_instruct.data.sft_rows import choose_builder
 from open_instruct.data.token_dataset import TokenDataset, load_token_dataset
 from open_instruct.losses.advantages import ADVANTAGES, compute_advantages, has_signal
 from open_instruct.rl.branches import (
+    find_agent_names,
     group_by_prompt,
+    judge_agent,
     list_branches,
     list_versions,
     make_samples,
@@ -101,17 +104,24 @@ def training_samples(
     """
     name = config.advantage_normalization_type
     function = load_own_function(name, flag="--advantages", built_in=ADVANTAGES)
-    advantages = compute_advantages(batch.groups, name, config, function=function)
+    compute = partial(compute_advantages, name=name, section=config, function=function)
+    advantages = compute(batch.groups)
+    advantages_by_agent = {"": advantages}
+    for agent in find_agent_names(batch.groups):
+        advantages_by_agent[agent] = compute([judge_agent(group, agent) for group in batch.groups])
     is_used: list[tuple[bool, ...]] = []
     samples: list[RolloutSample] = []
-    for group, group_advantages in zip(batch.groups, advantages, strict=True):
-        learns = any(group_advantages) or not config.filter_zero_std_samples or config.has_critic
+    for number, group in enumerate(batch.groups):
+        of_group = {agent: each[number] for agent, each in advantages_by_agent.items()}
+        has_advantage = any(map(any, of_group.values()))
+        learns = has_advantage or not config.filter_zero_std_samples or config.has_critic
         are_used: list[bool] = []
         group_samples: list[RolloutSample] = []
-        for completion, advantage in zip(group.completions, group_advantages, strict=True):
+        for index, completion in enumerate(group.completions):
             samples_of_one: list[RolloutSample] = []
             if learns and _can_train_on(completion, config):
-                samples_of_one = make_samples(group, completion, advantage, config.agent_branches)
+                of_one = {agent: each[index] for agent, each in of_group.items()}
+                samples_of_one = make_samples(group, completion, of_one, config.agent_branches)
             if samples_of_one and config.answers_ce_coef and completion.episode is not None:
                 coef = config.answers_ce_coef
                 samples_of_one[0] = add_answer_loss(samples_of_one[0], completion, coef)

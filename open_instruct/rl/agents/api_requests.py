@@ -118,6 +118,12 @@ class ReplyRequest:
     def is_learned(self) -> bool:
         return self.temperature is None and self.top_p is None
 
+    @property
+    def agent(self) -> str:
+        """The name of the agent, which may follow the policy's: `policy/planner`."""
+        name, _, agent = self.model.partition("/")
+        return agent if name == MODEL else ""
+
 
 def read_chat_request(body: Any, run: RunSampling) -> ReplyRequest:
     """Read a body of /v1/chat/completions.

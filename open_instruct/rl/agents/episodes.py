@@ -105,13 +105,12 @@ class AgentEpisodes:
         program = self.programs[prompt.environment]
         agent: RunningAgent | None = None
         status: EpisodeStatus = "done"
-        rewards: dict[str, float] = {}
+        outcome = AgentOutcome()
         problem = ""
         try:
             agent = await call_foreign(program, prompt.row, endpoint)
             assert agent is not None
-            outcome = await self._wait_for_agent(agent, session)
-            rewards = _read_outcome(outcome, prompt)
+            outcome = _check_outcome(await self._wait_for_agent(agent, session), prompt)
         except TimeoutError as late:
             status = "timeout"
             problem = str(late)
@@ -134,7 +133,8 @@ class AgentEpisodes:
                 session.tree,
                 seed=request.seed,
                 status=status,
-                rewards=rewards,
+                rewards=outcome.rewards,
+                agent_rewards=outcome.agent_rewards,
                 problem=problem,
             )
         )
@@ -199,18 +199,20 @@ class AgentEpisodes:
         return await self._loop.run_in_executor(self._rendering, partial(function, *args))
 
 
-def _read_outcome(outcome: AgentOutcome, prompt: Prompt) -> dict[str, float]:
-    """The rewards of an agent that has ended.
+def _check_outcome(outcome: AgentOutcome, prompt: Prompt) -> AgentOutcome:
+    """The outcome of an agent that has ended, with its rewards as numbers.
 
     Raises:
         ValueError: one is no number, or there are none and nothing else judges the episode.
     """
-    if not outcome.rewards and not prompt.checks:
+    if not (outcome.rewards or outcome.agent_rewards or prompt.checks):
         raise ValueError(
             'the agent gave no reward: let it print {"reward": 1.0} in its last line, or return a '
             "number, or name a verifier"
         )
-    return {name: read_reward(value, name) for name, value in outcome.rewards.items()}
+    rewards = {name: read_reward(value, name) for name, value in outcome.rewards.items()}
+    agents = {name: read_reward(value, name) for name, value in outcome.agent_rewards.items()}
+    return AgentOutcome(rewards=rewards, agent_rewards=agents)
 
 
 def _read_row_turns(prompt: Prompt) -> tuple[Turn, ...]:

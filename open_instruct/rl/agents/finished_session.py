@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence, Set
 from itertools import chain
+from types import MappingProxyType
 
 from open_instruct.core.records import (
     Completion,
@@ -24,6 +25,7 @@ def build_completion(
     seed: int,
     status: EpisodeStatus,
     rewards: Mapping[str, float],
+    agent_rewards: Mapping[str, float] = MappingProxyType({}),
     problem: str = "",
 ) -> Completion:
     """The whole session as one completion, which ends with the reply that was added last."""
@@ -52,6 +54,8 @@ def build_completion(
             prompt_token_ids=main.prompt_token_ids,
             problem=problem,
             branches=tuple(branches),
+            agent=main.agent,
+            agent_rewards=dict(agent_rewards),
         ),
     )
 
@@ -93,6 +97,7 @@ def _make_branch(path: Sequence[SampledReply], known: Set[int]) -> EpisodeBranch
         logprobs=tuple(chain.from_iterable(node.completion.logprobs for node in learned)),
         versions=tuple(chain.from_iterable(node.completion.versions for node in learned)),
         num_shared=sum(node.number in known for node in learned),
+        agent=path[-1].agent,
         routes=routes,
     )
 
@@ -104,7 +109,9 @@ def _describe_turns(replies: Sequence[SampledReply]) -> list[Mapping[str, str]]:
         parent = -1 if node.parent is None else node.parent.number
         if node.number > 0 and parent != node.number - 1:
             begins = "a history of its own" if node.parent is None else f"goes on from {parent + 1}"
-            turns.append({"role": BRANCH_ROLE, "content": f"reply {node.number + 1}: {begins}"})
+            who = f" of {node.agent}" if node.agent else ""
+            content = f"reply {node.number + 1}{who}: {begins}"
+            turns.append({"role": BRANCH_ROLE, "content": content})
         turns += node.new_turns
         turns.append({"role": "assistant", "content": node.completion.text})
     return [{**turn, "content": cut_middle(turn["content"])} for turn in turns]

@@ -28,6 +28,8 @@ from open_instruct.rl.episodes.bridge import TurnTemplate
 
 # Requests that may wait for those in progress, for each of them.
 WAITING_PER_REQUEST = 16
+# Requests that are sampled, or given up before, for each reply that an episode may have.
+ATTEMPTS_PER_TURN = 8
 
 
 class CallInThread(Protocol):
@@ -102,6 +104,8 @@ class AgentSession:
         self._home = Home()
         self._free = asyncio.Semaphore(limits.num_at_once)
         self._num_open = 0
+        self._num_sampling = 0
+        self._num_attempts = 0
         self._num_turns = 0  # with those that are being sampled
         self._slots: defaultdict[bytes, set[int]] = defaultdict(set)
         self._changed_s = time.monotonic()
@@ -110,8 +114,11 @@ class AgentSession:
 
     @property
     def idle_s(self) -> float:
-        """Seconds since the agent waited for a reply; 0 while it does."""
-        if self._num_open:
+        """Seconds since the agent was given a reply; 0 while one is sampled.
+
+        What is refused or given up counts for nothing, so that no agent can go on with it for ever.
+        """
+        if self._num_sampling:
             return 0.0
         return time.monotonic() - self._changed_s
 
@@ -141,7 +148,6 @@ class AgentSession:
         finally:
             self._tasks.discard(task)
             self._num_open -= 1
-            self._changed_s = time.monotonic()
 
     async def reply(self, request: ReplyRequest) -> list[DeliveredReply]:
         """Sample the replies that a request asks for.
@@ -150,14 +156,10 @@ class AgentSession:
             APIError: a limit forbids them, or the template cannot write the history.
         """
         async with self._free:
-            if self._num_turns + request.num_replies > self._limits.max_turns:
-                self.limit = "max_turns"
-                raise APIError(
-                    f"the episode has at most {self._limits.max_turns} replies (--max_turns)",
-                    code="episode_limit",
-                )
-            self._num_turns += request.num_replies
+            self._count_turns(request.num_replies)
             num_added = len(self.tree.replies)
+            began_s = time.monotonic()
+            self._num_sampling += 1
             try:
                 point = await self._in_thread(self._open, request)
                 max_tokens = self._find_max_tokens(point, request)
@@ -166,11 +168,27 @@ class AgentSession:
                     self._add, point, request, completions
                 )
             except BaseException:
+                self._changed_s += time.monotonic() - began_s
                 if len(self.tree.replies) == num_added:
                     self._num_turns -= request.num_replies
                 raise
+            finally:
+                self._num_sampling -= 1
+            self._changed_s = time.monotonic()
         self.limit = None
         return delivered
+
+    def _count_turns(self, num_replies: int) -> None:
+        self._num_attempts += num_replies
+        most_attempts = ATTEMPTS_PER_TURN * self._limits.max_turns
+        num_turns = self._num_turns + num_replies
+        if num_turns > self._limits.max_turns or self._num_attempts > most_attempts:
+            self.limit = "max_turns"
+            raise APIError(
+                f"the episode has at most {self._limits.max_turns} replies (--max_turns)",
+                code="episode_limit",
+            )
+        self._num_turns = num_turns
 
     def _open(self, request: ReplyRequest) -> ReplyPoint:
         """Find the ids that the reply is sampled after."""
@@ -182,9 +200,9 @@ class AgentSession:
         if self._template.plain.has_more_tokens(texts, self._limits.max_context):
             self._refuse_length(f"more than {self._limits.max_context}")
         if request.text is not None:
-            return self.tree.open_text(request.text)
+            return self.tree.open_text(request.text, request.agent)
         try:
-            return self.tree.open(request.turns, request.tools)
+            return self.tree.open(request.turns, request.tools, request.agent)
         except HistoryRefused as error:
             raise APIError(str(error), param="messages") from error
 

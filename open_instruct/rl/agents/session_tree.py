@@ -40,6 +40,7 @@ class SampledReply:
     prompt_token_ids: tuple[int, ...]
     completion: Completion
     is_learned: bool
+    agent: str
     talk: Conversation | None  # up to the end of the reply; none where it goes on a text
     text: str | None  # of the agent's own prompt with the reply, in place of a conversation
     new_turns: tuple[Mapping[str, str], ...]  # of the request, behind the parent's history
@@ -67,6 +68,7 @@ class ReplyPoint:
     prompt_token_ids: tuple[int, ...]
     history: bytes = b""  # the digest of the request's turns
     new_turns: tuple[Mapping[str, str], ...]
+    agent: str = ""
 
     def is_only_thinking(self, text: str) -> bool:
         """Whether a reply is nothing but thoughts that the prompt has begun."""
@@ -99,36 +101,44 @@ class SessionTree:
         self._mark_prefix = f"Known{secrets.token_hex(8)}"
         self.replies: list[SampledReply] = []
 
-    def open(self, turns: Sequence[Turn], tools: Sequence[Mapping[str, Any]]) -> ReplyPoint:
+    def open(
+        self, turns: Sequence[Turn], tools: Sequence[Mapping[str, Any]], agent: str = ""
+    ) -> ReplyPoint:
         """Find the exact ids that the reply to these turns is sampled after.
+
+        Args:
+            turns: of the request.
+            tools: that it offers.
+            agent: who asks; nobody goes on from the replies of another.
 
         Raises:
             HistoryRefused: the template cannot write them.
         """
-        digests = _digest_histories(turns, tools)
+        digests = _digest_histories(turns, [agent, tools])
         for num_known in range(len(turns), 0, -1):
             parent = self._by_history.get(digests[num_known])
             if parent is None:
                 continue
             talk = self._continue(parent, turns[num_known:])
             if talk is not None:
-                return self._make_point(parent, talk, digests[-1], turns[num_known:])
+                return self._make_point(parent, talk, digests[-1], turns[num_known:], agent)
         try:
             talk = self._begin(turns, tools)
         except (InputError, MalformedRow, TypeError, ValueError) as error:
             raise HistoryRefused(str(error)) from error
-        return self._make_point(None, talk, digests[-1], turns)
+        return self._make_point(None, talk, digests[-1], turns, agent)
 
-    def open_text(self, prompt: str | tuple[int, ...]) -> ReplyPoint:
+    def open_text(self, prompt: str | tuple[int, ...], agent: str = "") -> ReplyPoint:
         """Find the exact ids of a prompt that the agent has written itself, as a text or as ids.
 
         One that begins with an earlier prompt and its reply goes on from the ids of that reply.
         """
+        own = [node for node in self.replies if node.agent == agent]
         parent = None
         text = None
         if isinstance(prompt, str):
             text = prompt
-            parents = [node for node in self.replies if node.text and prompt.startswith(node.text)]
+            parents = [node for node in own if node.text and prompt.startswith(node.text)]
             parent = max(parents, key=lambda node: len(node.text or ""), default=None)
             rest = prompt
             token_ids: tuple[int, ...] = ()
@@ -140,14 +150,13 @@ class SessionTree:
                     rest = self._template.strip_end(rest) or rest
             token_ids += tuple(self._template.encode_text(rest))
         else:
-            known = [
-                node for node in self.replies if node.token_ids == prompt[: len(node.token_ids)]
-            ]
+            known = [node for node in own if node.token_ids == prompt[: len(node.token_ids)]]
             parent = max(known, key=lambda node: len(node.token_ids), default=None)
             token_ids = prompt
             rest = f"{len(prompt)} token ids"
         return ReplyPoint(
             parent=parent,
+            agent=agent,
             text=text,
             prompt_token_ids=token_ids,
             new_turns=({"role": "prompt", "content": rest},),
@@ -177,6 +186,7 @@ class SessionTree:
             prompt_token_ids=point.prompt_token_ids,
             completion=completion,
             is_learned=is_learned,
+            agent=point.agent,
             talk=talk,
             text=None if point.text is None else point.text + turn["content"],
             new_turns=point.new_turns,
@@ -200,8 +210,10 @@ class SessionTree:
         talk: Conversation,
         history: bytes,
         new_turns: Sequence[Turn],
+        agent: str,
     ) -> ReplyPoint:
         return ReplyPoint(
+            agent=agent,
             parent=parent,
             talk=talk,
             prompt_token_ids=tuple(talk.token_ids),
@@ -255,9 +267,9 @@ def _pick_text(turn: Turn) -> Turn:
     return {"role": turn["role"], "content": turn["content"]}
 
 
-def _digest_histories(turns: Sequence[Turn], tools: Sequence[Mapping[str, Any]]) -> list[bytes]:
-    """The digests of the first 0, 1, 2, … turns, with the tools that were offered."""
-    digests = [_digest(b"", json.dumps(tools, sort_keys=True))]
+def _digest_histories(turns: Sequence[Turn], setting: Sequence[Any]) -> list[bytes]:
+    """The digests of the first 0, 1, 2, … turns, with the setting in which they are."""
+    digests = [_digest(b"", json.dumps(setting, sort_keys=True))]
     for turn in turns:
         digests.append(_digest(digests[-1], make_key(turn)))
     return digests

@@ -297,11 +297,7 @@ class Conversation:
             InputError: the template does not say what stands between two turns.
             TypeError: a role or a content is no text.
         """
-        for message in messages:
-            parts: tuple[Any, Any] = (message["role"], message["content"])
-            for part in parts:
-                if not isinstance(part, str):
-                    raise TypeError(f"role and content of a turn are texts, not {part!r:.80}")
+        _check_texts(messages)
         contents = [message["content"] for message in messages]
         if max_tokens is not None and self._template.plain.has_more_tokens(contents, max_tokens):
             return False
@@ -336,3 +332,11 @@ class Conversation:
             if is_content:
                 self.answers.append(Span(start=start, stop=len(self.token_ids)))
         return True
+
+
+def _check_texts(messages: Sequence[Mapping[str, Any]]) -> None:
+    """Check that roles and contents are texts; raises a TypeError."""
+    for message in messages:
+        for part in (message["role"], message["content"]):
+            if not isinstance(part, str):
+                raise TypeError(f"role and content of a turn are texts, not {part!r:.80}")

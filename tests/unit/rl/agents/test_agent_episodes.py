@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 from open_instruct.config.rollout_sections import EnvironmentSection
 from open_instruct.core.records import Check, Completion, Prompt
 from open_instruct.data.chat import ChatFormat
-from open_instruct.environments.agents import AgentProgram, read_rewards
+from open_instruct.environments.agents import AgentProgram, read_outcome
 from open_instruct.generation.requests import GenerationRequest, SamplingSettings
 from open_instruct.rl.agents.episodes import AgentEpisodes
 from tests.refusals import refused
@@ -300,6 +300,7 @@ class TestFaults:
             ("return float('nan')", "env_error"),
             ("return None", "env_error"),
             ("import time; time.sleep(60)", "timeout"),
+            ("while True: chat(messages, temperature=0.3)", "timeout"),
             ("os.kill(os.getpid(), 19)", "timeout"),
         ],
     )
@@ -385,7 +386,7 @@ class TestRewards:
         ],
     )
     def test_reward_is_read_in_each_form(self, value: Any, rewards: dict[str, float]) -> None:
-        assert read_rewards(json.loads(json.dumps(value))) == rewards
+        assert read_outcome(json.loads(json.dumps(value))).rewards == rewards
 
     def test_agent_that_cannot_be_run_is_refused_before_the_run(self, tmp_path: Path) -> None:
         with refused("missing_file"):
@@ -397,3 +398,22 @@ class TestRewards:
         program.end_run()
         with refused("bad_value"):
             AgentProgram("", origin="--environment agent:")
+
+
+def test_agents_that_have_names_have_histories_and_rewards_of_their_own(
+    play: Play, write: Write
+) -> None:
+    where = write(
+        """
+        for name in ("planner", "coder"):
+            message = chat(messages, model=f"policy/{name}")["choices"][0]["message"]
+            chat([*messages, message, messages[0]], model=f"policy/{name}")
+        return {"reward": 1.0, "agents": {"planner": 0.5, "coder": 0.25}}
+        """
+    )
+    completion, engines = play(where, ["yes<|im_end|>"] * 4)
+    episode = completion.episode
+    assert episode is not None and episode.problem == ""
+    assert episode.agent_rewards == {"planner": 0.5, "coder": 0.25}
+    assert episode.agent == "coder" and [each.agent for each in episode.branches] == ["planner"]
+    assert len(completion.replies) == 2 and len(engines.requests) == 4

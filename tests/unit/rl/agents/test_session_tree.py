@@ -178,7 +178,7 @@ def assert_learned_is_sampled(agent: Agent, completion: Completion) -> None:
             strict=True,
         )
     }
-    samples = make_samples(group, completion, 1.0, "all")
+    samples = make_samples(group, completion, {"": 1.0}, "all")
     learned: list[tuple[int, float]] = []
     for sample in samples:
         weights = sample.stream_weights("rl")
@@ -190,9 +190,9 @@ def assert_learned_is_sampled(agent: Agent, completion: Completion) -> None:
         tokens = zip(ids, sample.engine_logprobs, weights, strict=True)
         learned += [(token_id, logprob) for token_id, logprob, weight in tokens if weight]
     assert sorted(learned) == sorted(sampled.values())
-    shared = make_samples(group, completion, 1.0, "advantage_shared")
+    shared = make_samples(group, completion, {"": 1.0}, "advantage_shared")
     assert sum(sample.advantage for sample in shared) == pytest.approx(1.0 if shared else 0.0)
-    last = make_samples(group, completion, 1.0, "last")
+    last = make_samples(group, completion, {"": 1.0}, "last")
     if agent.tree.replies:
         end = agent.tree.replies[-1]
         assert last[0].document.token_ids == end.token_ids
