@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 PLAIN_VENV ?= .venv-plain
 
 .DEFAULT_GOAL := help
-.PHONY: help install lock demo demo-dpo demo-grpo demo-real demo-tools check quick-tests test main-tests test-rest test-all all-tests test-again test-plain test-build install-plain lint ruff types format gpu-check gpu-check-node triton docs clean
+.PHONY: help install lock demo demo-dpo demo-grpo demo-real demo-tools demo-agent check quick-tests test main-tests test-rest test-all all-tests test-again test-plain test-build install-plain lint ruff types format gpu-check gpu-check-node triton docs clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z%-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -39,6 +39,9 @@ demo-real: $(STAMP)  ## SmolLM2-135M, a real model, learns by GRPO to keep to a 
 
 demo-tools: $(STAMP)  ## the same for a model that learns to ask a calculator
 	@$(PY) scripts/demo_tools.py
+
+demo-agent: $(STAMP)  ## the same for a program that asks by OpenAI's client, which is trained as it is
+	@$(PY) scripts/demo_agent.py
 
 lint: ruff types  ## ruff and mypy
 

@@ -145,7 +145,7 @@ def samples(before: Sequence[dict[str, Any]], after: Sequence[dict[str, Any]]) -
 
 
 def facts_of(
-    metrics: Sequence[dict[str, Any]], evaluations: Sequence[dict[str, Any]]
+    metrics: Sequence[dict[str, Any]], evaluations: Sequence[dict[str, Any]], run_folder: Path
 ) -> Iterator[tuple[str, str]]:
     rewards = " -> ".join(f"{row['eval/reward']:.1%}" for row in (evaluations[0], evaluations[-1]))
     yield (
@@ -159,8 +159,9 @@ def facts_of(
         "agreement",
         f"in the first step, log-probs of learners and engine differ by {difference} at most",
     )
-    yield "the model", f"{GRPO / 'hf_model'}"
-    yield "every step", f"{GRPO / 'metrics.jsonl'}; a page of it: open-instruct report {GRPO}"
+    yield "the model", f"{run_folder / 'hf_model'}"
+    log = run_folder / "metrics.jsonl"
+    yield "every step", f"{log}; a page of it: open-instruct report {run_folder}"
 
 
 def summary(
@@ -169,11 +170,13 @@ def summary(
     evaluations: Sequence[dict[str, Any]],
     elapsed_s: float,
     width: int,
+    run_folder: Path = GRPO,
 ) -> Panel:
     """What a person wants to know of the run, to fit a terminal `width` characters wide."""
     facts = Table.grid(padding=(0, 2))
-    for name, fact in (*facts_of(metrics, evaluations), ("time", f"{elapsed_s / 60:.1f} minutes")):
+    for name, fact in facts_of(metrics, evaluations, run_folder):
         facts.add_row(name, fact)
+    facts.add_row("time", f"{elapsed_s / 60:.1f} minutes")
     return panel_of([row["reward"] for row in metrics], facts, width=width)
 
 

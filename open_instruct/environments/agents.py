@@ -172,11 +172,11 @@ class RunningAgent:
 def read_outcome(value: Any) -> AgentOutcome:
     """The rewards in what an agent has returned, or in the last line that it printed.
 
-    A number, `{"reward": 1.0}`, `{"rewards": {"tests": 1.0, "style": 0.2}}`, or nothing; and beside
-    them `{"agents": {"planner": 1.0}}`.
+    A number, `{"reward": 1.0}`, or `{"rewards": {"tests": 1.0, "style": 0.2}}`, and beside them
+    `{"agents": {"planner": 1.0}}`. Anything else says nothing of rewards.
 
     Raises:
-        ValueError: it is something else.
+        ValueError: there are rewards by name that have none.
     """
     if value is None:
         return AgentOutcome()
@@ -187,10 +187,7 @@ def read_outcome(value: Any) -> AgentOutcome:
         if "reward" in value:
             rewards[REWARD] = value["reward"]
         return AgentOutcome(rewards=rewards, agent_rewards=_read_mapping(value, "agents"))
-    raise ValueError(
-        f"the agent returned a {type(value).__name__}: let it return a number, None, or "
-        '{"reward": 1.0}'
-    )
+    return AgentOutcome()  # its answer, say
 
 
 def _read_mapping(value: Mapping[str, Any], key: str) -> Mapping[str, Any]:

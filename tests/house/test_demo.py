@@ -38,7 +38,7 @@ def printed(drawing: RenderableType, width: int) -> str:
     return text
 
 
-@pytest.mark.parametrize("name", ["demo_dpo", "demo_grpo", "demo_real", "demo_tools"])
+@pytest.mark.parametrize("name", ["demo_dpo", "demo_grpo", "demo_real", "demo_tools", "demo_agent"])
 def test_importing_a_demo_does_not_load_torch(name: str) -> None:
     code = (
         f"import runpy, sys; sys.path.insert(0, 'scripts'); runpy.run_path('scripts/{name}.py'); "
@@ -65,6 +65,15 @@ def test_grpo_uses_what_sft_leaves(load: Load, name: str, data: str) -> None:
     assert grpo.data.dataset_mixer_eval_list[0] == str(folder / "held_out.jsonl")
     assert grpo.run.output_dir == str(demo.GRPO)
     assert grpo.evaluation.eval_on_step_0
+
+
+def test_agent_learns_from_the_warm_start_of_the_tools_demo(load: Load) -> None:
+    demo, tools = load("demo_agent"), load("demo_tools")
+    grpo = parse_run(GRPOConfig, demo.grpo_flags())
+    assert validate_grpo(grpo) == []
+    assert grpo.model.model_name_or_path == f"{tools.SFT}/hf_model"
+    assert grpo.environment.environment == "agent:scripts/demo_data/product_agent.py:solve"
+    assert grpo.run.output_dir == str(demo.GRPO)
 
 
 def test_few_examples_call_the_tool_and_no_held_out_product_is_among_them(

@@ -1,0 +1,77 @@
+"""GRPO of an agent, on a small scale: a program with OpenAI's client, which knows nothing of
+training, asks a tiny model for products; the model learns to call the program's calculator.
+
+The examples and the prompts are those of `make demo-tools`. There our environment answers the
+calls; here the program does, `scripts/demo_data/product_agent.py`. Every step is the command that a
+user would type, and is shown before it runs. Start it with `make demo-agent`.
+"""
+
+import os
+import sys
+import time
+from functools import partial
+
+from demo_shell import (
+    OUTPUT,
+    REPOSITORY,
+    begin_with_tiny_model,
+    console,
+    ended,
+    run,
+    show_what_happened,
+    step,
+    torchrun,
+)
+from demo_tools import (
+    FOLDER,
+    MODEL,
+    NUM_HELD_OUT,
+    NUM_PROMPTS,
+    NUM_SFT_ROWS,
+    SFT,
+    samples,
+    sft_flags,
+    summary,
+    write_products,
+)
+
+GRPO = OUTPUT / "agent"
+PROGRAM = "scripts/demo_data/product_agent.py"
+
+
+def main() -> int:
+    os.chdir(REPOSITORY)
+    began_s = time.monotonic()
+
+    begin_with_tiny_model(MODEL, size="tiny")
+
+    step(2, "made-up products: examples, prompts, and others held out")
+    write_products(FOLDER, seed=0)
+    console.print(
+        f"{FOLDER}: {NUM_SFT_ROWS} examples, {NUM_PROMPTS} prompts, {NUM_HELD_OUT} held-out "
+        "products"
+    )
+
+    step(3, "a warm start on the examples, of which few call the tool")
+    torchrun(2, "open_instruct/sft.py", *sft_flags())
+
+    step(4, f"GRPO of {PROGRAM}, which asks the policy by OpenAI's API")
+    run("python", "open_instruct/grpo_olmo_core_actor.py", *grpo_flags())
+
+    show_what_happened(
+        GRPO, samples=samples, summary=partial(summary, run_folder=GRPO), began_s=began_s
+    )
+    return 0
+
+
+def grpo_flags() -> list[str]:
+    return f"""
+        configs/grpo/tiny_cpu.yaml --model_name_or_path {SFT}/hf_model --dataset_mixer_list {FOLDER}/prompts.jsonl 1.0
+        --dataset_mixer_eval_list {FOLDER}/held_out.jsonl 1.0 --environment agent:{PROGRAM}:solve
+        --tool_call_form pythonic --max_turns 2 --response_length 64 --total_episodes 1280
+        --output_dir {GRPO} --overwrite_output_dir --cache_dir {OUTPUT}/cache
+    """.split()
+
+
+if __name__ == "__main__":
+    sys.exit(ended(main))
