@@ -18,7 +18,7 @@ from open_instruct.models.export_olmo_core import TokenizerFiles, export_olmo_co
 from open_instruct.models.hf.head_kinds import CLASS_ENDINGS, has_head
 from open_instruct.models.hf.names import TensorNames
 from open_instruct.models.load import check_cover, find_parameter_shapes
-from open_instruct.models.model_folder import find_olmo_core_config, load_model_config
+from open_instruct.models.model_folder import open_model_folder
 from open_instruct.models.open_files import FileWeights, open_files
 from open_instruct.run.first_look import check_vocabulary
 from open_instruct.run.generation_settings import build_export_settings
@@ -34,7 +34,8 @@ def convert_model(
         InputError: a folder is damaged, the other form has no such model, or `out` cannot be
             written.
     """
-    hf_config = load_model_config(source)
+    model_folder = open_model_folder(source)
+    hf_config = model_folder.load_config()
     for head in CLASS_ENDINGS:
         if has_head(hf_config, head):
             raise InputError(
@@ -44,9 +45,9 @@ def convert_model(
     section = ModelSection(model_name_or_path=str(source), tokenizer_name_or_path=tokenizer_name)
     tokenizer_folder = find_tokenizer_beside(section, source)
     tokenizer = load_tokenizer(str(tokenizer_folder))
-    check_vocabulary(source, tokenizer, tokenizer_folder)
+    check_vocabulary(model_folder, tokenizer, tokenizer_folder)
     names = TensorNames(hf_config)
-    files = open_files(source, hf_config)
+    files = open_files(model_folder, hf_config)
     model = build_model(hf_config, init_device="meta")
     check_cover(names, files, find_parameter_shapes(model))
     check_destination(source, out)
@@ -57,7 +58,7 @@ def convert_model(
         "dtype": dtype,
         "weights": FileWeights(files, names),
     }
-    if find_olmo_core_config(source) is None:
+    if model_folder.olmo_core is None:
         beside = TokenizerFiles(tokenizer=tokenizer, folder=tokenizer_folder)
         num_bytes = export_olmo_core(model.to(dtype), names, tokenizer=beside, **common)
         return "a checkpoint of OLMo-core", num_bytes
@@ -66,7 +67,7 @@ def convert_model(
         model.to(dtype),
         names,
         tokenizer_folder=tokenizer_folder,
-        **build_export_settings(source, tokenizer_folder, tokenizer, _find_chat(tokenizer)),
+        **build_export_settings(model_folder, tokenizer_folder, tokenizer, _find_chat(tokenizer)),
         **common,
     )
     return "a Hugging Face folder", num_bytes

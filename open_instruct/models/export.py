@@ -18,7 +18,7 @@ from open_instruct.models.hf.hf_config import remove_code_fields
 from open_instruct.models.hf.names import TensorNames
 from open_instruct.models.hf.rope import export_rope_fields, read_rope
 from open_instruct.models.load import find_parameter_shapes
-from open_instruct.models.model_folder import find_config_file, read_source_fields
+from open_instruct.models.model_folder import find_config_file, open_model_folder
 from open_instruct.models.shards import LocalShard, find_local_shards, reshard
 
 MAX_FILE_BYTES = 2 * 2**30
@@ -115,7 +115,9 @@ def _write_config(
 
     hf_config = names.hf_config
     path = find_config_file(source)
-    source_fields = read_source_fields(source) if path.is_file() else hf_config.to_dict()
+    source_fields = hf_config.to_dict()
+    if path.is_file():
+        source_fields = open_model_folder(source).read_fields()
     fields = remove_code_fields(source_fields) | dict(more)
     left_out = {name for name, value in more.items() if value is None}
     fields = {name: value for name, value in fields.items() if name not in left_out}

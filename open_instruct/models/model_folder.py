@@ -8,6 +8,7 @@ Hugging Face config.json.
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -60,50 +61,86 @@ def find_olmo_core_config(folder: Path) -> OLMoCoreConfig | None:
     return read_olmo_core_config(fields, str(file))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFolder:
+    """A model's folder, or the file of a config.json alone, of which it is known whose form it has.
+
+    Example: `ModelFolder(path=Path("olmo3-7B/step1000"), olmo_core=OLMoCoreConfig(...))`; of a
+    Hugging Face folder `olmo_core` is None.
+    """
+
+    path: Path
+    olmo_core: OLMoCoreConfig | None
+
+    @property
+    def config_file(self) -> Path:
+        return find_config_file(self.path)
+
+    def check_fields(self) -> dict[str, Any]:
+        """The fields of config.json, checked as far as possible without transformers.
+
+        Raises:
+            InputError: see `load_config`.
+        """
+        file = self.config_file
+        if self.olmo_core is None and file != self.path:
+            return read_config_fields(self.path)
+        if file != self.path:
+            check_files(self.path)
+        fields = self.read_fields()
+        check_config_fields(fields, file)
+        return fields
+
+    def read_fields(self) -> dict[str, Any]:
+        """The fields of a config.json that was checked before."""
+        if self.olmo_core is None:
+            return read_object(self.config_file)
+        return dict(self.olmo_core.fields)
+
+    def load_config(self) -> PretrainedConfig:
+        """The configuration of the model.
+
+        Raises:
+            InputError: there is no such folder or file, it is damaged, or the model is not
+                supported; the message names the field, its value and what is supported.
+        """
+        if self.olmo_core is None and not self.path.is_file():
+            return load_hf_config(str(self.path))
+        return build_hf_config(self.check_fields(), self.config_file)
+
+
+def open_model_folder(path: Path) -> ModelFolder:
+    """A model's folder, whose config.json is read as far as to know whose form it has.
+
+    :raises InputError: see `find_olmo_core_config`.
+    """
+    path = path.expanduser()
+    return ModelFolder(path=path, olmo_core=find_olmo_core_config(path))
+
+
 def read_model_fields(folder: Path) -> dict[str, Any]:
     """Read the fields of a config.json, checked as far as possible without transformers.
 
-    Raises:
-        InputError: see `load_model_config`.
+    :raises InputError: see `ModelFolder.load_config`.
     """
-    olmo_core = find_olmo_core_config(folder)
-    file = find_config_file(folder)
-    if olmo_core is None and file != folder:
-        return read_config_fields(folder)
-    if file != folder:
-        check_files(folder)
-    fields = read_object(file) if olmo_core is None else dict(olmo_core.fields)
-    check_config_fields(fields, file)
-    return fields
-
-
-def read_source_fields(folder: Path) -> dict[str, Any]:
-    """The fields of a config.json that was checked before."""
-    olmo_core = find_olmo_core_config(folder)
-    if olmo_core is None:
-        return read_object(find_config_file(folder))
-    return dict(olmo_core.fields)
+    return open_model_folder(folder).check_fields()
 
 
 def load_model_config(folder: Path) -> PretrainedConfig:
     """Read the configuration of the model in a folder.
 
-    Raises:
-        InputError: there is no such folder or file, it is damaged, or the model is not supported;
-            the message names the field, its value and what is supported.
+    :raises InputError: see `ModelFolder.load_config`.
     """
-    folder = folder.expanduser()
-    if find_olmo_core_config(folder) is None and not folder.is_file():
-        return load_hf_config(str(folder))
-    return build_hf_config(read_model_fields(folder), find_config_file(folder))
+    return open_model_folder(folder).load_config()
 
 
 def check_model_folder(folder: Path) -> None:
     """:raises InputError: the folder has no config.json, or no weights, that can be read."""
     if folder.is_file():
         read_config_fields(folder)  # which names what a folder holds
-    read_model_fields(folder)
-    if find_olmo_core_config(folder) is None:
+    source = open_model_folder(folder)
+    source.check_fields()
+    if source.olmo_core is None:
         find_weights_file(folder)
         return
     file = folder / WEIGHTS_FOLDER / METADATA_NAME

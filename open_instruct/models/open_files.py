@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from open_instruct.models.hf.checkpoint_files import CheckpointFiles
 from open_instruct.models.hf.head_kinds import LM_HEAD
 from open_instruct.models.hf.names import HF_LM_HEAD, TensorNames
-from open_instruct.models.model_folder import find_olmo_core_config
+from open_instruct.models.model_folder import ModelFolder, open_model_folder
 from open_instruct.models.olmo_core.dcp_metadata import read_metadata
 from open_instruct.models.olmo_core.dcp_names import METADATA_NAME, WEIGHTS_FOLDER
 from open_instruct.models.olmo_core.saved_chunks import ChunkedTensor
@@ -19,12 +19,15 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 
-def open_files(folder: Path, hf_config: PretrainedConfig) -> CheckpointFiles:
+def open_files(source: Path | ModelFolder, hf_config: PretrainedConfig) -> CheckpointFiles:
     """Open the files of a model; its tensors have Hugging Face's names.
 
     :raises InputError: files are missing or damaged, or could run code.
     """
-    if find_olmo_core_config(folder) is None:
+    if isinstance(source, Path):
+        source = open_model_folder(source)
+    folder = source.path
+    if source.olmo_core is None:
         return CheckpointFiles.open(folder)
     weights = folder / WEIGHTS_FOLDER
     hf_names = {LM_HEAD: HF_LM_HEAD, **dict(TensorNames(hf_config))}

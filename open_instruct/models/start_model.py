@@ -15,7 +15,7 @@ from open_instruct.models.hf.checkpoint_files import CheckpointFiles
 from open_instruct.models.hf.head_kinds import Head
 from open_instruct.models.hf.names import TensorNames
 from open_instruct.models.load import LoadReport, check_cover, find_parameter_shapes, stream_load
-from open_instruct.models.model_folder import load_model_config
+from open_instruct.models.model_folder import open_model_folder
 from open_instruct.models.open_files import open_files
 from open_instruct.models.transformer import SegmentTransformer
 
@@ -46,9 +46,9 @@ class StartModel:
         Raises:
             InputError: naming the file or tensor that is missing, damaged or does not fit.
         """
-        path = Path(folder).expanduser()
-        hf_config = load_model_config(path)
-        files = open_files(path, hf_config)
+        source = open_model_folder(Path(folder))
+        hf_config = source.load_config()
+        files = open_files(source, hf_config)
         if head != "vocabulary":
             files = replace_head(files, hf_config, head, seed=seed)
         start = cls(hf_config=hf_config, files=files, names=TensorNames(hf_config, head=head))

@@ -10,7 +10,6 @@ from pathlib import Path
 import torch
 
 from open_instruct.data.files.foreign_json import read_object
-from open_instruct.models.model_folder import find_olmo_core_config
 from open_instruct.models.open_files import FileWeights
 from open_instruct.parallel.status import this_process
 from open_instruct.run.console import Console
@@ -27,7 +26,7 @@ def find_engine_folder(
 
     :raises RunError: the disk filled up or failed.
     """
-    if not pretrained.is_drawn and find_olmo_core_config(pretrained.folder) is None:
+    if not pretrained.is_drawn and pretrained.source.olmo_core is None:
         return pretrained.folder
     folder = directory.engine_model
     source = {"start_model": pretrained.fingerprint, "dtype": str(dtype)}

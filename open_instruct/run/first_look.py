@@ -24,8 +24,8 @@ from open_instruct.data.row_builder import RowBuilder
 from open_instruct.data.templates.chat_templates import check_syntax, read_template
 from open_instruct.data.tokenizer import check_tokenizer_folder, find_local_folder
 from open_instruct.models.model_folder import (
+    ModelFolder,
     check_model_folder,
-    find_olmo_core_config,
     find_tokenizer_name,
     read_model_fields,
 )
@@ -117,7 +117,7 @@ def check_sizes(
         )
 
 
-def check_vocabulary(model_folder: Path, tokenizer: Any, tokenizer_folder: Path) -> None:
+def check_vocabulary(source: ModelFolder, tokenizer: Any, tokenizer_folder: Path) -> None:
     """Compare the tokenizer with the one that an OLMo-core config.json describes.
 
     OLMo-core rounds the rows of the embeddings up, so the model's own size shows too little.
@@ -125,7 +125,7 @@ def check_vocabulary(model_folder: Path, tokenizer: Any, tokenizer_folder: Path)
     Raises:
         InputError: they have other numbers of tokens.
     """
-    olmo_core = find_olmo_core_config(model_folder)
+    olmo_core = source.olmo_core
     if olmo_core is None or olmo_core.tokenizer is None:
         return
     described = olmo_core.tokenizer
@@ -137,7 +137,7 @@ def check_vocabulary(model_folder: Path, tokenizer: Any, tokenizer_folder: Path)
     name = described.identifier or "no name"
     raise InputError(
         f"the tokenizer in {tokenizer_folder} has {num_tokens} tokens, but config.json in "
-        f"{model_folder} was trained with one of vocab_size {described.vocab_size} ({name}): give "
+        f"{source.path} was trained with one of vocab_size {described.vocab_size} ({name}): give "
         "that one's folder by --tokenizer_name_or_path",
         kind="conflict",
     )

@@ -12,14 +12,14 @@ from transformers import PreTrainedTokenizerFast
 from open_instruct.data.chat import ChatFormat
 from open_instruct.data.files.foreign_json import read_object
 from open_instruct.data.tokenizer_class import build_tokenizer_config
-from open_instruct.models.model_folder import read_source_fields
+from open_instruct.models.model_folder import ModelFolder, open_model_folder
 
 NAME = "generation_config.json"
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def build_export_settings(
-    folder: Path,
+    source: Path | ModelFolder,
     tokenizer_folder: Path,
     tokenizer: PreTrainedTokenizerFast,
     chat: ChatFormat | None,
@@ -27,7 +27,7 @@ def build_export_settings(
     """The arguments `tokenizer_config` and `generation_config` of `export_hf`.
 
     Args:
-        folder: the start model's.
+        source: the start model's folder.
         tokenizer_folder: of the tokenizer that is exported beside it.
         chat: the chat format of the training; None for a model that writes no replies.
 
@@ -35,15 +35,17 @@ def build_export_settings(
         InputError: no reader would open the tokenizer with the ids that it has here, or it cannot
             end a turn.
     """
-    fields = read_source_fields(folder)
+    if isinstance(source, Path):
+        source = open_model_folder(source)
+    fields = source.read_fields()
     settings = {"tokenizer_config": build_tokenizer_config(tokenizer_folder, fields)}
     if chat is not None:
         settings["generation_config"] = build_generation_config(
-            folder,
+            source.path,
             fields,
             tokenizer,
             chat.turn_end_token_ids(),
-            is_own_tokenizer=tokenizer_folder == folder,
+            is_own_tokenizer=tokenizer_folder == source.path,
         )
     return settings
 

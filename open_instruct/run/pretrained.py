@@ -47,11 +47,9 @@ from open_instruct.models.load import check_cover, find_parameter_shapes
 from open_instruct.models.lora.files import check_base, open_adapter
 from open_instruct.models.lora.peft_config import CONFIG_NAME
 from open_instruct.models.model_folder import (
-    find_config_file,
-    find_olmo_core_config,
+    ModelFolder,
     find_tokenizer_name,
-    load_model_config,
-    read_source_fields,
+    open_model_folder,
 )
 from open_instruct.models.open_files import open_files
 from open_instruct.models.start_model import StartModel
@@ -74,7 +72,7 @@ if TYPE_CHECKING:
 class Pretrained(StartModel):
     """The start model of a run, with its tokenizer, its adapter, and what is exported beside it."""
 
-    folder: Path  # or the config.json of a model that is drawn
+    source: ModelFolder  # or the config.json of a model that is drawn
     tokenizer_folder: Path
     tokenizer: PreTrainedTokenizerFast
     is_drawn: bool = False  # at random, and read from no file
@@ -85,6 +83,10 @@ class Pretrained(StartModel):
     # ends of turns.
     tokenizer_config: Mapping[str, Any] | None = None
     generation_config: Mapping[str, Any] | None = None
+
+    @property
+    def folder(self) -> Path:
+        return self.source.path
 
     def check_sizes(self, data: DataSection | PromptDataSection) -> None:
         """:raises InputError: the tokenizer or the rows are too large for the model."""
@@ -140,7 +142,7 @@ class Pretrained(StartModel):
         The text of config.json counts, not the object that transformers parses: a newer version has
         more defaults.
         """
-        return fingerprint_model(read_source_fields(self.folder), self.files.fingerprint)
+        return fingerprint_model(self.source.read_fields(), self.files.fingerprint)
 
     def is_same_as(self, other: Pretrained) -> bool:
         """Whether both have the same weights and config.json.
@@ -153,10 +155,10 @@ class Pretrained(StartModel):
     def warnings(self) -> list[str]:
         """Warnings about the start model."""
         unknown = ", ".join(ascii(name)[:60] for name in find_unknown_fields(self.hf_config)[:10])
-        olmo_core = find_olmo_core_config(self.folder)
+        olmo_core = self.source.olmo_core
         warnings = [] if olmo_core is None else [*olmo_core.notes]
         if unknown:
-            file = find_config_file(self.folder)
+            file = self.source.config_file
             warnings.append(f"{file} has fields that nothing reads: {unknown}")
         if (self.folder / CONFIG_NAME).is_file():
             warnings.append(
@@ -193,22 +195,23 @@ def open_pretrained(
     """
     this_process.begin("reading what is in the start model's folder")
     folder, tokenizer_folder = _find_folders(config.model)
-    hf_config = load_model_config(folder)
+    source = open_model_folder(folder)
+    hf_config = source.load_config()
     shape = shape_from_fields(
-        hf_config.to_dict(), name=f"the model in {folder}", where=str(find_config_file(folder))
+        hf_config.to_dict(), name=f"the model in {folder}", where=str(source.config_file)
     )
     check_model(shape, layout, config if is_trained else None)
     tokenizer = load_tokenizer(str(tokenizer_folder))
-    check_vocabulary(folder, tokenizer, tokenizer_folder)
+    check_vocabulary(source, tokenizer, tokenizer_folder)
     names = TensorNames(hf_config, head=head)
     if config.model.from_scratch:
-        files = _draw_files(folder, hf_config, config)
+        files = _draw_files(source, hf_config, config)
     else:
-        files = open_files(folder, hf_config)
+        files = open_files(source, hf_config)
     if head != "vocabulary":
         files = replace_head(files, hf_config, head, seed=config.optim.seed)
     pretrained = Pretrained(
-        folder=folder,
+        source=source,
         tokenizer_folder=tokenizer_folder,
         hf_config=hf_config,
         files=files,
@@ -247,20 +250,20 @@ def find_tokenizer_beside(section: ModelSection, folder: Path) -> Path:
 
 
 def _draw_files(
-    folder: Path, hf_config: PretrainedConfig, config: LearnerConfig
+    source: ModelFolder, hf_config: PretrainedConfig, config: LearnerConfig
 ) -> CheckpointFiles:
     """The weights of a model that is trained from scratch, which the run's seed draws.
 
     :raises InputError: its weights are drawn in another way than ours, or adapters are trained.
     """
-    file = find_config_file(folder)
+    file = source.config_file
     if config.adapters is not None:
         raise InputError(
             "--from_scratch: adapters are trained beside weights that mean something; leave out "
             "--use_lora",
             kind="conflict",
         )
-    olmo_core = find_olmo_core_config(folder)
+    olmo_core = source.olmo_core
     if olmo_core is not None and olmo_core.init_method != "normal":
         raise InputError(
             f"--from_scratch: {file}: init_method = {olmo_core.init_method} is not drawn here; "
@@ -287,8 +290,10 @@ def _with_exported_settings(
     chat = None
     if pretrained.names.head == "vocabulary":
         chat = ChatFormat.from_flags(tokenizer, data)
-    folders = (pretrained.folder, pretrained.tokenizer_folder)
-    return replace(pretrained, **build_export_settings(*folders, tokenizer, chat))
+    settings = build_export_settings(
+        pretrained.source, pretrained.tokenizer_folder, tokenizer, chat
+    )
+    return replace(pretrained, **settings)
 
 
 def _check_tensors(pretrained: Pretrained, model: nn.Module) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from open_instruct.core.boxes import intersect_boxes
 from open_instruct.core.errors import InputError
 from open_instruct.models.olmo_core.dcp_names import METADATA_NAME, MODEL_PREFIX
 from open_instruct.models.olmo_core.plain_pickle import Record, allow_names, read_pickle
@@ -196,16 +197,34 @@ def _find_size(path: Path) -> int:
 
 
 def _check_chunks(folder: Path, name: str, shape: tuple[int, ...], chunks: list[Chunk]) -> None:
-    """:raises InputError: the chunks of a tensor are not the whole of it."""
+    """:raises InputError: the chunks of a tensor are not the whole of it, or overlap."""
     are_inside = all(
         len(chunk.size) == len(shape)
         and all(a + n <= whole for a, n, whole in zip(chunk.start, chunk.size, shape, strict=True))
         for chunk in chunks
     )
     num_values = sum(math.prod(chunk.size) for chunk in chunks)
-    if not are_inside or num_values != math.prod(shape):
+    # Where none lie over each other, equal numbers leave no hole.
+    if not are_inside or num_values != math.prod(shape) or _find_overlap(chunks) is not None:
         raise InputError(
             f"{folder / METADATA_NAME}: the chunks of {name} are not the whole of it, "
-            f"{shape}: fetch the checkpoint again",
+            f"{shape}, each value once: fetch the checkpoint again",
             kind="bad_model",
         )
+
+
+def _find_overlap(chunks: list[Chunk]) -> tuple[Chunk, Chunk] | None:
+    """Two chunks of a tensor that have values in common, if there are any.
+
+    In the order of their first rows, a chunk is compared with those alone that reach its first row.
+    """
+    reaching: list[Chunk] = []
+    for chunk in sorted(chunks, key=lambda chunk: chunk.start):
+        if chunk.start:
+            first_row = chunk.start[0]
+            reaching = [other for other in reaching if other.start[0] + other.size[0] > first_row]
+        for other in reaching:
+            if intersect_boxes(chunk.start, chunk.size, other.start, other.size) is not None:
+                return other, chunk
+        reaching.append(chunk)
+    return None

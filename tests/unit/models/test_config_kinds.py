@@ -26,7 +26,7 @@ from open_instruct.models.hf.hf_config import (
 )
 from open_instruct.models.hf.names import TensorNames
 from open_instruct.models.load import find_parameter_shapes
-from open_instruct.models.model_folder import load_model_config, read_model_fields
+from open_instruct.models.model_folder import ModelFolder, load_model_config, read_model_fields
 from open_instruct.planning.subject.read_shape import model_shape, public_models
 from open_instruct.run.pretrained import Pretrained
 from open_instruct.run.untrained_rows import find_untrained_rows
@@ -315,7 +315,7 @@ def test_tokens_with_untrained_rows_are_named(
     changed[token] = 0 if is_zero else changed[3]  # which is a special token's
     save_file(rows, tmp_path / SINGLE_NAME)
     pretrained = Pretrained(
-        folder=tmp_path,
+        source=ModelFolder(path=tmp_path, olmo_core=None),
         tokenizer_folder=tmp_path,
         hf_config=config,
         files=CheckpointFiles.open(tmp_path),

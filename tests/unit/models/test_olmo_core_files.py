@@ -223,6 +223,25 @@ def cut_chunk(metadata: Any) -> None:
     chunk.sizes = torch.Size((7, chunk.sizes[1]))
 
 
+def split_embeddings(*corners: tuple[int, int, int, int]) -> Callable[[Any], None]:
+    """Chunks of the embeddings that begin at a row and a column, and have numbers of them."""
+
+    def change(metadata: Any) -> None:
+        name = f"model.{EMBEDDINGS}"
+        index, place = next(item for item in metadata.storage_data.items() if item[0].fqn == name)
+        del metadata.storage_data[index]
+        entry = metadata.state_dict_metadata[name]
+        num_rows, num_columns = entry.size
+        entry.chunks = []
+        for row, column, rows, columns in corners:
+            start = torch.Size((row * num_rows // 4, column * num_columns // 4))
+            size = torch.Size((rows * num_rows // 4, columns * num_columns // 4))
+            entry.chunks.append(ChunkStorageMetadata(offsets=start, sizes=size))
+            metadata.storage_data[type(index)(name, start)] = place
+
+    return change
+
+
 def drop_place(metadata: Any) -> None:
     metadata.storage_data.popitem()
 
@@ -237,6 +256,13 @@ def drop_place(metadata: Any) -> None:
         (change_places(offset=-1), "bad_model", [".metadata"]),
         (change_places(transform_descriptors=["zstd"]), "bad_model", ["zstd"]),
         (cut_chunk, "bad_model", [EMBEDDINGS]),
+        (
+            # Quarters of the values, of which two lie over each other and one is missing.
+            split_embeddings((0, 0, 2, 2), (0, 2, 2, 2), (2, 0, 2, 2), (1, 1, 2, 2)),
+            "bad_model",
+            [EMBEDDINGS, "each value once"],
+        ),
+        (split_embeddings((0, 0, 2, 4), (0, 0, 2, 4)), "bad_model", [EMBEDDINGS]),
         (drop_place, "bad_model", [".metadata"]),
         (lambda metadata: metadata.state_dict_metadata.clear(), "bad_model", ["model."]),
         (lambda metadata: vars(metadata).pop("storage_data"), "bad_model", [".metadata"]),

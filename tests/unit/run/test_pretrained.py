@@ -34,7 +34,7 @@ def test_pretrained_takes_the_given_revision_of_the_hub(
         raise Stopped
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    monkeypatch.setattr(pretrained, "load_model_config", stop)
+    monkeypatch.setattr(pretrained, "open_model_folder", stop)
     (tmp_path / "tokenizer.json").touch()
     for words in (
         ["org/model"],
