@@ -15,6 +15,7 @@ from open_instruct.core.text import spell_count
 from open_instruct.data.conversations.row_keys import find_value
 from open_instruct.data.files.opening import open_rows
 from open_instruct.data.files.rows import RawRow, RowSource
+from open_instruct.data.files.token_files import is_token_folder, open_token_folder
 
 MAX_SELECTED_ROWS = 1_000_000_000
 
@@ -37,8 +38,24 @@ class MixerEntry:
 
     def open(self, columns: Sequence[str]) -> RowSource:
         """All rows of the data set, with the columns that `columns` gives other names."""
+        if is_token_folder(self.name):
+            return self._open_token_folder(columns)
         source = open_rows(self.name, self.split, flag=self.flag)
         return rename_columns(source, columns)
+
+    def _open_token_folder(self, columns: Sequence[str]) -> RowSource:
+        """The documents of a folder of token files, which have no columns and no splits."""
+        if self.split != "train":
+            raise InputError(
+                f"{self.flag}_splits: {self.name} is a folder of token files, its only split is "
+                f"'train', not {self.split!r}.",
+                kind="bad_value",
+            )
+        source = open_token_folder(self.name, flag=self.flag)
+        if not columns:
+            return source
+        warnings = [f"--columns: {self.name} has token ids, and no columns", *source.warnings()]
+        return replace(source, warnings=lambda: warnings)
 
     def count(self, num_rows: int) -> int:
         """The rows to take of `num_rows`, rounded half up; more than `num_rows` if it upsamples.

@@ -8,7 +8,7 @@ Legend for array names: N rows of the data set.
 
 from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import islice
@@ -24,25 +24,21 @@ from open_instruct.data.conversations.messages import Message, find_unread_keys
 from open_instruct.data.conversations.row_keys import TrackedRow
 from open_instruct.data.eval_split import Side, SideFilter, join_columns
 from open_instruct.data.files.rows import RawRow, RowSource
+from open_instruct.data.files.token_files import TokenSource
 from open_instruct.data.mixer import MixerEntry, select_rows
+from open_instruct.data.progress import ROWS_PER_CHUNK, Progress, ReportProgress
 from open_instruct.data.report import BadRowLog, DataReport
 from open_instruct.data.row_counts import END_OF_THOUGHT, RowCounts, count_thoughts
-from open_instruct.data.row_store import RowStore
+from open_instruct.data.row_store import NOT_KEPT, ON_OTHER_SIDE, RowStore
 from open_instruct.data.templates.prompt_faults import (
     find_roles_left_out,
     find_token_in_turns,
     find_turn_tokens,
 )
+from open_instruct.data.token_documents import DocumentReader, refuse_token_files
 
-ROWS_PER_CHUNK = 512
 # The share of rows that may be cut; above it a warning says that the length limit is too low.
 MAX_CUT_SHARE = 0.1
-# In place of the number of a stored row: it is not kept, or is on the other side of `--eval_split`.
-NOT_KEPT = -1
-ON_OTHER_SIDE = -2
-
-ReportProgress = Callable[[int, int], None]
-"""Called with the number of rows that are done, and of all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,6 +91,8 @@ class RowBuilder(ABC):
     """Whether the model is read at the ends of replies alone, see `Document`."""
     ends_per_document: ClassVar[int] = 1
     """How many such ends a plan assumes."""
+    token_files_problem: ClassVar[str] = "they are conversations, and this run reads other rows"
+    """Why folders of token files are refused; empty where they are read."""
 
     def __init__(self, chat: ChatFormat, *, max_seq_length: int, on_bad_row: str) -> None:
         self.chat = chat
@@ -188,6 +186,8 @@ class RowBuilder(ABC):
             InputError: a row is malformed and `on_bad_row` is "error", or nothing is left.
         """
         self.chat.turn_end_token_ids()  # which refuses a tokenizer that writes no such token
+        if self.token_files_problem:
+            refuse_token_files(sources, self.token_files_problem)
         if self.on_bad_row == "trim":
             sources = [trim_leading_turns(source) for source in sources]
         sources_read = [self.adapt_source(source) for source in sources]
@@ -200,7 +200,7 @@ class RowBuilder(ABC):
             if side.is_held_out:
                 selections = [np.unique(selection) for selection in selections]
         distinct = [np.unique(selection) for selection in selections]
-        progress = _Progress(sum(map(len, distinct)), on_progress)
+        progress = Progress(sum(map(len, distinct)), on_progress)
         order: list[np.ndarray] = []
         source_lines: list[str] = []
         for source, selection, rows in zip(sources_read, selections, distinct, strict=True):
@@ -251,15 +251,19 @@ class RowBuilder(ABC):
         """Whether a bad row has failed the build, so that further rows are only counted."""
         return bool(self.bad_rows.counts) and self.on_bad_row == "error"
 
-    def _read_source(
-        self, source: RowSource, rows: np.ndarray, progress: "_Progress"
-    ) -> np.ndarray:
+    def _read_source(self, source: RowSource, rows: np.ndarray, progress: Progress) -> np.ndarray:
         """Read rows of a source, and return the number of each among the stored rows, int64.
 
         It is below 0 for a row that is not stored.
         """
         first = len(self.store)
         numbers: list[int] = []
+        if isinstance(source, TokenSource):
+            documents = self._document_reader.read(source, rows.tolist())
+            while numbers_of_chunk := list(islice(documents, ROWS_PER_CHUNK)):
+                numbers += numbers_of_chunk
+                progress.add(len(numbers_of_chunk))
+            return np.array(numbers, dtype=np.int64)
         stream = source.rows(rows.tolist())
         while chunk := list(islice(stream, ROWS_PER_CHUNK)):
             numbers += self._read_chunk(chunk)
@@ -350,6 +354,16 @@ class RowBuilder(ABC):
             counts.num_with_more_thoughts += num_thoughts > count_thoughts(row.value)
 
     @cached_property
+    def _document_reader(self) -> DocumentReader:
+        return DocumentReader(
+            self.chat,
+            self.store,
+            self.counts,
+            self.side_filter,
+            max_seq_length=self.max_seq_length,
+        )
+
+    @cached_property
     def _turn_tokens(self) -> tuple[str, ...]:
         render = partial(self.chat.apply, add_generation_prompt=False)
         return find_turn_tokens(self.chat.tokenizer, render)
@@ -381,17 +395,3 @@ class RowBuilder(ABC):
             f"({counts}); {self.suggest_remedy()}.",
             kind="bad_row",
         )
-
-
-class _Progress:
-    """How many rows are done of all."""
-
-    def __init__(self, num_rows: int, report: ReportProgress | None) -> None:
-        self.num_rows = num_rows
-        self._num_done = 0
-        self._report = report if num_rows > ROWS_PER_CHUNK else None
-
-    def add(self, num_rows: int) -> None:
-        self._num_done += num_rows
-        if self._report is not None:
-            self._report(self._num_done, self.num_rows)

@@ -24,6 +24,8 @@ class RowCounts:
     """Rows that are cut to the length limit."""
     num_without_end: int = 0
     """Replies that do not end with an end token."""
+    num_parts_without_end: int = 0
+    """Learned parts of token files that do not end with one."""
     num_with_two_ends: int = 0
     """Replies that end with two of them or more."""
     num_with_more_thoughts: int = 0
@@ -60,6 +62,12 @@ class RowCounts:
             warnings.append(
                 f"the reply at the end of {spell_count(self.num_replies_left_out, 'prompt')} is "
                 "left out: a prompt is asked, and not continued"
+            )
+        if self.num_parts_without_end:
+            warnings.append(
+                f"{spell_count(self.num_parts_without_end, 'learned part')} of token files do not "
+                f"end with an end-of-turn token of the {template} chat template, so the model will "
+                "not learn there where a reply stops"
             )
         for key, flag in optional_keys.items():
             if key in self.unread:

@@ -1,5 +1,8 @@
 """Keep the tokens of rows, end to end, while a data set is built, and make flat arrays of them.
 
+Tokens in files that are mapped stay there. They are addressed as if these files lay end to end, and
+the tokens that are kept here behind them.
+
 Legend for array names: N rows of the data set, T tokens, E edges between pieces, C bytes.
 """
 
@@ -11,12 +14,19 @@ from typing import NamedTuple
 
 import numpy as np
 
+from open_instruct.data.files.token_files import JoinedArrays
+
+# In place of the number of a stored row: it is not kept, or is on the other side of `--eval_split`.
+NOT_KEPT = -1
+ON_OTHER_SIDE = -2
+
 
 class StoredRow(NamedTuple):
-    """A row, whose tokens lie in `RowStore.token_ids`."""
+    """A row, whose tokens lie in `RowStore.token_ids`, or in a mapped file."""
 
     lengths: tuple[int, ...]  # the number of tokens of each piece
-    details: bytes
+    details: bytes = b""
+    mapped_start: int | None = None  # among the tokens of all mapped files
 
 
 class RowStore:
@@ -34,7 +44,8 @@ class RowStore:
     def __init__(self, *, documents_per_row: int, reads_ends: bool) -> None:
         self.documents_per_row = documents_per_row
         self.reads_ends = reads_ends
-        self.token_ids = array("i")  # of all rows, end to end
+        self.token_ids = array("i")  # of all rows that are not mapped, end to end
+        self.mapped = JoinedArrays([])
         self.rows: list[StoredRow] = []
 
     def __len__(self) -> int:
@@ -52,6 +63,10 @@ class RowStore:
         """Put a row behind the others."""
         self.token_ids.extend(chain.from_iterable(pieces))
         self.rows.append(StoredRow(lengths=tuple(map(len, pieces)), details=details))
+
+    def add_mapped(self, start: int, lengths: Sequence[int]) -> None:
+        """Put a row behind the others whose tokens begin at `start` of the mapped ones."""
+        self.rows.append(StoredRow(lengths=tuple(lengths), mapped_start=start))
 
     def pop_rows(self, first: int) -> list[tuple[list["array[int]"], bytes]]:
         """Remove the rows from number `first` on; returns the pieces and the details of each."""
@@ -77,18 +92,24 @@ class RowStore:
         num_labels = array("q")
         details = bytearray()
         keys = bytearray()
-        start = 0
+        next_start = 0
         for row in self.rows:
             lengths = row.lengths
-            token_ids = self.token_ids[start : start + sum(lengths)]
-            content = array("i", lengths).tobytes() + token_ids.tobytes() + row.details
+            length = sum(lengths)
+            start = row.mapped_start
+            if start is None:
+                start = len(self.mapped) + next_start
+                token_bytes = self.token_ids[next_start : next_start + length].tobytes()
+                next_start += length
+            else:
+                token_bytes = self.mapped[start : start + length].astype(np.int32).tobytes()
+            content = array("i", lengths).tobytes() + token_bytes + row.details
             keys += hashlib.sha256(content).digest()
             bounds.extend((len(edges), len(edges) + len(lengths) + 1))
             bounds.extend((len(details), len(details) + len(row.details)))
             edges.extend(accumulate(lengths, initial=start))
             details += row.details
-            start += len(token_ids)
-            num_tokens.append(len(token_ids) + (self.documents_per_row - 1) * lengths[0])
+            num_tokens.append(length + (self.documents_per_row - 1) * lengths[0])
             learned_lengths = lengths[1 :: self.learned_stride]
             num_labels.append(len(learned_lengths) if self.reads_ends else sum(learned_lengths))
         return {

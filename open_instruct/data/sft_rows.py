@@ -49,6 +49,7 @@ class SFTBuilder(RowBuilder):
     unit = "conversation"
     columns = ("prompt", "completion")
     check = staticmethod(parse_sft_row)
+    token_files_problem = ""
     row_example = (
         '{"messages": [{"role": "user", "content": "text"}, {"role": "assistant", "content": '
         '"text"}]}'
@@ -73,6 +74,7 @@ class ReplyBuilder(SFTBuilder):
     """As `SFTBuilder`, with a row of each reply that is learned."""
 
     check = staticmethod(parse_sft_row)
+    token_files_problem = "--split_replies splits messages, and it has none; leave the flag out"
 
     @classmethod
     def adapt_source(cls, source: RowSource) -> RowSource:

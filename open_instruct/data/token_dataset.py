@@ -20,9 +20,11 @@ from open_instruct.data.chat import ChatFormat
 from open_instruct.data.eval_split import Side
 from open_instruct.data.files.array_file import find_cache_folder, read_arrays, write_arrays
 from open_instruct.data.files.rows import RowSource
+from open_instruct.data.files.token_files import JoinedArrays, list_token_arrays
 from open_instruct.data.mixer import MixerEntry
+from open_instruct.data.progress import ReportProgress
 from open_instruct.data.report import DataReport
-from open_instruct.data.row_builder import ReportProgress, RowBuilder
+from open_instruct.data.row_builder import RowBuilder
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +42,8 @@ class TokenDataset:
     common prompt, and each further piece is one reply to it.
 
     Attributes:
-        token_ids_T: int32; the pieces of every distinct row.
+        token_ids_T: int32; the pieces of every distinct row. Or files of token ids that are mapped
+            as they are, with an array of the tokens of other rows behind them.
         edges_E: int64; for each distinct row, where its pieces start in `token_ids_T`, and where
             the last one stops.
         details_C: uint8; the details of each distinct row, stored beside its tokens.
@@ -52,7 +55,7 @@ class TokenDataset:
         keys_N32: uint8; sha256 of each row: its token ids, the edges of its pieces, its details.
     """
 
-    token_ids_T: np.ndarray
+    token_ids_T: np.ndarray | JoinedArrays
     edges_E: np.ndarray
     details_C: np.ndarray
     bounds_N4: np.ndarray
@@ -193,10 +196,23 @@ def load_token_dataset(
         cache_entry = builder.build(entries, sources, seed=seed, side=side, on_progress=on_progress)
         write_arrays(path, cache_entry[0], {"report": asdict(cache_entry[1])})
     arrays, report = cache_entry
-    dataset = TokenDataset(
-        documents_per_row=builder.documents_per_row, reads_ends=builder.reads_ends, **arrays
-    )
+    dataset = make_token_dataset(builder, arrays, sources)
     return dataset, replace(report, cache_file=str(path))
+
+
+def make_token_dataset(
+    builder: RowBuilder, arrays: Mapping[str, np.ndarray], sources: Sequence[RowSource]
+) -> TokenDataset:
+    """The data set of the arrays that `builder` has made of `sources`, whose files it maps."""
+    token_ids_T: np.ndarray | JoinedArrays = arrays["token_ids_T"]
+    mapped = list_token_arrays(sources)
+    if mapped:
+        token_ids_T = JoinedArrays([*mapped, arrays["token_ids_T"]])
+    return TokenDataset(
+        documents_per_row=builder.documents_per_row,
+        reads_ends=builder.reads_ends,
+        **{**arrays, "token_ids_T": token_ids_T},
+    )
 
 
 def _list_mixture(

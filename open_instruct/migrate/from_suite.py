@@ -14,7 +14,7 @@ from open_instruct.config.parser import YAML_SUFFIXES
 from open_instruct.core.errors import EXIT_INPUT, InputError
 from open_instruct.core.text import join_choices, open_templates
 from open_instruct.migrate.launch import ALL_TRAINERS
-from open_instruct.migrate.suites import axolotl, llamafactory, openrlhf, trl, verl
+from open_instruct.migrate.suites import axolotl, llamafactory, olmo_core, openrlhf, trl, verl
 from open_instruct.migrate.suites.settings import Settings
 from open_instruct.migrate.suites.tables import find_suite_name, find_table, find_trainers
 from open_instruct.migrate.translation import Translation, translate
@@ -26,6 +26,7 @@ READERS: dict[str, Callable[[list[str]], Settings]] = {
     "openrlhf": openrlhf.read_settings,
     "axolotl": axolotl.read_settings,
     "llamafactory": llamafactory.read_settings,
+    "olmo-core": olmo_core.read_settings,
 }
 OPEN_INSTRUCT = "open-instruct"
 SWITCHES = ("--json", "--yaml")

@@ -35,6 +35,7 @@ from open_instruct.migrate.launch import (
 )
 from open_instruct.migrate.our_flags import drop_idle, find_default, find_problems, read_values
 from open_instruct.migrate.rules import apply_rules
+from open_instruct.migrate.suites.shell_script import expand_script
 from open_instruct.objectives.registry import load_objective
 
 USAGE = f"""\
@@ -145,7 +146,8 @@ def _trains_on_steps(request: Request) -> bool:
 
 def _write_open_instruct_words(request: Request) -> list[str]:
     """The words of the form without `--from`, with a command that is named or the script's."""
-    trainers = list(filter(None, map(find_trainer, request.launch)))
+    launch = expand_script(request.launch, lambda words: any(map(find_trainer, words)))
+    trainers = list(filter(None, map(find_trainer, launch)))
     command = request.trainer
     if not command and trainers:
         command = find_command(trainers[0])
@@ -161,7 +163,7 @@ def _write_open_instruct_words(request: Request) -> list[str]:
             f"{unused[0]} is not read for such a launch; leave it out", kind="foreign_flag"
         )
     json_switch = sorted(request.switches & {"--json"})
-    return [command, *json_switch, "--", *request.launch]
+    return [command, *json_switch, "--", *launch]
 
 
 def migrate(command: str, sheet: Sheet) -> Migration:

@@ -23,7 +23,7 @@ from open_instruct.core.shard_layout import ShardLayout
 from open_instruct.data.eval_split import Side
 from open_instruct.data.prompt_rows import parse_prompt_row
 from open_instruct.data.prompts import PromptBuilder, Prompts, build_row_settings
-from open_instruct.data.token_dataset import TokenDataset
+from open_instruct.data.token_dataset import TokenDataset, make_token_dataset
 from open_instruct.data.tokenizer import find_local_folder
 from open_instruct.models.model_folder import (
     find_tokenizer_name,
@@ -259,9 +259,7 @@ class RunChecks:
         )
         if report.bad and config.data.on_bad_row == "error":
             raise builder.bad_rows_error(report.num_rows)
-        rows = TokenDataset(
-            documents_per_row=builder.documents_per_row, reads_ends=builder.reads_ends, **arrays
-        )
+        rows = make_token_dataset(builder, arrays, [source for _, source in sources])
         self.rows = self.rows or rows  # those to train on, which come first
         return report.lines()
 

@@ -10,6 +10,7 @@ from typing import Any
 from open_instruct.core.text import spell_count
 from open_instruct.data.conversations.messages import find_role
 from open_instruct.data.files.rows import RawRow, RowSource
+from open_instruct.data.files.token_files import TokenSource
 
 REPLY_ROLES = ("assistant", "tool")
 TOOL_KEYS = ("tools", "functions")  # which say something of the whole conversation
@@ -17,6 +18,8 @@ TOOL_KEYS = ("tools", "functions")  # which say something of the whole conversat
 
 def trim_leading_turns(source: RowSource) -> RowSource:
     """A source whose conversations begin with the user, which warns of those that did not."""
+    if isinstance(source, TokenSource):
+        return source
     trimmed_rows: dict[int, str] = {}  # by index the place of the first such row, "" of others
 
     def trim(index: int, row: RawRow) -> RawRow:

@@ -20,6 +20,7 @@ from open_instruct.data.files.rows import (
     open_json_list,
 )
 from open_instruct.data.files.tables import open_column_file, open_text_table
+from open_instruct.data.files.token_files import is_token_folder
 
 JSON_SUFFIXES = (".json", ".json.gz")
 SUFFIXES = (
@@ -58,6 +59,12 @@ def open_rows(name: str, split: str = "train", *, flag: str = "--mixer_list") ->
             )
         return _open_file(path, name, flag)
     markers = (*_SAVED_TO_DISK, "README.md")
+    if is_token_folder(name):
+        raise InputError(
+            f"{flag}: {name} is a folder of token files, and rows of text are needed; `sft` and "
+            "`distill` read it by --mixer_list.",
+            kind="unreadable_file",
+        )
     if path.is_dir() and not any((path / marker).is_file() for marker in markers):
         return _open_folder(path, name, split, flag)
     refuse_missing_file(name, flag=flag)

@@ -23,6 +23,7 @@ OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
     ast.Mult: operator.mul,
     ast.Div: operator.floordiv,
 }
+LOOP = re.compile(r"for\s+([A-Za-z_]\w*)\s+in\s+([^\s;]+).*", re.DOTALL)
 COMMENT = re.compile(r"(?:^|(?<=\s))#[^\n'\"]*$", re.MULTILINE)
 
 
@@ -36,7 +37,7 @@ def expand_script(words: list[str], starts_trainer: Callable[[list[str]], bool])
 def read_command(path: str, starts_trainer: Callable[[list[str]], bool]) -> list[str]:
     """The words of the first command in a script that `starts_trainer`.
 
-    A variable that the script does not set is left as `$NAME`.
+    A variable that the script does not set is left as `$NAME`; of a loop the first turn is read.
 
     :raises InputError: the file cannot be read, or has no such command.
     """
@@ -47,6 +48,10 @@ def read_command(path: str, starts_trainer: Callable[[list[str]], bool]) -> list
         if array is not None:
             items = _fill_in(array[2], variables)
             variables[array[1]] = f"{variables.get(array[1], '')} {items}".strip()
+            continue
+        loop = LOOP.fullmatch(line)
+        if loop is not None:
+            variables[loop[1]] = _fill_in(loop[2], variables)
             continue
         assignment = ASSIGNMENT.fullmatch(line)
         if assignment is not None:
@@ -80,15 +85,20 @@ def _logical_lines(text: str, variables: dict[str, str]) -> list[str]:
             del lines_left[: end + 1]
             continue
         line = _without_comment(line)
-        while lines_left and (line.endswith("\\") or _is_open(line)):
+        while lines_left and (line.endswith("\\") or _is_open(line, lines_left)):
             line = f"{line.removesuffix(chr(92))} {_without_comment(lines_left.pop(0))}"
         if line.strip():
             lines.append(line.strip())
     return lines
 
 
-def _is_open(line: str) -> bool:
-    """Whether a list in brackets goes on in the next line."""
+def _is_open(line: str, lines_left: list[str]) -> bool:
+    """Whether a list in brackets, or a value in quotes, goes on in the next line."""
+    assignment = ASSIGNMENT.fullmatch(line.strip())
+    if assignment is not None and assignment[2][:1] in ("'", '"'):
+        quote = assignment[2][0]
+        is_closed = quote in assignment[2][1:]
+        return not is_closed and any(quote in other for other in lines_left)
     if re.match(r"\s*(?:export\s+)?\w+\+?=\(", line) is None:
         return False
     return not line.rstrip().endswith(")")

@@ -31,7 +31,7 @@ from open_instruct.data.mixer import MixerEntry, find_entries
 from open_instruct.data.prompts import PromptBuilder, build_row_settings
 from open_instruct.data.report import DataReport
 from open_instruct.data.row_builder import RowBuilder
-from open_instruct.data.token_dataset import TokenDataset
+from open_instruct.data.token_dataset import TokenDataset, make_token_dataset
 from open_instruct.data.tokenizer import load_tokenizer
 from open_instruct.models.hf.head_kinds import check_head
 from open_instruct.models.model_folder import (
@@ -123,9 +123,7 @@ def build_sample(
         side = Side(share=config.data.eval_split, is_held_out=True)
         other = make_row_builder(config, objective, chat, judges)
         build_rows(other, sources, num_read=num_read, seed=config.optim.seed, side=side)
-    dataset = TokenDataset(
-        documents_per_row=builder.documents_per_row, reads_ends=builder.reads_ends, **arrays
-    )
+    dataset = make_token_dataset(builder, arrays, [source for _, source in sources])
     num_rows = len(dataset)
     documents = list(chain.from_iterable(dataset[row] for row in range(num_rows)))
     row_indices = np.linspace(0, num_rows - 1, num=min(num_shown, num_rows)).round().astype(int)

@@ -261,6 +261,22 @@ class TestCommand:
         assert "--push_to_hub false" in told and "num_processes" not in told
         assert "--warmup_ratio: 0.1 upstream, 0.03 here" in told
 
+    def test_shell_script_may_be_given(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """With a value over several lines, and of a loop its first turn."""
+        script = tmp_path / "launch.sh"
+        script.write_text(
+            'ROWS="\nfirst 125000\nsecond 1.0\n"\nfor LR in 7e-8 8e-8\ndo\n'
+            "    python mason.py --gpus 8 -- source env.sh \\&\\& accelerate launch \\\n"
+            "        open_instruct/dpo_tune_cache.py --model_name_or_path m --learning_rate $LR \\\n"
+            "        --max_seq_length 64 --dataset_mixer_list $ROWS --push_to_hub false\ndone\n"
+        )
+        assert main(["migrate-args", "--from", "open-instruct", "--json", str(script)]) == 0
+        arguments = " ".join(json.loads(capsys.readouterr().out)["arguments"])
+        assert "--learning_rate 7e-8" in arguments
+        assert "--mixer_list first 125000 second 1.0" in arguments
+
     def test_json_has_all_of_it_and_the_exit_code_says_whether_it_is_the_same(
         self, capsys: pytest.CaptureFixture[str]
     ) -> None:
