@@ -91,7 +91,7 @@ Of its eight launches, all in scripts/train/debug (August 2026), four are the sa
 
 - the second of `oc_sft_olmo3_7b_1node.sh`, and `oc_sft_olmo3_7b_full.sh`: they scale RoPE by a flag. Write
   `rope_scaling` into the checkpoint's config.json and leave `--rope_scaling_factor` out. The latter starts from a
-  checkpoint of OLMo-core: convert that to a Hugging Face one before.
+  checkpoint of OLMo-core, which `--model_name_or_path` takes ([olmo_core.md](olmo_core.md)).
 - both of `oc_sft_olmo_hybrid_7b_1node.sh`: their architecture is named by a flag. Start from the Hugging Face
   checkpoint of Olmo-Hybrid, whose config.json says it.
 """
