@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification
 
 from open_instruct.cluster.watchdog import SHARED_MEMORY
+from open_instruct.commands.model_conversion import convert_model
 from open_instruct.rewards.reward_models import ProcessRewardModel, RewardModel
 from open_instruct.rl.traces import read_traces
 from tests.fleet.grpo_case import NUM_STEPS, GRPOCase, finished, write_prompts
@@ -314,3 +315,28 @@ def test_critic_from_a_reward_model_learns(
     without = sizes | {"num_unique_prompts_rollout": 2, "num_samples_per_prompt_rollout": 2}
     other = replace(case, flags=variant(num_learners_per_node=2, **without).flags)
     assert "--advantage_normalization_type" in finished(other.start(), exit_code=2)
+
+
+@pytest.mark.parametrize("is_drawn", [False, True], ids=["checkpoint", "from_scratch"])
+def test_run_starts_from_a_folder_of_olmo_core(
+    variant: Callable[..., GRPOCase], tmp_path: Path, is_drawn: bool
+) -> None:
+    """Its weights on two learners, or its config.json alone; engines open what is written of it."""
+    source = write_shallow_model(tmp_path / "model", family="olmo3", is_narrow=False)
+    folder = tmp_path / "olmo_core"
+    convert_model(source, folder, export_dtype="source")
+    flags: dict[str, Any] = {"model_name_or_path": folder, "total_episodes": 2 * 8}
+    if is_drawn:
+        flags |= {
+            "model_name_or_path": source,  # whose tokenizer it takes
+            "config_name": folder / "config.json",
+            "from_scratch": "true",
+        }
+        (source / "model.safetensors").unlink()
+    case = variant(num_learners_per_node=2, **flags)
+    case.run()
+    rows = case.rows()
+    assert len(rows) == 2 and all(row["grad_norm"] > 0 for row in rows)
+    assert max(row["logprob_diff/max"] for row in rows) < 1e-4
+    assert (case.output_dir / "engine_model" / "model.safetensors").is_file()
+    assert (case.output_dir / "hf_model" / "model.safetensors").is_file()

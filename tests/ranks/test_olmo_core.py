@@ -2,6 +2,7 @@
 
 import json
 import math
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,9 @@ from olmo_core.nn.transformer import TransformerConfig
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM
 
+from open_instruct.data.sft_rows import SFTBuilder
+from open_instruct.data.token_dataset import load_token_dataset
+from open_instruct.data.tokenizer import load_tokenizer
 from open_instruct.models.hf.names import TensorNames
 from open_instruct.models.model_folder import load_model_config
 from open_instruct.models.open_files import open_files
@@ -30,6 +34,8 @@ from tests.ranks.test_weights import (
     UNSHARDED,
 )
 from tests.ranks.train_case import NUM_ROWS, TrainCase, free_ports
+from tests.unit.token_data import load_rows, turns, write_rows
+from tests.unit.token_folders import label, write_token_folder
 
 pytestmark = pytest.mark.extended
 
@@ -42,8 +48,6 @@ TRAINER = "tests.ranks.jobs.olmo_core_trainer:train_and_save"
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Ten steps of OLMo-core's Trainer on two ranks, with the tokenizer beside them."""
-    from open_instruct.data.tokenizer import load_tokenizer
-
     folder = tmp_path_factory.mktemp("olmo_core")
     write_shallow_model(folder / "tokenizer", family="olmo2")
     num_tokens = len(load_tokenizer(str(folder / "tokenizer")))
@@ -126,3 +130,67 @@ def test_model_of_its_trainer_is_tuned_here_and_trained_on_there(
     expected = cross_entropy(logits.flatten(0, 1), rows_BT[:, 1:].flatten())
     assert losses[0] == pytest.approx(float(expected), rel=1e-4)
     load_model_config(on / "step10")
+
+
+def test_rows_in_parts_and_zero_take_the_same_steps_from_it(
+    run_ranks: Any, saved: Path, tmp_path: Path
+) -> None:
+    """Context parallelism and ZeRO-3 read it as FSDP2 does."""
+    rows = tmp_path / "rows.jsonl"
+    write_synthetic_preferences(rows, num_rows=NUM_ROWS, seed=1)
+    case = TrainCase(model=saved, rows=rows, folder=tmp_path, own_flags={"loss_type": "dpo"})
+    commands = [
+        case.command("fsdp_2", ranks=2, batch=2, max_train_steps=3),
+        case.command("context_2", batch=4, max_train_steps=3, context_parallel_degree=2),
+        case.command(
+            "zero_3",
+            ranks=2,
+            batch=2,
+            max_train_steps=3,
+            backend="deepspeed",
+            deepspeed_stage=3,
+            activation_checkpointing="none",
+        ),
+    ]
+    codes = run_ranks(2, RUNS, commands=commands, ports=free_ports(len(commands)))
+    assert codes == [[0] * len(commands)] * 2
+    expected = case.trajectory("fsdp_2")
+    assert len(expected) == 3
+    for name in ("context_2", "zero_3"):
+        for ours, theirs in zip(case.trajectory(name), expected, strict=True):
+            assert ours == pytest.approx(theirs, rel=1e-5), name
+
+
+def test_its_token_files_are_learned_as_the_rows_that_they_were_made_of(
+    run_ranks: Any, saved: Path, tmp_path: Path
+) -> None:
+    """From its checkpoint, on two ranks, by whole conversations and by filled rows."""
+    tokenizer = load_tokenizer(str(saved.parent / "tokenizer"))
+    rows = write_rows(
+        tmp_path / "rows.jsonl",
+        *({"messages": turns(f"What is {n}?", "n" * (n % 5 + 1))} for n in range(NUM_ROWS)),
+    )
+    dataset, _ = load_rows(
+        partial(load_token_dataset, SFTBuilder),
+        rows,
+        "1.0",
+        tokenizer=tokenizer,
+        template="simple_chat",
+        max_seq_length=192,
+        cache_dir=tmp_path / "cache",
+    )
+    documents = [label(document) for (document,) in dataset]
+    tokens = write_token_folder(tmp_path / "tokens", documents, tokenizer=tokenizer)
+    flags = {"chat_template_name": "simple_chat", "max_train_steps": 2}
+    case = TrainCase(model=saved, rows=rows, folder=tmp_path, own_flags=flags)
+    filled = {"packing_strategy": "bfd", "batch": 1, "max_train_steps": 1}
+    commands = [
+        case.command("rows", ranks=2),
+        case.command("tokens", ranks=2, mixer_list=[tokens, "1.0"]),
+        case.command("filled", ranks=2, **filled),
+        case.command("filled_tokens", ranks=2, mixer_list=[tokens, "1.0"], **filled),
+    ]
+    codes = run_ranks(2, RUNS, commands=commands, ports=free_ports(len(commands)), entry="sft")
+    assert codes == [[0] * len(commands)] * 2
+    assert case.trajectory("tokens") == case.trajectory("rows")
+    assert case.trajectory("filled_tokens") == case.trajectory("filled")
