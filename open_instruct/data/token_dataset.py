@@ -204,14 +204,16 @@ def make_token_dataset(
     builder: RowBuilder, arrays: Mapping[str, np.ndarray], sources: Sequence[RowSource]
 ) -> TokenDataset:
     """The data set of the arrays that `builder` has made of `sources`, whose files it maps."""
-    token_ids_T: np.ndarray | JoinedArrays = arrays["token_ids_T"]
+    others = dict(arrays)
+    token_ids_T: np.ndarray | JoinedArrays = others.pop("token_ids_T")
     mapped = list_token_arrays(sources)
     if mapped:
         token_ids_T = JoinedArrays([*mapped, arrays["token_ids_T"]])
     return TokenDataset(
+        token_ids_T=token_ids_T,
         documents_per_row=builder.documents_per_row,
         reads_ends=builder.reads_ends,
-        **{**arrays, "token_ids_T": token_ids_T},
+        **others,
     )
 
 
