@@ -11,8 +11,11 @@ from open_instruct.core.text import macro_text, spell_count
 from open_instruct.data.conversations.columns import guess_columns
 from open_instruct.data.files.foreign_json import shorten_value
 from open_instruct.data.files.rows import MalformedRow, RawRow
+from open_instruct.data.row_store import ROWS_PER_CHUNK
 
 Result = TypeVar("Result")
+ReportProgress = Callable[[int, int], None]
+"""Called with the number of rows that are done, and of all."""
 
 REPORT = Path(__file__).with_name("report.txt.jinja")
 NUM_REASONS_SHOWN = 5
@@ -132,3 +135,17 @@ class DataReport:
     def lines(self) -> list[str]:
         """The report in lines of text."""
         return macro_text(REPORT, "read", self).split("\n")
+
+
+class Progress:
+    """How many rows are done of all; `report` is not called if nobody would wait for them."""
+
+    def __init__(self, num_rows: int, report: ReportProgress | None) -> None:
+        self.num_rows = num_rows
+        self._num_done = 0
+        self._report = report if num_rows > ROWS_PER_CHUNK else None
+
+    def add(self, num_rows: int) -> None:
+        self._num_done += num_rows
+        if self._report is not None:
+            self._report(self._num_done, self.num_rows)

@@ -26,10 +26,9 @@ from open_instruct.data.eval_split import Side, SideFilter, join_columns
 from open_instruct.data.files.rows import RawRow, RowSource
 from open_instruct.data.files.token_files import TokenSource
 from open_instruct.data.mixer import MixerEntry, select_rows
-from open_instruct.data.progress import ROWS_PER_CHUNK, Progress, ReportProgress
-from open_instruct.data.report import BadRowLog, DataReport
+from open_instruct.data.report import BadRowLog, DataReport, Progress, ReportProgress
 from open_instruct.data.row_counts import END_OF_THOUGHT, RowCounts, count_thoughts
-from open_instruct.data.row_store import NOT_KEPT, ON_OTHER_SIDE, RowStore
+from open_instruct.data.row_store import NOT_KEPT, ON_OTHER_SIDE, ROWS_PER_CHUNK, RowStore
 from open_instruct.data.templates.prompt_faults import (
     find_roles_left_out,
     find_token_in_turns,

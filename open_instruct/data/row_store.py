@@ -16,6 +16,7 @@ import numpy as np
 
 from open_instruct.data.files.token_files import JoinedArrays
 
+ROWS_PER_CHUNK = 512  # which are read, tokenised and stored at a time
 # In place of the number of a stored row: it is not kept, or is on the other side of `--eval_split`.
 NOT_KEPT = -1
 ON_OTHER_SIDE = -2

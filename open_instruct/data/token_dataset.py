@@ -22,8 +22,7 @@ from open_instruct.data.files.array_file import find_cache_folder, read_arrays, 
 from open_instruct.data.files.rows import RowSource
 from open_instruct.data.files.token_files import JoinedArrays, list_token_arrays
 from open_instruct.data.mixer import MixerEntry
-from open_instruct.data.progress import ReportProgress
-from open_instruct.data.report import DataReport
+from open_instruct.data.report import DataReport, ReportProgress
 from open_instruct.data.row_builder import RowBuilder
 
 log = logging.getLogger(__name__)

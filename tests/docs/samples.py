@@ -14,6 +14,7 @@ from open_instruct.objectives.registry import OBJECTIVES
 from scripts.demo_data.pairs import write_synthetic_preferences
 from scripts.demo_data.sums import write_arithmetic
 from tests.docs.pages import REPOSITORY
+from tests.unit.token_folders import write_token_folder
 
 # What is not run, by how a command begins or what is in it, and why.
 LEFT_OUT = {
@@ -110,6 +111,9 @@ def lay_out(folder: Path, page: Path, script: str, model: Path) -> None:
     for name in named & set(MODELS):
         if f"tiny-model {name} " not in script:
             (folder / name).symlink_to(model)
+    if "TOKENS_DIR" in named:
+        document = (range(5, 45), [0] * 20 + [1] * 20)
+        write_token_folder(folder / "TOKENS_DIR", [document] * 8)
     for name, rows in draw_rows(folder, page):
         is_made = f"> {name}" in script or f"--output {name}" in script
         if name in named and not is_made:
