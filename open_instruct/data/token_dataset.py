@@ -108,6 +108,12 @@ class TokenDataset:
         is_common = np.all([first_reply == other for other in others], axis=0)
         return prompt_stop - prompt_start + int(np.cumprod(is_common).sum())
 
+    def find_largest_id(self) -> int:
+        """The largest token id, for which all tokens are read."""
+        if isinstance(self.token_ids_T, JoinedArrays):
+            return max(int(array.max(initial=0)) for array in self.token_ids_T.arrays)
+        return int(self.token_ids_T.max(initial=0))
+
     def label_lengths(self) -> np.ndarray:
         """The number of learned tokens of each document: int64 (N, D).
 

@@ -128,7 +128,7 @@ class OfflineTrainModule(ObjectiveTrainModule):
             title="training data",
             form_arguments=form.arguments,
         )
-        largest = int(dataset.token_ids_T.max(initial=0))
+        largest = dataset.find_largest_id()
         if largest >= self.model.vocab_size:
             raise InputError(
                 f"the rows have a token of id {largest}, and the model {self.model.vocab_size} "

@@ -81,6 +81,7 @@ def test_tokens_stay_in_their_files(folder: Path, cached: dict[str, Any]) -> Non
     assert isinstance(mapped, np.memmap)
     assert len(copied) == 0
     assert len(dataset) == 6 and dataset.key(0) == dataset.key(3)
+    assert dataset.find_largest_id() == max(max(document.token_ids) for (document,) in dataset)
 
 
 def test_rows_and_token_files_may_be_mixed(
