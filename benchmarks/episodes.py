@@ -117,7 +117,14 @@ class Noted:
 class Setting:
     """The engine with what asks it."""
 
-    def __init__(self, folder: Path, at_once: int) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        at_once: int,
+        make_runner: Callable[[Any, ChatFormat, GRPOConfig], Any],
+        *,
+        num_turns: int = NUM_TURNS,
+    ) -> None:
         from open_instruct.generation.engine import Engine
         from open_instruct.generation.engine_pool import EnginePool
 
@@ -144,7 +151,7 @@ class Setting:
             say=lambda text: print(text, file=sys.stderr),
         )
         self.noted = Noted(self._pool)
-        self._chat = ChatFormat.choose(load_tokenizer(str(folder), flag="model"), None)
+        self.chat = ChatFormat.choose(load_tokenizer(str(folder), flag="model"), None)
         noted: Any = self.noted
         needed = [
             "--model_name_or_path",
@@ -155,23 +162,19 @@ class Setting:
             "--output_dir",
             "none",
         ]
-        config = parse_run(GRPOConfig, [*needed, "--max_prompt_token_length", "64"])
+        lengths = ["--max_prompt_token_length", "64", "--response_length", str(MAX_TOKENS)]
+        config = parse_run(GRPOConfig, [*needed, *lengths])
         config.environment = EnvironmentSection(
-            max_turns=NUM_TURNS, turn_length=REPLY_TOKENS, environment_timeout_s=TIMEOUT_S
+            max_turns=num_turns, turn_length=REPLY_TOKENS, environment_timeout_s=TIMEOUT_S
         )
-        self.conversations = Conversations(
-            noted,
-            self._chat,
-            {"slow": Slow},
-            config,
-        )
+        self.runner = make_runner(noted, self.chat, config)
         self._at_once = at_once
 
     def episodes(
         self, fails: Sequence[str], *, seed: int
     ) -> list[tuple[Future[Completion], list[float]]]:
         """All completions, at most so many at once, each with the time at which it came."""
-        (token_ids,) = self._chat.tokenize([self._chat.render([QUESTION], ())[0]])  # type: ignore[list-item]
+        (token_ids,) = self.chat.tokenize([self.chat.render([QUESTION], ())[0]])  # type: ignore[list-item]
         sampling = SamplingSettings(temperature=1.0, top_p=1.0, max_tokens=MAX_TOKENS)
         slots = BoundedSemaphore(self._at_once)
         asked = []
@@ -188,7 +191,7 @@ class Setting:
             (request,) = build_requests(prompt, 1, sampling, seed=seed, place=(number,))
             slots.acquire()
             came_s: list[float] = []
-            future = self.conversations.ask(prompt, request)
+            future = self.runner.ask(prompt, request)
             future.add_done_callback(
                 lambda _, came_s=came_s: (came_s.append(time.monotonic()), slots.release())
             )
@@ -208,7 +211,7 @@ class Setting:
         return [future.result() for future in [self._pool.submit(request) for request in requests]]
 
     def close(self) -> None:
-        self.conversations.close()
+        self.runner.close()
         self._pool.close()
 
 
@@ -224,8 +227,11 @@ def main() -> None:
 
     os.environ.update(engine_environment(on_cuda=False))
     with tempfile.TemporaryDirectory(prefix="episodes_") as name:
+        folder = write_tiny_model(Path(name) / "model", family="olmo2", size="tiny")
         setting = Setting(
-            write_tiny_model(Path(name) / "model", family="olmo2", size="tiny"), args.at_once
+            folder,
+            args.at_once,
+            lambda pool, chat, config: Conversations(pool, chat, {"slow": Slow}, config),
         )
 
         def in_environments(number: int) -> float:
