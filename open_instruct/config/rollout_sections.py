@@ -202,8 +202,8 @@ class EnvironmentSection:
     )
 
     agent_sampling: Literal["refuse", "follow"] = flag(
-        "what becomes of an agent's request for another temperature or top_p than the run's: an "
-        "error, or a reply that is sampled so and not learned",
+        "what becomes of an agent's request for another temperature or top_p than the run's, or "
+        "for JSON: an error, or a reply that is sampled so and not learned",
         "refuse",
     )
     agent_concurrency: int = flag(

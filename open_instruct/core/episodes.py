@@ -6,6 +6,10 @@ from typing import Literal
 
 from open_instruct.core.spans import Span
 
+# The role of a turn that says where the next reply goes on from: `after` is the number of a reply,
+# or empty for a history of its own.
+BRANCH_ROLE = "branch"
+
 EpisodeStatus = Literal["done", "length", "max_turns", "parse_error", "timeout", "env_error"]
 """How an episode ended: its environment was done; the tokens or the turns ran out; a tool call
 could not be read; the environment took too long, or failed.

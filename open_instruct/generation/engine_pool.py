@@ -41,6 +41,10 @@ PACE_WINDOW = 64
 END_TIMEOUT_S = 10.0
 
 
+class RequestRefused(RunError):
+    """An engine takes no such request, and would take none of its kind."""
+
+
 @dataclass(slots=True)
 class InFlight:
     """A request in flight, and the future of its completion; its engine knows only the key."""
@@ -282,7 +286,7 @@ class EnginePool:
         for each, outcome in finished_requests:
             if isinstance(outcome, str):
                 reason = f"request {each.request.request_id} cannot be generated: {outcome}"
-                set_outcome(each.future, RunError(reason))
+                set_outcome(each.future, RequestRefused(reason))
             else:
                 set_outcome(each.future, outcome)
 

@@ -21,12 +21,16 @@ CPU_TOKENS_OF_A_STEP = 4096
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingSettings:
-    """The sampling parameters of completions. Temperature 0 takes the likeliest token."""
+    """The sampling parameters of completions. Temperature 0 takes the likeliest token.
+
+    With a `json_schema`, as JSON, only texts of that form can be sampled.
+    """
 
     temperature: float
     top_p: float
     max_tokens: int
     stop_strings: tuple[str, ...] = ()
+    json_schema: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -201,9 +201,12 @@ class VLLMCore:
 
     def _build_sampling_params(self, request: GenerationRequest) -> SamplingParams:
         from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
+        from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
         sampling = request.sampling
+        structured = None
+        if sampling.json_schema:
+            structured = StructuredOutputsParams(json=sampling.json_schema)
         return SamplingParams(
             temperature=sampling.temperature,
             top_p=sampling.top_p,
@@ -218,6 +221,7 @@ class VLLMCore:
             spaces_between_special_tokens=False,
             logprobs=0,  # of the sampled token alone
             flat_logprobs=True,
+            structured_outputs=structured,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
 

@@ -32,6 +32,7 @@ from open_instruct.core.shard_layout import ShardLayout
 from open_instruct.core.text import spell_count
 from open_instruct.data.files.unfolding import check_unfolding
 from open_instruct.report.run_forms import PlannedMemory, parse_layout, parse_plan, read_form
+from open_instruct.report.turn_tree import write_turns
 from open_instruct.run.run_directory import RunDirectory, RunState, is_number, read_rows
 
 FOLDER = "traces"
@@ -281,9 +282,9 @@ def _write_conversation(episode: str) -> str:
     turns = fields["turns"]
     roles = [turn["role"] for turn in turns]
     first = roles.index("assistant") if "assistant" in roles else len(turns)
-    opening = turns[first - 1 : first] if fields["prompt_token_ids"] else []
-    texts = [f"[{turn['role']}]\n{turn['content']}" for turn in (*opening, *turns[first:])]
-    return "\n\n".join([*texts, f"[{fields['status']}]"])
+    if fields["prompt_token_ids"]:
+        first = max(first - 1, 0)
+    return "\n\n".join([*write_turns(turns, first=first), f"[{fields['status']}]"])
 
 
 def _compress(content: bytes) -> str:

@@ -1,5 +1,6 @@
 """Whole runs of GRPO whose completions are an unmodified program with OpenAI's client."""
 
+import os
 import signal
 from dataclasses import replace
 from pathlib import Path
@@ -10,9 +11,13 @@ from open_instruct.core.records import RolloutGroup
 from open_instruct.rl.traces import read_traces
 from tests.fleet.grpo_case import NUM_STEPS, GRPOCase, assert_no_process_left, write_prompts
 from tests.fleet.openai_agent import NUM_TURNS
+from tests.ranks.fork_server import REPOSITORY
 from tests.ranks.shallow import write_shallow_model
 
 pytestmark = pytest.mark.extended
+# The interpreter of an environment that has the frameworks: tests/unit/rl/agents/test_real_clients.py.
+CLIENTS = os.environ.get("OPEN_INSTRUCT_AGENT_CLIENTS", "")
+PROGRAMS = sorted((REPOSITORY / "tests/unit/rl/agents/clients").glob("*.py"))
 
 
 @pytest.fixture(scope="module")
@@ -78,3 +83,28 @@ def test_run_that_is_killed_and_goes_on_is_the_run_that_was_not(
         [[row[name] for name in names] for row in each.rows()] for each in (case, undisturbed)
     )
     assert ours == theirs
+
+
+@pytest.mark.skipif(not CLIENTS, reason="OPEN_INSTRUCT_AGENT_CLIENTS names no interpreter")
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.stem)
+def test_agent_of_a_framework_is_trained_for_three_steps(
+    undisturbed: GRPOCase, tmp_path: Path, program: Path
+) -> None:
+    """With random weights, of which no reply calls a tool: what its framework makes of that."""
+    flags = {
+        "environment": f"agent:env -u PYTHONPATH {CLIENTS} {program}",
+        "max_prompt_token_length": 12_000 if "smol" in program.name else 1_000,
+        "response_length": 32,
+        "turn_length": 8,
+        "vllm_kv_cache_mib": 64,
+        "num_samples_per_prompt_rollout": 2,
+        "total_episodes": 12,
+    }
+    case = replace(undisturbed, output_dir=tmp_path / "out", flags=undisturbed.flags | flags)
+    case.run()
+    rows = case.rows()
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    for row in rows:
+        assert row["episodes/env_error"] == row["episodes/timeout"] == 0.0
+        assert row.get("logprob_diff/max", 0.0) < 1e-4
+    assert any(row["grad_norm"] > 0 for row in rows if "grad_norm" in row)

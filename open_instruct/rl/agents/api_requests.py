@@ -4,6 +4,7 @@ What would sample otherwise than the run does is refused, or with `--agent_sampl
 so and left out of the loss.
 """
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar
@@ -19,6 +20,7 @@ MAX_REPLIES = 64  # of one request
 MAX_STOPS = 16
 
 Count = Annotated[int, Field(ge=1)]
+TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
 Number = Annotated[float, Field(ge=0, le=2)]
 
 
@@ -69,7 +71,7 @@ class ChatBody(CommonBody):
 class CompletionBody(CommonBody):
     """A request to /v1/completions."""
 
-    prompt: str | list[int] | list[str] | list[list[int]]
+    prompt: str | list[TokenId] | list[str] | list[list[TokenId]]
     logprobs: int | None = None
     echo: bool | None = None
     best_of: int | None = None
@@ -96,7 +98,8 @@ class RunSampling:
 class ReplyRequest:
     """What is asked of the policy: replies to turns, or to a text of the agent's own.
 
-    `temperature` and `top_p` are None where they are the run's, as is all that is learned from.
+    `temperature` and `top_p` are None where they are the run's. What is sampled so, and without a
+    `json_schema`, is learned.
     """
 
     turns: tuple[Turn, ...] = ()
@@ -109,6 +112,7 @@ class ReplyRequest:
     seed: int | None = None
     temperature: float | None = None
     top_p: float | None = None
+    json_schema: str = ""
     model: str = MODEL
     streams: bool = False
     has_usage: bool = False
@@ -116,7 +120,7 @@ class ReplyRequest:
 
     @property
     def is_learned(self) -> bool:
-        return self.temperature is None and self.top_p is None
+        return self.temperature is None and self.top_p is None and not self.json_schema
 
     @property
     def agent(self) -> str:
@@ -134,11 +138,9 @@ def read_chat_request(body: Any, run: RunSampling) -> ReplyRequest:
     chat = parse_body(ChatBody, body)
     refuse_others(
         {
-            "response_format": chat.response_format not in (None, {"type": "text"}),
             "top_logprobs": bool(chat.top_logprobs),
             "parallel_tool_calls": chat.parallel_tool_calls is False,
             "modalities": chat.modalities not in (None, ["text"]),
-            "tool_choice": chat.tool_choice not in (None, "auto", "none"),
         }
     )
     tools = read_tools(chat.tools or ())
@@ -148,6 +150,7 @@ def read_chat_request(body: Any, run: RunSampling) -> ReplyRequest:
         reads_calls=bool(tools) and chat.tool_choice != "none",
         max_tokens=chat.max_completion_tokens or chat.max_tokens,
         has_logprobs=bool(chat.logprobs),
+        json_schema=read_format(chat.response_format, run, param="response_format"),
         **_read_common(chat, run),
     )
 
@@ -245,6 +248,29 @@ def read_sampling(
             )
         others[name] = value
     return others
+
+
+def read_format(text_format: Mapping[str, Any] | None, run: RunSampling, *, param: str) -> str:
+    """The JSON schema that a reply is held to, as JSON; "" where its text is free.
+
+    Raises:
+        APIError: there is one, and the run does not follow its agents; or it is no schema.
+    """
+    kind = (text_format or {}).get("type", "text")
+    if text_format is None or kind == "text":
+        return ""
+    schema: Any = {"type": "object"}
+    if kind == "json_schema":
+        schema = text_format.get("json_schema", text_format).get("schema")
+    if kind not in ("json_object", "json_schema") or not isinstance(schema, dict):
+        raise APIError(f"{param}: text, json_object, or a json_schema with its schema", param=param)
+    if not run.follows:
+        raise APIError(
+            f"{param}: the run samples freely, and learns what is sampled so; ask for the form in "
+            "words, or let the run have --agent_sampling follow",
+            param=param,
+        )
+    return json.dumps(schema)
 
 
 def read_tools(tools: Sequence[Any]) -> tuple[Mapping[str, Any], ...]:

@@ -17,6 +17,7 @@ from open_instruct.rl.agents.api_requests import (
     RunSampling,
     check_model,
     parse_body,
+    read_format,
     read_sampling,
     read_tools,
     refuse_others,
@@ -77,11 +78,8 @@ def read_response_request(
     """
     asked = parse_body(ResponseBody, body)
     check_model(asked.model, run)
-    text_format = (asked.text or {}).get("format") or {"type": "text"}
     refuse_others(
         {
-            "text": text_format.get("type") != "text",
-            "tool_choice": asked.tool_choice not in (None, "auto", "none"),
             "parallel_tool_calls": asked.parallel_tool_calls is False,
             "top_logprobs": bool(asked.top_logprobs),
             "background": bool(asked.background),
@@ -110,6 +108,7 @@ def read_response_request(
         max_tokens=asked.max_output_tokens,
         model=asked.model,
         streams=bool(asked.stream),
+        json_schema=read_format((asked.text or {}).get("format"), run, param="text"),
         **read_sampling(asked.temperature, asked.top_p, run),
     )
     return request, turns

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence, Set
 from itertools import chain
 from types import MappingProxyType
 
+from open_instruct.core.episodes import BRANCH_ROLE
 from open_instruct.core.records import (
     Completion,
     Episode,
@@ -16,7 +17,6 @@ from open_instruct.rl.episodes.trace_text import cut_middle
 
 # An episode of such a status counts as cut, as does one whose last reply was cut.
 CUT_STATUSES = ("length", "max_turns")
-BRANCH_ROLE = "branch"  # of a line in the turns that says where a reply goes on from
 
 
 def build_completion(
@@ -110,8 +110,13 @@ def _describe_turns(replies: Sequence[SampledReply]) -> list[Mapping[str, str]]:
         if node.number > 0 and parent != node.number - 1:
             begins = "a history of its own" if node.parent is None else f"goes on from {parent + 1}"
             who = f" of {node.agent}" if node.agent else ""
-            content = f"reply {node.number + 1}{who}: {begins}"
-            turns.append({"role": BRANCH_ROLE, "content": content})
+            turns.append(
+                {
+                    "role": BRANCH_ROLE,
+                    "content": f"reply {node.number + 1}{who}: {begins}",
+                    "after": "" if node.parent is None else str(parent + 1),
+                }
+            )
         turns += node.new_turns
         turns.append({"role": "assistant", "content": node.completion.text})
     return [{**turn, "content": cut_middle(turn["content"])} for turn in turns]

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from open_instruct.core.errors import RunError
 from open_instruct.core.records import Completion, EpisodeStatus
-from open_instruct.generation.engine_pool import EnginePool
+from open_instruct.generation.engine_pool import EnginePool, RequestRefused
 from open_instruct.generation.requests import GenerationRequest, Home, make_sampling_seed
 from open_instruct.rl.agents.api_errors import APIError
 from open_instruct.rl.agents.api_requests import ReplyRequest
@@ -199,6 +199,8 @@ class AgentSession:
         # Known before all of a text that is far too long is tokenised.
         if self._template.plain.has_more_tokens(texts, self._limits.max_context):
             self._refuse_length(f"more than {self._limits.max_context}")
+        if isinstance(request.text, tuple) and max(request.text) >= self._template.num_tokens:
+            raise APIError("a token id is not in the vocabulary", param="prompt")
         if request.text is not None:
             return self.tree.open_text(request.text, request.agent)
         try:
@@ -254,6 +256,8 @@ class AgentSession:
             slots.difference_update(own_slots)  # sent again, it is sampled as it would have been
             for future in futures:
                 future.cancel()
+            if isinstance(error, RequestRefused):
+                raise APIError(str(error)) from error
             if isinstance(error, RunError):
                 self.failure = error
                 raise APIError("the engines have failed", status=500) from error
@@ -285,6 +289,8 @@ class AgentSession:
             sampling = replace(sampling, temperature=request.temperature)
         if request.top_p is not None:
             sampling = replace(sampling, top_p=request.top_p)
+        if request.json_schema:
+            sampling = replace(sampling, json_schema=request.json_schema)
         return replace(
             first,
             request_id=request_id,

@@ -92,6 +92,11 @@ class TurnTemplate:
         text = self._chat.tokenizer.backend_tokenizer.decode(body, skip_special_tokens=False)
         return text, has_end
 
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the tokenizer, added ones too."""
+        return len(self._chat.tokenizer)
+
     def decode_token(self, token_id: int) -> str:
         """The text of one token, special or not; a part of a character has a sign in its place."""
         text: str = self._chat.tokenizer.backend_tokenizer.decode(

@@ -16,6 +16,7 @@ from open_instruct.core.records import (
     RolloutGroup,
     Span,
 )
+from open_instruct.report.turn_tree import write_turns
 from open_instruct.rewards.verdict import build_verdict
 from open_instruct.rl.samples import RolloutStepBatch, StepSamples, training_samples
 from open_instruct.rl.traces import read_traces, write_traces
@@ -129,6 +130,24 @@ def test_agent_with_a_reward_of_its_own_has_an_advantage_of_its_own() -> None:
     )
     critics = [each for each in learned.samples if each.document.token_ids[-1] == 3]
     assert [each.advantage for each in critics] == [0.0, 0.0]
+
+
+def test_report_draws_the_turns_as_a_tree() -> None:
+    turns = [
+        {"role": "user", "content": "What?"},
+        {"role": "assistant", "content": "one\nline"},
+        {"role": "branch", "content": "reply 2: goes on from 1", "after": "1"},
+        {"role": "assistant", "content": "two"},
+        {"role": "branch", "content": "reply 3: goes on from 2", "after": "2"},
+        {"role": "assistant", "content": "three"},
+        {"role": "branch", "content": "reply 4: a history of its own", "after": ""},
+        {"role": "assistant", "content": "four"},
+    ]
+    texts = write_turns(turns, first=1)
+    assert texts[0] == "[assistant]\none\nline"
+    assert texts[2] == "│  [assistant]\n│  two"
+    assert texts[4] == "│  │  [assistant]\n│  │  three"
+    assert texts[-1] == "[assistant]\nfour"
 
 
 def test_traces_have_branches_exactly(tmp_path: Path) -> None:

@@ -69,10 +69,12 @@ def play(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> Iterator[Callabl
         *,
         checks: tuple[Check, ...] = (),
         ground_truth: str = "",
+        prompt_tokens: int = 1000,
         **flags: Any,
     ) -> Run:
         engines = Engines(tokenizer, texts)
-        config = grpo_config("--max_prompt_token_length", "1000", "--response_length", "400")
+        lengths = ["--max_prompt_token_length", str(prompt_tokens), "--response_length", "400"]
+        config = grpo_config(*lengths)
         limits: dict[str, Any] = {"max_turns": 4, "environment_timeout_s": 10.0}
         config.environment = EnvironmentSection(**(limits | flags))
         pool: Any = engines
@@ -92,7 +94,7 @@ def play(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> Iterator[Callabl
         request = GenerationRequest(
             request_id="41/2", prompt_token_ids=prompt.token_ids, seed=17, sampling=sampling
         )
-        return episodes.ask(prompt, request).result(30.0), engines
+        return episodes.ask(prompt, request).result(150.0), engines
 
     yield play
     for episodes in opened:
@@ -240,7 +242,7 @@ class TestRefusals:
             ("messages=[USER], model='gpt-5'", 404, "model"),
             ("messages=[USER], frobnicate=1", 400, "frobnicate"),
             ("messages=[USER], response_format={'type': 'json_object'}", 400, "response_format"),
-            ("messages=[USER], tool_choice='required'", 400, "tool_choice"),
+            ("messages=[USER], response_format={'type': 'xml'}", 400, "response_format"),
             ("messages=[USER], logit_bias={'7': 1}", 400, "logit_bias"),
             ("messages=[]", 400, "messages"),
             ("messages=[{'role': 'user', 'content': [{'type': 'image_url'}]}]", 400, "messages[0]"),
@@ -281,6 +283,34 @@ class TestRefusals:
         assert [each.sampling.temperature for each in engines.requests] == [0.2, 1.0]
         (reply,) = completion.replies
         assert reply.start > 0 and reply.stop == len(completion.token_ids)
+
+    def test_form_that_a_reply_is_held_to_is_not_learned(self, play: Play, write: Write) -> None:
+        where = write(
+            """
+            schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+            form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+            reply = chat(messages, response_format=form)["choices"][0]["message"]
+            return float(json.loads(reply["content"])["a"])
+            """
+        )
+        completion, engines = play(where, ['{"a": 3}<|im_end|>'], agent_sampling="follow")
+        assert completion.episode is not None and completion.episode.rewards == {"agent": 3.0}
+        assert json.loads(engines.requests[0].sampling.json_schema)["type"] == "object"
+        assert completion.replies == () and completion.text
+
+    @pytest.mark.parametrize("prompt", ["[10**9]", "[2**70]", "[-1]", "[]", "''"])
+    def test_ids_that_there_are_not_reach_no_engine(
+        self, play: Play, write: Write, prompt: str
+    ) -> None:
+        where = write(
+            f"""
+            assert post("/completions", prompt={prompt})["status"] == 400
+            return 1.0
+            """
+        )
+        completion, engines = play(where, [])
+        assert completion.episode is not None and not completion.episode.problem
+        assert not engines.requests
 
     def test_turns_run_out(self, play: Play, write: Write) -> None:
         where = write("for _ in range(9):\n    chat(messages)['choices']\nreturn 1.0")
