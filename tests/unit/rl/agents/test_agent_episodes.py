@@ -233,34 +233,39 @@ class TestConversation:
         assert whole.endswith("yes no<|im_end|>\n<|im_start|>user\nmore")
 
 
+# What is asked, and the status and the parameter of the error.
+REFUSED: list[tuple[str, int, str | None]] = [
+    ("messages=[USER], temperature=0.2", 400, "temperature"),
+    ("messages=[USER], top_p=0.5", 400, "top_p"),
+    ("messages=[USER], model='gpt-5'", 404, "model"),
+    ("messages=[USER], frobnicate=1", 400, "frobnicate"),
+    ("messages=[USER], response_format={'type': 'json_object'}", 400, "response_format"),
+    ("messages=[USER], response_format={'type': 'xml'}", 400, "response_format"),
+    ("messages=[USER], logit_bias={'7': 1}", 400, "logit_bias"),
+    ("messages=[]", 400, "messages"),
+    ("messages=[{'role': 'user', 'content': [{'type': 'image_url'}]}]", 400, "messages[0]"),
+    ("messages=[{'role': 'user', 'content': chr(0xd800)}]", 400, "messages[0]"),
+    ("messages=[USER], key='sk-of-another'", 401, None),
+    ("messages=[{'role': 'user', 'content': 'x y' * 50000}]", 400, "messages"),
+    ("messages=[{'role': 'user', 'content': 'x' * 9000000}]", 413, None),
+]
+
+
 class TestRefusals:
-    @pytest.mark.parametrize(
-        ("body", "status", "param"),
-        [
-            ("messages=[USER], temperature=0.2", 400, "temperature"),
-            ("messages=[USER], top_p=0.5", 400, "top_p"),
-            ("messages=[USER], model='gpt-5'", 404, "model"),
-            ("messages=[USER], frobnicate=1", 400, "frobnicate"),
-            ("messages=[USER], response_format={'type': 'json_object'}", 400, "response_format"),
-            ("messages=[USER], response_format={'type': 'xml'}", 400, "response_format"),
-            ("messages=[USER], logit_bias={'7': 1}", 400, "logit_bias"),
-            ("messages=[]", 400, "messages"),
-            ("messages=[{'role': 'user', 'content': [{'type': 'image_url'}]}]", 400, "messages[0]"),
-            ("messages=[{'role': 'user', 'content': chr(0xd800)}]", 400, "messages[0]"),
-            ("messages=[USER], key='sk-of-another'", 401, None),
-            ("messages=[{'role': 'user', 'content': 'x y' * 50000}]", 400, "messages"),
-            ("messages=[{'role': 'user', 'content': 'x' * 9000000}]", 413, None),
-        ],
-    )
     def test_request_for_what_there_is_not_is_an_error_of_openais_form(
-        self, play: Play, write: Write, body: str, status: int, param: str | None
+        self, play: Play, write: Write
     ) -> None:
+        calls = ", ".join(f"lambda: chat({body})" for body, _, _ in REFUSED)
+        expected = [(status, param) for _, status, param in REFUSED]
         where = write(
             f"""
             USER = messages[0]
-            answer = post("/chat/completions", {body})
-            assert answer["status"] == {status}, answer
-            assert answer["error"]["param"] == {param!r} and answer["error"]["message"], answer
+            for call, (status, param) in zip([{calls}], {expected!r}):
+                answer = call()
+                assert answer["status"] == status, answer
+                assert answer["error"]["param"] == param and answer["error"]["message"], answer
+            for prompt in ([10**9], [2**70], [-1], [], ""):
+                assert post("/completions", prompt=prompt)["status"] == 400
             chat(messages, temperature=1.0, user="me")
             return 1.0
             """
@@ -298,20 +303,6 @@ class TestRefusals:
         assert json.loads(engines.requests[0].sampling.json_schema)["type"] == "object"
         assert completion.replies == () and completion.text
 
-    @pytest.mark.parametrize("prompt", ["[10**9]", "[2**70]", "[-1]", "[]", "''"])
-    def test_ids_that_there_are_not_reach_no_engine(
-        self, play: Play, write: Write, prompt: str
-    ) -> None:
-        where = write(
-            f"""
-            assert post("/completions", prompt={prompt})["status"] == 400
-            return 1.0
-            """
-        )
-        completion, engines = play(where, [])
-        assert completion.episode is not None and not completion.episode.problem
-        assert not engines.requests
-
     def test_turns_run_out(self, play: Play, write: Write) -> None:
         where = write("for _ in range(9):\n    chat(messages)['choices']\nreturn 1.0")
         completion, engines = play(where, [])
@@ -320,6 +311,29 @@ class TestRefusals:
 
 
 class TestFaults:
+    def test_request_that_is_broken_off_leaves_nothing_and_is_sampled_as_it_would_have_been(
+        self, play: Play, write: Write
+    ) -> None:
+        where = write(
+            """
+            import http.client, time
+            address = os.environ["OPENAI_BASE_URL"].split("/")[2]
+            connection = http.client.HTTPConnection(address)
+            body = json.dumps({"model": "policy", "messages": messages, "stream": True})
+            key = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
+            connection.request("POST", "/v1/chat/completions", body, key)
+            time.sleep(0.3)
+            connection.close()
+            time.sleep(0.2)
+            return float(chat(messages)["choices"][0]["message"]["content"] == "yes")
+            """
+        )
+        completion, engines = play(where, [None, "yes<|im_end|>"])
+        assert completion.episode is not None and completion.episode.rewards == {"agent": 1.0}
+        assert len(completion.replies) == 1 and not completion.episode.branches
+        first, second = engines.requests
+        assert first.seed == second.seed
+
     @pytest.mark.parametrize(
         ("body", "status"),
         [
