@@ -15,6 +15,7 @@ from open_instruct.data.chat import ChatFormat
 from open_instruct.data.files.array_file import find_cache_folder
 from open_instruct.data.prompts import Prompts
 from open_instruct.environments.adapters import make_environment
+from open_instruct.environments.agents import AgentProgram
 from open_instruct.environments.environment import Factory, begin_run
 from open_instruct.rewards.code import Code, CodeStdio
 from open_instruct.rewards.function import RewardFunction
@@ -92,8 +93,12 @@ class RewardChecks:
         first_prompts = {prompt.environment: prompt for prompt in reversed(prompts)}
         lines: list[str] = []
         for name, prompt in first_prompts.items():
-            if name:
-                lines.append(open_once(name, self.known_environments[name], prompt))
+            factory = self.known_environments.get(name)
+            if isinstance(factory, AgentProgram):
+                factory.end_run()
+                lines.append(f"{name}: is there; it is not run, as it asks engines")
+            elif factory is not None:
+                lines.append(open_once(name, factory, prompt))
         return "\n".join(lines)
 
 

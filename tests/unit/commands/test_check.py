@@ -235,6 +235,13 @@ def test_grpo_has_its_judges_and_environments_asked_once(
     assert "trl" in said and "messages" in said and "1 tool" in said
 
 
+def test_agent_is_found_and_not_run(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It asks engines, of which there are none here."""
+    agent = ["--environment", "agent:mine.py:broken"]
+    assert main(words_for_grpo(model, "--verifier", "mine.py:trl", *agent)) == 0
+    assert "agent:mine.py:broken" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("change", "kind", "names"),
     [
@@ -254,6 +261,11 @@ def test_grpo_has_its_judges_and_environments_asked_once(
             ["llm_judge_model"],
         ),
         (["--verifier", "mine.py:trl", "--environment", "mcp:false"], "remote", ["environment"]),
+        (
+            ["--verifier", "mine.py:trl", "--environment", "agent:mine.py:gone"],
+            "own_code",
+            ["gone"],
+        ),
     ],
 )
 def test_what_judges_or_answers_and_does_not_work_is_refused(
