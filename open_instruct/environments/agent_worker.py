@@ -14,8 +14,10 @@ import traceback
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import IO, Any
+from urllib.parse import urlsplit
 
 from open_instruct.core.user_code import accepted_columns, load_named
+from open_instruct.environments.agent_walls import put_up_walls
 
 MAX_OUTPUT_BYTES = 64 << 20
 TAIL_BYTES = 64 << 10
@@ -32,14 +34,21 @@ def run_agent(
     row: Mapping[str, Any],
     variables: Mapping[str, str],
     is_trial: bool = False,
+    folder: str = "",
 ) -> dict[str, str]:
     """Run a function (`word`) or a command on a row; returns what came of it, as `RunResult` reads.
 
     `value` is the JSON of what the function returned, or of the last line that the program printed.
-    With `is_trial` a function is loaded, and not called.
+    With `is_trial` a function is loaded, and not called. With a `folder` it runs behind walls, and
+    may write there alone.
     """
     os.environ.update(variables)
     try:
+        if folder:
+            os.environ.update({"TMPDIR": folder, "HOME": folder})
+            port = urlsplit(variables["OPENAI_BASE_URL"]).port
+            assert port is not None
+            put_up_walls(port=port, folder=folder)
         if command:
             return _run_command(command, json.dumps(row))
         function = load_named(word, origin=f"agent:{word}", what="function")

@@ -11,6 +11,7 @@ import shlex
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from open_instruct.core.errors import InputError, RunError
@@ -122,21 +123,33 @@ class AgentProgram(Source):
             trial.close()
 
     def __call__(
-        self, row: Mapping[str, Any], endpoint: Endpoint, *, is_trial: bool = False
+        self,
+        row: Mapping[str, Any],
+        endpoint: Endpoint,
+        *,
+        is_trial: bool = False,
+        is_walled: bool = False,
     ) -> "RunningAgent":
         """Start a process for one episode; `run` waits for it.
+
+        With `is_walled` it speaks to its endpoint alone, and writes to a folder of its own alone,
+        which ends with it.
 
         Raises:
             RunError: no process could be forked.
         """
-        request = {
+        request: dict[str, Any] = {
             "word": self._word,
             "command": _fill_in(self._command, row),
             "row": row,
             "variables": endpoint.as_variables(),
             "is_trial": is_trial,
         }
-        return RunningAgent(Child(self._server), request)
+        folder = None
+        if is_walled:
+            folder = TemporaryDirectory(prefix="agent-", ignore_cleanup_errors=True)
+            request["folder"] = folder.name
+        return RunningAgent(Child(self._server), request, folder)
 
     def end_run(self) -> None:
         """End all processes."""
@@ -146,9 +159,15 @@ class AgentProgram(Source):
 class RunningAgent:
     """An agent at work on a row, in a process that `close` ends with all that it has started."""
 
-    def __init__(self, child: Child, request: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        child: Child,
+        request: Mapping[str, Any],
+        folder: "TemporaryDirectory[str] | None" = None,
+    ) -> None:
         self._child = child
         self._request = request
+        self._folder = folder
 
     def run(self) -> AgentOutcome:
         """Wait for the agent's end.
@@ -167,6 +186,8 @@ class RunningAgent:
 
     def close(self) -> None:
         self._child.close()
+        if self._folder is not None:
+            self._folder.cleanup()
 
 
 def read_outcome(value: Any) -> AgentOutcome:

@@ -34,10 +34,10 @@ from open_instruct.rewards.verifier import Verifier
 from open_instruct.rl.engine_folder import find_engine_folder
 from open_instruct.rl.episodes.bridge import check_bridges
 from open_instruct.rl.run_checks import (
+    check_agents,
     check_companion_models,
     check_engine,
     find_template_mismatches,
-    refuse_answers_of_agents,
     refuse_other_rows,
     refuse_unknown_score,
     try_sandbox,
@@ -116,7 +116,7 @@ def open_rollout_run(config: GRPOConfig) -> Iterator[RolloutRun]:
         )
         if answering:
             check_bridges(chat)
-            refuse_answers_of_agents(config, environments, answering)
+            check_agents(config, environments, answering)
         conversations = load_conversations(
             config.data, pretrained.tokenizer, seed=config.optim.seed, console=console
         )

@@ -21,6 +21,7 @@ from open_instruct.data.prompts import Prompts, PromptStream
 from open_instruct.data.saved_place import check_saved_place, make_rows_fact
 from open_instruct.data.token_dataset import TokenDataset
 from open_instruct.data.tokenizer import load_tokenizer
+from open_instruct.environments.agent_walls import find_missing_wall
 from open_instruct.environments.agents import AgentProgram
 from open_instruct.environments.environment import Factory
 from open_instruct.rewards.code import SHARE_OF_TIME, Code, CodeStdio
@@ -207,18 +208,28 @@ def has_other_template(folder: Path, chat: ChatFormat) -> bool:
     return template is not None and template != chat.template.text
 
 
-def refuse_answers_of_agents(
+def check_agents(
     config: GRPOConfig, environments: Mapping[str, Factory], answering: Collection[str]
 ) -> None:
-    """Refuse `--answers_ce_coef` where an agent asks the policy, which answers nothing itself.
+    """Check the flags of agents, where agents ask the policy.
 
     Raises:
-        InputError: there is such an agent.
+        InputError: `--answers_ce_coef`, as they answer nothing themselves; or this machine cannot
+            put up the walls of `--agent_sandbox`.
     """
     agents = [name for name in answering if isinstance(environments.get(name), AgentProgram)]
-    if config.rollout.answers_ce_coef and agents:
+    if not agents:
+        return
+    if config.rollout.answers_ce_coef:
         raise InputError(
-            f"--answers_ce_coef: an agent's texts are its own prompts, and no answers; leave it "
-            f"out, or name an environment in place of {sorted(agents)[0]}",
+            "--answers_ce_coef: an agent's texts are its own prompts, and no answers; leave it "
+            f"out, or name an environment in place of {min(agents)}",
             kind="conflict",
+        )
+    missing = find_missing_wall()
+    if config.environment.agent_sandbox and missing:
+        raise InputError(
+            f"--agent_sandbox: this machine has no {missing}; leave it out where agents run "
+            "nothing that the policy writes",
+            kind="machine",
         )

@@ -108,7 +108,8 @@ class AgentEpisodes:
         outcome = AgentOutcome()
         problem = ""
         try:
-            agent = await call_foreign(program, prompt.row, endpoint)
+            is_walled = self._config.environment.agent_sandbox
+            agent = await call_foreign(program, prompt.row, endpoint, is_walled=is_walled)
             assert agent is not None
             outcome = _check_outcome(await self._wait_for_agent(agent, session), prompt)
         except TimeoutError as late:
@@ -120,7 +121,7 @@ class AgentEpisodes:
         finally:
             self._endpoint.close_session(key)
             if agent is not None:
-                agent.close()
+                await self._loop.run_in_executor(None, agent.close)
         if session.failure is not None:
             raise session.failure
         if session.limit is not None:

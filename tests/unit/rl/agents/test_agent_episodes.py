@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerFast
 from open_instruct.config.rollout_sections import EnvironmentSection
 from open_instruct.core.records import Check, Completion, Prompt
 from open_instruct.data.chat import ChatFormat
+from open_instruct.environments.agent_walls import find_missing_wall
 from open_instruct.environments.agents import AgentProgram, read_outcome
 from open_instruct.generation.requests import GenerationRequest, SamplingSettings
 from open_instruct.rl.agents.episodes import AgentEpisodes
@@ -398,6 +399,35 @@ class TestFaults:
         completion, _ = play(f'{sys.executable} -c "{code}"', [])
         assert completion.episode is not None and completion.episode.status == "env_error"
         assert problem in completion.episode.problem and completion.token_ids == ()
+
+    @pytest.mark.skipif(bool(find_missing_wall()), reason="walls that this machine has not")
+    def test_agent_behind_walls_speaks_to_its_endpoint_and_writes_to_its_folder_alone(
+        self, play: Play, write: Write, tmp_path: Path
+    ) -> None:
+        where = write(
+            f"""
+            import socket, subprocess, tempfile
+            def fails(function, *words):
+                try:
+                    function(*words)
+                except OSError:
+                    return True
+            outside = {str(tmp_path / "outside")!r}
+            assert fails(open, outside, "w")
+            assert subprocess.call(["touch", outside], stderr=subprocess.DEVNULL) != 0
+            assert fails(socket.create_connection, ("127.0.0.1", 22))
+            assert fails(socket.socket, socket.AF_INET, socket.SOCK_DGRAM)
+            with tempfile.NamedTemporaryFile("w", delete=False) as file:
+                file.write(os.environ["HOME"])
+            assert chat(messages)["choices"]
+            open({str(tmp_path / "mine.py")!r}).close()
+            return {{"rewards": {{file.name: 1.0}}}}
+            """
+        )
+        completion, _ = play(where, ["yes<|im_end|>"], agent_sandbox=True)
+        assert completion.episode is not None and completion.episode.problem == ""
+        (written,) = completion.episode.rewards
+        assert not Path(written).parent.exists()
 
     def test_key_opens_nothing_once_its_episode_is_over(
         self, play: Play, write: Write, tmp_path: Path
