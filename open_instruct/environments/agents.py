@@ -24,6 +24,7 @@ FUNCTION = re.compile(r"[\w./~-]+:[A-Za-z_]\w*")
 PLACEHOLDER = re.compile(r"\{(\w+)\}")
 # An agent may think for as long as its episode lets it, which closes it.
 NO_LIMIT_S = 1e6
+TRIAL_TIMEOUT_S = 120.0  # in which its file must be imported
 REWARD = "agent"  # the name of a reward that has none
 # Of other endpoints, and of the cluster that the run has started.
 HIDDEN_VARIABLES = ("OPENAI_", "RAY_")
@@ -114,7 +115,7 @@ class AgentProgram(Source):
         endpoint = Endpoint(base_url="http://127.0.0.1:9/v1", key="none", model="none")
         trial = self({}, endpoint, is_trial=True)
         try:
-            trial.run()
+            trial.run(timeout_s=TRIAL_TIMEOUT_S)
         except EnvironmentFault as error:
             raise InputError(
                 f"{self._origin} cannot be loaded: {error}", kind="own_code"
@@ -169,7 +170,7 @@ class RunningAgent:
         self._request = request
         self._folder = folder
 
-    def run(self) -> AgentOutcome:
+    def run(self, *, timeout_s: float = NO_LIMIT_S) -> AgentOutcome:
         """Wait for the agent's end.
 
         Raises:
@@ -177,7 +178,7 @@ class RunningAgent:
             ValueError: what it says of its rewards cannot be read.
         """
         try:
-            result = self._child.ask(self._request, timeout_s=NO_LIMIT_S)
+            result = self._child.ask(self._request, timeout_s=timeout_s)
         except RunError as error:
             raise EnvironmentFault(str(error)) from error
         if result.status == "done":

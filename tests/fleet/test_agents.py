@@ -1,6 +1,8 @@
 """Whole runs of GRPO whose completions are an unmodified program with OpenAI's client."""
 
+import json
 import os
+import shutil
 import signal
 from dataclasses import replace
 from pathlib import Path
@@ -91,16 +93,26 @@ def test_agent_of_a_framework_is_trained_for_three_steps(
     undisturbed: GRPOCase, tmp_path: Path, program: Path
 ) -> None:
     """With random weights, of which no reply calls a tool: what its framework makes of that."""
+    model = tmp_path / "model"
+    shutil.copytree(undisturbed.model, model)
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 16_384}))
     flags = {
         "environment": f"agent:env -u PYTHONPATH {CLIENTS} {program}",
         "max_prompt_token_length": 12_000 if "smol" in program.name else 1_000,
-        "response_length": 32,
-        "turn_length": 8,
+        "response_length": 64,
+        # Random weights end no turn.
+        "stop_strings": [*"0123456789aeiou "],
         "vllm_kv_cache_mib": 64,
         "num_samples_per_prompt_rollout": 2,
         "total_episodes": 12,
     }
-    case = replace(undisturbed, output_dir=tmp_path / "out", flags=undisturbed.flags | flags)
+    case = replace(
+        undisturbed,
+        model=model,
+        output_dir=tmp_path / "out",
+        flags=undisturbed.flags | flags,
+    )
     case.run()
     rows = case.rows()
     assert [row["step"] for row in rows] == [1, 2, 3]

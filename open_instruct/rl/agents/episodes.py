@@ -124,9 +124,12 @@ class AgentEpisodes:
                 await self._loop.run_in_executor(None, agent.close)
         if session.failure is not None:
             raise session.failure
-        if session.limit is not None:
-            # A program that fails on a refusal has ended as the policy let it.
-            status = session.limit
+        limit = session.limit
+        if status == "env_error" and session.is_cut:
+            limit = limit or "length"
+        if limit is not None:
+            # A program that fails on a refusal, or on half a reply, has ended as the policy let it.
+            status = limit
             problem = ""
         return await self._in_thread(
             partial(

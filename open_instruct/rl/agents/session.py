@@ -73,6 +73,7 @@ class AgentSession:
     Attributes:
         stored: the turns up to each answer of /v1/responses, by the answer's id.
         limit: the way in which the episode has ended, where its last request was refused for that.
+        is_cut: whether the last reply was cut at a limit of the run's.
         failure: of the engines; it ends the run.
 
     Args:
@@ -93,6 +94,7 @@ class AgentSession:
     ) -> None:
         self.tree = tree
         self.limit: EpisodeStatus | None = None
+        self.is_cut = False
         self.failure: RunError | None = None
         self.stored: dict[str, tuple[Turn, ...]] = {}
         self._template = template
@@ -176,6 +178,9 @@ class AgentSession:
                 self._num_sampling -= 1
             self._changed_s = time.monotonic()
         self.limit = None
+        # An agent's own `max_tokens` is its own affair.
+        are_cut = [each.node.completion.is_truncated for each in delivered]
+        self.is_cut = any(are_cut) and max_tokens != request.max_tokens
         return delivered
 
     def _count_turns(self, num_replies: int) -> None:

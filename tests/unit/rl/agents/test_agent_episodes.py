@@ -357,6 +357,20 @@ class TestFaults:
         assert completion.episode is not None and completion.episode.status == status
         assert completion.episode.problem and len(completion.replies) == 1
 
+    @pytest.mark.parametrize(("words", "status"), [("", "length"), ("max_tokens=5", "env_error")])
+    def test_agent_that_fails_on_half_a_reply_ended_as_the_policy_let_it(
+        self, play: Play, write: Write, words: str, status: str
+    ) -> None:
+        where = write(
+            f"""
+            assert chat(messages, {words})["choices"][0]["finish_reason"] == "length"
+            raise ValueError("a sentence without an end")
+            """
+        )
+        completion, _ = play(where, ["no end " * 9], turn_length=6)
+        assert completion.episode is not None and completion.episode.status == status
+        assert completion.is_truncated and bool(completion.episode.problem) == bool(words)
+
     def test_verifiers_judge_where_the_agent_does_not(self, play: Play, write: Write) -> None:
         checks = (Check(verifier="math", ground_truth="5"),)
         completion, _ = play(write("chat(messages)"), ["5<|im_end|>"], checks=checks)
