@@ -19,6 +19,10 @@ Starts vLLM's server with the model that a run has left (or with any model's fol
 adapter), on this machine alone. Further flags are those of `vllm serve`: --port 8001,
 --host 0.0.0.0, --max-model-len 4096.
 
+With --record FILE.jsonl our own endpoint serves it, and records every session with
+the ids that were sampled; further flags are then: --port, --max_seq_length, --temperature, --top_p,
+--session_timeout_s, --param_dtype.
+
 Examples
   open-instruct serve runs/first
   curl http://127.0.0.1:8000/v1/chat/completions -H 'Content-Type: application/json' \\
@@ -43,6 +47,10 @@ def main(words: Sequence[str]) -> int:
             kind="stray_word",
         )
     model = find_model(words[0])
+    if any(word.partition("=")[0] == "--record" for word in words):
+        from open_instruct.commands.recording import serve_and_record
+
+        return serve_and_record(model, words[1:])
     if find_spec("vllm") is None:
         raise InputError(
             "vLLM, whose server this is, is not installed: `pip install vllm` for this PyTorch; "

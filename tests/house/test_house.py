@@ -23,6 +23,7 @@ from open_instruct.commands.layout import LayoutFlags
 from open_instruct.commands.merge import MergeFlags
 from open_instruct.commands.plan import PlanFlags
 from open_instruct.commands.preview import PreviewFlags
+from open_instruct.commands.recording import RecordFlags
 from open_instruct.commands.replay import ReplayFlags
 from open_instruct.commands.report import ReportFlags
 from open_instruct.commands.score import ScoreFlags
@@ -559,6 +560,7 @@ def known_flags() -> frozenset[str]:
         ScoreFlags,
         ChatFlags,
         CheckFlags,
+        RecordFlags,
     )
     configs = (*trained, *others, TinyModelFlags)
     flags = [flag for config_class in configs for flag in list_flags(config_class).values()]

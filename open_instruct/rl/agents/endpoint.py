@@ -51,8 +51,12 @@ class AgentEndpoint:
     def base_url(self) -> str:
         return f"http://{HOST}:{self.port}/v1"
 
-    async def start(self) -> None:
-        """Listen on a free port of loopback; does nothing where it listens already."""
+    async def start(self, port: int = 0) -> None:
+        """Listen on a port of loopback, or on a free one; does nothing where it listens already.
+
+        Raises:
+            OSError: the port cannot be had.
+        """
         if self._runner is not None:
             return
         from aiohttp import web
@@ -72,7 +76,7 @@ class AgentEndpoint:
         # A request whose client is gone is given up.
         self._runner = web.AppRunner(application, access_log=None, handler_cancellation=True)
         await self._runner.setup()
-        site = web.TCPSite(self._runner, HOST, 0, backlog=1024)
+        site = web.TCPSite(self._runner, HOST, port, backlog=1024)
         await site.start()
         self.port = self._runner.addresses[0][1]
 
@@ -95,6 +99,14 @@ class AgentEndpoint:
 
     def _find_session(self, request: web.Request) -> tuple[AgentSession, RunSampling]:
         key = request.headers.get("Authorization", "").removeprefix("Bearer ").strip()
+        return self.find_session(key)
+
+    def find_session(self, key: str) -> tuple[AgentSession, RunSampling]:
+        """Find the session of a key, and what it may ask for.
+
+        Raises:
+            APIError: the key opens none.
+        """
         found = self._sessions.get(key)
         if found is None:
             raise APIError(

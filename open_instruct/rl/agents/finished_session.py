@@ -66,14 +66,14 @@ def _list_branches(leaves: Sequence[SampledReply]) -> list[EpisodeBranch]:
     branches: list[EpisodeBranch] = []
     for leaf in leaves:
         path = leaf.path()
-        branch = _make_branch(path, known)
+        branch = make_branch(path, known)
         if branch.num_shared < len(branch.replies) or not branches:
             branches.append(branch)
         known |= {node.number for node in path}
     return branches
 
 
-def _make_branch(path: Sequence[SampledReply], known: Set[int]) -> EpisodeBranch:
+def make_branch(path: Sequence[SampledReply], known: Set[int]) -> EpisodeBranch:
     """The branch of a path.
 
     Args:
