@@ -119,9 +119,11 @@ def train(
     # torch, Ray and all that needs them load only once the flags are known to be good.
     from open_instruct.cluster.ray_cluster import refuse_imported_ray
     from open_instruct.rl.checked_run import open_rollout_run
+    from open_instruct.rl.decide_placement import decide_placement
     from open_instruct.rl.driver import Driver, Listener
     from open_instruct.rl.fleet import start_fleet
 
+    config = decide_placement(config)
     listeners = [Listener(name, callback) for name, callback in (callbacks or {}).items()]
     if config.fleet.ray_address is None:
         refuse_imported_ray()
@@ -184,6 +186,14 @@ class PolicyTrainerOLMoCoreProcess:
     def compare_with_engine(self, work: RankStep) -> dict[str, float]:
         """How far the policy's log-probs of `work` are from the engine's; nothing is learned."""
         return self.learner.compare_with_engine(work)
+
+    def move_to_host(self) -> None:
+        """Free the device of the learner's state, for an engine; nothing if that was done."""
+        self.learner.move_to_host()
+
+    def move_to_device(self) -> None:
+        """Bring the learner's state back, bit for bit; nothing if it is there."""
+        self.learner.move_to_device()
 
     def resume(self) -> tuple[dict[str, Any] | None, list[str]]:
         """Load the newest whole checkpoint, if there is one.

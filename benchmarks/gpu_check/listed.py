@@ -62,7 +62,7 @@ ONE = Suite(
             limit_s=40,
         ),
         Check(
-            name="values", title="Values on the GPU against the CPU's (pytest -m gpu)", limit_s=100
+            name="values", title="Values on the GPU against the CPU's (pytest -m gpu)", limit_s=90
         ),
         Check(
             name="compiling", title="Compiled blocks: values, versions, memory budget", limit_s=105
@@ -70,12 +70,17 @@ ONE = Suite(
         Check(
             name="throughput",
             title="DPO of a 1B model: MFU, and memory against its plan",
-            limit_s=165,
+            limit_s=150,
         ),
         Check(name="one_rank", title="One rank over NCCL: save, resume, export", limit_s=60),
         Check(
             name="handing_over",
             title="Weights from one process to another on one device",
+            limit_s=25,
+        ),
+        Check(
+            name="resting",
+            title="A learner's state to host memory and back",
             limit_s=25,
         ),
     ),
@@ -88,7 +93,7 @@ NODE = Suite(
         Check(
             name="layouts",
             title="FSDP, HSDP, TP and CP against one rank",
-            limit_s=105,
+            limit_s=95,
             folder="node",
         ),
         Check(
@@ -106,13 +111,13 @@ NODE = Suite(
         Check(
             name="engines",
             title="vLLM's log-probs against the learners'",
-            limit_s=140,
+            limit_s=165,
             folder="node",
         ),
         Check(
             name="seven_b",
             title="DPO of a 7B model: MFU, and memory against its plan",
-            limit_s=205,
+            limit_s=190,
             folder="node",
         ),
     ),

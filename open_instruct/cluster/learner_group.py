@@ -41,6 +41,12 @@ class LearnerProcess(Protocol):
     def compare_with_engine(self, work: RankStep) -> dict[str, float]:
         """How far the policy's log-probs of `work` are from the engine's; nothing is learned."""
 
+    def move_to_host(self) -> None:
+        """Free the device for an engine; nothing if that was done."""
+
+    def move_to_device(self) -> None:
+        """Bring back what `move_to_host` took; nothing else may be called before."""
+
     def resume(self) -> tuple[dict[str, Any] | None, list[str]]:
         """Load the newest complete checkpoint, if there is one.
 
@@ -208,9 +214,7 @@ class LearnerGroup(Generic[L]):
             STORE_OF_LAUNCHER: "True",  # every rank is a client of the store
         }
         if self._placement.on_gpus:
-            gpu_ids: list[str] = []
-            for sibling in siblings:
-                gpu_ids += self._facts[sibling].gpu_ids
+            gpu_ids = list_gpu_ids([self._facts[sibling] for sibling in siblings])
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpu_ids)
         elif "OMP_NUM_THREADS" not in os.environ:
             facts = self._facts[rank]
@@ -218,5 +222,24 @@ class LearnerGroup(Generic[L]):
             environment["OMP_NUM_THREADS"] = str(max(1, facts.num_cores // num_neighbours))
         return environment
 
+    def find_gpu_ids(self, rank: int, count: int) -> list[str]:
+        """The GPUs of so many ranks of one node, from `rank` on, by their ids."""
+        node, local_rank = self._placement.node_and_local_rank(rank)
+        first = rank - local_rank
+        num_siblings = self._placement.shape.learners_per_node[node]
+        gpu_ids = list_gpu_ids(self._facts[first : first + num_siblings])
+        return gpu_ids[local_rank : local_rank + count]
+
     def _make_call(self, what: str, refs: Sequence[ObjectRef]) -> LearnerCall[Any]:
         return LearnerCall(what, refs, self._facts, self._heartbeats)
+
+
+def list_gpu_ids(facts: Sequence[HostFacts]) -> list[str]:
+    """All GPUs of a node's learners, in an order that is the same after a restart.
+
+    The GPU of a learner is the one at its place among them, whichever Ray assigned to it.
+    """
+    gpu_ids: list[str] = []
+    for each in facts:
+        gpu_ids += each.gpu_ids
+    return sorted(gpu_ids, key=lambda gpu_id: (len(gpu_id), gpu_id))

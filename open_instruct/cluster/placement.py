@@ -2,7 +2,9 @@
 
 One bundle holds all learners of a node, so they are on one node. Bundles go to different nodes in
 the order of `--num_learners_per_node`, so ranks are counted node by node, and the sharding layout
-gets the real node sizes. Each engine has a bundle of its own, wherever there is room.
+gets the real node sizes. Each engine has a bundle of its own, wherever there is room. Engines that
+take turns with learners are in the learners' bundles: these reserve the GPUs, and engine k sees
+those of the ranks from k times its size on.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from open_instruct.cluster.addresses import Host, Whereabouts
 from open_instruct.config.fleet_sections import FleetSection, LearnerParallelSection
 from open_instruct.core.errors import InputError, RunError
 from open_instruct.core.text import spell_count
+from open_instruct.parallel.engines import count_engines
 from open_instruct.parallel.wording import nodes_text
 
 if TYPE_CHECKING:
@@ -40,13 +43,17 @@ class FleetShape:
     shares_device: bool
     """The one learner and the one engine share one device."""
 
+    takes_turns: bool = False
+    """Engines are on the learners' devices, which have one or the other at a time."""
+
     @classmethod
     def of(cls, fleet: FleetSection, parallel: LearnerParallelSection) -> FleetShape:
         return cls(
             learners_per_node=tuple(parallel.num_learners_per_node),
-            num_engines=fleet.vllm_num_engines,
+            num_engines=count_engines(fleet, sum(parallel.num_learners_per_node)),
             devices_per_engine=fleet.vllm_tensor_parallel_size,
             shares_device=parallel.single_gpu_mode,
+            takes_turns=fleet.takes_turns,
         )
 
     @property
@@ -56,8 +63,8 @@ class FleetShape:
     @property
     def num_devices(self) -> int:
         """The number of GPUs, or of CPU slots on a cluster without GPUs."""
-        if self.shares_device:
-            return 1
+        if self.shares_device or self.takes_turns:
+            return self.num_learners
         return self.num_learners + self.num_engines * self.devices_per_engine
 
     @property
@@ -69,6 +76,9 @@ class FleetShape:
         """In words: "nodes of 2 and 4 GPUs for learners, and 1 engine of 1 GPU"."""
         if self.shares_device:
             return f"1 {device} for learner and engine together"
+        if self.takes_turns:
+            learners = nodes_text(self.learners_per_node, device)
+            return f"{learners} for learners and engines in turns"
         engines = (
             f"{spell_count(self.num_engines, 'engine')} of "
             f"{spell_count(self.devices_per_engine, device)}"
@@ -112,8 +122,18 @@ class Placement:
 
     def engine_options(self, index: int) -> dict[str, Any]:
         """The arguments of `.options(**…)` for the actor of an engine, also after a restart."""
-        bundle = 0 if self.shape.shares_device else index
-        return self._options(self.engine_bundles, bundle, num_devices=self.shape.devices_per_engine)
+        if self.shape.shares_device:
+            return self._options(self.engine_bundles, 0, num_devices=1)
+        num_devices = self.shape.devices_per_engine
+        if not self.shape.takes_turns:
+            return self._options(self.engine_bundles, index, num_devices=num_devices)
+        node, _ = self.node_and_local_rank(self.first_rank(index))
+        options = self._options(self.engine_bundles, node, num_devices=num_devices)
+        return options | {"num_gpus": 0}  # the learners have them
+
+    def first_rank(self, index: int) -> int:
+        """The first of the learners whose devices an engine has in its turn."""
+        return index * self.shape.devices_per_engine
 
     def node_and_local_rank(self, rank: int) -> tuple[int, int]:
         """The node of a rank, and its index there.
@@ -193,7 +213,7 @@ def place(
             needs and what the cluster has.
     """
     import ray
-    from ray.util.placement_group import placement_group, remove_placement_group
+    from ray.util.placement_group import remove_placement_group
 
     on_gpus = ray.cluster_resources().get("GPU", 0) > 0
     shares_nodes = is_one_machine and not on_gpus and len(shape.learners_per_node) > 1
@@ -201,21 +221,7 @@ def place(
         _refuse_what_cannot_fit(shape, on_gpus)
     if shares_nodes:
         say(f"this machine stands for {len(shape.learners_per_node)} nodes of learners")
-
-    def bundle(num_devices: int, num_cpus: int) -> dict[str, float]:
-        return {"GPU": num_devices, "CPU": num_cpus} if on_gpus else {"CPU": num_cpus}
-
-    if shape.shares_device:
-        learner_bundles = placement_group([bundle(1, 2)], strategy="PACK")
-        engine_bundles = learner_bundles
-    else:
-        learner_bundles = placement_group(
-            [bundle(num_learners, num_learners) for num_learners in shape.learners_per_node],
-            strategy="PACK" if shares_nodes else "STRICT_SPREAD",
-        )
-        num_devices = shape.devices_per_engine
-        engine_bundle = bundle(num_devices, 1 if on_gpus else num_devices)
-        engine_bundles = placement_group([engine_bundle] * shape.num_engines, strategy="PACK")
+    learner_bundles, engine_bundles = _reserve(shape, on_gpus=on_gpus, shares_nodes=shares_nodes)
     placement = Placement(
         shape=shape,
         on_gpus=on_gpus,
@@ -227,8 +233,35 @@ def place(
         yield placement
     finally:
         if ray.is_initialized():
-            for bundles in (learner_bundles, engine_bundles):
-                remove_placement_group(bundles)
+            remove_placement_group(learner_bundles)
+            if engine_bundles is not learner_bundles:
+                remove_placement_group(engine_bundles)
+
+
+def _reserve(
+    shape: FleetShape, *, on_gpus: bool, shares_nodes: bool
+) -> tuple[PlacementGroup, PlacementGroup]:
+    """Ask for the bundles of learners and of engines, which are one where devices are shared."""
+    from ray.util.placement_group import placement_group
+
+    def bundle(num_devices: int, num_cpus: int) -> dict[str, float]:
+        return {"GPU": num_devices, "CPU": num_cpus} if on_gpus else {"CPU": num_cpus}
+
+    if shape.shares_device:
+        both = placement_group([bundle(1, 2)], strategy="PACK")
+        return both, both
+    # Beside a GPU that takes turns a learner has a CPU slot, and so may the engine.
+    cpus_each = 2 if shape.takes_turns else 1
+    learner_bundles = placement_group(
+        [bundle(number, cpus_each * number) for number in shape.learners_per_node],
+        strategy="PACK" if shares_nodes else "STRICT_SPREAD",
+    )
+    if shape.takes_turns:
+        return learner_bundles, learner_bundles
+    num_devices = shape.devices_per_engine
+    engine_bundle = bundle(num_devices, 1 if on_gpus else num_devices)
+    engine_bundles = placement_group([engine_bundle] * shape.num_engines, strategy="PACK")
+    return learner_bundles, engine_bundles
 
 
 def _refuse_what_cannot_fit(shape: FleetShape, on_gpus: bool) -> None:

@@ -7,7 +7,6 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
 
 from rich.console import Console
 
@@ -80,17 +79,11 @@ class PlanFlags:
     cross_node_gb_s: float | None = flag(
         "GB/s that a GPU sends to other nodes; default: the GPU's", None, above=0
     )
-    placement: Literal["split", "shared", "auto"] | None = flag(
-        "compare where GRPO's learners and engines can stand on all GPUs of --gpus_per_node: "
-        "split, on the same ones in turns (shared), or mixed; auto plans the fastest that fits",
-        None,
-    )
     rollout_tokens_per_second: float | None = flag(
-        "tokens that one GPU of an engine generates in a second, as measured, for --placement; "
-        "default: by the model's size and the GPU's memory",
+        "tokens that one GPU of an engine generates in a second, as measured, for GRPO's "
+        "--placement; default: by the model's size and the GPU's memory",
         None,
         above=0,
-        requires="placement",
     )
     all: bool = flag(
         "print all that is known: what each phase holds, every exchange, weight syncs, all layouts",
@@ -160,8 +153,11 @@ def parse_request(words: Sequence[str]) -> PlanRequest:
     flags: PlanFlags = config.plan
     refuse(limit_problems(flags))
     sizes = _read_nodes(flags)
+    compares = False
     if isinstance(config, GRPOConfig):
-        is_given = "num_learners_per_node" in list_given_flags(type(config), words[1:])
+        given_names = list_given_flags(type(config), words[1:])
+        compares = "placement" in given_names or config.fleet.placement != "split"
+        is_given = "num_learners_per_node" in given_names and not compares
         nodes = _choose_learners(config.parallel, config.fleet, sizes, is_given=is_given)
         can_be_here = _is_on_one_node(config.parallel, config.fleet)
         num_here = sum(nodes)
@@ -174,6 +170,13 @@ def parse_request(words: Sequence[str]) -> PlanRequest:
         can_be_here = True
         num_here = max(nodes)
         has_engines_in_node = False
+    rate = flags.rollout_tokens_per_second
+    if rate is not None and not compares:
+        raise InputError(
+            f"--rollout_tokens_per_second {rate:g}: read only with GRPO's --placement, such as "
+            "auto; leave it out",
+            kind="unread_flag",
+        )
     param_dtype = config.model.param_dtype
     is_for_cpu = can_be_here and _is_for_this_cpu(flags, param_dtype)
     device, notes = _choose_device(flags, param_dtype, num_here=num_here, is_for_cpu=is_for_cpu)
@@ -193,25 +196,17 @@ def parse_request(words: Sequence[str]) -> PlanRequest:
         setting=setting,
         warnings=warnings,
         flags=flags,
-        choice=_choose_placement(setting, flags, sizes),
+        choice=_choose_placement(setting, flags, sizes) if compares else None,
     )
 
 
-def _choose_placement(
-    setting: Setting, flags: PlanFlags, sizes: list[int]
-) -> PlacementChoice | None:
-    """The placement that --placement asks for; None without that flag."""
-    if flags.placement is None:
-        return None
-    if not isinstance(setting.config, GRPOConfig):
-        raise InputError(
-            f"--placement {flags.placement}: only GRPO has engines to place; leave it out",
-            kind="unread_flag",
-        )
+def _choose_placement(setting: Setting, flags: PlanFlags, sizes: list[int]) -> PlacementChoice:
+    """The placement that --placement asks for."""
+    assert isinstance(setting.config, GRPOConfig)
     return choose_placement(
         setting,
         sizes or setting.gpus_per_node,
-        asked=flags.placement,
+        asked=setting.config.fleet.placement,
         tokens_per_second=flags.rollout_tokens_per_second,
     )
 

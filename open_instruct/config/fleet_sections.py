@@ -27,6 +27,12 @@ class FleetSection:
 
     title: ClassVar[str] = "Fleet"
 
+    placement: Literal["split", "shared", "auto"] = resumable_flag(
+        "'split': learners and engines have GPUs of their own; 'shared': each learner's GPU has an "
+        "engine too, and they take turns; 'auto': the faster that fits, by the plan, on "
+        "--num_learners_per_node GPUs in all",
+        "split",
+    )
     vllm_num_engines: int = resumable_flag("vLLM engines", 1, minimum=1)
     vllm_tensor_parallel_size: int = resumable_flag("GPUs of one engine", 1, minimum=1)
     vllm_gpu_memory_utilization: float = resumable_flag(
@@ -121,6 +127,11 @@ class FleetSection:
     lora_sync: Literal["merged", "adapter"] = resumable_flag(
         "send engines the whole model, or the adapter alone", "merged", requires="use_lora"
     )
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether learners and engines are on the same GPUs, and never there at once."""
+        return self.placement == "shared"
 
     @property
     def num_gpus(self) -> int:

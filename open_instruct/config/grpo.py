@@ -9,6 +9,7 @@ from open_instruct.config.flags import spell_value
 from open_instruct.config.lora import RANKS_OF_ENGINES, LoRASection
 from open_instruct.config.run_sections import RolloutRunSection
 from open_instruct.config.training import LearnerConfig, with_held_out
+from open_instruct.config.turns import shared_gpu_problems
 from open_instruct.config.validation import (
     find_changed,
     idle_evaluation_problems,
@@ -115,6 +116,9 @@ def validate_grpo(config: GRPOConfig) -> list[str]:
             *_loss_problems(config),
             *(_critic_problems(config) if config.rollout.has_critic else ()),
             *_fleet_problems(config),
+            *shared_gpu_problems(
+                config.fleet, config.parallel, sends_adapter=config.sent_adapter is not None
+            ),
             *_evaluation_problems(config),
         ]
     )
@@ -337,11 +341,6 @@ def _fleet_problems(config: GRPOConfig) -> Iterator[str]:
         yield (
             f"--lora_r {config.lora.lora_r}: an engine takes adapters of a rank up to "
             f"{RANKS_OF_ENGINES[-1]}; use at most that, or --lora_sync merged"
-        )
-    if fleet.weight_sync_backend == "ipc" and not parallel.single_gpu_mode:
-        yield (
-            "--weight_sync_backend ipc hands over memory of one device: it needs "
-            "--single_gpu_mode; use auto"
         )
     if fleet.weight_sync == "delta" and config.sent_adapter is not None:
         yield (

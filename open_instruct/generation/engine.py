@@ -52,6 +52,7 @@ class Engine:
         self._cancelled_keys: set[int] = set()  # of those that run
         self._is_admitting = True
         self._is_stepping = True
+        self._is_released = False  # its memory is given up
         self._is_closed = False
         self._step_began_s: float | None = None
         self._failure: RunError | None = None
@@ -106,8 +107,23 @@ class Engine:
 
     # Weights
 
+    def release_memory(self, drain: bool) -> None:
+        """Stop between two steps, and give up weights and cache; nothing if that was done.
+
+        It goes on after the next `finish_update`.
+
+        Args:
+            drain: finish the running requests first.
+        """
+        if self._is_released:
+            return
+        self._pause(drain)
+        self._between_steps(lambda core: core.release_memory())
+        self._is_released = True
+
     def open_channel(self, info: dict[str, Any]) -> None:
         """Connect to the sender of weights."""
+        self._between_steps(lambda core: core.take_memory("weights"))
         self._call_workers(WeightReceiver.open_channel, info)
 
     def stage_weights(self, version: int) -> None:
@@ -123,17 +139,10 @@ class Engine:
             drain: finish the running requests first, so that every completion is of one version.
         """
 
-        def stop(core: VLLMCore) -> None:
-            self._is_admitting = False
-            self._is_stepping = drain
-
-        self._between_steps(stop)
-        with self._condition:
-            self._condition.wait_for(lambda: self._failure or not (drain and self._running))
+        self._pause(drain)
 
         def prepare(core: VLLMCore) -> None:
-            # A step that vLLM runs ahead while weights change would make tokens of neither version.
-            self._store_outcomes(core.settle())
+            core.take_memory("weights")
             core.call_workers(WeightReceiver.start_update)
 
         self._between_steps(prepare)
@@ -147,10 +156,32 @@ class Engine:
 
         def continue_generation(core: VLLMCore) -> None:
             core.call_workers(WeightReceiver.finish_update)
+            core.take_memory("kv_cache")
             core.weights_changed(version)
+            self._is_released = False
             self._is_admitting = self._is_stepping = True
 
         self._between_steps(continue_generation)
+
+    def _pause(self, drain: bool) -> None:
+        """Take no step any more; whoever has no memory takes none already."""
+        if self._is_released:
+            return
+
+        def stop(core: VLLMCore) -> None:
+            self._is_admitting = False
+            self._is_stepping = drain
+
+        self._between_steps(stop)
+        with self._condition:
+            self._condition.wait_for(lambda: self._failure or not (drain and self._running))
+
+        def settle(core: VLLMCore) -> None:
+            self._is_stepping = False
+            # A step that vLLM runs ahead while weights change would make tokens of neither version.
+            self._store_outcomes(core.settle())
+
+        self._between_steps(settle)
 
     # The process
 

@@ -32,6 +32,7 @@ from open_instruct.generation.vllm_checks import (
     explain_memory_error,
 )
 from open_instruct.generation.vllm_options import engine_options
+from open_instruct.weight_sync.engine_memory import MEMORY_PARTS, MemoryPart
 from open_instruct.weight_sync.receiver import ADAPTER_ID, AdapterReceiver, WeightReceiver
 
 if TYPE_CHECKING:
@@ -76,6 +77,7 @@ class VLLMCore:
         self._settings = settings
         self._records_routes = settings.fleet.routing_replay == "on" and not on_cuda
         self._routes: dict[int, Any] = {}  # by key, of tokens that older weights sampled
+        self._absent_parts: set[MemoryPart] = set()  # of its memory, given up
         default_receiver = WeightReceiver if adapter is None else AdapterReceiver
         receiver = weight_receiver or default_receiver
         # Without a config.json, so that vLLM takes the class that changes nothing, whatever family
@@ -156,16 +158,40 @@ class VLLMCore:
 
     def weights_changed(self, version: int) -> None:
         """Count tokens as of `version` from now on, and drop all that other weights computed."""
-        self._routes = {key: self._find_routes(key) for key in self._seeds}
-        # Running requests go back to the queue with their tokens: their keys and values are of the
-        # old weights too.
-        self._engine.reset_prefix_cache(reset_running_requests=True)
+        self._drop_cached_keys()
         self._adapter = next(self._adapter_names)
         self._engine.set_weight_version(str(version))
+
+    def release_memory(self) -> None:
+        """Give up weights and cache; running requests go back to the queue.
+
+        They keep their tokens, whose keys and values are computed again.
+        """
+        self._drop_cached_keys()
+        if torch.cuda.is_available():
+            self._engine.sleep(level=2, mode="keep")
+        else:
+            self.call_workers(WeightReceiver.release_memory)
+        self._absent_parts = set(MEMORY_PARTS)
+
+    def take_memory(self, part: MemoryPart) -> None:
+        """Take the memory of a part that was given up; weights have to be received then."""
+        if part not in self._absent_parts:
+            return
+        if torch.cuda.is_available():
+            self._engine.wake_up([part])
+        else:
+            self.call_workers(WeightReceiver.take_memory, part)
+        self._absent_parts.remove(part)
 
     def close(self) -> None:
         self._engine.engine_core.shutdown()
         self._tokenizer_folder.cleanup()
+
+    def _drop_cached_keys(self) -> None:
+        """Drop all keys and values; running requests go back to the queue with their tokens."""
+        self._routes = {key: self._find_routes(key) for key in self._seeds}
+        self._engine.reset_prefix_cache(reset_running_requests=True)
 
     def _check_logprobs(self) -> None:
         """Check that vLLM's model runner takes log-probs after the temperature.

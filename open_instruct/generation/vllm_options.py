@@ -71,6 +71,8 @@ def engine_options(settings: EngineSettings, *, on_cuda: bool) -> dict[str, Any]
         # return to its state before.
         "enable_chunked_prefill": None if on_cuda else False,
         "enable_return_routed_experts": fleet.routing_replay == "on" and on_cuda,
+        # So that it can give up weights and cache, which its CPU build cannot.
+        "enable_sleep_mode": fleet.placement == "shared" and on_cuda,
         "enforce_eager": fleet.vllm_enforce_eager or not on_cuda,
         # Log-probs are of the distribution that was sampled from, after the temperature.
         "logprobs_mode": "processed_logprobs",

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
 from open_instruct.config.flags import spell_value
 from open_instruct.config.grpo import GRPOConfig
@@ -53,6 +53,16 @@ class Placement:
     def can_run(self) -> bool:
         """Whether a run can be placed so; it takes no mixed placement yet."""
         return self.kind != "mixed"
+
+    def set_flags(self, setting: Setting) -> Setting:
+        """The setting of a run with the flags that place it so."""
+        values: dict[str, Any] = {
+            "placement": self.kind,
+            "vllm_tensor_parallel_size": self.degree,
+            "vllm_num_engines": 1 if self.kind == "shared" else self.engines,
+        }
+        sizes = tuple(each for each in self.learners if each)
+        return replace(setting, gpus_per_node=sizes).with_flags(values)
 
     @property
     def takes_turns(self) -> bool:
@@ -134,6 +144,12 @@ class Placement:
         return seconds
 
     @property
+    def seconds_by_metric(self) -> dict[str, float]:
+        """`phase_s`, by the names of a run's metrics without `time/`."""
+        names = {"learn": "train", "move": "switch"}
+        return {names.get(name, name): seconds for name, seconds in self.phase_s.items()}
+
+    @property
     def _generate_s(self) -> float:
         return self.work.count_seconds(self.engines, self.degree, num_seqs=max(1, self.num_seqs))
 
@@ -197,6 +213,28 @@ class Placement:
         if self.degree > 1:
             words += f" --vllm_tensor_parallel_size {self.degree}"
         return words
+
+
+def find_placement(plan: Plan) -> Placement:
+    """The placement of a GRPO run that was planned, as its own flags have it."""
+    setting = plan.setting
+    config = setting.config
+    assert isinstance(config, GRPOConfig)
+    work = EngineWork.of(
+        config,
+        setting.shape,
+        setting.device,
+        mfu=setting.mfu,
+        tokens_per_second=None,
+    )
+    return Placement(
+        kind="shared" if config.fleet.takes_turns else "split",
+        plan=plan,
+        work=work,
+        learners=setting.gpus_per_node,
+        engines=plan.workload.num_engines,
+        degree=config.fleet.vllm_tensor_parallel_size,
+    )
 
 
 def list_placements(
@@ -271,17 +309,20 @@ def choose_placement(
     Raises:
         InputError: there is none of the kind that is asked for.
     """
+    setting = setting.with_flags({"placement": "split", "vllm_num_engines": 1})
     placements = list_placements(setting, nodes, tokens_per_second=tokens_per_second)
     best: dict[Kind, Placement] = {}
     for placement in sorted(placements, key=_rank):
         best.setdefault(placement.kind, placement)
     for placement in best.values():
         if placement.can_run and asked in ("auto", placement.kind):
+            chosen = replace(placement, plan=make_plan(placement.set_flags(placement.plan.setting)))
+            best[placement.kind] = chosen
             return PlacementChoice(
                 asked=asked,
                 nodes=tuple(nodes),
                 best=tuple(best.values()),
-                chosen=placement,
+                chosen=chosen,
             )
     raise InputError(
         f"--placement {asked}: the other flags leave no such placement of learners and engines on "

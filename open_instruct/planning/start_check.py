@@ -5,8 +5,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from open_instruct.config.grpo import GRPOConfig
 from open_instruct.core.errors import InputError
 from open_instruct.planning.advice import Advice
+from open_instruct.planning.placements import find_placement
 from open_instruct.planning.plan import make_plan
 from open_instruct.planning.presentation import memory_record, render_words
 from open_instruct.planning.setting import Setting
@@ -65,7 +67,10 @@ def check_plan(
         if sentences:
             sentences += render_words("advice", Advice(plan))
         warning = " ".join(f"{sentence.removesuffix('.')}." for sentence in sentences)
-        check = StartCheck(line=line, warning=warning, memory=memory_record(plan))
+        record = memory_record(plan)
+        if on_cuda and isinstance(config, GRPOConfig):
+            record["seconds"] = find_placement(plan).seconds_by_metric
+        check = StartCheck(line=line, warning=warning, memory=record)
     except Exception as error:  # a plan is a help; the run itself judges what it can read
         log.info("the run has no plan", exc_info=True)
         return StartCheck(line=f"plan: none ({type(error).__name__}: {error})")

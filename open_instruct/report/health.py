@@ -29,7 +29,7 @@ TRAINING_PARTS = (
     "time/optimizer",
     "time/checkpoint",
 )
-ROLLOUT_PARTS = ("time/generate", "time/train", "time/sync")
+ROLLOUT_PARTS = ("time/generate", "time/train", "time/sync", "time/switch")
 # Of the larger of two mean rewards: a smaller change is chance.
 REWARD_CHANGE = 0.02
 # The first of these that a run has is judged.

@@ -6,7 +6,7 @@ A page leaves out a file of another form, and says so.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, TypeVar
 
@@ -37,6 +37,8 @@ class PlannedMemory:
     memory_bytes: NumBytes
     peak_phase: str
     phases: Annotated[tuple[PlannedPhase, ...], Field(min_length=1, max_length=100)]
+    seconds: dict[str, NumBytes] = field(default_factory=dict)
+    """Of GRPO on GPUs: the least seconds of each part of a step, by the names of its metrics."""
 
     @property
     def peak_bytes(self) -> float:

@@ -140,6 +140,7 @@ class Driver:
         is_best = self.best is not None and self.best.improves(step, row, is_saved=is_saved)
         if is_saved or is_best:
             self._save(waits=self.cadence.is_last(step))
+            self._return_turn()
 
     def _learn_and_publish(self, work: Sequence[RankStep]) -> dict[str, float]:
         """Take a step and bring its weights to the engines; returns its metrics.
@@ -147,8 +148,9 @@ class Driver:
         Args:
             work: of each data-parallel rank.
         """
-        began_s = time.monotonic()
-        with self.fleet.publisher.learners_at_work():
+        publisher = self.fleet.publisher
+        with publisher.learners_turn(drain=not self.config.rollout.inflight_updates):
+            began_s = time.monotonic()
             with self.view.phase("training"):
                 call = self.fleet.learners.start_each(
                     LearnerProcess.step, self._assign_to_learners(work)
@@ -157,14 +159,17 @@ class Driver:
             train_time_s = time.monotonic() - began_s
             self.step += 1
             with self.view.phase("sending weights"):
-                sync_time_s = self.fleet.publisher.publish(self.step)
+                sync_time_s = publisher.publish(self.step)
         self.conductor.weights_published(self.step)
         self.num_tokens += work[0].num_tokens_global
-        return learner_metrics | {
+        row = learner_metrics | {
             "num_tokens": self.num_tokens,
             "time/train": train_time_s,
             "time/sync": sync_time_s,
         }
+        if self.config.fleet.takes_turns:
+            row["time/switch"] = publisher.take_switch_seconds()
+        return row
 
     def _assign_to_learners(self, work: Sequence[RankStep]) -> list[RankStep]:
         """The work of every learner; those of one data-parallel rank do the same."""
@@ -197,11 +202,13 @@ class Driver:
                 max_tokens_per_microbatch=config.max_tokens_per_microbatch,
                 num_ranks=self.run.layout.data_parallel_world_size,
             )
-            with self.fleet.publisher.learners_at_work():
+            with self.fleet.publisher.learners_turn():
                 call = self.fleet.learners.start_each(
                     LearnerProcess.compare_with_engine, self._assign_to_learners(work)
                 )
-                return call.result(self.config.fleet.step_timeout_s)[0]
+                metrics = call.result(self.config.fleet.step_timeout_s)[0]
+        self._return_turn()
+        return metrics
 
     def _evaluate(self) -> dict[str, float]:
         """Evaluate the weights that the engines have on the held-out prompts; returns metrics."""
@@ -301,9 +308,15 @@ class Driver:
     def _call_learners(
         self, method: LearnerMethod[P, R], *args: P.args, **kwargs: P.kwargs
     ) -> list[R]:
-        with self.fleet.publisher.learners_at_work():
+        with self.fleet.publisher.learners_turn():
             call = self.fleet.learners.start(method, *args, **kwargs)
             return call.result(self.config.fleet.step_timeout_s)
+
+    def _return_turn(self) -> None:
+        """Give engines their weights again, where they gave them up for a turn of the learners."""
+        if self.fleet.publisher.version is None and self.step < self.cadence.num_steps:
+            with self.view.phase("sending weights"):
+                self.fleet.publisher.publish(self.step)
 
 
 class Listener:

@@ -30,7 +30,7 @@ from open_instruct.rl.episodes.walk import EpisodeRunner, Episodes
 from open_instruct.rl.publisher import WeightPublisher
 from open_instruct.run.console import Console
 from open_instruct.weight_sync.folder import choose_sync_folder, make_folder
-from open_instruct.weight_sync.transports import FOLDER, TRANSPORT_WORDS, choose_transport
+from open_instruct.weight_sync.transports import FOLDER, GATHERED, TRANSPORT_WORDS, choose_transport
 
 LOGS_FOLDER = "logs"
 MOST_TRIED = 64  # prompts in which reward functions to try are looked for
@@ -105,9 +105,10 @@ class Fleet:
             RunError: a node was lost and none took its place, or they could not be constructed.
         """
         fleet = self.run.config.fleet
-        self.publisher.handle_learner_restart()
-        self.learners.restart(timeout_s=fleet.cluster_timeout_s)
-        self.learners.wait_ready(fleet.step_timeout_s)
+        with self.publisher.learners_at_work():
+            self.publisher.handle_learner_restart()
+            self.learners.restart(timeout_s=fleet.cluster_timeout_s)
+            self.learners.wait_ready(fleet.step_timeout_s)
         self.write_pids()
 
     def write_pids(self) -> None:
@@ -120,12 +121,15 @@ class Fleet:
         fleet = self.run.config.fleet
         console = self.run.console
         began_s = time.monotonic()
-        if self._placement.shape.shares_device:
+        shape = self._placement.shape
+        if shape.shares_device or fleet.takes_turns:
             # vLLM measures the free memory at its start: the learner on the same device must have
             # loaded by then.
             self.learners.wait_ready(fleet.step_timeout_s)
+        if fleet.takes_turns:
+            self.learners.start(LearnerProcess.move_to_host).result(fleet.step_timeout_s)
         # Elsewhere they import and load side by side.
-        engines = [self._start_engine(index) for index in range(fleet.vllm_num_engines)]
+        engines = [self._start_engine(index) for index in range(shape.num_engines)]
         self.learners.wait_ready(fleet.step_timeout_s)
         console.say(f"learners have loaded the model after {time.monotonic() - began_s:.0f} s")
         for engine in engines:
@@ -134,12 +138,13 @@ class Fleet:
         return engines
 
     def _make_engine(self, index: int) -> RayEngine:
-        engine = self._start_engine(index)
-        try:
-            engine.wait_ready(self.run.config.fleet.engine_timeout_s)
-        except BaseException:
-            engine.kill()  # the next one needs its place
-            raise
+        with self.publisher.engine_start():
+            engine = self._start_engine(index)
+            try:
+                engine.wait_ready(self.run.config.fleet.engine_timeout_s)
+            except BaseException:
+                engine.kill()  # the next one needs its place
+                raise
         return engine
 
     def _start_engine(self, index: int) -> RayEngine:
@@ -166,6 +171,11 @@ class Fleet:
             environment |= share_threads(
                 placement.shape.num_cpu_slots - placement.shape.num_learners
             )
+        elif placement.shape.takes_turns and not placement.shape.shares_device:
+            gpu_ids = self.learners.find_gpu_ids(
+                placement.first_rank(index), placement.shape.devices_per_engine
+            )
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpu_ids)
         return RayEngine(
             index, settings, placement, environment={**environment, **self._environment}
         )
@@ -216,28 +226,27 @@ def start_fleet(learner_class: type[LearnerProcess], run: RolloutRun) -> Iterato
         placement = stack.enter_context(
             start_cluster(config.fleet, shape, say=console.say, logs_folder=logs_folder)
         )
-        who = (
-            f"{spell_count(shape.num_learners, 'learner')} and "
-            f"{spell_count(shape.num_engines, 'engine')}"
-        )
-        console.say(f"starting {who}: they load their libraries, then the model")
+        console.say(f"starting {_describe(shape)}: they load their libraries, then the model")
         same_host = placement.whereabouts().share_memory()
         backend = choose_transport(
             config.fleet.weight_sync_backend,
             on_cuda=placement.on_gpus,
             single_device=shape.shares_device,
             same_host=same_host,
+            takes_turns=shape.takes_turns,
         )
         if backend == FOLDER:
             folder = choose_sync_folder(config.fleet.weight_sync_folder, run.directory.path)
             stack.callback(shutil.rmtree, make_folder(folder), ignore_errors=True)
-        sync, why = config.choose_sync(same_host=same_host)
+        # Engines that give up their memory take all weights.
+        sync, why = config.choose_sync(same_host=same_host or shape.takes_turns)
         changes = ""
         if sync == "delta":
             changes = f": what has changed alone, {why}"
         console.say(f"weights go to engines {TRANSPORT_WORDS[backend]}{changes}")
         environment = dict[str, str]()
-        if config.rollout.async_steps > 0 and not placement.on_gpus and same_host:
+        works_at_once = config.rollout.async_steps > 0 and not shape.takes_turns
+        if works_at_once and not placement.on_gpus and same_host:
             # Threads wait for each other in loops: a thread for every core in the learner and in
             # the engine makes both three times as slow (docs/benchmarks.md, "GRPO against TRL").
             environment |= share_threads(shape.num_cpu_slots)
@@ -258,6 +267,14 @@ def start_fleet(learner_class: type[LearnerProcess], run: RolloutRun) -> Iterato
         yield fleet
 
 
+def _describe(shape: FleetShape) -> str:
+    """Who is started: "2 learners and 1 engine"."""
+    learners = spell_count(shape.num_learners, "learner")
+    engines = spell_count(shape.num_engines, "engine")
+    turns = ", in turns on the same devices" if shape.takes_turns else ""
+    return f"{learners} and {engines}{turns}"
+
+
 def try_functions(run: RolloutRun, verifiers: VerifierPool) -> None:
     """Call every reward function once, before anything is started, and say what it is given.
 
@@ -272,7 +289,7 @@ def try_functions(run: RolloutRun, verifiers: VerifierPool) -> None:
 
 def _choose_allocator(placement: Placement, backend: str, console: Console) -> dict[str, str]:
     """The variables of the learners' allocator; says which of the user's settings do not fit."""
-    hands_over_memory = backend == "ipc"
+    hands_over_memory = backend in ("ipc", GATHERED)
     if placement.on_gpus:
         processes = "engines and learners" if hands_over_memory else "engines"
         for name in drop_growing_segments(os.environ):

@@ -4,9 +4,9 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -40,6 +40,7 @@ class WeightPublisher:
         self._dead_new_engines: set[int] = set()  # of these, those that died before
         self._num_new_engines = 0  # ever
         self._is_connected = False
+        self._switch_s = 0.0
         self._channel: dict[str, Any] = {}
         # Set once there is one, which calls `handle_engine_restart` and `handle_engine_failure`.
         self.engines: EnginePool
@@ -52,22 +53,57 @@ class WeightPublisher:
         """While it is entered, no other thread asks the learners for weights."""
         return self._condition
 
+    @contextmanager
+    def learners_turn(self, *, drain: bool = False) -> Iterator[None]:
+        """While it is entered the learners may compute, save or load, and nobody else asks them.
+
+        Where they take turns with engines, these have no weights afterwards, and `version` is None:
+        `publish` gives the devices back to them.
+
+        Args:
+            drain: engines finish their running requests first.
+        """
+        with self._condition:
+            if self._fleet.takes_turns:
+                self._let_learners_work(drain)
+            yield
+
+    @contextmanager
+    def engine_start(self) -> Iterator[None]:
+        """While it is entered an engine may start: no learner has its state on that device."""
+        if not self._fleet.takes_turns:
+            yield
+            return
+        with self._condition:
+            # Of learners that were lost nothing is left there, and the driver restarts them.
+            with suppress(LearnerLost):
+                self._let_engines_work()
+            yield
+
+    def take_switch_seconds(self) -> float:
+        """Seconds that turns have taken since the last call."""
+        seconds = self._switch_s
+        self._switch_s = 0.0
+        return seconds
+
     def publish(self, version: int) -> float:
         """Bring every engine to the learners' weights as `version`; returns the seconds it took.
 
-        If an engine dies meanwhile, this waits for its restart and sends everything again.
+        The seconds of turns are not among them, see `take_switch_seconds`. If an engine dies
+        meanwhile, this waits for its restart and sends everything again.
 
         Raises:
             LearnerLost: a learner died or did not answer.
             RunError: an engine did not answer, and did not come back.
         """
-        began_s = time.monotonic()
         with self._condition:
+            began_s = time.monotonic()
+            switch_s = self._switch_s
             self._learners_version = version
             for attempt in itertools.count():
                 if self._try_to_deliver(attempt):
                     break
-        return time.monotonic() - began_s
+            return time.monotonic() - began_s - (self._switch_s - switch_s)
 
     def handle_engine_restart(self, index: int) -> None:
         """Bring a new engine to the weights of the others.
@@ -117,6 +153,8 @@ class WeightPublisher:
     def handle_learner_restart(self) -> None:
         """Drop the channel: new learners have no end of it, and no weights before `publish`."""
         with self._condition:
+            if self._fleet.takes_turns:
+                self._release_engines(drain=False)  # the new learners load where these are
             self._is_connected = False
             self._learners_version = None
             self.version = None
@@ -160,8 +198,39 @@ class WeightPublisher:
                 raise
             return False
 
+    def _let_learners_work(self, drain: bool) -> None:
+        """Have engines give up their memory, and bring the learners' state to the devices."""
+        began_s = time.monotonic()
+        self.version = None
+        self._release_engines(drain)
+        bringing = self._learners.start(LearnerProcess.move_to_device)
+        bringing.result(self._fleet.step_timeout_s)
+        self._switch_s += time.monotonic() - began_s
+
+    def _let_engines_work(self) -> None:
+        """Bring the learners' state to the host; engines take their memory when they go on."""
+        began_s = time.monotonic()
+        leaving = self._learners.start(LearnerProcess.move_to_host)
+        leaving.result(self._fleet.step_timeout_s)
+        self._switch_s += time.monotonic() - began_s
+
+    def _release_engines(self, drain: bool) -> None:
+        """Have all engines give up weights and cache; the pool starts those again that are dead.
+
+        Raises:
+            RunError: an engine that lives did not.
+        """
+        timeout_s = self._fleet.step_timeout_s if drain else self._fleet.engine_timeout_s
+        calls = self.engines.start_all(timeout_s, Engine.release_memory, drain)
+        errors = {index: call.exception() for index, call in enumerate(calls)}
+        failed = {index for index, error in errors.items() if error is not None}
+        for index in sorted(failed - self.engines.find_silent() if failed else failed):
+            raise RunError(f"engine {index} did not give up its memory: {errors[index]}")
+
     def _deliver(self) -> None:
         timeout_s = self._fleet.weight_sync_timeout_s
+        if self._fleet.takes_turns:
+            self._let_learners_work(self._drain)
         engines = self.engines
         version = self._learners_version
         assert version is not None, "the learners were lost"
@@ -189,6 +258,8 @@ class WeightPublisher:
             engines.call_all(self._fleet.step_timeout_s, Engine.begin_update, self._drain)
         if is_delta:
             engines.call_all(timeout_s, Engine.receive_weights)
+        if self._fleet.takes_turns:
+            self._let_engines_work()
         engines.call_all(timeout_s, Engine.finish_update, version)
         self._is_connected = True
         self.version = version

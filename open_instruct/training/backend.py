@@ -24,6 +24,7 @@ from open_instruct.core.errors import InputError
 from open_instruct.core.text import spell_count
 from open_instruct.models.load import find_parameter_shapes, stream_load
 from open_instruct.models.lora.adapters import add_adapters, fill_adapter
+from open_instruct.models.storages import list_module_tensors, list_nested_tensors
 from open_instruct.models.transformer import SegmentTransformer
 from open_instruct.parallel.data_parallel import set_mesh
 from open_instruct.parallel.status import this_process
@@ -33,7 +34,6 @@ from open_instruct.training.model.host_heap import trim_between_blocks
 from open_instruct.training.model.inputs_on_host import offload_inputs
 from open_instruct.training.optim.optimizers import set_learning_rate
 from open_instruct.training.reference import Reference
-from open_instruct.training.state_mover import list_module_tensors, list_nested_tensors
 
 Metrics = Mapping[str, float | torch.Tensor]
 """Numbers of an update, the same on every rank; a tensor is one not waited for on the host."""

@@ -28,6 +28,7 @@ from open_instruct.models.compiled import FALLBACKS
 from open_instruct.models.heads.logprob_head import Measure
 from open_instruct.models.lora.adapters import disable_adapters
 from open_instruct.models.shards import reshard
+from open_instruct.models.storages import list_module_tensors
 from open_instruct.objectives.objective import BoundLoss, LossOutputs, TokenLogprobs
 from open_instruct.parallel.process import gather_objects
 from open_instruct.parallel.reduce import combine_microbatches, gather_rows, reduce_metrics
@@ -46,7 +47,6 @@ from open_instruct.training.model.routing import (
     record_routing,
 )
 from open_instruct.training.reference import Reference
-from open_instruct.training.state_mover import list_module_tensors
 from open_instruct.training.teacher import TeacherComparison
 
 log = logging.getLogger(__name__)

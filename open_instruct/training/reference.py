@@ -13,10 +13,10 @@ from open_instruct.config.training import LearnerConfig
 from open_instruct.models.hf.names import clean_name
 from open_instruct.models.load import stream_load
 from open_instruct.models.shards import local_part, reshard
+from open_instruct.models.storages import list_module_tensors
 from open_instruct.run.opening import Run
 from open_instruct.run.pretrained import Pretrained
 from open_instruct.training.parallelize import Parallelism, parallelize, plan_frozen
-from open_instruct.training.state_mover import list_module_tensors
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,7 +4,8 @@ A transport carries buckets from the learners to the receivers. It is one file w
 an `Outgoing` for a learner and an `Incoming` for a receiver, and a line in `transports.py`. The
 methods of both are called in this order::
 
-    facts = outgoing.offer()              # on learner 0 alone; the facts travel to all others
+    facts = outgoing.offer_together()     # on all learners
+    facts |= outgoing.offer()             # on learner 0 alone; the facts travel to all others
     outgoing.join(info)                   # before anybody knows who else comes
     outgoing.connect(info, progress)      # once all members have joined
     outgoing.put(position, bucket, ...)   # the buckets of one version after another
@@ -67,6 +68,16 @@ class Outgoing(ChannelEnd):
 
     This class itself sends nothing: it serves learners whose parts another copy of the model sends.
     """
+
+    serves_all = False
+    """Whether all learners have such an end, also those whose parts another copy sends."""
+
+    def offer_together(self) -> dict[str, Any]:
+        """Make what a receiver of one's own connects to; returns facts, the same on all learners.
+
+        Collective.
+        """
+        return {}
 
     def offer(self) -> dict[str, Any]:
         """On learner 0: make what the others connect to; returns the facts that they need."""

@@ -16,6 +16,7 @@ from open_instruct.core.errors import RunError
 from open_instruct.models.shards import join_slabs
 from open_instruct.weight_sync.changes import Mirror, build_change_bucket, build_change_manifest
 from open_instruct.weight_sync.channel import CPU, wait_for_device
+from open_instruct.weight_sync.engine_memory import EngineMemory
 from open_instruct.weight_sync.folder import FolderWeights
 from open_instruct.weight_sync.manifest import Manifest, WeightManifest
 from open_instruct.weight_sync.progress import (
@@ -211,7 +212,7 @@ def open_incoming(
     return IncomingWeights(info, index=index, device=device)
 
 
-class WeightReceiver:
+class WeightReceiver(EngineMemory):
     """Methods that vLLM adds to its worker class (`worker_extension_cls`); `self` is the worker.
 
     `Engine` calls them between two steps: `open_channel` once, then `start_update`,

@@ -123,7 +123,7 @@ class WeightSender:
         """
         self.close()
         make_outgoing, _ = TRANSPORTS[self._backend]
-        if self._rank not in self.manifest.ranks:
+        if self._rank not in self.manifest.ranks and not make_outgoing.serves_all:
             make_outgoing = Outgoing
         self._sent_parts = None
         travelling: Manifest = self.manifest
@@ -131,7 +131,9 @@ class WeightSender:
             self._sent_parts = SentParts(self.manifest, rank=self._rank)
             travelling = build_change_manifest(self.manifest)
         self._outgoing = make_outgoing(travelling, index=self._rank, device=self._device)
+        facts = self._outgoing.offer_together()
         info: dict[str, Any] = run_on_main_process(partial(self._offer, num_receivers))
+        info |= facts
         self._info = info
         self._receivers = list_receivers(info)
         if self._rank != HOST_RANK:

@@ -4,6 +4,7 @@ from open_instruct.cluster.watchdog import SHARED_MEMORY
 from open_instruct.core.errors import InputError
 from open_instruct.weight_sync.broadcasts import PartBroadcaster, PartReceiver
 from open_instruct.weight_sync.channel import Incoming, Outgoing
+from open_instruct.weight_sync.gathered_slots import GatheredReader, GatheringWriter
 from open_instruct.weight_sync.slots import SlotReader, SlotWriter
 
 TRANSPORTS: dict[str, tuple[type[Outgoing], type[Incoming]]] = {
@@ -11,19 +12,24 @@ TRANSPORTS: dict[str, tuple[type[Outgoing], type[Incoming]]] = {
     "gloo": (PartBroadcaster, PartReceiver),
     "ipc": (SlotWriter, SlotReader),
     "shm": (SlotWriter, SlotReader),
+    "gathered": (GatheringWriter, GatheredReader),
 }
-"""The classes of both ends, by the values of `--weight_sync_backend`."""
+"""The classes of both ends, by the values of `--weight_sync_backend`; and `GATHERED`."""
+
+GATHERED = "gathered"
+"""What "ipc" is where learners and engines take turns on several GPUs."""
 
 TRANSPORT_WORDS = {
     "nccl": "over NCCL",
     "gloo": "over gloo",
     "ipc": "by CUDA IPC",
+    "gathered": "by CUDA IPC, gathered on each GPU",
     "shm": "by shared memory",
     "files": "by files in a folder",
 }
 """How weights go to engines, in a sentence."""
 
-ON_DEVICE = ("nccl", "ipc")
+ON_DEVICE = ("nccl", "ipc", GATHERED)
 """Transports from CUDA device to CUDA device; the others go through the CPU."""
 
 FOLDER = "files"
@@ -36,6 +42,7 @@ def choose_transport(
     on_cuda: bool,
     single_device: bool,
     same_host: bool,
+    takes_turns: bool = False,
 ) -> str:
     """The transport that `--weight_sync_backend` stands for.
 
@@ -44,10 +51,13 @@ def choose_transport(
         on_cuda: learners and engines have GPUs.
         single_device: one learner and one engine share one device.
         same_host: every learner and every engine is on one host. Known once they are placed.
+        takes_turns: every engine is on the devices of learners.
 
     Raises:
         InputError: it cannot work; says why, and what would.
     """
+    if takes_turns and on_cuda and not single_device and flag in ("auto", "ipc"):
+        return GATHERED
     if flag == "auto" and on_cuda:
         return "ipc" if single_device else "nccl"
     if flag == "auto":
@@ -56,7 +66,10 @@ def choose_transport(
     if flag in ON_DEVICE and not on_cuda:
         problem = "there is no CUDA device; use auto, shm or gloo"
     elif flag == "ipc" and not single_device:
-        problem = "learner and engine share a device only with --single_gpu_mode; use auto or nccl"
+        problem = (
+            "learner and engine share a device only with --placement shared or "
+            "--single_gpu_mode; use auto or nccl"
+        )
     elif flag == "nccl" and single_device:
         problem = (
             "needs a GPU for each process, and --single_gpu_mode has one for both; use auto or ipc"

@@ -92,7 +92,7 @@ def alone() -> Iterator[None]:
     import torch.distributed as dist
     from torch.multiprocessing import reductions
 
-    from open_instruct.weight_sync import broadcasts, receiver, sender
+    from open_instruct.weight_sync import broadcasts, gathered_slots, receiver, sender
 
     def exported(tensor: Any) -> Any:
         return None, tuple(tensor if place == 0 else place for place in range(14))
@@ -112,6 +112,7 @@ def alone() -> Iterator[None]:
         patches.enter_context(patch.object(sender, "SyncProgress", MagicMock()))
         patches.enter_context(patch.object(receiver, "SyncProgress", MagicMock()))
         patches.enter_context(patch.object(sender, "run_on_main_process", lambda work: work()))
+        patches.enter_context(patch.object(gathered_slots, "gather_objects", lambda mine: [mine]))
         patches.enter_context(patch.object(reductions, "reduce_tensor", exported))
         patches.enter_context(patch.object(reductions, "rebuild_cuda_tensor", mapped))
         patches.enter_context(patch.object(dist, "ProcessGroupNCCL", FakeNCCL, create=True))
@@ -321,6 +322,13 @@ def placement(folder: Path) -> Any:
             "one device": FleetShape(
                 learners_per_node=(1,), num_engines=1, devices_per_engine=1, shares_device=True
             ),
+            "in turns": FleetShape(
+                learners_per_node=(4,),
+                num_engines=2,
+                devices_per_engine=2,
+                shares_device=False,
+                takes_turns=True,
+            ),
         }.items():
             bundles.clear()
             with place(shape, timeout_s=1, say=print, is_one_machine=shape.shares_device) as places:
@@ -338,6 +346,13 @@ def placement(folder: Path) -> Any:
                 found["sees"] = [
                     LearnerGroup._build_environment(group, rank)["CUDA_VISIBLE_DEVICES"]
                     for rank in (0, 5)
+                ]
+            if name == "in turns":
+                facts = [SimpleNamespace(gpu_ids=(gpu_id,)) for gpu_id in ("10", "2", "7", "3")]
+                group = MagicMock(_placement=places, _facts=facts)
+                found["engines see"] = [
+                    LearnerGroup.find_gpu_ids(group, places.first_rank(index), 2)
+                    for index in (0, 1)
                 ]
     return found
 
@@ -389,16 +404,22 @@ def engine(folder: Path) -> Any:
         dtype="bfloat16",
         max_model_len=64,
         batching=Batching.of(FleetSection(), on_cuda=True, max_model_len=64),
-        fleet=FleetSection(routing_replay="on"),
+        fleet=FleetSection(routing_replay="on", placement="shared"),
         seed=0,
     )
     with pretended_vllm(given), contextlib.suppress(WithArgumentsError):
         VLLMCore(settings)
+    core: Any = MagicMock(_absent_parts=set())
+    VLLMCore.release_memory(core)
+    for part in ("weights", "weights", "kv_cache"):
+        VLLMCore.take_memory(core, part)
     told = (
         *("kv_cache_memory_bytes", "enable_chunked_prefill", "enforce_eager", "async_scheduling"),
         "enable_return_routed_experts",
+        "enable_sleep_mode",
     )
     return {
+        "turns": [[name, [*args], more] for name, args, more in core._engine.method_calls],
         "told": {name: given[name] for name in told},
         "limits_threads": "VLLM_CPU_OMP_THREADS_BIND" in engine_environment(on_cuda=True),
     }
@@ -484,7 +505,7 @@ def resting(folder: Path) -> Any:
     import torch
 
     from open_instruct.training.state_mover import StateMover
-    from tests.fake_cuda.memory import Alive, watching
+    from tests.fake_cuda.memory import Alive, list_state, watching
 
     found: dict[str, Any] = {}
     for name, flags in RESTING.items():
@@ -492,14 +513,7 @@ def resting(folder: Path) -> Any:
         case = Case(f"--compile_model false {flags}", "grpo")
         with watching(alive) as watch, opened(case, folder / name, watch) as (policy, take):
             take()
-            critic = policy.critic
-
-            def list_tensors(policy: Any = policy, critic: Any = critic) -> Iterator[Any]:
-                yield from policy.list_resident_tensors()
-                if critic is not None:
-                    yield from critic.policy.list_resident_tensors()
-
-            mover = StateMover(list_tensors, torch.device("cuda", 0))
+            mover = StateMover(partial(list_state, policy), torch.device("cuda", 0))
             sizes: list[int] = []
             for move in (None, mover.move_to_host, mover.move_to_device):
                 if move is not None:
@@ -558,7 +572,10 @@ def plans(folder: Path) -> Any:
 
 BRANCHES: dict[str, Callable[[Path], Any]] = {
     "host_copies": host_copies,
-    **{f"weights_{way}": partial(weights, way) for way in ("nccl", "ipc", "gloo", "shm")},
+    **{
+        f"weights_{way}": partial(weights, way)
+        for way in ("nccl", "ipc", "gathered", "gloo", "shm")
+    },
     **{
         f"weights_{way}_of_the_host": partial(weights, way, flags="--offload")
         for way in ("nccl", "ipc", "shm")

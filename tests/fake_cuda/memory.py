@@ -17,6 +17,7 @@ import tempfile
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -39,6 +40,8 @@ PROMPT = 512
 BLOCK_BYTES = 512
 """CUDA's allocator hands out no less."""
 PHASES = ("critic", "forward", "backward", "optimizer step")  # the first where there is one
+MOVED = "moved"
+"""Of GRPO: the state that is on the device between steps, and leaves it for an engine's turn."""
 NO_TENSORS = ("scratch of kernels", "CUDA and libraries")
 """What a plan counts besides tensors, and no trace shows."""
 OLMO, QWEN, LLAMA = "allenai/Olmo-3-1025-7B", "Qwen/Qwen3-8B", "meta-llama/Llama-3.1-8B"
@@ -127,6 +130,7 @@ class TracedCase(Case):
         """Bytes of each phase, by the plan of the same flags."""
         from open_instruct.commands.plan import parse_request
         from open_instruct.planning.memory import block
+        from open_instruct.planning.placements import find_placement
         from open_instruct.planning.plan import make_plan
 
         config = folder / "config.json"
@@ -142,12 +146,15 @@ class TracedCase(Case):
         # Without what attention's kernel needs, the worst moment of a backward pass may be another
         # one.
         with patch.object(block, "attention_scratch", lambda **_: 0):
-            phases = make_plan(parse_request([self.objective, *words]).setting).phases
-        return {
+            plan = make_plan(parse_request([self.objective, *words]).setting)
+        found = {
             phase.name: sum(size for part, size in phase.parts if part not in NO_TENSORS)
-            for phase in phases
+            for phase in plan.phases
             if phase.name in PHASES
         }
+        if self.objective == "grpo":
+            found[MOVED] = find_placement(plan).moved_bytes
+        return found
 
 
 def _after(words: Sequence[str]) -> list[tuple[str, str]]:
@@ -307,7 +314,12 @@ def watching(alive: Alive) -> Iterator[Any]:
 
 def traced(case: Case, folder: Path) -> dict[str, int]:
     """The most bytes alive in each phase of the last step."""
+    import torch
+
+    from open_instruct.training.state_mover import StateMover
+
     alive = Alive()
+    moved: dict[str, int] = {}
     with watching(alive) as watch, opened(case, folder, watch) as (policy, take):
         taken = 0
 
@@ -329,8 +341,18 @@ def traced(case: Case, folder: Path) -> dict[str, int]:
             critic.add_advantages = watched("critic", critic.add_advantages)
             critic.learn = watched("critic", critic.learn)
         take()
+        if case.objective == "grpo":
+            mover = StateMover(partial(list_state, policy), torch.device("cuda", 0))
+            moved[MOVED] = mover.move_to_host().num_bytes
     most = {phase: alive.most.get(f"{phase} {taken - 1}") for phase in PHASES}
-    return {phase: num_bytes for phase, num_bytes in most.items() if num_bytes is not None}
+    return {phase: num_bytes for phase, num_bytes in most.items() if num_bytes is not None} | moved
+
+
+def list_state(policy: Any) -> Iterator[Any]:
+    """All tensors of a GRPO learner that stay from step to step."""
+    yield from policy.list_resident_tensors()
+    if policy.critic is not None:
+        yield from policy.critic.policy.list_resident_tensors()
 
 
 def compared(names: Sequence[str]) -> dict[str, Any]:

@@ -33,6 +33,12 @@ FOUND: dict[str, Any] = {
         "sent": [],
         "waits": ["synchronize()"],
     },
+    "weights_gathered": {
+        "is_all": True,
+        "kinds": ["torch.bfloat16 cuda:0"],
+        "sent": [],
+        "waits": ["synchronize()"],
+    },
     "weights_gloo": {
         "is_all": True,
         "kinds": ["torch.bfloat16 cpu"],
@@ -75,6 +81,8 @@ FOUND: dict[str, Any] = {
             *([1, 1], [1, 2]),  # CPUs and GPUs of a learner, and of an engine
         ],
         "one device": [["PACK", [{"GPU": 1, "CPU": 2}]], [1, 0.5], [1, 0.5]],
+        "in turns": [["STRICT_SPREAD", [{"GPU": 4, "CPU": 8}]], [1, 1], [1, 0]],
+        "engines see": [["2", "3"], ["7", "10"]],
         "missing": "asked: nodes of 2 and 4 GPUs for learners, and 2 engines of 2 GPUs; the cluster has "
         "2 nodes of 4 "
         "GPUs, of which 3 are free",
@@ -89,7 +97,13 @@ FOUND: dict[str, Any] = {
             "enforce_eager": False,
             "async_scheduling": True,
             "enable_return_routed_experts": True,
+            "enable_sleep_mode": True,
         },
+        "turns": [
+            ["sleep", [], {"level": 2, "mode": "keep"}],
+            ["wake_up", [["weights"]], {}],
+            ["wake_up", [["kv_cache"]], {}],
+        ],
         "limits_threads": False,
     },
     "talking": {

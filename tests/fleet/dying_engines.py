@@ -19,6 +19,8 @@ VARIABLE = "DEATHS_OF_ENGINES"
 
 PHASES_OF_WHOLE_WEIGHTS = ("begin", "join", "take", "load", "finish")
 PHASES_OF_CHANGES = ("stage", "begin", "load", "finish")
+PHASES_OF_TURNS = ("release", "load", "retake")
+"""An engine has given up its memory; has some weights of the next version; has its cache again."""
 
 
 def write_deaths(folder: Path, phases: Sequence[str]) -> dict[str, str]:
@@ -49,8 +51,12 @@ def die_in(phase: str) -> None:
     if not is_due(phase):
         return
     due = sorted(Path(os.environ[VARIABLE]).glob("[0-9]-*"))[0]
-    due.with_name(f"died-{due.name}").write_text(str(time.time()))
-    due.unlink()
+    died = due.with_name(f"died-{due.name}")
+    try:
+        due.rename(died)
+    except FileNotFoundError:  # another engine was quicker
+        return
+    died.write_text(str(time.time()))
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -110,6 +116,22 @@ def arm_engines() -> None:
                 die_in("take")  # a bucket has come, and nothing of it is loaded
             yield load_or_die(weights) if carries_changes(self) else weights
 
+    release, take_memory = WeightReceiver.release_memory, WeightReceiver.take_memory
+
+    @wraps(release)
+    def release_or_die(self: Any) -> int:
+        num_bytes = release(self)
+        die_in("release")
+        return num_bytes
+
+    @wraps(take_memory)
+    def take_memory_or_die(self: Any, part: Any) -> None:
+        take_memory(self, part)
+        if part == "kv_cache":
+            die_in("retake")
+
+    WeightReceiver.release_memory = release_or_die  # type: ignore[method-assign]
+    WeightReceiver.take_memory = take_memory_or_die  # type: ignore[method-assign]
     IncomingWeights.stage = stage_or_die  # type: ignore[method-assign]
     IncomingWeights.buckets = buckets_or_die  # type: ignore[method-assign]
     WeightReceiver.open_channel = join_or_die  # type: ignore[method-assign]

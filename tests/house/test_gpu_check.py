@@ -333,7 +333,7 @@ import sys
 from pathlib import Path
 from gpu_check import one
 folder = Path(sys.argv[1])
-for name in ("versions", "attention_speed", "waits", "handing_over"):
+for name in ("versions", "attention_speed", "waits", "handing_over", "resting"):
     (folder / name).mkdir()
     sys.argv[1:] = [f"gpu_check.checks.{name}", "--result", str(folder / f"{name}.json")]
     sys.argv += ["--work", str(folder / name), "--rehearse"]

@@ -61,6 +61,8 @@ CASES: dict[int, list[tuple[Any, ...]]] = {
     2: [
         ("olmo2", FSDP_2, "shm", "bfloat16"),
         ("qwen3", FSDP_2, "gloo", "bfloat16"),
+        ("olmo2", FSDP_2, "gathered", "bfloat16"),
+        ("qwen2", "ranges", "gathered", "float32"),
         ("llama", TP_2, "shm", "float32"),
         ("olmo3", TP_2, "gloo", "float32"),
         ("olmo2", "ranges", "shm", "bfloat16"),
@@ -78,6 +80,8 @@ CASES: dict[int, list[tuple[Any, ...]]] = {
     4: [
         ("llama", HSDP_2X2, "gloo", "bfloat16"),
         ("olmo3", HSDP_2X2, "shm", "float32"),
+        ("olmo3", HSDP_2X2, "gathered", "bfloat16"),
+        ("qwen3_moe", HSDP_2X2 | EXPERTS, "gathered", "float32"),
         ("qwen3", FSDP_2_TP_2, "shm", "bfloat16"),
         ("qwen2", FSDP_2_TP_2, "gloo", "float32"),
         ("olmo2", CONTEXT_2_REPLICAS_2, "gloo", "float32"),

@@ -91,6 +91,7 @@ class FakeCore:
         self.version = 0
         self.is_closed = False
         self.is_ahead = False
+        self.absent_parts: set[str] = set()
         self._on_the_way: dict[int, Completion] = {}
         self._running: dict[int, tuple[GenerationRequest, list[int]]] = {}
         self._allowed: threading.Semaphore | None = None
@@ -125,6 +126,7 @@ class FakeCore:
         del self._running[key]
 
     def step(self) -> Mapping[int, Completion]:
+        assert not self.absent_parts, "it computes without weights or cache"
         self.num_steps_begun += 1
         if self._allowed is not None:
             assert self._allowed.acquire(timeout=TIMEOUT_S)
@@ -158,6 +160,15 @@ class FakeCore:
     def weights_changed(self, version: int) -> None:
         self._note("weights_changed", version)
         self.version = version
+
+    def release_memory(self) -> None:
+        self._note("release_memory")
+        self.absent_parts = {"weights", "kv_cache"}
+
+    def take_memory(self, part: str) -> None:
+        if part in self.absent_parts:
+            self._note("take_memory", part)
+            self.absent_parts.remove(part)
 
     def close(self) -> None:
         self.is_closed = True

@@ -1,5 +1,5 @@
-"""GRPO with vLLM engines of one and of two devices: after every sync, engines' log-probs against
-the learners'.
+"""GRPO with vLLM engines of one device, of two, and in turns with the learners: after every
+sync, engines' log-probs against the learners'.
 
 On GPUs the engines have vLLM's V2 model runner and schedule ahead, and the second run changes
 weights in the midst of completions. vLLM's CPU build, which the rehearsal takes, has the V1 runner
@@ -23,15 +23,18 @@ from open_instruct.rl.traces import read_traces
 MOST_APART = 1e-2
 """Nats that a token's log-probs may be apart on average, in bfloat16."""
 NUM_LEARNERS, NUM_STEPS = 2, 4
+IN_TURNS = "in turns with the learners"
 PROMPTS_A_STEP, GROUP = 8, 4
-# Devices of the engine, and flags. Where weights change within completions, steps are so small that
-# rounding is more.
+# Devices of all engines beside those of learners, and flags. Where weights change within
+# completions, steps are so small that rounding is more.
 WAYS: dict[str, tuple[int, str]] = {
-    "one device": (1, "--async_steps 0 --learning_rate 1e-4"),
+    "one device": (1, "--async_steps 0 --learning_rate 1e-4 --vllm_num_engines 1"),
     "two devices, updates in flight": (
         2,
-        "--async_steps 1 --inflight_updates true --learning_rate 1e-6",
+        "--async_steps 1 --inflight_updates true --learning_rate 1e-6 --vllm_num_engines 1 "
+        "--vllm_tensor_parallel_size 2",
     ),
+    IN_TURNS: (0, "--async_steps 0 --learning_rate 1e-4 --placement shared"),
 }
 
 
@@ -49,7 +52,7 @@ def check(findings: Findings, work: Path, rehearse: bool) -> None:
     )
     common = f"""
         --model_name_or_path {model} --dataset_mixer_list {prompts} 1.0 --verifier gpu_check.digits:share_of_digits
-        --num_learners_per_node {NUM_LEARNERS} --vllm_num_engines 1 --param_dtype bfloat16 --lr_scheduler_type constant
+        --num_learners_per_node {NUM_LEARNERS} --param_dtype bfloat16 --lr_scheduler_type constant
         --warmup_ratio 0 --num_unique_prompts_rollout {PROMPTS_A_STEP} --num_samples_per_prompt_rollout {GROUP}
         --total_episodes {NUM_STEPS * PROMPTS_A_STEP * GROUP} --max_prompt_token_length 32 --save_traces true
         --response_length {16 if rehearse else 256} --vllm_kv_cache_mib {32 if rehearse else 2048}
@@ -58,13 +61,11 @@ def check(findings: Findings, work: Path, rehearse: bool) -> None:
     running: dict[str, subprocess.Popen[bytes]] = {}
     first_device = 0
     for number, (name, (size, flags)) in enumerate(WAYS.items()):
-        own = [
-            "--vllm_tensor_parallel_size",
-            str(size),
-            "--output_dir",
-            str(work / str(number)),
-            *flags.split(),
-        ]
+        own = ["--output_dir", str(work / str(number)), *flags.split()]
+        if name == IN_TURNS:  # on devices that the others have left
+            for each in running.values():
+                each.wait()
+            first_device = 0
         running[name] = start(
             [*common, *own],
             first_device=first_device,

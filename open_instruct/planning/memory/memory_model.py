@@ -368,9 +368,8 @@ class MemoryModel:
     def weight_sync(self) -> Moment:
         """Memory of two buckets: one is filled while another travels.
 
-        Source: `WeightManifest` and `PartBroadcaster`. A rank has its own part of each. Over shared
-        memory of the host nothing more is on a GPU; where learner and engine share one (ipc), the
-        slots hold whole buckets. Adapters that travel alone are scaled first.
+        A rank has its own part of each, or all beside an engine (ipc); through the host's memory
+        nothing more is on a GPU. Adapters that travel alone are scaled first.
         """
         parts = self.resident_parts(self.reduced_gradients)
         if self.workload.sends_adapter:
@@ -379,7 +378,8 @@ class MemoryModel:
             parts |= self._merging()
         if self.workload.sync_backend not in ("shm", "files"):
             buckets = sync_buckets(self.shape, self.layout, self.workload)
-            parts[BUFFERS] += NUM_SYNC_SLOTS * max(own_bytes for own_bytes, _ in buckets)
+            holds_all = self.workload.sync_backend == "ipc"
+            parts[BUFFERS] += NUM_SYNC_SLOTS * max(sizes[holds_all] for sizes in buckets)
         return parts
 
     def export(self) -> Moment:

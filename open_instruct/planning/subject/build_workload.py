@@ -19,6 +19,7 @@ from open_instruct.models.hf.head_kinds import HEAD_SIZES, check_head
 from open_instruct.objectives.objective import Objective
 from open_instruct.objectives.policy_gradient import chooses_tokens, measures_entropy
 from open_instruct.objectives.registry import list_objectives, load_objective
+from open_instruct.parallel.engines import count_engines
 from open_instruct.planning.subject.model import Adapters, ModelShape
 from open_instruct.planning.subject.read_shape import BYTES_OF_DTYPE, model_shape
 from open_instruct.planning.subject.workload import MIB, Scoring, Workload
@@ -222,7 +223,8 @@ def _rollout_workload(
     )
     sync_backend = fleet.weight_sync_backend
     if sync_backend == "auto":
-        sync_backend = "ipc" if config.parallel.single_gpu_mode else "nccl"
+        is_on_device = config.parallel.single_gpu_mode or fleet.takes_turns
+        sync_backend = "ipc" if is_on_device else "nccl"
     critic = None
     if config.rollout.has_critic:
         critic = _critic(config.critic, loss, shape)
@@ -241,7 +243,7 @@ def _rollout_workload(
         temperature=config.rollout.temperature,
         records_entropy=measures_entropy(loss),
         num_values=1 + measures_entropy(loss),
-        num_engines=fleet.vllm_num_engines,
+        num_engines=count_engines(fleet, sum(config.parallel.num_learners_per_node)),
         shares_device=config.parallel.single_gpu_mode,
         engine_tensor_degree=fleet.vllm_tensor_parallel_size,
         sync_backend=sync_backend,

@@ -16,11 +16,11 @@ from torch import nn
 from open_instruct.models.box_files import Part
 from open_instruct.models.hf.names import clean_name
 from open_instruct.models.shards import flat_shard
+from open_instruct.models.storages import list_nested_tensors
 from open_instruct.models.transformer import SegmentTransformer
 from open_instruct.parallel.process import gather_objects
 from open_instruct.training.deepspeed.library import deepspeed
 from open_instruct.training.deepspeed.split_matrices import UNCUT, Cut, split_matrices
-from open_instruct.training.state_mover import list_nested_tensors
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 

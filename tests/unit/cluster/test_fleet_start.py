@@ -38,9 +38,15 @@ class Started:
         self.learners = options
         return SimpleNamespace(
             wait_ready=lambda timeout_s: self.events.append("learners are ready"),
+            start=self.call_learners,
+            find_gpu_ids=lambda rank, count: [str(10 + rank + each) for each in range(count)],
             shutdown=lambda: None,
             pids=list,
         )
+
+    def call_learners(self, method: Any) -> Any:
+        self.events.append(method.__name__)
+        return SimpleNamespace(result=lambda timeout_s: [None])
 
     def engine(
         self, index: int, settings: Any, placement: Any, *, environment: dict[str, str]
@@ -60,6 +66,7 @@ def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
             on_gpus=on_gpus,
             whereabouts=lambda: where,
             shape=FleetShape.of(config.fleet, config.parallel),
+            first_rank=lambda index: index * config.fleet.vllm_tensor_parallel_size,
         )
         monkeypatch.setattr(fleet, "start_cluster", lambda *args, **kwargs: nullcontext(placement))
         monkeypatch.setattr(fleet, "LearnerGroup", it.learner_group)
@@ -113,6 +120,29 @@ def test_engines_start_beside_learners_whose_memory_grows_on_other_devices(start
         assert STAYS.items() <= environment.items()
         assert settings.batching.schedules_ahead
         assert settings.batching.max_num_seqs == 256
+
+
+def test_engines_that_take_turns_begin_on_the_gpus_that_learners_have_left(started: Any) -> None:
+    flags = "--placement shared --num_learners_per_node 4 --vllm_tensor_parallel_size 2"
+    it = started(*flags.split())
+    assert it.events[:5] == [
+        "learners begin",
+        "learners are ready",
+        "move_to_host",
+        "engine begins",
+        "engine begins",
+    ]
+    assert it.learners["arguments"]["weight_sync_backend"] == "gathered"
+    assert it.learners["environment"] == STAYS
+    seen = [environment["CUDA_VISIBLE_DEVICES"] for _, environment in it.engines]
+    assert seen == ["10,11", "12,13"]
+
+
+def test_engines_that_take_turns_on_a_cpu_have_shared_memory_for_weights(started: Any) -> None:
+    it = started("--placement", "shared", "--num_learners_per_node", "2", on_gpus=False)
+    assert it.events.count("engine begins") == 2
+    assert it.learners["arguments"]["weight_sync_backend"] == "shm"
+    assert all("CUDA_VISIBLE_DEVICES" not in environment for _, environment in it.engines)
 
 
 @pytest.mark.parametrize("flags", ["--vllm_num_engines 2", "--single_gpu_mode"])

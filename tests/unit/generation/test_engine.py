@@ -235,6 +235,33 @@ class TestUpdate:
         engine.finish_update(2)
         assert poll_all(engine, 1)[1].versions == (2, 2, 2)
 
+    def test_memory_given_up_between_steps_is_taken_again_with_the_next_weights(
+        self, engine: Engine, core: FakeCore
+    ) -> None:
+        core.hold()
+        engine.begin({0: request(0, num_tokens=3)})
+        eventually(lambda: core.num_steps_begun == 1)
+        released = meanwhile(engine.release_memory, False)
+        eventually(lambda: engine._calls)
+        core.release()
+        released.result(TIMEOUT_S)
+        num_steps = core.num_steps_begun
+        engine.begin({1: request(1, num_tokens=2)})  # waits
+        engine.release_memory(True)  # nothing more to give up, and nothing that could be finished
+        engine.open_channel({})
+        engine.begin_update(True)
+        assert core.num_steps_begun == num_steps
+        engine.receive_weights()
+        engine.finish_update(4)
+        told = poll_all(engine, 2)
+        assert told[0].versions == (0, 4, 4) and told[1].versions == (4, 4)
+        parts = [call for call in core.calls if call[0] in ("release_memory", "take_memory")]
+        assert parts == [
+            ("release_memory",),
+            ("take_memory", "weights"),
+            ("take_memory", "kv_cache"),
+        ]
+
     def test_weights_that_did_not_come_may_come_again(self, engine: Engine, core: FakeCore) -> None:
         core.failures["receive_weights"] = RunError("learner 0 failed")
         with held_after(engine, core, 1, request(1, num_tokens=4)):

@@ -109,8 +109,9 @@ def test_sections_of_a_file_are_refused_as_such(tmp_path: Path) -> None:
         ("grpo", "actor_num_nodes", "8 8"),
         ("grpo", "train_batch_size", "--num_unique_prompts_rollout"),
         ("grpo", "remote_rm_url", "FILE.py:FUNCTION"),
-        ("grpo", "vllm_mode", "GPUs of their own"),
-        ("grpo", "colocate_all_models", "GPUs of their own"),
+        ("grpo", "vllm_mode", "--placement shared"),
+        ("grpo", "colocate", "take turns"),
+        ("grpo", "offload_rollout", "give up their memory"),
     ],
 )
 def test_flag_that_means_something_else_is_answered_with_what_it_means_here(

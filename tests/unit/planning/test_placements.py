@@ -15,8 +15,10 @@ from open_instruct.planning.engine_time import (
     EngineWork,
 )
 from open_instruct.planning.placements import Placement, PlacementChoice, list_placements
+from open_instruct.planning.start_check import check_plan
 from open_instruct.planning.subject.devices import find_device
 from open_instruct.planning.subject.read_shape import model_shape
+from open_instruct.report.run_forms import parse_plan
 
 SEVEN, THIRTY_TWO = "allenai/Olmo-3-1025-7B", "allenai/Olmo-3-1125-32B"
 ROLLOUTS = (
@@ -175,6 +177,30 @@ def test_slow_engines_make_sharing_the_faster() -> None:
     assert 0 < split.idle_share < 1
 
 
+@pytest.mark.parametrize(("flags", "names"), [("", 3), ("--placement shared", 4)])
+def test_run_on_gpus_leaves_the_seconds_that_were_planned(flags: str, names: int) -> None:
+    config = parse_request(words_of(SEVEN, f"--gpus_per_node 8 {flags}")).setting.config
+    found = check_plan(
+        replace(config),
+        [8],
+        model_folder=SEVEN,
+        memory_bytes=80 << 30,
+        on_cuda=True,
+    )
+    metrics = ["generate", "train", "sync", "switch"][:names]
+    assert list(found.memory["seconds"]) == metrics
+    assert min(found.memory["seconds"].values()) > 0
+    assert parse_plan(json.dumps(found.memory).encode()).seconds == found.memory["seconds"]
+    on_cpu = check_plan(
+        replace(config),
+        [8],
+        model_folder=SEVEN,
+        memory_bytes=80 << 30,
+        on_cuda=False,
+    )
+    assert "seconds" not in on_cpu.memory
+
+
 def test_placement_asked_for_is_planned_though_another_is_faster() -> None:
     choice = choice_of(SEVEN, "--gpus_per_node 8 --placement split")
     assert choice.chosen.kind == "split"
@@ -194,7 +220,7 @@ def test_json_has_all_kinds_and_marks_the_one_that_is_taken(
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
-        ("dpo --model_name_or_path {} --gpus_per_node 8 --placement auto", "only GRPO has engines"),
+        ("dpo --model_name_or_path {} --gpus_per_node 8 --placement auto", "--placement"),
         ("grpo --model_name_or_path {} --gpus_per_node 1 --placement split", "fewer sharding"),
     ],
 )

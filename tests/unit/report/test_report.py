@@ -329,6 +329,15 @@ class TestPage:
             and "the run left no plan" in " ".join(words.split()).lower()
         )
 
+    def test_planned_seconds_stand_beside_those_that_were_taken(self, run: Path) -> None:
+        plan = json.loads((run / "plan.json").read_text())
+        assert "was planned to take" not in " ".join(page_of(run).words)
+        plan["seconds"] = {"generate": 0.75, "train": 1.5, "switch": 0.25}
+        (run / "plan.json").write_text(json.dumps(plan))
+        words = " ".join(" ".join(page_of(run).words).split())
+        assert "generate 750 ms (took 1.00 s)," in words
+        assert "train 1.50 s (took 2.00 s), switch 250 ms." in words
+
     @pytest.mark.parametrize(
         ("layout", "plan"),
         [

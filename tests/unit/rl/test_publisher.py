@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import pytest
 
@@ -19,7 +19,13 @@ from open_instruct.core.errors import RunError
 from open_instruct.generation.engine_pool import EnginePool
 from open_instruct.rl import publisher as publisher_module
 from open_instruct.rl.publisher import WeightPublisher
-from tests.unit.fake_engine import TIMEOUT_S, InProcessEngine, eventually, request
+from tests.unit.fake_engine import (
+    TIMEOUT_S,
+    InProcessEngine,
+    eventually,
+    meanwhile,
+    request,
+)
 
 SEND = "broadcast_to_vllm"
 DENSE = {"port": 7, "backend": "shm", "changes_alone": False}
@@ -66,8 +72,10 @@ class Stage:
         drain: bool = False,
         tensor_size: int = 1,
         channel: dict[str, Any] = DENSE,
+        placement: Literal["split", "shared"] = "split",
     ) -> None:
         self.calls: list[tuple[Any, ...]] = []
+        self.takes_turns = placement == "shared"
         self.learners = FakeLearners(self.calls, channel)
         self.made = [InProcessEngine(f"engine {index}") for index in range(num_engines)]
         for engine in self.made:
@@ -81,6 +89,7 @@ class Stage:
             engine_timeout_s=int(TIMEOUT_S),
             weight_sync_timeout_s=int(TIMEOUT_S),
             vllm_tensor_parallel_size=tensor_size,
+            placement=placement,
         )
         self.publisher = WeightPublisher(
             cast(LearnerGroup[LearnerProcess], self.learners), fleet, drain=drain
@@ -110,7 +119,10 @@ class Stage:
 
     def _make(self, index: int) -> InProcessEngine:
         assert self.may_be_made.wait(TIMEOUT_S)
-        engine = InProcessEngine(f"engine {index}")
+        with self.publisher.engine_start():
+            if self.takes_turns:
+                self.calls.append(("engine starts",))
+            engine = InProcessEngine(f"engine {index}")
         if self.failing_restarts:
             self.failing_restarts.pop(0)(engine)
         self.made.append(engine)
@@ -534,3 +546,101 @@ class TestLearnerDies:
             it.publisher.handle_learner_restart()
             it.publish(2)
             assert {it.generates() for _ in range(8)} == {(2, 2, 2)}
+
+
+# Learners and engines in turns
+
+
+TURN = ["settle", "release_memory", "move_to_device"]
+
+
+def test_in_turns_engines_give_up_memory_before_learners_come_and_take_it_after_they_left() -> None:
+    with stage(1, placement="shared") as it:
+        with it.publisher.learners_turn():
+            it.calls.append(("learn",))
+            assert it.publisher.version is None
+        assert it.publish(1) >= 0
+        assert it.names() == [
+            *TURN,
+            "learn",
+            "move_to_device",  # where it is
+            "open_weight_channel",
+            "join_weight_channel",
+            "take_memory",
+            "open_channel",
+            "start_update",
+            "broadcast_to_vllm",
+            "receive_weights",
+            "move_to_host",
+            "finish_update",
+            "take_memory",
+            "weights_changed",
+        ]
+        taken = [call[1] for call in it.calls if call[0] == "take_memory"]
+        assert taken == ["weights", "kv_cache"]
+        assert it.publisher.version == 1
+        assert it.publisher.take_switch_seconds() > 0
+        assert it.publisher.take_switch_seconds() == 0
+        assert it.generates() == (1, 1, 1)
+
+
+def test_completion_that_is_interrupted_by_a_turn_goes_on_with_the_new_version() -> None:
+    with stage(1, placement="shared") as it:
+        core = it.made[0].core
+        core.hold()
+        completion = it.pool.submit(request(1, num_tokens=5))
+        eventually(lambda: core.num_steps_begun == 1)
+        turn = meanwhile(it.publish, 1)
+        eventually(lambda: it.made[0].engine._calls)
+        core.release()
+        turn.result(TIMEOUT_S)
+        assert completion.result(TIMEOUT_S).versions == (0, 1, 1, 1, 1)
+
+
+def test_drained_turn_waits_for_completions_that_run() -> None:
+    with stage(1, placement="shared", drain=True) as it:
+        completions = [it.pool.submit(request(number)) for number in range(3)]
+        with it.publisher.learners_turn(drain=True):
+            core = it.made[0].core
+            assert core.absent_parts == {"weights", "kv_cache"}
+        it.publish(1)
+        for completion in completions:
+            assert len(set(completion.result(TIMEOUT_S).versions)) == 1
+
+
+def test_engine_that_dies_at_work_starts_only_when_learners_have_left() -> None:
+    with stage(2, placement="shared") as it:
+        it.publish(1)
+        it.calls.clear()
+        it.made[1].die()
+        eventually(lambda: len(it.made) == 3)
+        eventually(lambda: it.publisher.version == 1 and it.versions == [1, 1])
+        names = it.names()
+        start = names.index("engine starts")
+        assert "move_to_host" in names[:start]
+        # And then all engines take the weights again, in a turn of their own.
+        assert "move_to_device" in names[start:]
+        assert it.generates() == (1, 1, 1)
+
+
+def test_engine_that_dies_in_the_learners_turn_is_replaced_within_the_delivery() -> None:
+    with stage(2, placement="shared") as it:
+        it.publish(1)
+        with it.publisher.learners_turn():
+            it.made[0].die()
+            it.calls.append(("learn",))
+            assert len(it.made) == 2  # nothing starts beside the learners
+        it.publish(2)
+        assert it.versions == [2, 2]
+        assert it.generates() == (2, 2, 2)
+
+
+def test_learners_that_are_lost_in_their_turn_leave_engines_without_memory_until_the_next() -> None:
+    with stage(1, placement="shared") as it:
+        it.publish(1)
+        with it.publisher.learners_turn():
+            pass
+        it.publisher.handle_learner_restart()
+        assert it.made[0].core.absent_parts == {"weights", "kv_cache"}
+        it.publish(1)
+        assert it.generates() == (1, 1, 1)

@@ -8,7 +8,8 @@ import torch
 
 from open_instruct.core.errors import RunError
 from open_instruct.models.box_files import write_tensors
-from open_instruct.training.state_mover import StateMover, list_nested_tensors
+from open_instruct.models.storages import list_nested_tensors
+from open_instruct.training.state_mover import StateMover
 
 CPU = torch.device("cpu")
 

@@ -180,6 +180,15 @@ class TestBackend:
         assert choose_transport("auto", **where) == backend
         assert choose_transport(backend, **where) == backend
 
+    def test_gpus_that_are_shared_in_turns_gather_before_they_hand_over(self) -> None:
+        turns = {"takes_turns": True}
+        for flag in ("auto", "ipc"):
+            assert choose_transport(flag, **GPUS, **turns) == "gathered"
+            assert choose_transport(flag, **ONE_GPU, **turns) == "ipc"
+        assert choose_transport("auto", **ONE_HOST, **turns) == "shm"
+        with refused("conflict", "weight_sync_backend"):
+            choose_transport("ipc", **ONE_HOST, **turns)
+
     def test_choice_is_kept(self) -> None:
         assert choose_transport("gloo", **GPUS) == "gloo"
         assert {
@@ -191,7 +200,7 @@ class TestBackend:
         [
             ("nccl", ONE_HOST, "there is no CUDA device; use auto, shm or gloo"),
             ("ipc", ONE_HOST, "there is no CUDA device"),
-            ("ipc", GPUS, "only with --single_gpu_mode; use auto or nccl"),
+            ("ipc", GPUS, "--single_gpu_mode; use auto or nccl"),
             ("nccl", ONE_GPU, "needs a GPU for each process"),
             ("shm", HOSTS, "on several hosts"),
         ],

@@ -1,0 +1,49 @@
+"""What cannot be of learners and engines on the same GPUs: in turns, or handing memory over."""
+
+from collections.abc import Iterator
+
+from open_instruct.config.flags import spell_value
+from open_instruct.config.fleet_sections import FleetSection, LearnerParallelSection
+from open_instruct.core.errors import problems_of_kind
+
+
+@problems_of_kind("conflict")
+def shared_gpu_problems(
+    fleet: FleetSection, parallel: LearnerParallelSection, *, sends_adapter: bool
+) -> Iterator[str]:
+    """What cannot go with --placement shared, or is for GPUs that are shared alone."""
+    takes_turns = fleet.placement == "shared"
+    if fleet.weight_sync_backend == "ipc" and not (parallel.single_gpu_mode or takes_turns):
+        yield (
+            "--weight_sync_backend ipc hands over memory of one device: it needs "
+            "--placement shared or --single_gpu_mode; use auto"
+        )
+    if not takes_turns:
+        return
+    degree = fleet.vllm_tensor_parallel_size
+    learners = parallel.num_learners_per_node
+    if fleet.vllm_num_engines not in (1, sum(learners) // degree):
+        yield (
+            f"--vllm_num_engines {fleet.vllm_num_engines}: under --placement shared every "
+            "learner's GPU has an engine, or a part of one; leave it out"
+        )
+    if any(number % degree for number in learners):
+        yield (
+            f"--vllm_tensor_parallel_size {degree}: under --placement shared it must divide "
+            f"--num_learners_per_node {spell_value(learners)}, as an engine is on one node's GPUs"
+        )
+    if sends_adapter:
+        yield (
+            "--lora_sync adapter: engines that take turns give up the model beside it too; use "
+            "merged"
+        )
+    if fleet.weight_sync == "delta":
+        yield (
+            "--weight_sync delta: engines that take turns have given up all weights, and take all; "
+            "use auto or dense"
+        )
+    if fleet.weight_sync_backend == "nccl":
+        yield (
+            "--weight_sync_backend nccl needs a GPU for each process, and --placement shared has "
+            "one for a learner and an engine; use auto"
+        )
