@@ -86,15 +86,21 @@ class Placement:
     @cached_property
     def resting_bytes(self) -> int:
         """What a learner has on its GPU while its state is on the host."""
-        parts = self.plan.memory.resident_parts(0)
-        return sum(parts.get(label, 0) for label in STAYS_AT_REST)
+        parts = self._resident_parts
+        in_library = sum(model.buffer_bytes for model in self.plan.models)
+        return sum(parts.get(label, 0) for label in STAYS_AT_REST) - in_library
 
     @cached_property
     def moved_bytes(self) -> int:
         """The state of a learner, which goes to the host and comes back in every step."""
-        parts = self.plan.memory.resident_parts(0)
-        others = sum(parts.get(label, 0) for label in (*STAYS_AT_REST, ENGINE))
-        return sum(parts.values()) - others
+        parts = self._resident_parts
+        return sum(parts.values()) - parts.get(ENGINE, 0) - self.resting_bytes
+
+    @cached_property
+    def _resident_parts(self) -> dict[str, int]:
+        """What a learner has on its device between two steps."""
+        memory = self.plan.memory
+        return memory.resident_parts(memory.idle_gradient_bytes)
 
     @cached_property
     def cache_bytes(self) -> int:

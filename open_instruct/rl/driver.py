@@ -140,7 +140,8 @@ class Driver:
         is_best = self.best is not None and self.best.improves(step, row, is_saved=is_saved)
         if is_saved or is_best:
             self._save(waits=self.cadence.is_last(step))
-            self._return_turn()
+            if not self.cadence.is_last(step):
+                self._return_turn()
 
     def _learn_and_publish(self, work: Sequence[RankStep]) -> dict[str, float]:
         """Take a step and bring its weights to the engines; returns its metrics.
@@ -314,7 +315,7 @@ class Driver:
 
     def _return_turn(self) -> None:
         """Give engines their weights again, where they gave them up for a turn of the learners."""
-        if self.fleet.publisher.version is None and self.step < self.cadence.num_steps:
+        if self.fleet.publisher.version is None:
             with self.view.phase("sending weights"):
                 self.fleet.publisher.publish(self.step)
 

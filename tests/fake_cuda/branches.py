@@ -495,6 +495,7 @@ RESTING = {
     "moments_on_host": "--adam_offload",
     "zero_2": f"{cases.ZERO} 2 --param_dtype bfloat16",
     "zero_3": f"{cases.ZERO} 3 --param_dtype bfloat16",
+    "zero_3_critic": f"{cases.ZERO} 3 --param_dtype bfloat16 --advantages gae",
 }
 
 

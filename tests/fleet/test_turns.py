@@ -63,8 +63,12 @@ def test_engines_and_learners_that_die_in_their_turns_are_replaced(
 def test_completions_of_later_steps_wait_for_the_learners_turn_and_go_on(
     variant: Callable[..., GRPOCase],
 ) -> None:
-    """On ZeRO too: asynchronous steps with engines of two devices, and spare prompts in flight."""
+    """On ZeRO too: asynchronous steps with engines of two devices, spare prompts in flight, and
+    evaluations behind turns of the learners.
+    """
     flags = {
+        "dataset_mixer_eval_list": [variant().prompts, "2"],
+        "local_eval_every": 2,
         "async_steps": 1,
         "num_spare_prompts": 1,
         "response_length": 24,
@@ -77,5 +81,5 @@ def test_completions_of_later_steps_wait_for_the_learners_turn_and_go_on(
     rows = case.rows()
     assert len(rows) == NUM_STEPS
     assert max(row["staleness/max"] for row in rows) == 1
-    # Across versions, the engine's log-probs are those of the weights that sampled.
+    assert [row["step"] for row in rows if "eval/reward" in row] == [2, 4]
     assert all(row["time/switch"] > 0 for row in rows)

@@ -138,6 +138,13 @@ def test_engines_that_take_turns_begin_on_the_gpus_that_learners_have_left(start
     assert seen == ["10,11", "12,13"]
 
 
+def test_one_gpu_may_be_shared_in_turns_too(started: Any) -> None:
+    it = started("--placement", "shared", "--single_gpu_mode")
+    assert it.events[2:4] == ["move_to_host", "engine begins"]
+    assert it.learners["arguments"]["weight_sync_backend"] == "ipc"
+    assert "CUDA_VISIBLE_DEVICES" not in it.engines[0][1]  # each has half of what Ray gives
+
+
 def test_engines_that_take_turns_on_a_cpu_have_shared_memory_for_weights(started: Any) -> None:
     it = started("--placement", "shared", "--num_learners_per_node", "2", on_gpus=False)
     assert it.events.count("engine begins") == 2
