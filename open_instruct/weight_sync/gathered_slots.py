@@ -38,7 +38,8 @@ class GatheringWriter(SlotWriter):
         bucket.pack(flat, find_local, rank=self.index)
         for rank in bucket.parts:
             start, stop = bucket.span(rank)
-            dist.broadcast(flat[start:stop], src=rank)
+            if start < stop:
+                dist.broadcast(flat[start:stop], src=rank)
         wait_for_device(self.device)
         self.progress.report(f"filled/{position}")
 
