@@ -2,6 +2,7 @@
 
 import gzip
 import re
+import tracemalloc
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -24,6 +25,9 @@ from tests.unit.token_folders import Labelled, label, write_token_folder
 
 TOKENIZER = byte_tokenizer()
 EOS = int(TOKENIZER.eos_token_id or 0)
+TOKENS = "token_ids_part_0000.npy"
+MASK = "labels_mask_part_0000.npy"
+BOUNDS = "token_ids_part_0000.csv.gz"
 
 
 def load(
@@ -82,6 +86,31 @@ def test_tokens_stay_in_their_files(folder: Path, cached: dict[str, Any]) -> Non
     assert len(copied) == 0
     assert len(dataset) == 6 and dataset.key(0) == dataset.key(3)
     assert dataset.find_largest_id() == max(max(document.token_ids) for (document,) in dataset)
+
+
+def test_memory_holds_a_document_at_a_time(tmp_path: Path, cached: dict[str, Any]) -> None:
+    """Of files of 12 MB, and of documents that take 24 kB."""
+    num_documents = 1_000
+    length = 4_000
+    folder = tmp_path / "tokens"
+    folder.mkdir()
+    ids_T = np.arange(num_documents * length, dtype=np.uint16) % 250
+    ids_T.tofile(folder / TOKENS)
+    (np.arange(num_documents * length) % length > 1_000).tofile(folder / MASK)
+    lines = (f"{n * length},{(n + 1) * length}" for n in range(num_documents))
+    (folder / BOUNDS).write_bytes(gzip.compress("\n".join(lines).encode()))
+    del ids_T
+    cached |= {"max_seq_length": length // 2}
+    small = write_token_folder(tmp_path / "small", [([10, 11, EOS], [0, 1, 1])])
+    load(small, "1.0", **cached)  # what every data set takes
+    tracemalloc.start()
+    dataset, _ = load(folder, "4", **cached)
+    before, _ = tracemalloc.get_traced_memory()
+    dataset, report = load(folder, "1.0", **cached)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert (len(dataset), report.num_truncated) == (num_documents, num_documents)
+    assert peak - before < 4e6
 
 
 def test_rows_and_token_files_may_be_mixed(
@@ -202,9 +231,6 @@ def save_other_tokenizer(folder: Path) -> None:
     train_tokenizer(["an other text"], vocab_size=270).save_pretrained(folder / "tokenizer")
 
 
-TOKENS = "token_ids_part_0000.npy"
-MASK = "labels_mask_part_0000.npy"
-BOUNDS = "token_ids_part_0000.csv.gz"
 FAULTS: dict[str, tuple[Callable[[Path], None], str, list[str]]] = {
     "another dtype": (save_as_uint32, "conflict", ["uint32", "uint16"]),
     "mask is shorter": (rewrite(MASK, lambda mask: mask[:-3]), "conflict", [TOKENS]),
@@ -284,7 +310,7 @@ def test_token_files_have_one_split(folder: Path, cached: dict[str, Any]) -> Non
 def test_ids_of_a_large_vocabulary_take_four_bytes(tmp_path: Path, cached: dict[str, Any]) -> None:
     tokenizer = byte_tokenizer()
     tokenizer.add_tokens([f"word{number}" for number in range(2**16)])
-    document = ([65_800, 11, 65_801], [0, 1, 1])
+    document = ([65_700, 11, 65_701], [0, 1, 1])
     write_token_folder(tmp_path / "tokens", [document], dtype=np.uint32)
     dataset: TokenDataset = load(tmp_path / "tokens", "1.0", tokenizer=tokenizer, **cached)[0]
-    assert dataset[0][0].token_ids == (65_800, 11, 65_801)
+    assert dataset[0][0].token_ids == (65_700, 11, 65_701)
