@@ -80,11 +80,12 @@ def main() -> int:
         measure_dtypes(
             args.model, "real", questions, args=args, noise=NOISE_OF_A_REAL_MODEL, apart=apart
         )
-    for family in () if args.model is not None else args.families:
-        with tempfile.TemporaryDirectory(prefix="engine_agreement_") as name:
-            folder = write_tiny_model(Path(name) / "model", family=family, size=args.size)
-            prompts = random_prompts(load_hf_config(str(folder)).vocab_size)
-            measure_dtypes(folder, family, prompts, args=args, noise=NOISE, apart=apart)
+    else:
+        for family in args.families:
+            with tempfile.TemporaryDirectory(prefix="engine_agreement_") as name:
+                folder = write_tiny_model(Path(name) / "model", family=family, size=args.size)
+                prompts = random_prompts(load_hf_config(str(folder)).vocab_size)
+                measure_dtypes(folder, family, prompts, args=args, noise=NOISE, apart=apart)
     stop_process()
     for dtype, largest in apart.items():
         print(

@@ -108,7 +108,7 @@ def take_first_loss(config: TrainingConfig, *, objective: Objective) -> float:
         step = policy.prepare_step(next(learner.loader.rest_of_epoch()))
         policy.backend.set_mode("eval")
         loss = policy.microbatch_loss(step.microbatches[0], step.counts).loss
-        return float(loss)
+        return float(loss.detach())
 
 
 def open_start_model(config: TrainingConfig, objective: Objective, run: Run) -> Pretrained:
