@@ -23,13 +23,27 @@ def run_ranks() -> Callable[..., list[Any]]:
 
 
 @pytest.fixture(scope="session")
-def dpo_case(tmp_path_factory: pytest.TempPathFactory) -> TrainCase:
+def start_model_and_pairs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A tiny OLMo 2 and a few preference pairs of unequal length."""
-    folder = tmp_path_factory.mktemp("dpo")
-    model = write_shallow_model(folder / "model", family="olmo2")
+    folder = tmp_path_factory.mktemp("pairs")
     rows = folder / "rows.jsonl"
     write_synthetic_preferences(rows, num_rows=NUM_ROWS, seed=1)
-    return TrainCase(model=model, rows=rows, folder=folder, own_flags={"loss_type": "dpo"})
+    return write_shallow_model(folder / "model", family="olmo2"), rows
+
+
+# Of one file: two files may well call a run by the same name.
+@pytest.fixture(scope="module")
+def dpo_case(
+    tmp_path_factory: pytest.TempPathFactory, start_model_and_pairs: tuple[Path, Path]
+) -> TrainCase:
+    """Runs of DPO on a tiny OLMo 2 and a few pairs, in a folder of their own."""
+    model, rows = start_model_and_pairs
+    return TrainCase(
+        model=model,
+        rows=rows,
+        folder=tmp_path_factory.mktemp("dpo"),
+        own_flags={"loss_type": "dpo"},
+    )
 
 
 @pytest.fixture(scope="module")
