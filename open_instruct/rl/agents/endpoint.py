@@ -183,6 +183,8 @@ def _make_error_middleware() -> Any:
 
 
 async def _read_body(request: web.Request) -> Any:
+    if request.content_type != "application/json":  # what pages in a browser may send unasked
+        raise APIError("the body's Content-Type is application/json", status=415)
     data = await request.read()
     try:
         return json.loads(data)

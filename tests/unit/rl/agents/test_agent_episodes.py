@@ -265,6 +265,15 @@ class TestRefusals:
                 answer = call()
                 assert answer["status"] == status, answer
                 assert answer["error"]["param"] == param and answer["error"]["message"], answer
+            form = urllib.request.Request(
+                os.environ["OPENAI_BASE_URL"] + "/chat/completions",
+                json.dumps({{"model": "policy", "messages": messages}}).encode(),
+                {{"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}},
+            )
+            try:
+                urllib.request.urlopen(form)
+            except urllib.error.HTTPError as error:
+                assert error.code == 415
             for prompt in ([10**9], [2**70], [-1], [], ""):
                 assert post("/completions", prompt=prompt)["status"] == 400
             chat(messages, temperature=1.0, user="me")
