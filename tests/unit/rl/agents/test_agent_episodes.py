@@ -330,11 +330,12 @@ class TestFaults:
             address = os.environ["OPENAI_BASE_URL"].split("/")[2]
             connection = http.client.HTTPConnection(address)
             body = json.dumps({"model": "policy", "messages": messages, "stream": True})
-            key = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
-            connection.request("POST", "/v1/chat/completions", body, key)
-            time.sleep(0.3)
+            headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"],
+                       "Content-Type": "application/json"}
+            connection.request("POST", "/v1/chat/completions", body, headers)
+            time.sleep(1.0)
             connection.close()
-            time.sleep(0.2)
+            post("/models")
             return float(chat(messages)["choices"][0]["message"]["content"] == "yes")
             """
         )
