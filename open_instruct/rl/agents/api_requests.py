@@ -147,7 +147,7 @@ def read_chat_request(body: Any, run: RunSampling) -> ReplyRequest:
     return ReplyRequest(
         turns=read_messages(chat.messages),
         tools=tools,
-        reads_calls=bool(tools) and chat.tool_choice != "none",
+        reads_calls=read_tool_choice(chat.tool_choice, tools),
         max_tokens=chat.max_completion_tokens or chat.max_tokens,
         has_logprobs=bool(chat.logprobs),
         json_schema=read_format(chat.response_format, run, param="response_format"),
@@ -192,7 +192,12 @@ def read_completion_requests(body: Any, run: RunSampling) -> list[ReplyRequest]:
 
 
 def parse_body(kind: type[Body], body: Any) -> Body:
-    """Parse a body; raises an `APIError` that names the field that is wrong."""
+    """Parse a body; raises an `APIError` that names the field that is wrong.
+
+    A field that is null says nothing, whatever its name: clients send all that they know of.
+    """
+    if isinstance(body, Mapping):
+        body = {name: value for name, value in body.items() if value is not None}
     try:
         return kind.model_validate(body)
     except ValidationError as error:
@@ -288,6 +293,27 @@ def read_tools(tools: Sequence[Any]) -> tuple[Mapping[str, Any], ...]:
     if len(schemas) != len(tools):
         raise APIError("a tool is {'type': 'function', 'function': {…}}", param="tools")
     return schemas
+
+
+def read_tool_choice(choice: Any, tools: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether calls are read in a reply; one that must be made is as free as any other.
+
+    Raises:
+        APIError: a call must be made, and there is no such tool; or it is no choice.
+    """
+    names = [tool["function"]["name"] for tool in tools]
+    if isinstance(choice, Mapping):
+        name = choice.get("function", choice)
+        if isinstance(name, Mapping):
+            name = name.get("name")
+        if choice.get("type") != "function" or name not in names:
+            raise APIError(f"tool_choice: there is no tool {name!r:.100}", param="tool_choice")
+        return True
+    if choice not in (None, "auto", "none", "required"):
+        raise APIError("tool_choice: auto, none, required, or a function", param="tool_choice")
+    if choice == "required" and not names:
+        raise APIError("tool_choice: there are no tools", param="tool_choice")
+    return bool(names) and choice != "none"
 
 
 def _read_common(body: CommonBody, run: RunSampling) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from open_instruct.rl.agents.api_requests import (
     parse_body,
     read_format,
     read_sampling,
+    read_tool_choice,
     read_tools,
     refuse_others,
 )
@@ -52,10 +53,10 @@ class ResponseBody(BaseModel):
     top_logprobs: int | None = None
     background: bool | None = None
     truncation: str | None = None
+    reasoning: dict[str, Any] | None = None
+    include: list[str] | None = None
 
-    include: Any = None
     metadata: Any = None
-    reasoning: Any = None
     store: Any = None
     stream_options: Any = None
     user: Any = None
@@ -84,6 +85,9 @@ def read_response_request(
             "top_logprobs": bool(asked.top_logprobs),
             "background": bool(asked.background),
             "truncation": asked.truncation not in (None, "disabled"),
+            "reasoning": bool((asked.reasoning or {}).get("effort")),
+            "text": bool((asked.text or {}).get("verbosity")),
+            "include": "message.output_text.logprobs" in (asked.include or ()),
         }
     )
     items: Sequence[Any] = asked.input if isinstance(asked.input, list) else [_user(asked.input)]
@@ -104,7 +108,7 @@ def read_response_request(
     request = ReplyRequest(
         turns=with_instructions,
         tools=tools,
-        reads_calls=bool(tools) and asked.tool_choice != "none",
+        reads_calls=read_tool_choice(asked.tool_choice, tools),
         max_tokens=asked.max_output_tokens,
         model=asked.model,
         streams=bool(asked.stream),
@@ -130,13 +134,18 @@ def _join_items(items: Sequence[Any]) -> Iterator[dict[str, Any]]:
             function = {"name": item.get("name"), "arguments": item.get("arguments")}
             if message is None:
                 message = {"role": "assistant", "content": "", "tool_calls": []}
-            message.setdefault("tool_calls", []).append({"function": function})
+            call = {"id": item.get("call_id"), "function": function}
+            message.setdefault("tool_calls", []).append(call)
             continue
         if message is not None:
             yield message
             message = None
         if kind == "function_call_output":
-            yield {"role": "tool", "content": read_text(item.get("output"), where)}
+            yield {
+                "role": "tool",
+                "content": read_text(item.get("output"), where),
+                "tool_call_id": item.get("call_id"),
+            }
         elif kind == "message":
             new = {"role": item.get("role"), "content": item.get("content")}
             if new["role"] == "assistant":

@@ -6,6 +6,8 @@ Every session has a key of its own; a key opens nothing else, and nothing once i
 from __future__ import annotations
 
 import json
+import logging
+import re
 import secrets
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -37,6 +39,9 @@ if TYPE_CHECKING:
 HOST = "127.0.0.1"
 MAX_BODY_BYTES = 8 << 20
 KEY_PREFIX = "sk-session-"
+SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")  # escaped, of a pair or alone
+
+log = logging.getLogger(__name__)
 
 
 class AgentEndpoint:
@@ -98,8 +103,8 @@ class AgentEndpoint:
     # Requests
 
     def _find_session(self, request: web.Request) -> tuple[AgentSession, RunSampling]:
-        key = request.headers.get("Authorization", "").removeprefix("Bearer ").strip()
-        return self.find_session(key)
+        scheme, _, key = request.headers.get("Authorization", "").partition(" ")
+        return self.find_session(key.strip() if scheme.lower() == "bearer" else "")
 
     def find_session(self, key: str) -> tuple[AgentSession, RunSampling]:
         """Find the session of a key, and what it may ask for.
@@ -177,6 +182,11 @@ def _make_error_middleware() -> Any:
         except web.HTTPException as error:
             what = f"{request.method} {request.path}: {error.reason}"
             failure = APIError(what, status=error.status)
+        except ConnectionError:
+            raise  # nobody is there to be answered
+        except Exception:  # a fault of ours, which its agent is told of as of any other
+            log.exception("%s failed", request.path)
+            failure = APIError("the endpoint has failed; its log says how", status=500)
         return web.json_response(failure.as_json(), status=failure.status)
 
     return answer_errors
@@ -187,9 +197,14 @@ async def _read_body(request: web.Request) -> Any:
         raise APIError("the body's Content-Type is application/json", status=415)
     data = await request.read()
     try:
-        return json.loads(data)
+        body = json.loads(data)
+        if SURROGATE.search(data):
+            json.dumps(body, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise APIError("a text has half a surrogate pair") from None
     except (ValueError, RecursionError):
         raise APIError("the body is no JSON") from None
+    return body
 
 
 def _answer(answer: Mapping[str, Any]) -> web.Response:

@@ -15,15 +15,13 @@ Turn = Mapping[str, Any]
 """`role`, `content` (a text), and perhaps `tool_calls`, with arguments as objects."""
 
 TEXT_PARTS = ("text", "input_text", "output_text")
-# What a message may have beside its role, text and calls. Ids tie an answer to its call, which a
-# template knows by the order; the others are of replies that clients send back.
+ROLES = ("system", "developer", "user", "assistant", "tool")
+# What a message may have beside its role, text and calls. No template here writes a name; the
+# others are of replies that clients send back, whose thoughts stand in their ids.
 OTHER_KEYS = {
     "name",
     "tool_call_id",
-    "refusal",
     "annotations",
-    "audio",
-    "function_call",
     "reasoning_content",
     "reasoning",
     "provider_specific_fields",
@@ -36,13 +34,45 @@ def read_messages(messages: Sequence[Any]) -> tuple[Turn, ...]:
     Raises:
         APIError: one is not of OpenAI's form, or has more than text and calls.
     """
-    return tuple(_read_message(message, number) for number, message in enumerate(messages))
+    numbers = _order_answers(messages)
+    return tuple(_read_message(messages[number], number) for number in numbers)
+
+
+def _order_answers(messages: Sequence[Any]) -> list[int]:
+    """The numbers of messages, with the answers to several calls in the order of the calls.
+
+    An agent sends answers as they come, and ids say to which calls; a template goes by the order.
+    """
+    numbers = list(range(len(messages)))
+    for number, message in enumerate(messages):
+        call_ids = _list_call_ids(message)
+        start = number + 1
+        stop = start
+        places: dict[int, int] = {}
+        while stop < len(messages) and _find_answered_id(messages[stop]) in call_ids:
+            places[stop] = call_ids.index(_find_answered_id(messages[stop]))
+            stop += 1
+        numbers[start:stop] = sorted(places, key=places.__getitem__)
+    return numbers
+
+
+def _list_call_ids(message: Any) -> list[Any]:
+    calls = message.get("tool_calls") if isinstance(message, Mapping) else None
+    if not isinstance(calls, list):
+        return []
+    return [call.get("id") for call in calls if isinstance(call, Mapping) and call.get("id")]
+
+
+def _find_answered_id(message: Any) -> Any:
+    """The id of the call that a message answers; None where it answers none."""
+    is_answer = isinstance(message, Mapping) and message.get("role") == "tool"
+    return message.get("tool_call_id") if is_answer else None
 
 
 def _read_message(message: Any, number: int) -> Turn:
     where = f"messages[{number}]"
-    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-        raise APIError(f"{where} is no object with a role", param=where)
+    if not isinstance(message, Mapping) or message.get("role") not in ROLES:
+        raise APIError(f"{where} is no object with a role of {', '.join(ROLES)}", param=where)
     known = {"role", "content", "tool_calls"} | OTHER_KEYS
     unknown = [key for key, value in message.items() if key not in known and value]
     if unknown:
@@ -50,8 +80,11 @@ def _read_message(message: Any, number: int) -> Turn:
     # A developer's turn is what a system's was called before.
     role = "system" if message["role"] == "developer" else message["role"]
     turn: dict[str, Any] = {"role": role, "content": read_text(message.get("content"), where)}
-    if message.get("tool_calls"):
-        turn["tool_calls"] = [_read_call(call, where) for call in message["tool_calls"]]
+    calls = message.get("tool_calls") or []
+    if not isinstance(calls, list):
+        raise APIError(f"{where}: the tool calls are no list", param=where)
+    if calls:
+        turn["tool_calls"] = [_read_call(call, where) for call in calls]
     return turn
 
 
@@ -89,7 +122,7 @@ def _read_call(call: Any, where: str) -> dict[str, Any]:
     arguments = function.get("arguments") or "{}"
     if isinstance(arguments, str):
         try:
-            arguments = json.loads(arguments)
+            arguments = json.loads(arguments) or {}
         except (ValueError, RecursionError):
             arguments = None
     if not isinstance(arguments, Mapping):

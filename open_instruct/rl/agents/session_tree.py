@@ -229,8 +229,8 @@ class SessionTree:
         talk = parent.talk.fork()
         try:
             talk.answer(marked_turns, replies=replies)
-        except (InputError, MalformedRow):
-            return None
+        except (InputError, MalformedRow, TypeError, ValueError):
+            return None  # from the beginning, it is refused with the reason, if it must be
         return talk
 
     def _begin(self, turns: Sequence[Turn], tools: Sequence[Mapping[str, Any]]) -> Conversation:

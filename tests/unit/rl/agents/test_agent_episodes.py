@@ -245,7 +245,9 @@ REFUSED: list[tuple[str, int, str | None]] = [
     ("messages=[USER], logit_bias={'7': 1}", 400, "logit_bias"),
     ("messages=[]", 400, "messages"),
     ("messages=[{'role': 'user', 'content': [{'type': 'image_url'}]}]", 400, "messages[0]"),
-    ("messages=[{'role': 'user', 'content': chr(0xd800)}]", 400, "messages[0]"),
+    ("messages=[{'role': 'user', 'content': chr(0xd800)}]", 400, None),
+    ("messages=[USER], stop=chr(0xdfff)", 400, None),
+    ("messages=[USER], model='policy/' + chr(0xd800)", 400, None),
     ("messages=[USER], key='sk-of-another'", 401, None),
     ("messages=[{'role': 'user', 'content': 'x y' * 50000}]", 400, "messages"),
     ("messages=[{'role': 'user', 'content': 'x' * 9000000}]", 413, None),
@@ -363,7 +365,9 @@ class TestFaults:
         self, play: Play, write: Write, body: str, status: str
     ) -> None:
         where = write(f"chat(messages)\n{body}")
-        completion, _ = play(where, ["yes<|im_end|>"], environment_timeout_s=1.5)
+        # One that ends by itself has the time of a busy machine.
+        timeout_s = 1.5 if status == "timeout" else 60.0
+        completion, _ = play(where, ["yes<|im_end|>"], environment_timeout_s=timeout_s)
         assert completion.episode is not None and completion.episode.status == status
         assert completion.episode.problem and len(completion.replies) == 1
 
@@ -380,6 +384,19 @@ class TestFaults:
         completion, _ = play(where, ["no end " * 9], turn_length=6)
         assert completion.episode is not None and completion.episode.status == status
         assert completion.is_truncated and bool(completion.episode.problem) == bool(words)
+
+    def test_fault_of_ours_is_an_error_of_openais_form(self, play: Play, write: Write) -> None:
+        where = write(
+            """
+            answer = chat(messages)
+            assert answer["status"] == 500 and answer["error"]["type"] == "server_error"
+            chat(messages)["choices"]
+            return 1.0
+            """
+        )
+        broken: Any = 5  # which no engine can say
+        completion, _ = play(where, [broken, "yes<|im_end|>"])
+        assert completion.episode is not None and completion.episode.problem == ""
 
     def test_verifiers_judge_where_the_agent_does_not(self, play: Play, write: Write) -> None:
         checks = (Check(verifier="math", ground_truth="5"),)
