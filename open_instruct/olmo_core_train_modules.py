@@ -3,14 +3,20 @@
 `docs/train_modules.md` is their page; `examples/olmo_core/` has a script for each.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedTokenizerFast
+from transformers import PretrainedConfig, PreTrainedTokenizerFast
 
 from open_instruct.config.policy_sections import PolicyLossSection
 from open_instruct.config.preference_sections import PreferenceLossSection
-from open_instruct.config.sections import ConversationSection, DataSection, SFTDataSection
+from open_instruct.config.sections import (
+    ConversationSection,
+    DataSection,
+    RowsSection,
+    SFTDataSection,
+)
 from open_instruct.core.errors import InputError
 from open_instruct.data.preference_rows import PreferenceBuilder
 from open_instruct.data.sft_rows import choose_builder
@@ -132,6 +138,11 @@ class RewardModelTrainModule(OfflineTrainModule):
             builder=reward_model.RewardBuilder, arguments={"margin": self.section.margin}
         )
 
+    def export_fields(
+        self, data: RowsSection, tokenizer: PreTrainedTokenizerFast, hf_config: PretrainedConfig
+    ) -> Mapping[str, Any]:
+        return reward_model.export_fields(data, tokenizer, hf_config)
+
 
 class PRMTrainModule(OfflineTrainModule):
     """Rewards of steps, learned from labels; every other argument is `ObjectiveTrainModule`'s.
@@ -158,6 +169,11 @@ class PRMTrainModule(OfflineTrainModule):
             builder=prm.choose_builder(self.section),
             arguments=prm.builder_arguments(self.section, add_bos=data.add_bos),
         )
+
+    def export_fields(
+        self, data: RowsSection, tokenizer: PreTrainedTokenizerFast, hf_config: PretrainedConfig
+    ) -> Mapping[str, Any]:
+        return prm.export_fields(self.section, data, tokenizer, hf_config)
 
 
 class GRPOTrainModule(ObjectiveTrainModule):

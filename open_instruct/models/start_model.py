@@ -15,7 +15,7 @@ from open_instruct.models.hf.checkpoint_files import CheckpointFiles
 from open_instruct.models.hf.head_kinds import Head
 from open_instruct.models.hf.names import TensorNames
 from open_instruct.models.load import LoadReport, check_cover, find_parameter_shapes, stream_load
-from open_instruct.models.model_folder import open_model_folder
+from open_instruct.models.model_folder import ModelFolder, open_model_folder
 from open_instruct.models.open_files import open_files
 from open_instruct.models.transformer import SegmentTransformer
 
@@ -31,6 +31,7 @@ class StartModel:
         start.load_into(module.model)
     """
 
+    source: ModelFolder
     hf_config: PretrainedConfig
     files: CheckpointFiles
     names: TensorNames
@@ -51,9 +52,18 @@ class StartModel:
         files = open_files(source, hf_config)
         if head != "vocabulary":
             files = replace_head(files, hf_config, head, seed=seed)
-        start = cls(hf_config=hf_config, files=files, names=TensorNames(hf_config, head=head))
+        start = cls(
+            source=source,
+            hf_config=hf_config,
+            files=files,
+            names=TensorNames(hf_config, head=head),
+        )
         check_cover(start.names, files, find_parameter_shapes(start.build()))
         return start
+
+    @property
+    def folder(self) -> Path:
+        return self.source.path
 
     def build(self, *, init_device: str = "meta") -> SegmentTransformer:
         """Build the model, without weights."""

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from open_instruct.config.sections import OptimSection, flag
+from open_instruct.config.sections import OptimSection, RowsSection, flag
 from open_instruct.config.training import TrainingConfig, with_held_out
 from open_instruct.config.validation import validate_training
 from open_instruct.core.batch_values import StepLabelValues
@@ -225,6 +225,31 @@ def find_class_fields(hf_config: PretrainedConfig) -> dict[str, Any]:
     }
 
 
+def export_fields(
+    steps: StepSection,
+    data: RowsSection,
+    tokenizer: PreTrainedTokenizerFast,
+    hf_config: PretrainedConfig,
+) -> dict[str, Any]:
+    """The fields that say how a text begins, where a step ends, and which classes it has.
+
+    Raises:
+        InputError: transformers has no class of this family with the new head, or a reward token is
+            no single token.
+    """
+    fields: dict[str, Any] = {
+        "prm_step_separator": steps.separator,
+        "prm_placeholder_token": steps.placeholder_token,
+        # Of texts alone: elsewhere the chat template has it.
+        "prm_add_bos": (data.add_bos and steps.placeholder_token is not None) or None,
+        "prm_reward_tokens": list(steps.reward_tokens) or None,
+    }
+    if steps.reward_tokens:
+        bind(steps).with_ids(tokenizer)
+        return fields
+    return find_class_fields(hf_config) | fields
+
+
 class StepObjective(Objective[PRMConfig]):
     """A model that scores the steps of solutions."""
 
@@ -250,24 +275,7 @@ class StepObjective(Objective[PRMConfig]):
     def export_fields(
         self, config: PRMConfig, tokenizer: PreTrainedTokenizerFast, hf_config: PretrainedConfig
     ) -> dict[str, Any]:
-        """The fields that say how a text begins, where a step ends, and which classes it has.
-
-        Raises:
-            InputError: transformers has no class of this family with the new head, or a reward
-                token is no single token.
-        """
-        steps = config.steps
-        fields: dict[str, Any] = {
-            "prm_step_separator": steps.separator,
-            "prm_placeholder_token": steps.placeholder_token,
-            # Of texts alone: elsewhere the chat template has it.
-            "prm_add_bos": (config.data.add_bos and steps.placeholder_token is not None) or None,
-            "prm_reward_tokens": list(steps.reward_tokens) or None,
-        }
-        if steps.reward_tokens:
-            self.bind(config).with_ids(tokenizer)
-            return fields
-        return find_class_fields(hf_config) | fields
+        return export_fields(config.steps, config.data, tokenizer, hf_config)
 
     def evaluate(
         self,

@@ -13,6 +13,7 @@ from open_instruct.config.sections import (
     OptimSection,
     PreferenceDataSection,
     PrefixSharing,
+    RowsSection,
     flag,
 )
 from open_instruct.config.training import TrainingConfig, with_held_out
@@ -242,6 +243,41 @@ def find_class_fields(hf_config: PretrainedConfig) -> dict[str, Any]:
     }
 
 
+def export_fields(
+    data: RowsSection, tokenizer: PreTrainedTokenizerFast, hf_config: PretrainedConfig
+) -> dict[str, Any]:
+    """The fields that make config.json that of transformers' sequence classification class.
+
+    Raises:
+        InputError: a reply may end in the pad token, by which transformers finds the end of a
+            row.
+    """
+    fields = find_class_fields(hf_config)
+    if not fields:
+        raise InputError(
+            explain_missing_class(hf_config.model_type, "score"), kind="unsupported_model"
+        )
+    pad = tokenizer.pad_token_id
+    chat = ChatFormat.from_flags(tokenizer, data)
+    try:
+        _, (reply,) = chat.render(
+            [{"role": "user", "content": "?"}], [{"role": "assistant", "content": "!"}]
+        )
+    except MalformedRow as error:
+        raise InputError(
+            f"{error.reason}: how it ends a reply cannot be known", kind="bad_model"
+        ) from error
+    if not isinstance(pad, int) or pad == chat.tokenize([reply])[0][-1]:
+        fault = "has no pad token" if pad is None else "pads with the token that ends a reply"
+        raise InputError(
+            f"the tokenizer {fault}, and transformers finds the end of a conversation, where "
+            "its reward is read, by that token: give another special token as 'pad_token' in "
+            "tokenizer_config.json",
+            kind="bad_model",
+        )
+    return {**fields, "pad_token_id": pad}
+
+
 class RewardObjective(Objective[RewardModelConfig]):
     """A model that scores replies, learned from preference pairs."""
 
@@ -270,36 +306,7 @@ class RewardObjective(Objective[RewardModelConfig]):
         tokenizer: PreTrainedTokenizerFast,
         hf_config: PretrainedConfig,
     ) -> dict[str, Any]:
-        """The fields that make config.json that of transformers' sequence classification class.
-
-        Raises:
-            InputError: a reply may end in the pad token, by which transformers finds the end of a
-                row.
-        """
-        fields = find_class_fields(hf_config)
-        if not fields:
-            raise InputError(
-                explain_missing_class(hf_config.model_type, "score"), kind="unsupported_model"
-            )
-        pad, data = tokenizer.pad_token_id, config.data
-        chat = ChatFormat.from_flags(tokenizer, data)
-        try:
-            _, (reply,) = chat.render(
-                [{"role": "user", "content": "?"}], [{"role": "assistant", "content": "!"}]
-            )
-        except MalformedRow as error:
-            raise InputError(
-                f"{error.reason}: how it ends a reply cannot be known", kind="bad_model"
-            ) from error
-        if not isinstance(pad, int) or pad == chat.tokenize([reply])[0][-1]:
-            fault = "has no pad token" if pad is None else "pads with the token that ends a reply"
-            raise InputError(
-                f"the tokenizer {fault}, and transformers finds the end of a conversation, where "
-                "its reward is read, by that token: give another special token as 'pad_token' in "
-                "tokenizer_config.json",
-                kind="bad_model",
-            )
-        return {**fields, "pad_token_id": pad}
+        return export_fields(config.data, tokenizer, hf_config)
 
     def evaluate(
         self,

@@ -19,7 +19,7 @@ from open_instruct.checkpoints.step_folder import (
 )
 from open_instruct.config.lora import LoRASection
 from open_instruct.config.rollout_sections import PromptDataSection
-from open_instruct.config.sections import DataSection, ModelSection
+from open_instruct.config.sections import DataSection, ModelSection, RowsSection
 from open_instruct.config.training import LearnerConfig
 from open_instruct.core.errors import InputError
 from open_instruct.core.families import find_family
@@ -70,9 +70,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pretrained(StartModel):
-    """The start model of a run, with its tokenizer, its adapter, and what is exported beside it."""
+    """The start model of a run, with its tokenizer, its adapter, and what is exported beside it.
 
-    source: ModelFolder  # or the config.json of a model that is drawn
+    Of a model that is drawn, `source` may be the file of a config.json.
+    """
+
     tokenizer_folder: Path
     tokenizer: PreTrainedTokenizerFast
     is_drawn: bool = False  # at random, and read from no file
@@ -83,10 +85,6 @@ class Pretrained(StartModel):
     # ends of turns.
     tokenizer_config: Mapping[str, Any] | None = None
     generation_config: Mapping[str, Any] | None = None
-
-    @property
-    def folder(self) -> Path:
-        return self.source.path
 
     def check_sizes(self, data: DataSection | PromptDataSection) -> None:
         """:raises InputError: the tokenizer or the rows are too large for the model."""
@@ -231,6 +229,22 @@ def open_pretrained(
     return _with_adapter(pretrained, model, config.adapters)
 
 
+def complete_start(
+    start: StartModel, tokenizer: PreTrainedTokenizerFast, data: RowsSection
+) -> Pretrained:
+    """A start model with the tokenizer and the settings that are exported beside it."""
+    pretrained = Pretrained(
+        source=start.source,
+        tokenizer_folder=Path(tokenizer.name_or_path),
+        hf_config=start.hf_config,
+        files=start.files,
+        names=start.names,
+        tokenizer=tokenizer,
+        chat_template=_find_other_template(tokenizer, data),
+    )
+    return _with_exported_settings(pretrained, data)
+
+
 def _find_folders(section: ModelSection) -> tuple[Path, Path]:
     """The folders of the start model and of its tokenizer, downloaded if need be."""
     folder = fetch_folder(section.config_path, revision=section.model_revision)
@@ -282,9 +296,7 @@ def _draw_files(
     return draw_files(file, TensorNames(hf_config), shapes, seed=config.optim.seed, std=std)
 
 
-def _with_exported_settings(
-    pretrained: Pretrained, data: DataSection | PromptDataSection
-) -> Pretrained:
+def _with_exported_settings(pretrained: Pretrained, data: RowsSection) -> Pretrained:
     """The checkpoint with the settings that are exported beside the trained model."""
     tokenizer = pretrained.tokenizer
     chat = None
@@ -356,9 +368,7 @@ def fingerprint_start_model(pretrained: Pretrained, run: Run) -> str:
     return fingerprint
 
 
-def _find_other_template(
-    tokenizer: PreTrainedTokenizerFast, data: DataSection | PromptDataSection
-) -> str | None:
+def _find_other_template(tokenizer: PreTrainedTokenizerFast, data: RowsSection) -> str | None:
     """The chat template to export in place of the tokenizer's own; None keeps that."""
     if not (data.chat_template_name or data.add_bos or data.chat_template_kwargs):
         return None

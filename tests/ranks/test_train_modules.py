@@ -10,14 +10,16 @@ from typing import Any
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from open_instruct.commands import convert
+from open_instruct.models.heads.value_head import draw_score_matrix
 from tests.ranks.grpo_case import GRPOCase
 from tests.ranks.jobs.grpo_steps import make_samples
 from tests.ranks.jobs.train_modules import EVALUATED_IDS
 from tests.ranks.launch import run_ranks
 from tests.ranks.objective_rows import write_objective_case
+from tests.ranks.shallow import write_shallow_model
 from tests.ranks.test_olmo_core import logits_of_stock
 from tests.ranks.train_case import ROWS_PER_STEP, TrainCase, free_ports
 
@@ -179,16 +181,20 @@ def make_home(case: TrainCase, folder: Path) -> dict[str, str]:
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize("degree", ["tensor_parallel_degree", "context_parallel_degree"])
-def test_layout_splits_matrices_or_rows_and_losses_stay(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, degree: str
+@pytest.mark.parametrize(
+    "sharding",
+    [{"tensor_parallel_degree": 2}, {"context_parallel_degree": 2}, {"is_stock": True}],
+    ids=["tensor", "context", "olmo_cores_own_configs"],
+)
+def test_losses_stay_however_the_model_is_sharded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sharding: dict[str, Any]
 ) -> None:
     monkeypatch.setenv("OPEN_INSTRUCT_CACHE", str(tmp_path / "cache"))
     case = write_objective_case(tmp_path / "sft", "sft", family="olmo2")
     arguments = make_home(case, tmp_path)
     (whole,) = run_ranks(1, HOME_JOB, **arguments, num_epochs=1)
     arguments["output_dir"] = str(tmp_path / "SPLIT")
-    split, *_ = run_ranks(4, HOME_JOB, **arguments, num_epochs=1, **{degree: 2})
+    split, *_ = run_ranks(4, HOME_JOB, **arguments, num_epochs=1, **sharding)
     for row, expected in zip(split["rows"], whole["rows"], strict=True):
         assert row == pytest.approx(expected, rel=1e-5, abs=1e-6)
 
@@ -216,5 +222,20 @@ def test_trainer_starts_from_olmo_cores_checkpoint_and_leaves_such_that_are_open
     assert second["evaluations"][-1] == pytest.approx(float(loss), abs=1e-5)
     converted = tmp_path / "hf"
     assert convert.main([str(left), str(converted)]) == 0
-    model = AutoModelForCausalLM.from_pretrained(converted, dtype=torch.float32)
-    torch.testing.assert_close(model(ids).logits[:, :-1], logits, atol=1e-5, rtol=1e-5)
+    for folder in (converted, tmp_path / "OUT" / "hf_model"):
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        torch.testing.assert_close(model(ids).logits[:, :-1], logits, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.extended
+def test_exported_reward_model_is_opened_by_its_class(tmp_path: Path) -> None:
+    folder = write_shallow_model(tmp_path / "model", family="qwen3")
+    out = tmp_path / "hf_model"
+    run_ranks(
+        1, "tests.ranks.jobs.train_modules:export_reward_model", folder=str(folder), out=str(out)
+    )
+    model = AutoModelForSequenceClassification.from_pretrained(out, dtype=torch.float32)
+    assert model.config.num_labels == 1
+    width = model.config.hidden_size
+    drawn = draw_score_matrix(width, seed=7)
+    torch.testing.assert_close(model.score.weight, drawn, atol=1e-2, rtol=1e-2)

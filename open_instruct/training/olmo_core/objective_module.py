@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Self
 
 import torch
@@ -14,7 +15,10 @@ from olmo_core.nn.transformer import Transformer
 from olmo_core.train.train_module.transformer import TransformerTrainModuleConfig
 from olmo_core.train.train_module.transformer.common import parallelize_model
 from torch.distributed.checkpoint.state_dict import StateDictOptions
+from transformers import PretrainedConfig, PreTrainedTokenizerFast
 
+from open_instruct.checkpoints.resume import check_weights
+from open_instruct.config.sections import RowsSection
 from open_instruct.core.errors import InputError
 from open_instruct.core.records import StepBatch
 from open_instruct.core.shard_layout import ShardLayout
@@ -27,6 +31,7 @@ from open_instruct.parallel.data_parallel import build_data_parallel_config, bui
 from open_instruct.parallel.layout import resolve_layout
 from open_instruct.parallel.process import find_gpus_per_node
 from open_instruct.parallel.triton_cache import set_triton_cache
+from open_instruct.run.pretrained import complete_start
 from open_instruct.training.backend import Metrics
 from open_instruct.training.olmo_core.fsdp2 import FSDP2Backend
 from open_instruct.training.policy import Policy
@@ -146,6 +151,39 @@ class ObjectiveTrainModule(FSDP2Backend):
 
     def optim_step(self) -> None:
         self._record(self.policy.update())
+
+    def export(
+        self,
+        start: StartModel,
+        out_folder: str | Path,
+        *,
+        data: RowsSection,
+        tokenizer: PreTrainedTokenizerFast,
+        dtype: torch.dtype | None = None,
+    ) -> int:
+        """Write the model as a Hugging Face folder; returns the bytes of its tensors. Collective.
+
+        Args:
+            start: what it started from, whose config.json is kept.
+            data: says how conversations are rendered, which the folder says too.
+            tokenizer: whose files go beside the model.
+            dtype: of the tensors; default: the start model's.
+
+        Raises:
+            InputError: the folder cannot be written, or transformers could not open it.
+            RunError: a weight is not finite, or the disk is full.
+        """
+        fields = self.export_fields(data, tokenizer, start.hf_config)
+        dtype = dtype or start.files.main_dtype
+        check_weights(self.model, what="the trained model", folder=Path(out_folder), dtype=dtype)
+        pretrained = complete_start(start, tokenizer, data)
+        return pretrained.export(self.model, out_folder, dtype=dtype, more_config=fields)
+
+    def export_fields(
+        self, data: RowsSection, tokenizer: PreTrainedTokenizerFast, hf_config: PretrainedConfig
+    ) -> Mapping[str, Any]:
+        """The fields that the exported config.json adds to the start model's."""
+        return {}
 
     def _record(self, metrics: Metrics) -> None:
         for name, value in metrics.items():

@@ -11,19 +11,30 @@ from typing import Any
 
 import torch
 from olmo_core import train
+from olmo_core.config import DType
+from olmo_core.distributed.parallel import DataParallelType
 from olmo_core.eval import Evaluator
-from olmo_core.optim import ConstantWithWarmup, SkipStepAdamWConfig
+from olmo_core.optim import AdamWConfig, ConstantWithWarmup, SkipStepAdamWConfig
 from olmo_core.train.callbacks import (
     Callback,
     CheckpointerCallback,
     ConfigSaverCallback,
     EvaluatorCallback,
 )
-from olmo_core.train.train_module import TransformerTrainModuleConfig
+from olmo_core.train.train_module import (
+    TransformerActivationCheckpointingConfig,
+    TransformerTrainModuleConfig,
+)
+from olmo_core.train.train_module.transformer import TransformerDataParallelConfig
 
-from open_instruct.config.sections import SFTDataSection
+from open_instruct.config.sections import PreferenceDataSection, SFTDataSection
 from open_instruct.data.tokenizer import load_tokenizer
-from open_instruct.olmo_core_train_modules import SFTTrainModule, StartModel
+from open_instruct.objectives.reward_model import RewardLossSection
+from open_instruct.olmo_core_train_modules import (
+    RewardModelTrainModule,
+    SFTTrainModule,
+    StartModel,
+)
 from open_instruct.parallel.layout import resolve_layout
 from open_instruct.parallel.process import find_gpus_per_node, stop_process
 from open_instruct.training.optim.optimizers import SkipStepHistory
@@ -94,33 +105,37 @@ def train_at_home(
     tokenizer: str,
     output_dir: str,
     num_epochs: int,
+    is_stock: bool = False,
     **degrees: int,
 ) -> dict[str, Any]:
     """SFT from a checkpoint of OLMo-core, which the Trainer loads; its steps are such checkpoints.
 
+    :param is_stock: whether it is sharded, and recomputed, by configs of OLMo-core's own.
     :param degrees: of the layout, in place of its defaults.
 
     Returns the noted rows, the evaluations, and the length of the skip-step optimizer's history.
     """
     train.prepare_training_environment(backend="cpu:gloo", shared_filesystem=True)
-    module = SFTTrainModule.from_config(
-        TransformerTrainModuleConfig(
-            optim=SkipStepAdamWConfig(lr=1e-4, weight_decay=0.0),
-            scheduler=ConstantWithWarmup(warmup=0),
-            max_grad_norm=1.0,
-            max_sequence_length=LENGTH,
-            rank_microbatch_size=2 * LENGTH,
-        ),
-        StartModel.open(folder).build(),
-        layout=resolve_layout(find_gpus_per_node(), **degrees),
-        param_dtype="float32",
+    start = StartModel.open(folder)
+    module_config = TransformerTrainModuleConfig(
+        optim=SkipStepAdamWConfig(lr=1e-4, weight_decay=0.0),
+        scheduler=ConstantWithWarmup(warmup=0),
+        max_grad_norm=1.0,
+        max_sequence_length=LENGTH,
+        rank_microbatch_size=2 * LENGTH,
     )
-    loader = module.build_data_loader(
-        SFTDataSection(mixer_list=[rows, "1.0"], max_seq_length=LENGTH),
-        load_tokenizer(tokenizer),
-        rows_per_step=8,
-        work_dir=output_dir,
-    )
+    sharding: dict[str, Any] = {"param_dtype": "float32"}
+    if is_stock:
+        module_config.dp_config = TransformerDataParallelConfig(
+            name=DataParallelType.fsdp, param_dtype=DType.float32
+        )
+        module_config.ac_config = TransformerActivationCheckpointingConfig()
+    else:
+        sharding["layout"] = resolve_layout(find_gpus_per_node(), **degrees)
+    module = SFTTrainModule.from_config(module_config, start.build(), **sharding)
+    data = SFTDataSection(mixer_list=[rows, "1.0"], max_seq_length=LENGTH)
+    opened_tokenizer = load_tokenizer(tokenizer)
+    loader = module.build_data_loader(data, opened_tokenizer, rows_per_step=8, work_dir=output_dir)
     config = train.TrainerConfig(
         save_folder=output_dir,
         load_path=f"{folder}/model_and_optim",
@@ -146,9 +161,30 @@ def train_at_home(
     saver: Any = trainer.callbacks["config_saver"]
     saver.config = json.loads(Path(folder, "config.json").read_text())
     trainer.fit()
+    module.export(start, Path(output_dir, "hf_model"), data=data, tokenizer=opened_tokenizer)
     stop_process()
     return {
         "rows": notes.rows,
         "evaluations": notes.evaluations,
         "history": len(optim._losses),
     }
+
+
+def export_reward_model(folder: str, out: str) -> None:
+    """Export a reward model before its first step, with the head that its start model drew."""
+    train.prepare_training_environment(backend="cpu:gloo", shared_filesystem=True)
+    start = StartModel.open(folder, head="score", seed=7)
+    module = RewardModelTrainModule(
+        loss=RewardLossSection(),
+        model=start.build(),
+        optim=AdamWConfig(),
+        max_sequence_length=LENGTH,
+        rank_microbatch_size=2 * LENGTH,
+    )
+    start.load_into(module.model)
+    module.export(
+        start,
+        out,
+        data=PreferenceDataSection(mixer_list=["rows.jsonl", "1.0"]),
+        tokenizer=load_tokenizer(folder),
+    )
