@@ -85,12 +85,17 @@ Body = TypeVar("Body", bound=BaseModel)
 class RunSampling:
     """How the run samples, and whether an agent may ask for something else.
 
+    An evaluation may sample otherwise than training does. What an agent says of training's sampling
+    then means the evaluation's: `trained_temperature` and `trained_top_p`.
+
     Example: `RunSampling(temperature=1.0, top_p=1.0, follows=False)`.
     """
 
     temperature: float
     top_p: float
     follows: bool
+    trained_temperature: float | None = None
+    trained_top_p: float | None = None
     model_names: tuple[str, ...] = (MODEL,)
 
 
@@ -243,7 +248,7 @@ def read_sampling(
     """
     others: dict[str, Any] = {}
     for name, value in (("temperature", temperature), ("top_p", top_p)):
-        if value is None or value == getattr(run, name):
+        if value in (None, getattr(run, name), getattr(run, f"trained_{name}")):
             continue
         if not run.follows:
             raise APIError(

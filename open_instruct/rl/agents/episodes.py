@@ -195,6 +195,8 @@ class AgentEpisodes:
             temperature=request.sampling.temperature,
             top_p=request.sampling.top_p,
             follows=self._config.environment.agent_sampling == "follow",
+            trained_temperature=self._config.rollout.temperature,
+            trained_top_p=self._config.rollout.vllm_top_p,
             model_names=(MODEL, self._config.model.model_name_or_path),
         )
 

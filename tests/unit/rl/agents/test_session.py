@@ -14,7 +14,11 @@ from open_instruct.core.records import Completion
 from open_instruct.data.chat import ChatFormat
 from open_instruct.generation.requests import GenerationRequest, SamplingSettings
 from open_instruct.rl.agents.api_errors import APIError
-from open_instruct.rl.agents.api_requests import RunSampling, read_chat_request
+from open_instruct.rl.agents.api_requests import (
+    RunSampling,
+    read_chat_request,
+    read_sampling,
+)
 from open_instruct.rl.agents.finished_session import build_completion
 from open_instruct.rl.agents.session import AgentSession, SessionLimits
 from open_instruct.rl.agents.session_tree import SessionTree
@@ -175,3 +179,10 @@ def test_what_is_delivered_is_learned_once_and_nothing_else(
     seeds = [request.seed for request, _ in player.pool.finished]
     kept = [node.completion.seed for node in player.tree.replies]
     assert len(set(kept)) == len(kept) <= len(seeds)
+
+
+def test_agent_that_names_the_temperature_of_training_is_evaluated_as_others_are() -> None:
+    run = RunSampling(temperature=0.0, top_p=1.0, follows=False, trained_temperature=0.7)
+    assert read_sampling(0.7, 1.0, run) == read_sampling(0.0, None, run) == {}
+    with pytest.raises(APIError):
+        read_sampling(0.8, None, run)
