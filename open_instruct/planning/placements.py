@@ -87,8 +87,9 @@ class Placement:
     def resting_bytes(self) -> int:
         """What a learner has on its GPU while its state is on the host."""
         parts = self._resident_parts
-        in_library = sum(model.buffer_bytes for model in self.plan.models)
-        return sum(parts.get(label, 0) for label in STAYS_AT_REST) - in_library
+        # A library's own buffers move too; a critic's are counted with the critic.
+        own_bytes = self.plan.memory.buffer_bytes
+        return sum(parts.get(label, 0) for label in STAYS_AT_REST) - own_bytes
 
     @cached_property
     def moved_bytes(self) -> int:

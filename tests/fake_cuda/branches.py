@@ -545,7 +545,31 @@ def driver(folder: Path) -> Any:
         choose_transport(flag, on_cuda=True, single_device=single, same_host=True)
         for flag, single in (("auto", True), ("auto", False), ("nccl", False))
     ]
-    return {"memory": directory.write_plan.call_args.args[0], "ways": ways}
+    return {
+        "memory": directory.write_plan.call_args.args[0],
+        "ways": ways,
+        "placed": _decide_placements(folder),
+    }
+
+
+def _decide_placements(folder: Path) -> list[str]:
+    """What --placement auto comes to on this GPU, and on one of a name that no plan knows."""
+    from dataclasses import replace
+
+    import torch
+
+    from open_instruct.commands.run_flags import parse_run
+    from open_instruct.config.grpo import GRPOConfig
+    from open_instruct.rl.decide_placement import decide_placement
+    from tests.fake_cuda.memory import CASES
+
+    config = parse_run(GRPOConfig, [*CASES["grpo"].words, "--placement", "auto"])
+    config = replace(config, model=replace(config.model, model_name_or_path=str(folder)))
+    kinds: list[str] = []
+    for name in (torch.cuda.get_device_name(), "another GPU"):
+        with patch.object(torch.cuda, "get_device_name", lambda name=name: name):
+            kinds.append(decide_placement(config).fleet.placement)
+    return kinds
 
 
 def callbacks(folder: Path) -> Any:

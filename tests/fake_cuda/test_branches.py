@@ -185,6 +185,7 @@ def test_driver_plans_its_learners_for_gpus(found: dict[str, Any]) -> None:
     decided = found["results"]["driver"]
     assert "error" not in decided, decided["error"]
     assert decided["ways"] == ["ipc", "nccl", "nccl"]
+    assert decided["placed"] == ["shared", "shared"]
     assert decided["memory"]
 
 
