@@ -137,7 +137,7 @@ ELSEWHERE = {
         "tests/unit/generation/test_engine_choices.py",
         "explain_memory_error",
     ),
-    "planned = check_plan(": (
+    "plan_check = check_plan(": (
         "tests/unit/commands/test_check.py",
         "where_there_is_a_driver_of_one",
     ),
