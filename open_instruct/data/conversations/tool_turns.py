@@ -54,13 +54,21 @@ def read_python_calls(text: str) -> Iterator[tuple[str, dict[str | None, Any]]]:
 
 
 def _read_literal(keyword: ast.keyword) -> Any:
-    value = keyword.value
-    if isinstance(value, ast.Name) and value.id in JSON_LITERALS:
-        return JSON_LITERALS[value.id]
+    """The value of an argument, which is of JSON: a tuple is a list, and a set is refused."""
     try:
-        return ast.literal_eval(value)
+        literal = ast.literal_eval(_JSONNames().visit(keyword.value))
+        return json.loads(json.dumps(literal))
     except (ValueError, TypeError, RecursionError, MemoryError) as error:
         raise ToolCallError(f"the argument {keyword.arg} is no literal") from error
+
+
+class _JSONNames(ast.NodeTransformer):
+    """Makes constants of JSON's names for them."""
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:  # as ast calls it
+        if node.id not in JSON_LITERALS:
+            return node
+        return ast.copy_location(ast.Constant(JSON_LITERALS[node.id]), node)
 
 
 def write_python_call(name: str, arguments: Mapping[str, Any]) -> str:

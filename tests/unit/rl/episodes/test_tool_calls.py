@@ -99,13 +99,19 @@ def test_call_that_cannot_be_read_is_an_error(form: str, text: str, why: str) ->
 
 
 def test_values_of_python_calls_are_json_s_too() -> None:
-    text = "<function_calls>calc(a=null, b=true, c=-1, d=[1, {'e': 2}])</function_calls>"
+    text = "<function_calls>calc(a=null, b=true, c=-1, d=(1, {'e': false, 2: 3}))</function_calls>"
     assert tool_calls(text, "function_calls", NAMES)[0].arguments == {
         "a": None,
         "b": True,
         "c": -1,
-        "d": [1, {"e": 2}],
+        "d": [1, {"e": False, "2": 3}],
     }
+
+
+@pytest.mark.parametrize("value", ["{1, 2}", "b'x'", "...", "1j", "{(1, 2): 3}", "0x" + "f" * 4000])
+def test_value_of_a_python_call_that_json_has_not_is_an_error(value: str) -> None:
+    with pytest.raises(ToolCallError, match="no literal"):
+        tool_calls(f"<function_calls>calc(a={value})</function_calls>", "function_calls", NAMES)
 
 
 @st.composite
@@ -138,6 +144,9 @@ def test_parsed_call_names_a_known_tool_with_an_object(case: tuple[str, str]) ->
         return
     for call in calls:
         assert call.name in NAMES and isinstance(call.arguments, dict)
+        assert (
+            json.loads(json.dumps(call.arguments, sort_keys=True)).keys() == call.arguments.keys()
+        )
 
 
 @pytest.fixture(scope="module")
