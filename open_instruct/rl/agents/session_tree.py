@@ -254,7 +254,7 @@ class SessionTree:
         for turn in turns:
             node = self._by_turn.get(make_key(turn)) if turn["role"] == "assistant" else None
             if node is None:
-                marked_turns.append(turn)
+                marked_turns.append(self._template.write_calls(turn))
                 continue
             mark = REPLY_MARK.format(f"{self._mark_prefix}x{node.number}x")
             replies[mark] = self._template.repeat_reply(node.completion.token_ids)

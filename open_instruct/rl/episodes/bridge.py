@@ -80,6 +80,17 @@ class TurnTemplate:
         system["content"] = f"{system['content']}\n\n{description}".strip()
         return [system, *others]
 
+    def write_calls(self, turn: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Put the calls of a turn into its text where the template reads no tools.
+
+        They are written as the description of the tools asks for them.
+        """
+        calls = turn.get("tool_calls")
+        if not calls or self._chat.tool_form.reads & {"tools", "functions"}:
+            return turn
+        lines = [f"<tool_call>{json.dumps(call['function'])}</tool_call>" for call in calls]
+        return {"role": turn["role"], "content": "\n".join(filter(None, [turn["content"], *lines]))}
+
     def decode_reply(self, token_ids: Sequence[int]) -> tuple[str, bool]:
         """Decode a sampled reply with its special tokens, but not the one that ends the turn.
 

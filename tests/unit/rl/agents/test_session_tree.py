@@ -253,3 +253,22 @@ def test_template_that_refuses_a_history_says_so() -> None:
     tree = SessionTree(TurnTemplate(ChatFormat(tokenizer, ChatTemplate(name="own", text=text))))
     with pytest.raises(HistoryRefused):
         tree.open([user("What?"), {"role": "tool", "content": "7"}], ())
+
+
+@pytest.mark.parametrize("has_reply", [True, False])
+def test_call_that_was_not_sampled_is_written_as_a_template_without_tools_asks_for_it(
+    templates: dict[str, TurnTemplate], has_reply: bool
+) -> None:
+    agent = Agent(templates["chatml"])
+    agent.tools = (TOOL,)
+    if has_reply:
+        agent.ask()
+        agent.hear("yes", has_end=True, calls=False)
+    function = {"name": "add", "arguments": {"a": 7}}
+    calls = {"role": "assistant", "content": "so", "tool_calls": [{"function": function}] * 2}
+    agent.history += [user("more"), calls, {"role": "tool", "content": "9"}]
+    point = agent.ask()
+    assert (point.parent is not None) == has_reply
+    text = agent.template.decode_reply(point.prompt_token_ids)[0]
+    line = '<tool_call>{"name": "add", "arguments": {"a": 7}}</tool_call>'
+    assert f"assistant\nso\n{line}\n{line}<|im_end|>" in text
