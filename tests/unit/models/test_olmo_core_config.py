@@ -23,6 +23,7 @@ from open_instruct.models.model_folder import (
     check_model_folder,
     find_tokenizer_name,
     load_model_config,
+    open_model_folder,
     read_model_fields,
 )
 from open_instruct.planning.subject.read_shape import model_shape
@@ -228,10 +229,10 @@ def test_tokenizer_of_another_size_is_refused(
     described = len(tokenizer) + difference
     write_config(tmp_path, make_config("olmo2", vocab_size=1024), num_tokens=described)
     if is_known:
-        check_vocabulary(tmp_path, tokenizer, tokenizer_folder)
+        check_vocabulary(open_model_folder(tmp_path), tokenizer, tokenizer_folder)
         return
     with refused("conflict", "tokenizer_name_or_path", str(len(tokenizer)), str(described)):
-        check_vocabulary(tmp_path, tokenizer, tokenizer_folder)
+        check_vocabulary(open_model_folder(tmp_path), tokenizer, tokenizer_folder)
 
 
 def test_folder_beside_the_right_one_is_named(tmp_path: Path) -> None:
