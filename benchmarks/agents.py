@@ -46,6 +46,7 @@ from open_instruct.rl.agents.session_tree import SessionTree
 from open_instruct.rl.episodes.bridge import TurnTemplate
 
 NUM_CALLS, NUM_SESSIONS = 5, 200
+TIMEOUT_S = 20.0  # in which 200 processes, forked at once on two cores, have all had their turn
 WANTED_RATIO, MEDIAN_MS, P95_MS = 0.9, 3.0, 10.0
 PROGRAM = f"{BENCHMARKS / 'agent_programs' / 'five_calls.py'}:solve"
 
@@ -170,6 +171,7 @@ def main() -> None:
             args.at_once,
             make_agents,
             num_turns=NUM_CALLS,
+            timeout_s=TIMEOUT_S,
         )
 
         def in_agents(number: int) -> float:

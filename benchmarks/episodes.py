@@ -124,6 +124,7 @@ class Setting:
         make_runner: Callable[[Any, ChatFormat, GRPOConfig], Any],
         *,
         num_turns: int = NUM_TURNS,
+        timeout_s: float = TIMEOUT_S,
     ) -> None:
         from open_instruct.generation.engine import Engine
         from open_instruct.generation.engine_pool import EnginePool
@@ -165,7 +166,7 @@ class Setting:
         lengths = ["--max_prompt_token_length", "64", "--response_length", str(MAX_TOKENS)]
         config = parse_run(GRPOConfig, [*needed, *lengths])
         config.environment = EnvironmentSection(
-            max_turns=num_turns, turn_length=REPLY_TOKENS, environment_timeout_s=TIMEOUT_S
+            max_turns=num_turns, turn_length=REPLY_TOKENS, environment_timeout_s=timeout_s
         )
         self.runner = make_runner(noted, self.chat, config)
         self._at_once = at_once

@@ -111,6 +111,7 @@ class AgentEpisodes:
             is_walled = self._config.environment.agent_sandbox
             agent = await call_foreign(program, prompt.row, endpoint, is_walled=is_walled)
             assert agent is not None
+            session.start_clock()
             outcome = _check_outcome(await self._wait_for_agent(agent, session), prompt)
         except TimeoutError as late:
             status = "timeout"

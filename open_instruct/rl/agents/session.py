@@ -124,6 +124,10 @@ class AgentSession:
             return 0.0
         return time.monotonic() - self._changed_s
 
+    def start_clock(self) -> None:
+        """Count the agent's silence from now on, as its process has been started."""
+        self._changed_s = time.monotonic()
+
     def close(self) -> None:
         """Give up all requests; later ones are refused."""
         self._is_closed = True
