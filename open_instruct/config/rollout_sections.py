@@ -210,6 +210,9 @@ class EnvironmentSection:
         "requests of one agent's episode that are answered at once; more wait", 8, minimum=1
     )
 
+    agent_processes: int = flag(
+        "agents' processes that run at once; more episodes wait for their turn", 256, minimum=1
+    )
     agent_sandbox: bool = flag(
         "keep an agent, with all that it starts, behind walls: it speaks to its endpoint alone and "
         "writes to a folder of its own that ends with its episode (Linux 6.7)",

@@ -71,6 +71,7 @@ class AgentEpisodes:
         self._rendering = ThreadPoolExecutor(1, thread_name_prefix="agents-turns")
         self._endpoint = AgentEndpoint()
         self._starting = asyncio.Lock()
+        self._free = asyncio.Semaphore(config.environment.agent_processes)
         self._episodes: set[asyncio.Task[Any]] = set()
 
     def ask(self, prompt: Prompt, request: GenerationRequest) -> Future[Completion]:
@@ -99,6 +100,10 @@ class AgentEpisodes:
         task.add_done_callback(self._episodes.discard)
         async with self._starting:
             await self._endpoint.start()
+        async with self._free:
+            return await self._run_agent(prompt, request)
+
+    async def _run_agent(self, prompt: Prompt, request: GenerationRequest) -> Completion:
         session = self._make_session(prompt, request)
         key = self._endpoint.open_session(session, self._find_sampling(request))
         endpoint = Endpoint(base_url=self._endpoint.base_url, key=key, model=MODEL)

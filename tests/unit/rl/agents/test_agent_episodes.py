@@ -71,6 +71,7 @@ def play(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> Iterator[Callabl
         checks: tuple[Check, ...] = (),
         ground_truth: str = "",
         prompt_tokens: int = 1000,
+        num_episodes: int = 1,
         **flags: Any,
     ) -> Run:
         engines = Engines(tokenizer, texts)
@@ -95,7 +96,8 @@ def play(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> Iterator[Callabl
         request = GenerationRequest(
             request_id="41/2", prompt_token_ids=prompt.token_ids, seed=17, sampling=sampling
         )
-        return episodes.ask(prompt, request).result(150.0), engines
+        asked = [episodes.ask(prompt, request) for _ in range(num_episodes)]
+        return [future.result(150.0) for future in asked][-1], engines
 
     yield play
     for episodes in opened:
@@ -397,6 +399,22 @@ class TestFaults:
         broken: Any = 5  # which no engine can say
         completion, _ = play(where, [broken, "yes<|im_end|>"])
         assert completion.episode is not None and completion.episode.problem == ""
+
+    def test_only_so_many_programs_run_at_once(
+        self, play: Play, write: Write, tmp_path: Path
+    ) -> None:
+        where = write(
+            f"""
+            import time
+            with open({str(tmp_path / "order")!r}, "a", buffering=1) as file:
+                file.write("begins\\n")
+                time.sleep(0.1)
+                file.write("ends\\n")
+            return 1.0
+            """
+        )
+        play(where, [], num_episodes=3, agent_processes=1)
+        assert (tmp_path / "order").read_text().split() == ["begins", "ends"] * 3
 
     def test_verifiers_judge_where_the_agent_does_not(self, play: Play, write: Write) -> None:
         checks = (Check(verifier="math", ground_truth="5"),)
