@@ -1,41 +1,57 @@
-"""Agents of frameworks, each with its own client and its defaults, from an environment of its own.
-
-`python -m venv CLIENTS && CLIENTS/bin/pip install openai-agents langchain-openai smolagents litellm`
-makes one; OPEN_INSTRUCT_AGENT_CLIENTS names its interpreter.
-"""
-
-import os
-from pathlib import Path
+"""Agents of the Agents SDK, LangChain, smolagents and litellm, unmodified, with their defaults."""
 
 import pytest
+from transformers import PreTrainedTokenizerFast
 
-from tests.unit.rl.agents.test_agent_episodes import CALL, Play
+from open_instruct.core.records import Completion
+from tests.clients.environment import PROGRAMS, find_python
+from tests.unit.environments.test_environments import Engines
+from tests.unit.rl.agents.test_agent_episodes import CALL, Play, decoded
 from tests.unit.rl.agents.test_agent_episodes import play as play
 from tests.unit.rl.agents.test_agent_episodes import tokenizer as tokenizer
 
-CLIENTS = os.environ.get("OPEN_INSTRUCT_AGENT_CLIENTS", "")
-PROGRAMS = sorted((Path(__file__).parent / "clients").glob("*.py"))
-FINAL = '<tool_call>{"name": "final_answer", "arguments": {"answer": "It is 5."}}</tool_call>'
+pytestmark = pytest.mark.extended
 
-pytestmark = [
-    pytest.mark.extended,
-    pytest.mark.skipif(not CLIENTS, reason="OPEN_INSTRUCT_AGENT_CLIENTS names no interpreter"),
-]
+CALLS = CALL.replace("<|im_end|>", "\n") + CALL.replace("3", "7")
+TEXTS = [CALLS, "It is 5.<|im_end|>", "yes, 5<|im_end|>"]
+FINAL = '<tool_call>{"name": "final_answer", "arguments": {"answer": "5"}}</tool_call><|im_end|>'
 
 
-@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.stem)
-def test_agent_of_a_framework_is_run_as_it_is(play: Play, program: Path) -> None:
-    is_smolagents = "smol" in program.name
-    last = f"{FINAL}<|im_end|>" if is_smolagents else "It is 5.<|im_end|>"
+def run_client(play: Play, client: str, texts: list[str]) -> tuple[Completion, Engines]:
+    command = f"{find_python()} {PROGRAMS / f'with_{client}.py'}"
     completion, engines = play(
-        f"env -u PYTHONPATH {CLIENTS} {program}",
-        [CALL, last],
-        prompt_tokens=20_000,
+        command,
+        texts,
         environment_timeout_s=120.0,
+        max_turns=8,
+        prompt_tokens=20_000,
     )
     episode = completion.episode
-    assert episode is not None and episode.problem == ""
-    assert episode.rewards == {"agent": pytest.approx(1 / len("It is 5."))}
-    # It writes its calls anew as texts, and so begins a branch with every step.
-    assert len(episode.branches) == is_smolagents
-    assert len(engines.requests) == 2
+    assert episode is not None and episode.problem == "" and episode.status == "done", episode
+    assert len(engines.requests) == len(texts)
+    return completion, engines
+
+
+@pytest.mark.parametrize("client", ["agents_sdk", "langchain", "litellm"])
+def test_client_that_appends_is_learned_as_one_branch_of_exact_ids(
+    play: Play, client: str, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    completion, engines = run_client(play, client, TEXTS)
+    episode = completion.episode
+    assert episode is not None and not episode.branches
+    assert episode.rewards["agent"] > 0 and decoded(tokenizer, completion) == TEXTS
+    whole = episode.prompt_token_ids + completion.token_ids
+    for request, reply in zip(engines.requests, completion.replies, strict=True):
+        num_before = len(episode.prompt_token_ids) + reply.start
+        assert request.prompt_token_ids == whole[:num_before]
+
+
+def test_smolagents_is_learned_though_it_writes_its_calls_anew(play: Play) -> None:
+    completion, engines = run_client(play, "smolagents", [CALLS, FINAL])
+    episode = completion.episode
+    assert episode is not None and episode.rewards == {"agent": 1.0}
+    (branch,) = episode.branches
+    # The last of them first, as it is the episode's own.
+    prompts = [branch.prompt_token_ids, episode.prompt_token_ids]
+    assert prompts == [request.prompt_token_ids for request in engines.requests]
+    assert len(completion.replies) == len(branch.replies) == 1

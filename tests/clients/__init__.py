@@ -1,0 +1,1 @@
+"""Programs of four clients, as their users write them, and the environment in which they run."""
