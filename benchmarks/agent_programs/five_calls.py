@@ -16,7 +16,10 @@ def solve(messages: list[dict[str, Any]], fails: str) -> float:
     """Ask five times; by its row it hangs, or dies, before the second."""
     address = urlsplit(os.environ["OPENAI_BASE_URL"])
     connection = http.client.HTTPConnection(address.hostname or "", address.port)
-    headers = {"Authorization": f"Bearer {os.environ['OPENAI_API_KEY']}"}
+    headers = {
+        "Authorization": f"Bearer {os.environ['OPENAI_API_KEY']}",
+        "Content-Type": "application/json",
+    }
     history = list(messages)
     for number in range(NUM_CALLS):
         if number == 1 and fails == "hangs":
