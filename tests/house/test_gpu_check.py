@@ -272,7 +272,7 @@ class TestNode:
         assert {
             (it.fleet.vllm_runner, it.fleet.vllm_async_scheduling) for it in started.values()
         } == {("v2", "on")}
-        assert len(findings.failures) == 2
+        assert len(findings.failures) == 3
 
     @pytest.mark.parametrize(
         ("name", "planned", "mfu", "num_failures"),
