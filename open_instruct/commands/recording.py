@@ -29,6 +29,7 @@ from open_instruct.rl.episodes.tool_calls import detect_call_form
 
 if TYPE_CHECKING:
     from open_instruct.generation.engine_pool import EnginePool
+    from open_instruct.generation.requests import EngineSettings
 
 NO_LIMIT = 1 << 30  # of replies, which a served session may have without end
 
@@ -93,13 +94,26 @@ def open_engine(
     import torch
 
     from open_instruct.generation.local_engine import open_local_pool
-    from open_instruct.generation.requests import Batching, EngineSettings
     from open_instruct.generation.vllm_options import engine_environment
 
     on_cuda = torch.cuda.is_available()
     os.environ.update(engine_environment(on_cuda))  # read when vLLM is imported
+    settings = choose_engine_settings(model, chat, flags, on_cuda=on_cuda)
+    return open_local_pool(settings, on_failure=on_failure)
+
+
+def choose_engine_settings(
+    model: TalkingModel,
+    chat: ChatFormat,
+    flags: RecordFlags,
+    *,
+    on_cuda: bool,
+) -> EngineSettings:
+    """The settings of an engine for a model and its flags: in bfloat16 where a GPU computes."""
+    from open_instruct.generation.requests import Batching, EngineSettings
+
     fleet = FleetSection()
-    settings = EngineSettings(
+    return EngineSettings(
         model_folder=str(model.folder.resolve()),
         tokenizer_folder=str(model.tokenizer_folder.resolve()),
         dtype=flags.param_dtype or ("bfloat16" if on_cuda else "float32"),
@@ -109,7 +123,6 @@ def open_engine(
         seed=0,
         stop_token_ids=chat.turn_end_token_ids(),
     )
-    return open_local_pool(settings, on_failure=on_failure)
 
 
 async def serve(
