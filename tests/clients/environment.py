@@ -7,6 +7,7 @@ import fcntl
 import shutil
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -28,27 +29,30 @@ def find_python() -> Path:
     """The interpreter of the environment, which is made if it is not there."""
     versions = "-".join(package.partition("==")[2] for package in PACKAGES)
     folder = find_cache_folder(None) / "agent_clients" / versions
-    python = folder / "bin" / "python"
-    mark = folder / ".complete"
     folder.parent.mkdir(parents=True, exist_ok=True)
     with (folder.parent / ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if mark.exists():
-            return python
-        shutil.rmtree(folder, ignore_errors=True)
-        commands = (
-            [sys.executable, "-m", "venv", str(folder)],
-            [str(python), "-m", "pip", "install", "--quiet", "--prefer-binary", *PACKAGES],
-        )
-        for command in commands:
-            done = subprocess.run(
+        problem = "" if (folder / ".complete").exists() else _make(folder)
+    if problem:
+        pytest.skip(problem)
+    return folder / "bin" / "python"
+
+
+@cache
+def _make(folder: Path) -> str:
+    """Make the environment; returns why there can be none, or ""."""
+    shutil.rmtree(folder, ignore_errors=True)
+    pip = [str(folder / "bin" / "python"), "-m", "pip", "install", "--quiet", "--prefer-binary"]
+    try:
+        for command in ([sys.executable, "-m", "venv", str(folder)], [*pip, *PACKAGES]):
+            subprocess.run(
                 command,
-                check=False,
+                check=True,
                 capture_output=True,
                 text=True,
                 timeout=INSTALL_TIMEOUT_S,
             )
-            if done.returncode != 0:
-                pytest.skip(f"no clients could be installed: {done.stderr.strip()[-300:]}")
-        mark.touch()
-    return python
+    except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
+        return f"{error}: {str(error.stderr).strip()[-300:]}"
+    (folder / ".complete").touch()
+    return ""
