@@ -92,6 +92,9 @@ for supervised tuning `--from olmo-core`, translates a launch setting by setting
 and of the configurations, so nothing stands in them that the files do not say. The number of GPUs is another, the batch the same. Of a long mixture the first data sets stand here.
 The files are checked and planned; nobody has trained with them here.
 
+Of the launches as they stand, `migrate-args` refuses two settings (exit code 2): 7b_rlzero_math.sh has two `--dataset_mixer_eval_list_splits` for one data set, of which the configuration has one, and
+7b_instruct_rl.sh takes its data from a variable that it does not set; the one that it does set, and does not use, stands below. 7b_rlzero_mix.sh, which repeats a data set, has no configuration.
+
 What differs by no flag, such as the denominators of losses, `migrate-args` lists with every launch; it is in [upstream.md](upstream.md#defaults), too.
 """
 
