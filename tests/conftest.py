@@ -18,6 +18,9 @@ from tests.tiers import num_examples
 # another. It is read when torch is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# Of the terminals that tests pretend, whichever one they are started from.
+os.environ["TERM"] = "xterm-256color"
+
 # A test asserts behaviour, never wall time.
 settings.register_profile("any_time", deadline=None, max_examples=num_examples(30))
 settings.load_profile("any_time")

@@ -110,7 +110,8 @@ class AgentSession:
         self._num_attempts = 0
         self._num_turns = 0  # with those that are being sampled
         self._slots: defaultdict[bytes, set[int]] = defaultdict(set)
-        self._changed_s = time.monotonic()
+        self._silence_s = 0.0  # since the last reply, up to `_silent_since_s`
+        self._silent_since_s = time.monotonic()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._is_closed = False
 
@@ -122,11 +123,24 @@ class AgentSession:
         """
         if self._num_sampling:
             return 0.0
-        return time.monotonic() - self._changed_s
+        return self._silence_s + time.monotonic() - self._silent_since_s
 
     def start_clock(self) -> None:
         """Count the agent's silence from now on, as its process has been started."""
-        self._changed_s = time.monotonic()
+        self._silence_s = 0.0
+        self._silent_since_s = time.monotonic()
+
+    @contextmanager
+    def _stop_clock(self) -> Iterator[None]:
+        """Count no silence while a reply is sampled, or several at once."""
+        if not self._num_sampling:
+            self._silence_s = self.idle_s
+        self._num_sampling += 1
+        try:
+            yield
+        finally:
+            self._num_sampling -= 1
+            self._silent_since_s = time.monotonic()
 
     def close(self) -> None:
         """Give up all requests; later ones are refused."""
@@ -164,23 +178,19 @@ class AgentSession:
         async with self._free:
             self._count_turns(request.num_replies)
             num_added = len(self.tree.replies)
-            began_s = time.monotonic()
-            self._num_sampling += 1
             try:
-                point = await self._in_thread(self._open, request)
-                max_tokens = self._find_max_tokens(point, request)
-                completions = await self._sample(point, request, max_tokens)
-                delivered: list[DeliveredReply] = await self._in_thread(
-                    self._add, point, request, completions
-                )
+                with self._stop_clock():
+                    point = await self._in_thread(self._open, request)
+                    max_tokens = self._find_max_tokens(point, request)
+                    completions = await self._sample(point, request, max_tokens)
+                    delivered: list[DeliveredReply] = await self._in_thread(
+                        self._add, point, request, completions
+                    )
             except BaseException:
-                self._changed_s += time.monotonic() - began_s
                 if len(self.tree.replies) == num_added:
                     self._num_turns -= request.num_replies
                 raise
-            finally:
-                self._num_sampling -= 1
-            self._changed_s = time.monotonic()
+            self._silence_s = 0.0
         self.limit = None
         # An agent's own `max_tokens` is its own affair.
         are_cut = [each.node.completion.is_truncated for each in delivered]

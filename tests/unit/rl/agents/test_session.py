@@ -7,7 +7,7 @@ from contextlib import suppress
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from open_instruct.core.records import Completion
@@ -146,8 +146,17 @@ actions = st.tuples(
 )
 
 
+# Some of several requests at once are answered, and others given up.
+ANSWERED_AND_GIVEN_UP = [("ask", 0, TEXTS[0])] * 5 + [
+    ("finish", 0, TEXTS[0]),
+    ("finish", 0, TEXTS[0]),
+    ("give up", 87, TEXTS[0]),
+]
+
+
 @settings(max_examples=num_examples(90), deadline=None)
 @given(drawn=st.lists(actions, max_size=24), max_turns=st.sampled_from([3, 40]))
+@example(drawn=ANSWERED_AND_GIVEN_UP, max_turns=3)
 def test_what_is_delivered_is_learned_once_and_nothing_else(
     template: TurnTemplate, drawn: Sequence[tuple[str, int, str]], max_turns: int
 ) -> None:
