@@ -60,13 +60,13 @@ PYTEST := $(PY) -m pytest -q --dist loadfile --no-loadscope-reorder
 # and `make test-rest` alone. mypy has one thread: tests run beside it.
 QUICK := not slow and not extended
 
-check: ruff  ## lint, types and the quick tests, in some eight minutes
+check: ruff  ## lint, types and the quick tests, in three to eight minutes
 	@$(MAKE) --no-print-directory -j 2 types quick-tests
 
 quick-tests: $(STAMP)
 	$(PYTEST) -n 2 -m "$(QUICK)" tests/house/test_house.py tests/house/test_architecture.py tests/unit
 
-test: ruff  ## lint, types and the tests of every part, in some fifteen minutes
+test: ruff  ## lint, types and the tests of every part, in six to fourteen minutes
 	@$(MAKE) --no-print-directory -j 2 types main-tests
 
 # Three files at a time keep two cores busy: in tests of a fleet, processes wait for each other.
