@@ -11,29 +11,8 @@ import sys
 import time
 from functools import partial
 
-from demo_shell import (
-    OUTPUT,
-    REPOSITORY,
-    begin_with_tiny_model,
-    console,
-    ended,
-    run,
-    show_what_happened,
-    step,
-    torchrun,
-)
-from demo_tools import (
-    FOLDER,
-    MODEL,
-    NUM_HELD_OUT,
-    NUM_PROMPTS,
-    NUM_SFT_ROWS,
-    SFT,
-    samples,
-    sft_flags,
-    summary,
-    write_products,
-)
+from demo_shell import OUTPUT, REPOSITORY, ended, run, show_what_happened, step
+from demo_tools import FOLDER, SFT, samples, start_warm, summary
 
 GRPO = OUTPUT / "agent"
 PROGRAM = "scripts/demo_data/product_agent.py"
@@ -43,17 +22,7 @@ def main() -> int:
     os.chdir(REPOSITORY)
     began_s = time.monotonic()
 
-    begin_with_tiny_model(MODEL, size="tiny")
-
-    step(2, "made-up products: examples, prompts, and others held out")
-    write_products(FOLDER, seed=0)
-    console.print(
-        f"{FOLDER}: {NUM_SFT_ROWS} examples, {NUM_PROMPTS} prompts, {NUM_HELD_OUT} held-out "
-        "products"
-    )
-
-    step(3, "a warm start on the examples, of which few call the tool")
-    torchrun(2, "open_instruct/sft.py", *sft_flags())
+    start_warm()
 
     step(4, f"GRPO of {PROGRAM}, which asks the policy by OpenAI's API")
     run("python", "open_instruct/grpo_olmo_core_actor.py", *grpo_flags())

@@ -59,6 +59,17 @@ def main() -> int:
     os.chdir(REPOSITORY)
     began_s = time.monotonic()
 
+    start_warm()
+
+    step(4, "GRPO with the tool: learners in two shards, and a vLLM engine")
+    run("python", "open_instruct/grpo_olmo_core_actor.py", *grpo_flags())
+
+    show_what_happened(GRPO, samples=samples, summary=summary, began_s=began_s)
+    return 0
+
+
+def start_warm() -> None:
+    """Show the steps before GRPO: a tiny model, its rows, and what it learns from examples."""
     begin_with_tiny_model(MODEL, size="tiny")
 
     step(2, "made-up products: examples, prompts, and others held out")
@@ -70,12 +81,6 @@ def main() -> int:
 
     step(3, "a warm start on the examples, of which few call the tool")
     torchrun(2, "open_instruct/sft.py", *sft_flags())
-
-    step(4, "GRPO with the tool: learners in two shards, and a vLLM engine")
-    run("python", "open_instruct/grpo_olmo_core_actor.py", *grpo_flags())
-
-    show_what_happened(GRPO, samples=samples, summary=summary, began_s=began_s)
-    return 0
 
 
 def write_products(folder: Path, *, seed: int) -> None:

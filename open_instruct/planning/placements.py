@@ -225,15 +225,7 @@ class Placement:
 def find_placement(plan: Plan) -> Placement:
     """The placement of a GRPO run that was planned, as its own flags have it."""
     setting = plan.setting
-    config = setting.config
-    assert isinstance(config, GRPOConfig)
-    work = EngineWork.of(
-        config,
-        setting.shape,
-        setting.device,
-        mfu=setting.mfu,
-        tokens_per_second=None,
-    )
+    config, work = _find_engine_work(setting, tokens_per_second=None)
     return Placement(
         kind="shared" if config.fleet.takes_turns else "split",
         plan=plan,
@@ -242,6 +234,22 @@ def find_placement(plan: Plan) -> Placement:
         engines=plan.workload.num_engines,
         degree=config.fleet.vllm_tensor_parallel_size,
     )
+
+
+def _find_engine_work(
+    setting: Setting, *, tokens_per_second: float | None
+) -> tuple[GRPOConfig, EngineWork]:
+    """The flags of a GRPO run, and what its engines have to do."""
+    config = setting.config
+    assert isinstance(config, GRPOConfig)
+    work = EngineWork.of(
+        config,
+        setting.shape,
+        setting.device,
+        mfu=setting.mfu,
+        tokens_per_second=tokens_per_second,
+    )
+    return config, work
 
 
 def list_placements(
@@ -254,15 +262,7 @@ def list_placements(
         nodes: all GPUs of each node.
         tokens_per_second: what a GPU of an engine generates, where that was measured.
     """
-    config = setting.config
-    assert isinstance(config, GRPOConfig)
-    work = EngineWork.of(
-        config,
-        setting.shape,
-        setting.device,
-        mfu=setting.mfu,
-        tokens_per_second=tokens_per_second,
-    )
+    config, work = _find_engine_work(setting, tokens_per_second=tokens_per_second)
     given_degree = config.fleet.vllm_tensor_parallel_size
     degrees = [given_degree]
     if given_degree == 1:
