@@ -63,11 +63,13 @@ def no_garbage_collection() -> Iterator[None]:
     """Spare a short command a tenth of its time, which goes into looking for garbage among what
     libraries make when they are imported.
     """
+    was_enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        gc.enable()
+        if was_enabled:
+            gc.enable()
 
 
 def check_run(
