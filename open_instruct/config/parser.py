@@ -15,9 +15,10 @@ from open_instruct.config.flags import Flag, list_flags, list_sections, spell_va
 from open_instruct.config.name_hints import describe_name_here, find_flag_here, suggest_nearest
 from open_instruct.config.packaged import packaged_settings, settings_file
 from open_instruct.config.suites.upstream_flags import Fate, translate_flag
-from open_instruct.config.yaml_depth import LOADER, check_depth
+from open_instruct.config.yaml_depth import check_depth
 from open_instruct.core.errors import InputError, Kind, Problem
 from open_instruct.core.files import read_user_file
+from open_instruct.core.tables import LOADER
 
 ConfigT = TypeVar("ConfigT")
 

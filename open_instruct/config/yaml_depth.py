@@ -2,8 +2,9 @@
 
 import yaml
 
+from open_instruct.core.tables import LOADER
+
 MAX_LEVELS = 64
-LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 def check_depth(text: str) -> None:

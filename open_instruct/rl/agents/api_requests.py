@@ -24,13 +24,25 @@ TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
 Number = Annotated[float, Field(ge=0, le=2)]
 
 
-class CommonBody(BaseModel):
-    """What requests of all kinds may say; any other field is refused.
+class AnyBody(BaseModel):
+    """What a request to any path may say without a word about the reply.
 
-    The last group says nothing about the reply.
+    A field that no body names is refused.
     """
 
     model_config = ConfigDict(extra="forbid", protected_namespaces=())
+
+    user: Any = None
+    metadata: Any = None
+    store: Any = None
+    service_tier: Any = None
+    safety_identifier: Any = None
+    prompt_cache_key: Any = None
+    prompt_cache_retention: Any = None
+
+
+class CommonBody(AnyBody):
+    """What requests to /v1/chat/completions and /v1/completions may say."""
 
     model: str
     n: Annotated[int, Field(ge=1, le=MAX_REPLIES)] | None = None
@@ -44,14 +56,6 @@ class CommonBody(BaseModel):
     frequency_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
     seed: int | None = None
-
-    user: Any = None
-    metadata: Any = None
-    store: Any = None
-    service_tier: Any = None
-    safety_identifier: Any = None
-    prompt_cache_key: Any = None
-    prompt_cache_retention: Any = None
 
 
 class ChatBody(CommonBody):

@@ -8,11 +8,12 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from open_instruct.rl.agents.api_errors import APIError
 from open_instruct.rl.agents.api_replies import count_usage
 from open_instruct.rl.agents.api_requests import (
+    AnyBody,
     ReplyRequest,
     RunSampling,
     check_model,
@@ -30,13 +31,8 @@ Stored = dict[str, tuple[Turn, ...]]
 """The turns up to the end of each answer, without instructions, by the answer's id."""
 
 
-class ResponseBody(BaseModel):
-    """What a request to /v1/responses may say; any other field is refused.
-
-    The last group says nothing about the reply.
-    """
-
-    model_config = ConfigDict(extra="forbid", protected_namespaces=())
+class ResponseBody(AnyBody):
+    """What a request to /v1/responses may say."""
 
     model: str
     input: str | list[Any]
@@ -56,14 +52,7 @@ class ResponseBody(BaseModel):
     reasoning: dict[str, Any] | None = None
     include: list[str] | None = None
 
-    metadata: Any = None
-    store: Any = None
-    stream_options: Any = None
-    user: Any = None
-    service_tier: Any = None
-    safety_identifier: Any = None
-    prompt_cache_key: Any = None
-    prompt_cache_retention: Any = None
+    stream_options: Any = None  # says nothing about the reply
 
 
 def read_response_request(

@@ -223,9 +223,9 @@ class SessionTree:
 
     def _continue(self, parent: SampledReply, turns: Sequence[Turn]) -> Conversation | None:
         """The parent's conversation with a bridge over these turns; None if there can be none."""
-        marked_turns, replies = self._mark_known_replies(turns)
         if parent.talk is None:
             return None
+        marked_turns, replies = self._mark_known_replies(turns)
         talk = parent.talk.fork()
         try:
             talk.answer(marked_turns, replies=replies)
