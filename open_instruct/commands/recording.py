@@ -163,6 +163,7 @@ async def serve(
             follows=True,
             model_names=names,
         ),
+        chat_format=chat.fingerprint,
         silence_s=flags.session_timeout_s,
     )
     try:

@@ -95,7 +95,7 @@ class ChatFormat:
             variables=rows.chat_template_kwargs,
         )
 
-    @property
+    @cached_property
     def fingerprint(self) -> str:
         """Hash of all that token ids depend on: the tokenizer's content, the template's text."""
         content = json.loads(self.tokenizer.backend_tokenizer.to_str())

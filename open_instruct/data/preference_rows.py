@@ -1,7 +1,7 @@
 """Preference rows, `{"chosen": [messages], "rejected": [messages]}`, and the pieces of a pair.
 
 The two conversations are equal up to the last turn, which is the assistant's and differs. Or they
-are two replies alone, to a prompt in the same row.
+are two replies alone, to a prompt in the same row. Where a row has `sampled`, the ids are its own.
 """
 
 from collections.abc import Mapping
@@ -13,6 +13,7 @@ from open_instruct.data.conversations.row_forms import find_replies
 from open_instruct.data.conversations.tool_turns import CALLS
 from open_instruct.data.files.rows import MalformedRow
 from open_instruct.data.row_builder import RenderedRow, RowBuilder
+from open_instruct.data.sampled_rows import check_pair, read_pair
 
 
 def parse_preference_row(row: Mapping[str, Any]) -> tuple[tuple[Message, ...], tuple[Message, ...]]:
@@ -52,6 +53,16 @@ def _describe_difference(chosen: tuple[Message, ...], rejected: tuple[Message, .
     )
 
 
+def check_preference_row(row: Mapping[str, Any]) -> None:
+    """Check one row as far as that needs no tokenizer.
+
+    Raises:
+        MalformedRow: see `parse_preference_row`; or what was sampled cannot be read.
+    """
+    if read_pair(row) is None:
+        parse_preference_row(row)
+
+
 class PreferenceBuilder(RowBuilder):
     """The pieces of a pair: the prompt, the chosen reply, the rejected reply."""
 
@@ -63,9 +74,15 @@ class PreferenceBuilder(RowBuilder):
     )
     documents_per_row = 2
     document_titles = ("chosen", "rejected")
-    check = staticmethod(parse_preference_row)
+    check = staticmethod(check_preference_row)
 
     def render(self, row: Mapping[str, Any]) -> RenderedRow:
+        pair = read_pair(row)
+        if pair is not None:
+            check_pair(pair, row, self.chat)
+            return RenderedRow.from_token_ids(
+                [pair.prompt_token_ids, pair.chosen_token_ids, pair.rejected_token_ids]
+            )
         chosen, rejected = parse_preference_row(row)
         prompt, replies = self.chat.render(chosen[:-1], (chosen[-1], rejected[-1]))
         return RenderedRow(texts=(prompt, *replies), messages=chosen)

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import islice
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import numpy as np
 
@@ -56,6 +56,13 @@ class RenderedRow:
     """Numbers of the row that its loss reads."""
     content: str = ""
     """What `--eval_split` decides by; by default all columns that were read."""
+    token_ids: Sequence[Sequence[int]] = ()
+    """Of the pieces, where they are known: nothing is tokenised then, and the texts are empty."""
+
+    @classmethod
+    def from_token_ids(cls, pieces: Sequence[Sequence[int]]) -> Self:
+        """A row whose pieces are known as ids."""
+        return cls(texts=("",) * len(pieces), token_ids=pieces)
 
 
 ROW_OF_OTHER_SIDE = RenderedRow(texts=())
@@ -287,6 +294,8 @@ class RowBuilder(ABC):
                 number = ON_OTHER_SIDE
             elif rendered_row is not None:
                 pieces = list(islice(token_ids, len(rendered_row.texts)))
+                if rendered_row.token_ids:
+                    pieces = list(map(list, rendered_row.token_ids))
                 if self._store_if_learned(row, rendered_row, pieces):
                     number = len(self.store) - 1
             numbers.append(number)
@@ -340,6 +349,9 @@ class RowBuilder(ABC):
         """
         counts = self.counts
         num_ends = [self.chat.count_ends(pieces[piece]) for piece in replies]
+        if rendered.token_ids:  # which no template has written
+            counts.num_parts_without_end += num_ends.count(0)
+            return
         counts.num_without_end += num_ends.count(0)
         counts.num_with_two_ends += sum(number > 1 for number in num_ends)
         bos = self.chat.tokenizer.bos_token_id

@@ -25,7 +25,7 @@ class RowCounts:
     num_without_end: int = 0
     """Replies that do not end with an end token."""
     num_parts_without_end: int = 0
-    """Learned parts of token files that do not end with one."""
+    """Learned parts that are given as ids and do not end with one."""
     num_with_two_ends: int = 0
     """Replies that end with two of them or more."""
     num_with_more_thoughts: int = 0
@@ -65,9 +65,9 @@ class RowCounts:
             )
         if self.num_parts_without_end:
             warnings.append(
-                f"{spell_count(self.num_parts_without_end, 'learned part')} of token files do not "
-                f"end with an end-of-turn token of the {template} chat template, so the model will "
-                "not learn there where a reply stops"
+                f"{spell_count(self.num_parts_without_end, 'learned part')} given as ids, of token "
+                f"files or sampled, do not end with an end-of-turn token of the {template} chat "
+                "template, so the model will not learn there where a reply stops"
             )
         for key, flag in optional_keys.items():
             if key in self.unread:

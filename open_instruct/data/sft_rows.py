@@ -1,5 +1,7 @@
 """Rows of supervised fine-tuning, `{"messages": [...]}`: every reply of a row is learned.
 
+Where a row has `sampled`, those of its replies that were sampled are learned by their own ids.
+
 With `--split_replies` a row of several replies becomes several rows. A template may write an
 earlier reply otherwise once others follow it, such as without its thoughts (Qwen 3's own), so that
 no single text teaches all of them. In a row of its own a reply is asked for as an engine would ask,
@@ -17,6 +19,7 @@ from open_instruct.data.conversations.row_forms import find_conversation
 from open_instruct.data.eval_split import join_columns
 from open_instruct.data.files.rows import MalformedRow, RawRow, RowSource
 from open_instruct.data.row_builder import RenderedRow, RowBuilder
+from open_instruct.data.sampled_rows import SAMPLED, check_branch, read_branch
 
 # The key of a row that has the place of its reply among the messages; no column is called so.
 REPLY_PLACE = "--split_replies"
@@ -43,12 +46,22 @@ def parse_sft_row(row: Mapping[str, Any]) -> tuple[Message, ...]:
     return messages
 
 
+def check_sft_row(row: Mapping[str, Any]) -> None:
+    """Check one row as far as that needs no tokenizer.
+
+    Raises:
+        MalformedRow: see `parse_sft_row`; or what was sampled cannot be read.
+    """
+    if read_branch(row) is None:
+        parse_sft_row(row)
+
+
 class SFTBuilder(RowBuilder):
     """Builds conversations, whose pieces are context and learned replies in turn."""
 
     unit = "conversation"
     columns = ("prompt", "completion")
-    check = staticmethod(parse_sft_row)
+    check = staticmethod(check_sft_row)
     token_files_problem = ""
     row_example = (
         '{"messages": [{"role": "user", "content": "text"}, {"role": "assistant", "content": '
@@ -56,6 +69,29 @@ class SFTBuilder(RowBuilder):
     )
 
     def render(self, row: Mapping[str, Any]) -> RenderedRow:
+        return self.render_sampled(row) or self.render_messages(row)
+
+    def render_sampled(self, row: Mapping[str, Any]) -> RenderedRow | None:
+        """The ids that a row was sampled with; None where it does not say.
+
+        Raises:
+            MalformedRow: none of its replies was sampled so that it is learned, or see
+                `check_branch`.
+        """
+        branch = read_branch(row)
+        if branch is None:
+            return None
+        check_branch(branch, row, self.chat)
+        if not branch.replies:
+            raise MalformedRow(
+                "nothing_learned",
+                "no reply was sampled as the server samples, so none has ids to learn: leave the "
+                f"row out by --on_bad_row skip, or leave out its {SAMPLED!r}",
+            )
+        return RenderedRow.from_token_ids(branch.list_pieces())
+
+    def render_messages(self, row: Mapping[str, Any]) -> RenderedRow:
+        """The texts that the template writes of a row."""
         messages = parse_sft_row(row)
         replies = [message for message in messages if message["role"] == "assistant"]
         pieces = self.chat.render_turns(messages)
@@ -71,16 +107,16 @@ class SFTBuilder(RowBuilder):
 
 
 class ReplyBuilder(SFTBuilder):
-    """As `SFTBuilder`, with a row of each reply that is learned."""
+    """As `SFTBuilder`, with a row of each reply that is learned; sampled ids need no such rows."""
 
-    check = staticmethod(parse_sft_row)
+    check = staticmethod(check_sft_row)
     token_files_problem = "--split_replies splits messages, and it has none; leave the flag out"
 
     @classmethod
     def adapt_source(cls, source: RowSource) -> RowSource:
         return split_replies(source)
 
-    def render(self, row: Mapping[str, Any]) -> RenderedRow:
+    def render_messages(self, row: Mapping[str, Any]) -> RenderedRow:
         messages = parse_sft_row(row)
         place = row[REPLY_PLACE]
         prompt, (text,) = self.chat.render(messages[:place], [messages[place]])
@@ -116,6 +152,8 @@ def split_replies(conversations: RowSource) -> RowSource:
 
 def _split_row(row: RawRow) -> list[RawRow]:
     """A row of each learned reply of a conversation, or the one row with its problem."""
+    if row.value.get(SAMPLED) is not None:
+        return [row]
     try:
         messages = parse_sft_row(row.content())
     except MalformedRow as error:

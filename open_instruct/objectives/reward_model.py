@@ -24,7 +24,7 @@ from open_instruct.core.records import Batch, Metric, mean_metrics
 from open_instruct.core.text import spell_count
 from open_instruct.data.chat import ChatFormat
 from open_instruct.data.files.rows import MalformedRow, name_json_type
-from open_instruct.data.preference_rows import PreferenceBuilder, parse_preference_row
+from open_instruct.data.preference_rows import PreferenceBuilder, check_preference_row
 from open_instruct.data.row_builder import RenderedRow
 from open_instruct.losses.logprobs import sum_by_sequence
 from open_instruct.models.hf.head_kinds import Head, explain_missing_class, find_class
@@ -111,7 +111,7 @@ class RewardBuilder(PreferenceBuilder):
 
     reads_ends = True
     optional_keys: ClassVar[Mapping[str, str]] = {MARGIN: "--margin"}
-    check = staticmethod(parse_preference_row)
+    check = staticmethod(check_preference_row)
 
     def __init__(self, chat: ChatFormat, *, margin: bool, **common: Any) -> None:
         super().__init__(chat, **common)

@@ -69,21 +69,25 @@ class AgentEndpoint:
         application = web.Application(
             client_max_size=MAX_BODY_BYTES, middlewares=[_make_error_middleware()]
         )
-        application.add_routes(
-            [
-                web.post("/v1/chat/completions", self._chat),
-                web.post("/v1/completions", self._complete),
-                web.post("/v1/responses", self._respond),
-                web.get("/v1/models", self._list_models),
-                web.get("/v1/models/{name:.+}", self._describe_model),
-            ]
-        )
+        application.add_routes(self.list_routes())
         # A request whose client is gone is given up.
         self._runner = web.AppRunner(application, access_log=None, handler_cancellation=True)
         await self._runner.setup()
         site = web.TCPSite(self._runner, HOST, port, backlog=1024)
         await site.start()
         self.port = self._runner.addresses[0][1]
+
+    def list_routes(self) -> list[web.RouteDef]:
+        """The paths that are answered."""
+        from aiohttp import web
+
+        return [
+            web.post("/v1/chat/completions", self._chat),
+            web.post("/v1/completions", self._complete),
+            web.post("/v1/responses", self._respond),
+            web.get("/v1/models", self._list_models),
+            web.get("/v1/models/{name:.+}", self._describe_model),
+        ]
 
     async def stop(self) -> None:
         if self._runner is not None:
@@ -103,8 +107,13 @@ class AgentEndpoint:
     # Requests
 
     def _find_session(self, request: web.Request) -> tuple[AgentSession, RunSampling]:
+        return self.find_session(self.read_key(request))
+
+    @staticmethod
+    def read_key(request: web.Request) -> str:
+        """The key that a request has; none is empty."""
         scheme, _, key = request.headers.get("Authorization", "").partition(" ")
-        return self.find_session(key.strip() if scheme.lower() == "bearer" else "")
+        return key.strip() if scheme.lower() == "bearer" else ""
 
     def find_session(self, key: str) -> tuple[AgentSession, RunSampling]:
         """Find the session of a key, and what it may ask for.
@@ -124,45 +133,45 @@ class AgentEndpoint:
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         session, sampling = self._find_session(request)
         with session.request():
-            asked = read_chat_request(await _read_body(request), sampling)
+            asked = read_chat_request(await read_body(request), sampling)
             answer = build_chat(asked, await session.reply(asked))
             if not asked.streams:
-                return _answer(answer)
+                return answer_json(answer)
             return await _stream(request, stream_chat(answer, has_usage=asked.has_usage))
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
         session, sampling = self._find_session(request)
         with session.request():
-            all_asked = read_completion_requests(await _read_body(request), sampling)
+            all_asked = read_completion_requests(await read_body(request), sampling)
             replies = []
             for asked in all_asked:
                 replies += await session.reply(asked)
             answer = build_text(asked, replies)
             if not asked.streams:
-                return _answer(answer)
+                return answer_json(answer)
             return await _stream(request, stream_text(answer, has_usage=asked.has_usage))
 
     async def _respond(self, request: web.Request) -> web.StreamResponse:
         session, sampling = self._find_session(request)
         with session.request():
-            body = await _read_body(request)
+            body = await read_body(request)
             asked, turns = read_response_request(body, sampling, session.stored)
             (reply,) = await session.reply(asked)
             answer = build_response(asked, turns, reply, session.stored)
             if not asked.streams:
-                return _answer(answer)
+                return answer_json(answer)
             return await _stream(request, stream_response(answer), has_end=False)
 
     async def _list_models(self, request: web.Request) -> web.StreamResponse:
         _, sampling = self._find_session(request)
-        return _answer(list_models(sampling.model_names))
+        return answer_json(list_models(sampling.model_names))
 
     async def _describe_model(self, request: web.Request) -> web.StreamResponse:
         _, sampling = self._find_session(request)
         name = request.match_info["name"]
         if name not in sampling.model_names:
             raise APIError(f"there is no model {name!r:.100}", status=404, code="model_not_found")
-        return _answer(describe_model(name))
+        return answer_json(describe_model(name))
 
 
 def _make_error_middleware() -> Any:
@@ -192,7 +201,12 @@ def _make_error_middleware() -> Any:
     return answer_errors
 
 
-async def _read_body(request: web.Request) -> Any:
+async def read_body(request: web.Request) -> Any:
+    """The JSON that a request has.
+
+    Raises:
+        APIError: it is none, or has half a surrogate pair.
+    """
     if request.content_type != "application/json":  # what pages in a browser may send unasked
         raise APIError("the body's Content-Type is application/json", status=415)
     data = await request.read()
@@ -207,7 +221,8 @@ async def _read_body(request: web.Request) -> Any:
     return body
 
 
-def _answer(answer: Mapping[str, Any]) -> web.Response:
+def answer_json(answer: Mapping[str, Any]) -> web.Response:
+    """An answer of JSON."""
     from aiohttp import web
 
     return web.json_response(answer)
