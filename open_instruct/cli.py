@@ -64,6 +64,10 @@ COMMANDS = {
         "write a checkpoint of OLMo-core as a Hugging Face folder, or the other way",
         "commands.convert:main",
     ),
+    "sessions": (
+        "make of recorded sessions the best of each prompt, pairs, or groups to learn from",
+        "commands.talking.sessions:main",
+    ),
     "score": (
         "write a file's rows with a reward model's score of each, or of its steps",
         "commands.score:main",
@@ -89,6 +93,7 @@ FLAGS = {
     "export": ("commands.export:ExportFlags", "export RUN", ""),
     "merge": ("commands.merge:MergeFlags", "merge", ""),
     "convert": ("commands.convert:ConvertFlags", "convert FROM TO", ""),
+    "sessions": ("commands.talking.sessions:SessionsFlags", "sessions FILE", ""),
     "score": ("commands.score:ScoreFlags", "score MODEL FILE", ""),
     "chat": ("commands.chat:ChatFlags", "chat RUN|MODEL", ""),
     "tiny-model": ("commands.tiny_model:TinyModelFlags", "tiny-model DIR", ""),

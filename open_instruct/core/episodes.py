@@ -9,6 +9,10 @@ from open_instruct.core.spans import Span
 # The role of a turn that says where the next reply goes on from: `after` is the number of a reply,
 # or empty for a history of its own.
 BRANCH_ROLE = "branch"
+# The environment of prompts that sessions answer which were recorded before the run, and the
+# version of their tokens.
+RECORDED = "recorded"
+BEFORE_RUN = -1
 
 EpisodeStatus = Literal["done", "length", "max_turns", "parse_error", "timeout", "env_error"]
 """How an episode ended: its environment was done; the tokens or the turns ran out; a tool call

@@ -9,11 +9,12 @@ from typing import Any
 
 from open_instruct.core.text import spell_count
 from open_instruct.data.conversations.messages import REASONING, Message, check_is_learned
+from open_instruct.data.conversations.rendered_row import RenderedRow
 from open_instruct.data.conversations.row_forms import find_replies
 from open_instruct.data.conversations.tool_turns import CALLS
 from open_instruct.data.files.rows import MalformedRow
-from open_instruct.data.row_builder import RenderedRow, RowBuilder
-from open_instruct.data.sampled_rows import check_pair, read_pair
+from open_instruct.data.row_builder import RowBuilder
+from open_instruct.data.sampled.sampled_rows import check_pair, read_pair
 
 
 def parse_preference_row(row: Mapping[str, Any]) -> tuple[tuple[Message, ...], tuple[Message, ...]]:
@@ -79,7 +80,7 @@ class PreferenceBuilder(RowBuilder):
     def render(self, row: Mapping[str, Any]) -> RenderedRow:
         pair = read_pair(row)
         if pair is not None:
-            check_pair(pair, row, self.chat)
+            check_pair(pair, row, self.chat.fingerprint, self.chat.tokenizer)
             return RenderedRow.from_token_ids(
                 [pair.prompt_token_ids, pair.chosen_token_ids, pair.rejected_token_ids]
             )

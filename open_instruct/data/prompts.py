@@ -15,12 +15,13 @@ from open_instruct.core.errors import RunError
 from open_instruct.core.files import read_user_file
 from open_instruct.core.records import Check, Prompt
 from open_instruct.data.chat import ChatFormat
+from open_instruct.data.conversations.rendered_row import RenderedRow
 from open_instruct.data.conversations.row_forms import ends_with_reply
 from open_instruct.data.eval_split import join_columns
 from open_instruct.data.files.rows import MalformedRow, RawRow
 from open_instruct.data.prompt_rows import check_json_value, parse_prompt_row
 from open_instruct.data.report import DataReport
-from open_instruct.data.row_builder import RenderedRow, RowBuilder
+from open_instruct.data.row_builder import RowBuilder
 from open_instruct.data.saved_place import check_saved_place, make_rows_fact, make_seed_fact
 from open_instruct.data.token_dataset import TokenDataset, load_token_dataset
 from open_instruct.rewards.registry import list_judges

@@ -9,10 +9,9 @@ Legend for array names: N rows of the data set.
 from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import islice
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -20,7 +19,8 @@ from open_instruct.core.errors import InputError
 from open_instruct.core.text import spell_count
 from open_instruct.data.chat import ChatFormat
 from open_instruct.data.conversations.leading_turns import trim_leading_turns
-from open_instruct.data.conversations.messages import Message, find_unread_keys
+from open_instruct.data.conversations.messages import find_unread_keys
+from open_instruct.data.conversations.rendered_row import ROW_OF_OTHER_SIDE, RenderedRow
 from open_instruct.data.conversations.row_keys import TrackedRow
 from open_instruct.data.eval_split import Side, SideFilter, join_columns
 from open_instruct.data.files.rows import RawRow, RowSource
@@ -38,35 +38,6 @@ from open_instruct.data.token_documents import DocumentReader, refuse_token_file
 
 # The share of rows that may be cut; above it a warning says that the length limit is too low.
 MAX_CUT_SHARE = 0.1
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RenderedRow:
-    """A row as pieces of text that are tokenised apart; `RowBuilder` says which are learned.
-
-    Example: `RenderedRow(texts=("User: Hi\\nAssistant:", "Hello<eos>"))`.
-    """
-
-    texts: tuple[str, ...]
-    messages: Sequence[Message] = ()
-    """The conversation, of which the turns of system and user are looked for in the texts."""
-    details: bytes = b""
-    """Bytes that are stored beside the tokens."""
-    values: tuple[float, ...] = ()
-    """Numbers of the row that its loss reads."""
-    content: str = ""
-    """What `--eval_split` decides by; by default all columns that were read."""
-    token_ids: Sequence[Sequence[int]] = ()
-    """Of the pieces, where they are known: nothing is tokenised then, and the texts are empty."""
-
-    @classmethod
-    def from_token_ids(cls, pieces: Sequence[Sequence[int]]) -> Self:
-        """A row whose pieces are known as ids."""
-        return cls(texts=("",) * len(pieces), token_ids=pieces)
-
-
-ROW_OF_OTHER_SIDE = RenderedRow(texts=())
-"""The mark in place of a row of the other side of `--eval_split`."""
 
 
 class RowBuilder(ABC):

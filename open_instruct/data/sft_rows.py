@@ -15,11 +15,12 @@ from itertools import accumulate
 from typing import Any
 
 from open_instruct.data.conversations.messages import Message, is_empty_turn
+from open_instruct.data.conversations.rendered_row import RenderedRow
 from open_instruct.data.conversations.row_forms import find_conversation
 from open_instruct.data.eval_split import join_columns
 from open_instruct.data.files.rows import MalformedRow, RawRow, RowSource
-from open_instruct.data.row_builder import RenderedRow, RowBuilder
-from open_instruct.data.sampled_rows import SAMPLED, check_branch, read_branch
+from open_instruct.data.row_builder import RowBuilder
+from open_instruct.data.sampled.sampled_rows import SAMPLED, check_branch, read_branch
 
 # The key of a row that has the place of its reply among the messages; no column is called so.
 REPLY_PLACE = "--split_replies"
@@ -81,7 +82,7 @@ class SFTBuilder(RowBuilder):
         branch = read_branch(row)
         if branch is None:
             return None
-        check_branch(branch, row, self.chat)
+        check_branch(branch, row, self.chat.fingerprint, self.chat.tokenizer)
         if not branch.replies:
             raise MalformedRow(
                 "nothing_learned",

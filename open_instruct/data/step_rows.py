@@ -16,9 +16,10 @@ from open_instruct.core.errors import InputError
 from open_instruct.core.text import join_choices, spell_count
 from open_instruct.data.chat import ChatFormat
 from open_instruct.data.conversations.messages import parse_conversation
+from open_instruct.data.conversations.rendered_row import RenderedRow
 from open_instruct.data.conversations.row_keys import describe_keys, missing_key_error
 from open_instruct.data.files.rows import MalformedRow, name_json_type
-from open_instruct.data.row_builder import RenderedRow, RowBuilder
+from open_instruct.data.row_builder import RowBuilder
 from open_instruct.data.tokenizer import find_token_id
 
 # The keys of a row's labels; of several that a row has, the first is read.

@@ -7,6 +7,7 @@ from functools import partial
 
 from open_instruct.config.name_hints import suggest_nearest
 from open_instruct.config.rollout_sections import TOOL_SET, EnvironmentSection
+from open_instruct.core.episodes import RECORDED
 from open_instruct.core.errors import InputError
 from open_instruct.core.user_code import load_named
 from open_instruct.environments.agents import AgentProgram
@@ -14,6 +15,7 @@ from open_instruct.environments.built_in import Calculator, Counter, GuessNumber
 from open_instruct.environments.environment import Factory
 from open_instruct.environments.mcp_tools import McpServer, generic_mcp
 from open_instruct.environments.openenv import OpenEnvServer
+from open_instruct.environments.recorded import RecordedSessions
 from open_instruct.environments.search import Search
 from open_instruct.environments.taskset import Taskset
 from open_instruct.environments.toolbox import ToolSet, check_tools
@@ -25,6 +27,7 @@ BUILT_IN: dict[str, Factory] = {
     "counter": Counter,
     "guess_number": GuessNumber,
     "wordle": Wordle,
+    RECORDED: RecordedSessions(),
 }
 # Each takes the settings of --tool_configs, and serves all episodes.
 SERVERS: dict[str, Callable[..., Factory]] = {
@@ -39,6 +42,8 @@ LOCATED: dict[str, Callable[..., Factory]] = {
     "openenv": OpenEnvServer,
     "verifiers": Taskset,
 }
+# They answer whole replies, and are no tools.
+WITH_TURNS = (AgentProgram, OpenEnvServer, RecordedSessions, Taskset)
 
 
 def find_factory(word: str, *, origin: str) -> Factory:
@@ -129,7 +134,7 @@ def _make_tool_factory(
     factory = factories.get(word)
     if factory is None:
         factory = find_factory(word, origin=f"--tools {word}")
-    if isinstance(factory, AgentProgram | OpenEnvServer | Taskset) or hasattr(factory, "step"):
+    if isinstance(factory, WITH_TURNS) or hasattr(factory, "step"):
         raise InputError(
             f"--tools {word} has turns of its own: name it by --environment", kind="bad_value"
         )

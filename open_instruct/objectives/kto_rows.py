@@ -14,12 +14,13 @@ from typing import Any
 from open_instruct.core.errors import InputError
 from open_instruct.core.text import spell_count
 from open_instruct.data.conversations.messages import Message, check_is_learned
+from open_instruct.data.conversations.rendered_row import RenderedRow
 from open_instruct.data.conversations.row_forms import find_conversation
 from open_instruct.data.conversations.row_keys import missing_key_error
 from open_instruct.data.eval_split import join_columns
 from open_instruct.data.files.rows import MalformedRow, RawRow, RowSource, name_json_type
 from open_instruct.data.preference_rows import parse_preference_row
-from open_instruct.data.row_builder import RenderedRow, RowBuilder
+from open_instruct.data.row_builder import RowBuilder
 
 
 def parse_labelled_row(row: Mapping[str, Any]) -> tuple[tuple[Message, ...], bool]:

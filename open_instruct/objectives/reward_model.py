@@ -23,9 +23,9 @@ from open_instruct.core.errors import InputError, problems_of_kind
 from open_instruct.core.records import Batch, Metric, mean_metrics
 from open_instruct.core.text import spell_count
 from open_instruct.data.chat import ChatFormat
+from open_instruct.data.conversations.rendered_row import RenderedRow
 from open_instruct.data.files.rows import MalformedRow, name_json_type
 from open_instruct.data.preference_rows import PreferenceBuilder, check_preference_row
-from open_instruct.data.row_builder import RenderedRow
 from open_instruct.losses.logprobs import sum_by_sequence
 from open_instruct.models.hf.head_kinds import Head, explain_missing_class, find_class
 from open_instruct.objectives.objective import (

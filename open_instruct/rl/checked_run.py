@@ -13,6 +13,7 @@ import torch
 from open_instruct.config.grpo import GRPOConfig
 from open_instruct.config.resolved import as_flat_dict
 from open_instruct.config.rollout_sections import TOOL_SET
+from open_instruct.core.episodes import RECORDED
 from open_instruct.core.errors import InputError
 from open_instruct.core.shard_layout import ShardLayout
 from open_instruct.core.text import spell_count
@@ -33,6 +34,7 @@ from open_instruct.rewards.registry import known_verifiers
 from open_instruct.rewards.verifier import Verifier
 from open_instruct.rl.engine_folder import find_engine_folder
 from open_instruct.rl.episodes.bridge import check_bridges
+from open_instruct.rl.recorded import check_recorded_sessions
 from open_instruct.rl.run_checks import (
     check_agents,
     check_companion_models,
@@ -114,9 +116,11 @@ def open_rollout_run(config: GRPOConfig) -> Iterator[RolloutRun]:
         answering = _prepare_judges_and_environments(
             config, (prompts, held_out), verifiers, environments, console
         )
-        if answering:
+        if answering - {RECORDED}:
             check_bridges(chat)
             check_agents(config, environments, answering)
+        if RECORDED in answering:
+            check_recorded_sessions(prompts, held_out, config, chat)
         conversations = load_conversations(
             config.data, pretrained.tokenizer, seed=config.optim.seed, console=console
         )

@@ -15,6 +15,7 @@ from open_instruct.core.text import spell_count
 from open_instruct.data.prompts import PromptStream
 from open_instruct.environments.agents import AgentProgram
 from open_instruct.environments.environment import Factory
+from open_instruct.environments.recorded import RecordedSessions
 from open_instruct.generation.engine_host import RayEngine
 from open_instruct.generation.engine_pool import EnginePool
 from open_instruct.generation.requests import Batching, EngineSettings
@@ -28,6 +29,7 @@ from open_instruct.rl.conductor import Conductor
 from open_instruct.rl.episodes.conversations import Conversations
 from open_instruct.rl.episodes.walk import EpisodeRunner, Episodes
 from open_instruct.rl.publisher import WeightPublisher
+from open_instruct.rl.recorded import RecordedEpisodes
 from open_instruct.run.console import Console
 from open_instruct.weight_sync.folder import choose_sync_folder, make_folder
 from open_instruct.weight_sync.transports import FOLDER, GATHERED, TRANSPORT_WORDS, choose_transport
@@ -191,14 +193,17 @@ def make_runners(run: RolloutRun, engines: EnginePool) -> dict[str, EpisodeRunne
         return {}
     programs: dict[str, AgentProgram] = {}
     others: dict[str, Factory] = {}
+    runners: dict[str, EpisodeRunner] = {}
     for name, factory in run.environments.items():
         if isinstance(factory, AgentProgram):
             programs[name] = factory
+        elif isinstance(factory, RecordedSessions):
+            runners[name] = RecordedEpisodes()
         else:
             others[name] = factory
     warn = run.console.warn
     conversations = Conversations(engines, run.chat, others, run.config, warn=warn)
-    runners: dict[str, EpisodeRunner] = dict.fromkeys(others, conversations)
+    runners |= dict.fromkeys(others, conversations)
     if programs:
         agents = AgentEpisodes(engines, run.chat, programs, run.config)
         runners |= dict.fromkeys(programs, agents)

@@ -10,6 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from open_instruct.data.chat import ChatFormat
+from open_instruct.data.sampled.sampled_rows import SampledBranch, write_sampled
+from open_instruct.data.tokenizer import load_tokenizer
 from open_instruct.objectives.registry import OBJECTIVES
 from scripts.demo_data.pairs import write_synthetic_preferences
 from scripts.demo_data.sums import write_arithmetic
@@ -114,6 +117,8 @@ def lay_out(folder: Path, page: Path, script: str, model: Path) -> None:
     if "TOKENS_DIR" in named:
         document = (range(5, 45), [0] * 20 + [1] * 20)
         write_token_folder(folder / "TOKENS_DIR", [document] * 8)
+    if "sessions.jsonl" in named:
+        write_rows(folder / "sessions.jsonl", list(draw_sessions(model)))
     for name, rows in draw_rows(folder, page):
         is_made = f"> {name}" in script or f"--output {name}" in script
         if name in named and not is_made:
@@ -151,6 +156,35 @@ def draw_rows(folder: Path, page: Path) -> Iterator[tuple[str, list[dict[str, An
     yield "prompts.jsonl", prompts
     yield "prompts.csv", prompts
     yield "corpus.jsonl", [{"title": "Sums", "text": "One and one are two."}]
+
+
+def draw_sessions(model: Path) -> Iterator[dict[str, Any]]:
+    """What `open-instruct serve --record` would write: four sessions of each of eight prompts."""
+    chat = ChatFormat.choose(load_tokenizer(str(model), flag="model"), None)
+    end = chat.turn_end_token_ids()[-1:]
+    for number in range(32):
+        question = {"role": "user", "content": f"{number // 4}?"}
+        text, _ = chat.render([question], ())
+        prompt, reply = map(tuple, chat.tokenize([text, str(number)]))
+        branch = SampledBranch(
+            chat_format=chat.fingerprint,
+            temperature=1.0,
+            top_p=1.0,
+            prompt_token_ids=prompt,
+            token_ids=reply + end,
+            replies=((0, len(reply + end)),),
+            numbers=(0,),
+            turns=(1,),
+            logprobs=(-1.0,) * len(reply + end),
+            is_cut=False,
+        )
+        yield {
+            "messages": [question, {"role": "assistant", "content": str(number)}],
+            "session": str(number),
+            "agent": "",
+            "reward": float(number % 4),
+            "sampled": write_sampled(branch),
+        }
 
 
 def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:

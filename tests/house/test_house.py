@@ -27,6 +27,7 @@ from open_instruct.commands.recording import RecordFlags
 from open_instruct.commands.replay import ReplayFlags
 from open_instruct.commands.report import ReportFlags
 from open_instruct.commands.score import ScoreFlags
+from open_instruct.commands.talking.sessions import SessionsFlags
 from open_instruct.commands.tiny_model import TinyModelFlags
 from open_instruct.config.flags import OWN, list_flags
 from open_instruct.config.suites.upstream_flags import upstream_table
@@ -561,6 +562,7 @@ def known_flags() -> frozenset[str]:
         ChatFlags,
         CheckFlags,
         RecordFlags,
+        SessionsFlags,
     )
     configs = (*trained, *others, TinyModelFlags)
     flags = [flag for config_class in configs for flag in list_flags(config_class).values()]

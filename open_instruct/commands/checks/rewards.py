@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from open_instruct.config.grpo import GRPOConfig
 from open_instruct.config.policy_sections import RewardSection
+from open_instruct.core.episodes import RECORDED
 from open_instruct.core.errors import InputError
 from open_instruct.core.records import Check, Completion, Prompt
 from open_instruct.core.text import spell_count
@@ -26,6 +27,7 @@ from open_instruct.rewards.sandbox.trial import try_walls
 from open_instruct.rewards.trial import TRIAL_ANSWERS
 from open_instruct.rewards.verifier import Verifier
 from open_instruct.rl.episodes.bridge import check_bridges
+from open_instruct.rl.recorded import check_recorded_sessions
 
 MOST_PROMPTS = 64  # that are searched for verifiers and environments
 TRIED_ELSEWHERE = (RewardFunction, Judge, ModelVerifier)
@@ -88,6 +90,10 @@ class RewardChecks:
             begin_run(self.known_environments[name])
         if not names:
             return "none answers these prompts"
+        if RECORDED in names:
+            check_recorded_sessions(self.prompts, None, self.config, self.chat)
+        if names == {RECORDED}:
+            return "recorded sessions answer these prompts"
         check_bridges(self.chat)
         prompts = list(self.prompts.sample_evenly(MOST_PROMPTS))
         first_prompts = {prompt.environment: prompt for prompt in reversed(prompts)}
@@ -97,7 +103,7 @@ class RewardChecks:
             if isinstance(factory, AgentProgram):
                 factory.end_run()
                 lines.append(f"{name}: is there; it is not run, as it asks engines")
-            elif factory is not None:
+            elif factory is not None and name != RECORDED:
                 lines.append(open_once(name, factory, prompt))
         return "\n".join(lines)
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from open_instruct.data.sampled_rows import SAMPLED, SampledBranch, write_sampled
+from open_instruct.data.sampled.sampled_rows import SAMPLED, SampledBranch, write_sampled
 from open_instruct.rewards.finite import read_reward
 from open_instruct.rl.agents.api_errors import APIError
 from open_instruct.rl.agents.api_requests import RunSampling

@@ -6,15 +6,19 @@ Where `messages` were edited, or another tokenizer or template is used, the ids 
 would say something else than the row does.
 """
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, get_type_hints
 
 from open_instruct.core.records import Span
-from open_instruct.data.chat import ChatFormat
 from open_instruct.data.files.rows import MalformedRow
 from open_instruct.data.templates.text_compare import shorten
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 SAMPLED = "sampled"
 LEAVE_OUT = f"leave {SAMPLED!r} out of the rows to learn their texts as the template writes them"
@@ -117,31 +121,44 @@ def write_sampled(record: SampledBranch | SampledPair) -> dict[str, Any]:
     return asdict(record)
 
 
-def check_branch(branch: SampledBranch, row: Mapping[str, Any], chat: ChatFormat) -> None:
+def check_branch(
+    branch: SampledBranch,
+    row: Mapping[str, Any],
+    chat_format: str,
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
     """Check that the ids are of this tokenizer and template, and say what `messages` say.
 
+    Args:
+        chat_format: the fingerprint of the run's tokenizer and template.
+
     Raises:
         MalformedRow: they do not.
     """
-    _check_chat_format(branch.chat_format, chat)
+    _check_chat_format(branch.chat_format, chat_format)
     for (start, stop), turn in zip(branch.replies, branch.turns, strict=True):
-        _check_reply(row, "messages", turn, branch.token_ids[start:stop], chat)
+        _check_reply(row, "messages", turn, branch.token_ids[start:stop], tokenizer)
 
 
-def check_pair(pair: SampledPair, row: Mapping[str, Any], chat: ChatFormat) -> None:
+def check_pair(
+    pair: SampledPair, row: Mapping[str, Any], chat_format: str, tokenizer: PreTrainedTokenizerFast
+) -> None:
     """Check that the ids are of this tokenizer and template, and say what the replies say.
 
+    Args:
+        chat_format: the fingerprint of the run's tokenizer and template.
+
     Raises:
         MalformedRow: they do not.
     """
-    _check_chat_format(pair.chat_format, chat)
-    _check_reply(row, "chosen", -1, pair.chosen_token_ids, chat)
-    _check_reply(row, "rejected", -1, pair.rejected_token_ids, chat)
+    _check_chat_format(pair.chat_format, chat_format)
+    _check_reply(row, "chosen", -1, pair.chosen_token_ids, tokenizer)
+    _check_reply(row, "rejected", -1, pair.rejected_token_ids, tokenizer)
 
 
-def _check_chat_format(chat_format: str, chat: ChatFormat) -> None:
+def _check_chat_format(chat_format: str, expected: str) -> None:
     """:raises MalformedRow: the ids are of another tokenizer, or of another template."""
-    if chat_format != chat.fingerprint:
+    if chat_format != expected:
         raise MalformedRow(
             "other_chat_format",
             f"{SAMPLED!r} has ids of another tokenizer or chat template than this run's: take the "
@@ -154,7 +171,7 @@ def _check_reply(
     key: str,
     turn: int,
     token_ids: Sequence[int],
-    chat: ChatFormat,
+    tokenizer: PreTrainedTokenizerFast,
 ) -> None:
     """Check that the ids of a reply say its text, which may end within the last token.
 
@@ -164,7 +181,7 @@ def _check_reply(
     text = None
     with suppress(IndexError, KeyError, TypeError):
         text = row[key][turn]["content"]
-    decode = chat.tokenizer.backend_tokenizer.decode
+    decode = tokenizer.backend_tokenizer.decode
     whole = decode(list(token_ids), skip_special_tokens=False)
     least = decode(list(token_ids[:-1]), skip_special_tokens=False).rstrip(UNFINISHED)
     if not isinstance(text, str) or not whole.startswith(text) or len(text) < len(least):
@@ -186,7 +203,7 @@ def _read_record(row: Mapping[str, Any], record_class: type[Record]) -> Record |
         record = record_class(**fields)
     except TypeError as error:
         raise MalformedRow(SAMPLED, f"{problem}: {error}") from error
-    for name, annotation in record_class.__annotations__.items():
+    for name, annotation in get_type_hints(record_class).items():
         if not _fits(fields[name], annotation):
             raise MalformedRow(SAMPLED, f"{problem}: {name}")
     return record

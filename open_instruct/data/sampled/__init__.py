@@ -1,0 +1,1 @@
+"""Rows whose replies were sampled, with their exact ids."""
