@@ -23,6 +23,9 @@ With --record FILE.jsonl our own endpoint serves it, and records every session w
 the ids that were sampled; further flags are then: --port, --max_seq_length, --temperature, --top_p,
 --session_timeout_s, --param_dtype.
 
+With --replay FILE.requests.jsonl, which --record has written beside FILE.jsonl, the requests of
+those sessions are sent again, and it says where ids first differ; a further flag is --param_dtype.
+
 Examples
   open-instruct serve runs/first
   curl http://127.0.0.1:8000/v1/chat/completions -H 'Content-Type: application/json' \\
@@ -48,9 +51,13 @@ def main(words: Sequence[str]) -> int:
         )
     model = find_model(words[0])
     if any(word.partition("=")[0] == "--record" for word in words):
-        from open_instruct.commands.recording import serve_and_record
+        from open_instruct.commands.serving.recording import serve_and_record
 
         return serve_and_record(model, words[1:])
+    if any(word.partition("=")[0] == "--replay" for word in words):
+        from open_instruct.commands.serving.session_replay import replay_sessions
+
+        return replay_sessions(model, words[1:])
     if find_spec("vllm") is None:
         raise InputError(
             "vLLM, whose server this is, is not installed: `pip install vllm` for this PyTorch; "

@@ -13,14 +13,13 @@ from concurrent.futures import Future
 from typing import Any, Concatenate, TypeVar
 
 from open_instruct.core.errors import RunError
-from open_instruct.core.records import Completion
 from open_instruct.generation.requests import EngineSettings, GenerationRequest
-from open_instruct.generation.vllm_core import P, VLLMCore
+from open_instruct.generation.vllm_core import Outcome, P, VLLMCore
 from open_instruct.weight_sync.receiver import WeightReceiver
 
 R = TypeVar("R")
-Outcomes = Mapping[int, Completion | str]
-"""A completion, or the reason why there can be none, by the key of its request."""
+Outcomes = Mapping[int, Outcome]
+"""What came of requests, by their keys."""
 
 SECONDS_BETWEEN_LOOKS = 0.02
 
@@ -48,7 +47,7 @@ class Engine:
         # Each request's key is in one of these; its caller waits in another process.
         self._waiting: dict[int, GenerationRequest] = {}
         self._running: set[int] = set()
-        self._outcomes: dict[int, Completion | str] = {}
+        self._outcomes: dict[int, Outcome] = {}
         self._cancelled_keys: set[int] = set()  # of those that run
         self._is_admitting = True
         self._is_stepping = True
@@ -235,9 +234,9 @@ class Engine:
                 self._admit(core)
                 if self._running and self._is_stepping:
                     self._step_began_s = time.monotonic()
-                    completions = core.step()
+                    outcomes = core.step()
                     self._step_began_s = None
-                    self._store_outcomes(completions)
+                    self._store_outcomes(outcomes)
                 else:
                     with self._condition:
                         self._condition.wait_for(

@@ -43,6 +43,9 @@ P = ParamSpec("P")
 R = TypeVar("R")
 W = TypeVar("W", bound=WeightReceiver)
 
+Outcome = Completion | str
+"""A completion, or the reason why there can be none."""
+
 
 class VLLMCore:
     """vLLM's `LLMEngine` in this process, with one more process for each further GPU of an engine.
@@ -102,7 +105,7 @@ class VLLMCore:
                 raise
             raise InputError(refusal) from error
         self._tokenizer: Any = self._engine.get_tokenizer()
-        self._seeds: dict[int, int] = {}
+        self._requests: dict[int, GenerationRequest] = {}  # in the engine, by key
         if self._records_routes:
             self._engine.collective_rpc(record_routes)
         self._adapter_names: Iterator[LoRARequest | None] = itertools.repeat(None)
@@ -116,6 +119,8 @@ class VLLMCore:
 
     def add(self, key: int, request: GenerationRequest) -> None:
         """Begin a request; raises a ValueError if the engine cannot take it."""
+        from vllm.exceptions import VLLMClientError
+
         room = self._settings.max_model_len - request.sampling.max_tokens
         if not 1 <= len(request.prompt_token_ids) <= room:
             raise ValueError(
@@ -123,32 +128,36 @@ class VLLMCore:
                 f"{request.sampling.max_tokens} leaves it 1 to {room} of the engine's "
                 f"{self._settings.max_model_len}"
             )
-        self._add(str(key), list(request.prompt_token_ids), self._build_sampling_params(request))
-        self._seeds[key] = request.seed
+        params = self._build_sampling_params(request)
+        try:
+            self._add(str(key), list(request.prompt_token_ids), params)
+        except VLLMClientError as error:  # such as a grammar that is none
+            raise ValueError(str(error)) from error
+        self._requests[key] = request
 
     def abort(self, key: int) -> None:
         """Give a request up."""
         self._engine.abort_request([str(key)])
-        self._seeds.pop(key, None)
+        self._requests.pop(key, None)
 
-    def step(self) -> Mapping[int, Completion]:
-        """Make one token for each request; returns the completions that it finished."""
+    def step(self) -> Mapping[int, Outcome]:
+        """Make one token for each request; returns the outcomes of those that it ended."""
         outputs: list[Any] = self._engine.step()
-        return {int(output.request_id): self._build_completion(output) for output in outputs}
+        return {int(output.request_id): self._build_outcome(output) for output in outputs}
 
-    def settle(self) -> Mapping[int, Completion]:
+    def settle(self) -> Mapping[int, Outcome]:
         """Finish the steps that vLLM runs ahead; nothing is computed until the next one.
 
         Returns as `step` does.
         """
         self._engine.sleep(level=0, mode="keep")  # schedules nothing any more
         client: Any = self._engine.engine_core
-        completions: dict[int, Completion] = {}
+        outcomes: dict[int, Outcome] = {}
         # A token that came later would be called one of the new weights.
         while client.engine_core.batch_queue:
-            completions |= self.step()
+            outcomes |= self.step()
         self._engine.wake_up(["scheduling"])
-        return completions
+        return outcomes
 
     def call_workers(
         self, method: Callable[Concatenate[W, P], R], *args: P.args, **kwargs: P.kwargs
@@ -190,7 +199,7 @@ class VLLMCore:
 
     def _drop_cached_keys(self) -> None:
         """Drop all keys and values; running requests go back to the queue with their tokens."""
-        self._routes = {key: self._find_routes(key) for key in self._seeds}
+        self._routes = {key: self._find_routes(key) for key in self._requests}
         self._engine.reset_prefix_cache(reset_running_requests=True)
 
     def _check_logprobs(self) -> None:
@@ -264,9 +273,13 @@ class VLLMCore:
         known_routes = self._routes.pop(key, recorded_routes[:0])
         return np.concatenate([known_routes, recorded_routes[len(known_routes) :]])
 
-    def _build_completion(self, finished: RequestOutput) -> Completion:
+    def _build_outcome(self, finished: RequestOutput) -> Outcome:
         key = int(finished.request_id)
         output = finished.outputs[0]
+        request = self._requests.pop(key)
+        if output.finish_reason == "error" and request.sampling.json_schema:
+            self._routes.pop(key, None)
+            return "vLLM could not hold the text to this JSON schema"
         if output.finish_reason not in ("stop", "length"):
             raise RuntimeError(f"vLLM ended a completion with {output.finish_reason!r}")
         finish_reason: Literal["stop", "length"] = "stop"
@@ -294,7 +307,7 @@ class VLLMCore:
                 stop_reason=output.stop_reason,
             ),
             finish_reason=finish_reason,
-            seed=self._seeds.pop(key),
+            seed=request.seed,
             routes=bytes(np.asarray(routes, dtype=np.int16)),
         )
 

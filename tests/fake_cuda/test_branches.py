@@ -149,7 +149,10 @@ ELSEWHERE = {
         "tests/unit/commands/test_score_command.py",
         "test_scores_are_those_of_transformers",
     ),
-    "commands/recording.py": ("tests/unit/commands/test_recording.py", "on_cuda=True"),
+    "commands/serving/served_sessions.py": (
+        "tests/unit/commands/test_served_sessions.py",
+        "on_cuda=True",
+    ),
     "planning/": ("tests/unit/planning/test_planning_memory.py", "on_cuda"),
 }
 """Rooms, files and beginnings of statements that other tests come by: which test does, and the

@@ -3,6 +3,7 @@
 import json
 import shutil
 import signal
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,12 +12,19 @@ import pytest
 from open_instruct.core.records import RolloutGroup
 from open_instruct.rl.traces import read_traces
 from tests.clients.environment import CLIENTS, PROGRAMS, find_python
-from tests.fleet.grpo_case import NUM_STEPS, GRPOCase, assert_no_process_left, write_prompts
+from tests.fleet.grpo_case import (
+    NUM_STEPS,
+    GRPOCase,
+    assert_no_process_left,
+    finished,
+    write_prompts,
+)
 from tests.fleet.openai_agent import NUM_TURNS
 from tests.ranks.shallow import write_shallow_model
 
 pytestmark = pytest.mark.extended
 NUM_CLIENT_STEPS = 3
+FAILING_AGENT = Path(__file__).with_name("failing_agent.sh")
 
 
 @pytest.fixture(scope="module")
@@ -119,3 +127,60 @@ def test_agents_of_four_frameworks_are_trained_for_three_steps(
     for row in case.rows():
         assert row["episodes/done"] == 1.0 and row["episodes/turns"] >= 2
         assert row["logprob_diff/max"] < 1e-4 and row["grad_norm"] > 0
+
+
+NUM_OF_EACH_WAY = 16
+# What an episode ends as whose agent fails so; `tests/fleet/failing_agent.sh` has them.
+STATUSES = {
+    "works": "done",
+    "dies": "env_error",
+    "hangs": "timeout",
+    "floods": "env_error",
+    "is_killed": "env_error",
+    "speaks_no_utf8": "env_error",
+    "asks_for_nothing": "env_error",
+    "leaves_others": "done",
+    "leaks_its_key": "done",
+    "sends_too_much": "done",
+    "sends_special_tokens": "done",
+    "breaks_off": "done",
+    "asks_for_no_grammar": "done",
+}
+
+
+def test_agents_that_all_fail_in_their_ways_cost_their_own_episodes(
+    undisturbed: GRPOCase, tmp_path: Path
+) -> None:
+    """208 of them at once, twice."""
+    prompts = tmp_path / "prompts.jsonl"
+    question = {"messages": [{"role": "user", "content": "Number?"}]}
+    prompts.write_text("".join(json.dumps(question | {"way": way}) + "\n" for way in STATUSES))
+    num_episodes = len(STATUSES) * NUM_OF_EACH_WAY
+    flags = {
+        "environment": f"agent:sh {FAILING_AGENT} {{way}} {tmp_path}",
+        # Far above what 208 programs need to start on a busy machine; it is waited for twice.
+        "environment_timeout_s": 40,
+        "agent_sampling": "follow",
+        "max_turns": 64,  # of one whose key all others have
+        "num_unique_prompts_rollout": len(STATUSES),
+        "num_samples_per_prompt_rollout": NUM_OF_EACH_WAY,
+        "total_episodes": 2 * num_episodes,
+    }
+    case = replace(
+        undisturbed,
+        prompts=prompts,
+        output_dir=tmp_path / "out",
+        flags=undisturbed.flags | flags,
+    )
+    process = case.start()
+    finished(process, exit_code=0)
+    assert_no_process_left(process)
+    assert [row["step"] for row in case.rows()] == [1, 2]
+    for step, row in enumerate(case.rows(), 1):
+        assert row["grad_norm"] > 0
+        batch = read_traces(case.output_dir, step)
+        found = {
+            group.prompt.row["way"]: Counter(each.episode.status for each in group.completions)
+            for group in batch
+        }
+        assert found == {way: {status: NUM_OF_EACH_WAY} for way, status in STATUSES.items()}

@@ -36,10 +36,10 @@ def read_rows(path: Path) -> list[Row]:
 
 
 @contextmanager
-def serving(model: Path, rows: Path) -> Iterator[str]:
+def serving(model: Path, rows: Path, *, max_seq_length: int = 128) -> Iterator[str]:
     """The address of a server that records; leaving the block ends it."""
     log = rows.with_name("log")
-    flags = ["--record", str(rows), "--port", "0", "--max_seq_length", "128"]
+    flags = ["--record", str(rows), "--port", "0", "--max_seq_length", str(max_seq_length)]
     command = [sys.executable, "-m", "open_instruct.cli", "serve", str(model), *flags]
     with log.open("w") as file:
         server = subprocess.Popen(

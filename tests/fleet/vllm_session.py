@@ -29,7 +29,7 @@ from open_instruct.generation.requests import (
     GenerationRequest,
     SamplingSettings,
 )
-from open_instruct.generation.vllm_core import VLLMCore
+from open_instruct.generation.vllm_core import Outcome, VLLMCore
 from open_instruct.generation.vllm_options import engine_environment, engine_options
 from tests.fleet.folder_receiver import FolderReceiver
 
@@ -53,7 +53,7 @@ class HaltingCore(VLLMCore):
     go = threading.Event()
     has_halted = threading.Event()
 
-    def step(self) -> Mapping[str, Completion]:
+    def step(self) -> Mapping[int, Outcome]:
         if self.halt:
             HaltingCore.num_steps += 1
             if self.num_steps == STEPS_BEFORE_UPDATE:

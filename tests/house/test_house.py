@@ -23,10 +23,11 @@ from open_instruct.commands.layout import LayoutFlags
 from open_instruct.commands.merge import MergeFlags
 from open_instruct.commands.plan import PlanFlags
 from open_instruct.commands.preview import PreviewFlags
-from open_instruct.commands.recording import RecordFlags
 from open_instruct.commands.replay import ReplayFlags
 from open_instruct.commands.report import ReportFlags
 from open_instruct.commands.score import ScoreFlags
+from open_instruct.commands.serving.recording import RecordFlags
+from open_instruct.commands.serving.session_replay import SessionReplayFlags
 from open_instruct.commands.talking.sessions import SessionsFlags
 from open_instruct.commands.tiny_model import TinyModelFlags
 from open_instruct.config.flags import OWN, list_flags
@@ -563,6 +564,7 @@ def known_flags() -> frozenset[str]:
         CheckFlags,
         RecordFlags,
         SessionsFlags,
+        SessionReplayFlags,
     )
     configs = (*trained, *others, TinyModelFlags)
     flags = [flag for config_class in configs for flag in list_flags(config_class).values()]

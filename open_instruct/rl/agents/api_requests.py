@@ -14,10 +14,12 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from open_instruct.data.conversations.tool_turns import read_schemas
 from open_instruct.rl.agents.api_errors import APIError
 from open_instruct.rl.agents.messages import Turn, read_messages
+from open_instruct.rl.episodes.tool_calls import MAX_CALLS
 
 MODEL = "policy"  # the name of the policy for its agents
 MAX_REPLIES = 64  # of one request
 MAX_STOPS = 16
+MAX_SCHEMA_CHARACTERS = 1 << 16  # an engine takes no step while it reads one
 
 Count = Annotated[int, Field(ge=1)]
 TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
@@ -114,7 +116,7 @@ class ReplyRequest:
     turns: tuple[Turn, ...] = ()
     text: str | tuple[int, ...] | None = None  # or token ids, in place of turns
     tools: tuple[Mapping[str, Any], ...] = ()
-    reads_calls: bool = False
+    max_calls: int = 0  # that the agent is given of a reply
     num_replies: int = 1
     max_tokens: int | None = None
     stop: tuple[str, ...] = ()
@@ -148,7 +150,6 @@ def read_chat_request(body: Any, run: RunSampling) -> ReplyRequest:
     refuse_others(
         {
             "top_logprobs": bool(chat.top_logprobs),
-            "parallel_tool_calls": chat.parallel_tool_calls is False,
             "modalities": chat.modalities not in (None, ["text"]),
         }
     )
@@ -156,7 +157,7 @@ def read_chat_request(body: Any, run: RunSampling) -> ReplyRequest:
     return ReplyRequest(
         turns=read_messages(chat.messages),
         tools=tools,
-        reads_calls=read_tool_choice(chat.tool_choice, tools),
+        max_calls=read_tool_choice(chat.tool_choice, tools, are_parallel=chat.parallel_tool_calls),
         max_tokens=chat.max_completion_tokens or chat.max_tokens,
         has_logprobs=bool(chat.logprobs),
         json_schema=read_format(chat.response_format, run, param="response_format"),
@@ -278,13 +279,18 @@ def read_format(text_format: Mapping[str, Any] | None, run: RunSampling, *, para
         schema = text_format.get("json_schema", text_format).get("schema")
     if kind not in ("json_object", "json_schema") or not isinstance(schema, dict):
         raise APIError(f"{param}: text, json_object, or a json_schema with its schema", param=param)
+    text = json.dumps(schema)
+    if len(text) > MAX_SCHEMA_CHARACTERS:
+        raise APIError(
+            f"{param}: the schema has more than {MAX_SCHEMA_CHARACTERS:,} characters", param=param
+        )
     if not run.follows:
         raise APIError(
             f"{param}: the run samples freely, and learns what is sampled so; ask for the form in "
             "words, or let the run have --agent_sampling follow",
             param=param,
         )
-    return json.dumps(schema)
+    return text
 
 
 def read_tools(tools: Sequence[Any]) -> tuple[Mapping[str, Any], ...]:
@@ -304,25 +310,28 @@ def read_tools(tools: Sequence[Any]) -> tuple[Mapping[str, Any], ...]:
     return schemas
 
 
-def read_tool_choice(choice: Any, tools: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether calls are read in a reply; one that must be made is as free as any other.
+def read_tool_choice(
+    choice: Any, tools: Sequence[Mapping[str, Any]], *, are_parallel: bool | None
+) -> int:
+    """How many calls of a reply the agent is given; one that must be made is as free as any other.
 
     Raises:
         APIError: a call must be made, and there is no such tool; or it is no choice.
     """
     names = [tool["function"]["name"] for tool in tools]
+    most_calls = 1 if are_parallel is False else MAX_CALLS
     if isinstance(choice, Mapping):
         name = choice.get("function", choice)
         if isinstance(name, Mapping):
             name = name.get("name")
         if choice.get("type") != "function" or name not in names:
             raise APIError(f"tool_choice: there is no tool {name!r:.100}", param="tool_choice")
-        return True
+        return most_calls
     if choice not in (None, "auto", "none", "required"):
         raise APIError("tool_choice: auto, none, required, or a function", param="tool_choice")
     if choice == "required" and not names:
         raise APIError("tool_choice: there are no tools", param="tool_choice")
-    return bool(names) and choice != "none"
+    return most_calls if names and choice != "none" else 0
 
 
 def _read_common(body: CommonBody, run: RunSampling) -> dict[str, Any]:

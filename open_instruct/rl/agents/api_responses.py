@@ -70,7 +70,6 @@ def read_response_request(
     check_model(asked.model, run)
     refuse_others(
         {
-            "parallel_tool_calls": asked.parallel_tool_calls is False,
             "top_logprobs": bool(asked.top_logprobs),
             "background": bool(asked.background),
             "truncation": asked.truncation not in (None, "disabled"),
@@ -97,7 +96,9 @@ def read_response_request(
     request = ReplyRequest(
         turns=with_instructions,
         tools=tools,
-        reads_calls=read_tool_choice(asked.tool_choice, tools),
+        max_calls=read_tool_choice(
+            asked.tool_choice, tools, are_parallel=asked.parallel_tool_calls
+        ),
         max_tokens=asked.max_output_tokens,
         model=asked.model,
         streams=bool(asked.stream),
@@ -191,7 +192,7 @@ def build_response(
         "error": None,
         "model": request.model,
         "output": output,
-        "parallel_tool_calls": True,
+        "parallel_tool_calls": request.max_calls != 1,
         "tool_choice": "auto",
         "tools": [{"type": "function", **each["function"]} for each in request.tools],
         "metadata": {},

@@ -10,6 +10,7 @@ import logging
 import re
 import secrets
 from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from open_instruct.rl.agents.api_errors import APIError
@@ -31,7 +32,7 @@ from open_instruct.rl.agents.api_responses import (
     read_response_request,
     stream_response,
 )
-from open_instruct.rl.agents.session import AgentSession
+from open_instruct.rl.agents.session import AgentSession, DeliveredReply
 
 if TYPE_CHECKING:
     from aiohttp import web
@@ -130,11 +131,21 @@ class AgentEndpoint:
             )
         return found
 
+    @contextmanager
+    def note_request(
+        self, session: AgentSession, path: str, body: Any
+    ) -> Iterator[list[DeliveredReply]]:
+        """A list for the replies to a request, while it is answered; a subclass may keep them."""
+        yield []
+
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         session, sampling = self._find_session(request)
         with session.request():
-            asked = read_chat_request(await read_body(request), sampling)
-            answer = build_chat(asked, await session.reply(asked))
+            body = await read_body(request)
+            with self.note_request(session, request.path, body) as replies:
+                asked = read_chat_request(body, sampling)
+                replies += await session.reply(asked)
+            answer = build_chat(asked, replies)
             if not asked.streams:
                 return answer_json(answer)
             return await _stream(request, stream_chat(answer, has_usage=asked.has_usage))
@@ -142,10 +153,10 @@ class AgentEndpoint:
     async def _complete(self, request: web.Request) -> web.StreamResponse:
         session, sampling = self._find_session(request)
         with session.request():
-            all_asked = read_completion_requests(await read_body(request), sampling)
-            replies = []
-            for asked in all_asked:
-                replies += await session.reply(asked)
+            body = await read_body(request)
+            with self.note_request(session, request.path, body) as replies:
+                for asked in read_completion_requests(body, sampling):
+                    replies += await session.reply(asked)
             answer = build_text(asked, replies)
             if not asked.streams:
                 return answer_json(answer)
@@ -155,9 +166,10 @@ class AgentEndpoint:
         session, sampling = self._find_session(request)
         with session.request():
             body = await read_body(request)
-            asked, turns = read_response_request(body, sampling, session.stored)
-            (reply,) = await session.reply(asked)
-            answer = build_response(asked, turns, reply, session.stored)
+            with self.note_request(session, request.path, body) as replies:
+                asked, turns = read_response_request(body, sampling, session.stored)
+                replies += await session.reply(asked)
+            answer = build_response(asked, turns, replies[0], session.stored)
             if not asked.streams:
                 return answer_json(answer)
             return await _stream(request, stream_response(answer), has_end=False)

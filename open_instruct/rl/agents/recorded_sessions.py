@@ -3,6 +3,7 @@
 Each key is a session. A session that its client ends, one that has been silent for long, and each
 one at the end, becomes a row for every branch of its tree: `messages` is a conversation as `sft`
 reads it, `sampled` has the ids, log-probs and spans that were sampled, `reward` is the client's.
+Its requests are written to a file of their own (`saved_requests.py`).
 """
 
 from __future__ import annotations
@@ -10,7 +11,9 @@ from __future__ import annotations
 import asyncio
 import json
 import secrets
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +23,16 @@ from open_instruct.rl.agents.api_errors import APIError
 from open_instruct.rl.agents.api_requests import RunSampling
 from open_instruct.rl.agents.endpoint import AgentEndpoint, answer_json, read_body
 from open_instruct.rl.agents.finished_session import make_branch
-from open_instruct.rl.agents.session import AgentSession
+from open_instruct.rl.agents.saved_requests import (
+    SUCCESS,
+    SavedReply,
+    SavedRequest,
+    SavedSession,
+    SessionSettings,
+    find_requests_path,
+    save_session,
+)
+from open_instruct.rl.agents.session import AgentSession, DeliveredReply
 from open_instruct.rl.agents.session_tree import SampledReply, SessionTree
 
 if TYPE_CHECKING:
@@ -37,6 +49,7 @@ class RecordingEndpoint(AgentEndpoint):
         path: of the rows, which are added to it.
         make_session: makes a session, by its number.
         sampling: what requests may ask for.
+        settings: of all sessions, which are written with their requests.
         chat_format: the fingerprint of the tokenizer and the template.
         silence_s: after which a session has ended.
     """
@@ -46,6 +59,7 @@ class RecordingEndpoint(AgentEndpoint):
         path: Path,
         make_session: Callable[[int], AgentSession],
         sampling: RunSampling,
+        settings: SessionSettings,
         *,
         chat_format: str,
         silence_s: float,
@@ -55,7 +69,9 @@ class RecordingEndpoint(AgentEndpoint):
         self._make_session = make_session
         self._sampling = sampling
         self._chat_format = chat_format
+        self._settings = settings
         self._silence_s = silence_s
+        self._requests: defaultdict[AgentSession, list[SavedRequest]] = defaultdict(list)
         self._num_sessions = 0
 
     def list_routes(self) -> list[web.RouteDef]:
@@ -69,6 +85,23 @@ class RecordingEndpoint(AgentEndpoint):
             self._num_sessions += 1
             self._sessions[key] = (session, self._sampling)
         return self._sessions[key]
+
+    @contextmanager
+    def note_request(
+        self, session: AgentSession, path: str, body: Any
+    ) -> Iterator[list[DeliveredReply]]:
+        """Keep a request with its answer; one that is given up has none, and leaves nothing."""
+        request = SavedRequest(path=path, body=body)
+        self._requests[session].append(request)
+        replies: list[DeliveredReply] = []
+        try:
+            yield replies
+            request.status = SUCCESS
+        except APIError as error:
+            request.status = error.status
+            raise
+        finally:
+            request.replies = [SavedReply.of(reply.node) for reply in replies]
 
     async def write_ended_sessions(self) -> None:
         """Write sessions as they end, until this is cancelled; then all that are left."""
@@ -110,6 +143,13 @@ class RecordingEndpoint(AgentEndpoint):
         lines = [json.dumps({**row, **(facts or {})}) + "\n" for row in rows]
         with self._path.open("a", encoding="utf-8") as file:
             file.writelines(lines)
+        saved = SavedSession(
+            session=name,
+            seed=session.seed,
+            settings=self._settings,
+            requests=[each for each in self._requests.pop(session, []) if each.status],
+        )
+        save_session(find_requests_path(self._path), saved)
         return {"session": name, "num_rows": len(rows)}
 
 

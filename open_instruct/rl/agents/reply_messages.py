@@ -22,7 +22,8 @@ def read_reply(
 ) -> tuple[dict[str, Any], Turn]:
     """The message that an agent is given, and the turn that it will repeat.
 
-    A call that cannot be read stays in the text, as servers do it.
+    A call that cannot be read stays in the text, as servers do it. Of more calls than the request
+    allows the first are given, and the reply is learned whole.
 
     Args:
         text: of the reply, without the token that ends it.
@@ -44,9 +45,9 @@ def read_reply(
         content = remove_thinking(text).lstrip("\n")
         thoughts = text[: len(text) - len(content)].replace("<think>", "").replace("</think>", "")
     calls: Sequence[ToolCall] = ()
-    if request.reads_calls and not is_only_thinking:
+    if request.max_calls and not is_only_thinking:
         try:
-            calls = _read_calls(text, call_form, request.tools)
+            calls = _read_calls(text, call_form, request.tools)[: request.max_calls]
         except ToolCallError:
             calls = ()
     if calls:

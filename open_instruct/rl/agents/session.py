@@ -116,6 +116,11 @@ class AgentSession:
         self._is_closed = False
 
     @property
+    def seed(self) -> int:
+        """Of the session, on which those of its replies depend."""
+        return self._first_request.seed
+
+    @property
     def idle_s(self) -> float:
         """Seconds since the agent was given a reply; 0 while one is sampled.
 

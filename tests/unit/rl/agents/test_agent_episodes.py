@@ -317,6 +317,40 @@ class TestRefusals:
         assert json.loads(engines.requests[0].sampling.json_schema)["type"] == "object"
         assert completion.replies == () and completion.text
 
+    def test_first_of_several_calls_is_given_alone_where_one_is_asked_for_and_all_are_learned(
+        self, play: Play, write: Write, tokenizer: PreTrainedTokenizerFast
+    ) -> None:
+        where = write(
+            """
+            tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+            message = chat(messages, tools=tools, parallel_tool_calls=False)["choices"][0]["message"]
+            (call,) = message["tool_calls"]
+            answer = {"role": "tool", "content": "5", "tool_call_id": call["id"]}
+            return float(bool(chat([*messages, message, answer], tools=tools)["choices"]))
+            """
+        )
+        calls = CALL.removesuffix("<|im_end|>") + CALL
+        completion, _ = play(where, [calls, "It is 5.<|im_end|>"])
+        assert completion.episode is not None and completion.episode.problem == ""
+        assert decoded(tokenizer, completion) == [calls, "It is 5.<|im_end|>"]
+        assert not completion.episode.branches
+
+    def test_schema_that_is_too_large_to_be_read_between_steps_is_refused(
+        self, play: Play, write: Write
+    ) -> None:
+        where = write(
+            """
+            form = {"type": "json_schema",
+                    "json_schema": {"name": "x", "schema": {"enum": ["x" * 70_000]}}}
+            answer = chat(messages, response_format=form)
+            assert answer["status"] == 400 and answer["error"]["param"] == "response_format"
+            return 1.0
+            """
+        )
+        completion, engines = play(where, [], agent_sampling="follow")
+        assert completion.episode is not None and completion.episode.problem == ""
+        assert not engines.requests
+
     def test_turns_run_out(self, play: Play, write: Write) -> None:
         where = write("for _ in range(9):\n    chat(messages)['choices']\nreturn 1.0")
         completion, engines = play(where, [])

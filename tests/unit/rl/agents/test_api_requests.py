@@ -148,8 +148,15 @@ def test_message_of_which_a_part_would_be_lost_is_refused(message: dict[str, Any
 def test_tool_that_must_be_called_is_offered_as_any_other() -> None:
     named = {"type": "function", "function": {"name": "add"}}
     asked = [read_chat(tools=[ADD], tool_choice=choice) for choice in ("auto", "required", named)]
-    assert asked[0] == asked[1] == asked[2] and asked[0].reads_calls
+    assert asked[0] == asked[1] == asked[2] and asked[0].max_calls > 1
     bare = {"type": "function", "name": "add", "strict": True, "parameters": {"type": "object"}}
     chosen = read_response(tools=[bare], tool_choice={"type": "function", "name": "add"})
-    assert chosen.reads_calls and not read_chat(tools=[ADD], tool_choice="none").reads_calls
+    assert chosen.max_calls > 1 and not read_chat(tools=[ADD], tool_choice="none").max_calls
     assert chosen.tools[0]["function"]["name"] == "add"
+
+
+def test_one_call_of_a_reply_is_given_where_calls_are_not_parallel() -> None:
+    for fields in ({}, {"tool_choice": "required"}):
+        one = {"tools": [ADD], "parallel_tool_calls": False, **fields}
+        assert read_chat(**one).max_calls == read_response(**one).max_calls == 1
+    assert read_chat(parallel_tool_calls=False).max_calls == 0

@@ -16,6 +16,7 @@ from open_instruct.generation.requests import GenerationRequest, SamplingSetting
 from open_instruct.rewards.event_loop import start_loop
 from open_instruct.rl.agents.api_requests import RunSampling
 from open_instruct.rl.agents.recorded_sessions import RecordingEndpoint
+from open_instruct.rl.agents.saved_requests import SessionSettings
 from open_instruct.rl.agents.session import AgentSession, SessionLimits
 from open_instruct.rl.agents.session_tree import SessionTree
 from open_instruct.rl.episodes.bridge import TurnTemplate
@@ -24,6 +25,13 @@ from tests.unit.environments.test_environments import Engines
 from tests.waiting import eventually
 
 USER = {"role": "user", "content": "What is 2 + 3?"}
+SETTINGS = SessionSettings(
+    model="policy",
+    param_dtype="float32",
+    max_seq_length=500,
+    temperature=1.0,
+    top_p=1.0,
+)
 
 
 @pytest.fixture(scope="module")
@@ -42,6 +50,7 @@ class Recording:
             path,
             self._make_session,
             RunSampling(temperature=1.0, top_p=1.0, follows=True),
+            SETTINGS,
             chat_format=chat.fingerprint,
             silence_s=silence_s,
         )

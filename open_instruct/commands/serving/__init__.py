@@ -1,0 +1,1 @@
+"""`open-instruct serve` with our own endpoint: sessions that are recorded, or sent again."""
