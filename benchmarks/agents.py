@@ -19,23 +19,19 @@ CPUs only. The exit code is 1 if the ratio is under 0.9, the overhead above 3 ms
 """
 
 import asyncio
-import os
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
-from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
 from episodes import ANSWER_S, MAX_TOKENS, QUESTION, REPLY_TOKENS, Setting, Slow
 from harness import BENCHMARKS
-from harness.program import end, parser_of, print_ratio
-from harness.rounds import in_turns, paired_median
+from harness.episode_speeds import compare_speeds, prepare_engine
+from harness.program import end
 
-from open_instruct.commands.tiny_model import write_tiny_model
 from open_instruct.config.grpo import GRPOConfig
 from open_instruct.core.records import Completion
 from open_instruct.data.chat import ChatFormat
@@ -177,18 +173,7 @@ def check_failing(setting: Setting, num_episodes: int) -> list[str]:
 
 
 def main() -> None:
-    parser = parser_of(__doc__)
-    parser.add_argument("--num_episodes", type=int, default=400)
-    parser.add_argument("--at_once", type=int, default=200)
-    parser.add_argument("--num_rounds", type=int, default=3)
-    args = parser.parse_args()
-    # The engine computes on its own thread alone, whose clock is read.
-    os.environ.update(OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="", VLLM_LOGGING_LEVEL="ERROR")
-    from open_instruct.generation.vllm_options import engine_environment
-
-    os.environ.update(engine_environment(on_cuda=False))
-    with tempfile.TemporaryDirectory(prefix="agents_") as name:
-        folder = write_tiny_model(Path(name) / "model", family="olmo2", size="tiny")
+    with prepare_engine(__doc__) as (args, folder):
         setting = Setting(
             folder,
             args.at_once,
@@ -196,7 +181,6 @@ def main() -> None:
             num_turns=NUM_CALLS,
             timeout_s=TIMEOUT_S,
         )
-
         runners: Runners = setting.runner
 
         def measure(runner: AgentEpisodes | Conversations, number: int) -> float:
@@ -207,16 +191,15 @@ def main() -> None:
             runners.ask = runner.ask
             return setting.speed(work)
 
-        ways = {
-            "walk": partial(measure, runners.walk),
-            "agents": partial(measure, runners.agents),
-        }
-        speeds = in_turns(ways, num_rounds=args.num_rounds, num_warmup_rounds=1)
-        for way, all_speeds in speeds.items():
-            print(f"{way:9} {median(all_speeds):8,.0f} tokens for a second of the engine's CPU")
-        ratio = paired_median(speeds["agents"], speeds["walk"])
-        print_ratio(f"{args.at_once} agents at once to the driver's own walk", ratio)
-        missed = [f"the ratio is under {WANTED_RATIO}"] if ratio < WANTED_RATIO else []
+        missed = compare_speeds(
+            {
+                "agents": partial(measure, runners.agents),
+                "walk": partial(measure, runners.walk),
+            },
+            num_rounds=args.num_rounds,
+            between=f"{args.at_once} agents at once to the driver's own walk",
+            least_ratio=WANTED_RATIO,
+        )
         runners.ask = runners.agents.ask
         missed += check_failing(setting, args.num_episodes)
         took_ms = asyncio.run(measure_overhead(setting.chat))

@@ -15,23 +15,19 @@ that hung within its time.
 CPUs only. The exit code is 1 if the ratio is under 0.9, or an episode is lost or late.
 """
 
-import os
 import sys
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from pathlib import Path
-from statistics import median
 from threading import BoundedSemaphore
 from typing import TYPE_CHECKING, Any
 
-from harness.program import end, parser_of, print_ratio
-from harness.rounds import in_turns, paired_median
+from harness.episode_speeds import compare_speeds, prepare_engine
+from harness.program import end
 
 from open_instruct.commands.run_flags import parse_run
-from open_instruct.commands.tiny_model import write_tiny_model
 from open_instruct.config.fleet_sections import FleetSection
 from open_instruct.config.grpo import GRPOConfig
 from open_instruct.config.rollout_sections import EnvironmentSection
@@ -217,18 +213,7 @@ class Setting:
 
 
 def main() -> None:
-    parser = parser_of(__doc__)
-    parser.add_argument("--num_episodes", type=int, default=400)
-    parser.add_argument("--at_once", type=int, default=200)
-    parser.add_argument("--num_rounds", type=int, default=3)
-    args = parser.parse_args()
-    # The engine computes on its own thread alone, whose clock is read.
-    os.environ.update(OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="", VLLM_LOGGING_LEVEL="ERROR")
-    from open_instruct.generation.vllm_options import engine_environment
-
-    os.environ.update(engine_environment(on_cuda=False))
-    with tempfile.TemporaryDirectory(prefix="episodes_") as name:
-        folder = write_tiny_model(Path(name) / "model", family="olmo2", size="tiny")
+    with prepare_engine(__doc__) as (args, folder):
         setting = Setting(
             folder,
             args.at_once,
@@ -239,15 +224,12 @@ def main() -> None:
             asked = lambda: setting.episodes(["no"] * args.num_episodes, seed=number)  # noqa: E731
             return setting.speed(lambda: [future.result() for future, _ in asked()])
 
-        ways = {"episodes": in_environments, "own": lambda number: setting.speed(setting.alone)}
-        speeds = in_turns(ways, num_rounds=args.num_rounds, num_warmup_rounds=1)
-        for way, all_speeds in speeds.items():
-            print(f"{way:9} {median(all_speeds):8,.0f} tokens for a second of the engine's CPU")
-        ratio = paired_median(speeds["episodes"], speeds["own"])
-        print_ratio(
-            f"{args.at_once} environments of {1000 * ANSWER_S:.0f} ms to the engine's own", ratio
+        missed = compare_speeds(
+            {"episodes": in_environments, "own": lambda number: setting.speed(setting.alone)},
+            num_rounds=args.num_rounds,
+            between=f"{args.at_once} environments of {1000 * ANSWER_S:.0f} ms to the engine's own",
+            least_ratio=WANTED_RATIO,
         )
-        missed = [f"the ratio is under {WANTED_RATIO}"] if ratio < WANTED_RATIO else []
         missed += failing(setting, args.num_episodes)
         setting.close()
     end(missed)

@@ -15,6 +15,7 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pytest
@@ -95,14 +96,15 @@ def sessions(model: Path) -> Path:
     return path
 
 
-def sum_logprobs(row: Row, reply: int | None = None) -> float:
-    """The sum of the recorded log-probs of a row, or of one of its replies."""
+def average_logprobs(row: Row, reply: int | None = None) -> float:
+    """The mean of the recorded log-probs of a row, or of one of its replies."""
     sampled = row["sampled"]
-    if reply is None:
-        return math.fsum(sampled["logprobs"])
-    first = sum(stop - start for start, stop in sampled["replies"][:reply])
-    start, stop = sampled["replies"][reply]
-    return math.fsum(sampled["logprobs"][first : first + stop - start])
+    logprobs = sampled["logprobs"]
+    if reply is not None:
+        lengths = [stop - start for start, stop in sampled["replies"]]
+        first = sum(lengths[:reply])
+        logprobs = logprobs[first : first + lengths[reply]]
+    return fmean(logprobs)
 
 
 def train(objective: str, model: Path, rows: Path, folder: Path) -> Row:
@@ -134,8 +136,7 @@ def test_sft_learns_the_replies_of_the_best_session(
     (row,) = read_rows(best)
     assert row["reward"] == 3.0
     metrics = train("sft", model, best, tmp_path)
-    mean = -sum_logprobs(row) / len(row["sampled"]["logprobs"])
-    assert metrics["loss"] == pytest.approx(mean, abs=1e-4)
+    assert metrics["loss"] == pytest.approx(-average_logprobs(row), abs=1e-4)
 
 
 def test_dpo_learns_the_replies_by_which_sessions_differ(
@@ -146,8 +147,8 @@ def test_dpo_learns_the_replies_by_which_sessions_differ(
     worst, *_, best = read_rows(sessions)[:NUM_SESSIONS]
     metrics = train("dpo", model, pairs, tmp_path)
     assert metrics["loss"] == pytest.approx(math.log(2), abs=1e-5)
-    assert metrics["logps/chosen"] == pytest.approx(sum_logprobs(best, 0), abs=1e-3)
-    assert metrics["logps/rejected"] == pytest.approx(sum_logprobs(worst, 0), abs=1e-3)
+    assert metrics["logps/chosen"] == pytest.approx(average_logprobs(best, 0), abs=1e-4)
+    assert metrics["logps/rejected"] == pytest.approx(average_logprobs(worst, 0), abs=1e-4)
 
 
 def test_grpo_learns_off_policy_from_the_recorded_ids_and_log_probs(

@@ -122,8 +122,11 @@ def read_sessions(rows: Iterable[RawRow], reward_key: str) -> SessionsByPrompt:
     left_out: Counter[str] = Counter()
     by_prompt: dict[Ids, list[RecordedSession]] = {}
     for name, reward in rewards.items():
-        if reward is None or not rows_of[name]:
-            left_out["session without a reward" if reward is None else "session to learn"] += 1
+        if reward is None:
+            left_out["session without a reward"] += 1
+            continue
+        if not rows_of[name]:
+            left_out["session of which nothing was sampled to be learned"] += 1
             continue
         of_session, branches = zip(*rows_of[name], strict=True)
         session = RecordedSession(rows=of_session, branches=branches, reward=reward)
