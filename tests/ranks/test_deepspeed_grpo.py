@@ -128,6 +128,23 @@ def test_engines_get_the_masters_part_by_part(grpo_case: GRPOCase, tmp_path: Pat
     assert differing(grpo_case, tmp_path, 2, ways) == [[]] * len(ways)
 
 
+def test_engines_beside_learners_get_every_value_of_uneven_parts(
+    grpo_case: GRPOCase, tmp_path: Path
+) -> None:
+    """As learners and engines take turns: three learners, which share no parameter evenly, rest and
+    come back before they gather for the engine beside each.
+    """
+    ways: list[tuple[int, str, str, str, dict[str, Any]]] = [
+        (1, "bfloat16", "gathered", "float32", {}),
+        (1, "float32", "gathered", "bfloat16", {}),
+        (2, "float32", "gathered", "float32", {}),
+        (2, "bfloat16", "gathered", "float32", LORA),
+        (3, "float32", "gathered", "float32", {}),
+        (3, "bfloat16", "gathered", "bfloat16", {}),
+    ]
+    assert differing(grpo_case, tmp_path, 3, ways) == [[]] * len(ways)
+
+
 def test_matrices_that_ranks_split_come_together_in_engines(
     grpo_case: GRPOCase, tmp_path: Path
 ) -> None:

@@ -83,6 +83,9 @@ def _send_twice(flags: list[str], way: str, dtype: str, info_path: Path, out: Pa
     sender.join()
     sender.send(0)
     learner.take_step(NUM_COMPLETIONS)
+    if way == "gathered":
+        learner.move_to_host()
+        assert learner.move_to_device().num_bytes
     settings = {"source_folder": flags[1], "out_folder": out, "dtype": engines_dtype}
     export_hf(model, names, weights=merged_weights_of(model), **settings)
     sender.send(1)
