@@ -94,6 +94,7 @@ class StateMover:
         if self._absent is not None:
             return Move(num_bytes=0, seconds=0.0)
         flats = view_storages(self._list_tensors(), self._device)
+        self._wait()  # libraries compute on streams of their own
         num_bytes = self._copy(flats, to_host=True)
         self._wait()
         for flat in flats:

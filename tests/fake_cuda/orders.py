@@ -53,6 +53,57 @@ def steps_of(case: Case, folder: Path) -> Any:
     return order
 
 
+def turns(folder: Path) -> Any:
+    """A learner's state goes to the host and comes back, while other streams than the one that
+    moves it compute with it, as those of FSDP and DeepSpeed do.
+    """
+    import torch
+
+    from open_instruct.models.shards import local_part
+    from open_instruct.training.state_mover import StateMover
+    from tests.fake_cuda.memory import list_state
+    from tests.fake_cuda.order import Order, watching
+
+    order = Order()
+
+    @contextmanager
+    def within() -> Iterator[None]:
+        from torch.utils._python_dispatch import _get_current_dispatch_mode
+
+        with watching(order, _get_current_dispatch_mode()):
+            yield
+
+    case = Case(f"{HSDP} --compile_model false", "grpo", world=8)
+    with opened(case, folder, within()) as (policy, take_steps):
+        take_steps()
+        tensors = [local_part(each).detach() for each in list_state(policy)]
+        on_device = [each for each in tensors if each.device.type == "cuda"]
+        mover = StateMover(partial(list_state, policy), torch.device("cuda", 0))
+        side: Any = torch.cuda.Stream()
+        for _ in range(2):
+            with torch.cuda.stream(side):
+                for each in on_device:
+                    each.zero_()
+            mover.move_to_host()
+            mover.move_to_device()
+            with torch.cuda.stream(side):
+                for each in on_device:
+                    each.abs()
+    return order
+
+
+def hurried_turns(caller: str) -> Callable[[Path], Any]:
+    """The same, and that method of the mover does not wait for the device."""
+
+    def run(folder: Path) -> Any:
+        from open_instruct.training.state_mover import StateMover
+
+        with without(StateMover, "_wait", caller):
+            return turns(folder)
+
+    return run
+
+
 def saves(folder: Path) -> Any:
     """Two checkpoints that a thread copies and writes, with work beside and an update after each
     copy.
@@ -463,6 +514,7 @@ CASES: dict[str, Callable[[Path], Any]] = {
     "4 bits on the host": lambda folder: steps_of(
         Case(f"--offload {QLORA} {HSDP} --compile_model false", world=8), folder
     ),
+    "turns": turns,
     "saves": saves,
     "saves of a run": saved_steps,
     "weights by nccl": lambda _: channel("nccl", 2, 2),
@@ -488,6 +540,8 @@ CASES |= {
     "weights on the host, stepped before gradients are there": planted(
         "weights on the host", "synchronize", "finalize_backward"
     ),
+    "turns, moved before they are computed": hurried_turns("move_to_host"),
+    "turns, computed with before they are back": hurried_turns("move_to_device"),
     "saves of a run, changed before they are copied": hurried_run,
     "saves, read before they are copied": planted("saves", "synchronize", "copy_to_host"),
     "saves, copied before they are computed": planted("saves", "wait_stream", "copy_to_host"),

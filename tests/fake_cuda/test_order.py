@@ -16,6 +16,7 @@ IN_ORDER = {
     "sharded steps": 3000,
     "weights on the host": 3000,
     "4 bits on the host": 3000,
+    "turns": 1000,
     "saves": 50,
     "saves of a run": 1000,
     "weights by nccl": 100,
@@ -25,6 +26,7 @@ IN_ORDER = {
 }
 """With the accesses that there are at least."""
 SIDE = "on a stream made at inputs_on_host.py"
+OTHER = "on a stream made at orders.py"
 OF_FSDP = "on a stream made at forward.py"
 PLANTED = {
     "inputs on the host, read before they are back": f"written {SIDE}:* and read on the default stream at",
@@ -32,6 +34,8 @@ PLANTED = {
     "sharded steps, read before they are gathered": f"written {OF_FSDP}:* and read on the default stream at",
     "sharded steps, reduced before they are computed": f"written on the default stream at * and read {OF_FSDP}",
     "weights on the host, stepped before gradients are there": f"written {OF_FSDP}:* and read on MainThread at",
+    "turns, moved before they are computed": f"written {OTHER}:* and read on the default stream at state_mover",
+    "turns, computed with before they are back": f"written on the default stream at state_mover.py:* and read {OTHER}",
     "saves of a run, changed before they are copied": "read on a stream made at background.py:* and written on the",
     "saves, read before they are copied": "written on a stream made at background.py:* and read on checkpoint_0 at",
     "saves, copied before they are computed": "written on the default stream at * and read on a stream made at",
