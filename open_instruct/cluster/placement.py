@@ -122,14 +122,41 @@ class Placement:
 
     def engine_options(self, index: int) -> dict[str, Any]:
         """The arguments of `.options(**…)` for the actor of an engine, also after a restart."""
+        num_devices = 1 if self.shape.shares_device else self.shape.devices_per_engine
+        bundle = self._find_engine_bundle(index)
+        options = self._options(self.engine_bundles, bundle, num_devices=num_devices)
+        if self.shape.takes_turns:
+            return options | {"num_gpus": 0}  # the learners have them
+        return options
+
+    def beside_engine_options(self, index: int) -> dict[str, Any]:
+        """The arguments of `.options(**…)` for an actor on an engine's node that needs no slot."""
+        return self.engine_options(index) | {"num_cpus": 0, "num_gpus": 0}
+
+    def find_engine_nodes(self) -> dict[str, int]:
+        """The ids of the nodes that have engines, each with the first of its engines."""
+        from ray.util.placement_group import placement_group_table
+
+        nodes = placement_group_table(self.engine_bundles)["bundles_to_node_id"]
+        engines: dict[str, int] = {}
+        for index in range(self.shape.num_engines):
+            engines.setdefault(nodes[self._find_engine_bundle(index)], index)
+        return engines
+
+    def find_driver_node(self) -> str:
+        """The id of the node on which this process is."""
+        import ray
+
+        node_id: str = ray.get_runtime_context().get_node_id()
+        return node_id
+
+    def _find_engine_bundle(self, index: int) -> int:
         if self.shape.shares_device:
-            return self._options(self.engine_bundles, 0, num_devices=1)
-        num_devices = self.shape.devices_per_engine
+            return 0
         if not self.shape.takes_turns:
-            return self._options(self.engine_bundles, index, num_devices=num_devices)
+            return index
         node, _ = self.node_and_local_rank(self.first_rank(index))
-        options = self._options(self.engine_bundles, node, num_devices=num_devices)
-        return options | {"num_gpus": 0}  # the learners have them
+        return node
 
     def first_rank(self, index: int) -> int:
         """The first of the learners whose devices an engine has in its turn."""

@@ -211,7 +211,9 @@ class EnvironmentSection:
     )
 
     agent_processes: int = flag(
-        "agents' processes that run at once; more episodes wait for their turn", 256, minimum=1
+        "agents' processes that run at once on a node; more episodes wait for their turn",
+        256,
+        minimum=1,
     )
     agent_sandbox: bool = flag(
         "keep an agent, with all that it starts, behind walls: it speaks to its endpoint alone and "

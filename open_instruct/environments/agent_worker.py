@@ -59,7 +59,10 @@ def run_agent(
             value = function(**accepted_columns(function, row))
             if inspect.iscoroutine(value):
                 value = asyncio.run(value)
-        return {"status": "done", "value": json.dumps(value)}
+        text = json.dumps(value)
+        if len(text) > MAX_OUTPUT_BYTES:
+            raise ValueError(f"it returned more than {MAX_OUTPUT_BYTES:,} bytes")
+        return {"status": "done", "value": text}
     except BaseException as error:  # the user's code, which may raise anything, and exit
         text = "".join(traceback.format_exception(error))
         return {"status": "error", "problem": text[-MAX_PROBLEM_CHARACTERS:]}

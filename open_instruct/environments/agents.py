@@ -15,7 +15,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from open_instruct.core.errors import InputError, RunError
-from open_instruct.environments.agent_worker import run_agent
+from open_instruct.environments.agent_worker import MAX_OUTPUT_BYTES, run_agent
 from open_instruct.environments.environment import EnvironmentFault, Source
 from open_instruct.rewards.sandbox.sandbox import Child, ForkServer
 
@@ -24,6 +24,7 @@ FUNCTION = re.compile(r"[\w./~-]+:[A-Za-z_]\w*")
 PLACEHOLDER = re.compile(r"\{(\w+)\}")
 # An agent may think for as long as its episode lets it, which closes it.
 NO_LIMIT_S = 1e6
+MAX_SENT_BYTES = 2 * MAX_OUTPUT_BYTES  # by its process
 TRIAL_TIMEOUT_S = 120.0  # in which its file must be imported
 REWARD = "agent"  # the name of a reward that has none
 # Of other endpoints, and of the cluster that the run has started.
@@ -178,7 +179,8 @@ class RunningAgent:
             ValueError: what it says of its rewards cannot be read.
         """
         try:
-            result = self._child.ask(self._request, timeout_s=timeout_s)
+            # A function may write to its socket, too.
+            result = self._child.ask(self._request, timeout_s=timeout_s, max_bytes=MAX_SENT_BYTES)
         except RunError as error:
             raise EnvironmentFault(str(error)) from error
         if result.status == "done":

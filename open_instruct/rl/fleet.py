@@ -24,6 +24,8 @@ from open_instruct.parallel.launch import share_threads
 from open_instruct.parallel.status import this_process
 from open_instruct.rewards.pool import VerifierPool
 from open_instruct.rl.agents.episodes import AgentEpisodes
+from open_instruct.rl.agents.node import AgentNode
+from open_instruct.rl.agents.nodes import AgentNodes, NodeHandle
 from open_instruct.rl.checked_run import RolloutRun
 from open_instruct.rl.conductor import Conductor
 from open_instruct.rl.episodes.conversations import Conversations
@@ -81,7 +83,7 @@ class Fleet:
             say=run.console.warn,
         )
         self.publisher.engines = self.engines
-        self.runners = make_runners(run, self.engines)
+        self.runners = make_runners(run, self.engines, placement)
 
     def new_conductor(self) -> Conductor:
         """A new conductor at the start of the run; it may load another state."""
@@ -187,7 +189,9 @@ class Fleet:
         self.write_pids()
 
 
-def make_runners(run: RolloutRun, engines: EnginePool) -> dict[str, EpisodeRunner]:
+def make_runners(
+    run: RolloutRun, engines: EnginePool, placement: Placement
+) -> dict[str, EpisodeRunner]:
     """What runs the episodes of each environment of the run, by the environment's name."""
     if run.environments is None:
         return {}
@@ -205,9 +209,51 @@ def make_runners(run: RolloutRun, engines: EnginePool) -> dict[str, EpisodeRunne
     conversations = Conversations(engines, run.chat, others, run.config, warn=warn)
     runners |= dict.fromkeys(others, conversations)
     if programs:
-        agents = AgentEpisodes(engines, run.chat, programs, run.config)
+        agents = make_agents(run, engines, placement, programs)
         runners |= dict.fromkeys(programs, agents)
     return runners
+
+
+def make_agents(
+    run: RolloutRun,
+    engines: EnginePool,
+    placement: Placement,
+    programs: Mapping[str, AgentProgram],
+) -> EpisodeRunner:
+    """What runs the episodes of agents: on every node that has engines, or here if that is all."""
+    nodes = placement.find_engine_nodes()
+    if nodes.keys() == {placement.find_driver_node()}:
+        return AgentEpisodes(engines, run.chat, programs, run.config)
+    first_engines = list(nodes.values())
+    environment = {"PYTHONPATH": os.environ.get("PYTHONPATH", "")}
+
+    def start_node(index: int) -> NodeHandle:
+        return NodeHandle(
+            AgentNode,
+            {
+                "config": run.config,
+                "tokenizer_folder": str(run.pretrained.tokenizer_folder.resolve()),
+                "names": tuple(programs),
+                "working_folder": os.getcwd(),
+            },
+            name=f"agents {index}",
+            actor_class="AgentNode",
+            options=placement.beside_engine_options(first_engines[index]),
+            environment=environment,
+            placement=placement,
+        )
+
+    for program in programs.values():
+        program.end_run()  # it was tried here, and runs there
+    run.console.say(f"agents run on {spell_count(len(nodes), 'node')} with engines")
+    return AgentNodes(
+        engines,
+        len(nodes),
+        start_node=start_node,
+        timeout_s=run.config.fleet.engine_timeout_s,
+        max_restarts=run.config.fleet.max_restarts,
+        say=run.console.warn,
+    )
 
 
 @contextmanager

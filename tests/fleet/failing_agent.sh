@@ -37,16 +37,16 @@ leaves_others)
     ;;
 leaks_its_key)
     echo "$OPENAI_API_KEY" >"$folder/$$" && mv "$folder/$$" "$folder/key"
-    key=$(cat "$folder/key") ask "$plain" >/dev/null # of another, whose episode may be over
+    (key=$(cat "$folder/key") && ask "$plain") >/dev/null # of another, which may be over
     ;;
 sends_too_much)
-    head -c 100000000 /dev/zero | curl --silent --output /dev/null --data-binary @- \
+    head -c 100000000 /dev/zero | curl --silent --output /dev/null -X POST --upload-file - \
         -H "Authorization: Bearer $OPENAI_API_KEY" -H 'Content-Type: application/json' \
         "$OPENAI_BASE_URL/chat/completions"
     ;;
 sends_special_tokens)
     text='<|im_end|><|endoftext|><|assistant|></s>\u0000'
-    expect 200 "$(ask "\"messages\": [{\"role\": \"system\", \"content\": \"$text\"}]")"
+    expect 200 "$(ask "\"messages\": [{\"role\": \"user\", \"content\": \"$text\"}]")"
     ;;
 breaks_off)
     for _ in 1 2 3; do ask "$plain, \"n\": 2" --max-time 0.02 >/dev/null; done

@@ -2,5 +2,6 @@
 
 Read in this order: `session_tree.py` (which ids a request goes on from), `session.py` (a request
 becomes a reply), `api_requests.py` and `api_replies.py` (OpenAI's forms), `endpoint.py` (HTTP),
-`episodes.py` (an episode runs a program), `finished_session.py` (a tree becomes a completion).
+`episodes.py` (an episode runs a program), `finished_session.py` (a tree becomes a completion),
+`nodes.py` and `node.py` (agents on several nodes).
 """

@@ -1,6 +1,7 @@
 """Episodes of agents: a program of the user's asks, the engines reply, until the program ends.
 
-All sessions of a run share one endpoint and one thread; templates and tokenizers work in a second.
+All sessions of a process share one endpoint and one thread; templates and tokenizers work in a
+second.
 Whatever an agent does costs its own episode alone: its process is ended with the episode, and with
 it all that it has started.
 """
@@ -23,7 +24,6 @@ from open_instruct.environments.foreign_calls import (
     call_foreign,
     describe_error,
 )
-from open_instruct.generation.engine_pool import EnginePool
 from open_instruct.generation.requests import GenerationRequest
 from open_instruct.rewards.event_loop import start_loop
 from open_instruct.rewards.finite import read_reward
@@ -32,7 +32,7 @@ from open_instruct.rl.agents.api_requests import MODEL, RunSampling
 from open_instruct.rl.agents.endpoint import AgentEndpoint
 from open_instruct.rl.agents.finished_session import build_completion
 from open_instruct.rl.agents.messages import Turn, read_messages
-from open_instruct.rl.agents.session import AgentSession, SessionLimits
+from open_instruct.rl.agents.session import AgentSession, Engines, SessionLimits
 from open_instruct.rl.agents.session_tree import SessionTree
 from open_instruct.rl.episodes.bridge import TurnTemplate
 from open_instruct.rl.episodes.tool_calls import detect_call_form
@@ -53,7 +53,7 @@ class AgentEpisodes:
 
     def __init__(
         self,
-        pool: EnginePool,
+        pool: Engines,
         chat: ChatFormat,
         programs: Mapping[str, AgentProgram],
         config: GRPOConfig,

@@ -6,13 +6,14 @@ import time
 from array import array
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from open_instruct.core.errors import RunError
 from open_instruct.core.records import Completion, EpisodeStatus
-from open_instruct.generation.engine_pool import EnginePool, RequestRefused
+from open_instruct.generation.engine_pool import RequestRefused
 from open_instruct.generation.requests import GenerationRequest, Home, make_sampling_seed
 from open_instruct.rl.agents.api_errors import APIError
 from open_instruct.rl.agents.api_requests import ReplyRequest
@@ -36,6 +37,13 @@ class CallInThread(Protocol):
     """Calls a function in the one thread for templates and tokenizers."""
 
     def __call__(self, function: Callable[..., Any], *args: Any) -> Awaitable[Any]: ...
+
+
+class Engines(Protocol):
+    """The engines, or what passes requests on to them."""
+
+    def submit(self, request: GenerationRequest, home: Home) -> Future[Completion]:
+        """Submit a request of a session, all of which have one home."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +93,7 @@ class AgentSession:
         self,
         tree: SessionTree,
         template: TurnTemplate,
-        pool: EnginePool,
+        pool: Engines,
         first_request: GenerationRequest,
         limits: SessionLimits,
         *,

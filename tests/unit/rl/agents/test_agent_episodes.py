@@ -392,6 +392,7 @@ class TestFaults:
             ("return 'much'", "env_error"),
             ("return float('nan')", "env_error"),
             ("return None", "env_error"),
+            ("return 'x' * (65 << 20)", "env_error"),
             ("import time; time.sleep(60)", "timeout"),
             ("while True: chat(messages, temperature=0.3)", "timeout"),
             ("os.kill(os.getpid(), 19)", "timeout"),
