@@ -73,8 +73,9 @@ test: ruff  ## lint, types and the tests of every part, in six to fourteen minut
 main-tests: $(STAMP)
 	$(PYTEST) -n 3 -m "not extended" tests
 
+# With MINUTES=25, as many of them as begin within these, in an order that the commit draws.
 test-rest: $(STAMP)  ## the tests that `make test` leaves out
-	$(PYTEST) -n 3 -m extended tests
+	$(if $(MINUTES),TEST_MINUTES=$(MINUTES) TEST_ORDER=$$(git rev-parse HEAD)) $(PYTEST) -n 3 -m extended $(if $(MINUTES),-p tests.time_limit) tests
 
 test-all: ruff  ## lint, types and all tests
 	@$(MAKE) --no-print-directory -j 2 types all-tests

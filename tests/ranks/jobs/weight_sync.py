@@ -291,7 +291,7 @@ def feed_engine(
 def breaking(sender: WeightSender) -> Iterator[None]:
     """A sender that fails in the middle of a version."""
     is_folder = isinstance(sender, FolderSender)
-    owner, name = (sender, "_add") if is_folder else (sender._outgoing, "put")
+    owner, name = (sender, "_add_link") if is_folder else (sender._outgoing, "put")
     whole = getattr(owner, name)
 
     def fail(first: Any, *args: Any) -> None:
