@@ -23,7 +23,7 @@ from open_instruct.core.files import write_user_file
 from open_instruct.parallel.node_sizes import read_node_sizes
 from open_instruct.planning import presentation
 from open_instruct.planning.advice import Advice
-from open_instruct.planning.placements import PlacementChoice, choose_placement
+from open_instruct.planning.placement_choice import PlacementChoice, choose_placement
 from open_instruct.planning.plan import make_plan
 from open_instruct.planning.setting import Setting
 from open_instruct.planning.subject.build_workload import RunConfig, build_shape, find_objective

@@ -9,7 +9,7 @@ from open_instruct.config.flags import spell_value
 from open_instruct.config.lora import RANKS_OF_ENGINES, LoRASection
 from open_instruct.config.run_sections import RolloutRunSection
 from open_instruct.config.training import LearnerConfig, with_held_out
-from open_instruct.config.turns import shared_gpu_problems
+from open_instruct.config.turns import prompts_ahead_problems, shared_gpu_problems
 from open_instruct.config.validation import (
     find_changed,
     idle_evaluation_problems,
@@ -111,6 +111,7 @@ def validate_grpo(config: GRPOConfig) -> list[str]:
         [
             *learner_problems(config),
             *_rollout_problems(config),
+            *prompts_ahead_problems(config.rollout),
             *_reward_problems(config.reward),
             *_length_problems(config),
             *_loss_problems(config),

@@ -102,6 +102,13 @@ class RolloutSection:
     async_steps: int = flag(
         "steps that generation may run ahead of training; 0 is on-policy", 1, minimum=0
     )
+    prompts_ahead: int | None = resumable_flag(
+        "prompts of later steps that engines may have begun when a step is whole; default: all of "
+        "--async_steps; where engines take turns with learners, as many as the plan finds enough",
+        None,
+        requires="async_steps >0",
+        minimum=0,
+    )
     inflight_updates: bool = flag(
         "update weights in the midst of completions; otherwise finish those first",
         True,
@@ -150,6 +157,13 @@ class RolloutSection:
     advantage_pass_k: int = flag(
         "k of pass@k", 4, requires="advantage_normalization_type pass_at_k", minimum=1
     )
+
+    @property
+    def max_prompts_ahead(self) -> int:
+        """Prompts of later steps that may be out while a step waits for its completions."""
+        if self.prompts_ahead is not None:
+            return self.prompts_ahead
+        return self.async_steps * self.num_unique_prompts_rollout
 
     @property
     def has_critic(self) -> bool:

@@ -4,7 +4,19 @@ from collections.abc import Iterator
 
 from open_instruct.config.flags import spell_value
 from open_instruct.config.fleet_sections import FleetSection, LearnerParallelSection
+from open_instruct.config.rollout_sections import RolloutSection
 from open_instruct.core.errors import problems_of_kind
+
+
+@problems_of_kind("conflict")
+def prompts_ahead_problems(rollout: RolloutSection) -> Iterator[str]:
+    """More prompts ahead than asynchronous steps have."""
+    most_ahead = rollout.async_steps * rollout.num_unique_prompts_rollout
+    if rollout.max_prompts_ahead > most_ahead:
+        yield (
+            f"--prompts_ahead {rollout.prompts_ahead}: --async_steps {rollout.async_steps} allows "
+            f"those of later steps at most, {most_ahead} prompts; use so many, or more async steps"
+        )
 
 
 @problems_of_kind("conflict")

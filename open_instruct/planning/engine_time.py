@@ -3,8 +3,8 @@
 A step of an engine makes a token for each of its sequences. It reads all weights, and the keys and
 values of all sequences, at a share of the bandwidth of the GPU's memory, or multiplies at a share
 of its peak, whichever takes longer (Pope et al. 2022, arXiv:2211.05102, section 2), and on top is
-what every step takes. Completions are taken to be of full length; an engine that has finished one
-begins another.
+what every step takes. Completions are taken to be of full length in the mean, the longest half as
+long again; an engine that has finished one begins another where there is one (`turn_trace.py`).
 """
 
 from dataclasses import dataclass
@@ -18,6 +18,7 @@ from open_instruct.planning.subject.devices import Device
 from open_instruct.planning.subject.model import ModelShape
 from open_instruct.planning.subject.read_shape import BYTES_OF_DTYPE
 from open_instruct.planning.subject.workload import ENGINE_SEQS, ENGINE_TOKENS
+from open_instruct.planning.turn_trace import TurnTrace, trace_turns
 
 # Assumptions, not formulas: what vLLM reaches of a GPU's bandwidth, the seconds of a step that are
 # neither reading nor arithmetic (scheduling, sampling), and those of an exchange of a tensor group,
@@ -108,19 +109,43 @@ class EngineWork:
             return self.max_num_seqs
         return min(self.max_num_seqs, max(0, cache_bytes) * degree // longest_bytes)
 
-    def count_seconds(self, num_engines: int, degree: int, *, num_seqs: int) -> float:
-        """Seconds in which so many engines generate all completions of a step."""
-        num_gpus = num_engines * degree
-        num_tokens = self.num_completions * self.response_tokens
-        if self.tokens_per_second is not None:
-            return num_tokens / (self.tokens_per_second * num_gpus)
+    def trace_engine(self, num_engines: int, *, num_seqs: int, prompts_ahead: int = 0) -> TurnTrace:
+        """How completions fill each of so many engines; see `count_seconds` for the arguments."""
+        num_ahead = prompts_ahead * self.num_completions // max(1, self.num_prompts)
+        return trace_turns(
+            ceil(self.num_completions / num_engines), ceil(num_ahead / num_engines), num_seqs
+        )
+
+    def count_seconds(
+        self, num_engines: int, degree: int, *, num_seqs: int, prompts_ahead: int = 0
+    ) -> float:
+        """Seconds in which so many engines generate all completions of a step.
+
+        Args:
+            num_engines: engines, among which completions are divided.
+            degree: GPUs of an engine.
+            num_seqs: sequences that an engine has at once.
+            prompts_ahead: prompts of later steps that it may begin before the step is whole.
+        """
+        trace = self.trace_engine(num_engines, num_seqs=num_seqs, prompts_ahead=prompts_ahead)
+        decode_s = 0.0
+        for width, length in trace.durations.items():
+            decode_s += length * self.response_tokens * self._step_seconds(width, degree)
+        # Of completions that were paused prompts are computed again, and what was generated.
+        num_tokens = trace.num_paused * self.prompt_tokens
+        num_tokens += trace.paused_length * self.response_tokens
+        if self.tokens_per_second is None:
+            num_tokens += ceil(self.num_prompts / num_engines) * self.prompt_tokens
+        prefill_s = 2 * self._active_params * num_tokens / (degree * self._flops_per_second)
+        if self.tokens_per_second is None:
+            return decode_s + prefill_s
+        # The rate is that of engines that never wait.
         num_each = ceil(self.num_completions / num_engines)
-        num_at_once = min(num_each, num_seqs)
-        num_steps = self.response_tokens * num_each / num_at_once
-        prompts_each = ceil(self.num_prompts / num_engines)
-        prefill_flops = 2 * self._active_params * prompts_each * self.prompt_tokens
-        prefill_s = prefill_flops / (degree * self._flops_per_second)
-        return num_steps * self._step_seconds(num_at_once, degree) + prefill_s
+        width = min(num_each, num_seqs)
+        steady_s = num_each / width * self.response_tokens * self._step_seconds(width, degree)
+        num_tokens_all = self.num_completions * self.response_tokens
+        measured_s = num_tokens_all / (self.tokens_per_second * num_engines * degree)
+        return measured_s * (decode_s + prefill_s) / steady_s
 
     def _step_seconds(self, num_seqs: int, degree: int) -> float:
         middle_tokens = self.prompt_tokens + self.response_tokens // 2

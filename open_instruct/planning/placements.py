@@ -9,19 +9,17 @@ learners learn, while the engines have given up weights and cache; weights go to
 learners' state leaves again.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import ceil
 from typing import Any, Literal
 
 from open_instruct.config.flags import spell_value
 from open_instruct.config.grpo import GRPOConfig
-from open_instruct.core.errors import InputError
 from open_instruct.planning.engine_time import EngineWork
 from open_instruct.planning.memory.parts import BUFFERS, CUDA, ENGINE, INTERPRETER, SCRATCH
 from open_instruct.planning.memory.scratch import CONTEXT_BYTES
-from open_instruct.planning.plan import Plan, make_plan
+from open_instruct.planning.plan import Plan
 from open_instruct.planning.setting import Setting
 from open_instruct.planning.step_time import GIGA, LOADED_GB_S, step_time
 
@@ -31,7 +29,10 @@ Kind = Literal["split", "shared", "mixed"]
 STAYS_AT_REST = (BUFFERS, SCRATCH, CUDA, INTERPRETER)
 # Seconds in which an engine frees and takes its memory, and a learner frees its own; assumed.
 SWITCH_S = 1.0
-DEGREES = (1, 2, 4, 8)
+# Of the prompts of later steps that may be begun in a turn, by --async_steps, the shares that are
+# compared; and how much longer than the shortest a turn may be for the sake of fewer.
+AHEAD_SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
+ENOUGH = 1.02
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +62,8 @@ class Placement:
             "vllm_tensor_parallel_size": self.degree,
             "vllm_num_engines": 1 if self.kind == "shared" else self.engines,
         }
+        if self.pauses_completions:
+            values["prompts_ahead"] = self.prompts_ahead
         sizes = tuple(each for each in self.learners if each)
         return replace(setting, gpus_per_node=sizes).with_flags(values)
 
@@ -80,6 +83,11 @@ class Placement:
     def is_async(self) -> bool:
         config = self.plan.setting.config
         return isinstance(config, GRPOConfig) and config.rollout.async_steps > 0
+
+    @property
+    def pauses_completions(self) -> bool:
+        """Whether turns of all engines end with completions of later steps on their way."""
+        return self.is_async and self.kind == "shared"
 
     # Memory of the GPU that needs most, by phase.
 
@@ -158,7 +166,47 @@ class Placement:
 
     @property
     def _generate_s(self) -> float:
-        return self.work.count_seconds(self.engines, self.degree, num_seqs=max(1, self.num_seqs))
+        return self._count_generate_s(self.prompts_ahead)
+
+    def _count_generate_s(self, prompts_ahead: int) -> float:
+        return self.work.count_seconds(
+            self.engines,
+            self.degree,
+            num_seqs=max(1, self.num_seqs),
+            prompts_ahead=prompts_ahead,
+        )
+
+    # Completions of later steps.
+
+    @cached_property
+    def prompts_ahead(self) -> int:
+        """Prompts of later steps that engines may begin before a step's completions are whole.
+
+        Where all engines take turns, the fewest with which a turn is as short as with more: the
+        fewer, the newer the weights of what is learned, and the less has to be computed again.
+        """
+        config = self.plan.setting.config
+        assert isinstance(config, GRPOConfig)
+        if config.rollout.prompts_ahead is not None or not self.pauses_completions:
+            return config.rollout.max_prompts_ahead
+        most = config.rollout.max_prompts_ahead
+        numbers = sorted({ceil(most * share) for share in AHEAD_SHARES})
+        seconds = {number: self._count_generate_s(number) for number in numbers}
+        enough_s = ENOUGH * min(seconds.values())
+        return next(number for number in numbers if seconds[number] <= enough_s)
+
+    @property
+    def older_fraction(self) -> float:
+        """The share of a step's tokens that engines make before the turn that ends with it."""
+        trace = self.work.trace_engine(
+            self.engines, num_seqs=max(1, self.num_seqs), prompts_ahead=self.prompts_ahead
+        )
+        return trace.older_fraction
+
+    @property
+    def saved_wait_s(self) -> float:
+        """Seconds by which a turn is shorter as prompts of later steps are begun in it."""
+        return self._count_generate_s(0) - self._count_generate_s(self.prompts_ahead)
 
     @cached_property
     def _learn_s(self) -> float:
@@ -225,7 +273,7 @@ class Placement:
 def find_placement(plan: Plan) -> Placement:
     """The placement of a GRPO run that was planned, as its own flags have it."""
     setting = plan.setting
-    config, work = _find_engine_work(setting, tokens_per_second=None)
+    config, work = find_engine_work(setting, tokens_per_second=None)
     return Placement(
         kind="shared" if config.fleet.takes_turns else "split",
         plan=plan,
@@ -236,7 +284,7 @@ def find_placement(plan: Plan) -> Placement:
     )
 
 
-def _find_engine_work(
+def find_engine_work(
     setting: Setting, *, tokens_per_second: float | None
 ) -> tuple[GRPOConfig, EngineWork]:
     """The flags of a GRPO run, and what its engines have to do."""
@@ -250,133 +298,3 @@ def _find_engine_work(
         tokens_per_second=tokens_per_second,
     )
     return config, work
-
-
-def list_placements(
-    setting: Setting, nodes: Sequence[int], *, tokens_per_second: float | None = None
-) -> Iterator[Placement]:
-    """Every placement of a GRPO run on these GPUs that its other flags allow.
-
-    Args:
-        setting: of the run; its nodes are replaced.
-        nodes: all GPUs of each node.
-        tokens_per_second: what a GPU of an engine generates, where that was measured.
-    """
-    config, work = _find_engine_work(setting, tokens_per_second=tokens_per_second)
-    given_degree = config.fleet.vllm_tensor_parallel_size
-    degrees = [given_degree]
-    if given_degree == 1:
-        degrees = [each for each in DEGREES if setting.shape.num_heads % each == 0]
-    for learners in _list_learners(nodes):
-        plan = _plan_learners(setting, learners, nodes)
-        if plan is None:
-            continue
-        for degree in degrees:
-            for kind, num_engine_gpus in _list_kinds(learners, nodes, degree):
-                yield Placement(
-                    kind=kind,
-                    plan=plan,
-                    work=work,
-                    learners=learners,
-                    engines=num_engine_gpus // degree,
-                    degree=degree,
-                )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlacementChoice:
-    """The fastest placement of each kind that fits, or else the one that needs least; and one.
-
-    `asked` is the value of --placement.
-    """
-
-    asked: Literal["split", "shared", "auto"]
-    nodes: tuple[int, ...]
-    best: tuple[Placement, ...]  # the fastest that fits first
-    chosen: Placement
-
-    @property
-    def runner_up(self) -> Placement | None:
-        """The best placement that a run could take in place of the chosen one."""
-        for placement in self.best:
-            if placement.can_run and placement.fits and placement is not self.chosen:
-                return placement
-        return None
-
-
-def choose_placement(
-    setting: Setting,
-    nodes: Sequence[int],
-    *,
-    asked: Literal["split", "shared", "auto"],
-    tokens_per_second: float | None = None,
-) -> PlacementChoice:
-    """Compare the placements of a GRPO run on these GPUs; see `list_placements` for the arguments.
-
-    Raises:
-        InputError: there is none of the kind that is asked for.
-    """
-    setting = setting.with_flags({"placement": "split", "vllm_num_engines": 1})
-    placements = list_placements(setting, nodes, tokens_per_second=tokens_per_second)
-    best: dict[Kind, Placement] = {}
-    for placement in sorted(placements, key=_rank):
-        best.setdefault(placement.kind, placement)
-    for placement in best.values():
-        if placement.can_run and asked in ("auto", placement.kind):
-            chosen = replace(placement, plan=make_plan(placement.set_flags(placement.plan.setting)))
-            best[placement.kind] = chosen
-            return PlacementChoice(
-                asked=asked,
-                nodes=tuple(nodes),
-                best=tuple(best.values()),
-                chosen=chosen,
-            )
-    raise InputError(
-        f"--placement {asked}: the other flags leave no such placement of learners and engines on "
-        f"nodes of {spell_value(list(nodes))} GPUs; give more GPUs, or fewer sharding flags",
-        kind="layout",
-    )
-
-
-def _rank(placement: Placement) -> tuple[bool, float, int]:
-    if not placement.fits:
-        return True, float(max(placement.phase_bytes.values())), placement.degree
-    return False, placement.step_s, placement.degree
-
-
-def _list_learners(nodes: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """Learners of each node: as many on all nodes, or all GPUs of the first ones."""
-    for number in range(1, min(nodes) + 1):
-        yield (number,) * len(nodes)
-    for num_nodes in range(1, len(nodes)):
-        yield (*nodes[:num_nodes], *[0] * (len(nodes) - num_nodes))
-
-
-def _list_kinds(
-    learners: tuple[int, ...], nodes: Sequence[int], degree: int
-) -> Iterator[tuple[Kind, int]]:
-    """The kinds that such learners allow, each with its GPUs of engines.
-
-    No engine spans nodes, nor GPUs with a learner and without.
-    """
-    free = [size - number for size, number in zip(nodes, learners, strict=True)]
-    fits_beside = all(number % degree == 0 for number in free)
-    fits_within = all(number % degree == 0 for number in learners)
-    if sum(free) and fits_beside:
-        yield "split", sum(free)
-    if not sum(free) and fits_within:
-        yield "shared", sum(learners)
-    if sum(free) and fits_beside and fits_within:
-        yield "mixed", sum(nodes)
-
-
-def _plan_learners(
-    setting: Setting, learners: tuple[int, ...], nodes: Sequence[int]
-) -> Plan | None:
-    """The plan of so many learners; None where the flags cannot shard the model over them."""
-    sizes = tuple(each for each in learners if each)
-    has_engines_in_node = len(nodes) == 1
-    with suppress(InputError):
-        others = replace(setting, gpus_per_node=sizes, has_engines_in_node=has_engines_in_node)
-        return make_plan(others.with_flags({}))
-    return None

@@ -15,7 +15,8 @@ from open_instruct.parallel.wording import nodes_text
 from open_instruct.planning.advice import Advice, Change
 from open_instruct.planning.exchanges import Axis, Collective, Exchange
 from open_instruct.planning.memory.phases import Phase
-from open_instruct.planning.placements import Placement, PlacementChoice
+from open_instruct.planning.placement_choice import PlacementChoice
+from open_instruct.planning.placements import Placement
 from open_instruct.planning.plan import BATCH, Plan
 from open_instruct.planning.subject import units
 
@@ -243,6 +244,7 @@ def _placement_record(placement: Placement, choice: PlacementChoice) -> dict[str
         **_take_fields(placement, "kind", "learners", "engines", "degree", "num_gpus", "fits"),
         **_take_fields(placement, "phase_bytes", "phase_s", "step_s", "num_seqs", "moved_bytes"),
         **_take_fields(placement, "flags", "can_run", "idle_share"),
+        **_take_fields(placement, "prompts_ahead", "older_fraction"),
         "is_chosen": placement is choice.chosen,
     }
 

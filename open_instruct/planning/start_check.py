@@ -69,7 +69,10 @@ def check_plan(
         warning = " ".join(f"{sentence.removesuffix('.')}." for sentence in sentences)
         record = memory_record(plan)
         if on_cuda and isinstance(config, GRPOConfig):
-            record["seconds"] = find_placement(plan).seconds_by_metric
+            placement = find_placement(plan)
+            record["seconds"] = placement.seconds_by_metric
+            if placement.pauses_completions:
+                record["older_fraction"] = placement.older_fraction
         check = StartCheck(line=line, warning=warning, memory=record)
     except Exception as error:  # a plan is a help; the run itself judges what it can read
         log.info("the run has no plan", exc_info=True)

@@ -88,8 +88,8 @@ def _soften(finding: Finding) -> Finding:
 def mean_seconds_by_part(run: RunFiles) -> dict[str, float]:
     """Mean seconds of a step by part, without the first step, which is slower than the others."""
     names = ROLLOUT_PARTS if run.numbers("reward") else TRAINING_PARTS
-    parts = {name.removeprefix("time/"): _mean_after_first(run, name) for name in names}
-    parts["other"] = max(0.0, _mean_after_first(run, "time/step") - fsum(parts.values()))
+    parts = {name.removeprefix("time/"): mean_after_first(run, name) for name in names}
+    parts["other"] = max(0.0, mean_after_first(run, "time/step") - fsum(parts.values()))
     return {name: seconds for name, seconds in parts.items() if seconds > 0}
 
 
@@ -117,7 +117,8 @@ def _find(name: str, *values: object, kind: str = "rules") -> Finding:
     return Finding(sentence["level"], text, remedy)
 
 
-def _mean_after_first(run: RunFiles, name: str) -> float:
+def mean_after_first(run: RunFiles, name: str) -> float:
+    """The mean of a metric without the first step; 0 where there is none."""
     numbers = run.numbers(name)
     if not numbers:
         return 0.0

@@ -20,7 +20,12 @@ from open_instruct.planning.subject.units import GIB
 from open_instruct.report.charts import build_histograms, build_series
 from open_instruct.report.closing import describe_held_out, list_learning_metrics
 from open_instruct.report.ends import count_steps_of_mean, describe_ends, mean_ends
-from open_instruct.report.health import diagnose, find_planned_bytes, mean_seconds_by_part
+from open_instruct.report.health import (
+    diagnose,
+    find_planned_bytes,
+    mean_after_first,
+    mean_seconds_by_part,
+)
 from open_instruct.report.run_files import (
     RunFiles,
     find_differing_flags,
@@ -102,6 +107,7 @@ def _build_view(run: RunFiles, name: str, max_rollouts: int) -> dict[str, Any]:
         "held_out": build_series(run.evaluations),
         "parts": parts,
         "step_s": fsum(parts.values()),
+        "older_fraction": mean_after_first(run, "staleness/older_fraction"),
         "planned_bytes": find_planned_bytes(run),
         "measured_bytes": max(run.numbers("peak_memory_gib"), default=0.0) * GIB,
         "histograms": build_histograms(run, table),

@@ -17,7 +17,7 @@ from open_instruct.parallel.picture import draw_layout, wrap_paragraph
 from open_instruct.planning import presentation
 from open_instruct.planning.advice import Advice
 from open_instruct.planning.memory.phases import Phase
-from open_instruct.planning.placements import PlacementChoice
+from open_instruct.planning.placement_choice import PlacementChoice
 from open_instruct.planning.plan import Plan
 from open_instruct.planning.subject import units
 from open_instruct.report.templates import render_template

@@ -40,6 +40,9 @@ class PlannedMemory:
     seconds: dict[str, NumBytes] = field(default_factory=dict)
     """Of GRPO on GPUs: the least seconds of each part of a step, by the names of its metrics."""
 
+    older_fraction: Annotated[float, Field(ge=0, le=1)] | None = None
+    """Where engines and learners take turns: tokens of a step from earlier turns of the engines."""
+
     @property
     def peak_bytes(self) -> float:
         return max(phase.total_bytes for phase in self.phases)

@@ -18,7 +18,7 @@ States of a ticket, and where each is left:
 
 Limits:
 
-    groups out        (async_steps + 1) batches, and num_spare_prompts groups     `_fill_flight`
+    groups out        a batch, prompts_ahead, and num_spare_prompts groups        `_fill_flight`
     staleness         async_steps steps                                           below
     rejections        MAX_REJECTED_PER_PROMPT for each group that a step needs    `next_batch`
     silence           STALL_TIMEOUT_S without one verdict                         `_next_group`
@@ -35,12 +35,12 @@ Who wakes whom:
 Nobody waits for the conductor's lock for long: it is held to read and change the queue, and never
 while something is generated, judged or checked.
 
-While step s waits for its batch the engines have version s - 1, and the groups of steps s to
-s + `async_steps` are out. A ticket drawn then is consumed by step s + `async_steps` at the latest,
-where the learners are at version s + `async_steps` - 1. So no token is more than `async_steps`
-steps stale, whether a sync waits for running completions or reaches into them
-(`inflight_updates`): a token is at least as new as its ticket. Which spare groups are given up
-does depend on timing.
+While step s waits for its batch the engines have version s - 1, and the groups of steps s to s +
+`async_steps` are out, or the first of them where `prompts_ahead` is less. A ticket drawn then is
+consumed by step s + `async_steps` at the latest, where the learners are at version s +
+`async_steps` - 1. So no token is more than `async_steps` steps stale, whether a sync waits for
+running completions or reaches into them (`inflight_updates`): a token is at least as new as its
+ticket. Which spare groups are given up does depend on timing.
 """
 
 import threading
@@ -216,10 +216,11 @@ class Conductor:
         """Draw tickets until all batches that may be out at once are full."""
         rollout = self._rollout
         num_steps_left = self._num_steps - self._version
-        num_batches = min(rollout.async_steps + 1, num_steps_left)
-        size = num_batches * rollout.num_unique_prompts_rollout
-        if num_batches:
-            size += rollout.num_spare_prompts
+        if not num_steps_left:
+            return
+        num_later_prompts = (num_steps_left - 1) * rollout.num_unique_prompts_rollout
+        size = rollout.num_unique_prompts_rollout + rollout.num_spare_prompts
+        size += min(rollout.max_prompts_ahead, num_later_prompts)
         while len(self._outstanding) + self._num_accepted < size:
             self._ask(*self._prompts.next())
 

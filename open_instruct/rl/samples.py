@@ -171,6 +171,7 @@ def _rollout_metrics(
         **episode_metrics(groups),
         "staleness/mean": mean(ages),
         "staleness/max": float(max(ages, default=0)),
+        "staleness/older_fraction": sum(age > 0 for age in ages) / max(1, len(ages)),
         "num_rejected_groups": float(len(batch.rejected)),
         "num_trained_completions": float(num_trained),
         "num_generated_tokens": float(num_tokens),

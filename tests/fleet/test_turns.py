@@ -7,7 +7,19 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+from olmo_core.nn.transformer import Transformer
 
+from open_instruct.batching.documents import pack_documents
+from open_instruct.commands.export import main as export
+from open_instruct.core.records import Completion, Document, Span
+from open_instruct.models.build import build_model
+from open_instruct.models.hf.checkpoint_files import CheckpointFiles
+from open_instruct.models.hf.hf_config import load_hf_config
+from open_instruct.models.hf.names import TensorNames
+from open_instruct.models.load import stream_load
+from open_instruct.rl.traces import read_traces
+from open_instruct.training.model.forward import token_logprobs
 from tests.fleet import dying_engines
 from tests.fleet.grpo_case import NUM_STEPS, GRPOCase, finished
 from tests.ranks import programs
@@ -15,6 +27,7 @@ from tests.ranks import programs
 pytestmark = pytest.mark.extended
 
 SHARED = {"placement": "shared", "num_learners_per_node": 2}
+CPU = torch.device("cpu")
 SPLIT = {"num_learners_per_node": 2, "vllm_num_engines": 2}
 
 
@@ -58,6 +71,68 @@ def test_engines_and_learners_that_die_in_their_turns_are_replaced(
     assert "starting the learners again from the last checkpoint" in said
     assert [row["step"] for row in case.rows()] == [*range(1, NUM_STEPS + 1)]
     assert digest_of(case.output_dir / "hf_model") == digest_of(split.output_dir / "hf_model")
+
+
+def test_paused_completions_go_on_with_the_weights_of_their_versions(
+    variant: Callable[..., GRPOCase], tmp_path: Path
+) -> None:
+    """Of each token, though an engine is killed in its turn: its requests begin anew elsewhere."""
+    flags = {
+        "async_steps": 1,
+        "prompts_ahead": 1,
+        "vllm_max_num_seqs": 4,
+        "response_length": 256,  # so long that a turn ends within them
+        "max_restarts": 1,
+        "checkpointing_steps": 1,
+        "keep_last_n_checkpoints": NUM_STEPS,
+    }
+    case = variant(**SHARED, **flags)
+    process = case.start()
+    case.when_step(2, process, lambda: os.kill(case.pids()["engines"][1], signal.SIGKILL))
+    said = finished(process, exit_code=0)
+    assert "starting it again (1 of 1 restarts)" in said
+    folders = {0: case.model}
+    for version in range(1, NUM_STEPS):
+        folders[version] = tmp_path / f"step{version}"
+        export([str(case.output_dir / f"step{version}"), "--output_dir", str(folders[version])])
+    policies = {version: load_policy(folder) for version, folder in folders.items()}
+    num_mixed = 0
+    for step in range(1, NUM_STEPS + 1):
+        for group in read_traces(case.output_dir, step):
+            for completion in group.completions:
+                versions = completion.versions
+                assert list(versions) == sorted(versions)
+                assert {*versions} <= {step - 2, step - 1}
+                num_mixed += len({*versions}) > 1
+                logprobs = {
+                    version: score(policies[version], group.prompt.token_ids, completion)
+                    for version in {*versions}
+                }
+                for place, version in enumerate(versions):
+                    sampled = completion.logprobs[place]
+                    assert abs(logprobs[version][place] - sampled) < 1e-4
+    assert num_mixed
+    rows = case.rows()
+    assert [row["step"] for row in rows] == [*range(1, NUM_STEPS + 1)]
+    assert max(row["staleness/max"] for row in rows) == 1
+    assert max(row["staleness/older_fraction"] for row in rows) > 0
+
+
+def load_policy(folder: Path) -> Transformer:
+    hf_config = load_hf_config(folder)
+    model = build_model(hf_config)
+    model.init_weights(device=CPU, max_seq_len=512)
+    stream_load(model, CheckpointFiles.open(folder), TensorNames(hf_config))
+    return model
+
+
+@torch.no_grad()
+def score(model: Transformer, prompt: tuple[int, ...], completion: Completion) -> list[float]:
+    """The log-probs of a completion's tokens."""
+    token_ids = (*prompt, *completion.token_ids)
+    replies = (Span(start=len(prompt), stop=len(token_ids)),)
+    batch = pack_documents([Document(token_ids=token_ids, responses=replies)])
+    return token_logprobs(model, batch, device=CPU).logprobs_N.tolist()
 
 
 def test_completions_of_later_steps_wait_for_the_learners_turn_and_go_on(

@@ -14,7 +14,9 @@ from open_instruct.planning.engine_time import (
     STEP_OVERHEAD_S,
     EngineWork,
 )
-from open_instruct.planning.placements import Placement, PlacementChoice, list_placements
+from open_instruct.planning.placement_choice import PlacementChoice, list_placements
+from open_instruct.planning.placements import Placement
+from open_instruct.planning.setting import Setting
 from open_instruct.planning.start_check import check_plan
 from open_instruct.planning.subject.devices import find_device
 from open_instruct.planning.subject.read_shape import model_shape
@@ -63,15 +65,17 @@ def test_keys_and_values_are_those_of_each_window() -> None:
 
 def test_step_of_an_engine_reads_weights_and_keys_and_values() -> None:
     work = work_of(SEVEN, num_prompts=0)
-    num_seqs = 16
-    read_bytes = work.weight_bytes + num_seqs * work.count_key_bytes(2000)
+    # An engine of its own for each: one sequence at once, and as many steps as tokens.
+    read_bytes = work.weight_bytes + work.count_key_bytes(2000)
     read_s = read_bytes / (3350e9 * BANDWIDTH_SHARE)
-    # Two engines have 32 each, 16 at once: twice as many steps as tokens.
-    expected_s = 2 * 2000 * (read_s + STEP_OVERHEAD_S)
-    assert work.count_seconds(2, 1, num_seqs=num_seqs) == pytest.approx(expected_s)
+    expected_s = 2000 * (read_s + STEP_OVERHEAD_S)
+    assert work.count_seconds(64, 1, num_seqs=16) == pytest.approx(expected_s)
     exchange_s = 2 * 32 * EXCHANGE_S
-    expected_s = 2 * 2000 * (read_s / 2 + STEP_OVERHEAD_S + exchange_s)
-    assert work.count_seconds(2, 2, num_seqs=num_seqs) == pytest.approx(expected_s)
+    expected_s = 2000 * (read_s / 2 + STEP_OVERHEAD_S + exchange_s)
+    assert work.count_seconds(64, 2, num_seqs=16) == pytest.approx(expected_s)
+    # Two engines have 32 each, 16 at once, and wait for the longest: over twice as many steps.
+    twice_s = 2 * 2000 * (read_s + STEP_OVERHEAD_S)
+    assert 1.2 * twice_s < work.count_seconds(2, 1, num_seqs=16) < 2 * twice_s
 
 
 def test_large_batch_is_bound_by_arithmetic_and_prompts_are_computed_once() -> None:
@@ -80,13 +84,51 @@ def test_large_batch_is_bound_by_arithmetic_and_prompts_are_computed_once() -> N
     work = replace(work, device=slow)
     num_values = sum(each.num_params for each in work.shape.parameters if len(each.shape) == 2)
     token_s = 2 * num_values / (1e12 * 0.5)
-    expected_s = 2000 * (4096 * token_s + STEP_OVERHEAD_S) + 8 * 1000 * token_s
-    assert work.count_seconds(1, 1, num_seqs=4096) == pytest.approx(expected_s)
+    # Arithmetic does not care how many sequences are left; what each step takes beside does.
+    expected_s = 2000 * 4096 * token_s + 8 * 1000 * token_s
+    seconds = work.count_seconds(1, 1, num_seqs=4096)
+    assert expected_s < seconds < expected_s + 2 * 2000 * STEP_OVERHEAD_S
 
 
 def test_measured_rate_replaces_the_formula() -> None:
     work = work_of(SEVEN, tokens_per_second=500.0)
-    assert work.count_seconds(2, 4, num_seqs=1) == 64 * 2000 / (500.0 * 8)
+    never_waits = work.count_seconds(64, 4, num_seqs=1)
+    assert never_waits == pytest.approx(64 * 2000 / (500.0 * 256))
+    # The rate is that of engines that never wait; those of a step wait for its longest.
+    waits = work.count_seconds(2, 4, num_seqs=64)
+    assert 1.2 < waits / (64 * 2000 / (500.0 * 8)) < 2
+
+
+def test_prompts_of_later_steps_spare_a_turn_the_longest_completions() -> None:
+    """The fewest are taken with which it is as short as with more, or those that are given."""
+    words = words_of(SEVEN, "--gpus_per_node 8")
+    for more in ("", "--rollout_tokens_per_second 2000"):
+        choice = parse_request([*words, *more.split(), "--placement", "auto"]).choice
+        assert choice is not None
+        shared = next(each for each in choice.best if each.kind == "shared")
+        assert shared.pauses_completions and 0 < shared.prompts_ahead <= 64
+        assert shared.saved_wait_s > 0 and 0 < shared.older_fraction < 1
+    fewer = next(each for each in list_placements(with_ahead(words, 4), (8,)) if is_shared(each))
+    default = next(each for each in list_placements(with_ahead(words), (8,)) if is_shared(each))
+    assert fewer.prompts_ahead == 4
+    assert fewer.older_fraction < default.older_fraction
+    assert fewer.step_s > default.step_s
+
+
+def is_shared(placement: Placement) -> bool:
+    return placement.kind == "shared" and placement.degree == 1
+
+
+def with_ahead(words: list[str], *number: int) -> Setting:
+    more = ["--prompts_ahead", *map(str, number)] if number else []
+    return parse_request([*words, *more]).setting
+
+
+def test_synchronous_turn_begins_nothing_of_the_next() -> None:
+    setting = parse_request(words_of(SEVEN, "--gpus_per_node 8 --async_steps 0")).setting
+    shared = next(each for each in list_placements(setting, (8,)) if is_shared(each))
+    assert not shared.pauses_completions
+    assert shared.prompts_ahead == shared.older_fraction == 0
 
 
 def test_weights_that_do_not_fit_leave_no_cache() -> None:
@@ -190,7 +232,9 @@ def test_run_on_gpus_leaves_the_seconds_that_were_planned(flags: str, names: int
     metrics = ["generate", "train", "sync", "switch"][:names]
     assert list(found.memory["seconds"]) == metrics
     assert min(found.memory["seconds"].values()) > 0
-    assert parse_plan(json.dumps(found.memory).encode()).seconds == found.memory["seconds"]
+    plan = parse_plan(json.dumps(found.memory).encode())
+    assert plan.seconds == found.memory["seconds"]
+    assert (plan.older_fraction is not None) == ("shared" in flags)
     on_cpu = check_plan(
         replace(config),
         [8],

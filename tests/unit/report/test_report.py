@@ -337,6 +337,14 @@ class TestPage:
         words = " ".join(" ".join(page_of(run).words).split())
         assert "generate 750 ms (took 1.00 s)," in words
         assert "train 1.50 s (took 2.00 s), switch 250 ms." in words
+        assert "earlier turns" not in words
+        plan["older_fraction"] = 0.25
+        (run / "plan.json").write_text(json.dumps(plan))
+        rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        lines = [json.dumps(row | {"staleness/older_fraction": 0.5}) for row in rows]
+        (run / "metrics.jsonl").write_text("".join(f"{line}\n" for line in lines))
+        words = " ".join(" ".join(page_of(run).words).split())
+        assert "25% were planned to be of earlier turns of the engines (50% were)" in words
 
     @pytest.mark.parametrize(
         ("layout", "plan"),

@@ -271,6 +271,17 @@ class TestResume:
 
 
 class TestInFlight:
+    def test_part_of_the_next_step_goes_out_where_so_many_prompts_may_be_ahead(self) -> None:
+        words = ("--async_steps", "2", "--prompts_ahead", "1")
+        with conductor(*words, pool=FakePool(), num_steps=3) as (it, pool):
+            for step, num_prompts in enumerate((1, 2, 3), start=1):
+                num_ahead = 1 if step < 3 else 0
+                assert len(pool.requests) == (num_prompts * NUM_PROMPTS + num_ahead) * NUM_SAMPLES
+                pool.finish_all()
+                next_batch(it, step)
+                it.weights_published(step)
+            assert len(pool.requests) == 3 * NUM_PROMPTS * NUM_SAMPLES
+
     @pytest.mark.parametrize("async_steps", [0, 1, 2])
     def test_next_step_goes_out_when_weights_are_published(self, async_steps: int) -> None:
         size = NUM_PROMPTS * NUM_SAMPLES

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
@@ -41,9 +42,38 @@ def test_auto_becomes_flags_that_a_run_takes(
     assert capsys.readouterr().out.startswith("--placement auto: ")
 
 
-def test_placement_that_is_given_stays(model: str) -> None:
-    config = config_of(model, "--placement shared")
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--placement split",
+        "--placement shared --async_steps 0",
+        "--placement shared --prompts_ahead 3",
+    ],
+)
+def test_flags_that_are_given_stay(model: str, words: str) -> None:
+    config = config_of(model, words)
     assert decide_placement(config) is config
+
+
+def test_turns_of_asynchronous_steps_are_sized(
+    model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = config_of(model, "--placement shared --async_steps 2")
+    number = decide_placement(config).rollout.prompts_ahead
+    assert number is not None and 0 < number <= 2 * config.rollout.num_unique_prompts_rollout
+    assert f"--prompts_ahead {number}" in capsys.readouterr().out
+
+
+def test_turns_that_cannot_be_planned_begin_all_that_may_be(
+    model: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: object) -> NoReturn:
+        raise ValueError("no such shape")
+
+    monkeypatch.setattr(module, "build_shape", fail)
+    config = config_of(model, "--placement shared --async_steps 1")
+    assert decide_placement(config) is config
+    assert "no such shape" in capsys.readouterr().out
 
 
 def test_model_that_fits_nowhere_is_refused_with_what_it_needs(

@@ -114,6 +114,7 @@ def test_metrics_of_a_step() -> None:
         "zero_std_fraction": 2 / 3,
         "staleness/mean": 4,
         "staleness/max": 4,
+        "staleness/older_fraction": 1,
         "num_rejected_groups": 1,
         "num_trained_completions": 2,
         "num_generated_tokens": 20,
@@ -138,6 +139,7 @@ def test_staleness_is_of_tokens() -> None:
     versions = [completion(3, versions=(2, 2, 4)), completion(1, versions=(4,))]
     metrics = learned_of(group_of([1.0, 0.0], versions)).metrics
     assert (metrics["staleness/mean"], metrics["staleness/max"]) == (4 / 4, 2)
+    assert metrics["staleness/older_fraction"] == 2 / 4
 
 
 def test_batch_in_which_nothing_is_learned() -> None:
