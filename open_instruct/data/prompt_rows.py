@@ -16,6 +16,7 @@ from types import MappingProxyType
 from typing import Any
 
 from open_instruct.config.name_hints import suggest_nearest
+from open_instruct.core.episodes import RECORDED
 from open_instruct.core.records import Check
 from open_instruct.data.conversations.messages import Message
 from open_instruct.data.conversations.row_forms import find_prompt
@@ -41,8 +42,8 @@ def parse_prompt_row(
     Args:
         row: the columns.
         known_verifiers: by name.
-        judges: verifiers of a row that names none; without any, such a row is refused unless an
-            environment answers it.
+        judges: verifiers of a row that names none, but for recorded sessions; without any, such a
+            row is refused unless an environment answers it.
         remapped: the verifier for a name in lower case.
         environment: of a row that names none.
         known_environments: the names that rows may have.
@@ -56,6 +57,8 @@ def parse_prompt_row(
     if system_prompt is not None:
         messages = _replace_system_prompt(messages, system_prompt)
     row_environment = find_environment(row, default=environment, environments=known_environments)
+    if row_environment is not None and row_environment.name == RECORDED:
+        judges = ()  # its rewards were given
     if names is None and not judges:
         if row_environment is not None:
             return messages, (), row_environment

@@ -47,6 +47,7 @@ def load_groups(chat: ChatFormat, folder: Path, change: Callable[[Row], object])
     path.write_text(json.dumps(group) + "\n")
     prompts, _ = load_prompt_dataset(
         known_verifiers={},
+        judges=["math"],  # which are not asked about sessions that have their rewards
         known_environments=known_environments(CONFIG.environment),
         entries=[MixerEntry(name=str(path), amount=1.0, split="train")],
         chat=chat,
