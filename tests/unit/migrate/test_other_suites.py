@@ -110,7 +110,12 @@ def test_sections_of_a_file_are_refused_as_such(tmp_path: Path) -> None:
         ("grpo", "train_batch_size", "--num_unique_prompts_rollout"),
         ("grpo", "remote_rm_url", "FILE.py:FUNCTION"),
         ("grpo", "vllm_mode", "--placement shared"),
-        ("grpo", "colocate", "take turns"),
+        ("grpo", "hybrid_engine", "--placement shared"),
+        ("grpo", "colocate", "slime's --offload is not needed"),
+        ("grpo", "rollout_num_gpus", "--vllm_num_engines"),
+        ("grpo", "sleep_level", "give up their memory"),
+        ("grpo", "free_cache_engine", "give up their memory"),
+        ("grpo", "async_train", "--async_steps 1"),
         ("grpo", "offload_rollout", "give up their memory"),
     ],
 )
