@@ -90,6 +90,11 @@ class ParallelSection(DegreesSection):
         None,
         minimum=1,
     )
+    deepcompile: bool = resumable_flag(
+        "DeepSpeed compiles forward and backward passes with the exchanges of stages 1 to 3 in "
+        "them, on CUDA alone; passes without gradients run uncompiled",
+        False,
+    )
     adam_offload: bool = resumable_flag(
         (
             "the host holds the optimizer's states; on DeepSpeed, from stage 1, its CPU takes "

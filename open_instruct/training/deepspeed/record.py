@@ -14,6 +14,10 @@ from open_instruct.config.validation import find_changed
 from open_instruct.core.errors import problems_of_kind
 from open_instruct.core.shard_layout import ShardLayout
 from open_instruct.parallel.layout import build_layout, check_divides
+from open_instruct.training.deepspeed.deepcompile_limits import (
+    find_deepcompile_problems,
+    find_deepcompile_warnings,
+)
 from open_instruct.training.deepspeed.settings import effective_zpg, refuse_unfit
 
 if TYPE_CHECKING:
@@ -98,6 +102,7 @@ class DeepSpeed:
             if stage < first:
                 for flag in find_changed(config, name):
                     yield f"{flag} has no use under --deepspeed_stage {stage}; use {first} or more"
+        yield from find_deepcompile_problems(config)
 
     def warnings(self, config: LearnerConfig) -> Iterator[str]:
         zpg = config.parallel.deepspeed_zpg
@@ -106,6 +111,7 @@ class DeepSpeed:
                 f"--deepspeed_zpg {zpg}: read only with --deepspeed_stage 3; nothing is gathered "
                 "below"
             )
+        yield from find_deepcompile_warnings(config)
 
     def layout(self, parallel: ParallelSection, gpus_per_node: Sequence[int]) -> ShardLayout:
         """All ranks share the weights, on all nodes."""

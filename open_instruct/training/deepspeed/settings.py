@@ -50,12 +50,13 @@ def engine_settings(
     """The `config` of `deepspeed.initialize`.
 
     It says nothing of batches: losses are divided by global counts already, and `step()` is called
-    once for all microbatches of an update.
+    once for all microbatches of an update. DeepCompile has to know which of them is the last while
+    it runs backward, so there gradient accumulation is "managed": the backend says so of each.
     """
     settings: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
-        "managed_gradient_accumulation": False,
+        "managed_gradient_accumulation": parallel.deepcompile,
         "steps_per_print": 10**9,  # never
         # Without ZeRO DeepSpeed keeps the norm to itself, so there the learner clips.
         "gradient_clipping": max_grad_norm if parallel.deepspeed_stage else 0.0,
@@ -66,6 +67,7 @@ def engine_settings(
             "zero_hpz_partition_size": effective_zpg(parallel),
         },
         "tensor_parallel": {"autotp_size": parallel.tensor_parallel_degree},
+        "compile": {"deepcompile": parallel.deepcompile},
     }
     host = {"device": "cpu", "pin_memory": on_cuda}
     if parallel.adam_offload:

@@ -35,6 +35,11 @@ from open_instruct.training.backend import (
     has_part,
     require_same_setting,
 )
+from open_instruct.training.deepspeed.deepcompile import (
+    compile_engine,
+    require_compiled_backward,
+    require_cuda,
+)
 from open_instruct.training.deepspeed.library import deepspeed
 from open_instruct.training.deepspeed.settings import engine_settings
 from open_instruct.training.deepspeed.shards import (
@@ -90,6 +95,8 @@ def build_backend(
     param_dtype = config.model.param_dtype
     max_seq_length = config.data.max_seq_length
     device = run.process.device
+    if parallel.deepcompile:
+        require_cuda(device)
     mesh = start_deepspeed(run, timeout_s=parallel.dist_timeout_s)
     # They name no gradient accumulation, so DeepSpeed does not divide by it.
     settings = engine_settings(
@@ -134,6 +141,8 @@ def build_backend(
     module.fill(
         pretrained, run=run, memory=config.memory, adapters=config.adapters, seed=optim.seed
     )
+    if parallel.deepcompile:
+        compile_engine(module.engine)
     run.console.say(f"optimizer: {type(module.optim).__name__}")
     dist.barrier()  # no rank is ready before all are
     return module
@@ -231,9 +240,12 @@ class ZeroBackend(ShardedModule):
             init_weights = make_init_weights(settings, dtype=dtype)
             model.init_weights = MethodType(init_weights, model)  # type: ignore[method-assign]
         # Ranks call the head a different number of times in a microbatch, so stage 3 gathers its
-        # weights only once.
-        deepspeed.utils.set_z3_leaf_modules(model, [type(model.lm_head)])
+        # weights only once. A compiled pass does so anyway, and DeepCompile leaves the hooks behind
+        # that reduce a leaf's gradients in DeepSpeed's other way.
+        if not settings["compile"]["deepcompile"]:
+            deepspeed.utils.set_z3_leaf_modules(model, [type(model.lm_head)])
         super().__init__(model=model, **olmo_core)
+        self._manages_accumulation = settings["managed_gradient_accumulation"]
         self._norm: float | None = None
         self._leaves_out = False
         assert self.optim is not None
@@ -267,7 +279,13 @@ class ZeroBackend(ShardedModule):
         self.masters.refresh_computing_weights()
 
     def microbatch(self, index: int, num_microbatches: int) -> AbstractContextManager[None]:
-        """A microbatch needs no context of its own: gradients add up until the engine steps."""
+        """A microbatch needs no context of its own: gradients add up until the engine steps.
+
+        Under DeepCompile the engine is told whether it is the last, as its backward pass then ends
+        the accumulation.
+        """
+        if self._manages_accumulation:
+            self.engine.set_gradient_accumulation_boundary(index == num_microbatches - 1)
         return nullcontext()
 
     def backward(self, loss: torch.Tensor) -> None:
@@ -299,6 +317,8 @@ class ZeroBackend(ShardedModule):
         """Nothing is left to do: DeepSpeed drops the gradients in its step."""
 
     def _take_step(self) -> None:
+        if self.engine.is_deepcompile_active():
+            require_compiled_backward(self.model)
         self._norm = None
         self.engine.step()
         # DeepSpeed does not ask if it found by itself that the gradient is not finite.

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from open_instruct.planning.setting import BackendPlanner
     from open_instruct.training.olmo_core.fsdp2 import FSDP2Backend
 
-FLAGS_OF_OTHERS = ("deepspeed_stage", "deepspeed_zpg")
+FLAGS_OF_OTHERS = ("deepspeed_stage", "deepspeed_zpg", "deepcompile")
 
 
 class OlmoCore:
