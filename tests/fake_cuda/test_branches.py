@@ -128,6 +128,10 @@ ELSEWHERE = {
         "tests/unit/planning/test_deepspeed_plan.py",
         "on_cuda",
     ),
+    "training/deepspeed/deepcompile": (
+        "tests/unit/training/test_deepcompile.py",
+        'require_cuda(torch.device("cuda", 0))',
+    ),
     "host = find_cpu_host": ("tests/unit/run/test_alarms.py", 'find_cpu_host("cuda")'),
     "models/delta_rule/": ("tests/fake_cuda/cases.py", '"dpo_hybrid": Case('),
     "if family.delta is None or torch": ("tests/unit/models/test_delta_rule.py", "lambda: on_gpu"),

@@ -4,6 +4,7 @@ import hashlib
 import os
 import signal
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,7 @@ from open_instruct.models.hf.names import TensorNames
 from open_instruct.models.load import stream_load
 from open_instruct.rl.traces import read_traces
 from open_instruct.training.model.forward import token_logprobs
-from tests.fleet import dying_engines
+from tests.fleet import dying_engines, dying_run
 from tests.fleet.grpo_case import NUM_STEPS, GRPOCase, finished
 from tests.ranks import programs
 
@@ -70,6 +71,29 @@ def test_engines_and_learners_that_die_in_their_turns_are_replaced(
     assert tuple(dying_engines.read_deaths(tmp_path)) == dying_engines.PHASES_OF_TURNS
     assert "starting the learners again from the last checkpoint" in said
     assert [row["step"] for row in case.rows()] == [*range(1, NUM_STEPS + 1)]
+    assert digest_of(case.output_dir / "hf_model") == digest_of(split.output_dir / "hf_model")
+
+
+def test_learner_that_dies_between_host_and_device_or_as_it_gathers_is_replaced(
+    split: GRPOCase, variant: Callable[..., GRPOCase]
+) -> None:
+    """With some of its state moved, either way, or with a part of what its engine waits for: to the
+    very losses and weights of a run that loses nobody and takes no turns.
+    """
+    deaths = ("return-1", "gather-2", "rest-3")
+    case = variant(**SHARED, max_restarts=len(deaths))
+    case = replace(case, script="../tests/fleet/dying_run.py")
+    folder = case.output_dir.parent / "dying"
+    environment = dying_run.environment_of(folder)
+    for death in deaths:
+        (folder / death).touch()
+    process = programs.start(case.command(), environment=environment, cwd=case.output_dir.parent)
+    said = finished(process, exit_code=0)
+    assert not {*deaths} & {path.name for path in folder.iterdir()}
+    for number in range(1, len(deaths) + 1):
+        assert f"from the last checkpoint ({number} of {len(deaths)})" in said
+    losses = [[(row["step"], row["loss"]) for row in each.rows()] for each in (case, split)]
+    assert losses[0] == losses[1]
     assert digest_of(case.output_dir / "hf_model") == digest_of(split.output_dir / "hf_model")
 
 
