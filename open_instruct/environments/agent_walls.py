@@ -12,6 +12,8 @@ from importlib.util import find_spec
 
 from landlockpy import AccessFS, AccessNet, LandlockError, Ruleset, Scope
 
+from open_instruct.core.errors import InputError
+
 READ = AccessFS.READ_FILE | AccessFS.READ_DIR | AccessFS.EXECUTE
 NET_ABI = 4  # of Landlock: Linux 6.7
 SOCKET_TYPE = 0xF  # the bits of `socket`'s second argument that are the type
@@ -29,6 +31,21 @@ def find_missing_wall() -> str:
     if find_spec("pyseccomp") is None:
         return "libseccomp"
     return ""
+
+
+def refuse_missing_walls() -> None:
+    """Refuse `--agent_sandbox` where there can be no walls.
+
+    Raises:
+        InputError: this machine lacks something for them.
+    """
+    missing = find_missing_wall()
+    if missing:
+        raise InputError(
+            f"--agent_sandbox: {socket.gethostname()} has no {missing}; leave it out where agents "
+            "run nothing that the policy writes",
+            kind="machine",
+        )
 
 
 def put_up_walls(*, port: int, folder: str) -> None:

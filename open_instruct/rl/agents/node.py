@@ -19,6 +19,7 @@ from open_instruct.core.errors import InputError, RunError
 from open_instruct.core.records import Completion, Prompt
 from open_instruct.data.chat import ChatFormat
 from open_instruct.data.tokenizer import load_tokenizer
+from open_instruct.environments.agent_walls import refuse_missing_walls
 from open_instruct.environments.agents import AgentProgram
 from open_instruct.environments.registry import find_factory
 from open_instruct.generation.engine_pool import set_outcome
@@ -124,7 +125,8 @@ class AgentNode:
         working_folder: of the driver, in which programs run here too.
 
     Raises:
-        InputError: an agent, the tokenizer or the folder is not on this node.
+        InputError: an agent, the tokenizer or the folder is not on this node, or there can be no
+            walls of `--agent_sandbox`.
     """
 
     def __init__(
@@ -142,6 +144,8 @@ class AgentNode:
                 kind="missing_file",
             )
         os.chdir(working_folder)
+        if config.environment.agent_sandbox:
+            refuse_missing_walls()
         programs = {name: make_program(name) for name in names}
         for program in programs.values():
             program.begin_run()

@@ -14,6 +14,7 @@ from open_instruct.config.rollout_sections import EnvironmentSection
 from open_instruct.core.errors import RunError
 from open_instruct.core.records import Completion, Prompt
 from open_instruct.data.chat import ChatFormat
+from open_instruct.environments import agent_walls
 from open_instruct.generation.engine_pool import RequestRefused
 from open_instruct.generation.requests import GenerationRequest, Home, SamplingSettings
 from open_instruct.rl.agents.node import AgentNode
@@ -26,6 +27,8 @@ from tests.unit.rl.agents.test_agent_episodes import CLIENT, USER
 from tests.waiting import eventually
 
 BODY = """
+import time
+
 def solve(messages, name):
     answer = chat([*messages, {"role": "user", "content": name}])
     if "choices" not in answer:
@@ -89,7 +92,10 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Any]]:
     config.environment = EnvironmentSection(max_turns=4, environment_timeout_s=60.0)
     started: list[AgentNodes] = []
 
-    def start(*, max_restarts: int = 1, working_folder: str = "") -> Any:
+    def start(
+        *, max_restarts: int = 1, working_folder: str = "", agent_sandbox: bool = False
+    ) -> Any:
+        config.environment.agent_sandbox = agent_sandbox
         name = f"agent:{tmp_path / 'mine.py'}:solve"
         engines = HomedEngines(tokenizer, ["7<|im_end|>"] * 99)
         handles: list[LocalNode] = []
@@ -166,6 +172,7 @@ def test_node_that_dies_is_started_again_with_its_episodes(
     until.touch()
     futures = [ask(str(until)) for _ in range(2)]
     eventually(lambda: len(engines.requests) == 2, what="they did not ask")
+    assert not any(future.done() for future in futures)
     handles[0].kill()
     eventually(lambda: len(engines.requests) == 3, what="no episode began again")
     until.unlink()
@@ -193,8 +200,11 @@ def test_episode_that_is_given_up_leaves_nothing(start: Callable[..., Any], tmp_
     assert ask("Now?").result(60).episode.status == "done"
 
 
-def test_node_without_the_working_folder_is_refused(
-    start: Callable[..., Any], tmp_path: Path
+def test_node_without_the_working_folder_or_walls_is_refused(
+    start: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with refused("missing_file"):
         start(working_folder=str(tmp_path / "elsewhere"))
+    monkeypatch.setattr(agent_walls, "find_missing_wall", lambda: "Landlock")
+    with refused("machine", flag="agent_sandbox"):
+        start(agent_sandbox=True)
