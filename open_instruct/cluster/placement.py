@@ -3,8 +3,8 @@
 One bundle holds all learners of a node, so they are on one node. Bundles go to different nodes in
 the order of `--num_learners_per_node`, so ranks are counted node by node, and the sharding layout
 gets the real node sizes. Each engine has a bundle of its own, wherever there is room. Engines that
-take turns with learners are in the learners' bundles: these reserve the GPUs, and engine k sees
-those of the ranks from k times its size on.
+take turns with learners, the first ones, are in the learners' bundles: these reserve the GPUs, and
+engine k sees those of the ranks from k times its size on.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class FleetShape:
     """The one learner and the one engine share one device."""
 
     takes_turns: bool = False
-    """Engines are on the learners' devices, which have one or the other at a time."""
+    """The first engines are on the learners' devices, which have one or the other at a time."""
 
     @classmethod
     def of(cls, fleet: FleetSection, parallel: LearnerParallelSection) -> FleetShape:
@@ -61,11 +61,19 @@ class FleetShape:
         return sum(self.learners_per_node)
 
     @property
+    def num_turning_engines(self) -> int:
+        """Engines that take turns with the learners."""
+        return self.num_learners // self.devices_per_engine if self.takes_turns else 0
+
+    @property
+    def num_free_engines(self) -> int:
+        """Engines on devices that no learner has."""
+        return 0 if self.shares_device else self.num_engines - self.num_turning_engines
+
+    @property
     def num_devices(self) -> int:
         """The number of GPUs, or of CPU slots on a cluster without GPUs."""
-        if self.shares_device or self.takes_turns:
-            return self.num_learners
-        return self.num_learners + self.num_engines * self.devices_per_engine
+        return self.num_learners + self.num_free_engines * self.devices_per_engine
 
     @property
     def num_cpu_slots(self) -> int:
@@ -76,14 +84,13 @@ class FleetShape:
         """In words: "nodes of 2 and 4 GPUs for learners, and 1 engine of 1 GPU"."""
         if self.shares_device:
             return f"1 {device} for learner and engine together"
+        places = f"{nodes_text(self.learners_per_node, device)} for learners"
         if self.takes_turns:
-            learners = nodes_text(self.learners_per_node, device)
-            return f"{learners} for learners and engines in turns"
-        engines = (
-            f"{spell_count(self.num_engines, 'engine')} of "
-            f"{spell_count(self.devices_per_engine, device)}"
-        )
-        return f"{nodes_text(self.learners_per_node, device)} for learners, and {engines}"
+            places += " and engines in turns"
+        if not self.num_free_engines:
+            return places
+        engines = spell_count(self.num_free_engines, "engine")
+        return f"{places}, and {engines} of {spell_count(self.devices_per_engine, device)}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,10 +116,12 @@ class Placement:
             nodes = placement_group_table(bundles)["bundles_to_node_id"].values()
             return frozenset(hosts[node] for node in nodes)
 
+        learners = find_hosts(self.learner_bundles)
+        engines = find_hosts(self.engine_bundles)
         return Whereabouts(
             driver=hosts[ray.get_runtime_context().get_node_id()],
-            learners=find_hosts(self.learner_bundles),
-            engines=find_hosts(self.engine_bundles),
+            learners=learners,
+            engines=engines | learners if self.shape.takes_turns else engines,
         )
 
     def learner_options(self, rank: int) -> dict[str, Any]:
@@ -123,9 +132,9 @@ class Placement:
     def engine_options(self, index: int) -> dict[str, Any]:
         """The arguments of `.options(**…)` for the actor of an engine, also after a restart."""
         num_devices = 1 if self.shape.shares_device else self.shape.devices_per_engine
-        bundle = self._find_engine_bundle(index)
-        options = self._options(self.engine_bundles, bundle, num_devices=num_devices)
-        if self.shape.takes_turns:
+        bundles, place = self._find_engine_place(index)
+        options = self._options(bundles, place, num_devices=num_devices)
+        if self.takes_turns(index) and not self.shape.shares_device:
             return options | {"num_gpus": 0}  # the learners have them
         return options
 
@@ -137,10 +146,11 @@ class Placement:
         """The ids of the nodes that have engines, each with the first of its engines."""
         from ray.util.placement_group import placement_group_table
 
-        nodes = placement_group_table(self.engine_bundles)["bundles_to_node_id"]
         engines: dict[str, int] = {}
         for index in range(self.shape.num_engines):
-            engines.setdefault(nodes[self._find_engine_bundle(index)], index)
+            bundles, place = self._find_engine_place(index)
+            nodes = placement_group_table(bundles)["bundles_to_node_id"]
+            engines.setdefault(nodes[place], index)
         return engines
 
     def find_driver_node(self) -> str:
@@ -150,13 +160,18 @@ class Placement:
         node_id: str = ray.get_runtime_context().get_node_id()
         return node_id
 
-    def _find_engine_bundle(self, index: int) -> int:
+    def _find_engine_place(self, index: int) -> tuple[PlacementGroup, int]:
+        """The bundles among which an engine's is, and its index there."""
         if self.shape.shares_device:
-            return 0
-        if not self.shape.takes_turns:
-            return index
+            return self.engine_bundles, 0
+        if not self.takes_turns(index):
+            return self.engine_bundles, index - self.shape.num_turning_engines
         node, _ = self.node_and_local_rank(self.first_rank(index))
-        return node
+        return self.learner_bundles, node
+
+    def takes_turns(self, index: int) -> bool:
+        """Whether an engine is on the devices of learners."""
+        return index < self.shape.num_turning_engines
 
     def first_rank(self, index: int) -> int:
         """The first of the learners whose devices an engine has in its turn."""
@@ -283,11 +298,11 @@ def _reserve(
         [bundle(number, cpus_each * number) for number in shape.learners_per_node],
         strategy="PACK" if shares_nodes else "STRICT_SPREAD",
     )
-    if shape.takes_turns:
+    if not shape.num_free_engines:
         return learner_bundles, learner_bundles
     num_devices = shape.devices_per_engine
     engine_bundle = bundle(num_devices, 1 if on_gpus else num_devices)
-    engine_bundles = placement_group([engine_bundle] * shape.num_engines, strategy="PACK")
+    engine_bundles = placement_group([engine_bundle] * shape.num_free_engines, strategy="PACK")
     return learner_bundles, engine_bundles
 
 

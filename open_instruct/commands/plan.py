@@ -20,6 +20,7 @@ from open_instruct.config.sharding_sections import RanksSection
 from open_instruct.config.validation import limit_problems, refuse
 from open_instruct.core.errors import InputError
 from open_instruct.core.files import write_user_file
+from open_instruct.objectives.objective import Objective
 from open_instruct.parallel.node_sizes import read_node_sizes
 from open_instruct.planning import presentation
 from open_instruct.planning.advice import Advice
@@ -180,7 +181,7 @@ def parse_request(words: Sequence[str]) -> PlanRequest:
     param_dtype = config.model.param_dtype
     is_for_cpu = can_be_here and _is_for_this_cpu(flags, param_dtype)
     device, notes = _choose_device(flags, param_dtype, num_here=num_here, is_for_cpu=is_for_cpu)
-    warnings = (*objective.validate(config), *unneeded, *notes)
+    warnings = (*_validate(config, objective, compares=compares), *unneeded, *notes)
     _check_shared_prompt(config, flags.shared_prompt_tokens)
     setting = Setting(
         config=config,
@@ -198,6 +199,14 @@ def parse_request(words: Sequence[str]) -> PlanRequest:
         flags=flags,
         choice=_choose_placement(setting, flags, sizes) if compares else None,
     )
+
+
+def _validate(config: RunConfig, objective: Objective, *, compares: bool) -> list[str]:
+    """The warnings of a run; the flags that the plan places it by are checked with its choice."""
+    if isinstance(config, GRPOConfig) and compares:
+        config = replace(config, fleet=replace(config.fleet, placement="auto"))
+    warnings: list[str] = objective.validate(config)
+    return warnings
 
 
 def _choose_placement(setting: Setting, flags: PlanFlags, sizes: list[int]) -> PlacementChoice:

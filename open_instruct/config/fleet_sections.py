@@ -27,10 +27,10 @@ class FleetSection:
 
     title: ClassVar[str] = "Fleet"
 
-    placement: Literal["split", "shared", "auto"] = resumable_flag(
+    placement: Literal["split", "shared", "mixed", "auto"] = resumable_flag(
         "'split': learners and engines have GPUs of their own; 'shared': each learner's GPU has an "
-        "engine too, and they take turns; 'auto': the faster that fits, by the plan, on "
-        "--num_learners_per_node GPUs in all",
+        "engine too, and they take turns; 'mixed': so, and further engines have GPUs of their own; "
+        "'auto': the fastest that fits, by the plan, on --num_learners_per_node GPUs in all",
         "split",
     )
     vllm_num_engines: int = resumable_flag("vLLM engines", 1, minimum=1)
@@ -130,8 +130,12 @@ class FleetSection:
 
     @property
     def takes_turns(self) -> bool:
-        """Whether learners and engines are on the same GPUs, and never there at once."""
-        return self.placement == "shared"
+        """Whether learners' GPUs have engines too, and one or the other at a time."""
+        return self.placement in ("shared", "mixed")
+
+    def count_turning_engines(self, num_learners: int) -> int:
+        """How many engines, the first ones, are on learners' GPUs and take turns with these."""
+        return num_learners // self.vllm_tensor_parallel_size if self.takes_turns else 0
 
     @property
     def num_gpus(self) -> int:

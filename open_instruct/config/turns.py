@@ -23,25 +23,36 @@ def prompts_ahead_problems(rollout: RolloutSection) -> Iterator[str]:
 def shared_gpu_problems(
     fleet: FleetSection, parallel: LearnerParallelSection, *, sends_adapter: bool
 ) -> Iterator[str]:
-    """What cannot go with --placement shared, or is for GPUs that are shared alone."""
-    takes_turns = fleet.placement == "shared"
-    if fleet.weight_sync_backend == "ipc" and not (parallel.single_gpu_mode or takes_turns):
+    """What cannot go with --placement shared or mixed, or is for GPUs that are shared alone."""
+    is_shared = fleet.placement == "shared"
+    if fleet.weight_sync_backend == "ipc" and not (parallel.single_gpu_mode or is_shared):
         yield (
             "--weight_sync_backend ipc hands over memory of one device: it needs "
             "--placement shared or --single_gpu_mode; use auto"
         )
-    if not takes_turns:
+    if not fleet.takes_turns:
         return
+    flag_words = f"--placement {fleet.placement}"
     degree = fleet.vllm_tensor_parallel_size
     learners = parallel.num_learners_per_node
-    if fleet.vllm_num_engines not in (1, sum(learners) // degree):
+    num_turning = fleet.count_turning_engines(sum(learners))
+    if is_shared and fleet.vllm_num_engines not in (1, num_turning):
         yield (
             f"--vllm_num_engines {fleet.vllm_num_engines}: under --placement shared every "
-            "learner's GPU has an engine, or a part of one; leave it out"
+            "learner's GPU has an engine, or a part of one; leave it out, or use --placement mixed "
+            "for more engines"
+        )
+    if parallel.single_gpu_mode and not is_shared:
+        yield "--single_gpu_mode has one device, and no other engines: use --placement shared"
+    elif not is_shared and fleet.vllm_num_engines <= num_turning:
+        yield (
+            f"--vllm_num_engines {fleet.vllm_num_engines}: under --placement mixed the learners' "
+            f"GPUs have {num_turning}, and further ones GPUs of their own; give all of them "
+            "together, or use --placement shared"
         )
     if any(number % degree for number in learners):
         yield (
-            f"--vllm_tensor_parallel_size {degree}: under --placement shared it must divide "
+            f"--vllm_tensor_parallel_size {degree}: under {flag_words} it must divide "
             f"--num_learners_per_node {spell_value(learners)}, as an engine is on one node's GPUs"
         )
     if sends_adapter:
@@ -56,6 +67,6 @@ def shared_gpu_problems(
         )
     if fleet.weight_sync_backend == "nccl":
         yield (
-            "--weight_sync_backend nccl needs a GPU for each process, and --placement shared has "
+            f"--weight_sync_backend nccl needs a GPU for each process, and {flag_words} has "
             "one for a learner and an engine; use auto"
         )

@@ -13,7 +13,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -157,9 +157,20 @@ class EnginePool:
         **kwargs: P.kwargs,
     ) -> list[Future[R]]:
         """Have every engine begin a method, with the same arguments."""
+        return self.start_on(range(len(self)), timeout_s, method, *args, **kwargs)
+
+    def start_on(
+        self,
+        indexes: Iterable[int],
+        timeout_s: float,
+        method: EngineMethod[P, R],
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> list[Future[R]]:
+        """Have the engines of these indexes begin a method, with the same arguments."""
         calls = [
-            partial(member.handle.ask, timeout_s, method, *args, **kwargs)
-            for member in self._members
+            partial(self._members[index].handle.ask, timeout_s, method, *args, **kwargs)
+            for index in indexes
         ]
         return [self._callers.submit(call) for call in calls]
 

@@ -52,16 +52,16 @@ class PlacementChoice:
     `asked` is the value of --placement.
     """
 
-    asked: Literal["split", "shared", "auto"]
+    asked: Literal["split", "shared", "mixed", "auto"]
     nodes: tuple[int, ...]
     best: tuple[Placement, ...]  # the fastest that fits first
     chosen: Placement
 
     @property
     def runner_up(self) -> Placement | None:
-        """The best placement that a run could take in place of the chosen one."""
+        """The best placement that fits beside the chosen one."""
         for placement in self.best:
-            if placement.can_run and placement.fits and placement is not self.chosen:
+            if placement.fits and placement is not self.chosen:
                 return placement
         return None
 
@@ -70,7 +70,7 @@ def choose_placement(
     setting: Setting,
     nodes: Sequence[int],
     *,
-    asked: Literal["split", "shared", "auto"],
+    asked: Literal["split", "shared", "mixed", "auto"],
     tokens_per_second: float | None = None,
 ) -> PlacementChoice:
     """Compare the placements of a GRPO run on these GPUs; see `list_placements` for the arguments.
@@ -84,7 +84,7 @@ def choose_placement(
     for placement in sorted(placements, key=_rank):
         best.setdefault(placement.kind, placement)
     for placement in best.values():
-        if placement.can_run and asked in ("auto", placement.kind):
+        if asked in ("auto", placement.kind):
             chosen = replace(placement, plan=make_plan(placement.set_flags(placement.plan.setting)))
             best[placement.kind] = chosen
             return PlacementChoice(

@@ -2,7 +2,8 @@
 
     split    learners and engines have GPUs of their own, and one side may wait for the other
     shared   every GPU has a learner and an engine, which take turns
-    mixed    learners take turns with the engines of their own GPUs; the others have engines alone
+    mixed    learners take turns with the engines of their own GPUs; the others have engines alone,
+             which go on while learners learn
 
 Where they take turns, a step is: engines generate, while the learners' state is in host memory;
 learners learn, while the engines have given up weights and cache; weights go to the engines; the
@@ -22,6 +23,7 @@ from open_instruct.planning.memory.scratch import CONTEXT_BYTES
 from open_instruct.planning.plan import Plan
 from open_instruct.planning.setting import Setting
 from open_instruct.planning.step_time import GIGA, LOADED_GB_S, step_time
+from open_instruct.planning.subject.devices import CPU_CROSS_NODE_GB_S
 
 Kind = Literal["split", "shared", "mixed"]
 
@@ -29,6 +31,8 @@ Kind = Literal["split", "shared", "mixed"]
 STAYS_AT_REST = (BUFFERS, SCRATCH, CUDA, INTERPRETER)
 # Seconds in which an engine frees and takes its memory, and a learner frees its own; assumed.
 SWITCH_S = 1.0
+# GB/s from GPUs into memory of the host that processes share, and out of it; assumed.
+HOST_GB_S = 8.0
 # Of the prompts of later steps that may be begun in a turn, by --async_steps, the shares that are
 # compared; and how much longer than the shortest a turn may be for the sake of fewer.
 AHEAD_SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
@@ -49,11 +53,6 @@ class Placement:
     learners: tuple[int, ...]  # of each node; 0 on a node of engines alone
     engines: int
     degree: int  # GPUs of an engine
-
-    @property
-    def can_run(self) -> bool:
-        """Whether a run can be placed so; it takes no mixed placement yet."""
-        return self.kind != "mixed"
 
     def set_flags(self, setting: Setting) -> Setting:
         """The setting of a run with the flags that place it so."""
@@ -224,10 +223,16 @@ class Placement:
 
     @cached_property
     def _sync_s(self) -> float:
-        """Weights to the engines; those of other GPUs are gathered where engines take turns."""
+        """Weights to the engines; those of other GPUs are gathered where engines take turns.
+
+        They go through the host where only some do.
+        """
         if not self.takes_turns:
             return self.plan.syncs[0].seconds if self.plan.syncs else 0.0
         device = self.plan.setting.device
+        if self.kind == "mixed":
+            gb_s = HOST_GB_S if len(self.learners) == 1 else CPU_CROSS_NODE_GB_S
+            return self.work.weight_bytes / (gb_s * GIGA)
         num_nodes = sum(each > 0 for each in self.learners)
         gb_s = device.in_node_gb_s if num_nodes == 1 else device.cross_node_gb_s
         return self.work.weight_bytes / (gb_s * GIGA)
@@ -261,9 +266,9 @@ class Placement:
         """The flags of the run that place it so."""
         learners = [each for each in self.learners if each]
         words = f"--num_learners_per_node {spell_value(learners)}"
-        if self.kind == "shared":
-            words = f"--placement shared {words}"
-        else:
+        if self.takes_turns:
+            words = f"--placement {self.kind} {words}"
+        if self.kind != "shared":
             words += f" --vllm_num_engines {self.engines}"
         if self.degree > 1:
             words += f" --vllm_tensor_parallel_size {self.degree}"
@@ -275,7 +280,7 @@ def find_placement(plan: Plan) -> Placement:
     setting = plan.setting
     config, work = find_engine_work(setting, tokens_per_second=None)
     return Placement(
-        kind="shared" if config.fleet.takes_turns else "split",
+        kind=config.fleet.placement if config.fleet.placement != "auto" else "split",
         plan=plan,
         work=work,
         learners=setting.gpus_per_node,

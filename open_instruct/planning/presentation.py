@@ -197,8 +197,6 @@ def placement_rows(choice: PlacementChoice) -> list[list[str]]:
         notes = []
         if not each.fits:
             notes.append("does not fit")
-        if not each.can_run:
-            notes.append("planned only")
         if each is choice.chosen:
             notes.append("◀ this")
         rows.append(
@@ -243,7 +241,7 @@ def _placement_record(placement: Placement, choice: PlacementChoice) -> dict[str
     return {
         **_take_fields(placement, "kind", "learners", "engines", "degree", "num_gpus", "fits"),
         **_take_fields(placement, "phase_bytes", "phase_s", "step_s", "num_seqs", "moved_bytes"),
-        **_take_fields(placement, "flags", "can_run", "idle_share"),
+        **_take_fields(placement, "flags", "idle_share"),
         **_take_fields(placement, "prompts_ahead", "older_fraction"),
         "is_chosen": placement is choice.chosen,
     }

@@ -23,8 +23,8 @@ log = logging.getLogger(__name__)
 def decide_placement(config: GRPOConfig) -> GRPOConfig:
     """The flags with what the plan decides of them in the place of defaults, and prints why.
 
-    That is `--placement split` or `shared` in the place of `auto`, which takes
-    `--num_learners_per_node` as all GPUs of each node; and where learners and engines take turns in
+    That is `--placement split`, `shared` or `mixed` in the place of `auto`, which takes
+    `--num_learners_per_node` as all GPUs of each node; and where all engines take turns in
     asynchronous steps `--prompts_ahead`.
 
     Raises:
@@ -34,7 +34,7 @@ def decide_placement(config: GRPOConfig) -> GRPOConfig:
     if fleet.placement == "auto":
         return _choose_placement(config)
     is_open = config.rollout.prompts_ahead is None and config.rollout.async_steps > 0
-    if fleet.takes_turns and is_open:
+    if fleet.placement == "shared" and is_open:
         return _size_turns(config)
     return config
 

@@ -128,7 +128,8 @@ class Driver:
         self._check_agreement(row, groups)
         if self.cadence.evaluates_after(step):
             row |= self._evaluate()
-        if self.cadence.compares_speed_after(step) and not self.fleet.engines_share_cores:
+        is_fair = self.fleet.engines_are_alike and not self.fleet.engines_share_cores
+        if self.cadence.compares_speed_after(step) and is_fair:
             row |= find_slowest("engine", self.fleet.engines.paces())
         row |= JUDGE_COSTS
         row["time/step"] = time.monotonic() - began_s

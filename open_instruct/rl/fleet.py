@@ -69,6 +69,8 @@ class Fleet:
         self.engines_share_cores = (
             not placement.on_gpus and len(placement.whereabouts().engines) == 1
         )
+        shape = placement.shape
+        self.engines_are_alike = not (shape.takes_turns and shape.num_free_engines)
         self._placement = placement
         self._environment = environment
         self.publisher = WeightPublisher(
@@ -175,7 +177,7 @@ class Fleet:
             environment |= share_threads(
                 placement.shape.num_cpu_slots - placement.shape.num_learners
             )
-        elif placement.shape.takes_turns and not placement.shape.shares_device:
+        elif placement.takes_turns(index) and not placement.shape.shares_device:
             gpu_ids = self.learners.find_gpu_ids(
                 placement.first_rank(index), placement.shape.devices_per_engine
             )
@@ -285,6 +287,7 @@ def start_fleet(learner_class: type[LearnerProcess], run: RolloutRun) -> Iterato
             single_device=shape.shares_device,
             same_host=same_host,
             takes_turns=shape.takes_turns,
+            has_free_engines=shape.num_free_engines > 0,
         )
         if backend == FOLDER:
             folder = choose_sync_folder(config.fleet.weight_sync_folder, run.directory.path)
@@ -296,7 +299,7 @@ def start_fleet(learner_class: type[LearnerProcess], run: RolloutRun) -> Iterato
             changes = f": what has changed alone, {why}"
         console.say(f"weights go to engines {TRANSPORT_WORDS[backend]}{changes}")
         environment = dict[str, str]()
-        works_at_once = config.rollout.async_steps > 0 and not shape.takes_turns
+        works_at_once = config.rollout.async_steps > 0 and shape.num_free_engines > 0
         if works_at_once and not placement.on_gpus and same_host:
             # Threads wait for each other in loops: a thread for every core in the learner and in
             # the engine makes both three times as slow (docs/benchmarks.md, "GRPO against TRL").
@@ -322,8 +325,10 @@ def _describe(shape: FleetShape) -> str:
     """Who is started: "2 learners and 1 engine"."""
     learners = spell_count(shape.num_learners, "learner")
     engines = spell_count(shape.num_engines, "engine")
-    turns = ", in turns on the same devices" if shape.takes_turns else ""
-    return f"{learners} and {engines}{turns}"
+    words = f"{learners} and {engines}"
+    if shape.takes_turns and shape.num_free_engines:
+        return f"{words}, the first {shape.num_turning_engines} in turns on the same devices"
+    return f"{words}, in turns on the same devices" if shape.takes_turns else words
 
 
 def try_functions(run: RolloutRun, verifiers: VerifierPool) -> None:

@@ -58,7 +58,7 @@ class WeightPublisher:
         """While it is entered the learners may compute, save or load, and nobody else asks them.
 
         Where they take turns with engines, these have no weights afterwards, and `version` is None:
-        `publish` gives the devices back to them.
+        `publish` gives the devices back to them. Engines on devices of their own go on meanwhile.
 
         Args:
             drain: engines finish their running requests first.
@@ -215,13 +215,14 @@ class WeightPublisher:
         self._switch_s += time.monotonic() - began_s
 
     def _release_engines(self, drain: bool) -> None:
-        """Have all engines give up weights and cache; the pool starts those again that are dead.
+        """Have engines in turns give up weights and cache; the pool restarts those that are dead.
 
         Raises:
             RunError: an engine that lives did not.
         """
         timeout_s = self._fleet.step_timeout_s if drain else self._fleet.engine_timeout_s
-        calls = self.engines.start_all(timeout_s, Engine.release_memory, drain)
+        turning = range(self._fleet.count_turning_engines(len(self._learners)))
+        calls = self.engines.start_on(turning, timeout_s, Engine.release_memory, drain)
         errors = {index: call.exception() for index, call in enumerate(calls)}
         failed = {index for index, error in errors.items() if error is not None}
         for index in sorted(failed - self.engines.find_silent() if failed else failed):

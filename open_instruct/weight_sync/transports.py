@@ -43,6 +43,7 @@ def choose_transport(
     single_device: bool,
     same_host: bool,
     takes_turns: bool = False,
+    has_free_engines: bool = False,
 ) -> str:
     """The transport that `--weight_sync_backend` stands for.
 
@@ -51,14 +52,17 @@ def choose_transport(
         on_cuda: learners and engines have GPUs.
         single_device: one learner and one engine share one device.
         same_host: every learner and every engine is on one host. Known once they are placed.
-        takes_turns: every engine is on the devices of learners.
+        takes_turns: engines are on the devices of learners.
+        has_free_engines: others are not; learners can then reach all alike through the host alone.
 
     Raises:
         InputError: it cannot work; says why, and what would.
     """
-    if takes_turns and on_cuda and not single_device and flag in ("auto", "ipc"):
+    reaches_by_host = takes_turns and has_free_engines
+    gathers = takes_turns and on_cuda and not reaches_by_host and not single_device
+    if gathers and flag in ("auto", "ipc"):
         return GATHERED
-    if flag == "auto" and on_cuda:
+    if flag == "auto" and on_cuda and not reaches_by_host:
         return "ipc" if single_device else "nccl"
     if flag == "auto":
         return "shm" if same_host and SHARED_MEMORY.is_dir() else "gloo"

@@ -329,11 +329,26 @@ def placement(folder: Path) -> Any:
                 shares_device=False,
                 takes_turns=True,
             ),
+            "some in turns": FleetShape(
+                learners_per_node=(2,),
+                num_engines=4,
+                devices_per_engine=1,
+                shares_device=False,
+                takes_turns=True,
+            ),
         }.items():
             bundles.clear()
             with place(shape, timeout_s=1, say=print, is_one_machine=shape.shares_device) as places:
                 options = [places.learner_options(0), places.engine_options(0)]
             found[name] = [*bundles, *([each["num_cpus"], each["num_gpus"]] for each in options)]
+            if name == "some in turns":
+                free = places.engine_options(2)
+                found[name].append([free["num_cpus"], free["num_gpus"]])
+                found["with learners"] = [
+                    places.engine_options(index)["scheduling_strategy"].placement_group
+                    is places.learner_bundles
+                    for index in range(4)
+                ]
             if name == "two nodes":
                 facts = [SimpleNamespace(gpu_ids=(str(rank + 2),)) for rank in range(6)]
                 group: Any = MagicMock(

@@ -82,6 +82,12 @@ FOUND: dict[str, Any] = {
         ],
         "one device": [["PACK", [{"GPU": 1, "CPU": 2}]], [1, 0.5], [1, 0.5]],
         "in turns": [["STRICT_SPREAD", [{"GPU": 4, "CPU": 8}]], [1, 1], [1, 0]],
+        "some in turns": [
+            ["STRICT_SPREAD", [{"GPU": 2, "CPU": 4}]],
+            ["PACK", [{"GPU": 1, "CPU": 1}, {"GPU": 1, "CPU": 1}]],
+            *([1, 1], [1, 0], [1, 1]),  # of a learner, of an engine on its GPU, and of another
+        ],
+        "with learners": [True, True, False, False],
         "engines see": [["2", "3"], ["7", "10"]],
         "missing": "asked: nodes of 2 and 4 GPUs for learners, and 2 engines of 2 GPUs; the cluster has "
         "2 nodes of 4 "

@@ -142,6 +142,32 @@ def test_paused_completions_go_on_with_the_weights_of_their_versions(
     assert max(row["staleness/older_fraction"] for row in rows) > 0
 
 
+def test_engines_on_other_devices_go_on_while_learners_have_their_turn(
+    split: GRPOCase, variant: Callable[..., GRPOCase]
+) -> None:
+    """On policy to the weights of a run in which none takes turns, and else from both versions."""
+    mixed = {"placement": "mixed", "num_learners_per_node": 2, "vllm_num_engines": 3}
+    case = variant(**mixed)
+    said = case.run()
+    assert "2 learners and 3 engines, the first 2 in turns" in said
+    assert len(case.rows()) == NUM_STEPS
+    assert all(row["time/switch"] > 0 for row in case.rows())
+    assert max(row["logprob_diff/max"] for row in case.rows()) < 1e-4
+    assert digest_of(case.output_dir / "hf_model") == digest_of(split.output_dir / "hf_model")
+    ahead = variant(**mixed, async_steps=1, response_length=24, max_restarts=1)
+    process = ahead.start()
+    ahead.when_step(2, process, lambda: os.kill(process_of(ahead, 2), signal.SIGKILL))
+    finished(process, exit_code=0)
+    assert [row["step"] for row in ahead.rows()] == [*range(1, NUM_STEPS + 1)]
+    assert max(row["staleness/max"] for row in ahead.rows()) == 1
+
+
+def process_of(case: GRPOCase, engine: int) -> int:
+    pid = case.pids()["engines"][engine]
+    assert isinstance(pid, int)
+    return pid
+
+
 def load_policy(folder: Path) -> Transformer:
     hf_config = load_hf_config(folder)
     model = build_model(hf_config)

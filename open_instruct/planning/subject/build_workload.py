@@ -7,6 +7,7 @@ from dataclasses import replace
 from math import ceil
 
 from open_instruct.batching.prefixes import FullRows, count_saved_tokens
+from open_instruct.config.fleet_sections import FleetSection, LearnerParallelSection
 from open_instruct.config.grpo import GRPOConfig
 from open_instruct.config.lora import MODULES_OF_TARGETS, LoRASection
 from open_instruct.config.policy_sections import CriticSection, PolicyLossSection
@@ -221,10 +222,9 @@ def _rollout_workload(
     num_of_conversations = ceil(
         on_rank(config.data.sft_rows_per_step) / (pack_tokens // rows.length)
     )
-    sync_backend = fleet.weight_sync_backend
+    sync_backend: str = fleet.weight_sync_backend
     if sync_backend == "auto":
-        is_on_device = config.parallel.single_gpu_mode or fleet.takes_turns
-        sync_backend = "ipc" if is_on_device else "nccl"
+        sync_backend = _choose_sync_backend(fleet, config.parallel)
     critic = None
     if config.rollout.has_critic:
         critic = _critic(config.critic, loss, shape)
@@ -251,6 +251,14 @@ def _rollout_workload(
         sync_bytes_per_param=BYTES_OF_DTYPE[config.engine_dtype],
         sends_adapter=config.sent_adapter is not None,
     )
+
+
+def _choose_sync_backend(fleet: FleetSection, parallel: LearnerParallelSection) -> str:
+    """What `--weight_sync_backend auto` is on GPUs, as far as flags alone can tell."""
+    if fleet.placement == "mixed":
+        return "shm" if len(parallel.num_learners_per_node) == 1 else "gloo"
+    is_on_device = parallel.single_gpu_mode or fleet.takes_turns
+    return "ipc" if is_on_device else "nccl"
 
 
 def _rollout_scorings(

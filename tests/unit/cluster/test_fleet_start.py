@@ -67,6 +67,7 @@ def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
             whereabouts=lambda: where,
             shape=FleetShape.of(config.fleet, config.parallel),
             first_rank=lambda index: index * config.fleet.vllm_tensor_parallel_size,
+            takes_turns=lambda index: index < placement.shape.num_turning_engines,
         )
         monkeypatch.setattr(fleet, "start_cluster", lambda *args, **kwargs: nullcontext(placement))
         monkeypatch.setattr(fleet, "LearnerGroup", it.learner_group)
@@ -136,6 +137,17 @@ def test_engines_that_take_turns_begin_on_the_gpus_that_learners_have_left(start
     assert it.learners["environment"] == STAYS
     seen = [environment["CUDA_VISIBLE_DEVICES"] for _, environment in it.engines]
     assert seen == ["10,11", "12,13"]
+
+
+def test_first_engines_take_turns_and_the_others_have_gpus_of_their_own(started: Any) -> None:
+    it = started(
+        *["--placement", "mixed", "--num_learners_per_node", "2", "--vllm_num_engines", "4"]
+    )
+    assert it.events[2] == "move_to_host"
+    assert it.learners["arguments"]["weight_sync_backend"] == "shm"
+    seen = [environment.get("CUDA_VISIBLE_DEVICES") for _, environment in it.engines]
+    assert seen == ["10", "11", None, None]
+    assert any("4 engines, the first 2 in turns" in line for line in it.said)
 
 
 def test_one_gpu_may_be_shared_in_turns_too(started: Any) -> None:

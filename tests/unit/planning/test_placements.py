@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 
 from open_instruct.commands.plan import main, parse_request
+from open_instruct.commands.run_flags import parse_run
+from open_instruct.config.grpo import GRPOConfig
 from open_instruct.core.errors import InputError
 from open_instruct.planning.engine_time import (
     BANDWIDTH_SHARE,
@@ -15,7 +17,7 @@ from open_instruct.planning.engine_time import (
     EngineWork,
 )
 from open_instruct.planning.placement_choice import PlacementChoice, list_placements
-from open_instruct.planning.placements import Placement
+from open_instruct.planning.placements import HOST_GB_S, Placement, find_placement
 from open_instruct.planning.setting import Setting
 from open_instruct.planning.start_check import check_plan
 from open_instruct.planning.subject.devices import find_device
@@ -23,6 +25,7 @@ from open_instruct.planning.subject.read_shape import model_shape
 from open_instruct.report.run_forms import parse_plan
 
 SEVEN, THIRTY_TWO = "allenai/Olmo-3-1025-7B", "allenai/Olmo-3-1125-32B"
+REQUIRED = ("--dataset_mixer_list", "rows.jsonl", "1.0", "--output_dir", "out")
 ROLLOUTS = (
     "--num_unique_prompts_rollout 64 --num_samples_per_prompt_rollout 8 --response_length 4096 "
     "--max_prompt_token_length 1024"
@@ -200,19 +203,18 @@ def test_auto_takes_the_fastest_that_fits_and_says_why(
     model: str, nodes: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     choice = choice_of(model, f"{nodes} --placement auto")
-    assert choice.chosen.fits and choice.chosen.can_run
-    runnable = [each for each in choice.best if each.can_run and each.fits]
-    assert choice.chosen.step_s == min(each.step_s for each in runnable)
+    assert choice.chosen.fits
+    assert choice.chosen.step_s == min(each.step_s for each in choice.best if each.fits)
     assert main(words_of(model, f"{nodes} --placement auto")) == 0
     text = capsys.readouterr().out
     assert "placement learners engines generate" in text
-    assert f"{choice.chosen.kind.capitalize()} is the faster" in text
+    assert f"{choice.chosen.kind.capitalize()} is the fastest" in text
     assert choice.chosen.flags.split()[-1] in text
 
 
 def test_slow_engines_make_sharing_the_faster() -> None:
     slow = choice_of(SEVEN, "--gpus_per_node 8 --placement auto --rollout_tokens_per_second 100")
-    assert slow.chosen.kind == "shared"
+    assert slow.chosen.takes_turns
     request = parse_request(words_of(SEVEN, "--gpus_per_node 8 --placement auto"))
     assert request.choice is not None
     split: Placement = next(each for each in request.choice.best if each.kind == "split")
@@ -249,6 +251,21 @@ def test_placement_asked_for_is_planned_though_another_is_faster() -> None:
     choice = choice_of(SEVEN, "--gpus_per_node 8 --placement split")
     assert choice.chosen.kind == "split"
     assert choice.runner_up is not None and choice.runner_up.kind == "shared"
+
+
+def test_mixed_placement_sends_weights_through_the_host_and_is_run_by_its_flags() -> None:
+    choice = choice_of(SEVEN, "--gpus_per_node 8 --placement mixed")
+    mixed = choice.chosen
+    assert mixed.kind == "mixed" and sum(mixed.learners) < 8
+    config = mixed.plan.setting.config
+    assert isinstance(config, GRPOConfig)
+    assert config.fleet.placement == "mixed"
+    assert config.fleet.vllm_num_engines * config.fleet.vllm_tensor_parallel_size == 8
+    flags = mixed.flags.split()
+    parsed = parse_run(GRPOConfig, [*words_of(SEVEN, "")[1:], *REQUIRED, *flags])
+    assert parsed.fleet == config.fleet
+    assert mixed.phase_s["sync"] == pytest.approx(mixed.work.weight_bytes / (HOST_GB_S * 1e9))
+    assert find_placement(mixed.plan).step_s == pytest.approx(mixed.step_s)
 
 
 def test_json_has_all_kinds_and_marks_the_one_that_is_taken(

@@ -17,6 +17,7 @@ from open_instruct.cluster.learner_group import LearnerGroup, LearnerProcess
 from open_instruct.config.fleet_sections import FleetSection
 from open_instruct.core.errors import RunError
 from open_instruct.generation.engine_pool import EnginePool
+from open_instruct.generation.requests import Home
 from open_instruct.rl import publisher as publisher_module
 from open_instruct.rl.publisher import WeightPublisher
 from tests.unit.fake_engine import (
@@ -39,10 +40,14 @@ class FakeLearners:
     `effects`, by method: what happens at its next calls.
     """
 
-    def __init__(self, calls: list[tuple[Any, ...]], channel: dict[str, Any]) -> None:
+    def __init__(self, number: int, calls: list[tuple[Any, ...]], channel: dict[str, Any]) -> None:
+        self.number = number
         self.calls = calls
         self.channel = channel
         self.effects: dict[str, list[Callable[[], None]]] = {}
+
+    def __len__(self) -> int:
+        return self.number
 
     def start(self, method: Callable[..., Any], *args: Any) -> FakeLearners:
         self.calls.append((method.__name__, *args))
@@ -72,11 +77,12 @@ class Stage:
         drain: bool = False,
         tensor_size: int = 1,
         channel: dict[str, Any] = DENSE,
-        placement: Literal["split", "shared"] = "split",
+        placement: Literal["split", "shared", "mixed"] = "split",
+        num_learners: int | None = None,
     ) -> None:
         self.calls: list[tuple[Any, ...]] = []
-        self.takes_turns = placement == "shared"
-        self.learners = FakeLearners(self.calls, channel)
+        self.takes_turns = placement != "split"
+        self.learners = FakeLearners(num_learners or num_engines * tensor_size, self.calls, channel)
         self.made = [InProcessEngine(f"engine {index}") for index in range(num_engines)]
         for engine in self.made:
             engine.core.calls = self.calls
@@ -116,6 +122,11 @@ class Stage:
     def generates(self) -> tuple[int, ...]:
         """The versions of a completion's tokens."""
         return self.pool.submit(request(1)).result(TIMEOUT_S).versions
+
+    def generates_on(self, index: int) -> tuple[int, ...]:
+        """The same, of the engine of this index."""
+        completion = self.pool.submit(request(1), Home(engine=index))
+        return completion.result(TIMEOUT_S).versions
 
     def _make(self, index: int) -> InProcessEngine:
         assert self.may_be_made.wait(TIMEOUT_S)
@@ -606,6 +617,18 @@ def test_drained_turn_waits_for_completions_that_run() -> None:
         it.publish(1)
         for completion in completions:
             assert len(set(completion.result(TIMEOUT_S).versions)) == 1
+
+
+def test_engine_on_a_device_of_its_own_goes_on_while_learners_have_their_turn() -> None:
+    with stage(2, placement="mixed", num_learners=1) as it:
+        with it.publisher.learners_turn():
+            turning, other = (engine.core for engine in it.made)
+            assert turning.absent_parts == {"weights", "kv_cache"}
+            assert not other.absent_parts
+            assert it.generates_on(1) == (0, 0, 0)
+        it.publish(1)
+        assert it.versions == [1, 1]
+        assert it.generates_on(0) == it.generates_on(1) == (1, 1, 1)
 
 
 def test_engine_that_dies_at_work_starts_only_when_learners_have_left() -> None:

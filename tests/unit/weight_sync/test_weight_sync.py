@@ -189,6 +189,13 @@ class TestBackend:
         with refused("conflict", "weight_sync_backend"):
             choose_transport("ipc", **ONE_HOST, **turns)
 
+    def test_engines_of_which_some_take_turns_are_all_reached_through_the_host(self) -> None:
+        mixed = {"takes_turns": True, "has_free_engines": True}
+        assert choose_transport("auto", **GPUS, **mixed) == "gloo"
+        assert choose_transport("auto", **GPUS | {"same_host": True}, **mixed) == "shm"
+        with refused("conflict", "weight_sync_backend"):
+            choose_transport("ipc", **GPUS, **mixed)
+
     def test_choice_is_kept(self) -> None:
         assert choose_transport("gloo", **GPUS) == "gloo"
         assert {
