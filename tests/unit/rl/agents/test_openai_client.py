@@ -87,9 +87,11 @@ PAGE = Path(__file__).resolve().parents[4] / "docs" / "agents.md"
 
 def test_programs_of_the_page_work(play: Play, tmp_path: Path) -> None:
     blocks = re.findall(r"```(?:python|sh)\n# (\w+\.\w+)\n(.*?)```", PAGE.read_text(), re.DOTALL)
-    for name, text in blocks:
+    programs = dict(blocks)
+    for_a_server = "reward.sh"  # a server that records, and no episode
+    assert {*programs} == {"add.py", "ask.sh", "compact.py", for_a_server}
+    for name, text in programs.items():
         (tmp_path / name).write_text(text)
-    assert len(blocks) == 3
     answers = {
         f"{tmp_path / 'add.py'}:solve": ([CALL, "It is 5.<|im_end|>"], {"agent": 1.0}, 0),
         f"bash {tmp_path / 'ask.sh'}": (["5<|im_end|>"], {"agent": 1.0}, 0),
