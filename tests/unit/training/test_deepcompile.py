@@ -1,5 +1,6 @@
 """What --deepcompile compiles: passes that learn, and no others."""
 
+import random
 from contextlib import ExitStack
 from typing import Any
 from unittest import mock
@@ -8,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from open_instruct.batching.documents import pack_documents
 from open_instruct.core.errors import InputError, RunError
 from open_instruct.training.deepspeed import deepcompile
 from open_instruct.training.deepspeed.deepcompile import (
@@ -16,6 +18,12 @@ from open_instruct.training.deepspeed.deepcompile import (
     require_compiled_backward,
     require_cuda,
 )
+from open_instruct.training.model.forward import token_logprobs
+from tests.unit.small_models import CPU, new_model
+from tests.unit.training.test_compiled import row
+from tests.unit.varlen_on_cpu import as_on_cuda, varlen_kernels
+
+__all__ = ["as_on_cuda", "varlen_kernels"]  # fixtures
 
 
 class Model(nn.Module):
@@ -104,3 +112,33 @@ def test_cpu_is_refused() -> None:
     require_cuda(torch.device("cuda", 0))
     with pytest.raises(InputError, match="--deepcompile needs CUDA"):
         require_cuda(torch.device("cpu"))
+
+
+@pytest.mark.extended
+@pytest.mark.usefixtures("as_on_cuda")
+@pytest.mark.parametrize(("family", "checkpointing"), [("olmo2", "none"), ("olmo3", "full")])
+def test_whole_model_is_one_graph_with_every_parameter(family: str, checkpointing: str) -> None:
+    """Or a gradient would be left out of the exchanges that are compiled into it; and ranks, whose
+    rows differ, would not make the same exchanges. Attention takes the way that it takes on CUDA.
+    """
+    num_parameters: list[int] = []
+
+    def count_parameters(graph: Any, inputs: Any) -> Any:
+        num_parameters.append(sum(isinstance(each, nn.Parameter) for each in inputs))
+        return graph.forward
+
+    torch.compiler.reset()
+    model: Any = new_model(family)
+    if checkpointing == "full":
+        model.apply_activation_checkpointing("full")
+    model.train()
+    model.compile(backend=count_parameters)
+    rng = random.Random(0)
+    rows = [row(rng, shares=shares) for shares in (False, False, True, False, True)]
+    for batch in (*rows, pack_documents([])):
+        scores = token_logprobs(model, batch, device=CPU)
+        scores.logprobs_N.sum().backward()
+        assert all(each.grad is not None for each in model.parameters())
+        model.zero_grad(set_to_none=True)
+    assert set(num_parameters) == {len([*model.parameters()])}
+    assert len(num_parameters) <= 6
