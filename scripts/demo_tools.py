@@ -37,6 +37,7 @@ FOLDER = OUTPUT / "tools"
 MODEL, SFT, GRPO = FOLDER / "tiny", FOLDER / "sft", FOLDER / "grpo"
 TEMPLATE = FOLDER / "template.jinja"
 NUM_SFT_ROWS, NUM_PROMPTS, NUM_HELD_OUT = 8000, 1000, 200
+NUM_SFT_STEPS = 600
 CALLING_SHARE = 0.4
 # As short as can be: of a tool it writes the name alone.
 TEMPLATE_TEXT = """\
@@ -68,7 +69,7 @@ def main() -> int:
     return 0
 
 
-def start_warm() -> None:
+def start_warm(num_steps: int = NUM_SFT_STEPS) -> None:
     """Show the steps before GRPO: a tiny model, its rows, and what it learns from examples."""
     begin_with_tiny_model(MODEL, size="tiny")
 
@@ -80,7 +81,7 @@ def start_warm() -> None:
     )
 
     step(3, "a warm start on the examples, of which few call the tool")
-    torchrun(2, "open_instruct/sft.py", *sft_flags())
+    torchrun(2, "open_instruct/sft.py", *sft_flags(num_steps))
 
 
 def write_products(folder: Path, *, seed: int) -> None:
@@ -119,10 +120,10 @@ def question(a: int, b: int) -> dict[str, str]:
     return {"role": "user", "content": f"What is {a} * {b}?"}
 
 
-def sft_flags() -> list[str]:
+def sft_flags(num_steps: int = NUM_SFT_STEPS) -> list[str]:
     return f"""
         configs/sft/tiny_cpu.yaml --model_name_or_path {MODEL} --mixer_list {FOLDER}/sft.jsonl 1.0
-        --chat_template_name {TEMPLATE} --max_seq_length 96 --max_train_steps 600 --per_device_train_batch_size 32
+        --chat_template_name {TEMPLATE} --max_seq_length 96 --max_train_steps {num_steps} --per_device_train_batch_size 32
         --output_dir {SFT} --overwrite_output_dir --cache_dir {OUTPUT}/cache
     """.split()
 
