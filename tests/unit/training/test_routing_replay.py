@@ -329,7 +329,7 @@ class TestEngine:
         core.__dict__ |= {
             "_engine": MagicMock(),
             "_routes": {},
-            "_seeds": {5: 0},
+            "_requests": {5: request(0)},
             "_adapter_names": iter([None] * 9),
         }
         core._tokenizer = MagicMock(**{"decode.return_value": ""})
@@ -373,7 +373,7 @@ class TestEngine:
         core._records_routes = False
         core.weights_changed(1)
         asked = self.asked(1, told=np.array([[[200, 3]], [[0, 255]]], dtype=dtype))
-        assert core._build_completion(asked).routes == told([200, 3, 0, 255])
+        assert core._build_outcome(asked).routes == told([200, 3, 0, 255])
         core._engine.collective_rpc.assert_not_called()
 
     @pytest.mark.parametrize("num_told", [0, 3, 5])
@@ -384,9 +384,9 @@ class TestEngine:
         with pytest.raises(
             RuntimeError, match=f"of {num_told} tokens, not 4: use --routing_replay off"
         ):
-            core._build_completion(self.asked(3))
+            core._build_outcome(self.asked(3))
 
     def test_missing_routes_on_a_gpu_are_refused(self, core: VLLMCore) -> None:
         core._records_routes = False
         with pytest.raises(RuntimeError, match="of 0 tokens, not 4"):
-            core._build_completion(self.asked(3))
+            core._build_outcome(self.asked(3))
