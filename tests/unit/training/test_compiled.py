@@ -44,10 +44,11 @@ MOST_VERSIONS = 6
 
 @pytest.fixture(autouse=True)
 def compiler(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A compiler without code generation, and nothing of it left for later tests of this
-    process.
+    """A compiler without code generation, nothing of earlier tests of this process, and nothing
+    left for later ones.
     """
     monkeypatch.setattr(compiled, "FALLBACKS", compiled.Fallbacks())
+    monkeypatch.setattr(logging.getLogger("torch._dynamo.convert_frame"), "handlers", [])
     torch.compiler.set_default_backend(getattr(request, "param", "eager"))
     torch.compiler.reset()
     torch._dynamo.utils.counters.clear()
@@ -60,7 +61,6 @@ def compiler(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
         torch._inductor.config.patch({"cpp.vec_isa_ok": True}),
     ):
         yield
-    logging.getLogger("torch._dynamo.convert_frame").removeHandler(compiled.FALLBACKS)
     torch.compiler.set_default_backend(None)
     torch.compiler.reset()
 
