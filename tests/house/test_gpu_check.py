@@ -254,25 +254,32 @@ class TestNode:
         from open_instruct.commands.run_flags import parse_run
         from open_instruct.config.grpo import GRPOConfig, validate_grpo
 
-        started: dict[int, GRPOConfig] = {}
+        started: list[tuple[int, int, GRPOConfig]] = []  # with the first device, and how many
 
         def start(
             words: list[str], *, first_device: int, num_devices: int, rehearse: bool
         ) -> subprocess.Popen[bytes]:
             validate_grpo(config := parse_run(GRPOConfig, words))
-            started.update(dict.fromkeys(range(first_device, first_device + num_devices), config))
+            started.append((first_device, num_devices, config))
             return subprocess.Popen(["false"])
 
         monkeypatch.setattr(engines, "start", start)
         monkeypatch.setattr(engines, "write_tiny_model", lambda folder, **_: folder)
         engines.check(findings, tmp_path, rehearse=False)
-        assert [config.fleet.vllm_tensor_parallel_size for config in started.values()] == [
-            1
-        ] * 3 + [2] * 4
-        assert {
-            (it.fleet.vllm_runner, it.fleet.vllm_async_scheduling) for it in started.values()
-        } == {("v2", "on")}
-        assert len(findings.failures) == 3
+        assert [
+            (first_device, num_devices, it.fleet.placement, it.fleet.vllm_tensor_parallel_size)
+            for first_device, num_devices, it in started
+        ] == [
+            (0, 3, "split", 1),
+            (3, 4, "split", 2),
+            (0, 2, "shared", 1),
+            (2, 2, "shared", 1),
+            (4, 3, "mixed", 1),
+        ]
+        assert {(it.fleet.vllm_runner, it.fleet.vllm_async_scheduling) for _, _, it in started} == {
+            ("v2", "on")
+        }
+        assert len(findings.failures) == 5
 
     @pytest.mark.parametrize(
         ("name", "planned", "mfu", "num_failures"),

@@ -1,5 +1,6 @@
-"""GRPO with vLLM engines of one device, of two, and in turns with the learners: after every
-sync, engines' log-probs against the learners'.
+"""GRPO with vLLM engines of one device, of two, and in turns with the learners (on policy, with
+completions that are paused, and with an engine beside them): after every sync, engines' log-probs
+against the learners'.
 
 On GPUs the engines have vLLM's V2 model runner and schedule ahead, and the second run changes
 weights in the midst of completions. vLLM's CPU build, which the rehearsal takes, has the V1 runner
@@ -23,18 +24,26 @@ from open_instruct.rl.traces import read_traces
 MOST_APART = 1e-2
 """Nats that a token's log-probs may be apart on average, in bfloat16."""
 NUM_LEARNERS, NUM_STEPS = 2, 4
-IN_TURNS = "in turns with the learners"
 PROMPTS_A_STEP, GROUP = 8, 4
 # Devices of all engines beside those of learners, and flags. Where weights change within
 # completions, steps are so small that rounding is more.
-WAYS: dict[str, tuple[int, str]] = {
-    "one device": (1, "--async_steps 0 --learning_rate 1e-4 --vllm_num_engines 1"),
+Ways = dict[str, tuple[int, str]]
+ON_POLICY = "--async_steps 0 --learning_rate 1e-4"
+AHEAD = "--async_steps 1 --inflight_updates true --learning_rate 1e-6"
+APART: Ways = {
+    "one device": (1, f"{ON_POLICY} --vllm_num_engines 1"),
     "two devices, updates in flight": (
         2,
-        "--async_steps 1 --inflight_updates true --learning_rate 1e-6 --vllm_num_engines 1 "
-        "--vllm_tensor_parallel_size 2",
+        f"{AHEAD} --vllm_num_engines 1 --vllm_tensor_parallel_size 2",
     ),
-    IN_TURNS: (0, "--async_steps 0 --learning_rate 1e-4 --placement shared"),
+}
+IN_TURNS: Ways = {
+    "in turns with the learners": (0, f"{ON_POLICY} --placement shared"),
+    "in turns, completions paused": (0, f"{AHEAD} --placement shared"),
+    "one of three beside the turns": (
+        1,
+        f"{AHEAD} --placement mixed --vllm_num_engines {NUM_LEARNERS + 1}",
+    ),
 }
 
 
@@ -58,14 +67,27 @@ def check(findings: Findings, work: Path, rehearse: bool) -> None:
         --response_length {16 if rehearse else 256} --vllm_kv_cache_mib {32 if rehearse else 2048}
         --checkpointing_steps 100 --no_compile_model {"" if rehearse else "--vllm_async_scheduling on --vllm_runner v2"}
     """.split()
+    folders: dict[str, Path] = {}
+    for ways in (APART, IN_TURNS):  # the second on devices that the first have left
+        for name, code in run_beside(ways, common, work, rehearse).items():
+            findings.require(code == 0, f"{name}: ended with code {code}")
+            if code == 0:
+                folders[name] = folder_of(work, name)
+    compare(findings, folders)
+    if rehearse:
+        findings.note(
+            "vLLM's CPU build has the V1 model runner: that this one agrees says nothing of V2."
+        )
+
+
+def run_beside(ways: Ways, common: Sequence[str], work: Path, rehearse: bool) -> dict[str, int]:
+    """Run all at once, each on devices of its own, or one after another on a CPU; returns how each
+    ended.
+    """
     running: dict[str, subprocess.Popen[bytes]] = {}
     first_device = 0
-    for number, (name, (size, flags)) in enumerate(WAYS.items()):
-        own = ["--output_dir", str(work / str(number)), *flags.split()]
-        if name == IN_TURNS:  # on devices that the others have left
-            for each in running.values():
-                each.wait()
-            first_device = 0
+    for name, (size, flags) in ways.items():
+        own = ["--output_dir", str(folder_of(work, name)), *flags.split()]
         running[name] = start(
             [*common, *own],
             first_device=first_device,
@@ -75,16 +97,11 @@ def check(findings: Findings, work: Path, rehearse: bool) -> None:
         first_device += NUM_LEARNERS + size
         if rehearse:
             running[name].wait()
-    codes = {name: process.wait() for name, process in running.items()}
-    for name, code in codes.items():
-        findings.require(code == 0, f"{name}: ended with code {code}")
-    compare(
-        findings, {name: work / str(number) for number, name in enumerate(WAYS) if codes[name] == 0}
-    )
-    if rehearse:
-        findings.note(
-            "vLLM's CPU build has the V1 model runner: that this one agrees says nothing of V2."
-        )
+    return {name: process.wait() for name, process in running.items()}
+
+
+def folder_of(work: Path, name: str) -> Path:
+    return work / name.replace(" ", "_").replace(",", "")
 
 
 def start(
@@ -123,12 +140,13 @@ def compare(findings: Findings, folders: dict[str, Path]) -> None:
                 }
             )
     findings.table("Log-probs of the sampled tokens, engine against learner, bfloat16", table)
-    if "two devices, updates in flight" in folders and not any(
-        row["completions of several versions"] for row in table
-    ):
-        findings.note(
-            "No completion had weights of two versions: updates came between completions."
-        )
+    for name, (_, flags) in (APART | IN_TURNS).items():
+        rows = [row for row in table if row["engine"] == name]
+        is_mixed = any(row["completions of several versions"] for row in rows)
+        if rows and AHEAD in flags and not is_mixed:
+            findings.note(
+                f"{name}: no completion had weights of two versions: updates came between them."
+            )
     findings.headline = f"{', '.join(folders)}: at most {worst:.1e} nats apart on average"
 
 
