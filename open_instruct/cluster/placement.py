@@ -71,6 +71,11 @@ class FleetShape:
         return 0 if self.shares_device else self.num_engines - self.num_turning_engines
 
     @property
+    def works_at_once(self) -> bool:
+        """Whether an engine may compute while learners do, where steps are asynchronous."""
+        return not self.takes_turns or self.num_free_engines > 0
+
+    @property
     def num_devices(self) -> int:
         """The number of GPUs, or of CPU slots on a cluster without GPUs."""
         return self.num_learners + self.num_free_engines * self.devices_per_engine

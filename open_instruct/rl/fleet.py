@@ -299,7 +299,7 @@ def start_fleet(learner_class: type[LearnerProcess], run: RolloutRun) -> Iterato
             changes = f": what has changed alone, {why}"
         console.say(f"weights go to engines {TRANSPORT_WORDS[backend]}{changes}")
         environment = dict[str, str]()
-        works_at_once = config.rollout.async_steps > 0 and shape.num_free_engines > 0
+        works_at_once = config.rollout.async_steps > 0 and shape.works_at_once
         if works_at_once and not placement.on_gpus and same_host:
             # Threads wait for each other in loops: a thread for every core in the learner and in
             # the engine makes both three times as slow (docs/benchmarks.md, "GRPO against TRL").

@@ -228,6 +228,7 @@ def test_engine_holds_the_adapter_where_it_is_sent_alone(
         ("", 4, 4),
         ("--num_learners_per_node 2 --vllm_num_engines 2", 2, 2),
         ("--num_learners_per_node 9", 1, 1),
+        ("--single_gpu_mode", 4, 4),
         # In turns: all cores for each; a group of learners divides them by itself.
         ("--async_steps 0", None, 8),
         ("--async_steps 0 --vllm_num_engines 2 --vllm_tensor_parallel_size 2", None, 2),
