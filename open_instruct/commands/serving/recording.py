@@ -8,14 +8,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from open_instruct.commands.serving.served_sessions import SessionMaker, open_engine, refuse_adapter
+from open_instruct.commands.serving.served_sessions import SessionMaker, open_model, refuse_adapter
 from open_instruct.commands.talking.models import TalkingModel
 from open_instruct.config.parser import parse
 from open_instruct.config.sections import Dtype, flag
 from open_instruct.config.validation import limit_problems, refuse
 from open_instruct.core.errors import EXIT_FAILURE, InputError
-from open_instruct.data.chat import ChatFormat
-from open_instruct.data.tokenizer import load_tokenizer
 from open_instruct.rl.agents.api_requests import MODEL, RunSampling
 from open_instruct.rl.agents.recorded_sessions import RecordingEndpoint
 from open_instruct.rl.agents.saved_requests import SessionSettings, find_requests_path
@@ -55,29 +53,18 @@ def serve_and_record(model: TalkingModel, words: Sequence[str]) -> int:
     flags = parse(RecordFlags, words)
     refuse(list(limit_problems(flags)))
     refuse_adapter(model, "record")
-    chat = ChatFormat.choose(load_tokenizer(str(model.folder), flag="model"), None)
-    failures: list[Exception] = []
-    pool, engine_settings = open_engine(
-        model,
-        chat,
-        max_seq_length=flags.max_seq_length,
-        param_dtype=flags.param_dtype,
-        on_failure=failures.append,
-    )
-    settings = SessionSettings(
-        model=model.name,
-        param_dtype=engine_settings.dtype,
-        max_seq_length=flags.max_seq_length,
-        temperature=flags.temperature,
-        top_p=flags.top_p,
-    )
-    sessions = SessionMaker(pool, chat)
-    try:
-        asyncio.run(serve(sessions, flags, settings, chat_format=chat.fingerprint))
-    finally:
-        sessions.close()
-        pool.close()
-    return EXIT_FAILURE if failures else 0
+    with open_model(
+        model, max_seq_length=flags.max_seq_length, param_dtype=flags.param_dtype
+    ) as served:
+        settings = SessionSettings(
+            model=model.name,
+            param_dtype=served.engine_settings.dtype,
+            max_seq_length=flags.max_seq_length,
+            temperature=flags.temperature,
+            top_p=flags.top_p,
+        )
+        asyncio.run(serve(served.sessions, flags, settings, chat_format=served.chat.fingerprint))
+    return EXIT_FAILURE if served.failures else 0
 
 
 async def serve(

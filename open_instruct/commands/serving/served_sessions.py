@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +16,7 @@ from open_instruct.config.fleet_sections import FleetSection
 from open_instruct.config.sections import Dtype
 from open_instruct.core.errors import InputError
 from open_instruct.data.chat import ChatFormat
+from open_instruct.data.tokenizer import load_tokenizer
 from open_instruct.rl.agents.saved_requests import SessionSettings
 from open_instruct.rl.agents.session import AgentSession, SessionLimits
 from open_instruct.rl.agents.session_tree import SessionTree
@@ -40,6 +43,39 @@ def refuse_adapter(model: TalkingModel, flag: str) -> None:
             "and its base",
             kind="conflict",
             flag=flag,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedModel:
+    """A model whose sessions an engine of this process answers."""
+
+    sessions: SessionMaker
+    chat: ChatFormat
+    engine_settings: EngineSettings
+    failures: list[Exception]  # of the engine, until now
+
+
+@contextmanager
+def open_model(
+    model: TalkingModel, *, max_seq_length: int, param_dtype: Dtype | None
+) -> Iterator[ServedModel]:
+    """Start an engine of the model; it ends with the block."""
+    chat = ChatFormat.choose(load_tokenizer(str(model.folder), flag="model"), None)
+    failures: list[Exception] = []
+    pool, engine_settings = open_engine(
+        model,
+        chat,
+        max_seq_length=max_seq_length,
+        param_dtype=param_dtype,
+        on_failure=failures.append,
+    )
+    with closing(pool), closing(SessionMaker(pool, chat)) as sessions:
+        yield ServedModel(
+            sessions=sessions,
+            chat=chat,
+            engine_settings=engine_settings,
+            failures=failures,
         )
 
 

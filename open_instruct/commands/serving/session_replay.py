@@ -7,13 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from open_instruct.commands.serving.served_sessions import SessionMaker, open_engine, refuse_adapter
+from open_instruct.commands.serving.served_sessions import SessionMaker, open_model, refuse_adapter
 from open_instruct.commands.talking.models import TalkingModel
 from open_instruct.config.parser import parse
 from open_instruct.config.sections import Dtype, flag
 from open_instruct.core.errors import EXIT_FAILURE, InputError
-from open_instruct.data.chat import ChatFormat
-from open_instruct.data.tokenizer import load_tokenizer
 from open_instruct.rl.agents.api_requests import MODEL, RunSampling
 from open_instruct.rl.agents.endpoint import AgentEndpoint
 from open_instruct.rl.agents.replayed_sessions import replay_session
@@ -48,23 +46,14 @@ def replay_sessions(model: TalkingModel, words: Sequence[str]) -> int:
     saved_sessions = list(read_sessions(Path(flags.replay)))
     if not saved_sessions:
         raise InputError(f"{flags.replay} has no sessions", kind="bad_value", flag="replay")
-    chat = ChatFormat.choose(load_tokenizer(str(model.folder), flag="model"), None)
-    failures: list[Exception] = []
-    pool, _ = open_engine(
+    with open_model(
         model,
-        chat,
         max_seq_length=max(each.settings.max_seq_length for each in saved_sessions),
         param_dtype=flags.param_dtype or find_dtype(saved_sessions),
-        on_failure=failures.append,
-    )
-    sessions = SessionMaker(pool, chat)
-    try:
-        num_different = asyncio.run(replay_all(sessions, saved_sessions, model.name))
-    finally:
-        sessions.close()
-        pool.close()
+    ) as served:
+        num_different = asyncio.run(replay_all(served.sessions, saved_sessions, model.name))
     print(f"{len(saved_sessions) - num_different} of {len(saved_sessions)} sessions are equal")
-    return EXIT_FAILURE if failures or num_different else 0
+    return EXIT_FAILURE if served.failures or num_different else 0
 
 
 def find_dtype(saved_sessions: Sequence[SavedSession]) -> Dtype:
