@@ -9,7 +9,7 @@ generated. The two take turns, and the ratio is the median over the rounds. TRL 
 environment of its own, made on the first run.
 
     python benchmarks/grpo_vs_trl.py [--num_shots 4] [--num_steps 12] [--num_rounds 3]
-    python benchmarks/grpo_vs_trl.py --num_shots 0 [--warm_start 100 | --model DIR]
+    python benchmarks/grpo_vs_trl.py --num_shots 0 [--compile_model] [--warm_start 100 | --model DIR]
 
 The task is sums of two numbers, behind so many that are worked out, as one would ask a base model.
 The model is random: nearly all completions have the full length, so TRL pads nothing. With
@@ -65,6 +65,7 @@ def main() -> int:
     parser.add_argument(
         "--num_threads", type=int, default=1, help="of our learners, and of our engine, each"
     )
+    parser.add_argument("--compile_model", action="store_true", help="of our learners")
     parser.add_argument(
         "--continuous_batching", action="store_true", help="TRL generates with transformers' engine"
     )

@@ -21,7 +21,11 @@ KTO = Objective(
     our_flags=("--loss_type", "kto", "--beta", BETA),
     their_flags=("--beta", BETA),
 )
-LAYOUTS = {"packed": ["--packing"], "padded": ["--no_packing"]}
+LAYOUTS = {
+    "packed": ["--packing"],
+    "padded": ["--no_packing"],
+    "compiled": ["--packing", "--compile_model"],
+}
 
 
 def write_rows(path: Path) -> Path:

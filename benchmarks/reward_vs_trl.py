@@ -18,7 +18,11 @@ REWARD = Objective(
     our_flags=("--center_rewards_coefficient", CENTER),
     their_flags=("--center", CENTER),
 )
-LAYOUTS = {"shared": ["--prefix_sharing", "auto"], "packed": ["--prefix_sharing", "off"]}
+LAYOUTS = {
+    "shared": ["--prefix_sharing", "auto"],
+    "packed": ["--prefix_sharing", "off"],
+    "compiled": ["--prefix_sharing", "auto", "--compile_model"],
+}
 
 
 if __name__ == "__main__":

@@ -80,6 +80,7 @@ def run_ours(args: Namespace, model: Path, prompts: Path, out: Path) -> Speed:
             "constant",
         ),
         *("--warmup_ratio", 0, "--checkpointing_steps", args.num_steps + 1),
+        *(["--compile_model"] if args.compile_model else []),
     ]
     program = REPOSITORY / "open_instruct" / "grpo_olmo_core_actor.py"
     run([sys.executable, program, *flags], num_threads=args.num_threads)

@@ -22,6 +22,7 @@ from open_instruct.core.errors import InputError
 from open_instruct.core.records import Completion
 from open_instruct.data.tokenizer_class import copy_tokenizer
 from open_instruct.generation.expert_routes import read_routes, record_routes
+from open_instruct.generation.matrix_unit import allow_matrix_unit
 from open_instruct.generation.reply_text import decode_reply
 from open_instruct.generation.requests import EngineSettings, GenerationRequest
 from open_instruct.generation.vllm_checks import (
@@ -114,6 +115,8 @@ class VLLMCore:
             self.call_workers(AdapterReceiver.hold_no_adapter)
             self._adapter_names = yield_adapter_names()
         self._adapter = next(self._adapter_names)
+        if not on_cuda:
+            self._engine.collective_rpc(allow_matrix_unit)
         self._check_logprobs()
         self._engine.set_weight_version("0")
 

@@ -14,6 +14,7 @@ import torch
 from open_instruct.core.errors import InputError
 from open_instruct.data.files.foreign_json import read_object
 from open_instruct.data.report import WARNING
+from open_instruct.generation.matrix_unit import allow_matrix_unit
 from open_instruct.generation.replies import Sampling
 from open_instruct.generation.vllm_options import engine_environment
 
@@ -78,6 +79,8 @@ class VLLMEngine:
                 disable_log_stats=True,
             )
         )
+        if not on_cuda:
+            self._engine.collective_rpc(allow_matrix_unit)
         path = folder / "generation_config.json"
         self._fields = read_object(path) if path.is_file() else {}
         unread = find_unread(self._fields)

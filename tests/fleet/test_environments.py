@@ -16,8 +16,14 @@ from transformers import AutoTokenizer
 
 from open_instruct.core.records import RolloutGroup
 from open_instruct.rl.traces import read_traces
-from tests.fleet.four_turns import DIES_IN_TURN, NUM_TURNS
-from tests.fleet.grpo_case import NUM_STEPS, GRPOCase, assert_no_process_left, write_prompts
+from tests.fleet.four_turns import DIES_IN_TURN, NUM_TURNS, WAITS_FOR_FILE
+from tests.fleet.grpo_case import (
+    NUM_STEPS,
+    GRPOCase,
+    assert_no_process_left,
+    finished,
+    write_prompts,
+)
 from tests.ranks import programs
 from tests.ranks.fork_server import REPOSITORY
 from tests.ranks.shallow import write_shallow_model
@@ -151,17 +157,26 @@ def test_driver_killed_within_its_episodes_takes_all_with_it_and_the_run_plays_t
 def test_two_runs_that_are_ahead_of_their_learners_are_the_same(
     base: GRPOCase, tmp_path: Path
 ) -> None:
-    """Weights that stay are published at a moment of wall clock, in the middle of episodes.
+    """Weights that stay are published at a moment of wall clock, in the middle of episodes, as
+    those of the third step wait for the end of the first.
 
     They change nothing.
     """
-    # 0 in float32.
-    still = {**base.flags, "async_steps": 2, "learning_rate": 1e-46, "checkpointing_steps": 100}
+    still = {
+        **base.flags,
+        "environment": "tests.fleet.four_turns:FourTurnsThatWait",
+        "async_steps": 2,
+        "learning_rate": 1e-46,  # 0 in float32
+        "checkpointing_steps": 100,
+    }
     ours, theirs = (
         replace(base, output_dir=tmp_path / name, flags=still) for name in ("ours", "theirs")
     )
     for case in (ours, theirs):
-        case.run()
+        metrics = case.output_dir / "metrics.jsonl"
+        environment = {"PYTHONPATH": str(REPOSITORY), WAITS_FOR_FILE: str(metrics)}
+        process = programs.start(case.command(), environment=environment, cwd=tmp_path)
+        finished(process, exit_code=0)
         assert max(row["logprob_diff/max"] for row in case.rows()) < 1e-4
 
     def told(case: GRPOCase) -> list[tuple[object, ...]]:

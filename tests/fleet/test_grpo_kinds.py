@@ -149,56 +149,79 @@ def test_engine_of_two_devices_leaves_nothing_in_shared_memory(
 
 @pytest.fixture(scope="module")
 def reward_model(base: GRPOCase) -> Path:
-    """Made of a few pairs by the command that its users give."""
-    folder, digits, letters = base.output_dir.parent, "4 5 6", "a b c"
     turns = [{"role": "user", "content": "Number?"}]
     pair = {
         name: [*turns, {"role": "assistant", "content": text}]
-        for name, text in (("chosen", digits), ("rejected", letters))
+        for name, text in (("chosen", "4 5 6"), ("rejected", "a b c"))
     }
-    (folder / "pairs.jsonl").write_text(f"{json.dumps(pair)}\n" * 4)
+    return train_judge(base, "reward_model", pair)
+
+
+@pytest.fixture(scope="module")
+def process_reward_model(base: GRPOCase) -> Path:
+    step = {
+        "prompt": [{"role": "user", "content": "Number?"}],
+        "completions": ["4 5", "a b"],
+        "labels": [True, False],
+    }
+    return train_judge(base, "prm", step, reward_tokens="+ -", step_separator="e")
+
+
+def train_judge(base: GRPOCase, command: str, row: dict[str, Any], **more: str) -> Path:
+    """A model made of a few rows by the command that its users give."""
+    folder = base.output_dir.parent / command
+    folder.mkdir()
+    (folder / "rows.jsonl").write_text(f"{json.dumps(row)}\n" * 4)
     flags = {
         "model_name_or_path": base.model,
-        "mixer_list": "pairs.jsonl 1.0",
-        "output_dir": folder / "rewards",
-    }
-    flags |= {
+        "mixer_list": "rows.jsonl 1.0",
+        "output_dir": folder / "out",
         "max_train_steps": 2,
         "per_device_train_batch_size": 2,
         "max_seq_length": 64,
         "param_dtype": "float32",
+        **more,
     }
     words = [word for name, value in flags.items() for word in (f"--{name}", *str(value).split())]
-    script = str(REPOSITORY / "open_instruct" / "reward_model.py")
-    finished(
-        programs.start([script, *words], environment={"PYTHONPATH": str(REPOSITORY)}, cwd=folder),
-        exit_code=0,
-    )
-    return folder / "rewards" / "hf_model"
+    script = str(REPOSITORY / "open_instruct" / f"{command}.py")
+    environment = {"PYTHONPATH": str(REPOSITORY)}
+    finished(programs.start([script, *words], environment=environment, cwd=folder), exit_code=0)
+    return folder / "out" / "hf_model"
 
 
 def test_single_device_serves_learner_and_engine(
-    variant: Callable[..., GRPOCase], reward_model: Path, tmp_path: Path
+    variant: Callable[..., GRPOCase],
+    reward_model: Path,
+    process_reward_model: Path,
+    tmp_path: Path,
 ) -> None:
-    """A reward model judges too, a reference policy stands beside, and every step learns from
-    conversations as well.
+    """A reward model and a process reward model judge too, a reference policy stands beside, and
+    every step learns from conversations as well.
 
     Completions are finished before weights change, so that each is of one version.
     """
     chats = tmp_path / "chats.jsonl"
     turns = [{"role": "user", "content": "Number?"}, {"role": "assistant", "content": "4 5 6"}]
     chats.write_text(f"{json.dumps({'messages': turns})}\n" * 3)
+    judges = {
+        "reward_model": RewardModel(str(reward_model)),
+        "prm": ProcessRewardModel(f"{process_reward_model},mean"),
+    }
     case = variant(
         single_gpu_mode="true",
         weight_sync_backend="gloo",
         async_steps=1,
         inflight_updates="false",
         beta=0.1,
-        verifier=["tests.fleet.grpo_case:ShareOfDigits", f"reward_model:{reward_model}"],
+        verifier=[
+            "tests.fleet.grpo_case:ShareOfDigits",
+            f"reward_model:{reward_model}",
+            f"prm:{process_reward_model},mean",
+        ],
         num_verifier_processes=1,
         verifier_timeout_s=60,
         dataset_mixer_list=[
-            write_prompts(tmp_path / "prompts.jsonl", 6, verifiers=["digits", "reward_model"]),
+            write_prompts(tmp_path / "prompts.jsonl", 6, verifiers=["digits", *judges]),
             "1.0",
         ],
         sft_mixer_list=[chats, "1.0"],
@@ -211,72 +234,35 @@ def test_single_device_serves_learner_and_engine(
     assert rows[0]["kl"] == 0 and rows[-1]["kl"] > 0
     assert rows[-1]["ce"] < rows[0]["ce"]
     assert all(row["num_verifier_problems"] == 0 for row in rows)
-    judge = RewardModel(str(reward_model))
-    judge.load()
     for step in range(1, NUM_STEPS + 1):
         for group in read_traces(case.output_dir, step):
             assert all(len(set(completion.versions)) == 1 for completion in group.completions)
-    for group in read_traces(case.output_dir, NUM_STEPS):
-        for completion, verdict in zip(group.completions, group.verdicts, strict=True):
-            said = judge.judge(
-                group.prompt.text, completion.text, None, is_truncated=completion.is_truncated
-            )
-            assert verdict.scores["reward_model"] == pytest.approx(said, abs=1e-4)
-            assert verdict.reward == pytest.approx((verdict.scores["digits"] + said) / 2, abs=1e-4)
+    assert_judged_so(case, judges)
 
 
-def test_process_reward_model_judges_the_steps_of_completions(
-    variant: Callable[..., GRPOCase], base: GRPOCase, tmp_path: Path
-) -> None:
-    """Made of a few rows by the command that its users give; rewards are what it says of the
-    completions in traces.
-    """
-    step = {
-        "prompt": [{"role": "user", "content": "Number?"}],
-        "completions": ["4 5", "a b"],
-        "labels": [True, False],
-    }
-    (tmp_path / "steps.jsonl").write_text(f"{json.dumps(step)}\n" * 4)
-    flags = {
-        "model_name_or_path": base.model,
-        "mixer_list": "steps.jsonl 1.0",
-        "output_dir": tmp_path / "prm",
-    }
-    flags |= {
-        "max_train_steps": 2,
-        "per_device_train_batch_size": 2,
-        "max_seq_length": 64,
-        "param_dtype": "float32",
-    }
-    flags |= {"reward_tokens": "+ -", "step_separator": "e"}
-    words = [word for name, value in flags.items() for word in (f"--{name}", *str(value).split())]
-    script = str(REPOSITORY / "open_instruct" / "prm.py")
-    finished(
-        programs.start([script, *words], environment={"PYTHONPATH": str(REPOSITORY)}, cwd=tmp_path),
-        exit_code=0,
-    )
-    model = tmp_path / "prm" / "hf_model"
-    case = variant(
-        verifier=[f"prm:{model},mean"],
-        num_verifier_processes=1,
-        verifier_timeout_s=60,
-        dataset_mixer_list=[write_prompts(tmp_path / "prompts.jsonl", 6, verifiers=["prm"]), "1.0"],
-        save_traces="true",
-    )
-    case.run()
-    rows = case.rows()
-    assert len(rows) == NUM_STEPS and all(row["num_verifier_problems"] == 0 for row in rows)
-    judge = ProcessRewardModel(f"{model},mean")
-    judge.load()
-    found = []
-    for group in read_traces(case.output_dir, NUM_STEPS):
-        for completion, verdict in zip(group.completions, group.verdicts, strict=True):
-            expected = judge.judge(
-                group.prompt.text, completion.text, None, is_truncated=completion.is_truncated
-            )
-            assert verdict.reward == verdict.scores["prm"] == pytest.approx(expected, abs=1e-4)
-            found.append(expected)
-    assert max(found) > 0, "no completion has a step"
+def assert_judged_so(case: GRPOCase, judges: dict[str, RewardModel | ProcessRewardModel]) -> None:
+    """Rewards are what the models say here of the completions in traces."""
+    for judge in judges.values():
+        judge.load()
+    has_steps = False
+    for step in range(1, NUM_STEPS + 1):
+        for group in read_traces(case.output_dir, step):
+            for completion, verdict in zip(group.completions, group.verdicts, strict=True):
+                expected = {
+                    name: judge.judge(
+                        group.prompt.text,
+                        completion.text,
+                        None,
+                        is_truncated=completion.is_truncated,
+                    )
+                    for name, judge in judges.items()
+                }
+                found = {name: verdict.scores[name] for name in judges}
+                assert found == pytest.approx(expected, abs=1e-4)
+                reward = (verdict.scores["digits"] + sum(expected.values())) / 3
+                assert verdict.reward == pytest.approx(reward, abs=1e-4)
+                has_steps |= expected["prm"] > 0
+    assert has_steps, "no completion has a step"
 
 
 def test_critic_from_a_reward_model_learns(

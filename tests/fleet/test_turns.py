@@ -22,7 +22,7 @@ from open_instruct.models.load import stream_load
 from open_instruct.rl.traces import read_traces
 from open_instruct.training.model.forward import token_logprobs
 from tests.fleet import dying_engines, dying_run
-from tests.fleet.grpo_case import NUM_STEPS, GRPOCase, finished
+from tests.fleet.grpo_case import NUM_PROMPTS_PER_STEP, NUM_STEPS, GRPOCase, finished
 from tests.ranks import programs
 
 pytestmark = pytest.mark.extended
@@ -103,9 +103,12 @@ def test_paused_completions_go_on_with_the_weights_of_their_versions(
     """Of each token, though an engine is killed in its turn: its requests begin anew elsewhere."""
     flags = {
         "async_steps": 1,
-        "prompts_ahead": 1,
+        # Replies end at a digit, some early and some late: as a turn ends with its last one, some
+        # that are ahead have begun by then and not ended.
+        "prompts_ahead": NUM_PROMPTS_PER_STEP,
         "vllm_max_num_seqs": 4,
-        "response_length": 256,  # so long that a turn ends within them
+        "stop_strings": [*"0123456789"],
+        "response_length": 256,
         "max_restarts": 1,
         "checkpointing_steps": 1,
         "keep_last_n_checkpoints": NUM_STEPS,
