@@ -488,14 +488,14 @@ def adams(folder: Path) -> Any:
     import torch
     from olmo_core.optim import AdamWConfig
 
-    from open_instruct.training.deepspeed import zero
+    from open_instruct.training.deepspeed import adam
 
     device, warnings = torch.device("cuda", 0), list[str]()
-    with patch.object(zero, "find_build_problem", lambda adam: None):
+    with patch.object(adam, "find_build_problem", lambda adam: None):
         kinds = [
-            zero.choose_adam_config(
+            adam.choose_adam_config(
                 AdamWConfig(),
-                zero.choose_adam_kind(device, adam_offload=offloads),
+                adam.choose_adam_kind(device, adam_offload=offloads),
                 warn=warnings.append,
             )
             for offloads in (False, True)

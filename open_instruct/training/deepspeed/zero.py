@@ -6,15 +6,14 @@ import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import fields, replace
+from dataclasses import replace
 from datetime import timedelta
 from types import MethodType
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from olmo_core.nn.transformer import Transformer
-from olmo_core.optim import OptimConfig
 from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.device_mesh import DeviceMesh
@@ -24,7 +23,6 @@ from open_instruct.config.sharding_sections import MemorySection
 from open_instruct.config.training import LearnerConfig
 from open_instruct.models.heads.value_head import ValueHead
 from open_instruct.parallel.data_parallel import find_mesh
-from open_instruct.parallel.process import gather_objects
 from open_instruct.run.opening import Run
 from open_instruct.run.pretrained import Pretrained
 from open_instruct.training.backend import (
@@ -35,6 +33,7 @@ from open_instruct.training.backend import (
     has_part,
     require_same_setting,
 )
+from open_instruct.training.deepspeed.adam import choose_adam_config, choose_adam_kind
 from open_instruct.training.deepspeed.deepcompile import (
     compile_engine,
     require_compiled_backward,
@@ -51,7 +50,6 @@ from open_instruct.training.deepspeed.shards import (
 from open_instruct.training.deepspeed.swapped_reference import SwappedReference
 from open_instruct.training.model.kernels import choose_kernels
 from open_instruct.training.optim.optimizers import (
-    AdamLikeConfig,
     build_optimizer_config,
     build_scheduler,
 )
@@ -60,8 +58,6 @@ from open_instruct.training.reference import Reference
 
 ZERO_STATE = "zero"
 """The name of DeepSpeed's part of a checkpoint."""
-
-Adam = Literal["FusedAdam", "CPUAdam", "AdamW"]
 
 
 def start_deepspeed(run: Run, *, timeout_s: float) -> DeviceMesh:
@@ -146,58 +142,6 @@ def build_backend(
     run.console.say(f"optimizer: {type(module.optim).__name__}")
     dist.barrier()  # no rank is ready before all are
     return module
-
-
-def choose_adam_kind(device: torch.device, *, adam_offload: bool) -> Adam:
-    """DeepSpeed's Adam on CUDA, and PyTorch's on a CPU, where it needs no compiler."""
-    if device.type != "cuda":
-        return "AdamW"
-    return "CPUAdam" if adam_offload else "FusedAdam"  # states in host memory, or on the device
-
-
-def find_build_problem(adam: Adam) -> str | None:
-    """Why the kernel of DeepSpeed's Adam cannot be compiled here.
-
-    It takes a minute or two, once a machine.
-    """
-    try:
-        getattr(deepspeed.ops.op_builder, f"{adam}Builder")().load()
-    except Exception as error:  # a compiler, or the lack of one, may raise anything
-        return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-    return None
-
-
-class FusedAdamConfig(AdamLikeConfig):
-    """DeepSpeed's Adam on CUDA."""
-
-    @classmethod
-    def optimizer(cls) -> type[torch.optim.Optimizer]:
-        return deepspeed.ops.adam.FusedAdam
-
-
-class CPUAdamConfig(FusedAdamConfig):
-    """DeepSpeed's Adam for states in host memory."""
-
-    @classmethod
-    def optimizer(cls) -> type[torch.optim.Optimizer]:
-        return deepspeed.ops.adam.DeepSpeedCPUAdam
-
-
-def choose_adam_config(
-    adamw: OptimConfig[Any], adam: Adam, *, warn: Callable[[str], None]
-) -> OptimConfig[Any]:
-    """The config of `adam` if every rank can compile its kernel, otherwise PyTorch's `adamw`.
-
-    Collective.
-    """
-    if adam == "AdamW":
-        return adamw
-    problems = [why for why in gather_objects(find_build_problem(adam)) if why]
-    if problems:
-        warn(f"DeepSpeed's {adam} cannot be compiled here ({problems[0]}); PyTorch's AdamW is used")
-        return adamw
-    kind = FusedAdamConfig if adam == "FusedAdam" else CPUAdamConfig
-    return kind(**{each.name: getattr(adamw, each.name) for each in fields(kind)})
 
 
 @contextmanager

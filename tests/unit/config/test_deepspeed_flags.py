@@ -336,15 +336,15 @@ class TestAdam:
         name: str,
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
-        from open_instruct.training.deepspeed import zero
+        from open_instruct.training.deepspeed import adam as deepspeed_adam
 
-        monkeypatch.setattr(zero, "find_build_problem", lambda adam: None)
-        assert zero.choose_adam_kind(device, adam_offload=adam_offload) == adam
+        monkeypatch.setattr(deepspeed_adam, "find_build_problem", lambda adam: None)
+        assert deepspeed_adam.choose_adam_kind(device, adam_offload=adam_offload) == adam
         optim = config_of(
             "--weight_decay 0.1 --learning_rate 0.5 --adam_beta2 0.95 --adam_epsilon 1e-5"
         ).optim
         torchs = build_optimizer_config(optim, device=device, names=("norm.weight",))
-        chosen = zero.choose_adam_config(torchs, adam, warn=pytest.fail)
+        chosen = deepspeed_adam.choose_adam_config(torchs, adam, warn=pytest.fail)
         assert chosen.optimizer().__name__ == name
         for one in ("lr", "betas", "eps", "weight_decay", "group_overrides"):
             assert getattr(chosen, one) == getattr(torchs, one)
@@ -352,22 +352,39 @@ class TestAdam:
     def test_pytorchs_steps_where_its_kernel_cannot_be_compiled(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        from open_instruct.training.deepspeed import zero
+        from open_instruct.training.deepspeed import adam as deepspeed_adam
 
-        monkeypatch.setattr(zero, "find_build_problem", lambda adam: COMPILER_IS_MISSING)
+        monkeypatch.setattr(deepspeed_adam, "find_build_problem", lambda adam: COMPILER_IS_MISSING)
         torchs, said = (
             build_optimizer_config(config_of("").optim, device=CPU, names=()),
             list[str](),
         )
-        chosen = zero.choose_adam_config(torchs, "FusedAdam", warn=said.append)
+        chosen = deepspeed_adam.choose_adam_config(torchs, "FusedAdam", warn=said.append)
         assert chosen is torchs
         assert said == [
             "DeepSpeed's FusedAdam cannot be compiled here (RuntimeError: no nvcc); PyTorch's "
             "AdamW is used"
         ]
 
+    def test_lock_that_a_killed_build_may_have_left_is_named(
+        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        from open_instruct.training.deepspeed import adam as deepspeed_adam
+
+        monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+        monkeypatch.setattr(deepspeed_adam, "find_build_problem", lambda adam: None)
+        torchs = build_optimizer_config(config_of("").optim, device=CPU, names=())
+        deepspeed_adam.choose_adam_config(torchs, "FusedAdam", warn=pytest.fail)
+        lock = tmp_path / "fused_adam" / "lock"
+        lock.parent.mkdir()
+        lock.touch()
+        said: list[str] = []
+        deepspeed_adam.choose_adam_config(torchs, "FusedAdam", warn=said.append)
+        (sentence,) = said
+        assert sentence.endswith(f"end the run and remove {lock}")
+
     def test_error_of_the_builder_is_the_reason(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        from open_instruct.training.deepspeed.zero import deepspeed, find_build_problem
+        from open_instruct.training.deepspeed.adam import deepspeed, find_build_problem
 
         def load(builder: object) -> None:
             raise RuntimeError("no\n  nvcc")
