@@ -72,8 +72,8 @@ def choose_adam_config(
         return adamw
     for lock in find_build_locks(adam):
         warn(
-            f"DeepSpeed's {adam} is being compiled by another process, and this run waits for it: if "
-            f"there is none, end the run and remove {lock}"
+            f"this run waits for another process that compiles DeepSpeed's {adam}: if there is "
+            f"none, end the run and remove {lock}"
         )
     problems = [why for why in gather_objects(find_build_problem(adam)) if why]
     if problems:
