@@ -87,12 +87,12 @@ all-tests: $(STAMP)
 test-again: $(STAMP)
 	$(PYTEST) -n 2 -m "$(QUICK)" tests/house tests/unit
 
-test-plain: install-plain  ## the quick tests, and those of engines and of a pretended GPU, on the torch that PyPI has
+test-plain: install-plain  ## the quick tests, an engine and steps on a pretended GPU, on the torch that PyPI has
 	@$(MAKE) --no-print-directory VENV="$(PLAIN_VENV)" OPEN_INSTRUCT_TORCH=plain test-again test-build
 
 # What asks most of a build of torch, beside what is quick.
 test-build: $(STAMP)
-	$(PYTEST) -n 3 tests/fleet/test_vllm_engine.py tests/fake_cuda
+	$(PYTEST) -n 2 tests/fleet/test_vllm_engine.py tests/fake_cuda/test_steps.py
 
 format: $(STAMP)  ## what ruff can mend by itself
 	$(PY) -m ruff check --fix .

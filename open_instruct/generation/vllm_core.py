@@ -115,8 +115,7 @@ class VLLMCore:
             self.call_workers(AdapterReceiver.hold_no_adapter)
             self._adapter_names = yield_adapter_names()
         self._adapter = next(self._adapter_names)
-        if not on_cuda:
-            self._engine.collective_rpc(allow_matrix_unit)
+        self._engine.collective_rpc(allow_matrix_unit)
         self._check_logprobs()
         self._engine.set_weight_version("0")
 

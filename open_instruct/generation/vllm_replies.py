@@ -79,8 +79,7 @@ class VLLMEngine:
                 disable_log_stats=True,
             )
         )
-        if not on_cuda:
-            self._engine.collective_rpc(allow_matrix_unit)
+        self._engine.collective_rpc(allow_matrix_unit)
         path = folder / "generation_config.json"
         self._fields = read_object(path) if path.is_file() else {}
         unread = find_unread(self._fields)
