@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 PLAIN_VENV ?= .venv-plain
 
 .DEFAULT_GOAL := help
-.PHONY: help install lock demo demo-dpo demo-grpo demo-real demo-tools demo-agent check quick-tests test main-tests test-rest test-all all-tests test-again test-plain test-build install-plain lint ruff types format gpu-check gpu-check-node triton docs clean
+.PHONY: help install lock demo demo-dpo demo-grpo demo-real demo-tools demo-agent check quick-tests test main-tests test-rest test-failed test-all all-tests test-again test-plain test-build install-plain lint ruff types format gpu-check gpu-check-node triton docs clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z%-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -76,6 +76,10 @@ main-tests: $(STAMP)
 # With MINUTES=25, as many of them as begin within these, in an order that the commit draws.
 test-rest: $(STAMP)  ## the tests that `make test` leaves out
 	$(if $(MINUTES),TEST_MINUTES=$(MINUTES) TEST_ORDER=$$(git rev-parse HEAD)) $(PYTEST) -n 3 -m extended $(if $(MINUTES),-p tests.time_limit) tests
+
+# Those that failed when tests ran last, one after the other.
+test-failed: $(STAMP)
+	$(PYTEST) -n 1 --last-failed --last-failed-no-failures none tests
 
 test-all: ruff  ## lint, types and all tests
 	@$(MAKE) --no-print-directory -j 2 types all-tests
