@@ -491,7 +491,10 @@ def adams(folder: Path) -> Any:
     from open_instruct.training.deepspeed import adam
 
     device, warnings = torch.device("cuda", 0), list[str]()
-    with patch.object(adam, "find_build_problem", lambda adam: None):
+    with (
+        patch.dict(os.environ, TORCH_EXTENSIONS_DIR=str(folder)),
+        patch.object(adam, "find_build_problem", lambda adam: None),
+    ):
         kinds = [
             adam.choose_adam_config(
                 AdamWConfig(),

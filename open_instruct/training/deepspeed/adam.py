@@ -1,6 +1,5 @@
 """Which Adam a run on DeepSpeed steps with: its own, where the kernel can be compiled."""
 
-import os
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
@@ -8,7 +7,7 @@ from typing import Any, Literal
 
 import torch
 from olmo_core.optim import OptimConfig
-from torch.utils.cpp_extension import get_default_build_root
+from torch.utils.cpp_extension import _get_build_directory
 
 from open_instruct.parallel.process import gather_objects
 from open_instruct.training.deepspeed.library import deepspeed
@@ -24,13 +23,19 @@ def choose_adam_kind(device: torch.device, *, adam_offload: bool) -> Adam:
     return "CPUAdam" if adam_offload else "FusedAdam"  # states in host memory, or on the device
 
 
-def find_build_locks(adam: Adam) -> list[Path]:
-    """The files by which a process says that it is compiling the kernel, in PyTorch's folder of
-    extensions. Others wait until they are gone, for ever if it was killed.
+def find_builder(adam: Adam) -> Any:
+    """DeepSpeed's class that compiles the kernel."""
+    return getattr(deepspeed.ops.op_builder, f"{adam}Builder")
+
+
+def find_build_lock(adam: Adam) -> Path | None:
+    """The file by which a process says that it is compiling the kernel, if it is there.
+
+    Others wait until it is gone, for ever if that process was killed.
     """
-    builder = getattr(deepspeed.ops.op_builder, f"{adam}Builder")
-    folder = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
-    return [*folder.glob(f"{builder.NAME}/lock"), *folder.glob(f"*/{builder.NAME}/lock")]
+    folder = _get_build_directory(find_builder(adam).NAME, verbose=False)
+    lock = Path(folder) / "lock"
+    return lock if lock.exists() else None
 
 
 def find_build_problem(adam: Adam) -> str | None:
@@ -39,7 +44,7 @@ def find_build_problem(adam: Adam) -> str | None:
     It takes a minute or two, once a machine.
     """
     try:
-        getattr(deepspeed.ops.op_builder, f"{adam}Builder")().load()
+        find_builder(adam)().load()
     except Exception as error:  # a compiler, or the lack of one, may raise anything
         return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
     return None
@@ -70,10 +75,12 @@ def choose_adam_config(
     """
     if adam == "AdamW":
         return adamw
-    for lock in find_build_locks(adam):
+    # All ranks look before any of them compiles: the lock is none of theirs.
+    locks = [lock for lock in gather_objects(find_build_lock(adam)) if lock]
+    if locks:
         warn(
             f"this run waits for another process that compiles DeepSpeed's {adam}: if there is "
-            f"none, end the run and remove {lock}"
+            f"none, end the run and remove {locks[0]}"
         )
     problems = [why for why in gather_objects(find_build_problem(adam)) if why]
     if problems:

@@ -319,6 +319,12 @@ COMPILER_IS_MISSING = "RuntimeError: no nvcc"
 
 
 class TestAdam:
+    @pytest.fixture(autouse=True)
+    def extensions(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+        """PyTorch's folder of extensions: no lock in the user's own is looked at."""
+        monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+        return tmp_path
+
     @pytest.mark.parametrize(
         ("device", "adam_offload", "adam", "name"),
         [
@@ -367,16 +373,14 @@ class TestAdam:
         ]
 
     def test_lock_that_a_killed_build_may_have_left_is_named(
-        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+        self, monkeypatch: pytest.MonkeyPatch, extensions: Path
     ) -> None:
         from open_instruct.training.deepspeed import adam as deepspeed_adam
 
-        monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
         monkeypatch.setattr(deepspeed_adam, "find_build_problem", lambda adam: None)
         torchs = build_optimizer_config(config_of("").optim, device=CPU, names=())
         deepspeed_adam.choose_adam_config(torchs, "FusedAdam", warn=pytest.fail)
-        lock = tmp_path / "fused_adam" / "lock"
-        lock.parent.mkdir()
+        lock = extensions / "fused_adam" / "lock"
         lock.touch()
         said: list[str] = []
         deepspeed_adam.choose_adam_config(torchs, "FusedAdam", warn=said.append)
