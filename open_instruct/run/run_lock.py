@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import errno
 import os
+import re
+import signal
 import socket
 import sys
 import time
@@ -33,6 +35,12 @@ WATCH_S = 2.5 * BEAT_S
 # A lease that is free is cleared away by a first look, and taken by a next one.
 ACQUIRE_TIMEOUT_S = 5.0
 POLL_INTERVAL_S = 0.05
+# To free the memory of a killed process takes a loaded machine seconds.
+MAX_ENDING_S = 60.0
+# Of what _read_stat returns; the bit is of linux/sched.h.
+ZOMBIE = "Z"
+PLACE_OF_FLAGS = 6
+PF_EXITING = 0x4
 
 _leases: list[SoftFileLease] = []
 
@@ -96,12 +104,10 @@ def refuse_folder_in_use(folder: Path) -> None:
         descriptor = os.open(folder / "run.lock", os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:
         return
+    lease = SoftFileLease(folder / "run.lease", lease_duration=1e9)
     try:
-        fcntl.lockf(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno in (errno.EACCES, errno.EAGAIN):
-            lease = SoftFileLease(folder / "run.lease", lease_duration=1e9)
-            raise _refusal(lease, folder) from None
+        if _is_held(descriptor, fcntl.LOCK_SH, lease):
+            raise _refusal(lease, folder)
     finally:
         os.close(descriptor)
 
@@ -118,12 +124,8 @@ def _take(
     folder: Path,
     say: Callable[[str], None],
 ) -> None:
-    try:
-        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno in (errno.EACCES, errno.EAGAIN):
-            raise _refusal(lease, folder) from None
-        # Such a file system has no locks: the lease alone decides.
+    if _is_held(descriptor, fcntl.LOCK_EX, lease):
+        raise _refusal(lease, folder)
     # Another host's file system may have granted the lock as well.
     owner = lease.owner
     if owner and owner.hostname != socket.gethostname():
@@ -135,10 +137,65 @@ def _take(
         if _is_renewed(folder / "run.lease"):
             raise _refusal(lease, folder)
         lease.break_lock()
+    elif owner and _read_stat(owner.pid)[:1] == [ZOMBIE]:
+        lease.break_lock()  # for filelock it lives, until its parent asks how it ended
     try:
         lease.acquire()
     except TimeoutError:
         raise _refusal(lease, folder) from None
+
+
+def _is_held(descriptor: int, kind: int, lease: SoftFileLease) -> bool:
+    """Whether another process has the lock, which otherwise is taken.
+
+    A killed process keeps it until the kernel has freed its memory, and is waited for: a run that
+    is started again right after `kill -9` goes on.
+    """
+    end_s = time.monotonic() + MAX_ENDING_S
+    while not _lock(descriptor, kind):
+        if not _is_ending(lease) or time.monotonic() > end_s:
+            return not _lock(descriptor, kind)  # it may have ended since
+        time.sleep(POLL_INTERVAL_S)
+    return False
+
+
+def _lock(descriptor: int, kind: int) -> bool:
+    """Take the lock if nobody has it, or the file system has no locks: then the lease alone
+    decides.
+    """
+    try:
+        fcntl.lockf(descriptor, kind | fcntl.LOCK_NB)
+    except OSError as error:
+        return error.errno not in (errno.EACCES, errno.EAGAIN)
+    return True
+
+
+def _is_ending(lease: SoftFileLease) -> bool:
+    """Whether the holder, a process of this host, has been killed and is still there (Linux)."""
+    owner = lease.owner
+    if not owner or owner.hostname != socket.gethostname():
+        return False
+    stat = _read_stat(owner.pid)
+    if not stat:
+        return False
+    try:
+        status = Path(f"/proc/{owner.pid}/status").read_text()
+    except OSError:
+        return False
+    pending = re.findall(r"^(?:SigPnd|ShdPnd):\s*(\w+)", status, re.MULTILINE)
+    is_killed = any(int(mask, 16) >> (signal.SIGKILL - 1) & 1 for mask in pending)
+    return is_killed or bool(int(stat[PLACE_OF_FLAGS]) & PF_EXITING)
+
+
+def _read_stat(pid: int) -> list[str]:
+    """The fields of /proc/PID/stat behind the program's name (proc(5)), its state first;
+
+    none if the process has ended, or this system has no /proc.
+    """
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return []
 
 
 def _is_renewed(path: Path) -> bool:

@@ -104,7 +104,7 @@ QLORA = "--use_lora --use_qlora"
 ZERO = "--backend deepspeed --deepspeed_stage"
 CASES = {
     "dpo": Case(),
-    "dpo_uncompiled": Case("--compile_model false"),
+    "dpo_uncompiled": Case(),
     "dpo_compiled_in_parallel": Case("--compile_model --tensor_parallel_degree 2"),
     "dpo_budget": Case("--activation_memory_budget 0.5", family="qwen3"),
     "dpo_hybrid": Case(family="olmo_hybrid"),
@@ -195,9 +195,30 @@ WHOLE_GRAPHS = {
     "grpo",
     "grpo_critic",
 }
-"""Cases whose backward the compiler traces too. In the others it traces the forward pass alone, in
-half the time.
+"""Cases whose backward the compiler traces too, which doubles their time."""
+FORWARD_GRAPHS = {
+    "dpo_4bit",
+    "dpo_4bit_weights_on_host",
+    "dpo_checkpointed",
+    "dpo_checkpointed_modules",
+    "dpo_experts_split",
+    "dpo_float8_tensorwise",
+    "dpo_hsdp",
+    "dpo_hybrid_checkpointed",
+    "dpo_hybrid_context_parallel",
+    "dpo_hybrid_tensor_parallel",
+    "dpo_offloaded_one_device",
+    "dpo_offloaded_tensor_parallel",
+    "dpo_padded",
+    "dpo_unshared",
+    "dpo_weights_on_host_8bit",
+    "experts_weights_on_host",
+    "grpo_mini_batches",
+}
+"""Those whose forward pass it traces alone. Blocks of the others are like those of one of these, and
+are not compiled.
 """
+UNCOMPILED = "--compile_model false"
 
 
 def main(names: Sequence[str]) -> None:
@@ -213,10 +234,13 @@ def main(names: Sequence[str]) -> None:
             results["waits noted"] = _waits_noted()
         for name in names or CASES:
             torch.compiler.set_default_backend("aot_eager" if name in WHOLE_GRAPHS else "eager")
+            case = CASES[name]
+            if name not in WHOLE_GRAPHS | FORWARD_GRAPHS and ZERO not in case.flags:
+                case = replace(case, flags=f"{case.flags} {UNCOMPILED}")
             try:
                 # OLMo-core sets the budget of a case for the rest of the process.
                 with torch._functorch.config.patch(activation_memory_budget=1.0):
-                    results[name] = run(CASES[name], Path(folder) / name)
+                    results[name] = run(case, Path(folder) / name)
             except Exception:
                 results[name] = {"error": traceback.format_exc()}
     print(json.dumps(results))

@@ -163,11 +163,22 @@ def test_conversation_that_became_too_long_is_refused(
         chat_command.main([str(model), "--temperature", "0"])
 
 
+@pytest.fixture
+def vllm_within_this_process() -> Iterator[None]:
+    """An engine leaves its process group, with which no test after it could have another one."""
+    pytest.importorskip("vllm")
+    from vllm.distributed import parallel_state
+
+    yield
+    parallel_state.destroy_model_parallel()
+    parallel_state.destroy_distributed_environment()
+
+
 @pytest.mark.extended
+@pytest.mark.usefixtures("vllm_within_this_process")
 def test_vllm_gives_the_same_reply(
     model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    pytest.importorskip("vllm")
     replies = []
     for engine in ("transformers", "vllm"):
         monkeypatch.setattr("sys.stdin", io.StringIO("Name a prime."))

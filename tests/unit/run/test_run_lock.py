@@ -21,7 +21,7 @@ from open_instruct.run.run_lock import lock_folder
 from tests.refusals import refused
 
 HOLD = """
-import os, sys, time
+import ctypes, os, platform, sys, threading, time
 from pathlib import Path
 from open_instruct.run import run_lock
 run_lock.BEAT_S = 0.1
@@ -29,6 +29,14 @@ with run_lock.lock_folder(Path(sys.argv[1]), say=print):
     if "fork" in sys.argv and os.fork() == 0:
         time.sleep(60)
         os._exit(0)
+    if "ends" in sys.argv:  # its main thread at once, all of it a second later
+        def end():
+            time.sleep(0.3)
+            print("held", flush=True)
+            time.sleep(1)
+            os._exit(0)
+        threading.Thread(target=end).start()
+        ctypes.CDLL(None).syscall({"x86_64": 60, "aarch64": 93}[platform.machine()], 0)
     print("held", flush=True)
     time.sleep(60)
 """
@@ -101,6 +109,21 @@ def test_killed_holder_blocks_nobody(tmp_path: Path, words: tuple[str, ...]) -> 
         with lock_folder(tmp_path, say=said.append):
             assert held_by(tmp_path) == os.getpid()
     assert said == []  # and nobody had to wait
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="of Linux, how a process ends")
+def test_process_that_is_ending_is_waited_for(tmp_path: Path) -> None:
+    """Its main thread has ended, the others not, and its lock is still there."""
+    with holder(tmp_path, "ends"), lock_folder(tmp_path, say=print):
+        assert held_by(tmp_path) == os.getpid()
+
+
+def test_killed_holder_that_nobody_has_waited_for_blocks_nobody(tmp_path: Path) -> None:
+    """As in a container whose first process reaps none."""
+    with holder(tmp_path) as process:
+        os.kill(process.pid, signal.SIGKILL)
+        with lock_folder(tmp_path, say=print):
+            assert held_by(tmp_path) == os.getpid()
 
 
 def test_released_folder_is_free(tmp_path: Path) -> None:

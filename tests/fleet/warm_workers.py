@@ -1,0 +1,109 @@
+"""Workers of Ray that are forked where torch, transformers and OLMo-core are imported already.
+
+A new Python imports them for six seconds, and a fleet has three such workers or more. Ray lets a
+job say what stands for `python` in the commands of its workers (`py_executable`), and asks the
+function that RAY_RUNTIME_ENV_HOOK names for it. Here it is ask_for_fork.py, which hands the command
+to a process that is itself a fork of the tests' fork server.
+
+Ray and vLLM are imported in each worker anew: both read the environment as they are. Runs of the
+pages and the demos start their workers as users' do.
+"""
+
+import ctypes
+import json
+import os
+import runpy
+import signal
+import socket
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+SOCKET = "TESTS_FORK_RAY_WORKERS_AT"
+CLIENT = Path(__file__).with_name("ask_for_fork.py")
+PR_SET_PDEATHSIG = 1
+
+
+@contextmanager
+def forking(folder: Path) -> Iterator[None]:
+    """While it runs, workers of every Ray that is started below this process are forks."""
+    from tests.ranks.fork_server import Forked
+
+    path = folder / "socket"
+    # It listens before it is handed over, so that nobody comes too early.
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(path))
+        listener.listen(64)
+        os.environ[SOCKET] = str(path)
+        os.environ["RAY_RUNTIME_ENV_HOOK"] = f"{__name__}.name_python"
+        server = Forked(serve, listener)
+    yield
+    server.end()
+
+
+def name_python(runtime_env: dict[str, Any] | None) -> dict[str, Any]:
+    """What Ray calls, with the `runtime_env` of a job."""
+    python = f"{sys.executable} -I -S {CLIENT} {os.environ[SOCKET]}"
+    return {**(runtime_env or {}), "py_executable": python}
+
+
+def serve(listener: socket.socket) -> int:
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # with the fork server
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for what is forked
+    while True:
+        connection, _ = listener.accept()
+        with connection:
+            _, streams, _, _ = socket.recv_fds(connection, 1, 3)
+            with connection.makefile("rb") as rest:
+                request = json.load(rest)
+            if os.fork() == 0:
+                connection.sendall(b"!")
+                for closed in (connection, listener):
+                    closed.close()
+                _become(streams, **request)
+            for stream in streams:
+                os.close(stream)
+
+
+def _become(
+    streams: list[int],
+    *,
+    words: list[str],
+    environment: dict[str, str],
+    cwd: str,
+    blocked: list[int],
+    ignored: list[int],
+) -> None:
+    from tests.ranks.fork_server import apply_environment
+
+    code = 1
+    try:
+        os.setsid()
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        for number in signal.valid_signals() - {signal.SIGINT, signal.SIGKILL, signal.SIGSTOP}:
+            signal.signal(number, signal.SIG_DFL)
+        for number in ignored:
+            signal.signal(number, signal.SIG_IGN)
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+        for number, stream in enumerate(streams):
+            os.dup2(stream, number)
+            os.close(stream)
+        apply_environment(environment)
+        os.chdir(cwd)
+        sys.argv = words
+        # As a new Python would begin.
+        added = environment.get("PYTHONPATH", "").split(os.pathsep)
+        sys.path[:0] = [str(Path(words[0]).parent), *filter(None, added)]
+        runpy.run_path(words[0], run_name="__main__")
+        code = 0
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else 1
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
