@@ -15,10 +15,12 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from tests.fleet import warm_workers
 from tests.fleet.grpo_case import GRPOCase, write_prompts
+from tests.fleet.warm_workers import forked_workers
 from tests.ranks.fork_server import REPOSITORY
 from tests.ranks.shallow import write_shallow_model
+
+__all__ = ["forked_workers"]
 
 NUM_CPU_SLOTS = 16  # slots that actors are placed on, not cores
 # Without it Ray would leave one in HOME, for all that look there. A process reads it once.
@@ -29,12 +31,6 @@ OBJECT_STORE_BYTES = 128 << 20
 # address.
 os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
 os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-
-
-@pytest.fixture(scope="session", autouse=True)
-def forked_workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with warm_workers.forking(tmp_path_factory.mktemp("warm")):
-        yield
 
 
 @pytest.fixture(scope="module")

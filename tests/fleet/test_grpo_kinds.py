@@ -3,7 +3,6 @@ several sizes.
 """
 
 import json
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +21,7 @@ from tests.fleet.grpo_case import NUM_STEPS, GRPOCase, finished, write_prompts
 from tests.ranks import programs
 from tests.ranks.fork_server import REPOSITORY
 from tests.ranks.shallow import write_shallow_model
+from tests.waiting import eventually
 
 pytestmark = pytest.mark.extended
 
@@ -72,11 +72,21 @@ def test_replayed_experts_bring_learners_closer_to_engines_that_round(
     )
 
 
-def test_engines_get_what_adapters_add(variant: Callable[..., GRPOCase]) -> None:
+def list_shared_memory() -> set[str]:
+    """What processes of an engine keep outside themselves, in ways of vLLM's own."""
+    names = {path.name for path in SHARED_MEMORY.iterdir()}
+    return {name for name in names if name.startswith(("psm_", "sem.mp-", "vllm_"))}
+
+
+def test_engines_get_what_adapters_add(
+    variant: Callable[..., GRPOCase], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Added to a base of 4 bits, which is another policy than the start model that engines begin
     with; or alone, beside a base that each process of an engine rounds when it loads it. From the
     first completion on, also where a run begins with an adapter, which the engines' start model has
     not.
+
+    An engine of two devices leaves nothing in shared memory and in the folder for temporary files.
     """
     flags = {"use_lora": "true", "use_qlora": "true", "learning_rate": "5e-3", "beta": 0.05}
     case = variant(num_learners_per_node=2, **flags)
@@ -94,7 +104,17 @@ def test_engines_get_what_adapters_add(variant: Callable[..., GRPOCase]) -> None
         total_episodes=16,
         dataset_mixer_eval_list=[variant().prompts, "2"],
     )
-    said = again.run()
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    before = list_shared_memory()
+    while_it_ran: set[str] = set()
+    process = again.start()
+    again.when_step(1, process, lambda: while_it_ran.update(list_shared_memory()))
+    said = finished(process, exit_code=0)
+    own = while_it_ran - before
+    assert own
+    # A test beside this one may keep such things too, for a moment.
+    eventually(lambda: not own & list_shared_memory(), what="something is left in shared memory")
+    assert not list(tmp_path.glob("vllm_*"))
     assert (
         f"the adapter is in {again.output_dir / 'adapter'}" in said
         and "the trained model is in" not in said
@@ -117,34 +137,6 @@ def test_learners_on_nodes_of_two_sizes(variant: Callable[..., GRPOCase]) -> Non
     rows = case.rows()
     assert len(rows) == NUM_STEPS
     assert max(row["staleness/max"] for row in rows) == 1
-
-
-def test_engine_of_two_devices_leaves_nothing_in_shared_memory(
-    variant: Callable[..., GRPOCase], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What its processes keep outside themselves, in ways of vLLM's own, is not there any more in
-    the end.
-    """
-
-    def shared() -> set[str]:
-        names = {path.name for path in SHARED_MEMORY.iterdir()}
-        return {name for name in names if name.startswith(("psm_", "sem.mp-", "vllm_"))}
-
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    before = shared()
-    case = variant(vllm_tensor_parallel_size=2, param_dtype="bfloat16", total_episodes=8)
-    process = case.start()
-    while_it_ran: set[str] = set()
-    case.when_step(1, process, lambda: while_it_ran.update(shared()))
-    finished(process, exit_code=0)
-    own = while_it_ran - before
-    assert own
-    # A test beside this one may keep such things too, for a moment.
-    deadline_s = time.monotonic() + 30
-    while own & shared() and time.monotonic() < deadline_s:
-        time.sleep(0.1)
-    assert not own & shared()
-    assert not list(tmp_path.glob("vllm_*"))
 
 
 @pytest.fixture(scope="module")

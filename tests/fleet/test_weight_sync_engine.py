@@ -4,10 +4,7 @@ OLMo 2 is in whole runs: `test_engines_and_learners_agree_after_every_sync` of t
 """
 
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,13 +12,13 @@ import pytest
 from open_instruct.config.lora import RANKS_OF_ENGINES
 from tests.fleet import weight_engine
 from tests.fleet.weight_engine import IN_FLIGHT, KEPT_NAME, NUM_VERSIONS
+from tests.ranks import programs
 from tests.ranks.launch import run_ranks
 from tests.ranks.nccl_rules import breaches
 from tests.ranks.shallow import write_shallow_model
 
 pytestmark = pytest.mark.extended
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 FSDP_2 = {"replicas": 1, "shards": 2, "tensor": 1, "checkpointing": False}
 TOLERANCE = 1e-4
 TIED = ("qwen2", "llama")  # the head has no tensor of its own there
@@ -52,14 +49,7 @@ def test_engine_computes_what_the_learners_do(
     )
     if is_adapter:
         engines_model = learners_model
-    engine = subprocess.Popen(
-        [sys.executable, str(Path(weight_engine.__file__)), str(engines_model), str(tmp_path), way],
-        cwd=REPOSITORY,
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=(tmp_path / "engine.log").open("w"),
-        text=True,
-    )
+    engine = programs.start([weight_engine.__file__, str(engines_model), str(tmp_path), way])
     try:
         learners = run_ranks(
             2,
@@ -74,9 +64,9 @@ def test_engine_computes_what_the_learners_do(
         )
         output, _ = engine.communicate(timeout=300)
     finally:
-        engine.kill()
-    assert output, (tmp_path / "engine.log").read_text()[-4000:]
-    said = json.loads(output.splitlines()[-1])
+        engine.end()
+    assert engine.returncode == 0, output[-4000:]
+    said = json.loads((tmp_path / "said.json").read_text())
     differences = learners[0]["differences"]
     notes = [*(learner["notes"] for learner in learners), said["notes"]]
     assert all(len(calls) > 20 for calls in notes) == (backend == "nccl")

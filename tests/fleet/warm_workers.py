@@ -5,8 +5,8 @@ job say what stands for `python` in the commands of its workers (`py_executable`
 function that RAY_RUNTIME_ENV_HOOK names for it. Here it is ask_for_fork.py, which hands the command
 to a process that is itself a fork of the tests' fork server.
 
-Ray and vLLM are imported in each worker anew: both read the environment as they are. Runs of the
-pages and the demos start their workers as users' do.
+Ray and vLLM are imported in each worker anew: both read the environment as they are. The demos
+start their workers as users' runs do.
 """
 
 import ctypes
@@ -18,36 +18,29 @@ import socket
 import sys
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
-SOCKET = "TESTS_FORK_RAY_WORKERS_AT"
-CLIENT = Path(__file__).with_name("ask_for_fork.py")
+import pytest
+
+from tests.fleet.ask_for_fork import HOOK, SOCKET
+from tests.ranks.fork_server import Forked, apply_environment
+
 PR_SET_PDEATHSIG = 1
 
 
-@contextmanager
-def forking(folder: Path) -> Iterator[None]:
-    """While it runs, workers of every Ray that is started below this process are forks."""
-    from tests.ranks.fork_server import Forked
-
-    path = folder / "socket"
+@pytest.fixture(scope="session", autouse=True)
+def forked_workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Workers of every Ray that a test of this folder starts are forks."""
+    path = tmp_path_factory.mktemp("warm") / "socket"
     # It listens before it is handed over, so that nobody comes too early.
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(path))
         listener.listen(64)
         os.environ[SOCKET] = str(path)
-        os.environ["RAY_RUNTIME_ENV_HOOK"] = f"{__name__}.name_python"
+        os.environ["RAY_RUNTIME_ENV_HOOK"] = HOOK
         server = Forked(serve, listener)
     yield
     server.end()
-
-
-def name_python(runtime_env: dict[str, Any] | None) -> dict[str, Any]:
-    """What Ray calls, with the `runtime_env` of a job."""
-    python = f"{sys.executable} -I -S {CLIENT} {os.environ[SOCKET]}"
-    return {**(runtime_env or {}), "py_executable": python}
 
 
 def serve(listener: socket.socket) -> int:
@@ -77,8 +70,6 @@ def _become(
     blocked: list[int],
     ignored: list[int],
 ) -> None:
-    from tests.ranks.fork_server import apply_environment
-
     code = 1
     try:
         os.setsid()

@@ -149,7 +149,7 @@ def main(model_folder: str, folder: Path, way: str, notes: list[Call]) -> None:
                 update(version)
             answer(version)
     tell(folder / "completions.told", {"completions": completions})
-    print(json.dumps(said | {"notes": notes}), flush=True)
+    (folder / "said.json").write_text(json.dumps(said | {"notes": notes}))
     engine.shutdown()
     os._exit(0)
 
