@@ -36,8 +36,12 @@ def forked_workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(path))
         listener.listen(64)
-        os.environ[SOCKET] = str(path)
-        os.environ["RAY_RUNTIME_ENV_HOOK"] = HOOK
+        # Without the last one Ray would start workers of a plain python, too.
+        os.environ |= {
+            SOCKET: str(path),
+            "RAY_RUNTIME_ENV_HOOK": HOOK,
+            "RAY_prestart_worker_first_driver": "0",
+        }
         server = Forked(serve, listener)
     yield
     server.end()
