@@ -37,6 +37,7 @@ ACQUIRE_TIMEOUT_S = 5.0
 POLL_INTERVAL_S = 0.05
 # To free the memory of a killed process takes a loaded machine seconds.
 MAX_ENDING_S = 60.0
+SAID_AFTER_S = 2.0
 # Of what _read_stat returns; the bit is of linux/sched.h.
 ZOMBIE = "Z"
 PLACE_OF_FLAGS = 6
@@ -106,7 +107,7 @@ def refuse_folder_in_use(folder: Path) -> None:
         return
     lease = SoftFileLease(folder / "run.lease", lease_duration=1e9)
     try:
-        if _is_held(descriptor, fcntl.LOCK_SH, lease):
+        if _is_held(descriptor, fcntl.LOCK_SH, lease, lambda line: None):
             raise _refusal(lease, folder)
     finally:
         os.close(descriptor)
@@ -124,7 +125,7 @@ def _take(
     folder: Path,
     say: Callable[[str], None],
 ) -> None:
-    if _is_held(descriptor, fcntl.LOCK_EX, lease):
+    if _is_held(descriptor, fcntl.LOCK_EX, lease, say):
         raise _refusal(lease, folder)
     # Another host's file system may have granted the lock as well.
     owner = lease.owner
@@ -145,16 +146,24 @@ def _take(
         raise _refusal(lease, folder) from None
 
 
-def _is_held(descriptor: int, kind: int, lease: SoftFileLease) -> bool:
+def _is_held(descriptor: int, kind: int, lease: SoftFileLease, say: Callable[[str], None]) -> bool:
     """Whether another process has the lock, which otherwise is taken.
 
     A killed process keeps it until the kernel has freed its memory, and is waited for: a run that
     is started again right after `kill -9` goes on.
     """
-    end_s = time.monotonic() + MAX_ENDING_S
+    start_s = time.monotonic()
+    is_said = False
     while not _lock(descriptor, kind):
-        if not _is_ending(lease) or time.monotonic() > end_s:
+        waited_s = time.monotonic() - start_s
+        if not _is_ending(lease) or waited_s > MAX_ENDING_S:
             return not _lock(descriptor, kind)  # it may have ended since
+        if waited_s > SAID_AFTER_S and not is_said:
+            is_said = True
+            say(
+                f"{_describe_holder(lease)} was killed and has not ended yet: waiting for it, for "
+                f"{MAX_ENDING_S:g} s at most"
+            )
         time.sleep(POLL_INTERVAL_S)
     return False
 

@@ -112,10 +112,16 @@ def test_killed_holder_blocks_nobody(tmp_path: Path, words: tuple[str, ...]) -> 
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="of Linux, how a process ends")
-def test_process_that_is_ending_is_waited_for(tmp_path: Path) -> None:
+def test_process_that_is_ending_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its main thread has ended, the others not, and its lock is still there."""
-    with holder(tmp_path, "ends"), lock_folder(tmp_path, say=print):
+    monkeypatch.setattr(run_lock, "SAID_AFTER_S", 0.1)
+    said: list[str] = []
+    with holder(tmp_path, "ends") as process, lock_folder(tmp_path, say=said.append):
         assert held_by(tmp_path) == os.getpid()
+    (line,) = said
+    assert f"process {process.pid}" in line and "has not ended yet" in line
 
 
 def test_killed_holder_that_nobody_has_waited_for_blocks_nobody(tmp_path: Path) -> None:
