@@ -33,6 +33,9 @@ if TYPE_CHECKING:
 GENERIC_CLASS = "PreTrainedTokenizerFast"
 # The name that transformers 5 writes for it.
 NEW_GENERIC_CLASS = "TokenizersBackend"
+# A family whose tokenizers AutoTokenizer opens as that class. Where no config.json names a family,
+# vLLM waits two seconds and looks again.
+GENERIC_FAMILY = "granite"
 
 
 def build_tokenizer_config(folder: Path, model_fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -93,6 +96,7 @@ def copy_tokenizer(folder: Path, out: Path) -> None:
         if (folder / name).is_file():
             shutil.copyfile(folder / name, out / name)
     (out / CONFIG_NAME).write_text(json.dumps(use_generic_class(settings)), encoding="utf-8")
+    (out / "config.json").write_text(json.dumps({"model_type": GENERIC_FAMILY}), encoding="utf-8")
 
 
 def _find_difference(

@@ -84,8 +84,7 @@ class VLLMCore:
         self._absent_parts: set[MemoryPart] = set()  # of its memory, given up
         default_receiver = WeightReceiver if adapter is None else AdapterReceiver
         receiver = weight_receiver or default_receiver
-        # Without a config.json, so that vLLM takes the class that changes nothing, whatever family
-        # the model is of.
+        # So that vLLM takes the class that changes nothing, whatever family the model is of.
         self._tokenizer_folder = tempfile.TemporaryDirectory(prefix="tokenizer-")
         copy_tokenizer(Path(settings.tokenizer_folder), Path(self._tokenizer_folder.name))
         with_tokenizer = replace(settings, tokenizer_folder=self._tokenizer_folder.name)
