@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from open_instruct.config.training import LearnerConfig
 from open_instruct.models.attention.attention import find_context_group
@@ -75,7 +76,11 @@ def build_backend(
         reduces_last=config.parallel.gradient_reduction == "last",
         model=transformer,
         optim=build_optimizer_config(
-            optim, device=device, names=pretrained.names.olmo_core_names, on_host=on_host
+            optim,
+            device=device,
+            names=pretrained.names.olmo_core_names,
+            on_host=on_host,
+            has_dtensors=True,
         ),
         scheduler=build_scheduler(optim, num_steps=num_steps),
         # Infinity clips nothing and still measures the norm.
@@ -184,9 +189,22 @@ class FSDP2Backend(ShardedModule):
             loss.register_hook(lambda _: prepare_compiler())  # in the thread of this backward pass
         (loss * self._num_averaged).backward()
 
+    @torch.no_grad()
     def clip(self) -> torch.Tensor:
+        """Scale the gradients down to the largest norm allowed; returns the norm before.
+
+        It is `nn.utils.clip_grad_norm_`, but each rank scales its parts by itself: for DTensors
+        torch would first work out how each may be sharded, which takes seconds in the first step.
+        """
         assert self.max_grad_norm is not None
-        return self._clip_grad_norm(self.max_grad_norm)
+        parameters = self.model.parameters()
+        gradients = [each.grad for each in parameters if each.grad is not None]
+        norm = nn.utils.get_total_norm(gradients)
+        if isinstance(norm, DTensor):
+            norm = norm.full_tensor()
+        scale = (self.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
+        torch._foreach_mul_([local_part(each) for each in gradients], scale)
+        return norm
 
     def step(self, *, loss: float, grad_norm: float) -> Metrics:
         assert self.optim is not None

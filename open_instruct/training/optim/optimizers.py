@@ -14,6 +14,7 @@ from olmo_core.train.callbacks import Callback
 from open_instruct.config.sections import OptimizerSection
 from open_instruct.training.optim.eight_bit import AdamW8bit
 from open_instruct.training.optim.muon import MuonWithAdamW
+from open_instruct.training.optim.sharded_adamw import ShardedAdamWConfig
 
 
 @dataclass
@@ -113,6 +114,7 @@ def build_optimizer_config(
     device: torch.device,
     names: Collection[str],
     on_host: bool = False,
+    has_dtensors: bool = False,
 ) -> core.OptimConfig[Any]:
     """The OLMo-core config of `--optimizer`.
 
@@ -120,6 +122,7 @@ def build_optimizer_config(
 
     :param names: of the parameters. OLMo-core refuses a pattern that names nothing.
     :param on_host: whether the host of a device has AdamW's moments.
+    :param has_dtensors: whether weights may be DTensors, as FSDP2 shards them.
     """
     common: dict[str, Any] = {
         "lr": optim.learning_rate,
@@ -141,7 +144,8 @@ def build_optimizer_config(
         return HostSkipStepAdamWConfig(**common)
     if optim.optimizer == "adamw_8bit" or on_host:
         return AdamW8bitConfig(has_codes=optim.optimizer == "adamw_8bit", on_host=on_host, **common)
-    return core.AdamWConfig(fused=True, **common)
+    adamw = ShardedAdamWConfig if has_dtensors else core.AdamWConfig
+    return adamw(fused=True, **common)
 
 
 def build_scheduler(optim: OptimizerSection, *, num_steps: int) -> Scheduler:

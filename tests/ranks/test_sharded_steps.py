@@ -1,8 +1,10 @@
-"""Muon on shards is Muon on whole matrices; also where there are fewer rows than shards, as of
+"""Steps on shards are those on whole matrices; also where there are fewer rows than shards, as of
 narrow heads.
 """
 
 from typing import Any
+
+import pytest
 
 # Rows, replicas, shards and tensor ranks; then the rows that each of four ranks holds of a matrix,
 # and of one that tensor parallelism splits by columns.
@@ -17,8 +19,9 @@ CASES = {
 }
 
 
-def test_step_on_shards_is_torchs_on_whole_matrices(run_ranks: Any) -> None:
-    results = run_ranks(4, "tests.ranks.jobs.muon:each", cases=list(CASES))
+@pytest.mark.parametrize("kind", ["muon", "adamw"])
+def test_step_on_shards_is_torchs(run_ranks: Any, kind: str) -> None:
+    results = run_ranks(4, "tests.ranks.jobs.sharded_steps:take_each", kind=kind, cases=list(CASES))
     for index, (case, rows_of_kinds) in enumerate(CASES.items()):
         for rank, (rows, *are_same) in enumerate(of_rank[index] for of_rank in results):
             assert rows[:2] == [of_kind[rank] for of_kind in rows_of_kinds], case
