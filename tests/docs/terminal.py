@@ -24,7 +24,7 @@ from torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_han
 from open_instruct.cli import main
 from tests.docs.samples import change_words, find_reason_to_leave_out
 from tests.ranks import programs
-from tests.ranks.fork_server import REPOSITORY, Forked
+from tests.ranks.fork_server import Forked
 from tests.waiting import eventually
 
 PROGRAMS = ("open-instruct", "torchrun", "python")
@@ -71,7 +71,6 @@ class Terminal:
             "HF_TOKEN": "hf_of_a_test",
             "OPEN_INSTRUCT_CACHE": self._cache,
             "COLUMNS": "100",
-            "PYTHONPATH": str(REPOSITORY),  # what Ray asks for its workers' python is there
         }
         self._server = Forked(serve, str(self._socket), hub, environment=environment, cwd=folder)
         eventually(self._socket.exists, what="the server of the terminal did not start")

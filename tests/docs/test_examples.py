@@ -31,11 +31,7 @@ def run_example(name: str, folder: Path) -> str:
     path = REPOSITORY / "examples" / f"{name}.py"
     command = re.search(rf"&& python examples/{name}\.py (.+)$", path.read_text(), re.MULTILINE)
     assert command is not None, "the head has no command"
-    environment = {
-        "OPEN_INSTRUCT_CACHE": str(folder / "cache"),
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": str(REPOSITORY),  # what Ray asks for its workers' python is there
-    }
+    environment = {"OPEN_INSTRUCT_CACHE": str(folder / "cache"), "OMP_NUM_THREADS": "1"}
     words = [str(path), *command[1].split()]
     process = programs.start(words, cwd=folder, environment=environment)
     printed, _ = process.communicate(TIMEOUT_S)

@@ -16,14 +16,14 @@ import runpy
 import signal
 import socket
 import sys
-import traceback
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from tests.fleet.ask_for_fork import HOOK, SOCKET
-from tests.ranks.fork_server import Forked, apply_environment
+from tests.ranks.fork_server import REPOSITORY, Forked, apply_environment, exit_after
 
 PR_SET_PDEATHSIG = 1
 
@@ -36,11 +36,12 @@ def forked_workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(path))
         listener.listen(64)
-        # Without the last one Ray would start workers of a plain python, too.
+        # Without the third one Ray would start workers of a plain python, too.
         os.environ |= {
             SOCKET: str(path),
             "RAY_RUNTIME_ENV_HOOK": HOOK,
             "RAY_prestart_worker_first_driver": "0",
+            "PYTHONPATH": str(REPOSITORY),  # where the hook is
         }
         server = Forked(serve, listener)
     yield
@@ -60,7 +61,7 @@ def serve(listener: socket.socket) -> int:
                 connection.sendall(b"!")
                 for closed in (connection, listener):
                     closed.close()
-                _become(streams, **request)
+                exit_after(partial(_become, streams, **request))
             for stream in streams:
                 os.close(stream)
 
@@ -74,31 +75,20 @@ def _become(
     blocked: list[int],
     ignored: list[int],
 ) -> None:
-    code = 1
-    try:
-        os.setsid()
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        for number in signal.valid_signals() - {signal.SIGINT, signal.SIGKILL, signal.SIGSTOP}:
-            signal.signal(number, signal.SIG_DFL)
-        for number in ignored:
-            signal.signal(number, signal.SIG_IGN)
-        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
-        for number, stream in enumerate(streams):
-            os.dup2(stream, number)
-            os.close(stream)
-        apply_environment(environment)
-        os.chdir(cwd)
-        sys.argv = words
-        # As a new Python would begin.
-        added = environment.get("PYTHONPATH", "").split(os.pathsep)
-        sys.path[:0] = [str(Path(words[0]).parent), *filter(None, added)]
-        runpy.run_path(words[0], run_name="__main__")
-        code = 0
-    except SystemExit as error:
-        code = error.code if isinstance(error.code, int) else 1
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+    os.setsid()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number in signal.valid_signals() - {signal.SIGINT, signal.SIGKILL, signal.SIGSTOP}:
+        signal.signal(number, signal.SIG_DFL)
+    for number in ignored:
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+    for number, stream in enumerate(streams):
+        os.dup2(stream, number)
+        os.close(stream)
+    apply_environment(environment)
+    os.chdir(cwd)
+    sys.argv = words
+    # As a new Python would begin.
+    added = environment.get("PYTHONPATH", "").split(os.pathsep)
+    sys.path[:0] = [str(Path(words[0]).parent), *filter(None, added)]
+    runpy.run_path(words[0], run_name="__main__")

@@ -22,18 +22,15 @@ timeout: every rank's, with the line it hangs in) is shown.
 import faulthandler
 import importlib
 import json
-import os
 import signal
 import socket
-import sys
 import tempfile
 import time
-import traceback
 from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
-from tests.ranks.fork_server import REPOSITORY, Forked
+from tests.ranks.fork_server import REPOSITORY, Forked, exit_after
 
 __all__ = ["REPOSITORY", "RanksFailed", "run_ranks"]
 
@@ -133,17 +130,10 @@ def _run_rank(target: str, arguments: str, result: str) -> int:
     """In a forked rank: call, and write the result."""
     faulthandler.enable()
     faulthandler.register(SHOWS_ITS_LINE)
-    code = 1
-    try:
+
+    def call() -> None:
         module, _, name = target.partition(":")
         function = getattr(importlib.import_module(module), name)
         Path(result).write_text(json.dumps(function(**json.loads(arguments))))
-        code = 0
-    except SystemExit as error:
-        code = error.code if isinstance(error.code, int) else 1
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)  # a slow interpreter exit belongs to no rank
+
+    exit_after(call)

@@ -12,7 +12,6 @@ import runpy
 import signal
 import subprocess
 import sys
-import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_han
     SubprocessHandler,
 )
 
-from tests.ranks.fork_server import REPOSITORY, Forked
+from tests.ranks.fork_server import REPOSITORY, Forked, exit_after
 
 TORCHRUN = ["-m", "torch.distributed.run"]
 
@@ -86,26 +85,17 @@ class _ForkedRank(subprocess.Popen[bytes]):
     def _execute_child(self, *arguments: Any) -> None:
         self.pid = os.fork()
         if self.pid == 0:
-            code = 1
-            try:
-                os.setsid()
-                # A new Python knows nothing of what its launcher leaves out.
-                logging.disable(logging.NOTSET)
-                for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGINT):
-                    if signal.getsignal(number) is not signal.SIG_IGN:
-                        own = (
-                            signal.default_int_handler
-                            if number == signal.SIGINT
-                            else signal.SIG_DFL
-                        )
-                        signal.signal(number, own)
-                os.environ.clear()
-                os.environ.update(self._environment)
-                code = _run_program(self._words)
-            except SystemExit as error:
-                code = error.code if isinstance(error.code, int) else 1
-            except BaseException:
-                traceback.print_exc()
-            finally:
-                os._exit(code)
+            exit_after(self._become)
         self._child_created = True
+
+    def _become(self) -> None:
+        os.setsid()
+        # A new Python knows nothing of what its launcher leaves out.
+        logging.disable(logging.NOTSET)
+        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGINT):
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                own = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+                signal.signal(number, own)
+        os.environ.clear()
+        os.environ.update(self._environment)
+        raise SystemExit(_run_program(self._words))
