@@ -22,6 +22,7 @@ from open_instruct.core.errors import InputError
 from open_instruct.core.records import Completion
 from open_instruct.data.tokenizer_class import copy_tokenizer
 from open_instruct.generation.expert_routes import read_routes, record_routes
+from open_instruct.generation.lasting_objects import importing
 from open_instruct.generation.matrix_unit import allow_matrix_unit
 from open_instruct.generation.reply_text import decode_reply
 from open_instruct.generation.requests import EngineSettings, GenerationRequest
@@ -72,9 +73,10 @@ class VLLMCore:
             # vLLM leaves files there when it is killed.
             tempfile.tempdir = folder
             os.environ["TMPDIR"] = folder
-        from vllm.engine.arg_utils import EngineArgs
-        from vllm.usage.usage_lib import UsageContext
-        from vllm.v1.engine.llm_engine import LLMEngine
+        with importing():
+            from vllm.engine.arg_utils import EngineArgs
+            from vllm.usage.usage_lib import UsageContext
+            from vllm.v1.engine.llm_engine import LLMEngine
 
         on_cuda = torch.cuda.is_available()
         adapter = settings.adapter
@@ -195,7 +197,12 @@ class VLLMCore:
         self._absent_parts.remove(part)
 
     def close(self) -> None:
-        self._engine.engine_core.shutdown()
+        """End the other processes of an engine that has any; this one is about to end.
+
+        By itself vLLM makes room for another engine in this process, which takes two seconds.
+        """
+        if self._settings.fleet.vllm_tensor_parallel_size > 1:
+            self._engine.engine_core.shutdown()
         self._tokenizer_folder.cleanup()
 
     def _drop_cached_keys(self) -> None:
