@@ -5,9 +5,6 @@ have them, holds there.
 """
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +12,13 @@ import pytest
 
 from open_instruct.commands.tiny_model import write_tiny_model
 from open_instruct.generation.requests import make_sampling_seed
+from tests.fleet.grpo_case import finished
 from tests.fleet.queue_case import STOP, TEMPERATURE, logits_of, requests
+from tests.ranks import programs
 
 pytestmark = pytest.mark.extended
 
-REPOSITORY = Path(__file__).resolve().parents[2]
+SESSION = Path(__file__).with_name("queue_session.py")
 CANCELLED = 3
 
 
@@ -28,15 +27,8 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     pytest.importorskip("vllm", reason="needs vLLM")
     folder = tmp_path_factory.mktemp("queue")
     model = write_tiny_model(folder / "model", family="olmo2")
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.fleet.queue_session", str(model), str(folder / "out.json")],
-        cwd=REPOSITORY,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+    words = [str(SESSION), str(model), str(folder / "out.json")]
+    finished(programs.start(words), exit_code=0)
     found: dict[str, Any] = json.loads((folder / "out.json").read_text())
     return found
 

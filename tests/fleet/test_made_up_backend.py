@@ -2,15 +2,13 @@
 weights.
 """
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.fleet.grpo_case import NUM_STEPS, GRPOCase, write_prompts
+from tests.fleet.grpo_case import NUM_STEPS, GRPOCase, finished, write_prompts
 from tests.plain_backend.installed import environment_with_plain
+from tests.ranks import programs
 from tests.ranks.shallow import write_shallow_model
 
 pytestmark = pytest.mark.extended
@@ -21,19 +19,11 @@ def test_third_backend_learns_from_completions(tmp_path: Path) -> None:
     flags = {"backend": "plain", "beta": 0.05}
     prompts = write_prompts(tmp_path / "prompts.jsonl", 8)
     case = GRPOCase(model=tiny_model, prompts=prompts, output_dir=tmp_path / "run", flags=flags)
-    done = subprocess.run(
-        [sys.executable, *case.command()],
-        env=environment_with_plain(tmp_path / "installed"),
-        check=False,
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        timeout=600,
+    process = programs.start(
+        case.command(), environment=environment_with_plain(tmp_path / "installed"), cwd=tmp_path
     )
-    assert done.returncode == 0, done.stdout
-    rows = [
-        json.loads(line) for line in (case.output_dir / "metrics.jsonl").read_text().splitlines()
-    ]
+    finished(process, exit_code=0)
+    rows = case.rows()
     assert [row["step"] for row in rows] == [*range(1, NUM_STEPS + 1)]
     # The engine's log-probs are those of the weights that it was sent before each step.
     assert all(row["logprob_diff/mean"] < 1e-3 and row["grad_norm"] > 0 for row in rows)

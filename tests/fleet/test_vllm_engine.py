@@ -1,9 +1,6 @@
 """A real vLLM as an engine's core: what it answers is what our learners would compute."""
 
 import json
-import os
-import subprocess
-import sys
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -24,6 +21,7 @@ from open_instruct.models.hf.names import TensorNames
 from open_instruct.models.load import stream_load
 from open_instruct.training.model.forward import token_logprobs
 from open_instruct.training.model.routing import record_routing
+from tests.fleet.grpo_case import finished
 from tests.fleet.vllm_session import (
     MAX_TOKENS,
     NUM_REQUESTS,
@@ -32,9 +30,9 @@ from tests.fleet.vllm_session import (
     TEMPERATURE,
     requests,
 )
+from tests.ranks import programs
 
-REPOSITORY = Path(__file__).resolve().parents[2]
-SESSION_TIMEOUT_S = 600
+SESSION = Path(__file__).with_name("vllm_session.py")
 CPU = torch.device("cpu")
 TOLERANCE = 1e-4
 
@@ -68,20 +66,9 @@ def session(tmp_path_factory: pytest.TempPathFactory) -> Session:
         write_tiny_model(folder / f"model{seed}", family="qwen3_moe", seed=seed)
         for seed in range(2)
     ]
-    with (folder / "log").open("w") as log:
-        program, answers = (
-            str(REPOSITORY / "tests" / "fleet" / "vllm_session.py"),
-            folder / "answers.json",
-        )
-        subprocess.run(
-            [sys.executable, program, *map(str, folders), str(answers)],
-            cwd=REPOSITORY,
-            env={**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"},
-            stdout=log,
-            stderr=log,
-            timeout=SESSION_TIMEOUT_S,
-        )
-    assert answers.exists(), (folder / "log").read_text()[-4000:]
+    answers = folder / "answers.json"
+    words = [str(SESSION), *map(str, folders), str(answers)]
+    finished(programs.start(words), exit_code=0)
     return Session(folders, json.loads(answers.read_text()))
 
 

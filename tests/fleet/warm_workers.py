@@ -5,11 +5,13 @@ job say what stands for `python` in the commands of its workers (`py_executable`
 function that RAY_RUNTIME_ENV_HOOK names for it. Here it is ask_for_fork.py, which hands the command
 to a process that is itself a fork of the tests' fork server.
 
-Ray and vLLM are imported in each worker anew: both read the environment as they are. The demos
-start their workers as users' runs do.
+Ray and vLLM are imported in each worker anew: both read the environment as they are. What vLLM
+imports of others is there. The demos start their workers as users' runs do.
 """
 
 import ctypes
+import gc
+import importlib
 import json
 import os
 import runpy
@@ -26,6 +28,7 @@ from tests.fleet.ask_for_fork import HOOK, SOCKET
 from tests.ranks.fork_server import REPOSITORY, Forked, apply_environment, exit_after
 
 PR_SET_PDEATHSIG = 1
+IMPORTED_BY_VLLM = ("aiohttp", "fastapi", "openai.types.responses", "xgrammar")
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -51,6 +54,9 @@ def forked_workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 def serve(listener: socket.socket) -> int:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # with the fork server
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for what is forked
+    for name in IMPORTED_BY_VLLM:
+        importlib.import_module(name)
+    gc.freeze()  # as in tests/ranks/preloaded.py
     while True:
         connection, _ = listener.accept()
         with connection:
@@ -88,7 +94,5 @@ def _become(
     apply_environment(environment)
     os.chdir(cwd)
     sys.argv = words
-    # As a new Python would begin.
-    added = environment.get("PYTHONPATH", "").split(os.pathsep)
-    sys.path[:0] = [str(Path(words[0]).parent), *filter(None, added)]
+    sys.path.insert(0, str(Path(words[0]).parent))  # as a new Python would begin
     runpy.run_path(words[0], run_name="__main__")

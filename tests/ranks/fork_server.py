@@ -155,10 +155,12 @@ def exit_after(function: Callable[[], object]) -> NoReturn:
 
 def apply_environment(environment: Mapping[str, str]) -> None:
     """As the whole environment of this process, forked from the server; in /proc it has no other
-    one either.
+    one either. Modules are found as a new Python would find them.
     """
     os.environ.clear()
     os.environ.update(environment)
+    added = filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))
+    sys.path[:0] = [folder for folder in added if folder not in sys.path]
     tempfile.tempdir = None  # the server may have looked it up
     start, end = map(int, Path("/proc/self/stat").read_text().rpartition(")")[2].split()[47:49])
     shown = b"".join(

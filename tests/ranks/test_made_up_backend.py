@@ -2,17 +2,19 @@
 an entry point.
 """
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.plain_backend.installed import REPOSITORY, environment_with_plain
+from tests.ranks import programs
 from tests.ranks.launch import run_ranks
 from tests.ranks.train_case import TrainCase, free_ports
 
 pytestmark = pytest.mark.extended
+
+DPO = REPOSITORY / "open_instruct" / "dpo.py"
+TIMEOUT_S = 300
 
 
 @pytest.fixture(scope="module")
@@ -20,17 +22,11 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return environment_with_plain(tmp_path_factory.mktemp("installed"))
 
 
-def run(words: list[str], environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(REPOSITORY / "open_instruct" / "dpo.py"), *words]
-    return subprocess.run(
-        command,
-        env=environment,
-        check=False,
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        timeout=300,
-    )
+def run(words: list[str], environment: dict[str, str]) -> tuple[int, str]:
+    """Its exit code, and what it said."""
+    process = programs.start([str(DPO), *words], environment=environment)
+    said, _ = process.communicate(TIMEOUT_S)
+    return process.wait(), said
 
 
 def test_third_backend_takes_the_steps_of_the_others_and_resumes(
@@ -57,10 +53,10 @@ def test_third_backend_takes_the_steps_of_the_others_and_resumes(
     }.items():
         if name == "plain_again":  # what was saved after the last step is gone, as after a kill
             (dpo_case.folder / "plain" / "step5" / "checkpoint.json").unlink()
-        done = run(dpo_case.command(name, **flags), environment)
-        assert done.returncode == 0, done.stdout
+        code, told = run(dpo_case.command(name, **flags), environment)
+        assert code == 0, told
         if name == "plain":
-            assert "plain PyTorch on cpu" in done.stdout
+            assert "plain PyTorch on cpu" in told
             first = dpo_case.trajectory("plain")
     assert first == [
         pytest.approx(of_step, rel=1e-5) for of_step in dpo_case.trajectory("of_fsdp2")
@@ -89,6 +85,6 @@ def test_third_backend_takes_the_steps_of_the_others_and_resumes(
 def test_third_backend_refuses_flags_that_it_cannot_follow(
     dpo_case: TrainCase, environment: dict[str, str], flags: dict[str, str], said: str
 ) -> None:
-    done = run(dpo_case.command("refused", **flags), environment)
-    assert done.returncode == 2 and said in done.stdout, done.stdout
+    code, told = run(dpo_case.command("refused", **flags), environment)
+    assert code == 2 and said in told, told
     assert not (Path(dpo_case.folder) / "refused").exists()

@@ -228,8 +228,9 @@ def test_exports_and_engines_have_the_ids_of_the_file(
 
 
 READ_BY_VLLM = """
-import json, sys
+import json, sys, time
 from vllm.tokenizers import get_tokenizer
+time.sleep = lambda seconds: sys.exit(f"it waits {seconds} s")
 folders, text = json.load(sys.stdin)
 ids = [get_tokenizer(folder).encode(text, add_special_tokens=False) for folder in folders]
 print("\\n" + json.dumps(ids))
@@ -241,7 +242,9 @@ print("\\n" + json.dumps(ids))
 def test_vllm_reads_exports_with_the_ids_of_the_file(
     kinds: dict[str, Path], tmp_path: Path
 ) -> None:
-    """In a process of its own: vLLM sets its process up when it is imported."""
+    """In a process of its own: vLLM sets its process up when it is imported. So does an engine, and
+    it does not wait for a file that is not there.
+    """
     folders, expected = [], []
     for number, (kind, family) in enumerate(product(KINDS, FAMILY_NAMES)):
         name = CLASSES[number % len(CLASSES)]
@@ -257,6 +260,8 @@ def test_vllm_reads_exports_with_the_ids_of_the_file(
         )
         raw = Tokenizer.from_file(str(kinds[kind] / "tokenizer.json"))
         expected.append(raw.encode(TEXT, add_special_tokens=False).ids)
+    folders.append(str(engine_folder(source, tmp_path)))
+    expected.append(expected[-1])
     done = subprocess.run(
         [sys.executable, "-c", READ_BY_VLLM],
         input=json.dumps([folders, TEXT]),
