@@ -33,9 +33,10 @@ if TYPE_CHECKING:
 GENERIC_CLASS = "PreTrainedTokenizerFast"
 # The name that transformers 5 writes for it.
 NEW_GENERIC_CLASS = "TokenizersBackend"
-# A family whose tokenizers AutoTokenizer opens as that class. Where no config.json names a family,
-# vLLM waits two seconds and looks again.
-GENERIC_FAMILY = "granite"
+# The config.json with which AutoTokenizer opens that class. Where none names a family, vLLM waits
+# two seconds and looks again; without a version transformers splits texts as Mistral's where the
+# vocabulary is large.
+GENERIC_MODEL = {"model_type": "granite", "transformers_version": "5.0.0"}
 
 
 def build_tokenizer_config(folder: Path, model_fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -89,14 +90,17 @@ def use_generic_class(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def copy_tokenizer(folder: Path, out: Path) -> None:
-    """Put a tokenizer into the empty folder `out`, where AutoTokenizer opens it with its ids."""
+    """Put a tokenizer into the empty folder `out`, where AutoTokenizer opens it with its ids.
+
+    Beside it is a config.json of no model, which has it opened so.
+    """
     _, settings = read_tokenizer_files(folder)
     shutil.copyfile(folder / TOKENIZER_NAME, out / TOKENIZER_NAME)
     for name in ("special_tokens_map.json", "added_tokens.json"):
         if (folder / name).is_file():
             shutil.copyfile(folder / name, out / name)
     (out / CONFIG_NAME).write_text(json.dumps(use_generic_class(settings)), encoding="utf-8")
-    (out / "config.json").write_text(json.dumps({"model_type": GENERIC_FAMILY}), encoding="utf-8")
+    (out / "config.json").write_text(json.dumps(GENERIC_MODEL), encoding="utf-8")
 
 
 def _find_difference(

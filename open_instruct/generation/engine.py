@@ -222,7 +222,8 @@ class Engine:
 
     def _loop(self, make_core: Callable[[EngineSettings], VLLMCore], ready: Future[None]) -> None:
         try:
-            core = make_core(self._settings)
+            # Kept until the process ends; see `VLLMCore.close`.
+            core = self._core = make_core(self._settings)
         except BaseException as error:
             ready.set_exception(error)
             return

@@ -86,7 +86,8 @@ class VLLMCore:
         self._absent_parts: set[MemoryPart] = set()  # of its memory, given up
         default_receiver = WeightReceiver if adapter is None else AdapterReceiver
         receiver = weight_receiver or default_receiver
-        # So that vLLM takes the class that changes nothing, whatever family the model is of.
+        # A folder of its own, in which vLLM takes the class that changes nothing, whatever family
+        # the model is of.
         self._tokenizer_folder = tempfile.TemporaryDirectory(prefix="tokenizer-")
         copy_tokenizer(Path(settings.tokenizer_folder), Path(self._tokenizer_folder.name))
         with_tokenizer = replace(settings, tokenizer_folder=self._tokenizer_folder.name)
@@ -197,9 +198,10 @@ class VLLMCore:
         self._absent_parts.remove(part)
 
     def close(self) -> None:
-        """End the other processes of an engine that has any; this one is about to end.
+        """End the other processes of an engine that has any.
 
-        By itself vLLM makes room for another engine in this process, which takes two seconds.
+        Its own is to end next. For another engine in the same process vLLM would make room, which
+        takes two seconds; it does so too where this object is collected.
         """
         if self._settings.fleet.vllm_tensor_parallel_size > 1:
             self._engine.engine_core.shutdown()

@@ -286,3 +286,7 @@ def test_old_weights_are_gone_after_an_update(session: Session) -> None:
 
 def test_cancelled_requests_leave_the_others_alone(session: Session) -> None:
     assert session.completions("after_cancel") == session.completions("back")[1:2]
+
+
+def test_engine_that_ends_makes_no_room_for_another(session: Session) -> None:
+    assert session.answers["made_room"] is False

@@ -19,13 +19,14 @@ import signal
 import socket
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
 import pytest
 
 from tests.fleet.ask_for_fork import HOOK, SOCKET
-from tests.ranks.fork_server import REPOSITORY, Forked, apply_environment, exit_after
+from tests.ranks.fork_server import FINDS_TESTS, Forked, apply_environment, exit_after
 
 PR_SET_PDEATHSIG = 1
 IMPORTED_BY_VLLM = ("aiohttp", "fastapi", "openai.types.responses", "xgrammar")
@@ -44,7 +45,7 @@ def forked_workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
             SOCKET: str(path),
             "RAY_RUNTIME_ENV_HOOK": HOOK,
             "RAY_prestart_worker_first_driver": "0",
-            "PYTHONPATH": str(REPOSITORY),  # where the hook is
+            **FINDS_TESTS,  # as the hook is one of their modules
         }
         server = Forked(serve, listener)
     yield
@@ -55,7 +56,8 @@ def serve(listener: socket.socket) -> int:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # with the fork server
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for what is forked
     for name in IMPORTED_BY_VLLM:
-        importlib.import_module(name)
+        with suppress(ImportError):  # where there is no vLLM
+            importlib.import_module(name)
     gc.freeze()  # as in tests/ranks/preloaded.py
     while True:
         connection, _ = listener.accept()

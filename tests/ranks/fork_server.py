@@ -136,7 +136,7 @@ def _become(
 
 
 def exit_after(function: Callable[[], object]) -> NoReturn:
-    """Call it in a process that was forked, and end that as `function` ends, without an
+    """Call it in a process that was forked, and end that as a Python would, without an
     interpreter's slow exit.
     """
     code = 1
@@ -144,12 +144,16 @@ def exit_after(function: Callable[[], object]) -> NoReturn:
         function()
         code = 0
     except SystemExit as error:
-        code = error.code if isinstance(error.code, int) else 1
+        if isinstance(error.code, str):
+            print(error.code, file=sys.stderr)
+        else:
+            code = error.code or 0
     except BaseException:
         traceback.print_exc()
     finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError, ValueError):  # nobody reads it any more
+                stream.flush()
         os._exit(code)
 
 

@@ -25,7 +25,10 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 def run(words: list[str], environment: dict[str, str]) -> tuple[int, str]:
     """Its exit code, and what it said."""
     process = programs.start([str(DPO), *words], environment=environment)
-    said, _ = process.communicate(TIMEOUT_S)
+    try:
+        said, _ = process.communicate(TIMEOUT_S)
+    finally:
+        process.end()
     return process.wait(), said
 
 

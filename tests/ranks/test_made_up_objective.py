@@ -127,7 +127,10 @@ def train(case: TrainCase, *words: str | Path) -> tuple[int, str]:
     """What `open-instruct train` ends with, and what it said."""
     command = [str(REPOSITORY / "open_instruct" / "cli.py"), "train", *map(str, words)]
     process = programs.start(command, cwd=case.folder)
-    said, _ = process.communicate(timeout=HANGS_AFTER_S)
+    try:
+        said, _ = process.communicate(timeout=HANGS_AFTER_S)
+    finally:
+        process.end()
     return process.wait(), said
 
 

@@ -1,5 +1,5 @@
-"""Steps on shards are those on whole matrices; also where there are fewer rows than shards, as of
-narrow heads.
+"""Steps on shards are torch's, of Muon on whole matrices and of AdamW on the same shards; also
+where there are fewer rows than shards, as of narrow heads.
 """
 
 from typing import Any

@@ -193,8 +193,8 @@ class FSDP2Backend(ShardedModule):
     def clip(self) -> torch.Tensor:
         """Scale the gradients down to the largest norm allowed; returns the norm before.
 
-        It is `nn.utils.clip_grad_norm_`, but each rank scales its parts by itself: for DTensors
-        torch would first work out how each may be sharded, which takes seconds in the first step.
+        It is `nn.utils.clip_grad_norm_`, but each rank scales its parts by itself: of DTensors
+        torch would first work out, in the first step, how each may be sharded.
         """
         assert self.max_grad_norm is not None
         parameters = self.model.parameters()
@@ -203,7 +203,8 @@ class FSDP2Backend(ShardedModule):
         if isinstance(norm, DTensor):
             norm = norm.full_tensor()
         scale = (self.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
-        torch._foreach_mul_([local_part(each) for each in gradients], scale)
+        if gradients:
+            torch._foreach_mul_([local_part(each) for each in gradients], scale)
         return norm
 
     def step(self, *, loss: float, grad_norm: float) -> Metrics:

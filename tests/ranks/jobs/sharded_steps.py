@@ -42,9 +42,10 @@ MOMENTS = {"muon": [MOMENTUM], "adamw": ["exp_avg", "exp_avg_sq"]}
 def take_steps(
     kind: str, num_rows: int, replicas: int, shards: int, tensor: int
 ) -> tuple[list[int], bool, bool]:
-    """Rows that this rank holds of each matrix; whether weights, and moments, are the bits of torch:
-    of its Muon on whole ones, and of its AdamW on sharded ones, whose kernel rounds the last values
-    of a part otherwise.
+    """Rows that this rank holds of each matrix; whether weights and moments are torch's to the bit.
+
+    torch's Muon has whole matrices, its AdamW the same shards, since its kernel rounds the last
+    values of a tensor otherwise.
 
     Every other matrix is split by columns, where tensor parallelism splits them.
     """

@@ -160,9 +160,11 @@ def test_setting_that_changes_ids_is_refused_with_both_ids(
     with refused("bad_model", None, "tokenizer_config.json") as caught:
         load_tokenizer(str(folder))
     other, right = re.findall(r"\[([\d, ]+)\]", str(caught.value))
+    of_engine = AutoTokenizer.from_pretrained(engine_folder(folder, tmp_path))
     reference = Tokenizer.from_file(str(folder / "tokenizer.json"))
     ids = str(reference.encode(WHITE_SPACE, add_special_tokens=False).ids)
     assert right in ids and other not in ids
+    assert str(of_engine(WHITE_SPACE, add_special_tokens=False)["input_ids"]) == ids
     change(folder, "tokenizer_config.json", fix_mistral_regex=False)
     assert load_tokenizer(str(folder))
 
@@ -242,8 +244,8 @@ print("\\n" + json.dumps(ids))
 def test_vllm_reads_exports_with_the_ids_of_the_file(
     kinds: dict[str, Path], tmp_path: Path
 ) -> None:
-    """In a process of its own: vLLM sets its process up when it is imported. So does an engine, and
-    it does not wait for a file that is not there.
+    """In a process of its own: vLLM sets its process up when it is imported. An engine's folder
+    gives them too, and vLLM does not wait for a file that is not there.
     """
     folders, expected = [], []
     for number, (kind, family) in enumerate(product(KINDS, FAMILY_NAMES)):

@@ -23,7 +23,7 @@ def build_module(optimizer: str) -> FSDP2Backend:
     section = OptimSection(optimizer=optimizer, learning_rate=1e-2)  # type: ignore[arg-type]
     module = FSDP2Backend(
         model=model,
-        optim=build_optimizer_config(section, device=CPU, names=names),
+        optim=build_optimizer_config(section, device=CPU, names=names, has_dtensors=True),
         rank_microbatch_size=32,
         max_sequence_length=32,
         max_grad_norm=1.0,
