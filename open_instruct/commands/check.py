@@ -1,9 +1,7 @@
 """`open-instruct check`: finds everything that a run would be refused for, and starts nothing."""
 
-import gc
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, make_dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +12,7 @@ from open_instruct.config.name_hints import suggest_nearest
 from open_instruct.config.parser import list_given_flags
 from open_instruct.config.sections import flag
 from open_instruct.core.errors import InputError
+from open_instruct.core.garbage import no_garbage_collection
 from open_instruct.core.text import join_choices, spell_count
 from open_instruct.objectives.objective import Objective
 from open_instruct.objectives.registry import list_objectives, load_objective
@@ -56,20 +55,6 @@ def main(argv: Sequence[str]) -> int:
         )
     with no_garbage_collection():
         return check_run(load_objective(name), argv[1:])
-
-
-@contextmanager
-def no_garbage_collection() -> Iterator[None]:
-    """Spare a short command a tenth of its time, which goes into looking for garbage among what
-    libraries make when they are imported.
-    """
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def check_run(

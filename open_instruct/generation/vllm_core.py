@@ -6,6 +6,7 @@ weights know vLLM.
 
 from __future__ import annotations
 
+import gc
 import itertools
 import os
 import tempfile
@@ -19,10 +20,10 @@ import torch
 
 from open_instruct.cluster.watchdog import FOLDER_VARIABLE
 from open_instruct.core.errors import InputError
+from open_instruct.core.garbage import no_garbage_collection
 from open_instruct.core.records import Completion
 from open_instruct.data.tokenizer_class import copy_tokenizer
 from open_instruct.generation.expert_routes import read_routes, record_routes
-from open_instruct.generation.lasting_objects import importing
 from open_instruct.generation.matrix_unit import allow_matrix_unit
 from open_instruct.generation.reply_text import decode_reply
 from open_instruct.generation.requests import EngineSettings, GenerationRequest
@@ -73,10 +74,12 @@ class VLLMCore:
             # vLLM leaves files there when it is killed.
             tempfile.tempdir = folder
             os.environ["TMPDIR"] = folder
-        with importing():
+        with no_garbage_collection():
             from vllm.engine.arg_utils import EngineArgs
             from vllm.usage.usage_lib import UsageContext
             from vllm.v1.engine.llm_engine import LLMEngine
+        # What libraries made is never garbage, and vLLM has all of it looked through below.
+        gc.freeze()
 
         on_cuda = torch.cuda.is_available()
         adapter = settings.adapter

@@ -12,8 +12,8 @@ import runpy
 import socket
 import subprocess
 import sys
-import traceback
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from huggingface_hub import constants
@@ -24,7 +24,7 @@ from torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_han
 from open_instruct.cli import main
 from tests.docs.samples import change_words, find_reason_to_leave_out
 from tests.ranks import programs
-from tests.ranks.fork_server import Forked
+from tests.ranks.fork_server import Forked, exit_after
 from tests.waiting import eventually
 
 PROGRAMS = ("open-instruct", "torchrun", "python")
@@ -132,32 +132,22 @@ def serve(address: str, hub: str) -> int:
 def _answer(connection: socket.socket, streams: list[int], folder: str, words: list[str]) -> None:
     """Fork the command, which may end as it likes, and say its exit code."""
     if (pid := os.fork()) == 0:
-        _become_command(streams, folder, words)
+        exit_after(partial(_become_command, streams, folder, words))
     _, status = os.waitpid(pid, 0)
     connection.send(str(os.waitstatus_to_exitcode(status)).encode())
     os._exit(0)
 
 
 def _become_command(streams: list[int], folder: str, words: list[str]) -> None:
-    code: object = 1
-    try:
-        for number, stream in enumerate(streams):
-            os.dup2(stream, number)
-            os.close(stream)
-        # Those that are there know whether the server's own streams were files.
-        sys.stdin = os.fdopen(0, closefd=False)
-        sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
-        sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
-        os.chdir(folder)
-        code = run_command(words)
-    except SystemExit as error:
-        code = error.code or 0
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code if isinstance(code, int) else 1)
+    for number, stream in enumerate(streams):
+        os.dup2(stream, number)
+        os.close(stream)
+    # Those that are there know whether the server's own streams were files.
+    sys.stdin = os.fdopen(0, closefd=False)
+    sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
+    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+    os.chdir(folder)
+    raise SystemExit(run_command(words))
 
 
 def run_command(words: list[str]) -> int:
