@@ -14,13 +14,13 @@ import argparse
 import json
 import logging
 import os
-import resource
 import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from harness.memory import memory_bytes
 
 from gpu_check.compiler import Listening
 from gpu_check.devices import GIB, known_gpu
@@ -69,7 +69,7 @@ def measured(
         {"seconds": seconds, "tokens": tokens, **row}
         for seconds, tokens, row in zip(meter.seconds, meter.tokens, rows, strict=True)
     ]
-    own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    (own,) = memory_bytes("VmHWM")
     return {
         "steps": steps,
         "planned_gib": planned_bytes(

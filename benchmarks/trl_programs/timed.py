@@ -10,7 +10,6 @@ import argparse
 import importlib
 import json
 import os
-import resource
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -195,10 +194,10 @@ def train_timed(
         for step in range(args.steps)
     ]
     result = {"seconds": clock.seconds, "num_tokens": per_step, "losses": clock.losses}
-    peak_gib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    (peak_bytes,) = memory_bytes("VmHWM")
     result |= {
         "load_s": clock.began_s - began_s,
-        "peak_gib": peak_gib,
+        "peak_gib": peak_bytes / 2**30,
         "processor_stamps": clock.processor_stamps,
     }
     result |= {"peak_bytes": peaks.bytes}

@@ -6,6 +6,7 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -191,10 +192,22 @@ def measure_peak_memory(device: torch.device) -> dict[str, float]:
             "peak_reserved_gib": stats["reserved_bytes.all.peak"] / GIB,
             "allocation_retries/max": stats["num_alloc_retries"],
         }
-    peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    if sys.platform != "darwin":
-        peak_bytes *= 1024  # Linux gives KiB
-    return {"peak_memory_gib": peak_bytes / GIB}
+    return {"peak_memory_gib": _peak_bytes_of_host() / GIB}
+
+
+def _peak_bytes_of_host() -> int:
+    """The most bytes that this process has had in memory.
+
+    Linux counts into `ru_maxrss` what the process held that started this one, so that a small
+    program started by a large one has the large one's peak. VmHWM is this program's alone.
+    """
+    status = Path("/proc/self/status")
+    lines = status.read_text().splitlines() if status.exists() else []
+    for line in lines:
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # bytes there, KiB elsewhere
 
 
 def token_fractions(packed: PackedBatch) -> dict[str, Metric]:

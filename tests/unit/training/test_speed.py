@@ -1,5 +1,7 @@
 """Times of the parts of a step, and how much of a GPU's arithmetic it uses."""
 
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -141,3 +143,17 @@ def test_flops_are_six_a_weight_and_those_of_attention() -> None:
 
     model.requires_grad_(False)
     assert flops(1000, 300, 1) == pytest.approx(4 * (1000 * of_blocks + 300 * of_head), rel=0.01)
+
+
+def test_peak_memory_of_a_run_leaves_out_what_its_launcher_holds() -> None:
+    """A program takes over `ru_maxrss` of the process that starts it."""
+    measure = (
+        "import torch; from open_instruct.training.measure.speed import measure_peak_memory as m;"
+        "print(m(torch.device('cpu'))['peak_memory_gib'])"
+    )
+    launch = (
+        "import subprocess, sys; held = bytearray(2 * 2**30); held[::4096] = b'x' * 2**19;"
+        "print(subprocess.check_output([sys.executable, '-c', sys.argv[1]], text=True))"
+    )
+    peak_gib = float(subprocess.check_output([sys.executable, "-c", launch, measure], text=True))
+    assert 0.2 < peak_gib < 1.5
