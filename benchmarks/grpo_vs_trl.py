@@ -67,6 +67,11 @@ def main() -> int:
     )
     parser.add_argument("--compile_model", action="store_true", help="of our learners")
     parser.add_argument(
+        "--inflight_updates",
+        action="store_true",
+        help="our engine takes weights in the midst of completions, and does not finish them first",
+    )
+    parser.add_argument(
         "--continuous_batching", action="store_true", help="TRL generates with transformers' engine"
     )
     parser.add_argument("--trl_venv", type=Path, default=DEFAULT_VENV)

@@ -57,6 +57,8 @@ def run_ours(args: Namespace, model: Path, prompts: Path, out: Path) -> Speed:
             per_step * (args.num_steps + 1),
         ),
         *("--no_filter_zero_std_samples", "--async_steps", 1, "--pack_length", per_step * longest),
+        # Otherwise every completion is of one version of the weights, as TRL's are.
+        "--inflight_updates" if args.inflight_updates else "--no_inflight_updates",
         # As in TRL, a whole copy of the model on each.
         *(
             ["--fsdp_num_replicas", args.num_learners, "--fsdp_shard_degree", 1]
