@@ -2,13 +2,11 @@
 
 import ast
 import io
-import sys
-import threading
 import tokenize
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import FrameType
-from typing import Any
+
+from coverage import Coverage
 
 from tests.fake_cuda.program import REPOSITORY
 
@@ -60,25 +58,18 @@ def statements() -> dict[str, dict[int, Span]]:
 
 @contextmanager
 def come_by() -> Iterator[dict[str, set[int]]]:
-    """The lines of such files that Python's threads execute within this context, by path."""
-    seen: dict[str, set[int]] = {name: set() for name in statements()}
-    by_file = {str(PACKAGE / name): lines for name, lines in seen.items()}
-
-    def look(frame: FrameType, event: str, argument: Any) -> Any:
-        lines = by_file.get(frame.f_code.co_filename)
-        if lines is None:
-            return None
-
-        def line(frame: FrameType, event: str, argument: Any) -> Any:
-            lines.add(frame.f_lineno)
-            return line
-
-        return line(frame, event, argument)
-
-    threading.settrace(look)
-    sys.settrace(look)
+    """The lines of such files that Python's threads execute within this context, by path: they are
+    there when it has ended.
+    """
+    paths = {name: str(PACKAGE / name) for name in statements()}
+    seen: dict[str, set[int]] = {}
+    # Its tracer is in C: one in Python is called with every function of PyTorch, and takes longer
+    # than all that it looks at.
+    coverage = Coverage(data_file=None, config_file=False, include=[*paths.values()])
+    coverage.start()
     try:
         yield seen
     finally:
-        sys.settrace(None)
-        threading.settrace(None)  # type: ignore[arg-type]
+        coverage.stop()
+        data = coverage.get_data()
+        seen |= {name: set(data.lines(path) or ()) for name, path in paths.items()}
