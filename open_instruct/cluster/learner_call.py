@@ -34,6 +34,8 @@ REASONS = {
     "killed by `ray.kill`": "it was ended on purpose",
     "connection error code 2": "its process was killed or crashed",
 }
+# Ray ends its message so where an actor was lost before it began; its reason is the line before.
+NEVER_RAN = "The actor never ran"
 
 
 class LearnerLost(RunError):
@@ -152,4 +154,5 @@ def explain_loss(error: Exception) -> str:
     for words, reason in REASONS.items():
         if words in text:
             return reason
-    return text.strip().splitlines()[-1]
+    lines = text.strip().splitlines()
+    return [line for line in lines if not line.startswith(NEVER_RAN)][-1].strip()
