@@ -64,7 +64,7 @@ check: ruff  ## lint, types and the quick tests, in three to eight minutes
 	@$(MAKE) --no-print-directory -j 2 types quick-tests
 
 quick-tests: $(STAMP)
-	$(PYTEST) -n 2 -m "$(QUICK)" tests/house/test_house.py tests/house/test_architecture.py tests/unit
+	$(PYTEST) -n 3 -m "$(QUICK)" tests/house/test_house.py tests/house/test_architecture.py tests/unit
 
 test: ruff  ## lint, types and the tests of every part, in six to fourteen minutes
 	@$(MAKE) --no-print-directory -j 2 types main-tests

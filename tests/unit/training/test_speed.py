@@ -145,6 +145,7 @@ def test_flops_are_six_a_weight_and_those_of_attention() -> None:
     assert flops(1000, 300, 1) == pytest.approx(4 * (1000 * of_blocks + 300 * of_head), rel=0.01)
 
 
+@pytest.mark.slow
 def test_peak_memory_of_a_run_leaves_out_what_its_launcher_holds() -> None:
     """A program takes over `ru_maxrss` of the process that starts it."""
     measure = (
