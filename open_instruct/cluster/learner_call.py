@@ -33,6 +33,11 @@ REASONS = {
     "its node has died": "its node is gone",
     "killed by `ray.kill`": "it was ended on purpose",
     "connection error code 2": "its process was killed or crashed",
+    "all references to the actor were removed": (
+        "Ray's head could not talk to this program. Either a firewall is between the two, or this "
+        "program has a token (RAY_AUTH_TOKEN, or ~/.ray/auth_token) and the cluster was started "
+        "without: then give RAY_AUTH_MODE=disabled here too"
+    ),
 }
 # Ray ends its message so where an actor was lost before it began; its reason is the line before.
 NEVER_RAN = "The actor never ran"

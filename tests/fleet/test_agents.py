@@ -102,6 +102,8 @@ def two_nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     from ray.cluster_utils import Cluster
 
     monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
+    # Else whoever finds a token of Ray's in the home folder uses it, and others have none.
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
     folder = make_short_folder()
     monkeypatch.setenv("RAY_TMPDIR", str(folder))
     cluster = Cluster()
