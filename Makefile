@@ -54,7 +54,8 @@ types: $(STAMP)
 
 # pytest keeps test files as it has rewritten them, or each of its processes does that anew: ten seconds.
 unexport PYTHONDONTWRITEBYTECODE
-PYTEST := $(PY) -m pytest -q --dist loadfile --no-loadscope-reorder
+# A worker that dies ends the run: xdist hands out again what it had done, and then waits for ever.
+PYTEST := $(PY) -m pytest -q --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 
 # Three tiers of tests, by their marks: those with none; `slow` ones, from `make test` on; `extended` ones, in `make test-all`
 # and `make test-rest` alone. mypy has one thread: tests run beside it.

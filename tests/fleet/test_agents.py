@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from open_instruct.cluster.ray_cluster import make_short_folder
 from open_instruct.core.records import RolloutGroup
 from open_instruct.rl.traces import read_traces
 from tests.clients.environment import CLIENTS, PROGRAMS, find_python
@@ -23,7 +22,7 @@ from tests.fleet.grpo_case import (
     write_prompts,
 )
 from tests.fleet.openai_agent import NUM_TURNS
-from tests.ranks.fork_server import REPOSITORY
+from tests.fleet.simulated_cluster import simulated_cluster
 from tests.ranks.shallow import write_shallow_model
 
 pytestmark = pytest.mark.extended
@@ -99,20 +98,10 @@ def test_run_that_is_killed_and_goes_on_is_the_run_that_was_not(
 @pytest.fixture
 def two_nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """The address of a Ray cluster of two nodes, neither of which has room for three engines."""
-    from ray.cluster_utils import Cluster
-
-    monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
     # Else whoever finds a token of Ray's in the home folder uses it, and others have none.
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
-    folder = make_short_folder()
-    monkeypatch.setenv("RAY_TMPDIR", str(folder))
-    cluster = Cluster()
-    size = {"object_store_memory": 100 << 20, "include_dashboard": False}
-    cluster.add_node(num_cpus=2, **size)
-    cluster.add_node(num_cpus=2, **size)
-    yield cluster.address
-    cluster.shutdown()
-    shutil.rmtree(folder, ignore_errors=True)
+    with simulated_cluster([{"num_cpus": 2}] * 2, environment={}) as address:
+        yield address
 
 
 def test_agents_beside_engines_of_two_nodes_are_those_of_one(

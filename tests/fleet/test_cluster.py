@@ -1,11 +1,8 @@
 """Clusters that a run joins or starts: simulated nodes, tokens, refusals."""
 
 import json
-import os
 import re
 import socket
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -20,6 +17,7 @@ from open_instruct.cluster.ray_cluster import start_cluster
 from open_instruct.config.fleet_sections import FleetSection
 from open_instruct.core.errors import InputError, RunError
 from tests.fleet.grpo_case import finished
+from tests.fleet.simulated_cluster import simulated_cluster
 from tests.ranks import programs
 
 pytestmark = pytest.mark.extended
@@ -30,31 +28,8 @@ ONE_LEARNER = FleetShape(
     learners_per_node=(1,), num_engines=1, devices_per_engine=1, shares_device=False
 )
 
-# A process can be connected to one Ray only, so the simulated cluster has processes of its own. Its
-# nodes have 3 and 1 pretended GPUs; the smaller one comes second, so that the order of the list is
-# not the order of the nodes.
-SIMULATED_CLUSTER = """
-import os, sys
-from open_instruct.cluster.ray_cluster import make_short_folder
-from open_instruct.cluster.watchdog import Watchdog
-os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # stay on the loopback interface
-folder = make_short_folder()
-options = {"object_store_memory": 80 << 20, "temp_dir": str(folder)}
-# Whatever `temp_dir` says, `Cluster` leaves its address in a folder of this name, and does not make it.
-os.environ["RAY_TMPDIR"] = str(folder)
-(folder / "ray").mkdir()
-from ray.cluster_utils import Cluster
-watchdog = Watchdog(folder, logs_folder=None)
-with watchdog.marking():
-    cluster = Cluster()
-    cluster.add_node(num_cpus=1, num_gpus=0, include_dashboard=False, **options)
-    for num_gpus in (3, 1):
-        cluster.add_node(num_cpus=6, num_gpus=num_gpus, **options)
-print(cluster.address, flush=True)
-sys.stdin.read()
-cluster.shutdown()
-watchdog.finish()
-"""
+# The smaller one comes second, so that the order of the list is not the order of the nodes.
+NODES = ({"num_cpus": 1, "num_gpus": 0}, *({"num_cpus": 6, "num_gpus": each} for each in (3, 1)))
 
 DRIVER = """
 import json, os, sys
@@ -110,18 +85,8 @@ def run(
 @pytest.fixture(scope="module")
 def simulated() -> Iterator[str]:
     """The address of a cluster with a token."""
-    cluster = subprocess.Popen(
-        [sys.executable, "-c", SIMULATED_CLUSTER],
-        env=os.environ | {"PYTHONPATH": str(REPOSITORY)} | GUARDED,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert cluster.stdout is not None
-    try:
-        yield next(line.strip() for line in cluster.stdout if line.startswith("127.0.0.1:"))
-    finally:
-        cluster.communicate()
+    with simulated_cluster(NODES, GUARDED) as address:
+        yield address
 
 
 class TestSimulatedNodes:
