@@ -20,13 +20,16 @@ of their sums, which the kernel returns. Given the joined results, its backward 
 share of each part in the gradients, and these add up (Dao 2023, arXiv:2307.08691, sections 3.1 and
 3.2).
 
+What is left of a row of keys beside whole vectors of the processor, the kernel computes number by
+number. So a square has more keys than queries, up to a whole vector: the causal mask hides them.
+
 Why this is not a call for each segment: that takes 1.2 to 1.4 times as long, forward and backward,
 for replies to a shared prompt and for rows of 512 tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -39,10 +42,12 @@ from open_instruct.models.attention.segments import QKV, Segments
 SQUARE = 128
 # Up to here a document is one square, since a cut would save less than its calls cost.
 LONGEST_SQUARE = 192
+# Float32 numbers of the widest vector, that of AVX-512.
+VECTOR = 16
 MAX_CACHED_ROWS = 64
 
-_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
 
 class Span(NamedTuple):
@@ -55,7 +60,7 @@ class Span(NamedTuple):
 class Part(NamedTuple):
     """`num_queries` tokens of the row, from `query` on, see the `num_keys` tokens from `key` on.
 
-    Each sees all of them, or, where both are the same tokens, those up to itself. There are
+    Each sees all of them, or, where both begin with the same token, those up to itself. There are
     `num_parts` such parts, each `step` tokens behind the one before.
 
     Example: in `Part(128, 128, 0, 128, num_parts=2, step=256)` tokens 128 to 255 see 0 to 127, and
@@ -73,22 +78,42 @@ class Part(NamedTuple):
     def is_square(self) -> bool:
         return self.query == self.key
 
-    def select_queries(self, tensor_TH: torch.Tensor) -> torch.Tensor:
-        """A view of the queries' values; shape (N, H, queries, ...)."""
-        return self._select(tensor_TH, self.query, self.num_queries)
+    @property
+    def num_seen_keys(self) -> int:
+        """Without those that the mask of a square hides from all its queries."""
+        return self.num_queries if self.is_square else self.num_keys
 
-    def select_keys(self, tensor_TG: torch.Tensor) -> torch.Tensor:
-        """A view of the keys' values; shape (N, G, keys, ...)."""
-        return self._select(tensor_TG, self.key, self.num_keys)
 
-    def _select(self, tensor_T: torch.Tensor, start: int, length: int) -> torch.Tensor:
-        heads, *features = tensor_T.shape[1:]
-        token_stride, head_stride, *feature_strides = tensor_T.stride()
-        return tensor_T.as_strided(
-            (self.num_parts, heads, length, *features),
-            (self.step * token_stride, head_stride, token_stride, *feature_strides),
-            tensor_T.storage_offset() + start * token_stride,
+def view_queries(tensor_TH: torch.Tensor, parts: Sequence[Part]) -> list[torch.Tensor]:
+    """Views of the values of each part's queries; shapes (N, H, queries, ...)."""
+    return _view(tensor_TH, parts, [(part.query, part.num_queries) for part in parts])
+
+
+def view_keys(tensor_TG: torch.Tensor, parts: Sequence[Part]) -> list[torch.Tensor]:
+    """Views of the values of each part's keys; shapes (N, G, keys, ...)."""
+    return _view(tensor_TG, parts, [(part.key, part.num_keys) for part in parts])
+
+
+def view_seen_keys(tensor_TG: torch.Tensor, parts: Sequence[Part]) -> list[torch.Tensor]:
+    """Views of the values of each part's keys that are seen; shapes (N, G, keys, ...)."""
+    return _view(tensor_TG, parts, [(part.key, part.num_seen_keys) for part in parts])
+
+
+def _view(
+    tensor_T: torch.Tensor, parts: Sequence[Part], spans: Sequence[tuple[int, int]]
+) -> list[torch.Tensor]:
+    """`spans` have the first token and the number of tokens of the first of the equal parts."""
+    heads, *features = tensor_T.shape[1:]
+    token_stride, head_stride, *feature_strides = tensor_T.stride()
+    first = tensor_T.storage_offset()
+    return [
+        tensor_T.as_strided(
+            (part.num_parts, heads, length, *features),
+            (part.step * token_stride, head_stride, token_stride, *feature_strides),
+            first + start * token_stride,
         )
+        for part, (start, length) in zip(parts, spans, strict=True)
+    ]
 
 
 def can_attend_in_parts(query_THD: torch.Tensor, segments: Segments, *, left: int) -> bool:
@@ -138,23 +163,23 @@ class _AttentionInParts(torch.autograd.Function):
 
 
 def _attend(
-    qkv_T: QKV, parts: Iterable[Part], *, scale: float | None
+    qkv_T: QKV, parts: Sequence[Part], *, scale: float | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The result, (T, H, D), and the logarithm of the sum behind each query's weights, (T, H)."""
     query_THD, key_TGD, value_TGD = qkv_T
     out_THD = torch.empty_like(query_THD, memory_format=torch.contiguous_format)
     lse_TH = query_THD.new_empty(query_THD.shape[:2], dtype=_sum_dtype(query_THD))
-    for part in parts:
-        part_out, part_lse = _flash(
-            part.select_queries(query_THD),
-            part.select_keys(key_TGD),
-            part.select_keys(value_TGD),
-            0.0,
-            part.is_square,
-            scale=scale,
-        )
-        out = part.select_queries(out_THD)
-        lse = part.select_queries(lse_TH)
+    views = zip(
+        parts,
+        view_queries(query_THD, parts),
+        view_keys(key_TGD, parts),
+        view_keys(value_TGD, parts),
+        view_queries(out_THD, parts),
+        view_queries(lse_TH, parts),
+        strict=True,
+    )
+    for part, query, key, value, out, lse in views:
+        part_out, part_lse = _flash(query, key, value, 0.0, part.is_square, scale=scale)
         if part.is_square:
             out.copy_(part_out)
             lse.copy_(part_lse)
@@ -170,16 +195,31 @@ def _find_gradients(
     qkv_T: QKV,
     out_THD: torch.Tensor,
     lse_TH: torch.Tensor,
-    parts: Iterable[Part],
+    parts: Sequence[Part],
     *,
     scale: float | None,
 ) -> QKV:
     """The gradients of queries, keys and values."""
     # In float32 at least: a sum of many shares in 16 bits would lose the small ones.
-    sums = [tensor.new_zeros(tensor.shape, dtype=lse_TH.dtype) for tensor in qkv_T]
-    for part in parts:
+    sums = [tensor.new_empty(tensor.shape, dtype=lse_TH.dtype) for tensor in qkv_T]
+    operands = zip(
+        view_queries(grad_out_THD, parts),
+        view_queries(qkv_T.query, parts),
+        view_keys(qkv_T.key, parts),
+        view_keys(qkv_T.value, parts),
+        view_queries(out_THD, parts),
+        view_queries(lse_TH, parts),
+        strict=True,
+    )
+    parts_of_sums = zip(
+        view_queries(sums[0], parts),
+        view_seen_keys(sums[1], parts),
+        view_seen_keys(sums[2], parts),
+        strict=True,
+    )
+    for part, tensors, totals in zip(parts, operands, parts_of_sums, strict=True):
         # A function, so that one part's share is freed before the next is computed.
-        _add_share(sums, part, grad_out_THD, qkv_T, out_THD, lse_TH, scale=scale)
+        _add_share(totals, part, tensors, scale=scale)
     return QKV(*(each.to(qkv_T.query.dtype) for each in sums))
 
 
@@ -252,28 +292,22 @@ def _read_parts(cu_queries: torch.Tensor, cu_keys: torch.Tensor) -> tuple[Part, 
 
 
 def _add_share(
-    grads: list[torch.Tensor],
+    totals: tuple[torch.Tensor, ...],
     part: Part,
-    grad_out_THD: torch.Tensor,
-    qkv_T: tuple[torch.Tensor, ...],
-    out_THD: torch.Tensor,
-    lse_TH: torch.Tensor,
+    operands: tuple[torch.Tensor, ...],
     *,
     scale: float | None,
 ) -> None:
-    """Add to the gradients of queries, keys and values what comes through `part`."""
-    selects = (part.select_queries, part.select_keys, part.select_keys)
-    shares = _flash_backward(
-        part.select_queries(grad_out_THD),
-        *(select(tensor) for select, tensor in zip(selects, qkv_T, strict=True)),
-        part.select_queries(out_THD),
-        part.select_queries(lse_TH),
-        0.0,
-        part.is_square,
-        scale=scale,
-    )
-    for select, grad, share in zip(selects, grads, shares, strict=True):
-        select(grad).add_(share)
+    """Add to the gradients of queries, keys and values what comes through `part`.
+
+    A square is the first part of all its tokens: what stands there before has no meaning.
+    """
+    shares = _flash_backward(*operands, 0.0, part.is_square, scale=scale)
+    for total, share in zip(totals, shares, strict=True):
+        if part.is_square:
+            total.copy_(share[:, :, : total.shape[2]])
+        else:
+            total.add_(share)
 
 
 def _sum_dtype(tensor: torch.Tensor) -> torch.dtype:
@@ -305,7 +339,8 @@ def find_parts(lengths: tuple[int, ...], prefix_lengths: tuple[int, ...]) -> tup
         seen = [*prefix, segment]
     rectangles.extend(growing.values())
     rectangles = [part for part in rectangles if part.num_queries]
-    return (*join_equal(squares), *join_equal(rectangles))
+    widened = (widen(part, num_tokens=stop) for part in join_equal(squares))
+    return (*widened, *join_equal(rectangles))
 
 
 def cut_triangle(segment: Span) -> Iterator[Part]:
@@ -337,6 +372,13 @@ def lengthen(rectangle: Part | None, keys: Span, queries: Span) -> Part:
     """The rectangle, or a new one for `keys`, with `queries` behind those it has."""
     first = queries.start if rectangle is None else rectangle.query
     return Part(first, queries.stop - first, keys.start, keys.stop - keys.start)
+
+
+def widen(square: Part, *, num_tokens: int) -> Part:
+    """The square with whole vectors of keys, if the row, of `num_tokens`, has as many."""
+    num_keys = -(-square.num_keys // VECTOR) * VECTOR
+    last_key = square.key + (square.num_parts - 1) * square.step
+    return square._replace(num_keys=num_keys) if last_key + num_keys <= num_tokens else square
 
 
 def join_equal(parts: Iterable[Part]) -> Iterator[Part]:
