@@ -1,5 +1,5 @@
-"""A Ray of several nodes on this machine, in a process of its own: one that has started it, or is
-connected to it, depends on it.
+"""A Ray of several nodes on this machine, in a process of its own: Ray ends one that has once
+looked for a token, and later comes to a Ray without one.
 
     python tests/fleet/simulated_cluster.py '[{"num_cpus": 1}, {"num_cpus": 6, "num_gpus": 3}]'
 
