@@ -94,7 +94,11 @@ def _join(address: str) -> None:
         reason = _first_line(error)
         remedy = WAY_OUT
         is_refused = isinstance(error, ray.exceptions.AuthenticationError)
-        if is_refused or reason.startswith("Failed to connect"):
+        is_not_let_in = is_refused or reason.startswith("Failed to connect")
+        if is_not_let_in and _has_had_own_token():
+            reason = "this process has had a Ray of its own, with whose token Ray goes on"
+            remedy = "restart the process (the notebook's kernel), and give the flag again"
+        elif is_not_let_in:
             reason = (
                 "what answers there does not let this process in. If the cluster has a token, "
                 "give it here too, as RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH (now: "
@@ -185,13 +189,17 @@ def _make_token() -> str:
     return secrets.token_hex(32)
 
 
+def _has_had_own_token() -> bool:
+    return _make_token.cache_info().currsize > 0
+
+
 def refuse_imported_ray() -> None:
     """Refuse a run if Ray has been imported before, and so has read which token it takes.
 
     Raises:
         InputError: it has.
     """
-    if "ray" in sys.modules and _make_token.cache_info().currsize == 0:
+    if "ray" in sys.modules and not _has_had_own_token():
         raise InputError(
             "ray was imported in this process before a run began, and has settled then with which "
             "token it talks: restart the process (the notebook's kernel), and import ray after "

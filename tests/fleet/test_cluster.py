@@ -205,11 +205,12 @@ def refuse(address: str, message: str) -> None:
         pass
 
 
-# One run after the other, in one process.
+# One run after the other, in one process, which then would join a cluster.
 TWO_RUNS = """
-import contextlib, importlib.util, json, os, stat, time
+import contextlib, importlib.util, json, os, stat, sys, time
 from pathlib import Path
 from open_instruct.config.fleet_sections import FleetSection
+from open_instruct.core.errors import InputError
 from open_instruct.cluster.ray_cluster import start_cluster
 from open_instruct.cluster.placement import FleetShape
 
@@ -247,11 +248,19 @@ for num_learners in (1, 4):
             time.sleep(0.1)
         programs += found
 left = [path for path in modes if os.path.exists(path)]
+variables = [os.environ.get(name) for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN")]
+os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": sys.argv[2]}  # as it should be
+refusal = "none"
+try:
+    with start_cluster(FleetSection(ray_address=sys.argv[1]), shape, say=print):
+        pass
+except InputError as error:
+    refusal = str(error)
 print(json.dumps({"modes": list(modes.values()), "tokens": tokens, "left": left,
                   "programs": programs, "listening": sorted(listening),
                   "found": [actor["found"] for actor in actors], "marked": "OPEN_INSTRUCT_FLEET" in os.environ,
                   "niceness": [os.nice(0), *(actor["niceness"] for actor in actors)],
-                  "variables": [os.environ.get(name) for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN")]}))
+                  "variables": variables, "refusal": refusal}))
 """
 
 
@@ -261,7 +270,9 @@ class TestALocalRay:
         return tmp_path_factory.mktemp("home")
 
     @pytest.fixture(scope="class")
-    def report(self, home: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    def report(
+        self, home: Path, simulated: str, tmp_path_factory: pytest.TempPathFactory
+    ) -> dict[str, Any]:
         """Of two runs, the second with places for five processes, in a folder with a module."""
         folder = tmp_path_factory.mktemp("working")
         (folder / "planted.py").touch()
@@ -272,7 +283,8 @@ class TestALocalRay:
         }
         # A script's own one is on the path of Ray's actors.
         programs_folder = tmp_path_factory.mktemp("programs")
-        return run(TWO_RUNS, environment=environment, cwd=folder, tmp_path=programs_folder)
+        words = (simulated, GUARDED["RAY_AUTH_TOKEN"])
+        return run(TWO_RUNS, *words, environment=environment, cwd=folder, tmp_path=programs_folder)
 
     def test_local_ray_listens_to_this_machine_only(self, report: dict[str, Any]) -> None:
         assert {"gcs_server", "raylet", "ray::DashboardAgent"} <= set(report["programs"])
@@ -301,6 +313,14 @@ class TestALocalRay:
         assert report["left"] == []
         assert report["variables"] == ["disabled", "for another cluster"]
         assert list(home.iterdir()) == []
+
+    def test_cluster_with_another_token_is_for_another_process(
+        self, report: dict[str, Any]
+    ) -> None:
+        assert "this process has had a Ray of its own" in report["refusal"]
+        assert report["refusal"].endswith(
+            "restart the process (the notebook's kernel), and give the flag again"
+        )
 
 
 class TestWhoMayTalkToRay:
