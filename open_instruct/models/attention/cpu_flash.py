@@ -20,9 +20,6 @@ of their sums, which the kernel returns. Given the joined results, its backward 
 share of each part in the gradients, and these add up (Dao 2023, arXiv:2307.08691, sections 3.1 and
 3.2).
 
-What is left of a row of keys beside whole vectors of the processor, the kernel computes number by
-number. So a square has more keys than queries, up to a whole vector: the causal mask hides them.
-
 Why this is not a call for each segment: that takes 1.2 to 1.4 times as long, forward and backward,
 for replies to a shared prompt and for rows of 512 tokens.
 """
@@ -42,8 +39,6 @@ from open_instruct.models.attention.segments import QKV, Segments
 SQUARE = 128
 # Up to here a document is one square, since a cut would save less than its calls cost.
 LONGEST_SQUARE = 192
-# Float32 numbers of the widest vector, that of AVX-512.
-VECTOR = 16
 MAX_CACHED_ROWS = 64
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
@@ -60,7 +55,7 @@ class Span(NamedTuple):
 class Part(NamedTuple):
     """`num_queries` tokens of the row, from `query` on, see the `num_keys` tokens from `key` on.
 
-    Each sees all of them, or, where both begin with the same token, those up to itself. There are
+    Each sees all of them, or, where both are the same tokens, those up to itself. There are
     `num_parts` such parts, each `step` tokens behind the one before.
 
     Example: in `Part(128, 128, 0, 128, num_parts=2, step=256)` tokens 128 to 255 see 0 to 127, and
@@ -78,11 +73,6 @@ class Part(NamedTuple):
     def is_square(self) -> bool:
         return self.query == self.key
 
-    @property
-    def num_seen_keys(self) -> int:
-        """Without those that the mask of a square hides from all its queries."""
-        return self.num_queries if self.is_square else self.num_keys
-
 
 def view_queries(tensor_TH: torch.Tensor, parts: Sequence[Part]) -> list[torch.Tensor]:
     """Views of the values of each part's queries; shapes (N, H, queries, ...)."""
@@ -92,11 +82,6 @@ def view_queries(tensor_TH: torch.Tensor, parts: Sequence[Part]) -> list[torch.T
 def view_keys(tensor_TG: torch.Tensor, parts: Sequence[Part]) -> list[torch.Tensor]:
     """Views of the values of each part's keys; shapes (N, G, keys, ...)."""
     return _view(tensor_TG, parts, [(part.key, part.num_keys) for part in parts])
-
-
-def view_seen_keys(tensor_TG: torch.Tensor, parts: Sequence[Part]) -> list[torch.Tensor]:
-    """Views of the values of each part's keys that are seen; shapes (N, G, keys, ...)."""
-    return _view(tensor_TG, parts, [(part.key, part.num_seen_keys) for part in parts])
 
 
 def _view(
@@ -213,8 +198,8 @@ def _find_gradients(
     )
     parts_of_sums = zip(
         view_queries(sums[0], parts),
-        view_seen_keys(sums[1], parts),
-        view_seen_keys(sums[2], parts),
+        view_keys(sums[1], parts),
+        view_keys(sums[2], parts),
         strict=True,
     )
     for part, tensors, totals in zip(parts, operands, parts_of_sums, strict=True):
@@ -305,7 +290,7 @@ def _add_share(
     shares = _flash_backward(*operands, 0.0, part.is_square, scale=scale)
     for total, share in zip(totals, shares, strict=True):
         if part.is_square:
-            total.copy_(share[:, :, : total.shape[2]])
+            total.copy_(share)
         else:
             total.add_(share)
 
@@ -339,8 +324,7 @@ def find_parts(lengths: tuple[int, ...], prefix_lengths: tuple[int, ...]) -> tup
         seen = [*prefix, segment]
     rectangles.extend(growing.values())
     rectangles = [part for part in rectangles if part.num_queries]
-    widened = (widen(part, num_tokens=stop) for part in join_equal(squares))
-    return (*widened, *join_equal(rectangles))
+    return (*join_equal(squares), *join_equal(rectangles))
 
 
 def cut_triangle(segment: Span) -> Iterator[Part]:
@@ -372,13 +356,6 @@ def lengthen(rectangle: Part | None, keys: Span, queries: Span) -> Part:
     """The rectangle, or a new one for `keys`, with `queries` behind those it has."""
     first = queries.start if rectangle is None else rectangle.query
     return Part(first, queries.stop - first, keys.start, keys.stop - keys.start)
-
-
-def widen(square: Part, *, num_tokens: int) -> Part:
-    """The square with whole vectors of keys, if the row, of `num_tokens`, has as many."""
-    num_keys = -(-square.num_keys // VECTOR) * VECTOR
-    last_key = square.key + (square.num_parts - 1) * square.step
-    return square._replace(num_keys=num_keys) if last_key + num_keys <= num_tokens else square
 
 
 def join_equal(parts: Iterable[Part]) -> Iterator[Part]:
