@@ -11,7 +11,8 @@ import shutil
 import subprocess
 import sys
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -85,8 +86,28 @@ def fetch_model(name: str, cache_dir: str | None) -> Path:
     model = table["models"][name]
     model_folder = find_cache_folder(cache_dir) / "models" / f"{name}-{model['sha256'][:12]}"
     if not model_folder.is_dir():
-        _convert(model, table["reader"], model_folder)
+        with _keep_others_out(model_folder):
+            if not model_folder.is_dir():
+                _convert(model, table["reader"], model_folder)
     return model_folder
+
+
+@contextmanager
+def _keep_others_out(model_folder: Path) -> Iterator[None]:
+    """Wait until no other process makes this folder, and keep others waiting meanwhile."""
+    from filelock import FileLock, Timeout
+
+    model_folder.parent.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(model_folder.with_name(f".{model_folder.name}.lock"))
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        print("waiting for another process that downloads it", flush=True)
+        lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def _find_model(names: Sequence[str], models: dict[str, Any]) -> tuple[str, dict[str, Any]]:

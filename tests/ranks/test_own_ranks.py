@@ -128,8 +128,10 @@ def test_ranks_that_are_all_killed_are_reported_by_the_command(dpo_case: TrainCa
     command = dpo_case.command(out.name, ranks=2, batch=1, max_train_steps=MANY_STEPS)
     with running(start(command)) as process:
         once(lambda: rows_in(out) >= 1, process)
-        for pid in pids_of(process):
-            os.kill(pid, signal.SIGKILL)
+        pids = pids_of(process)
+        for number in (signal.SIGSTOP, signal.SIGKILL):  # none has time to miss another
+            for pid in pids:
+                os.kill(pid, number)
         said = said_by(process)
     assert process.returncode == 1, said
     assert "was ended by SIGKILL. " in said.splitlines()[-1], said

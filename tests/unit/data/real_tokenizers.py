@@ -10,6 +10,7 @@ import urllib.request
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 
 from open_instruct.commands import get_model
 from open_instruct.core.errors import InputError
@@ -42,8 +43,14 @@ def download(name: str) -> Path:
     if name == SMOLLM2:
         return _download_smollm2()
     folder = find_cache_folder(None) / "tokenizers" / f"{name}-{VERSION}"
-    if folder.is_dir():
-        return folder
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(folder.with_name(f".{folder.name}.lock")):  # tests run beside each other
+        if not folder.is_dir():
+            _download_tokenizer(name, folder)
+    return folder
+
+
+def _download_tokenizer(name: str, folder: Path) -> None:
     url = REGISTRY.format(name=name, version=VERSION)
     try:
         with urllib.request.urlopen(url, timeout=60) as answer:
@@ -51,7 +58,6 @@ def download(name: str) -> Path:
     except (urllib.error.URLError, TimeoutError) as error:
         pytest.skip(f"{url} cannot be reached: {error}")
     assert hashlib.sha256(data).hexdigest() == DIGESTS[name]
-    folder.parent.mkdir(parents=True, exist_ok=True)
     archive = folder.with_name(f"{name}.tgz")
     archive.write_bytes(data)
     partial_folder = folder.with_name(f".{name}.partial")
@@ -63,7 +69,6 @@ def download(name: str) -> Path:
             (partial_folder / file).write_bytes(member.read())
     archive.unlink()
     partial_folder.rename(folder)
-    return folder
 
 
 def _download_smollm2() -> Path:
