@@ -93,12 +93,13 @@ def _join(address: str) -> None:
     except (ConnectionError, RuntimeError, ValueError, ray.exceptions.AuthenticationError) as error:
         reason = _first_line(error)
         remedy = WAY_OUT
-        is_refused = isinstance(error, ray.exceptions.AuthenticationError)
-        is_not_let_in = is_refused or reason.startswith("Failed to connect")
-        if is_not_let_in and _has_had_own_token():
+        is_refused = isinstance(error, ray.exceptions.AuthenticationError) or reason.startswith(
+            "Failed to connect"
+        )
+        if is_refused and _has_had_own_token():
             reason = "this process has had a Ray of its own, with whose token Ray goes on"
             remedy = "restart the process (the notebook's kernel), and give the flag again"
-        elif is_not_let_in:
+        elif is_refused:
             reason = (
                 "what answers there does not let this process in. If the cluster has a token, "
                 "give it here too, as RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH (now: "

@@ -26,7 +26,7 @@ from tests.fleet.simulated_cluster import simulated_cluster
 from tests.ranks.shallow import write_shallow_model
 
 pytestmark = pytest.mark.extended
-NUM_CLIENT_STEPS = 2
+NUM_CLIENT_STEPS = 3
 FAILING_AGENT = Path(__file__).with_name("failing_agent.sh")
 
 
@@ -128,7 +128,9 @@ def test_agents_beside_engines_of_two_nodes_are_those_of_one(
     assert describe(groups(case)) == describe(groups(undisturbed))
 
 
-def test_agents_of_four_frameworks_are_trained(undisturbed: GRPOCase, tmp_path: Path) -> None:
+def test_agents_of_four_frameworks_are_trained_for_three_steps(
+    undisturbed: GRPOCase, tmp_path: Path
+) -> None:
     """With random weights, of which no reply calls a tool: what each framework makes of that."""
     model = tmp_path / "model"
     shutil.copytree(undisturbed.model, model)

